@@ -1,0 +1,120 @@
+"""A candidate: one way to run the job, every setting decided and named as TRL, Transformers, accelerate, DeepSpeed and vLLM name it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from planner.errors import InputError
+from planner.methods import METHODS, Method, MethodName
+from planner.model import ModelShape
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["bf16", "fp16", "no"]
+Quantization = Literal["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"]
+AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
+Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
+Vllm = Literal["off", "colocate", "server"]
+Optimizer = Literal[
+    "adamw_torch_fused", "adamw_torch", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit",
+    "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit",
+    "adafactor", "sgd", "adagrad", "rmsprop", "stable_adamw", "adamw_torch_8bit", "adamw_torch_4bit", "galore_adamw", "apollo_adamw", "lomo", "adalomo",
+    "grokadamw", "schedule_free_adamw", "schedule_free_sgd", "adamw_anyprecision",
+]  # fmt: skip
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """Every setting that memory or speed depends on. Lengths in tokens, batch sizes in samples per process.
+
+    Defaults are those of TRL 1.16 (`trl/trainer/base_config.py`, `*_config.py`, `model_config.py`), of its methods' configs
+    where a method has one of its own (`planner/job.py` fills those in).
+    """
+
+    model: ModelShape
+    method: MethodName
+    trl_version: str = "1.16"
+
+    # what is trained
+    tuning: Literal["full", "lora"] = "full"
+    lora_r: int = 16
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    lora_dropout: float = 0.0
+    autocast_adapter_dtype: bool = True  # PEFT keeps adapters in float32 on a 16-bit base
+
+    # precision
+    dtype: Dtype = "float32"
+    precision: Precision = "bf16"
+    quantization: Quantization = "none"
+
+    # the batch
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    max_length: int = 1024  # tokens of a whole row: prompt and completion
+    prompt_length: int = 512  # tokens of the longest prompt, for methods that generate
+    max_completion_length: int = 512
+    num_generations: int = 8
+    steps_per_generation: int = 1
+    num_iterations: int = 1
+    padded: bool = True  # batches hold padding
+    packing: bool = False
+    padding_free: bool = False
+    beta: float = 0.0
+    precompute_ref_log_probs: bool = False
+
+    # activations
+    gradient_checkpointing: bool = True
+    checkpoint_every_n_layers: int = 1
+    checkpoint_offload: bool = False
+    activation_offloading: bool = False
+    attn_implementation: AttentionImplementation = "sdpa"
+    use_liger_kernel: bool = False
+
+    # optimizer
+    optim: Optimizer = "adamw_torch_fused"
+
+    # many GPUs
+    sharding: Sharding = "none"
+    num_processes: int = 1
+    num_nodes: int = 1
+    offload_optimizer: bool = False
+    offload_param: bool = False
+    ds3_gather_for_generation: bool = True
+
+    # generation
+    vllm: Vllm = "off"
+    vllm_gpu_memory_utilization: float = 0.3
+    vllm_tensor_parallel_size: int = 1
+    vllm_data_parallel_size: int = 1  # server mode
+    vllm_max_model_length: int = 0  # 0: the model's whole context, as TRL's None
+    vllm_enable_sleep_mode: bool = False
+
+    # other models; the policy's own shape unless the job names another
+    reward_model: ModelShape | None = None  # None: rewards come from a function
+    teacher_model: ModelShape | None = None  # None: the method has no teacher
+
+    # the allocator
+    expandable_segments: bool = False
+
+    def __post_init__(self) -> None:
+        positive = (
+            "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_generations", "steps_per_generation", "num_iterations",
+            "num_processes", "num_nodes", "lora_r", "max_completion_length", "prompt_length", "checkpoint_every_n_layers", "vllm_tensor_parallel_size",
+        )  # fmt: skip
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}.")
+
+    @property
+    def method_row(self) -> Method:
+        return METHODS[self.method]
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of one padded row in the training pass."""
+        return self.prompt_length + self.max_completion_length if self.method_row.generates else self.max_length
+
+    @property
+    def rows(self) -> int:
+        """Rows of the policy's training forward on one GPU. Packing and padding-free make one long row of them."""
+        return self.per_device_train_batch_size * self.method_row.rows_per_sample

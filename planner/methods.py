@@ -1,0 +1,83 @@
+"""The methods: one row each. What models are resident, which passes run, how many rows a forward sees, which loss is built."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MethodName = Literal["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo"]
+Loss = Literal[
+    "fused",  # TRL >= 1.15 ChunkedLogProbFunction: only labelled tokens, tiles of 4096 x 32768, no logits (internals.md 1.3)
+    "chunked_nll",  # TRL 1.5-1.14 SFT: 256 labelled tokens' logits at a time
+    "logits",  # the whole [rows, tokens, vocabulary], then selective_log_softmax
+    "logits_cross_entropy",  # the whole logits in fp32 through ForCausalLMLoss
+    "log_softmax",  # online DPO: a log_softmax over the completion's logits besides the logits
+    "divergence",  # distillation: fused student and teacher tiles
+    "jsd",  # GKD: generalized Jensen-Shannon over both models' whole logits
+    "liger",  # fused linear cross entropy: logits one chunk at a time, gradients in the forward pass
+    "score",  # reward: one number a row
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """One row of the table below.
+
+    `rows_per_sample` rows of the policy's forward for each of `per_device_train_batch_size`; `reference`: whether a frozen
+    copy of the policy is needed ("beta": when beta is not 0); `generates`: the policy samples completions in the loop.
+    """
+
+    name: MethodName
+    trainer: str  # class name in TRL
+    config: str
+    loss: Loss
+    rows_per_sample: int
+    reference: Literal["never", "always", "beta"]
+    generates: bool
+    reward_model: Literal["none", "optional", "always"] = "none"
+    value_model: bool = False
+    teacher: bool = False
+    default_beta: float = 0.0
+    experimental: bool = False
+    last_trl: str = "current"  # the last TRL release that has it
+    extra_forward_rows: int = 0  # rows of a second, gradient-free forward beside the policy's (KTO's KL batch)
+    supports_vllm: bool = False
+
+
+METHODS: dict[MethodName, Method] = {
+    method.name: method
+    for method in (
+        # Source: trl 1.16 trainer/*_trainer.py and experimental/*/; tabled in docs of each trainer. PPO: trl 1.12 experimental/ppo.
+        Method(name="sft", trainer="SFTTrainer", config="SFTConfig", loss="fused", rows_per_sample=1, reference="never", generates=False),
+        Method(name="dpo", trainer="DPOTrainer", config="DPOConfig", loss="fused", rows_per_sample=2, reference="always", generates=False, default_beta=0.1),
+        Method(
+            name="kto", trainer="KTOTrainer", config="KTOConfig", loss="fused", rows_per_sample=1, reference="always", generates=False, default_beta=0.1,
+            extra_forward_rows=1,
+        ),
+        Method(name="orpo", trainer="ORPOTrainer", config="ORPOConfig", loss="logits", rows_per_sample=2, reference="never", generates=False, experimental=True),
+        Method(name="cpo", trainer="CPOTrainer", config="CPOConfig", loss="logits", rows_per_sample=2, reference="never", generates=False, experimental=True),
+        Method(name="reward", trainer="RewardTrainer", config="RewardConfig", loss="score", rows_per_sample=2, reference="never", generates=False),
+        Method(
+            name="grpo", trainer="GRPOTrainer", config="GRPOConfig", loss="fused", rows_per_sample=1, reference="beta", generates=True,
+            reward_model="optional", supports_vllm=True,
+        ),
+        Method(
+            name="rloo", trainer="RLOOTrainer", config="RLOOConfig", loss="fused", rows_per_sample=1, reference="beta", generates=True,
+            reward_model="optional", default_beta=0.05, supports_vllm=True,
+        ),
+        Method(
+            name="online-dpo", trainer="OnlineDPOTrainer", config="OnlineDPOConfig", loss="log_softmax", rows_per_sample=2, reference="always",
+            generates=True, reward_model="optional", default_beta=0.1, experimental=True, supports_vllm=True,
+        ),
+        Method(
+            name="gkd", trainer="GKDTrainer", config="GKDConfig", loss="jsd", rows_per_sample=1, reference="never", generates=True, teacher=True,
+            experimental=True,
+        ),
+        Method(
+            name="distillation", trainer="DistillationTrainer", config="DistillationConfig", loss="divergence", rows_per_sample=1, reference="never",
+            generates=True, teacher=True, supports_vllm=True,
+        ),
+        Method(
+            name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="logits", rows_per_sample=1, reference="always", generates=True,
+            reward_model="always", value_model=True, default_beta=0.05, experimental=True, last_trl="1.12",
+        ),
+    )
+}

@@ -1,0 +1,34 @@
+"""Bytes inside, text outside. 1 GiB is 2**30 bytes; GB (10**9) is not used."""
+
+import re
+
+from planner.errors import InputError
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+_SUFFIXES = {"": 1, "kib": KIB, "mib": MIB, "gib": GIB, "k": KIB, "m": MIB, "g": GIB}
+
+
+def format_gib(size_bytes: float, digits: int = 2) -> str:
+    """Bytes as text: `format_gib(64.2e9)` is `"59.79 GiB"`."""
+    return f"{size_bytes / GIB:,.{digits}f} GiB"
+
+
+def format_count(count: int) -> str:
+    """A count with thousands separated: `format_count(148000)` is `"148,000"`."""
+    return f"{count:,}"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from text: `"24GiB"`, `"512MiB"`, `"39.5 GiB"` or a plain number of bytes.
+
+    Raises:
+        InputError: the text is no size; GB is refused because it could mean two things.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    suffix = match.group(2).lower() if match else "?"
+    if match is None or suffix not in _SUFFIXES:
+        raise InputError(f"{text!r} is not a size. Write it in GiB or MiB, such as 24GiB.")
+    return int(float(match.group(1)) * _SUFFIXES[suffix])
