@@ -1,0 +1,119 @@
+"""A training step's memory as a list of allocations, each with its birth and its death."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.estimate import Component, Phase, PhaseMemory
+
+STAYS = 2**62  # the `died` of an allocation that outlives the trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocation:
+    """One storage. `born` and `died` count the events of the trace (births and deaths alike), from 0.
+
+    `operator` made it (`aten.mm.default`), inside `module` (`model.layers.3.mlp`, empty where none was running).
+    """
+
+    size_bytes: int
+    born: int
+    died: int
+    phase: Phase
+    component: Component
+    operator: str
+    module: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """A line of the table of what was alive at the peak: equal allocations of equal layers together."""
+
+    component: Component
+    phase: Phase
+    module: str
+    operator: str
+    count: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """All allocations of a step in order of birth. `phase_starts` are the events at which a phase began, in order."""
+
+    allocations: tuple[Allocation, ...]
+    phase_starts: tuple[tuple[int, Phase], ...]
+    substitutions: tuple[str, ...] = ()  # what ran in another way than the device would, by name
+    versions: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def events(self) -> tuple[tuple[int, int], ...]:
+        """(allocation, +bytes or -bytes), in order."""
+        found: list[tuple[int, int, int]] = []
+        for index, allocation in enumerate(self.allocations):
+            found.append((allocation.born, index, allocation.size_bytes))
+            if allocation.died < STAYS:
+                found.append((allocation.died, index, -allocation.size_bytes))
+        found.sort()
+        return tuple((index, size_bytes) for _, index, size_bytes in found)
+
+    @cached_property
+    def _totals(self) -> list[int]:
+        total, totals = 0, []
+        for _, size_bytes in self.events:
+            total += size_bytes
+            totals.append(total)
+        return totals
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return max(self._totals, default=0)
+
+    @cached_property
+    def peak_event(self) -> int:
+        """The event that made the peak, the first of equals."""
+        return self._totals.index(self.peak_bytes) if self._totals else 0
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total_bytes).name
+
+    @cached_property
+    def phases(self) -> tuple[PhaseMemory, ...]:
+        """For each phase the components at its own heaviest moment, over all the steps of the trace."""
+        heaviest: dict[Phase, tuple[int, int]] = {}
+        for start, end, phase in self._spans():
+            for event in range(start, end):
+                if phase not in heaviest or self._totals[event] > heaviest[phase][0]:
+                    heaviest[phase] = (self._totals[event], event)
+        return tuple(PhaseMemory(name=phase, components=_by_component(self.alive(event))) for phase, (_, event) in heaviest.items())
+
+    def _spans(self) -> Iterable[tuple[int, int, Phase]]:
+        ends = [start for start, _ in self.phase_starts[1:]] + [len(self.events)]
+        for (start, phase), end in zip(self.phase_starts, ends, strict=True):
+            yield start, end, phase
+
+    def alive(self, event: int) -> list[Allocation]:
+        """What is allocated right after an event."""
+        return [allocation for allocation in self.allocations if allocation.born <= event < allocation.died]
+
+    def holdings_at_peak(self, count: int = 20) -> tuple[Holding, ...]:
+        """The largest of what was alive at the peak, layers of equal name taken together (`model.layers.*.mlp`)."""
+        groups: dict[tuple[Component, Phase, str, str], tuple[int, int]] = {}
+        for allocation in self.alive(self.peak_event):
+            module = ".".join("*" if part.isdigit() else part for part in allocation.module.split("."))
+            key = (allocation.component, allocation.phase, module, allocation.operator)
+            number, size_bytes = groups.get(key, (0, 0))
+            groups[key] = (number + 1, size_bytes + allocation.size_bytes)
+        largest = sorted(groups.items(), key=lambda group: -group[1][1])[:count]
+        return tuple(
+            Holding(component=component, phase=phase, module=module, operator=operator, count=number, size_bytes=size_bytes)
+            for (component, phase, module, operator), (number, size_bytes) in largest
+        )
+
+
+def _by_component(allocations: Iterable[Allocation]) -> dict[Component, int]:
+    components: dict[Component, int] = {}
+    for allocation in allocations:
+        components[allocation.component] = components.get(allocation.component, 0) + allocation.size_bytes
+    return components

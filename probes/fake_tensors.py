@@ -1,0 +1,95 @@
+"""Fake weights: floating tensors have shapes but no data, small integers and booleans stay real.
+
+So every length, mask, label count and truth test of the trainer is computed for real, and only the arithmetic is left out.
+"""
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+aten = torch.ops.aten
+
+# Integers and booleans above this are fake as well: a trainer reads no value from as large a mask.
+REAL_BYTES_LIMIT = 2**26
+# Arguments up to this are not asked what they would grow into: an outer product of two such masks stays within memory.
+SMALL_BYTES = 2**14
+# What a fake number is read as, and the token that is "sampled" from fake logits. The dry run's tokenizer gives it no meaning.
+UNKNOWN_NUMBER = 1
+
+
+class FakeArithmetic(TorchDispatchMode):
+    """Runs operators with a fake argument on fake tensors of one mode, all others for real unless they would make something large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor on the CPU shaped as `tensor`, which may be on the meta device."""
+        with self.fake_mode:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return self._without_fakes(func, args, kwargs, tensors)
+        if func is aten._local_scalar_dense.default:
+            return torch.tensor(UNKNOWN_NUMBER, dtype=args[0].dtype).item()
+        if func is aten.is_nonzero.default or func is aten.equal.default:
+            return False
+        return self._with_fakes(func, args, kwargs)
+
+    def _without_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        if tensors and (all(_bytes(tensor) <= SMALL_BYTES for tensor in tensors) or _reads_data(func) or func._schema.is_mutable):
+            return func(*args, **kwargs)
+        with self.fake_mode:
+            shaped = func(*args, **kwargs)
+        if not isinstance(shaped, torch.Tensor):
+            return func(*args, **kwargs)
+        number = shaped.is_floating_point() and shaped.numel() > 1 and not tensors
+        return shaped if number or _bytes(shaped) > REAL_BYTES_LIMIT else func(*args, **kwargs)
+
+    def _with_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args = _with_counted_indices(func, args)
+        with self.fake_mode:
+            result = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            target = kwargs.get("out", args[0] if args else None)
+            real = isinstance(target, torch.Tensor) and not isinstance(target, FakeTensor)
+            return target if real else result
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return result
+        return tree_map_only(FakeTensor, _with_data_if_whole, result)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _reads_data(func: Any) -> bool:
+    """Whether the shape of the result depends on the data, so that it cannot be asked for without computing it."""
+    return func in (aten.index.Tensor, aten.index_put_.default) or torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+
+
+def _with_counted_indices(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Boolean masks as the indices they stand for: `hidden[mask]` has as many rows as the real mask has ones."""
+    if func not in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor):
+        return args
+    indices: list[torch.Tensor | None] = []
+    for index in args[1]:
+        if index is not None and index.dtype in (torch.bool, torch.uint8) and not isinstance(index, FakeTensor):
+            indices.extend(index.nonzero(as_tuple=True))
+        else:
+            indices.append(index)
+    return (args[0], indices, *args[2:])
+
+
+def _with_data_if_whole(tensor: FakeTensor) -> torch.Tensor:
+    """Integers and booleans computed from fake numbers become real ones, so that they can be counted and tested."""
+    if tensor.is_floating_point() or tensor.is_complex() or _bytes(tensor) > REAL_BYTES_LIMIT:
+        return tensor
+    return torch.full(tensor.shape, False if tensor.dtype == torch.bool else UNKNOWN_NUMBER, dtype=tensor.dtype)

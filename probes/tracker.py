@@ -1,0 +1,219 @@
+"""The tracker: every storage's birth and death, in order, of whatever runs under it, on real tensors and fake ones alike."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.estimate import Component, Phase
+from planner.trace.timeline import STAYS, Allocation, Trace
+
+aten = torch.ops.aten
+_ENGINE_FRAME = "_engine_run_backward"  # torch/autograd/graph.py: what stands under an operator that autograd's engine calls itself
+
+
+@dataclass(slots=True)
+class _Record:
+    """An allocation while it lives. `component` is empty until something says what it is."""
+
+    size_bytes: int
+    born: int
+    died: int
+    phase: Phase
+    operator: str
+    module: str
+    component: Component | None = None
+
+
+class Tracker(TorchDispatchMode):
+    """Records allocations while it is entered. Enter it last, so that it sees each operator whole.
+
+    What the tracker's own presence would change is put right: with a mode on, autograd's engine adds gradients out of place
+    (`can_accumulate_inplace` and `accumulateGrad` refuse subclass-like tensors: torch/csrc/autograd/input_buffer.cpp and
+    functions/accumulate_grad.h); the tracker adds them in place where the engine would have.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[_Record] = []
+        self.phase: Phase = "load"
+        self.module = ""
+        self.phase_starts: list[tuple[int, Phase]] = [(0, "load")]
+        self._clock = 0
+        self._alive: dict[int, int] = {}  # storage -> record
+        self._weights: set[int] = set()
+        self._sole_owner = (0, 0)  # use counts of a gradient that only the engine holds; measured on entering
+        self._calibrating = False
+
+    def enter_phase(self, phase: Phase) -> None:
+        """From now on what happens belongs to `phase`."""
+        if phase == self.phase:
+            return
+        self.phase = phase
+        self.phase_starts.append((self._clock, phase))
+
+    def add_resident(self, tensor: torch.Tensor, component: Component, module: str) -> None:
+        """A tensor that is there before the trace begins."""
+        self._record(tensor, "resident", module, component)
+        if component == "weights":
+            self._weights.add(tensor.untyped_storage()._cdata)
+
+    def mark(self, tensors: Iterable[torch.Tensor], component: Component) -> None:
+        """Says what tensors are that were born during the trace."""
+        for tensor in tensors:
+            index = self._alive.get(tensor.untyped_storage()._cdata)
+            if index is not None:
+                self.records[index].component = component
+
+    def mark_saved(self) -> None:
+        """Called where the backward pass begins: what the forward pass has left is kept for it."""
+        for index in self._alive.values():
+            record = self.records[index]
+            if record.component is None and record.phase == "forward":
+                record.component = "activations"
+
+    def trace(self) -> Trace:
+        return Trace(
+            allocations=tuple(
+                Allocation(
+                    size_bytes=record.size_bytes, born=record.born, died=record.died, phase=record.phase, component=_component(record),
+                    operator=record.operator, module=record.module,
+                )
+                for record in self.records
+            ),
+            phase_starts=tuple(self.phase_starts),
+            versions=tuple(sorted(_versions().items())),
+        )  # fmt: skip
+
+    def __enter__(self) -> "Tracker":
+        super().__enter__()
+        self._calibrate()
+        return self
+
+    def _calibrate(self) -> None:
+        """Measures what the use counts of a gradient are that nobody but the engine holds."""
+        self._calibrating = True
+        leaf = torch.ones(2, requires_grad=True)
+        inner = leaf * 1.0
+        (inner * 2.0 + inner * 3.0).sum().backward()
+        self._calibrating = False
+        self.records.clear()
+        self._alive.clear()
+        self._clock = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is aten.add.Tensor and self._is_accumulation(args):
+            return args[0].add_(args[1])
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._record(result, func, self.module, None, args)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                if isinstance(item, torch.Tensor):
+                    self._record(item, func, self.module, None, args)
+        return result
+
+    def _is_accumulation(self, args: tuple[Any, ...]) -> bool:
+        """Whether autograd's engine adds two gradients of which it alone holds the first."""
+        first, second = args[0], args[1]
+        if torch.is_grad_enabled() or not isinstance(second, torch.Tensor) or first.shape != second.shape:
+            return False
+        if not any(sys._getframe(depth).f_code.co_name == _ENGINE_FRAME for depth in (2, 3)):
+            return False
+        counts = (first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata))
+        if self._calibrating:
+            self._sole_owner = counts
+            return False
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name().endswith("AccumulateGrad"):
+            return True
+        return counts <= self._sole_owner and _dense(first)
+
+    def _record(self, tensor: torch.Tensor, operator: Any, module: str, component: Component | None, args: tuple[Any, ...] = ()) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size_bytes = storage.nbytes()
+        if size_bytes == 0 or tensor.device.type == "meta":
+            return
+        if operator is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights:
+            component = "autocast_copies"
+        index = len(self.records)
+        self._alive[key] = index
+        self.records.append(
+            _Record(size_bytes=size_bytes, born=self._clock, died=STAYS, phase=self.phase, operator=str(operator), module=module, component=component)
+        )
+        self._clock += 1
+        weakref.finalize(storage, self._died, key, index).atexit = False
+
+    def _died(self, key: int, index: int) -> None:
+        if self._alive.get(key) == index:
+            del self._alive[key]
+            self.records[index].died = self._clock
+            self._clock += 1
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their storage without overlap (`is_non_overlapping_and_dense`)."""
+    return bool(torch._prims_common.is_non_overlapping_and_dense(tensor))
+
+
+def _component(record: _Record) -> Component:
+    if record.component is not None:
+        return record.component
+    if record.phase == "rollout" and record.operator == "aten.cat.default" and record.module.endswith("attn"):
+        return "kv_cache"
+    return "loss" if record.phase == "loss" else "transients"
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata
+
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")}
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Python's cyclic collector runs at its own times, which would reorder the deaths: it runs once before, not during."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+        gc.collect()
+
+
+@contextmanager
+def modules_named(tracker: Tracker, model: torch.nn.Module, on_enter: Callable[[torch.nn.Module], None], on_exit: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """While inside, the tracker knows which module of `model` runs, and is told of every entry and exit."""
+    names = {module: name for name, module in model.named_modules()}
+    stack: list[str] = []
+
+    def enter(module: torch.nn.Module, _: Any) -> None:
+        stack.append(tracker.module)
+        tracker.module = names.get(module, tracker.module)
+        on_enter(module)
+
+    def leave(module: torch.nn.Module, _: Any, __: Any) -> None:
+        tracker.module = stack.pop() if stack else ""
+        on_exit(module)
+
+    handles = (
+        torch.nn.modules.module.register_module_forward_pre_hook(enter),
+        torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
