@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One kind of card. `total_bytes` is what the driver reports, `free_bytes` what this run may use of it."""
+    """One kind of card. `total_bytes` is what the driver reports, `free_bytes` what this run may use of it.
+
+    Links are in one direction: an A100's NVLink, sold as 600 GB/s, is 300e9 here.
+    """
 
     name: str
     total_bytes: int

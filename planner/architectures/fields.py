@@ -1,0 +1,48 @@
+"""Typed reading of a `config.json`, with the defaults of its model type underneath."""
+
+from dataclasses import dataclass
+
+from planner.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fields:
+    """The keys of one model's config. `values` already has the defaults of `defaults.py` for absent keys."""
+
+    id: str
+    model_type: str
+    values: dict[str, object]
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.values.get(key) is not None
+
+    def integer(self, key: str) -> int:
+        """A size, such as `hidden_size`: a positive whole number (or zero where a config says so)."""
+        value = self.values.get(key)
+        if value is None:
+            raise InputError(f"The config.json of {self.id} has no {key!r}, which its model type {self.model_type!r} needs.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a whole number.")
+        return value
+
+    def positive(self, key: str) -> int:
+        """A size that cannot be zero."""
+        value = self.integer(key)
+        if value == 0:
+            raise InputError(f"The config.json of {self.id} has {key!r}: 0, which must be positive.")
+        return value
+
+    def flag(self, key: str) -> bool:
+        return bool(self.values.get(key))
+
+    def text(self, key: str) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str):
+            raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a text.")
+        return value
+
+    def sequence(self, key: str) -> list[object]:
+        """A list, empty where the key is absent."""
+        value = self.values.get(key)
+        return list(value) if isinstance(value, list) else []

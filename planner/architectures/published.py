@@ -1,0 +1,120 @@
+"""How a published checkpoint is quantized: from its `quantization_config`, or from its name where no config is at hand."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.errors import InputError
+
+Quantization = Literal["none", "gptq", "awq", "nf4", "nf4-double", "int8", "fp8", "mxfp4"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """The kind of quantization of a checkpoint, and how many weights share a scale."""
+
+    quantization: Quantization
+    group_size: int = 128
+    note: str = ""
+
+
+NOT_QUANTIZED = Published(quantization="none")
+SUPPORTED = "GPTQ and AWQ with 4 bits, bitsandbytes with 4 (nf4) or 8 bits, FP8 and MXFP4"
+
+# bitsandbytes/nn/modules.py:230 quantizes 4-bit weights in blocks of 64; OCP MX v1.0, table 1: blocks of 32.
+NF4_BLOCK_SIZE = 64
+MXFP4_BLOCK_SIZE = 32
+
+
+def from_config(config: dict[str, object], model_id: str) -> Published:
+    """From `quantization_config` as transformers writes it (utils/quantization_config.py); "none" where there is none."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, dict):
+        return NOT_QUANTIZED
+    method = str(settings.get("quant_method", "bitsandbytes" if "load_in_4bit" in settings else ""))
+    if method not in _METHODS:
+        raise InputError(f"{model_id} is quantized with {method or 'an unnamed method'}, which has no formula here; known are {SUPPORTED}.")
+    return _METHODS[method](settings, model_id)
+
+
+def _four_bit_groups(kind: Literal["gptq", "awq"]) -> Callable[[dict[str, object], str], Published]:
+    def read(settings: dict[str, object], model_id: str) -> Published:
+        bits = settings.get("bits", settings.get("w_bit", 4))
+        if bits != 4:
+            raise InputError(f"{model_id} is quantized with {kind} to {bits} bits, which has no formula here; known are {SUPPORTED}.")
+        group_size = settings.get("group_size", settings.get("q_group_size", 128))
+        if not isinstance(group_size, int):
+            raise InputError(f"The quantization_config of {model_id} has group_size {group_size!r}, which is not a whole number.")
+        return Published(quantization=kind, group_size=group_size)
+
+    return read
+
+
+def _bitsandbytes(settings: dict[str, object], model_id: str) -> Published:
+    if settings.get("load_in_8bit"):
+        return Published(quantization="int8")
+    double = bool(settings.get("bnb_4bit_use_double_quant"))
+    return Published(quantization="nf4-double" if double else "nf4", group_size=NF4_BLOCK_SIZE)
+
+
+def _fp8(settings: dict[str, object], model_id: str) -> Published:
+    return Published(quantization="fp8")
+
+
+def _mxfp4(settings: dict[str, object], model_id: str) -> Published:
+    return Published(quantization="mxfp4", group_size=MXFP4_BLOCK_SIZE)
+
+
+_METHODS: dict[str, Callable[[dict[str, object], str], Published]] = {
+    "gptq": _four_bit_groups("gptq"),
+    "awq": _four_bit_groups("awq"),
+    "bitsandbytes": _bitsandbytes,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "mxfp4": _mxfp4,
+}
+
+# Endings of checkpoint names on the Hub, longest first, as their publishers (Qwen, unsloth, neuralmagic, TheBloke) write them.
+_GROUPS_NOTE = "taken from the name: 4 bits, 128 weights a scale, as its publishers make them"
+_SUFFIXES: tuple[tuple[str, Published | None], ...] = (
+    (r"-gptq-int8", None),
+    (r"-gptq(-int4|-4bit)?(-128g)?", Published(quantization="gptq", note=_GROUPS_NOTE)),
+    (r"-awq(-int4|-4bit)?", Published(quantization="awq", note=_GROUPS_NOTE)),
+    (
+        r"(-unsloth)?-bnb-4bit",
+        Published(quantization="nf4", group_size=NF4_BLOCK_SIZE, note="taken from the name: nf4 without double quantization, the larger of the two"),
+    ),
+    (r"-bnb-8bit", Published(quantization="int8", note="taken from the name")),
+    (r"-fp8(-dynamic|-static)?", Published(quantization="fp8", note="taken from the name")),
+)
+
+
+def from_name(name: str) -> tuple[str, Published]:
+    """The name without its quantization ending, and what the ending says: `Qwen2.5-7B-Instruct-GPTQ-Int4` -> `Qwen2.5-7B-Instruct`, gptq."""
+    for ending, published in _SUFFIXES:
+        match = re.search(ending + r"$", name, flags=re.IGNORECASE)
+        if match and match.start() > 0:
+            if published is None:
+                raise InputError(f"{name} is quantized to 8 bits with GPTQ, which has no formula here; known are {SUPPORTED}.")
+            return name[: match.start()], published
+    return name, NOT_QUANTIZED
+
+
+# Checkpoints whose official weights are quantized, which the catalogue's rows (their sizes) do not say.
+# Source: the model cards: gpt-oss ("MoE weights post-trained with MXFP4"), DeepSeek-V3 and R1 ("FP8 weights", README 6).
+_OFFICIALLY: dict[str, Published] = {
+    "openai/gpt-oss-20b": Published(quantization="mxfp4", group_size=MXFP4_BLOCK_SIZE),
+    "openai/gpt-oss-120b": Published(quantization="mxfp4", group_size=MXFP4_BLOCK_SIZE),
+    "deepseek-ai/DeepSeek-V3": Published(quantization="fp8"),
+    "deepseek-ai/DeepSeek-V3-Base": Published(quantization="fp8"),
+    "deepseek-ai/DeepSeek-V3-0324": Published(quantization="fp8"),
+    "deepseek-ai/DeepSeek-V3.1": Published(quantization="fp8"),
+    "deepseek-ai/DeepSeek-R1": Published(quantization="fp8"),
+    "deepseek-ai/DeepSeek-R1-0528": Published(quantization="fp8"),
+}
+
+
+def published_checkpoint(name: str) -> Published:
+    """How the checkpoint of that exact name is published."""
+    return _OFFICIALLY.get(name, NOT_QUANTIZED)

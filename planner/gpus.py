@@ -1,0 +1,166 @@
+"""`"2xA100-40G"`, `"4x8xH100"`, `"1x24GiB"`, `"local"` -> Cluster; card names -> Gpu, from `data/gpus.toml`."""
+
+import re
+import sys
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from planner.cluster import Cluster, Gpu
+from planner.errors import InputError, UnknownName
+from planner.units import format_gib, parse_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# A card sold as "24 GB" reports 22.2 to 23.7 GiB: the cards a bare capacity is compared with are those that report at least this share of it.
+SAME_CLASS_SHARE = 0.9
+LOCAL = "local"
+HINT = "`plan gpus` lists the cards; a bare capacity works too, such as 1x24GiB."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuRow:
+    """One card of the catalogue. `reported`: whether its memory was seen in a log, or derived (then `derived` says how)."""
+
+    gpu: Gpu
+    aliases: tuple[str, ...]
+    marketing_gb: int
+    reported: bool
+    derived: str
+    note: str
+
+
+@lru_cache(maxsize=1)
+def gpu_rows() -> tuple[GpuRow, ...]:
+    """Every card of the catalogue, in the order of the file."""
+    tables = tomllib.loads(files("planner").joinpath("data/gpus.toml").read_text(encoding="utf-8"))
+    return tuple(_row(name, table) for name, table in tables.items())
+
+
+def _row(name: str, table: dict[str, Any]) -> GpuRow:
+    major, minor = table["compute_capability"]
+    gpu = Gpu(
+        name=name,
+        total_bytes=table["total_bytes"],
+        free_bytes=table["total_bytes"],
+        bf16_flops=float(table["bf16_flops"]),
+        memory_bytes_per_second=float(table["memory_bytes_per_second"]),
+        nvlink_bytes_per_second=float(table["nvlink_bytes_per_second"]),
+        pcie_bytes_per_second=float(table["pcie_bytes_per_second"]),
+        compute_capability=(major, minor),
+        source=table["source"],
+    )
+    return GpuRow(
+        gpu=gpu,
+        aliases=tuple(table["aliases"]),
+        marketing_gb=table["marketing_gb"],
+        reported=table["reported"],
+        derived=table.get("derived", ""),
+        note=table.get("note", ""),
+    )
+
+
+def load_gpu(name: str) -> Gpu:
+    """The card of that name: without regard to case, "NVIDIA", "GeForce", dashes, underscores and blanks; `-40G` is `-40GB`.
+
+    Raises:
+        UnknownName: no card has it; the message names the nearest.
+    """
+    known = _by_key()
+    key = _key(name)
+    if key in known:
+        return known[key].gpu
+    sized = re.fullmatch(r"(.+?)(\d+)g", key)
+    if sized and sized.group(1) in known and known[sized.group(1)].marketing_gb == int(sized.group(2)):
+        return known[sized.group(1)].gpu
+    raise UnknownName("GPU", name, _nearest_first(name), HINT)
+
+
+def _nearest_first(name: str) -> list[str]:
+    """The names to compare a misspelt one with; those that begin with it alone, where there are some ("A100": 40G or 80G?)."""
+    names = [row.gpu.name for row in gpu_rows()]
+    key = _key(name)
+    continued = [known for known in names if key and (_key(known).startswith(key) or _key(known).removeprefix("rtx").startswith(key))]
+    return [name + known[len(name) :] if known.lower().startswith(name.lower()) else known for known in continued] or names
+
+
+@lru_cache(maxsize=1)
+def _by_key() -> dict[str, GpuRow]:
+    """The names win over the aliases, earlier rows over later ones."""
+    by_key = {_key(row.gpu.name): row for row in gpu_rows()}
+    for row in gpu_rows():
+        for alias in row.aliases:
+            by_key.setdefault(_key(alias), row)
+    return by_key
+
+
+def _key(name: str) -> str:
+    """`"NVIDIA A100-SXM4-40GB"` -> `"a100sxm440g"`."""
+    words = re.sub(r"[-_\s]+", " ", name.lower())
+    words = re.sub(r"\b(nvidia|geforce|tesla)\b", "", words)
+    return re.sub(r"(\d)gb", r"\1g", words).replace(" ", "")
+
+
+def parse_cluster(text: str, free_memory: str | None = None) -> Cluster:
+    """The cluster that `--gpus` names.
+
+    Args:
+        text: `"A100-40G"`, `"2xA100-40G"`, `"4x8xH100"` (nodes x GPUs), `"1x24GiB"` (a bare capacity) or `"local"`.
+        free_memory: what may be used of each card, such as `"30GiB"`; None: all of it (for `local`: what is free now).
+    """
+    if text.strip().lower() == LOCAL:
+        from planner.local_gpus import local_cluster  # asks the driver: only on demand
+
+        cluster = local_cluster()
+    else:
+        nodes, per_node, name = _counts_and_name(text)
+        cluster = Cluster(gpu=_gpu_or_capacity(name), nodes=nodes, gpus_per_node=per_node)
+    return cluster if free_memory is None else replace(cluster, gpu=_partly_used(cluster.gpu, free_memory))
+
+
+def _counts_and_name(text: str) -> tuple[int, int, str]:
+    match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX×*]\s*)?(?:(-?\d+)\s*[xX×*]\s*)?(\S.*?)\s*", text)
+    if match is None:
+        raise InputError(f"--gpus {text!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB or local.")
+    first, second, name = match.groups()
+    nodes, per_node = (1, int(first or 1)) if second is None else (int(first), int(second))
+    if nodes < 1 or per_node < 1:
+        raise InputError(f"--gpus {text!r} has {nodes * per_node} GPUs; at least one is needed.")
+    return nodes, per_node, name
+
+
+def _gpu_or_capacity(name: str) -> Gpu:
+    if re.fullmatch(r"\d+(\.\d+)?\s*[a-zA-Z]+", name) and name.lower().rstrip("b").endswith(("g", "gi", "m", "mi")):
+        return bare_gpu(parse_bytes(name))
+    return load_gpu(name)
+
+
+def bare_gpu(capacity_bytes: int) -> Gpu:
+    """A card of which only the capacity is known: the slowest speeds of the bf16 cards that report about that much or more."""
+    if capacity_bytes <= 0:
+        raise InputError("A GPU needs more than 0 bytes of memory.")
+    bf16 = [row.gpu for row in gpu_rows() if row.gpu.supports_bf16]
+    peers = [gpu for gpu in bf16 if gpu.total_bytes >= SAME_CLASS_SHARE * capacity_bytes] or bf16
+    slowest = min(peers, key=lambda gpu: gpu.bf16_flops)
+    return Gpu(
+        name=format_gib(capacity_bytes, 0 if capacity_bytes % 2**30 == 0 else 2).replace(" ", ""),
+        total_bytes=capacity_bytes,
+        free_bytes=capacity_bytes,
+        bf16_flops=slowest.bf16_flops,
+        memory_bytes_per_second=min(gpu.memory_bytes_per_second for gpu in peers),
+        nvlink_bytes_per_second=0.0,
+        pcie_bytes_per_second=min(gpu.pcie_bytes_per_second for gpu in peers),
+        compute_capability=min(gpu.compute_capability for gpu in peers),
+        source=f"capacity as given; speeds assumed: the slowest of the catalogue's bf16 cards of that size or more ({slowest.name} computes slowest), no NVLink",
+    )
+
+
+def _partly_used(gpu: Gpu, free_memory: str) -> Gpu:
+    free_bytes = parse_bytes(free_memory)
+    if not 0 < free_bytes <= gpu.total_bytes:
+        raise InputError(f"--free-memory {free_memory} is not between 0 and the {format_gib(gpu.total_bytes)} of {gpu.name}.")
+    return replace(gpu, free_bytes=free_bytes)

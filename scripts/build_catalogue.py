@@ -1,0 +1,148 @@
+"""Makes `planner/data/models.jsonl` and `planner/data/gpus.toml` from two files of collected facts.
+
+    python scripts/build_catalogue.py [FACTS_FOLDER]      (default: ../shared/data)
+
+The facts are `models.jsonl` (one model a line) and `gpus.jsonl` (one card a line). The same facts give the same bytes.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DATA = REPOSITORY / "planner" / "data"
+DEFAULT_FACTS = REPOSITORY.parent / "shared" / "data"
+GIB = 2**30
+MIB = 2**20
+
+MODEL_KEYS = ("id", "aliases", "auto_class", "dtype", "params", "params_detail", "verified", "check", "source", "why_unverified", "notes", "config")
+
+# Names people use that the facts do not list.
+EXTRA_ALIASES = {
+    "RTX-3050-Laptop-4G": ["RTX-3050-4G", "RTX-3050-Ti-4G", "RTX 3050 Ti Laptop GPU"],
+    "RTX-4060-Laptop": ["RTX-4060-8G"],
+    "RTX-3070": ["RTX-3060-Ti"],
+    "RTX-4080": ["RTX-4080-Super"],
+    "RTX-4070": ["RTX-4070-Super"],
+    "RTX-6000-Ada": ["6000-Ada"],
+    "A100-80G": ["A100-SXM-80G"],
+    "A100-40G": ["A100-SXM-40G"],
+    "RTX-A6000": ["RTX-A6000-48G"],
+}
+
+# Cards whose NVLink is an optional bridge between two of them: planned for as PCIe cards. Source: the facts' notes and NVIDIA's data sheets.
+BRIDGED = {"H100-NVL", "A40", "A30", "RTX-A6000", "RTX-A5000", "RTX-3090", "RTX-3090-Ti", "RTX-2080-Ti", "Quadro-RTX-8000", "Titan-RTX"}
+
+# Bytes a second in one direction of one lane: transfers a second x coding / 8. Source: PCI Express base specifications 3.0 to 6.0
+# (128b/130b coding up to 5.0; 242 of 256 bytes of a flit are payload in 6.0).
+PCIE_LANE_BYTES_PER_SECOND = {
+    "gen3": 8e9 * 128 / 130 / 8,
+    "gen4": 16e9 * 128 / 130 / 8,
+    "gen5": 32e9 * 128 / 130 / 8,
+    "gen6": 64e9 * 242 / 256 / 8,
+}
+NVLINK_C2C_BYTES_PER_SECOND = 450e9  # one direction of the 900 GB/s in the facts
+
+# No tensor cores and no fast fp16: 3584 cores x 2 x 1.582 GHz in fp32. Source: NVIDIA GeForce GTX 1080 Ti data sheet.
+FP32_ONLY_TFLOPS = {"GTX-1080-Ti": 11.3}
+
+HEADER = """# The cards `plan` knows by name. Made by scripts/build_catalogue.py; change the facts, not this file.
+#
+# total_bytes        what torch reports as total_memory, the lowest that was seen: a plan must fit the smallest.
+# reported           whether that figure was seen in a log. Where it was not, total_bytes is the lower of the collected guess and
+#                    nvidia-smi's total less the largest difference seen between nvidia-smi and torch on the reported cards
+#                    ({absolute} MiB or {share:.4f} of the total, whichever is less); `derived` says so.
+# bf16_flops         dense, a second; on cards before Ampere (compute capability below 8.0) their fp16 rate.
+# nvlink_bytes_per_second, pcie_bytes_per_second   one direction, that is half of what NVLink data sheets print; 0: no NVLink.
+# Cards of other vendors are left out: the formulas are CUDA's.
+"""
+
+
+def main() -> None:
+    facts = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_FACTS
+    DATA.mkdir(exist_ok=True)
+    (DATA / "models.jsonl").write_text(models_text(facts / "models.jsonl"), encoding="utf-8")
+    (DATA / "gpus.toml").write_text(gpus_text(facts / "gpus.jsonl"), encoding="utf-8")
+
+
+def models_text(path: Path) -> str:
+    """One row a model, in the order of the facts, the config untouched."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    kept = ({key: row[key] for key in MODEL_KEYS if key in row} for row in rows)
+    return "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in kept)
+
+
+def gpus_text(path: Path) -> str:
+    """One table a card, in the order of the facts."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    rows = [row for row in rows if is_nvidia(row)]
+    absolute, share = largest_reserve(rows)
+    tables = [gpu_table(row, absolute, share) for row in rows]
+    return HEADER.format(absolute=absolute, share=share) + "".join("\n" + table for table in tables)
+
+
+def is_nvidia(row: dict) -> bool:
+    return row["compute_capability"].replace(".", "").isdigit()
+
+
+def reported_bytes(row: dict) -> int:
+    """The lowest figure of a card that torch was seen to report; 0 where there is none."""
+    if not row["reported"] or row["reported_field"] != "memory_gib":
+        return 0
+    return int(min([row["memory_gib"], *row.get("memory_gib_observed", [])]) * GIB)
+
+
+def largest_reserve(rows: list[dict]) -> tuple[int, float]:
+    """The largest difference between nvidia-smi and torch on cards where both were seen: in MiB, and as a share."""
+    seen = [(row["nvidia_smi_mib"], reported_bytes(row)) for row in rows if reported_bytes(row)]
+    absolute = max(total - usable // MIB for total, usable in seen)
+    share = max(1 - usable / (total * MIB) for total, usable in seen)
+    return absolute, share
+
+
+def gpu_table(row: dict, absolute: int, share: float) -> str:
+    name, known_bytes = row["name"], reported_bytes(row)
+    reserve = min(absolute * MIB, int(share * row["nvidia_smi_mib"] * MIB))
+    total_bytes = known_bytes or min(int(row["memory_gib"] * GIB), row["nvidia_smi_mib"] * MIB - reserve)
+    link = (row["interconnect"]["nvlink_gbs"] or 0) * 1e9 / 2
+    values: dict[str, object] = {
+        "aliases": sorted({*row["aliases"], *EXTRA_ALIASES.get(name, [])}),
+        "marketing_gb": row["marketing_gb"],
+        "total_bytes": total_bytes,
+        "reported": bool(known_bytes),
+        "bf16_flops": flops(row),
+        "memory_bytes_per_second": row["memory_bandwidth_gbs"] * 1e9,
+        "nvlink_bytes_per_second": 0.0 if name in BRIDGED else link,
+        "pcie_bytes_per_second": pcie_bytes_per_second(row["interconnect"]["pcie"]),
+        "compute_capability": [int(part) for part in row["compute_capability"].split(".")],
+        "source": row["source"],
+    }
+    if not known_bytes:
+        values["derived"] = f"the lower of {row['memory_gib']} GiB and nvidia-smi's {row['nvidia_smi_mib']} MiB less {reserve // MIB} MiB"
+    if name in BRIDGED and link:
+        values["bridge_bytes_per_second"] = link
+    if "note" in row:
+        values["note"] = row["note"]
+    return f"[{name}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items())
+
+
+def flops(row: dict) -> float:
+    tflops = row["bf16_tflops_dense"] or row.get("fp16_tflops_dense") or FP32_ONLY_TFLOPS[row["name"]]
+    return round(tflops * 1e12)
+
+
+def pcie_bytes_per_second(text: str) -> float:
+    """`"gen4 x16"` -> 31.5e9; `"NVLink-C2C 900"` -> 450e9."""
+    if text.startswith("NVLink-C2C"):
+        return NVLINK_C2C_BYTES_PER_SECOND
+    generation, lanes = text.split(" x")
+    return round(PCIE_LANE_BYTES_PER_SECOND[generation] * int(lanes))
+
+
+def toml_value(value: object) -> str:
+    """A TOML literal. JSON's texts, lists, numbers and booleans are TOML's, but for a float's `+` in the exponent."""
+    return str(int(value)) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+if __name__ == "__main__":
+    main()
