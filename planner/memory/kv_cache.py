@@ -1,0 +1,135 @@
+"""The KV cache of Hugging Face `generate`, and the logits of the token it samples. On each GPU that generates."""
+
+from functools import lru_cache
+
+from planner.model import Attention, ModelShape
+
+# Copies of the next token's logits that are float32 whatever the model's dtype: `next_token_logits`, its softmax, and the
+# exponential noise `torch.multinomial` divides by. Source: transformers/generation/utils.py:3247-3276 (no top-k, top-p or
+# temperature processor is active under TRL's defaults), pytorch aten/src/ATen/native/Distributions.cpp, multinomial_out.
+FLOAT32_LOGITS_COPIES = 3
+FLOAT32_BYTES = 4
+
+
+def kv_cache_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: int) -> int:
+    """Bytes of the cache once every row has gone through `tokens` positions, the last of them one at a time.
+
+        cache = rows x sum over layers of kept x (kv_heads x (head_dim + v_head_dim)) x dtype_bytes
+        kept  = tokens, or min(tokens, window) in a sliding-window layer; MLA keeps kv_lora_rank + qk_rope_head_dim a token
+
+    `tokens` is prompt + completion - 1 at the end: the last sampled token is not fed back.
+    Source: transformers/cache_utils.py, DynamicLayer and DynamicSlidingWindowLayer. The latter keeps the last window - 1
+    tokens as a view of a tensor of `window`, which is what stays allocated. MLA: models/deepseek_v3/modeling_deepseek_v3.py:459,
+    the latent is cached since transformers 5, not the expanded heads.
+    Example: Qwen2.5-7B, 8 rows of 1,023 tokens, bf16: 8 x 28 x 1,023 x 1,024 x 2 = 447.6 MiB.
+
+    Leaves out `cache_implementation="static"`, which allocates all tokens of all layers at once.
+    """
+    windowed, full = _elements_per_token(model)
+    kept = full * tokens + sum(elements * min(tokens, window) for window, elements in windowed)
+    return rows * kept * dtype_bytes
+
+
+def prefill_cache_bytes(model: ModelShape, rows: int, prompt_tokens: int, dtype_bytes: int) -> int:
+    """Bytes of the cache right after the prompt: sliding-window layers still hold a view of all of it.
+
+        cache = rows x prompt_tokens x sum over layers of elements x dtype_bytes
+
+    Source: transformers/cache_utils.py, DynamicSlidingWindowLayer.update: the kept part is a slice of the concatenation,
+    which the next token's concatenation replaces, layer by layer.
+    """
+    windowed, full = _elements_per_token(model)
+    return rows * prompt_tokens * (full + sum(elements for _, elements in windowed)) * dtype_bytes
+
+
+def kv_cache_peak_bytes(model: ModelShape, rows: int, prompt_tokens: int, tokens: int, dtype_bytes: int) -> int:
+    """Bytes of the cache at its largest, its growth included: after the prompt, or while the last token is appended.
+
+        peak = max(prefill, cache(tokens) + the largest old copy of a layer)
+
+    `torch.cat` makes the longer copy before the old one is dropped: one of keys and values in a full layer, both in a
+    sliding-window layer, which keeps the old ones until its new view is cut. At most one token of a few layers too much, where
+    the layer with the largest copy is not the last.
+    """
+    old_copy = max((_old_copy_elements(layer.attention, tokens) for layer, _ in model.layer_kinds), default=0)
+    grown = kv_cache_bytes(model, rows, tokens, dtype_bytes) + rows * old_copy * dtype_bytes
+    return max(prefill_cache_bytes(model, rows, prompt_tokens, dtype_bytes), grown)
+
+
+def mla_expansion_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: int) -> int:
+    """Bytes that one multi-head latent attention layer takes for a decode step, on top of its cache; 0 for other attention.
+
+        expansion = rows x tokens x heads x (nope + v  +  nope + rope) x dtype_bytes
+
+    `kv_b_proj` expands the whole latent for every new token, and the keys are copied together with their rotary part.
+    Source: transformers/models/deepseek_v3/modeling_deepseek_v3.py:407-424, expand_kv.
+    """
+    return rows * tokens * dtype_bytes * max((_expanded_elements(layer.attention) for layer, _ in model.layer_kinds), default=0)
+
+
+def generation_logits_bytes(model: ModelShape, rows: int, logits_dtype_bytes: int = FLOAT32_BYTES) -> int:
+    """Bytes of the next token's logits and what sampling makes of them.
+
+        logits = rows x vocabulary x (logits_dtype_bytes + 3 x 4)
+
+    The model's own output stays until the step ends; it is float32 where accelerate converts outputs (`bf16=True`,
+    accelerate/accelerator.py:1824-1835), the model's dtype where not. `generate` asks for the last position only.
+    Example: Qwen2.5-7B, 8 rows: 8 x 152,064 x 16 = 18.6 MiB.
+
+    Leaves out top-k and top-p, which sort (off by TRL's defaults), and the 16-bit logits that accelerate converts, which are
+    gone before the first copy.
+    """
+    return rows * model.vocab_size * (logits_dtype_bytes + FLOAT32_LOGITS_COPIES * FLOAT32_BYTES)
+
+
+def kv_cache_dtype_bytes(model: ModelShape, weight_dtype_bytes: int, autocast: bool) -> int:
+    """Bytes of one cached number.
+
+    16-bit weights, or no autocast: the weights' dtype. Float32 weights under 16-bit autocast: 4, since rotary embeddings (and
+    MLA's norm) promote the keys to float32 and the cache takes the keys' dtype for both; 2 where there are no rotary embeddings.
+    Source: transformers/cache_utils.py, DynamicLayer.lazy_initialization and update; checked in tests/test_kv_cache.py.
+    """
+    if weight_dtype_bytes < FLOAT32_BYTES or not autocast:
+        return weight_dtype_bytes
+    promoted = any(layer.attention.rotary or layer.attention.kv_latent_dim for layer, _ in model.layer_kinds)
+    return FLOAT32_BYTES if promoted else FLOAT32_BYTES // 2
+
+
+@lru_cache(maxsize=1024)
+def _elements_per_token(model: ModelShape) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Cached numbers a token: ((window, of all layers with that window), ...) and of all full layers."""
+    windowed: dict[int, int] = {}
+    full = 0
+    for layer, count in model.layer_kinds:
+        elements = _layer_elements(layer.attention) * count
+        if layer.attention.sliding_window is None:
+            full += elements
+        else:
+            windowed[layer.attention.sliding_window] = windowed.get(layer.attention.sliding_window, 0) + elements
+    return tuple(windowed.items()), full
+
+
+def _layer_elements(attention: Attention) -> int:
+    return attention.kv_latent_dim or attention.num_key_value_heads * (attention.head_dim + attention.v_head_dim)
+
+
+def _old_copy_elements(attention: Attention, tokens: int) -> int:
+    if attention.sliding_window is not None:
+        return min(tokens - 1, attention.sliding_window) * _layer_elements(attention)
+    if attention.kv_latent_dim:
+        return (tokens - 1) * (attention.kv_latent_dim - _rope_dim(attention))
+    return (tokens - 1) * max(attention.k_dim, attention.v_dim)
+
+
+def _rope_dim(attention: Attention) -> int:
+    """The rotary part of an MLA layer's cache, which takes the place of the values: qk_rope_head_dim."""
+    latent_and_rope = attention.kv_latent_dim
+    latent = next((linear.in_features for linear in attention.linears if linear.name == "kv_b_proj"), latent_and_rope)
+    return latent_and_rope - latent
+
+
+def _expanded_elements(attention: Attention) -> int:
+    if not attention.kv_latent_dim:
+        return 0
+    nope = attention.head_dim - _rope_dim(attention)
+    return attention.num_attention_heads * (nope + attention.v_head_dim + attention.head_dim)
