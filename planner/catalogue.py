@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from planner.model import ModelShape
 
 __all__ = ["GpuRow", "ModelRow", "gpu_rows", "load_gpu", "load_model", "model_rows", "parse_cluster"]
 
+CATALOGUE = Path(__file__).resolve().parent / "data" / "models.jsonl"
+MIRRORS = ("unsloth/",)  # organisations that publish the weights of others unchanged, under the same names
 BY_PATH = "Or give the path of a folder with its config.json: --model ./folder."
 
 
@@ -104,7 +105,9 @@ def _from_catalogue(name: str) -> ModelShape | None:
     if row is not None:
         return _shape(row, _proper_name(row, name), published_checkpoint(_proper_name(row, name)))
     base, published = from_name(name)
-    row = _find(base) if published is not NOT_QUANTIZED else None
+    if published is NOT_QUANTIZED and not name.lower().startswith(MIRRORS):
+        return None
+    row = _find(base) or _find(base.rsplit("/", 1)[-1])  # whoever quantized it: the shape is the original's
     return _shape(row, name, published) if row is not None else None
 
 
@@ -117,7 +120,7 @@ def _shape(row: dict[str, Any], name: str, published: Published) -> ModelShape:
 
 def _proper_name(row: dict[str, Any], name: str) -> str:
     """The spelling of the catalogue: `qwen2.5-7b` -> `Qwen/Qwen2.5-7B`, `qwen2.5-7b-instruct` -> `Qwen/Qwen2.5-7B-Instruct`."""
-    spellings = [row["id"], *sorted(row["aliases"], key=lambda alias: "/" not in alias)]
+    spellings: list[str] = [row["id"], *sorted(row["aliases"], key=lambda alias: "/" not in alias)]
     tail = name.lower().rsplit("/", 1)[-1]
     exact = [spelling for spelling in spellings if spelling.lower() == name.lower() and "/" in spelling]
     return (exact + [spelling for spelling in spellings if spelling.lower().rsplit("/", 1)[-1] == tail])[0]
@@ -144,7 +147,7 @@ def _rank(row: dict[str, Any], wanted: str) -> int | None:
 
 @lru_cache(maxsize=1)
 def _lines() -> tuple[str, ...]:
-    return tuple(files("planner").joinpath("data/models.jsonl").read_text(encoding="utf-8").splitlines())
+    return tuple(CATALOGUE.read_text(encoding="utf-8").splitlines())
 
 
 def _names() -> Iterator[str]:

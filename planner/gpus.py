@@ -4,7 +4,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from planner.cluster import Cluster, Gpu
@@ -19,6 +19,7 @@ else:
 # A card sold as "24 GB" reports 22.2 to 23.7 GiB: the cards a bare capacity is compared with are those that report at least this share of it.
 SAME_CLASS_SHARE = 0.9
 LOCAL = "local"
+CATALOGUE = Path(__file__).resolve().parent / "data" / "gpus.toml"
 HINT = "`plan gpus` lists the cards; a bare capacity works too, such as 1x24GiB."
 
 
@@ -37,7 +38,7 @@ class GpuRow:
 @lru_cache(maxsize=1)
 def gpu_rows() -> tuple[GpuRow, ...]:
     """Every card of the catalogue, in the order of the file."""
-    tables = tomllib.loads(files("planner").joinpath("data/gpus.toml").read_text(encoding="utf-8"))
+    tables = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
     return tuple(_row(name, table) for name, table in tables.items())
 
 
@@ -74,9 +75,9 @@ def load_gpu(name: str) -> Gpu:
     key = _key(name)
     if key in known:
         return known[key].gpu
-    sized = re.fullmatch(r"(.+?)(\d+)g", key)
-    if sized and sized.group(1) in known and known[sized.group(1)].marketing_gb == int(sized.group(2)):
-        return known[sized.group(1)].gpu
+    for row in known.values():
+        if key.endswith(f"{row.marketing_gb}g") and known.get(key.removesuffix(f"{row.marketing_gb}g")) is row:
+            return row.gpu  # the size it is sold with, added to its name: L40S-48G
     raise UnknownName("GPU", name, _nearest_first(name), HINT)
 
 
@@ -123,7 +124,7 @@ def parse_cluster(text: str, free_memory: str | None = None) -> Cluster:
 
 
 def _counts_and_name(text: str) -> tuple[int, int, str]:
-    match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX×*]\s*)?(?:(-?\d+)\s*[xX×*]\s*)?(\S.*?)\s*", text)
+    match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?(?:(-?\d+)\s*[xX*]\s*)?(\S.*?)\s*", text)
     if match is None:
         raise InputError(f"--gpus {text!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB or local.")
     first, second, name = match.groups()
@@ -155,7 +156,7 @@ def bare_gpu(capacity_bytes: int) -> Gpu:
         nvlink_bytes_per_second=0.0,
         pcie_bytes_per_second=min(gpu.pcie_bytes_per_second for gpu in peers),
         compute_capability=min(gpu.compute_capability for gpu in peers),
-        source=f"capacity as given; speeds assumed: the slowest of the catalogue's bf16 cards of that size or more ({slowest.name} computes slowest), no NVLink",
+        source=f"capacity as given; speeds assumed: the slowest of the catalogue's bf16 cards of that size or more (flops of {slowest.name}), no NVLink",
     )
 
 

@@ -41,11 +41,12 @@ def _gpu(readings: list[Reading]) -> Gpu:
     first, total_bytes = readings[0], min(reading.total_bytes for reading in readings)
     try:
         known = load_gpu(first.name)
+        name = known.name
     except UnknownName:
-        known = bare_gpu(total_bytes)
+        known, name = bare_gpu(total_bytes), first.name
     return replace(
         known,
-        name=known.name if known.name in first.name.replace(" ", "-") else first.name,
+        name=name,
         total_bytes=total_bytes,
         free_bytes=min(reading.free_bytes for reading in readings),
         compute_capability=first.compute_capability,
@@ -76,7 +77,10 @@ def _readings(nvml: ModuleType) -> list[Reading]:
 
 def _reading(nvml: ModuleType, handle: object) -> Reading:
     """Version 2 of the memory record tells what the driver reserves, which torch's total does not contain."""
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except nvml.NVMLError as error:
+        raise InputError(f"--gpus local needs an NVIDIA driver of 510 or newer ({error}). {NAME_A_CARD}") from error
     name = nvml.nvmlDeviceGetName(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     return Reading(

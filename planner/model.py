@@ -77,6 +77,7 @@ class Attention:
     sliding_window: int | None = None  # None: every token sees all before it
     rotary: bool = True
     softcap: bool = False
+    dropout: float = 0.0  # of attention probabilities while training
     sink_params: int = 0
     kv_latent_dim: int = 0
 
@@ -130,6 +131,7 @@ class Layer:
     attention: Attention
     feed_forward: Mlp | Experts
     norms: tuple[Norm, ...]
+    residual_dropout: float = 0.0  # of the output of each block while training (gpt2, opt)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -151,13 +153,7 @@ class Layer:
         attention, rest = self.attention, 0
         if isinstance(self.feed_forward, Experts):
             rest = self.feed_forward.expert_params + self.feed_forward.router_params + self.feed_forward.shared_gate_params
-        return (
-            sum(linear.params for linear in self.linears)
-            + sum(norm.params for norm in self.norms)
-            + attention.qk_norm_params
-            + attention.sink_params
-            + rest
-        )
+        return sum(linear.params for linear in self.linears) + sum(norm.params for norm in self.norms) + attention.qk_norm_params + attention.sink_params + rest
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,6 +186,7 @@ class ModelShape:
     quantization: Literal["none", "gptq", "awq", "nf4", "nf4-double", "int8", "fp8", "mxfp4"] = "none"  # of the published checkpoint
     quantization_group_size: int = 128
     scaled_logits: bool = False  # granite, cohere: logits are multiplied by a constant; gemma 2: soft-capped
+    embed_dropout: float = 0.0  # of the embedding output while training (gpt2)
     scaled_embeddings: bool = False  # gemma, granite: the embedding output is multiplied by a constant
     notes: tuple[str, ...] = ()
     config: dict[str, object] = field(repr=False)

@@ -27,7 +27,7 @@ EXTRA_ALIASES = {
     "RTX-6000-Ada": ["6000-Ada"],
     "A100-80G": ["A100-SXM-80G"],
     "A100-40G": ["A100-SXM-40G"],
-    "RTX-A6000": ["RTX-A6000-48G"],
+    "H100-SXM": ["H100-SXM5"],
 }
 
 # Cards whose NVLink is an optional bridge between two of them: planned for as PCIe cards. Source: the facts' notes and NVIDIA's data sheets.

@@ -12,7 +12,7 @@ from planner.architectures.published import Published, from_config
 from planner.errors import InputError, UnknownArchitecture
 from planner.model import Layer, ModelShape, Norm
 
-__all__ = ["Counts", "KNOWN_MODEL_TYPES", "shape_of"]
+__all__ = ["KNOWN_MODEL_TYPES", "Counts", "shape_of"]
 
 _UNLIKE: dict[str, Callable[[Fields, int], Layer]] = {
     "gpt2": unlike.gpt2,
@@ -143,6 +143,7 @@ def _computed(config: dict[str, object], fields: Fields, dtype: str, auto_class:
         quantization=published.quantization,
         quantization_group_size=published.group_size,
         scaled_logits=_scaled_logits(family, fields),
+        embed_dropout=fields.number("embd_pdrop"),
         scaled_embeddings=family.scaled_embeddings if family else False,
         notes=_notes(config, dtype, published),
         config=config,

@@ -42,6 +42,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "n_positions": 1024,
         "vocab_size": 50257,
         "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
         "attn_pdrop": 0.1,
     },
     "gpt_neox": {"tie_word_embeddings": False, "hidden_act": "gelu", "attention_bias": True, "use_parallel_residual": True, "max_position_embeddings": 2048},

@@ -41,7 +41,6 @@ class Family:
     lm_head_bias: bool = False
     scaled_embeddings: bool = False
     scaled_logits: bool = False
-    attention_dropout_key: str = "attention_dropout"
     residual_dropout_key: str = ""
     unknown_if: tuple[str, ...] = ()  # config keys that change the layer into one without formulas
 
@@ -114,7 +113,9 @@ FAMILIES: dict[str, Family] = {
         residual_dropout_key="residual_dropout",
     ),
     # With `qk_layernorm` each head has a norm module of its own; with `use_parallel_residual` one norm feeds both blocks (stablelm-2-12b).
-    "stablelm": Family(norm="layer", qkv_bias="use_qkv_bias", out_bias=False, unknown_if=("qk_layernorm", "use_parallel_residual")),
+    "stablelm": Family(
+        norm="layer", qkv_bias="use_qkv_bias", out_bias=False, residual_dropout_key="hidden_dropout", unknown_if=("qk_layernorm", "use_parallel_residual")
+    ),
     "glm": _GLM,
     "glm4": Family(program="gemma2", norms_per_layer=4, out_bias=False, fused_mlp=True),
     "exaone4": Family(program="olmo2", qkv_bias=False, out_bias=False, qk_norm="head", window=windows.by_pattern, rotary=windows.rotary_unless_hybrid),
@@ -132,6 +133,7 @@ def layer_of(family: Family, fields: Fields, index: int) -> Layer:
         attention=_attention(family, fields, index),
         feed_forward=_feed_forward(family, fields, index),
         norms=(norm(family.norm, hidden_size),) * family.norms_per_layer,
+        residual_dropout=fields.number(family.residual_dropout_key) if family.residual_dropout_key else 0.0,
     )
 
 
@@ -164,6 +166,7 @@ def _attention(family: Family, fields: Fields, index: int) -> Attention:
         rotary=family.rotary(fields, index),
         softcap=bool(family.softcap_key) and fields.has(family.softcap_key),
         sink_params=query_heads if family.sinks else 0,
+        dropout=fields.number("attention_dropout"),
     )
 
 

@@ -33,6 +33,13 @@ class Fields:
             raise InputError(f"The config.json of {self.id} has {key!r}: 0, which must be positive.")
         return value
 
+    def number(self, key: str) -> float:
+        """A rate, such as `attention_dropout`; 0 where it is absent."""
+        value = self.values.get(key, 0.0) or 0.0
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a number.")
+        return float(value)
+
     def flag(self, key: str) -> bool:
         return bool(self.values.get(key))
 

@@ -3,6 +3,8 @@
 Source: transformers 5.23, models/<folder>/modeling_<folder>.py, named at each function.
 """
 
+from dataclasses import replace
+
 from planner.architectures import experts
 from planner.architectures.families import heads
 from planner.architectures.fields import Fields
@@ -18,9 +20,12 @@ def gpt2(fields: Fields, index: int) -> Layer:
     return Layer(
         program="gpt2",
         hidden_size=hidden_size,
-        attention=_fused(hidden_size, query_heads, query_heads, names=("c_attn", "c_proj"), bias=True, rotary=False),
+        attention=replace(
+            _fused(hidden_size, query_heads, query_heads, names=("c_attn", "c_proj"), bias=True), rotary=False, dropout=fields.number("attn_pdrop")
+        ),
         feed_forward=plain_mlp(hidden_size, inner, activation(fields, "activation_function"), names=("c_fc", "c_proj"), bias=True),
         norms=(norm("layer", hidden_size),) * 2,
+        residual_dropout=fields.number("resid_pdrop"),
     )
 
 
@@ -32,9 +37,12 @@ def gpt_neox(fields: Fields, index: int) -> Layer:
     return Layer(
         program="parallel" if fields.flag("use_parallel_residual") else "llama",
         hidden_size=hidden_size,
-        attention=_fused(hidden_size, query_heads, query_heads, names=("query_key_value", "dense"), bias=bias),
+        attention=replace(
+            _fused(hidden_size, query_heads, query_heads, names=("query_key_value", "dense"), bias=bias), dropout=fields.number("attention_dropout")
+        ),
         feed_forward=plain_mlp(hidden_size, fields.positive("intermediate_size"), act, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True),
         norms=(norm("layer", hidden_size),) * 2,
+        residual_dropout=fields.number("hidden_dropout"),
     )
 
 
@@ -55,9 +63,11 @@ def opt(fields: Fields, index: int) -> Layer:
             v_head_dim=head_dim,
             linears=tuple(Linear(name=name, in_features=hidden_size, out_features=hidden_size, bias=bias) for name in names),
             rotary=False,
+            dropout=fields.number("attention_dropout"),
         ),
         feed_forward=plain_mlp(hidden_size, fields.positive("ffn_dim"), activation(fields, "activation_function"), names=("fc1", "fc2"), bias=bias),
         norms=(kind,) * 2,
+        residual_dropout=fields.number("dropout"),
     )
 
 
@@ -77,9 +87,14 @@ def falcon(fields: Fields, index: int) -> Layer:
     return Layer(
         program=program,
         hidden_size=hidden_size,
-        attention=_fused(hidden_size, query_heads, _falcon_key_heads(fields), names=("query_key_value", "dense"), bias=bias),
+        attention=replace(
+            _fused(hidden_size, query_heads, _falcon_key_heads(fields), names=("query_key_value", "dense"), bias=bias),
+            rotary=not fields.flag("alibi"),
+            dropout=fields.number("attention_dropout"),
+        ),
         feed_forward=plain_mlp(hidden_size, inner, activation(fields, "activation"), names=("dense_h_to_4h", "dense_4h_to_h"), bias=bias),
         norms=(norm("layer", hidden_size),) * _falcon_norms(fields),
+        residual_dropout=fields.number("hidden_dropout"),
     )
 
 
@@ -99,7 +114,7 @@ def _falcon_norms(fields: Fields) -> int:
     return 2 if fields.flag("new_decoder_architecture") else 1
 
 
-def _fused(hidden_size: int, query_heads: int, key_heads: int, *, names: tuple[str, str], bias: bool, rotary: bool = True) -> Attention:
+def _fused(hidden_size: int, query_heads: int, key_heads: int, *, names: tuple[str, str], bias: bool) -> Attention:
     """Attention whose query, key and value come out of one projection."""
     head_dim = hidden_size // query_heads
     width = (query_heads + 2 * key_heads) * head_dim
@@ -112,7 +127,6 @@ def _fused(hidden_size: int, query_heads: int, key_heads: int, *, names: tuple[s
             Linear(name=names[0], in_features=hidden_size, out_features=width, bias=bias),
             Linear(name=names[1], in_features=query_heads * head_dim, out_features=hidden_size, bias=bias),
         ),
-        rotary=rotary,
     )
 
 
@@ -159,4 +173,5 @@ def _latent_attention(fields: Fields) -> Attention:
             Linear(name="o_proj", in_features=query_heads * v_head_dim, out_features=hidden_size, bias=bias),
         ),
         kv_latent_dim=latent + rope,
+        dropout=fields.number("attention_dropout"),
     )
