@@ -1,28 +1,30 @@
 """The dry run: the installed TRL trainer's real training steps on fake tensors, every allocation recorded."""
 
 import contextlib
+import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import datasets
 import torch
-import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PrinterCallback
 
 from planner.candidate import Candidate
 from planner.trace.timeline import Trace
 from probes.fake_tensors import FakeArithmetic
-from probes.fake_trainer import METHOD_STAGES, Device, Stage, models_stay_where_they_are
+from probes.fake_trainer import METHOD_STAGES, WORD, Device, Stage, models_stay_where_they_are
 from probes.tracker import Tracker, collector_off, modules_named
 
 
 def dry_run(candidate: Candidate, device: Device = "fake") -> Trace:
     """Two optimizer steps of the candidate's trainer as a trace. `device="real"` runs them on the CPU with weights, for tests."""
-    transformers.logging.set_verbosity_error()
     tracker, arithmetic = Tracker(), FakeArithmetic()
-    with collector_off(), models_stay_where_they_are():
+    with _quiet(), collector_off(), models_stay_where_they_are():
         stage = METHOD_STAGES[candidate.method](candidate, device)
+        stage.trainer.remove_callback(PrinterCallback)
         if device == "fake":
             for model in stage.models:
                 _fake_weights(model, arithmetic)
@@ -34,6 +36,21 @@ def dry_run(candidate: Candidate, device: Device = "fake") -> Trace:
             stack.enter_context(_phases(tracker, stage))
             stage.trainer.train()
         return tracker.trace()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The trainers' progress bars, advice and deprecations are meant for who trains, not for who plans."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    datasets.disable_progress_bars()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(level)
+            datasets.enable_progress_bars()
 
 
 def _fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
@@ -71,7 +88,7 @@ def _phases(tracker: Tracker, stage: Stage) -> Iterator[None]:
     """Tells the tracker which phase runs, while inside."""
     trainer = stage.trainer
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    backward, generate = trainer.accelerator.backward, GenerationMixin.generate
+    backward, generate, multinomial = trainer.accelerator.backward, GenerationMixin.generate, torch.multinomial
     tops = set(stage.models)
     backbones = {module for model in stage.models for module in [_backbone(model)]}
 
@@ -92,7 +109,8 @@ def _phases(tracker: Tracker, stage: Stage) -> Iterator[None]:
 
     def run_generate(*args: Any, **kwargs: Any) -> Any:
         tracker.enter_phase("rollout")
-        result = generate(*args, **kwargs)
+        with mock.patch.object(torch, "multinomial", lambda probabilities, num_samples: multinomial(probabilities, num_samples).fill_(WORD)):
+            result = generate(*args, **kwargs)
         tracker.enter_phase("score")
         return result
 

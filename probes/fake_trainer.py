@@ -1,7 +1,8 @@
 """A real TRL trainer for a candidate, whose models have shapes but no weights, and data of the candidate's longest rows."""
 
+import importlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,8 +17,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from planner.candidate import Candidate
+from planner.methods import METHODS, MethodName
 from planner.model import ModelShape
 
 STEPS = 2  # the first step makes the optimizer's states, the second runs beside them
@@ -113,17 +119,192 @@ def rows(candidate: Candidate, columns: dict[str, Any]) -> datasets.Dataset:
     return datasets.Dataset.from_dict({name: [value] * count for name, value in columns.items()})
 
 
+def _policy(candidate: Candidate, device: Device) -> PreTrainedModel:
+    return build_model(candidate.model, candidate, device, use_cache=False)
+
+
+def _stage(trainer: Any, *others: torch.nn.Module | None) -> Stage:
+    return Stage(trainer=trainer, models=(trainer.model, *(model for model in others if model is not None)))
+
+
 def sft(candidate: Candidate, device: Device) -> Stage:
     ids = [WORD] * candidate.max_length
     args = trl.SFTConfig(
         **common_settings(candidate), max_length=candidate.max_length, packing=candidate.packing, padding_free=candidate.padding_free,
         activation_offloading=candidate.activation_offloading, dataset_kwargs={"skip_prepare_dataset": True},
     )  # fmt: skip
-    model = build_model(candidate.model, candidate, device, use_cache=False)
     trainer = trl.SFTTrainer(
-        model=model, args=args, train_dataset=rows(candidate, {"input_ids": ids, "labels": ids}), processing_class=tokenizer(), peft_config=lora(candidate)
-    )
-    return Stage(trainer=trainer, models=(trainer.model,))
+        model=_policy(candidate, device), args=args, train_dataset=rows(candidate, {"input_ids": ids, "labels": ids}), processing_class=tokenizer(),
+        peft_config=lora(candidate),
+    )  # fmt: skip
+    return _stage(trainer)
 
 
-METHOD_STAGES = {"sft": sft}
+def dpo(candidate: Candidate, device: Device) -> Stage:
+    """The prompt is one word, so that all the rest of the row is scored."""
+    data = rows(candidate, {"prompt": "word", "chosen": _words(candidate.max_length - 2), "rejected": _words(candidate.max_length - 2)})
+    args = trl.DPOConfig(
+        **common_settings(candidate), max_length=candidate.max_length, beta=candidate.beta or METHODS["dpo"].default_beta,
+        precompute_ref_log_probs=candidate.precompute_ref_log_probs, activation_offloading=candidate.activation_offloading,
+        padding_free=candidate.padding_free,
+    )  # fmt: skip
+    with _references(candidate, device, "dpo_trainer"):
+        trainer = trl.DPOTrainer(model=_policy(candidate, device), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=lora(candidate))
+    return _stage(trainer, trainer.ref_model)
+
+
+def kto(candidate: Candidate, device: Device) -> Stage:
+    data = rows(candidate, {"prompt": "word", "completion": _words(candidate.max_length - 2)})
+    data = data.add_column("label", [index % 2 == 0 for index in range(len(data))])
+    args = trl.KTOConfig(
+        **common_settings(candidate), max_length=candidate.max_length, beta=candidate.beta or METHODS["kto"].default_beta,
+        precompute_ref_log_probs=candidate.precompute_ref_log_probs, activation_offloading=candidate.activation_offloading,
+    )  # fmt: skip
+    with _references(candidate, device, "kto_trainer"):
+        trainer = trl.KTOTrainer(model=_policy(candidate, device), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=lora(candidate))
+    return _stage(trainer, trainer.ref_model)
+
+
+def reward(candidate: Candidate, device: Device) -> Stage:
+    ids = [WORD] * candidate.max_length
+    args = trl.RewardConfig(**common_settings(candidate), max_length=candidate.max_length, activation_offloading=candidate.activation_offloading)
+    model = build_model(candidate.model, candidate, device, "AutoModelForSequenceClassification", use_cache=False, num_labels=1)
+    trainer = trl.RewardTrainer(
+        model=model, args=args, train_dataset=rows(candidate, {"chosen_ids": ids, "rejected_ids": ids}), processing_class=tokenizer(),
+        peft_config=lora(candidate),
+    )  # fmt: skip
+    return _stage(trainer)
+
+
+def _generating(candidate: Candidate) -> dict[str, Any]:
+    return common_settings(candidate) | {
+        "num_generations": candidate.num_generations,
+        "max_completion_length": candidate.max_completion_length,
+        "steps_per_generation": candidate.steps_per_generation,
+        "num_iterations": candidate.num_iterations,
+        "beta": candidate.beta,
+    }
+
+
+def grpo(candidate: Candidate, device: Device) -> Stage:
+    with _references(candidate, device, "grpo_trainer"):
+        trainer = trl.GRPOTrainer(
+            model=_policy(candidate, device), reward_funcs=_rewards(candidate, device), args=trl.GRPOConfig(**_generating(candidate)),
+            train_dataset=_prompts(candidate), processing_class=tokenizer(), reward_processing_classes=_reward_tokenizer(candidate),
+            peft_config=lora(candidate),
+        )  # fmt: skip
+    return _stage(trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module)))
+
+
+def rloo(candidate: Candidate, device: Device) -> Stage:
+    with _references(candidate, device, "rloo_trainer"):
+        trainer = trl.RLOOTrainer(
+            model=_policy(candidate, device), reward_funcs=_rewards(candidate, device), args=trl.RLOOConfig(**_generating(candidate)),
+            train_dataset=_prompts(candidate), processing_class=tokenizer(), reward_processing_classes=_reward_tokenizer(candidate),
+            peft_config=lora(candidate),
+        )  # fmt: skip
+    return _stage(trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module)))
+
+
+def distillation(candidate: Candidate, device: Device) -> Stage:
+    args = trl.DistillationConfig(**common_settings(candidate), max_completion_length=candidate.max_completion_length)
+    trainer = trl.DistillationTrainer(
+        model=_policy(candidate, device), teacher_model=_teacher(candidate, device), args=args, train_dataset=_prompts(candidate),
+        processing_class=tokenizer(), peft_config=lora(candidate),
+    )  # fmt: skip
+    return _stage(trainer, trainer.teacher_model)
+
+
+def online_dpo(candidate: Candidate, device: Device) -> Stage:
+    args = OnlineDPOConfig(
+        **common_settings(candidate), max_length=candidate.prompt_length + candidate.max_completion_length, max_new_tokens=candidate.max_completion_length,
+        beta=candidate.beta or METHODS["online-dpo"].default_beta,
+    )  # fmt: skip
+    trainer = OnlineDPOTrainer(
+        model=_policy(candidate, device), reward_funcs=_rewards(candidate, device), args=args, train_dataset=_prompts(candidate),
+        processing_class=tokenizer(), reward_processing_classes=_reward_tokenizer(candidate), peft_config=lora(candidate),
+    )  # fmt: skip
+    return _stage(trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module)))
+
+
+def _pairs(candidate: Candidate) -> datasets.Dataset:
+    """Rows of text that CPO and ORPO tokenize to `max_length`: they add an end token to the completion."""
+    completion = _words(candidate.max_length - 2)
+    return rows(candidate, {"prompt": "word", "chosen": completion, "rejected": completion})
+
+
+def cpo(candidate: Candidate, device: Device) -> Stage:
+    args = CPOConfig(**common_settings(candidate), max_length=candidate.max_length)
+    trainer = CPOTrainer(model=_policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate))
+    return _stage(trainer)
+
+
+def orpo(candidate: Candidate, device: Device) -> Stage:
+    args = ORPOConfig(**common_settings(candidate), max_length=candidate.max_length)
+    trainer = ORPOTrainer(model=_policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate))
+    return _stage(trainer)
+
+
+def gkd(candidate: Candidate, device: Device) -> Stage:
+    """Every step on the student's own completions (`lmbda` 1), which is the heavier of GKD's two kinds of step."""
+    args = GKDConfig(**common_settings(candidate), max_length=candidate.row_tokens, max_new_tokens=candidate.max_completion_length, lmbda=1.0)
+    prompt, row = candidate.prompt_length, candidate.row_tokens
+
+    def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        count = len(examples)
+        ids = torch.full((count, row), WORD)
+        labels = ids.clone()
+        labels[:, :prompt] = -100
+        return {
+            "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels,
+            "prompts": ids[:, :prompt].clone(), "prompt_attention_mask": torch.ones_like(ids[:, :prompt]),
+        }  # fmt: skip
+
+    trainer = GKDTrainer(
+        model=_policy(candidate, device), teacher_model=_teacher(candidate, device), args=args, data_collator=collate,
+        train_dataset=rows(candidate, {"input_ids": [WORD]}), processing_class=tokenizer(), peft_config=lora(candidate),
+    )  # fmt: skip
+    return _stage(trainer, trainer.teacher_model)
+
+
+def _words(count: int) -> str:
+    return " word" * max(count, 1)
+
+
+def _prompts(candidate: Candidate) -> datasets.Dataset:
+    return rows(candidate, {"prompt": _words(candidate.prompt_length).strip()})
+
+
+def _teacher(candidate: Candidate, device: Device) -> PreTrainedModel:
+    return build_model(candidate.teacher_model or candidate.model, candidate, device)
+
+
+def _rewards(candidate: Candidate, device: Device) -> list[Any]:
+    if candidate.reward_model is not None:
+        return [build_model(candidate.reward_model, candidate, device, "AutoModelForSequenceClassification", num_labels=1)]
+
+    def spread(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [float(index) for index in range(len(completions))]
+
+    return [spread]
+
+
+def _reward_tokenizer(candidate: Candidate) -> list[PreTrainedTokenizerFast] | None:
+    return None if candidate.reward_model is None else [tokenizer()]
+
+
+@contextmanager
+def _references(candidate: Candidate, device: Device, module: str) -> Iterator[None]:
+    """The reference model that the trainer would load from the policy's path is built without weights instead."""
+
+    def load(_: str, **__: Any) -> PreTrainedModel:
+        return build_model(candidate.model, candidate, device)
+
+    with mock.patch.object(importlib.import_module(f"trl.trainer.{module}"), "create_model_from_path", load):
+        yield
+
+
+METHOD_STAGES: dict[MethodName, Callable[[Candidate, Device], Stage]] = {
+    "sft": sft, "dpo": dpo, "kto": kto, "reward": reward, "grpo": grpo, "rloo": rloo, "distillation": distillation, "online-dpo": online_dpo, "cpo": cpo,
+    "orpo": orpo, "gkd": gkd,
+}  # fmt: skip
