@@ -1,0 +1,197 @@
+"""GPUs by name, by capacity and from the driver."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from planner.catalogue import gpu_rows, load_gpu, parse_cluster
+from planner.errors import InputError, UnknownName
+from planner.local_gpus import Reading, _readings, _visible
+from planner.units import GIB
+
+A100_40G_BYTES = 42_402_064_629  # 39.49 GiB, the least that torch was seen to report
+
+
+class TestCatalogue:
+    def test_every_card_has_a_source_and_sane_figures(self) -> None:
+        for row in gpu_rows():
+            gpu = row.gpu
+            assert gpu.source
+            assert row.reported or row.derived
+            assert 0.9 * row.marketing_gb * 1e9 < gpu.total_bytes < row.marketing_gb * GIB
+            assert gpu.bf16_flops > 1e12
+            assert gpu.memory_bytes_per_second > 1e11
+            assert gpu.pcie_bytes_per_second > 1e10
+            assert gpu.free_bytes == gpu.total_bytes
+
+    def test_every_name_and_alias_finds_its_own_card(self) -> None:
+        for row in gpu_rows():
+            for name in (row.gpu.name, *row.aliases):
+                assert load_gpu(name) == row.gpu, name
+
+    def test_an_a100_40g_is_what_torch_reports_and_not_40_billion_bytes(self) -> None:
+        assert load_gpu("A100-40G").total_bytes == A100_40G_BYTES
+
+    def test_where_several_were_seen_the_smallest_counts(self) -> None:
+        assert load_gpu("T4").total_bytes == int(14.563 * GIB)
+        assert load_gpu("H100").total_bytes == int(79.11 * GIB)
+
+    def test_a_card_that_was_never_seen_is_flagged_and_no_larger_than_its_guess(self) -> None:
+        row = next(row for row in gpu_rows() if row.gpu.name == "RTX-3080-10G")
+        assert not row.reported
+        assert row.gpu.total_bytes <= 9.77 * GIB
+
+    def test_links_are_in_one_direction(self) -> None:
+        assert load_gpu("A100-80G").nvlink_bytes_per_second == 300e9
+        assert load_gpu("L4").nvlink_bytes_per_second == 0
+        assert load_gpu("RTX-3090").nvlink_bytes_per_second == 0  # its bridge joins two cards only
+
+    def test_a_t4_has_no_bf16(self) -> None:
+        assert not load_gpu("T4").supports_bf16
+        assert load_gpu("A100-40G").supports_bf16
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        "name",
+        ["A100-40G", "a100-40g", "A100_40GB", "A100 40GB", "NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb", "A100-SXM4-40GB"],
+    )
+    def test_spelling_does_not_matter(self, name: str) -> None:
+        assert load_gpu(name).name == "A100-40G"
+
+    @pytest.mark.parametrize(
+        ("name", "found"),
+        [
+            ("RTX-3050-4G", "RTX-3050-Laptop-4G"),
+            ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+            ("rtx4090", "RTX-4090"),
+            ("RTX-4090-24G", "RTX-4090"),
+            ("Tesla T4", "T4"),
+            ("H100", "H100-SXM"),
+            ("H100-80GB", "H100-SXM"),
+            ("L40S-48G", "L40S"),
+        ],
+    )
+    def test_common_names_find_their_card(self, name: str, found: str) -> None:
+        assert load_gpu(name).name == found
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [("A100", "A100-40G"), ("V100", "V100-16G"), ("4090", "RTX-4090"), ("H1000", "H100"), ("MI300X", "plan gpus")],
+    )
+    def test_an_unknown_card_is_answered_with_the_nearest(self, name: str, message: str) -> None:
+        with pytest.raises(UnknownName, match=message):
+            load_gpu(name)
+
+
+class TestClusters:
+    @pytest.mark.parametrize(
+        ("text", "nodes", "per_node"),
+        [("A100-40G", 1, 1), ("2xA100-40G", 1, 2), ("2 x A100-40G", 1, 2), ("4x8xA100-40G", 4, 8), ("1X8XA100-40G", 1, 8)],
+    )
+    def test_counts_are_nodes_times_gpus(self, text: str, nodes: int, per_node: int) -> None:
+        cluster = parse_cluster(text)
+        assert (cluster.nodes, cluster.gpus_per_node, cluster.num_gpus) == (nodes, per_node, nodes * per_node)
+        assert cluster.gpu.name == "A100-40G"
+
+    @pytest.mark.parametrize(("text", "size"), [("1x24GiB", 24 * GIB), ("24GiB", 24 * GIB), ("2x39.5 GiB", int(39.5 * GIB)), ("1x4096MiB", 4 * GIB)])
+    def test_a_bare_capacity_is_a_card_with_assumed_speeds(self, text: str, size: int) -> None:
+        gpu = parse_cluster(text).gpu
+        assert gpu.total_bytes == gpu.free_bytes == size
+        assert "speeds assumed" in gpu.source
+        assert gpu.supports_bf16
+
+    def test_assumed_speeds_are_no_faster_than_any_card_of_that_size(self) -> None:
+        bare = parse_cluster("1x24GiB").gpu
+        for name in ("RTX-3090", "A10G", "L4", "RTX-4090"):
+            assert bare.bf16_flops <= load_gpu(name).bf16_flops
+            assert bare.memory_bytes_per_second <= load_gpu(name).memory_bytes_per_second
+
+    def test_a_partly_used_card_keeps_its_total(self) -> None:
+        gpu = parse_cluster("A100-40G", "30GiB").gpu
+        assert (gpu.total_bytes, gpu.free_bytes) == (A100_40G_BYTES, 30 * GIB)
+
+    @pytest.mark.parametrize(
+        ("text", "free_memory", "message"),
+        [
+            ("0xH100", None, r"^--gpus '0xH100' has 0 GPUs; at least one is needed\.$"),
+            ("-2xH100", None, r"has -2 GPUs"),
+            ("2x0xH100", None, r"has 0 GPUs"),
+            ("", None, r"names no GPU"),
+            ("1x24GB", None, r"'24GB' is not a size"),
+            ("1x0GiB", None, r"more than 0 bytes"),
+            ("A100-40G", "50GiB", r"^--free-memory 50GiB is not between 0 and the 39\.49 GiB of A100-40G\.$"),
+            ("A100-40G", "0", r"is not between"),
+            ("A100-40G", "much", r"is not a size"),
+        ],
+    )
+    def test_what_names_no_cluster_is_refused(self, text: str, free_memory: str | None, message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            parse_cluster(text, free_memory)
+
+
+class FakeNvmlError(Exception):
+    pass
+
+
+def fake_nvml(names: list[str]) -> SimpleNamespace:
+    """Two figures of a driver: 24 GiB cards with 0.4 GiB reserved, 20 GiB free on the first and one less on each next."""
+    return SimpleNamespace(
+        NVMLError=FakeNvmlError,
+        nvmlMemory_v2=2,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: len(names),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda index: names[index],
+        nvmlDeviceGetCudaComputeCapability=lambda index: (8, 6),
+        nvmlDeviceGetMemoryInfo=lambda index, version: SimpleNamespace(total=24 * GIB, reserved=GIB // 2, free=(20 - index) * GIB),
+    )
+
+
+class TestLocal:
+    @pytest.fixture(autouse=True)
+    def all_visible(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def test_the_least_free_card_counts_for_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("planner.local_gpus._nvml", lambda: fake_nvml(["NVIDIA GeForce RTX 3090"] * 2))
+        cluster = parse_cluster("local")
+        assert (cluster.num_gpus, cluster.gpu.name) == (2, "RTX-3090")
+        assert (cluster.gpu.total_bytes, cluster.gpu.free_bytes) == (24 * GIB - GIB // 2, 19 * GIB)
+        assert cluster.gpu.bf16_flops == load_gpu("RTX-3090").bf16_flops
+
+    def test_a_card_that_the_catalogue_lacks_keeps_its_name_and_has_assumed_speeds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("planner.local_gpus._nvml", lambda: fake_nvml(["NVIDIA Brand New 1"]))
+        gpu = parse_cluster("local").gpu
+        assert gpu.name == "NVIDIA Brand New 1"
+        assert "speeds assumed" in gpu.source
+        assert gpu.compute_capability == (8, 6)
+
+    def test_free_memory_wins_over_what_is_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("planner.local_gpus._nvml", lambda: fake_nvml(["NVIDIA GeForce RTX 3090"]))
+        assert parse_cluster("local", "10GiB").gpu.free_bytes == 10 * GIB
+
+    def test_different_cards_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("planner.local_gpus._nvml", lambda: fake_nvml(["Tesla T4", "NVIDIA L4"]))
+        with pytest.raises(InputError, match=r"finds different cards \(NVIDIA L4, Tesla T4\)"):
+            parse_cluster("local")
+
+    def test_no_card_is_refused_with_what_to_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("planner.local_gpus._nvml", lambda: fake_nvml([]))
+        with pytest.raises(InputError, match=r"finds no NVIDIA GPU here\. Name the card instead"):
+            parse_cluster("local")
+
+    @pytest.mark.parametrize(("listed", "count"), [("0", 1), ("1,0", 2), ("", 0), ("GPU-1234", 2)])
+    def test_cuda_visible_devices_is_honoured(self, monkeypatch: pytest.MonkeyPatch, listed: str, count: int) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        readings: list[Reading] = _readings(fake_nvml(["Tesla T4"] * 2))  # type: ignore[arg-type]
+        assert len(_visible(readings)) == count
+
+
+def test_names_are_looked_up_without_torch_or_transformers() -> None:
+    program = "import sys; from planner.catalogue import load_model, parse_cluster; load_model('Qwen2.5-7B'); parse_cluster('2xA100-40G'); "
+    program += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'huggingface_hub', 'pynvml', 'pandas')))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

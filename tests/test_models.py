@@ -1,0 +1,332 @@
+"""Models by name, path and config: every count is the one others published, every layer the one transformers builds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.architectures import KNOWN_MODEL_TYPES, shape_of
+from planner.catalogue import CATALOGUE, ModelRow, load_model, model_rows
+from planner.errors import InputError, UnknownArchitecture, UnknownName
+from planner.model import Experts, Mlp, ModelShape
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FACTS = REPOSITORY.parent / "shared" / "data"
+ROWS = [json.loads(line) for line in CATALOGUE.read_text(encoding="utf-8").splitlines()]
+FORMULAS = [row for row in ROWS if row["config"]["model_type"] in KNOWN_MODEL_TYPES]
+# Their layers differ from their family's in ways that have no formula: an activation, a norm module a head.
+COUNTED_ONLY = {"EleutherAI/gpt-neox-20b", "stabilityai/stablelm-2-12b"}
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
+}  # fmt: skip
+
+
+def ids(rows: list[dict]) -> list[str]:
+    return [row["id"] for row in rows]
+
+
+def catalogue_config(model_id: str) -> dict:
+    return next(row["config"] for row in ROWS if row["id"] == model_id)
+
+
+class TestFacts:
+    @pytest.mark.parametrize("row", [row for row in FORMULAS if row["id"] not in COUNTED_ONLY], ids=lambda row: row["id"])
+    def test_formulas_count_every_parameter_of_the_catalogue(self, row: dict) -> None:
+        shape = shape_of(row["config"], id=row["id"])
+        detail = row["params_detail"]
+        assert shape.params == row["params"]
+        assert (shape.embed_params, shape.lm_head_params, shape.expert_params) == (detail["embed"], detail["lm_head"], detail["experts"])
+        assert shape.vision_params + (shape.other_params if shape.vision_params else 0) == detail["vision"]
+        assert shape.tied is (detail["lm_head"] == 0)
+
+    def test_llama_3_8b_has_half_of_its_published_16_060_522_496_bytes(self) -> None:
+        assert load_model("meta-llama/Meta-Llama-3-8B").params == 16_060_522_496 // 2
+
+    def test_the_parts_of_a_shape_sum_to_its_parameters(self) -> None:
+        for row in FORMULAS:
+            shape = load_model(row["id"])
+            if shape.known:
+                parts = shape.embed_params + shape.position_params + shape.lm_head_params + shape.lm_head_bias_params + shape.final_norm.params
+                assert parts + shape.other_params + shape.vision_params + sum(layer.params for layer in shape.layers) == shape.params
+
+    @pytest.mark.parametrize("row", ROWS, ids=ids(ROWS))
+    def test_every_row_is_a_shape_with_its_count_and_says_where_it_is_from(self, row: dict) -> None:
+        shape = load_model(row["id"])
+        assert shape.params == row["params"]
+        assert row["source"]
+        assert shape.known is (row["config"]["model_type"] in KNOWN_MODEL_TYPES and row["id"] not in COUNTED_ONLY)
+        assert shape.known or "not known by formula" in shape.notes[0]
+
+    def test_rows_that_nobody_verified_say_why(self) -> None:
+        for row in model_rows():
+            assert row.verified or row.doubts, row.id
+
+    def test_the_families_that_the_project_promises_are_known(self) -> None:
+        promised = (
+            "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text gemma3 phi3 gpt2 gpt_neox opt olmo2 mixtral qwen2_moe qwen3_moe gpt_oss "
+            "deepseek_v2 deepseek_v3 smollm3 granite cohere falcon"
+        )
+        assert set(promised.split()) <= KNOWN_MODEL_TYPES
+
+
+class TestLayers:
+    def test_equal_layers_are_the_same_object(self) -> None:
+        assert len({id(layer) for layer in load_model("Llama-3.1-8B").layers}) == 1
+        assert len({id(layer) for layer in load_model("gemma-3-4b-it").layers}) == 2
+
+    def test_gemma_3_sees_everything_in_every_sixth_layer(self) -> None:
+        windows = [layer.attention.sliding_window for layer in load_model("google/gemma-3-4b-it").layers]
+        assert windows[:6] == [1024] * 5 + [None]
+        assert windows.count(None) == 5
+
+    def test_smollm3_leaves_rotary_positions_out_of_every_fourth_layer(self) -> None:
+        assert [layer.attention.rotary for layer in load_model("SmolLM3-3B").layers[:8]] == [True, True, True, False] * 2
+
+    def test_a_qwen2_window_needs_use_sliding_window(self) -> None:
+        config = {**catalogue_config("Qwen/Qwen2.5-7B"), "sliding_window": 4096, "max_window_layers": 20}
+        assert {layer.attention.sliding_window for layer in shape_of(config, id="x").layers} == {None}
+        config["use_sliding_window"] = True
+        assert [layer.attention.sliding_window for layer in shape_of(config, id="x").layers] == [None] * 20 + [4096] * 8
+
+    def test_the_layer_types_of_a_config_win_over_its_familys_rule(self) -> None:
+        config = {**LLAMA, "model_type": "gemma3_text", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+        assert [layer.attention.sliding_window for layer in shape_of(config, id="x").layers] == [None, 8]
+
+    def test_deepseek_v3_is_dense_in_its_first_three_layers(self) -> None:
+        layers = load_model("DeepSeek-V3").layers
+        assert [isinstance(layer.feed_forward, Mlp) for layer in layers[:4]] == [True, True, True, False]
+        assert layers[0].attention.kv_latent_dim == 576
+        assert (layers[0].attention.head_dim, layers[0].attention.v_head_dim) == (192, 128)
+
+    def test_phi3_projects_queries_keys_and_values_at_once(self) -> None:
+        layer = load_model("phi-4").layers[0]
+        assert [linear.name for linear in layer.linears] == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+    def test_falcon_7b_has_one_key_head_and_falcon_40b_eight(self) -> None:
+        assert load_model("falcon-7b").layers[0].attention.num_key_value_heads == 1
+        assert load_model("falcon-40b").layers[0].attention.num_key_value_heads == 8
+        assert [len(load_model(name).layers[0].norms) for name in ("falcon-7b", "falcon-40b")] == [1, 2]
+
+    def test_opt_350m_projects_its_narrower_embedding_in_and_out(self) -> None:
+        shape = load_model("facebook/opt-350m")
+        assert shape.other_params == 2 * 512 * 1024
+        assert shape.final_norm.params == 0
+
+    def test_gpt2_drops_a_tenth_everywhere_while_it_trains(self) -> None:
+        shape = load_model("gpt2")
+        assert (shape.embed_dropout, shape.layers[0].residual_dropout, shape.layers[0].attention.dropout) == (0.1, 0.1, 0.1)
+
+    def test_olmo_2_normalises_whole_projections_and_qwen3_heads(self) -> None:
+        assert load_model("OLMo-2-1124-7B").layers[0].attention.qk_norm == "full"
+        assert load_model("Qwen3-8B").layers[0].attention.qk_norm == "head"
+
+
+# One small or telling model a family; four layers of each are enough to see every kind of layer.
+REFERENCES = [
+    "meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1", "google/gemma-2b", "google/gemma-2-2b",
+    "google/gemma-3-270m", "google/gemma-3-4b-pt", "microsoft/phi-4", "openai-community/gpt2", "EleutherAI/pythia-70m", "facebook/opt-125m",
+    "facebook/opt-350m", "allenai/OLMo-2-0425-1B", "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen1.5-MoE-A2.7B", "Qwen/Qwen3-30B-A3B",
+    "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V3", "HuggingFaceTB/SmolLM3-3B",
+    "ibm-granite/granite-3.1-2b-instruct", "CohereForAI/c4ai-command-r-v01", "CohereForAI/c4ai-command-r-plus", "CohereForAI/c4ai-command-r7b-12-2024",
+    "tiiuae/falcon-7b", "tiiuae/falcon-40b", "microsoft/phi-2", "allenai/OLMo-1B-hf", "allenai/Olmo-3-1025-7B", "allenai/OLMoE-1B-7B-0924",
+    "bigcode/starcoder2-3b", "stabilityai/stablelm-3b-4e1t", "zai-org/glm-4-9b-chat-hf", "zai-org/GLM-4-9B-0414", "LGAI-EXAONE/EXAONE-4.0-1.2B",
+    "LGAI-EXAONE/EXAONE-4.0-32B", "ByteDance-Seed/Seed-OSS-36B-Base", "baidu/ERNIE-4.5-0.3B-PT",
+]  # fmt: skip
+SHORT = 4  # layers
+
+
+class TestAgainstTransformers:
+    @pytest.mark.parametrize("model_id", REFERENCES)
+    def test_a_shape_is_what_transformers_builds(self, model_id: str) -> None:
+        torch = pytest.importorskip("torch")
+        pytest.importorskip("transformers")
+        config = shortened(catalogue_config(model_id))
+        shape, model = shape_of(config, id=model_id), built(config)
+        assert shape.params == sum(parameter.numel() for parameter in model.parameters())
+        text = model.config.get_text_config()
+        layer_types = getattr(text, "layer_types", None)
+        for index, layer in enumerate(shape.layers):
+            prefix = layer_prefix(model, index)
+            found = {
+                (name.rsplit(".", 1)[-1], module.weight.numel(), module.bias is not None)
+                for name, module in model.named_modules()
+                if name.startswith(prefix) and (isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D") and not name.endswith("_gate")
+            }
+            assert {(linear.name, linear.weight_params, linear.bias) for linear in layer.linears} == found
+            if layer_types:
+                assert (layer.attention.sliding_window is not None) is (layer_types[index] == "sliding_attention")
+
+    def test_the_catalogues_families_are_all_compared(self) -> None:
+        compared = {catalogue_config(model_id)["model_type"] for model_id in REFERENCES}
+        assert compared == set(KNOWN_MODEL_TYPES)
+
+
+def shortened(config: dict) -> dict:
+    """The config with four layers, its other sizes as they are."""
+    config = json.loads(json.dumps(config))
+    inner = config.get("text_config", config)
+    inner["n_layer" if "n_layer" in inner else "num_hidden_layers"] = SHORT
+    if "layer_types" in inner:
+        inner["layer_types"] = inner["layer_types"][:SHORT]
+    return config
+
+
+def built(config: dict):
+    import torch
+    import transformers
+
+    known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict({key: value for key, value in config.items() if key != "model_type"})
+    auto = transformers.AutoModelForImageTextToText if "vision_config" in config else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(known)
+
+
+def layer_prefix(model, index: int) -> str:
+    """The module name of decoder layer `index`."""
+    layers = (name for name, module in model.named_modules() if type(module).__name__ == "ModuleList" and len(module) == SHORT and "vision" not in name)
+    return f"{next(layers)}.{index}."
+
+
+class TestNames:
+    @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "qwen/qwen2.5-7b", "Qwen2.5-7B", "QWEN2.5-7B"])
+    def test_case_and_organisation_do_not_matter(self, name: str) -> None:
+        shape = load_model(name)
+        assert shape.id == "Qwen/Qwen2.5-7B"
+        assert shape.quantization == "none"
+
+    def test_an_alias_keeps_its_own_name(self) -> None:
+        assert load_model("qwen2.5-7b-instruct").id == "Qwen/Qwen2.5-7B-Instruct"
+
+    def test_every_alias_finds_a_model_with_its_rows_count(self) -> None:
+        counts = {row.id: row.params for row in model_rows()}
+        for row in model_rows():
+            for alias in row.aliases:
+                assert load_model(alias).params in (row.params, counts.get(alias)), alias
+
+    @pytest.mark.parametrize(
+        ("name", "quantization", "group_size"),
+        [
+            ("Qwen2.5-7B-Instruct-GPTQ-Int4", "gptq", 128),
+            ("Qwen/Qwen2.5-7B-Instruct-AWQ", "awq", 128),
+            ("unsloth/Qwen2.5-7B-Instruct-bnb-4bit", "nf4", 64),
+            ("unsloth/Qwen2.5-7B-Instruct-unsloth-bnb-4bit", "nf4", 64),
+            ("Qwen/Qwen3-8B-FP8", "fp8", 128),
+            ("TheBloke/Mistral-7B-Instruct-v0.2-GPTQ", "gptq", 128),
+        ],
+    )
+    def test_a_quantized_name_is_its_original_quantized(self, name: str, quantization: str, group_size: int) -> None:
+        shape = load_model(name)
+        assert (shape.id, shape.quantization, shape.quantization_group_size) == (name, quantization, group_size)
+        assert "taken from the name" in shape.notes[0]
+
+    def test_gpt_oss_is_published_in_mxfp4(self) -> None:
+        assert load_model("gpt-oss-20b").quantization == "mxfp4"
+        assert load_model("unsloth/gpt-oss-20b-BF16").quantization == "none"
+
+    def test_an_unknown_name_is_answered_with_the_nearest(self) -> None:
+        with pytest.raises(UnknownName, match=r"^Unknown model 'Qwen2\.5-8B'\. Did you mean Qwen/Qwen2\.5-7B or .*--model \./folder\.$"):
+            load_model("Qwen2.5-8B")
+
+    def test_without_the_hub_an_unknown_name_points_at_the_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("planner.catalogue.hub_config", lambda name: "the Hub is not reachable")
+        with pytest.raises(UnknownName, match=r"not in the catalogue, and the Hub is not reachable\. Or give the path"):
+            load_model("nobody/has-this-model")
+
+    def test_a_config_from_the_hub_is_read_like_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("planner.catalogue.hub_config", lambda name: LLAMA)
+        assert load_model("somebody/tiny-llama").known
+
+    def test_the_hub_is_not_asked_when_it_is_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub = pytest.importorskip("huggingface_hub")
+        monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(UnknownName, match="switched off"):
+            load_model("nobody/has-that-model")
+
+    def test_eight_bit_gptq_is_refused(self) -> None:
+        with pytest.raises(InputError, match=r"quantized to 8 bits with GPTQ, which has no formula here"):
+            load_model("Qwen2.5-7B-Instruct-GPTQ-Int8")
+
+
+class TestConfigs:
+    def write(self, folder: Path, config: object) -> str:
+        (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config), encoding="utf-8")
+        return str(folder)
+
+    def test_a_folder_and_its_file_are_the_same_model(self, tmp_path: Path) -> None:
+        folder = self.write(tmp_path, {**LLAMA, "torch_dtype": "float16"})
+        assert load_model(folder).params == load_model(folder + "/config.json").params
+        assert load_model(folder).dtype == "float16"
+
+    def test_an_absent_key_has_the_default_of_transformers(self) -> None:
+        attention = shape_of(LLAMA, id="x").layers[0].attention
+        assert (attention.num_key_value_heads, attention.head_dim) == (4, 16)
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ("not json", r"is no JSON: "),
+            ("[1, 2]", r"is no JSON object"),
+            ({"hidden_size": 64}, r"has no model_type"),
+            ({key: value for key, value in LLAMA.items() if key != "hidden_size"}, r"has no 'hidden_size'"),
+            ({**LLAMA, "num_hidden_layers": "two"}, r"'num_hidden_layers': 'two', which is not a whole number"),
+            ({**LLAMA, "num_attention_heads": 0}, r"'num_attention_heads': 0, which must be positive"),
+            ({**LLAMA, "quantization_config": {"quant_method": "hqq"}}, r"quantized with hqq, which has no formula here"),
+            ({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 3}}, r"with gptq to 3 bits"),
+        ],
+    )
+    def test_what_is_no_config_is_refused_in_one_line(self, tmp_path: Path, config: object, message: str) -> None:
+        with pytest.raises(InputError, match=message) as refusal:
+            load_model(self.write(tmp_path, config))
+        assert "\n" not in str(refusal.value)
+
+    @pytest.mark.parametrize("config", [{**LLAMA, "model_type": "never_heard_of"}, {**LLAMA, "hidden_act": "xielu"}])
+    def test_an_unknown_architecture_is_refused_with_the_reason(self, config: dict) -> None:
+        with pytest.raises(UnknownArchitecture, match=r"never_heard_of|xielu"):
+            shape_of(config, id="x")
+
+    def test_a_path_that_is_not_there_is_refused(self) -> None:
+        with pytest.raises(InputError, match=r"does not exist"):
+            load_model("./no/such/folder")
+
+    @pytest.mark.parametrize(
+        ("settings", "quantization", "group_size"),
+        [
+            ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "gptq", 32),
+            ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "awq", 64),
+            ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "nf4-double", 64),
+            ({"load_in_4bit": True}, "nf4", 64),
+            ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8", 128),
+            ({"quant_method": "fp8"}, "fp8", 128),
+            ({"quant_method": "mxfp4"}, "mxfp4", 32),
+        ],
+    )
+    def test_a_quantization_config_is_understood(self, settings: dict, quantization: str, group_size: int) -> None:
+        shape = shape_of({**LLAMA, "quantization_config": settings}, id="x")
+        assert (shape.quantization, shape.quantization_group_size) == (quantization, group_size)
+
+
+def test_mixtral_keeps_its_experts_out_of_its_linears() -> None:
+    layer = load_model("Mixtral-8x7B-v0.1").layers[0]
+    assert isinstance(layer.feed_forward, Experts)
+    assert [linear.name for linear in layer.linears] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert layer.expert_params == 8 * 3 * 4096 * 14336
+
+
+def test_the_rows_for_people_are_the_rows_of_the_file() -> None:
+    rows: tuple[ModelRow, ...] = model_rows()
+    assert [row.id for row in rows] == ids(ROWS)
+
+
+def test_a_shape_is_loaded_once() -> None:
+    first: ModelShape = load_model("Qwen2.5-7B")
+    assert load_model("Qwen2.5-7B") is first
+
+
+@pytest.mark.skipif(not FACTS.is_dir(), reason="the collected facts are not beside this checkout")
+def test_the_catalogue_is_what_the_script_makes_of_the_facts(tmp_path: Path) -> None:
+    program = f"import sys; sys.path.insert(0, 'scripts'); import build_catalogue as b; from pathlib import Path; b.DATA = Path({str(tmp_path)!r}); b.main()"
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
+    for name in ("models.jsonl", "gpus.toml"):
+        assert (tmp_path / name).read_bytes() == (REPOSITORY / "planner" / "data" / name).read_bytes()
