@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.architectures import KNOWN_MODEL_TYPES, shape_of
+from planner.architectures.defaults import DEFAULTS
 from planner.catalogue import CATALOGUE, ModelRow, load_model, model_rows
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.model import Experts, Mlp, ModelShape
@@ -69,6 +70,10 @@ class TestFacts:
             "deepseek_v2 deepseek_v3 smollm3 granite cohere falcon"
         )
         assert set(promised.split()) <= KNOWN_MODEL_TYPES
+
+    def test_gpt_neox_20b_has_its_count_by_formula_too(self) -> None:
+        row = next(row for row in ROWS if row["id"] == "EleutherAI/gpt-neox-20b")
+        assert shape_of({**row["config"], "hidden_act": "gelu"}, id="x").params == row["params"]
 
 
 class TestLayers:
@@ -157,6 +162,14 @@ class TestAgainstTransformers:
             assert {(linear.name, linear.weight_params, linear.bias) for linear in layer.linears} == found
             if layer_types:
                 assert (layer.attention.sliding_window is not None) is (layer_types[index] == "sliding_attention")
+
+    @pytest.mark.parametrize("model_type", sorted(DEFAULTS))
+    def test_an_absent_key_means_what_transformers_means_by_it(self, model_type: str) -> None:
+        transformers = pytest.importorskip("transformers")
+        known = transformers.CONFIG_MAPPING[model_type]
+        for key, value in DEFAULTS[model_type].items():
+            if hasattr(known, key):
+                assert (getattr(known, key) or None) == (value or None), key
 
     def test_the_catalogues_families_are_all_compared(self) -> None:
         compared = {catalogue_config(model_id)["model_type"] for model_id in REFERENCES}

@@ -32,6 +32,8 @@ _SPELLINGS: dict[str, dict[str, str]] = {
     "deepseek_v2": {"n_routed_experts": "num_experts"},
     "deepseek_v3": {"n_routed_experts": "num_local_experts"},
 }
+# The rate of the dropout behind the embedding. Source: transformers 5.23, the `...Model.__init__` of modeling_<folder>.py.
+_EMBED_DROPOUT_KEYS = {"gpt2": "embd_pdrop", "phi": "embd_pdrop", "gpt_neox": "hidden_dropout", "starcoder2": "embedding_dropout"}
 _ACT_KEYS = {"gpt2": "activation_function", "opt": "activation_function", "falcon": "activation"}
 _NO_NORM = Norm(kind="none", features=0, params=0)
 
@@ -143,7 +145,7 @@ def _computed(config: dict[str, object], fields: Fields, dtype: str, auto_class:
         quantization=published.quantization,
         quantization_group_size=published.group_size,
         scaled_logits=_scaled_logits(family, fields),
-        embed_dropout=fields.number("embd_pdrop"),
+        embed_dropout=fields.number(_EMBED_DROPOUT_KEYS.get(fields.model_type, "embed_dropout")),
         scaled_embeddings=family.scaled_embeddings if family else False,
         notes=_notes(config, dtype, published),
         config=config,

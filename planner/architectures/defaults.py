@@ -3,7 +3,8 @@
 Source of each row: transformers 5.23, models/<folder>/configuration_<folder>.py, the class attributes of the config and its
 `__post_init__`. Sizes that every published config states (hidden_size, num_hidden_layers, vocab_size, ...) have no
 default here: a config without them is an error, not a 7B model. None means "derived": `head_dim` from
-hidden_size // num_attention_heads, `num_key_value_heads` from num_attention_heads.
+hidden_size // num_attention_heads, `num_key_value_heads` from num_attention_heads. The bases below hold a key or two that some
+families never read (`families.py` says which decide).
 """
 
 _SILU: dict[str, object] = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
@@ -11,12 +12,28 @@ _GELU_TANH: dict[str, object] = {"tie_word_embeddings": True, "attention_bias": 
 
 DEFAULTS: dict[str, dict[str, object]] = {
     "llama": {**_SILU, "vocab_size": 32000, "max_position_embeddings": 2048},
-    "qwen2": {**_SILU, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768},
-    "qwen3": {**_SILU, "head_dim": 128, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768},
+    "qwen2": {
+        **_SILU,
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3": {
+        **_SILU,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "max_position_embeddings": 32768,
+    },
     "mistral": {**_SILU, "num_key_value_heads": 8, "sliding_window": 4096, "vocab_size": 32000, "max_position_embeddings": 131072},
-    "gemma": {**_GELU_TANH, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192},
+    "gemma": {**_GELU_TANH, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192},
     "gemma2": {
         **_GELU_TANH,
+        "num_key_value_heads": 4,
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": 4096,
         "attn_logit_softcapping": 50.0,
@@ -64,6 +81,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "mixtral": {**_SILU, "num_key_value_heads": 8, "sliding_window": None, "max_position_embeddings": 131072},
     "qwen2_moe": {
         **_SILU,
+        "num_key_value_heads": 16,
         "qkv_bias": True,
         "use_sliding_window": False,
         "sliding_window": 4096,
@@ -76,6 +94,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     },
     "qwen3_moe": {
         **_SILU,
+        "num_key_value_heads": 4,
         "use_sliding_window": False,
         "sliding_window": 4096,
         "decoder_sparse_step": 1,
@@ -138,14 +157,17 @@ DEFAULTS: dict[str, dict[str, object]] = {
     },
     "phi": {"hidden_act": "gelu_new", "tie_word_embeddings": False, "qk_layernorm": False, "max_position_embeddings": 2048, "resid_pdrop": 0.0},
     "starcoder2": {
+        "num_key_value_heads": 2,
         "hidden_act": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
         "use_bias": True,
         "sliding_window": None,
         "max_position_embeddings": 4096,
         "residual_dropout": 0.0,
+        "embedding_dropout": 0.0,
     },
     "stablelm": {
+        "num_key_value_heads": 32,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "use_qkv_bias": False,
@@ -153,11 +175,12 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "use_parallel_residual": False,
         "max_position_embeddings": 4096,
     },
-    "glm": {**_SILU, "attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072},
-    "glm4": {**_SILU, "attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072},
-    "exaone4": {**_SILU, "sliding_window": 4096, "sliding_window_pattern": 4, "max_position_embeddings": 2048},
+    "glm": {**_SILU, "num_key_value_heads": 2, "attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072},
+    "glm4": {**_SILU, "num_key_value_heads": 2, "attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072},
+    "exaone4": {**_SILU, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4, "max_position_embeddings": 2048},
     "seed_oss": {
         **_SILU,
+        "num_key_value_heads": 8,
         "attention_bias": True,
         "attention_out_bias": False,
         "head_dim": 128,
@@ -165,7 +188,14 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "attention_dropout": 0.1,
         "residual_dropout": 0.1,
     },
-    "ernie4_5": {"hidden_act": "silu", "tie_word_embeddings": True, "use_bias": False, "head_dim": 128, "max_position_embeddings": 131072},
+    "ernie4_5": {
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "use_bias": False,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+    },
     # models/siglip/configuration_siglip.py, SiglipVisionConfig
     "siglip_vision_model": {
         "hidden_size": 768,
