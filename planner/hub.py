@@ -12,12 +12,13 @@ def hub_config(name: str) -> dict[str, object] | str:
     """The config of `org/name`, or one clause that says why there is none."""
     try:
         import huggingface_hub
+        from huggingface_hub import constants
     except ImportError:
         return "huggingface_hub is not installed"
     path = huggingface_hub.try_to_load_from_cache(name, "config.json")
     if isinstance(path, str):
         return _parsed(path)
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         return "the Hub is switched off (HF_HUB_OFFLINE)"
     return _download(name)
 

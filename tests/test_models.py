@@ -252,8 +252,8 @@ class TestNames:
         assert load_model("somebody/tiny-llama").known
 
     def test_the_hub_is_not_asked_when_it_is_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hub = pytest.importorskip("huggingface_hub")
-        monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+        constants = pytest.importorskip("huggingface_hub.constants")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(UnknownName, match="switched off"):
             load_model("nobody/has-that-model")
 
