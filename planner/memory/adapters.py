@@ -1,0 +1,61 @@
+"""Adapters: the LoRA matrices, the dtype they are trained in, and PEFT's trained copies of whole modules."""
+
+from planner.candidate import DTYPE_BYTES, Candidate
+from planner.memory.parameters import BITSANDBYTES, policy_parameters
+from planner.memory.sharding import DEEPSPEED, sharded_bytes
+
+FLOAT32_BYTES = 4
+SIXTEEN_BIT_BYTES = 2
+
+# Bytes of an adapter parameter on a bitsandbytes base, (4-bit, 8-bit), for the trainers that do not cast their adapters to bfloat16 as
+# TRL's stable trainers do. Source: trl 1.16, experimental/cpo/cpo_trainer.py:245-253 and orpo_trainer.py:255-263 (PEFT's float32 stays:
+# `peft_module_casting_to_bf16` touches norms, embeddings and the head), experimental/utils.py:907 (online-dpo: 4-bit only).
+KBIT_ADAPTER_BYTES: dict[str, tuple[int, int]] = {
+    "cpo": (FLOAT32_BYTES, FLOAT32_BYTES),
+    "orpo": (FLOAT32_BYTES, FLOAT32_BYTES),
+    "ppo": (FLOAT32_BYTES, FLOAT32_BYTES),
+    "online-dpo": (SIXTEEN_BIT_BYTES, FLOAT32_BYTES),
+}
+
+
+def adapter_dtype_bytes(candidate: Candidate) -> int:
+    """Bytes of one adapter parameter as it is trained.
+
+        DeepSpeed with bf16 or fp16: 2 | FSDP2 under mixed precision, but not on 4-bit weights: 4 | bitsandbytes base: 2 |
+        float32 base, or PEFT's autocast_adapter_dtype, or GPTQ/AWQ: 4 | else: the base's dtype
+
+    Source: deepspeed 0.19.8, engine.py (`module.bfloat16()`); accelerate 1.15, utils/fsdp_utils.py:815; trl 1.16, trainer/sft_trainer.py:908-911
+    (QLoRA adapters to bfloat16, as in every stable trainer) and :856 (ZeRO-3 keeps the base's dtype); peft 0.21.2,
+    tuners/tuners_utils.py:2705 (`cast_adapter_dtype`: float32 on a 16-bit base).
+    """
+    four_bit = candidate.quantization in ("nf4", "nf4-double")
+    if candidate.sharding in DEEPSPEED and candidate.precision != "no":
+        return SIXTEEN_BIT_BYTES
+    if candidate.sharding == "fsdp2" and candidate.precision != "no" and not four_bit:
+        return FLOAT32_BYTES
+    if candidate.quantization in BITSANDBYTES:
+        bytes_4bit, bytes_8bit = KBIT_ADAPTER_BYTES.get(candidate.method, (SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES))
+        return bytes_4bit if four_bit else bytes_8bit
+    if candidate.quantization != "none" or candidate.autocast_adapter_dtype:
+        return FLOAT32_BYTES
+    return DTYPE_BYTES[candidate.dtype]
+
+
+def adapters_bytes(candidate: Candidate) -> int:
+    """Bytes of the adapters on one GPU, with PEFT's trained copy of a score head (which keeps the load dtype, unless TRL casts it).
+
+    Example: Qwen2.5-7B, r 16 on all linear layers, bfloat16 base: 40,370,176 x 4 = 161,480,704 bytes = 154 MiB.
+    """
+    if candidate.tuning == "full":
+        return 0
+    counted = policy_parameters(candidate)
+    size = adapter_dtype_bytes(candidate)
+    copied = sharded_bytes(counted.copied_tensors, copied_dtype_bytes(candidate), candidate)
+    return sharded_bytes(counted.adapter_tensors, size, candidate) + copied
+
+
+def copied_dtype_bytes(candidate: Candidate) -> int:
+    """Bytes of one parameter in a module that PEFT copied: not one of its adapters, so `cast_adapter_dtype` passes it by."""
+    if candidate.quantization in BITSANDBYTES or candidate.sharding in (*DEEPSPEED, "fsdp2"):
+        return adapter_dtype_bytes(candidate)
+    return DTYPE_BYTES[candidate.dtype]

@@ -1,0 +1,142 @@
+"""LoRA: which modules PEFT wraps, and the shapes of the matrices it adds."""
+
+from functools import lru_cache
+
+from planner.errors import InputError, UnknownArchitecture, UnknownName
+from planner.memory.tensors import Tensors, decoder_linears, expert_shapes, outer_linears
+from planner.model import Experts, Linear, ModelShape
+
+ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py:404
+DEFAULT = "default"  # ours: no target_modules given, PEFT's own choice for the architecture
+
+# Source: peft 0.21.2, utils/constants.py:67-108, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, the decoder-only rows. Architectures
+# that are missing there (gemma3, phi3, qwen2_moe, qwen3_moe, olmo2, ...) have no default: PEFT raises.
+DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
+    "gpt2": ("c_attn",),
+    "bloom": ("query_key_value",),
+    "opt": ("q_proj", "v_proj"),
+    "gptj": ("q_proj", "v_proj"),
+    "gpt_neox": ("query_key_value",),
+    "gpt_neo": ("q_proj", "v_proj"),
+    "llama": ("q_proj", "v_proj"),
+    "llama4": ("q_proj", "v_proj"),
+    "chatglm": ("query_key_value",),
+    "gpt_bigcode": ("c_attn",),
+    "mpt": ("Wqkv",),
+    "falcon": ("query_key_value",),
+    "codegen": ("qkv_proj",),
+    "mistral": ("q_proj", "v_proj"),
+    "stablelm": ("q_proj", "v_proj"),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "gemma": ("q_proj", "v_proj"),
+    "gemma2": ("q_proj", "v_proj"),
+    "gemma3_text": ("q_proj", "v_proj"),
+    "qwen2": ("q_proj", "v_proj"),
+    "qwen3": ("q_proj", "v_proj"),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}
+
+# Names of transformers 4 that PEFT turns into the fused 3-D parameters of transformers 5, for the model types whose checkpoints are
+# converted like mixtral's and like qwen2_moe's (qwen2_moe itself is not among them).
+# Source: peft 0.21.2, utils/transformers_weight_conversion.py:333-352 and 405-482; transformers 5.23, conversion_mapping.py:44-75.
+MIXTRAL_NAMES = {"w1": "gate_up", "w3": "gate_up", "w2": "down", "gate": "router"}
+QWEN2_MOE_NAMES = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down", "gate": "router"}
+CONVERTED_NAMES: dict[str, dict[str, str]] = {
+    "mixtral": MIXTRAL_NAMES,
+    "minimax": MIXTRAL_NAMES,
+    "minimax_m2": MIXTRAL_NAMES,
+    **dict.fromkeys(
+        (
+            "afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash",
+            "solar_open", "qwen3_moe", "qwen3_omni_moe", "qwen3_next", "hunyuan_v1_moe", "flex_olmo", "olmoe", "exaone_moe", "cohere2_moe",
+        ),
+        QWEN2_MOE_NAMES,
+    ),
+}  # fmt: skip
+FUSED_BRANCHES = 2  # gate and up in one parameter: PEFT doubles its rank (transformers_weight_conversion.py:470-476)
+
+
+@lru_cache(maxsize=4096)
+def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tuple[Tensors, ...]:
+    """The matrices that PEFT adds for `targets`: module names, `("all-linear",)` or `("default",)`.
+
+        A is [r, in], B is [out, r] for each targeted module; for fused experts A is [r x experts, in], B is [out, r x experts]
+
+    Source: peft 0.21.2, tuners/tuners_utils.py:2430 (all-linear: every nn.Linear and Conv1D but the output head, the vision tower
+    included), tuners/lora/layer.py `ParamWrapper` (experts). A name also matches in the vision tower.
+
+    Example: Qwen3-30B-A3B on all-linear, r 16: 996,507,648 parameters, of which attention has 13,369,344: since transformers 5 the
+    experts are one parameter, and PEFT gives it r for every expert.
+
+    Raises:
+        InputError: the targets match nothing or half of a fused parameter (PEFT raises as well), or name a path.
+        UnknownArchitecture: the shapes of the targeted modules are not known.
+    """
+    if not model.known:
+        raise UnknownArchitecture(f"{model.id} ({model.model_type}) has no layer shapes here, so its LoRA matrices cannot be counted. Use --tuning full.")
+    converted = CONVERTED_NAMES.get(model.model_type, {})
+    names = _names(model, targets)
+    if targets == (ALL_LINEAR,):
+        if model.vision_linear_params and not outer_linears(model):
+            raise UnknownArchitecture(f"all-linear reaches the vision tower of {model.id}, whose shapes are not known here. Name lora_target_modules.")
+        names = names | converted.keys()
+    plain = names - converted.keys()
+    found: dict[tuple[int, ...], int] = {}
+    for linear, count in _linears(model):
+        if linear.name in plain:
+            for shape in ((lora_r, linear.in_features), (linear.out_features, lora_r)):
+                found[shape] = found.get(shape, 0) + count
+    for shape, count in _expert_matrices(model, lora_r, {converted[name] for name in names & converted.keys()}, names, converted):
+        found[shape] = found.get(shape, 0) + count
+    if not found:
+        raise InputError(f"lora_target_modules {', '.join(targets)} match no module of {model.id}: it has {', '.join(sorted(_names(model, (ALL_LINEAR,))))}.")
+    return tuple(Tensors(part="adapter", shape=shape, count=count) for shape, count in found.items())
+
+
+@lru_cache(maxsize=4096)
+def target_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
+    """The last names of the modules that get adapters, with the shorthands resolved."""
+    return _names(model, targets)
+
+
+def _names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
+    if targets == (ALL_LINEAR,):
+        return frozenset(linear.name for linear, _ in _linears(model)) - {"lm_head"}
+    if targets == (DEFAULT,):
+        if model.model_type not in DEFAULT_TARGETS:
+            raise UnknownName("default LoRA targets of", model.model_type, DEFAULT_TARGETS, hint="PEFT has none for it either: set lora_target_modules.")
+        return frozenset(DEFAULT_TARGETS[model.model_type])
+    paths = [target for target in targets if "." in target]
+    if paths:
+        raise InputError(f"lora_target_modules takes the last name of a module here, not a path: {paths[0].rsplit('.', 1)[1]} for {paths[0]}.")
+    return frozenset(targets)
+
+
+def _linears(model: ModelShape) -> list[tuple[Linear, int]]:
+    found = [(linear, count) for layer, count in model.layer_kinds for linear in decoder_linears(layer)]
+    found.extend(outer_linears(model))
+    found.append((Linear(name="lm_head", in_features=model.hidden_size, out_features=model.vocab_size), 1))
+    return found
+
+
+def _expert_matrices(
+    model: ModelShape, lora_r: int, parameters: set[str], names: frozenset[str], converted: dict[str, str]
+) -> list[tuple[tuple[int, int], int]]:
+    missing = {name for name in converted if converted[name] == "gate_up"} - names
+    if "gate_up" in parameters and missing:
+        raise InputError(f"lora_target_modules also needs {', '.join(sorted(missing))}: {model.id} has the experts' gate and up projections in one parameter.")
+    found = []
+    for layer, count in model.layer_kinds:
+        experts = layer.feed_forward
+        if not isinstance(experts, Experts):
+            continue
+        (num, gate_up_out, hidden), (_, _, inner) = expert_shapes(layer, experts)
+        shapes = {
+            "gate_up": (num * lora_r * FUSED_BRANCHES, hidden, gate_up_out),
+            "down": (num * lora_r, inner, hidden),
+            "router": (lora_r, hidden, num),
+        }
+        for name in sorted(parameters):
+            rank, in_features, out_features = shapes[name]
+            found += [((rank, in_features), count), ((out_features, rank), count)]
+    return found

@@ -1,0 +1,251 @@
+"""Optimizer: the buffers that live from the first step to the last, and what a step allocates besides."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from planner.candidate import Candidate, Optimizer
+from planner.memory.gradients import trained_groups
+from planner.memory.sharding import DEEPSPEED, SUB_GROUP_SIZE, optimized_tensors
+from planner.memory.tensors import Tensors, TensorSet, rounded_bytes
+
+FLOAT32_BYTES = 4
+SIXTEEN_BIT_BYTES = 2
+QUANTIZED_MAP_BYTES = 256 * FLOAT32_BYTES  # the values that 256 codes stand for
+
+# bitsandbytes 0.50.2, optim/optimizer.py:428-480: tensors below `min_8bit_size` keep float32 states, others one absmax for 256 codes;
+# :374 paged buffers from 1e5 elements.
+BNB_MIN_8BIT_ELEMENTS = 4096
+BNB_BLOCK = 256
+BNB_MIN_PAGED_ELEMENTS = 10**5
+BNB_STATES: dict[int, tuple[int, ...]] = {1: (1,), 2: (1, 1), 3: (2, 1)}  # how many times a parameter each state is: ademamix doubles its first
+# torchao 0.18, optim/adam.py:74 (at least 4096 elements and whole blocks), block_size 256 from transformers 5.23, trainer_optimizer.py.
+TORCHAO_MIN_ELEMENTS = 4096
+TORCHAO_BLOCK = 256
+TORCHAO_CODES: dict[int, int] = {8: 256, 4: 16}
+# transformers 5.23, trainer_optimizer.py `_get_galore_optimizer`, `_get_apollo_optimizer`: rank 128 unless optim_args says otherwise; the
+# projections (optim_target_modules "all-linear") have a second dimension, everything else is plain AdamW.
+LOW_RANK = 128
+LOW_RANK_PARTS = frozenset({"linear", "vision_linear", "head", "score"})
+EMBEDDING_PARTS = frozenset({"embedding", "position"})  # nn.Embedding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerRow:
+    """What an optimizer keeps for a parameter, and the copies its step makes.
+
+    `buffers`: parameter-shaped, in the parameter's dtype; `buffers_16bit`: further ones for 16-bit parameters only;
+    `float32_buffers`: parameter-shaped, always float32; `codes`: parameter-shaped 8-bit ones with block scales.
+    `step_copies`: of all parameters at once; `step_largest`: float32-sized copies of the largest one. Scalars that some keep for
+    each tensor (AdamW's `step`, Adafactor's RMS) are on the host, or are left out, except the fused ones' `step`.
+    """
+
+    kind: Literal["dense", "bitsandbytes", "torchao", "factored", "galore", "apollo"] = "dense"
+    buffers: int = 0
+    buffers_16bit: int = 0
+    float32_buffers: int = 0
+    codes: int = 0
+    bits: int = 8
+    step_tensor: bool = False  # a `step` count on the GPU, an allocation of its own
+    paged: bool = False
+    host_buffers: int = 0
+    step_copies: int = 0
+    step_largest: int = 0
+
+
+OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
+    # torch 2.13, optim/adam.py:170-190 (exp_avg, exp_avg_sq; `step` on the GPU when fused), :762 (foreach: exp_avg_sq_sqrt)
+    "adamw_torch_fused": OptimizerRow(buffers=2, step_tensor=True),
+    "adamw_torch": OptimizerRow(buffers=2, step_copies=1),
+    # torch 2.13, optim/sgd.py (no momentum); adagrad.py:528-540 (sum; std and numerator); rmsprop.py:448 (square_avg; avg)
+    "sgd": OptimizerRow(),
+    "adagrad": OptimizerRow(buffers=1, step_copies=2),
+    "rmsprop": OptimizerRow(buffers=1, step_copies=1),
+    # bitsandbytes 0.50.2, optim/optimizer.py `Optimizer2State`, `Optimizer1State`, optim/ademamix.py:139 (state1 is twice as large);
+    # bits and paging from the name: transformers 5.23, trainer_optimizer.py `_get_bitsandbytes_optimizer`
+    "adamw_8bit": OptimizerRow(kind="bitsandbytes", codes=2),
+    "adamw_bnb_8bit": OptimizerRow(kind="bitsandbytes", codes=2),
+    "paged_adamw_8bit": OptimizerRow(kind="bitsandbytes", codes=2, paged=True),
+    "paged_adamw_32bit": OptimizerRow(kind="bitsandbytes", float32_buffers=2, paged=True),
+    "lion_8bit": OptimizerRow(kind="bitsandbytes", codes=1),
+    "lion_32bit": OptimizerRow(kind="bitsandbytes", float32_buffers=1),
+    "paged_lion_8bit": OptimizerRow(kind="bitsandbytes", codes=1, paged=True),
+    "paged_lion_32bit": OptimizerRow(kind="bitsandbytes", float32_buffers=1, paged=True),
+    "rmsprop_bnb": OptimizerRow(kind="bitsandbytes", float32_buffers=1),
+    "rmsprop_bnb_8bit": OptimizerRow(kind="bitsandbytes", codes=1),
+    "rmsprop_bnb_32bit": OptimizerRow(kind="bitsandbytes", float32_buffers=1),
+    "ademamix": OptimizerRow(kind="bitsandbytes", float32_buffers=3),
+    "ademamix_8bit": OptimizerRow(kind="bitsandbytes", codes=3),
+    "paged_ademamix_32bit": OptimizerRow(kind="bitsandbytes", float32_buffers=3, paged=True),
+    "paged_ademamix_8bit": OptimizerRow(kind="bitsandbytes", codes=3, paged=True),
+    # transformers 5.23, optimization.py:1203-1295 (row and column sums, float32; the squared gradient and the update)
+    "adafactor": OptimizerRow(kind="factored", step_largest=2),
+    # torch-optimi 0.3.3, stableadamw.py:116-130 (Kahan compensation for 16-bit parameters unless switched off)
+    "stable_adamw": OptimizerRow(buffers=2, buffers_16bit=1),
+    # torchao 0.18, optim/subclass_8bit.py:104, subclass_4bit.py:115; adam.py `single_param_adam` (both moments in float32)
+    "adamw_torch_8bit": OptimizerRow(kind="torchao", codes=2, step_largest=2),
+    "adamw_torch_4bit": OptimizerRow(kind="torchao", codes=2, bits=4, step_largest=2),
+    # galore-torch 1.0, adamw.py:80-110, galore_projector.py; apollo-torch 1.0.3, apollo.py, random_projector.py
+    "galore_adamw": OptimizerRow(kind="galore"),
+    "apollo_adamw": OptimizerRow(kind="apollo", step_largest=2),
+    # lomo-optim 0.1.1, lomo.py (no state), adalomo.py:74-88 (row and column sums of every parameter, frozen or not)
+    "lomo": OptimizerRow(step_largest=1),
+    "adalomo": OptimizerRow(kind="factored", step_largest=2),
+    # grokadamw 0.1.2, grokadamw.py:88-128 (three states, kept on the host between steps)
+    "grokadamw": OptimizerRow(host_buffers=3, step_largest=5),
+    # schedulefree 1.4.1, adamw_schedulefree.py:94 (z, exp_avg_sq), :107 (denom), sgd_schedulefree.py:153 (z)
+    "schedule_free_adamw": OptimizerRow(buffers=2, step_copies=1),
+    "schedule_free_sgd": OptimizerRow(buffers=1),
+    # torchdistx, optimizers/anyprecision_optimizer.py with transformers' defaults: momentum and variance in float32
+    "adamw_anyprecision": OptimizerRow(float32_buffers=2, step_largest=2),
+}  # fmt: skip
+
+
+def optimizer_states_bytes(candidate: Candidate) -> int:
+    """Bytes of optimizer states on one GPU after the first step, with DeepSpeed's float32 master weights.
+
+        state = sum over trained tensors of the row's buffers, each in its dtype; under ZeRO on float32 pieces of ceil(params / G)
+
+    Example: full fine-tuning of Qwen2.5-7B, float32, adamw_torch_fused: 2 x 7,615,616,512 x 4 = 60.9 GB = 56.74 GiB;
+    adamw_8bit: 2.03 bytes a parameter, but 8 on the embedding, which transformers keeps in float32 (trainer.py:1328).
+
+    Leaves out paged states, which the driver moves to the host when the card is full (`paged_states_bytes`).
+    """
+    if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
+        return 0
+    states = sum(_state_bytes(tensors, size, candidate.optim, False) for tensors, size in _optimized(candidate))
+    return states + master_weights_bytes(candidate)
+
+
+def master_weights_bytes(candidate: Candidate) -> int:
+    """Bytes of DeepSpeed's float32 copy of the trained parameters on one GPU: 4 x ceil(params / G), from the start of training.
+
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:558-577 (`clone().float().detach()`, for float32 models as well), stage3.py:1081.
+    """
+    if candidate.sharding not in DEEPSPEED or candidate.offload_optimizer:
+        return 0
+    return sum(rounded_bytes(tensors.params * FLOAT32_BYTES) for tensors, _ in _optimized(candidate))
+
+
+def paged_states_bytes(candidate: Candidate) -> int:
+    """Bytes of optimizer states in CUDA managed memory, one GPU's: on the card while there is room, else on the host.
+
+    They are counted on the host, since they are what gives way. Source: bitsandbytes 0.50.2, optim/optimizer.py:374-388.
+    """
+    return sum(_state_bytes(tensors, size, candidate.optim, True) for tensors, size in _optimized(candidate))
+
+
+def host_states_bytes(candidate: Candidate) -> int:
+    """Bytes of states that one process keeps in host memory: an offloaded optimizer with its master weights and gradients, or GrokAdamW's.
+
+        ZeRO offload: 4 (master) + states + 4 (gradients, float32) for each of ceil(params / G) parameters
+
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:935-946, stage3.py `fp32_partitioned_groups_flat`.
+    """
+    groups = _optimized(candidate)
+    kept = sum(OPTIMIZERS[candidate.optim].host_buffers * tensors.params * size for tensors, size in groups)
+    fsdp_offload = candidate.sharding == "fsdp2" and candidate.offload_param
+    if candidate.offload_optimizer or fsdp_offload:
+        kept += sum(_state_bytes(tensors, size, candidate.optim, False) for tensors, size in groups)
+        kept += sum(tensors.params * FLOAT32_BYTES * (1 if fsdp_offload else 2) for tensors, _ in groups)
+    return kept
+
+
+def step_temporaries_bytes(candidate: Candidate) -> int:
+    """Bytes that exist only while the optimizer steps, on one GPU.
+
+        foreach: copies of all trained parameters at once | others: copies of the largest tensor | ZeRO-1 and 2: the flattened gradients and
+        their float32 copy, (2 + 4) x ceil(params / G) | ZeRO-3: float32 gradients of one sub-group, 4 x min(1e9, params / G)
+
+    Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py:3107-3118, stage3.py `_prepare_sub_group`.
+    Example: LoRA r 16 on Qwen2.5-7B with adamw_torch: 161 MB; with the fused default nothing.
+
+    Leaves out cuSOLVER's workspace in GaLore's decomposition.
+    """
+    if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
+        return 0
+    groups = _optimized(candidate)
+    found = sum(_step_bytes(tensors, size, candidate.optim) for tensors, size in groups)
+    for tensors, _ in groups:
+        if candidate.sharding == "zero3":
+            found += min(SUB_GROUP_SIZE, tensors.params) * FLOAT32_BYTES
+        elif candidate.sharding in DEEPSPEED:
+            flat = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
+            found += tensors.params * (flat + FLOAT32_BYTES)
+    return found
+
+
+def _optimized(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
+    float32 = candidate.sharding in DEEPSPEED
+    return tuple((optimized_tensors(tensors, candidate), FLOAT32_BYTES if float32 else size) for tensors, size in trained_groups(candidate))
+
+
+@lru_cache(maxsize=4096)
+def _state_bytes(tensors: TensorSet, bytes_per_param: int, optim: Optimizer, paged: bool) -> int:
+    row = OPTIMIZERS[optim]
+    if paged and not row.paged:
+        return 0
+    found = sum(_tensor_state_bytes(kind, bytes_per_param, row, paged) * kind.count for kind in tensors.kinds)
+    if row.kind == "bitsandbytes" and row.codes and not paged:
+        found += min(row.codes, 2) * QUANTIZED_MAP_BYTES  # one map for signed and one for unsigned states, shared by all tensors
+    return found
+
+
+def _tensor_state_bytes(kind: Tensors, size: int, row: OptimizerRow, paged: bool) -> int:
+    if row.kind == "bitsandbytes":
+        return _bitsandbytes_bytes(kind, row, paged)
+    if row.kind == "torchao":
+        return _torchao_bytes(kind.elements, size, row)
+    if row.kind == "factored":
+        sums = [kind.elements] if len(kind.shape) < 2 else [kind.elements // kind.shape[-1], kind.elements // kind.shape[-2]]
+        return sum(rounded_bytes(n * FLOAT32_BYTES) for n in sums)
+    if row.kind in ("galore", "apollo"):
+        return _low_rank_bytes(kind, size, row)
+    n = kind.elements
+    buffers = row.buffers + (row.buffers_16bit if size == SIXTEEN_BIT_BYTES else 0)
+    step = rounded_bytes(FLOAT32_BYTES) if row.step_tensor else 0
+    return buffers * rounded_bytes(n * size) + row.float32_buffers * rounded_bytes(n * FLOAT32_BYTES) + step
+
+
+def _bitsandbytes_bytes(kind: Tensors, row: OptimizerRow, paged: bool) -> int:
+    n, blocks = kind.elements, -(-kind.elements // BNB_BLOCK)
+    in_codes = row.codes and n >= BNB_MIN_8BIT_ELEMENTS and kind.part not in EMBEDDING_PARTS
+    multiples = BNB_STATES[row.codes + row.float32_buffers]
+    buffers = sum(rounded_bytes(multiple * n * (1 if in_codes else FLOAT32_BYTES)) for multiple in multiples)
+    scales = sum(rounded_bytes(multiple * blocks * FLOAT32_BYTES) for multiple in multiples) if in_codes else 0
+    is_paged = row.paged and n >= BNB_MIN_PAGED_ELEMENTS
+    if paged:
+        return buffers if is_paged else 0
+    return scales + (0 if is_paged else buffers)
+
+
+def _torchao_bytes(n: int, size: int, row: OptimizerRow) -> int:
+    if n < TORCHAO_MIN_ELEMENTS or n % TORCHAO_BLOCK:
+        return row.codes * rounded_bytes(n * size)
+    scales = rounded_bytes(n // TORCHAO_BLOCK * FLOAT32_BYTES)
+    return row.codes * (rounded_bytes(n * row.bits // 8) + scales + rounded_bytes(TORCHAO_CODES[row.bits] * FLOAT32_BYTES))
+
+
+def _low_rank_bytes(kind: Tensors, size: int, row: OptimizerRow) -> int:
+    """Two moments in rank r, 2 r max(m, n), and the projector, r min(m, n); GaLore's float32 projector is a view that keeps a whole
+    factor of the decomposition alive, min(m, n)^2 (galore_projector.py `get_orthogonal_matrix`)."""
+    if kind.part not in LOW_RANK_PARTS | {"adapter"} or len(kind.shape) != 2:
+        return 2 * rounded_bytes(kind.elements * size)
+    small, large = sorted(kind.shape)
+    rank = min(LOW_RANK, small) if row.kind == "galore" else LOW_RANK
+    projector = small * small if row.kind == "galore" and size == FLOAT32_BYTES else rank * small
+    return 2 * rounded_bytes(rank * large * size) + rounded_bytes(projector * size)
+
+
+@lru_cache(maxsize=4096)
+def _step_bytes(tensors: TensorSet, size: int, optim: Optimizer) -> int:
+    row = OPTIMIZERS[optim]
+    copies = row.step_copies * sum(rounded_bytes(kind.elements * size) * kind.count for kind in tensors.kinds)
+    largest = tensors.largest
+    if row.kind == "galore":
+        shapes = [sorted(kind.shape) for kind in tensors.kinds if len(kind.shape) == 2 and kind.part in LOW_RANK_PARTS | {"adapter"}]
+        small, large = max(shapes, key=lambda shape: shape[0] * shape[1], default=[0, 0])
+        work = small * large * (1 if size == FLOAT32_BYTES else 2)  # the decomposition's own copy, and a float32 one of a 16-bit gradient
+        return (work + small * large + small * small) * FLOAT32_BYTES
+    extra = 2 if optim == "adafactor" and size == SIXTEEN_BIT_BYTES else 0  # float32 copies of gradient and parameter
+    return copies + (row.step_largest + extra) * rounded_bytes(largest * FLOAT32_BYTES)

@@ -1,0 +1,196 @@
+"""Weights: the bytes of every model that is resident on one GPU, by role, as stored."""
+
+from functools import lru_cache
+
+from planner.candidate import DTYPE_BYTES, Candidate, Quantization
+from planner.memory.parameters import BITSANDBYTES, Parameters, parameters, policy_parameters
+from planner.memory.sharding import DEEPSPEED, sharded_bytes
+from planner.memory.tensors import TensorSet, rounded_bytes, tensor_bytes
+from planner.model import ModelShape
+
+FLOAT32_BYTES = 4
+SIXTEEN_BIT_BYTES = 2
+INT32_BYTES = 4
+
+# bitsandbytes 0.50.2, functional.py `quantize_4bit`: one absmax for 64 weights, and a table of 16 values for each tensor; nested
+# (`compress_statistics`): absmax in 8 bits, one float for 256 of them, an offset and a table of 256 values for each tensor.
+NF4_BLOCK = 64
+NF4_CODES = 16
+NESTED_BLOCK = 256
+NESTED_CODES = 256
+
+# DeepSeek's block-scaled checkpoints: one float32 scale for 128 x 128 weights.
+# Source: transformers 5.23, integrations/finegrained_fp8.py `FP8Linear.weight_scale_inv`.
+FP8_BLOCK = 128
+
+MXFP4_BLOCK = 32  # one 8-bit scale for 32 weights. Source: transformers 5.23, integrations/mxfp4.py, `Mxfp4GptOssExperts`
+
+# Methods whose trainers prepare a bitsandbytes model by PEFT's old recipe, with what that leaves on a 4-bit base under bf16: bytes of
+# norms and biases, of embeddings and head. Source: trl 1.16, experimental/cpo/cpo_trainer.py:208-253, orpo_trainer.py:218-263 with
+# experimental/utils.py:950 (`peft_module_casting_to_bf16`); online_dpo_trainer.py:319 with experimental/utils.py:907 (all to bf16).
+# On an 8-bit base all three leave everything in float32 (`prepare_model_for_kbit_training`). The other trainers change nothing.
+KBIT_PREPARED: dict[str, tuple[int, int]] = {
+    "cpo": (FLOAT32_BYTES, SIXTEEN_BIT_BYTES),
+    "orpo": (FLOAT32_BYTES, SIXTEEN_BIT_BYTES),
+    "online-dpo": (SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES),
+}
+
+
+def base_dtype_bytes(candidate: Candidate) -> int:
+    """Bytes of one unquantized parameter of the policy as it stays on the GPU.
+
+        DeepSpeed with bf16 or fp16: 2 | FSDP2 under mixed precision, trained parameters: 4 | else: as loaded
+
+    Source: deepspeed 0.19.8, runtime/engine.py `_configure_distributed_model` (`module.bfloat16()`); accelerate 1.15,
+    utils/fsdp_utils.py:815-820 (trained parameters to float32); trl 1.16, trainer/utils.py:1332 (float32 unless dtype is set).
+    """
+    if candidate.sharding in DEEPSPEED and candidate.precision != "no":
+        return SIXTEEN_BIT_BYTES
+    if candidate.sharding == "fsdp2" and candidate.tuning == "full" and candidate.precision != "no":
+        return FLOAT32_BYTES
+    return DTYPE_BYTES[candidate.dtype]
+
+
+def policy_weights_bytes(candidate: Candidate) -> int:
+    """Bytes of the trained model on one GPU, without adapters.
+
+        unquantized parameters x dtype + quantized parameters with their scales, cut as the sharding cuts them
+
+    bitsandbytes weights are whole on every GPU: TRL leaves `bnb_4bit_quant_storage` at uint8, which neither FSDP2 (accelerate 1.15,
+    utils/fsdp_utils.py:799-811) nor ZeRO-3 partitions.
+
+    Example: Qwen2.5-7B in float32 on one GPU: 30,462,466,048 bytes = 28.37 GiB; in nf4 with a bfloat16 load 5.85 GB.
+    Leaves out what loading needs on top (host.py).
+    """
+    counted = policy_parameters(candidate)
+    kept = sharded_bytes(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate)
+    if candidate.quantization in BITSANDBYTES and candidate.method in KBIT_PREPARED:
+        kept = _kbit_prepared_bytes(counted, candidate)
+    return kept + quantized_bytes(counted.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size)
+
+
+def reference_weights_bytes(candidate: Candidate) -> int:
+    """Bytes of the frozen copy that the policy is compared with, on one GPU: none with adapters, which are switched off instead.
+
+    Source: trl 1.16, trainer/dpo_trainer.py:905-927 (none with PEFT, or precomputed and not FSDP; dtype of the policy), kto_trainer.py:920,
+    grpo_trainer.py and rloo_trainer.py (none where beta is 0), models/utils.py:282-287 (whole on every GPU except under ZeRO-3 and FSDP).
+    Leaves out the copy of a ready-made adapter ("ref").
+    """
+    row = candidate.method_row
+    precomputed = candidate.precompute_ref_log_probs and candidate.method in ("dpo", "kto") and candidate.sharding != "fsdp2"
+    if candidate.tuning == "lora" or precomputed or row.reference == "never" or (row.reference == "beta" and not candidate.beta):
+        return 0
+    return _frozen_bytes(candidate.model, "lm_head", candidate)
+
+
+def reward_weights_bytes(candidate: Candidate) -> int:
+    """Bytes of the model that scores completions, on one GPU: a sequence classifier loaded as the policy is (`model_init_kwargs`).
+
+    Source: trl 1.16, trainer/grpo_trainer.py:558; ppo always has one, of the policy's shape where the job names none.
+    """
+    model = candidate.reward_model or (candidate.model if candidate.method_row.reward_model == "always" else None)
+    return 0 if model is None else _frozen_bytes(model, "score", candidate)
+
+
+def value_weights_bytes(candidate: Candidate) -> int:
+    """Bytes of PPO's value model on one GPU: a sequence classifier started from the reward model, trained in full beside any policy.
+
+    Source: trl 1.12, experimental/ppo/ppo_trainer.py `PolicyAndValueWrapper`.
+    """
+    if not candidate.method_row.value_model:
+        return 0
+    size = SIXTEEN_BIT_BYTES if candidate.sharding in DEEPSPEED and candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    return sharded_bytes(value_parameters(candidate).base_tensors, size, candidate)
+
+
+def value_parameters(candidate: Candidate) -> Parameters:
+    """The parameters of PPO's value model, all of them trained."""
+    return parameters(candidate.reward_model or candidate.model, "full", 1, (), "none", "score")
+
+
+def teacher_weights_bytes(candidate: Candidate) -> int:
+    """Bytes of the teacher on one GPU: frozen, in the dtype that TRL's scripts also give the student; partitioned under ZeRO-3 only.
+
+    Source: trl 1.16, scripts/distillation.py:89, trainer/distillation_trainer.py:704-706, experimental/gkd/gkd_trainer.py:166-194.
+    """
+    if not candidate.method_row.teacher or candidate.teacher_model is None:
+        return 0
+    if candidate.sharding == "fsdp2":  # prepare_model(evaluation_mode=True) does not shard: accelerate 1.15, accelerator.py:1882
+        return tensor_bytes(parameters(candidate.teacher_model, "full", 1, (), "none", "lm_head").base_tensors, DTYPE_BYTES[candidate.dtype])
+    return _frozen_bytes(candidate.teacher_model, "lm_head", candidate)
+
+
+def weights_by_role(candidate: Candidate) -> dict[str, int]:
+    """Bytes of every resident model on one GPU of the trainer, by role; a role that is not there is left out."""
+    found = {
+        "policy": policy_weights_bytes(candidate),
+        "reference": reference_weights_bytes(candidate),
+        "reward": reward_weights_bytes(candidate),
+        "value": value_weights_bytes(candidate),
+        "teacher": teacher_weights_bytes(candidate),
+    }
+    return {role: size for role, size in found.items() if size}
+
+
+@lru_cache(maxsize=1024)
+def quantized_bytes(tensors: TensorSet, quantization: Quantization, group_size: int) -> int:
+    """Bytes of quantized weights with everything that is needed to read them, on one GPU.
+
+        nf4         n/2 + 4 n/64 + 64 a tensor                                    0.5625 a weight
+        nf4-double  n/2 + n/64 + 4 n/(64 x 256) + 64 + 4 + 1024 a tensor          0.5159 a weight
+        int8        n + 4 x out
+        gptq        n/2 + (out/2 + 2 out) x in/group + 4 in;  awq the same without the last
+        fp8         n + 4 n/128^2;  mxfp4  n/2 + n/32
+
+    Source: bitsandbytes 0.50.2, functional.py `quantize_4bit`, nn/modules.py `Int8Params`; the tensors of GPTQ and AWQ checkpoints
+    (qweight, qzeros, scales, g_idx). Each tensor rounded up to 512 bytes.
+
+    Leaves out what faster GPTQ and AWQ kernels keep when they repack the weights.
+    """
+    return sum(_quantized_tensor_bytes(kind.shape, quantization, group_size) * kind.count for kind in tensors.kinds)
+
+
+def _quantized_tensor_bytes(shape: tuple[int, ...], quantization: Quantization, group_size: int) -> int:
+    out_features, in_features = (shape[-2], shape[-1]) if len(shape) > 1 else (1, shape[0])
+    elements = out_features * in_features * (shape[0] if len(shape) > 2 else 1)
+    blocks, groups = -(-elements // NF4_BLOCK), -(-in_features // group_size)
+    grouped = (-(-elements // 2), groups * out_features // 2, groups * out_features * SIXTEEN_BIT_BYTES)
+    sizes: dict[Quantization, tuple[int, ...]] = {
+        "none": (),
+        "nf4": (-(-elements // 2), blocks * FLOAT32_BYTES, NF4_CODES * FLOAT32_BYTES),
+        "nf4-double": (
+            -(-elements // 2),
+            blocks,
+            -(-blocks // NESTED_BLOCK) * FLOAT32_BYTES,
+            NF4_CODES * FLOAT32_BYTES,
+            FLOAT32_BYTES,
+            NESTED_CODES * FLOAT32_BYTES,
+        ),
+        "int8": (elements, out_features * FLOAT32_BYTES),
+        "gptq": (*grouped, in_features * INT32_BYTES),
+        "awq": grouped,
+        "fp8": (elements, -(-out_features // FP8_BLOCK) * -(-in_features // FP8_BLOCK) * FLOAT32_BYTES),
+        "mxfp4": (-(-elements // 2), -(-elements // MXFP4_BLOCK)),
+    }
+    return sum(rounded_bytes(size) for size in sizes[quantization])
+
+
+def _frozen_bytes(model: ModelShape, head: str, candidate: Candidate) -> int:
+    tensors = parameters(model, "full", 1, (), "none", "score" if head == "score" else "lm_head").base_tensors
+    size = SIXTEEN_BIT_BYTES if candidate.sharding in DEEPSPEED and candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    return sharded_bytes(tensors, size, candidate)
+
+
+def _kbit_prepared_bytes(counted: Parameters, candidate: Candidate) -> int:
+    vectors, rest = KBIT_PREPARED[candidate.method]
+    if candidate.quantization == "int8" or candidate.precision != "bf16":
+        vectors = rest = FLOAT32_BYTES
+    return _split_bytes(counted, vectors, rest)
+
+
+@lru_cache(maxsize=1024)
+def _split_bytes(counted: Parameters, vector_bytes: int, rest_bytes: int) -> int:
+    kinds = counted.unquantized_tensors.kinds
+    vectors = TensorSet(kinds=tuple(kind for kind in kinds if kind.part == "vector"))
+    rest = TensorSet(kinds=tuple(kind for kind in kinds if kind.part != "vector"))
+    return tensor_bytes(vectors, vector_bytes) + tensor_bytes(rest, rest_bytes)
