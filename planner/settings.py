@@ -8,8 +8,9 @@ from dataclasses import fields
 from functools import cache
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from planner.candidate import Candidate
+from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
 from planner.errors import InputError, UnknownName
+from planner.model import ModelShape
 
 Value = str | int | float | bool | tuple[str, ...] | None
 
@@ -99,7 +100,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 # Which settings a candidate has: those that its method, tuning and sharding read. A field that is not here is always shown.
 SHOWN: dict[str, Callable[[Candidate], bool]] = {
-    "max_length": lambda c: not c.method_row.generates or c.method in ("online-dpo", "gkd"),
+    "max_length": lambda c: not c.method_row.generates or c.method in ROWS_OF_MAX_LENGTH,
     "prompt_length": lambda c: c.method_row.generates,
     "max_completion_length": lambda c: c.method_row.generates,
     "num_generations": lambda c: c.method in ("grpo", "rloo"),
@@ -205,6 +206,17 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
         else:
             values[_name_of(candidate, field.name)] = value.id if field.name in _MODELS else _plain(field.name, value)
     return _nested(candidate, values)
+
+
+def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:
+    """Some Candidate fields as their libraries spell them, such as what a job pins."""
+    values: dict[str, object] = {}
+    for field, value in chosen.items():
+        if field in SPELLINGS and isinstance(value, (str, bool)):
+            values.update(SPELLINGS[field][value])
+        else:
+            values[NAMES.get(field, field)] = value.id if isinstance(value, ModelShape) else _plain(field, value)
+    return values
 
 
 def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object]:

@@ -21,6 +21,13 @@ def format_count(count: int) -> str:
     return f"{count:,}"
 
 
+def format_seconds(seconds: float) -> str:
+    """A duration with two or three figures: `format_seconds(0.834)` is `"0.83 s"`, `format_seconds(1830)` is `"30.5 min"`."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.1f} min"
+
+
 def parse_bytes(text: str) -> int:
     """Bytes from text: `"24GiB"`, `"512MiB"`, `"39.5 GiB"` or a plain number of bytes.
 

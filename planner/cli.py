@@ -1,0 +1,231 @@
+"""The command: parses, calls, prints. The only printer and the only exit."""
+
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, InputError, PlanError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+EPILOG = """\
+Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts the plan, 1 anything else.
+
+\b
+plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo
+plan estimate --model Qwen2.5-0.5B --gpus 1xRTX-3090 --method sft --tuning lora --max-length 2048
+"""
+PIPE_WIDTH = 100  # columns of the table where there is no terminal to ask
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+Model = Annotated[str | None, typer.Option("--model", metavar="NAME", help="A name of `plan models`, a folder with a config.json, or a name on the Hub.")]
+Gpus = Annotated[str | None, typer.Option("--gpus", metavar="CLUSTER", help="2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB, or local (this machine's).")]
+FreeMemory = Annotated[str | None, typer.Option("--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all of it.")]
+Method = Annotated[
+    str | None, typer.Option("--method", metavar="METHOD", help="sft, dpo, kto, orpo, cpo, reward, grpo, rloo, online-dpo, gkd, distillation, ppo.")
+]
+Tuning = Annotated[str, typer.Option("--tuning", metavar="CLASS", help="auto, full, lora or qlora; auto takes the first of them that fits.")]
+MaxLength = Annotated[str | None, typer.Option("--max-length", metavar="TOKENS", help="Tokens of a whole row. Default: TRL's.")]
+PromptLength = Annotated[str | None, typer.Option("--prompt-length", metavar="TOKENS", help="Tokens of the longest prompt, for methods that generate.")]
+MaxCompletionLength = Annotated[str | None, typer.Option("--max-completion-length", metavar="TOKENS", help="Tokens of the longest completion. Default: TRL's.")]
+BatchSize = Annotated[str | None, typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: searched.")]
+EffectiveBatchSize = Annotated[
+    str | None,
+    typer.Option("--effective-batch-size", metavar="SAMPLES", help="Samples per optimizer step over all GPUs. Default: what TRL's defaults amount to."),
+]
+LoraR = Annotated[str | None, typer.Option("--lora-r", metavar="RANK", help="LoRA rank. Default: TRL's, 16.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Pin any setting by its own name, such as vllm_gpu_memory_utilization=0.3. Repeatable.")
+]
+Padded = Annotated[bool | None, typer.Option("--padded/--no-padded", help="Do batches hold padding? Default: yes, real data does.")]
+Risk = Annotated[str, typer.Option("--risk", metavar="PROBABILITY", help="Accepted probability of running out of memory.")]
+TrlVersion = Annotated[str | None, typer.Option("--trl-version", metavar="VERSION", help="The TRL to plan for. Default: the newest that is known.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON (`plan schema`), bytes as integers.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Also write plan.json and plan.txt there.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write the report as one HTML file.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")]
+Optimize = Annotated[str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")]
+Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")]
+
+
+@app.callback(invoke_without_command=True, epilog=EPILOG)
+def search(
+    ctx: typer.Context,
+    model: Model = None,
+    gpus: Gpus = None,
+    free_memory: FreeMemory = None,
+    method: Method = None,
+    tuning: Tuning = "auto",
+    max_length: MaxLength = None,
+    prompt_length: PromptLength = None,
+    max_completion_length: MaxCompletionLength = None,
+    batch_size: BatchSize = None,
+    effective_batch_size: EffectiveBatchSize = None,
+    lora_r: LoraR = None,
+    set: Set = None,
+    padded: Padded = None,
+    optimize: Optimize = "throughput",
+    risk: Risk = "0.01",
+    trl_version: TrlVersion = None,
+    json: Json = False,
+    out: Out = None,
+    html: Html = None,
+    quiet: Quiet = False,
+) -> int:
+    """Find the largest, fastest configuration of a TRL method that fits the GPUs."""
+    if ctx.invoked_subcommand is not None:
+        _refuse_leading_options(ctx)
+        return EXIT_PLANNED
+    from planner.plan import plan
+    from planner.question import read_question
+    from planner.report.json import plan_report
+    from planner.report.table import plan_table, refusal
+
+    question = read_question(ctx.params)
+    answer = plan(question.job, question.cluster)
+    if html is not None:
+        from planner.report.html import plan_html
+
+        _write(html, plan_html(answer), quiet)
+    _answer(ctx.params, plan_report(answer), plan_table(answer, _width()))
+    if answer.verdict == "fits":
+        return EXIT_PLANNED
+    _say_error(refusal(answer))
+    return EXIT_NOTHING_FITS
+
+
+@app.command(epilog=EPILOG)
+def estimate(
+    ctx: typer.Context,
+    config: Config = None,
+    model: Model = None,
+    gpus: Gpus = None,
+    free_memory: FreeMemory = None,
+    method: Method = None,
+    tuning: Tuning = "auto",
+    max_length: MaxLength = None,
+    prompt_length: PromptLength = None,
+    max_completion_length: MaxCompletionLength = None,
+    batch_size: BatchSize = None,
+    effective_batch_size: EffectiveBatchSize = None,
+    lora_r: LoraR = None,
+    set: Set = None,
+    padded: Padded = None,
+    risk: Risk = "0.01",
+    trl_version: TrlVersion = None,
+    json: Json = False,
+    out: Out = None,
+    html: Html = None,
+    quiet: Quiet = False,
+) -> int:
+    """One candidate, no search: what is not set is as TRL has it. Exit 3: it does not fit."""
+    from planner.estimate import estimate as estimated
+    from planner.question import read_question, single_candidate
+    from planner.report.json import estimate_report
+    from planner.report.table import estimate_table
+
+    question = read_question(ctx.params)
+    cluster, warnings = question.cluster, question.warnings
+    answer = estimated(single_candidate(question), cluster, question.job.risk)
+    if html is not None:
+        from planner.report.html import estimate_html
+
+        _write(html, estimate_html(answer, cluster, warnings), quiet)
+    _answer(ctx.params, estimate_report(answer, warnings), estimate_table(answer, cluster, warnings, _width()))
+    return EXIT_PLANNED if answer.fits else EXIT_NOTHING_FITS
+
+
+@app.command()
+def models() -> int:
+    """List the models that are known by name."""
+    from planner.catalogue import model_rows
+    from planner.report.listing import models_listing
+
+    print(models_listing(model_rows()))
+    return EXIT_PLANNED
+
+
+@app.command()
+def gpus() -> int:
+    """List the GPUs that are known by name."""
+    from planner.gpus import gpu_rows
+    from planner.report.listing import gpus_listing
+
+    print(gpus_listing(gpu_rows()))
+    return EXIT_PLANNED
+
+
+@app.command()
+def schema() -> int:
+    """Print the JSON Schema of --json."""
+    print(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"), end="")
+    return EXIT_PLANNED
+
+
+def main() -> None:
+    """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot draw a bar still gets the numbers
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the command and returns its exit code; what the user can act on is one line on stderr."""
+    # typer.BadParameter is a usage error; its parent, the class of all of them, has no public name in every release of Typer.
+    usage_error: type[Exception] = typer.BadParameter.__mro__[1]
+    try:
+        code = typer.main.get_command(app).main(arguments, prog_name="plan", standalone_mode=False)
+    except PlanError as error:
+        _say_error(str(error))
+        return error.exit_code
+    except usage_error as error:
+        _say_error(error.format_message())  # type: ignore[attr-defined]
+        return EXIT_WRONG_INPUT
+    return int(code or EXIT_PLANNED)
+
+
+def _answer(params: Mapping[str, Any], report: "dict[str, object]", table: "Text") -> None:
+    """Prints the answer in the form that was asked for, and writes it where --out says."""
+    from rich.console import Console
+
+    from planner.report.json import json_text
+
+    if params["out"] is not None:
+        _write(params["out"] / "plan.json", json_text(report) + "\n", params["quiet"])
+        _write(params["out"] / "plan.txt", table.plain + "\n", params["quiet"])
+    if params["json"]:
+        print(json_text(report))
+    else:
+        Console(width=_width(), highlight=False).print(table, soft_wrap=True)
+
+
+def _write(path: Path, text: str, quiet: bool) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}.") from error
+    if not quiet:
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _width() -> int:
+    return shutil.get_terminal_size(fallback=(PIPE_WIDTH, 0)).columns
+
+
+def _say_error(message: str) -> None:
+    print(f"Error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _refuse_leading_options(ctx: typer.Context) -> None:
+    """`plan --model M estimate` would drop --model: a subcommand's options come after its name."""
+    given = [option.opts[0] for option in ctx.command.params if (ctx.params.get(option.name or "") or None) != (option.default or None)]
+    if given:
+        raise InputError(f"{given[0]} stands before {ctx.invoked_subcommand}. Put it behind: plan {ctx.invoked_subcommand} {given[0]} ...")

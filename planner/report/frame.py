@@ -1,0 +1,51 @@
+"""Estimates and plans as pandas frames, for notebooks. Needs the [report] extra."""
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from planner.errors import PlanError
+from planner.estimate import Estimate
+from planner.plan import Plan
+from planner.settings import settings_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def breakdown(estimate: Estimate) -> "pd.DataFrame":
+    """Bytes by component, one row a GPU role and phase; a component that a phase does not have is 0."""
+    rows = {(gpu.role, phase.name): dict(phase.components) for gpu in estimate.gpus for phase in gpu.phases}
+    columns = list(dict.fromkeys(component for row in rows.values() for component in row))
+    pandas = _pandas()
+    index = pandas.MultiIndex.from_tuples(rows, names=["gpu", "phase"])
+    return pandas.DataFrame([[row.get(column, 0) for column in columns] for row in rows.values()], index=index, columns=columns)
+
+
+def candidates(plan: Plan) -> "pd.DataFrame":
+    """One row a candidate of the plan, the best first: what it needs and gives, then its settings."""
+    labelled = [("best", plan.best), *((other.label, other.estimate) for other in plan.alternatives), *((r.change, r.estimate) for r in plan.remedies)]
+    return _pandas().DataFrame([_row(label, estimate) for label, estimate in labelled]).set_index("label")
+
+
+def _row(label: str, estimate: Estimate) -> dict[str, object]:
+    heaviest = max(estimate.gpus, key=lambda gpu: gpu.peak_bytes)
+    figures = {
+        "label": label,
+        "fits": estimate.fits,
+        "fit_probability": estimate.fit_probability,
+        "evidence": estimate.evidence,
+        "peak_bytes": heaviest.peak_bytes,
+        "peak_phase": heaviest.peak_phase,
+        "capacity_bytes": heaviest.capacity_bytes,
+        "tokens_per_second": estimate.throughput.tokens_per_second,
+        "step_seconds": estimate.throughput.step_seconds,
+    }
+    return figures | settings_of(estimate.candidate)
+
+
+def _pandas() -> ModuleType:
+    try:
+        return import_module("pandas")
+    except ImportError as error:
+        raise PlanError("Frames need pandas, which is in the report extra: pip install 'finetune-plan[report]'.") from error

@@ -1,0 +1,66 @@
+"""The report as one HTML file: no script, no network, nothing beside it. Needs the [report] extra.
+
+The bars are plain HTML, not plotly: that would put 4.5 MB of script into every file for what a `title` does.
+"""
+
+from collections.abc import Sequence
+from importlib.resources import files
+
+from planner.cluster import Cluster
+from planner.errors import PlanError
+from planner.estimate import Estimate
+from planner.plan import Plan
+from planner.report.json import Json, estimate_report, plan_report
+from planner.report.table import cards, describe
+from planner.units import format_count, format_gib, format_seconds
+
+# A colour a component, neighbours in a bar told apart.
+COLOURS: dict[str, str] = {
+    "weights": "#3b6fb6",
+    "autocast_copies": "#7aa5dd",
+    "adapters": "#6d4fa3",
+    "gradients": "#9b7fd1",
+    "optimizer_states": "#c9b6ec",
+    "activations": "#2f8f5b",
+    "attention_scores": "#7cc49b",
+    "transients": "#b9e2c9",
+    "loss": "#d9a21b",
+    "engine": "#1d93a8",
+    "kv_cache": "#7fcbd8",
+    "communication": "#a0563b",
+    "fragmentation": "#d39b86",
+    "runtime": "#8a8f98",
+}
+
+
+def plan_html(plan: Plan) -> str:
+    """The whole answer to a job as a page."""
+    report = plan_report(plan)
+    others = [(other.label, describe(other.estimate.candidate), other.estimate, other.note) for other in plan.alternatives]
+    changes = [(remedy.change, describe(remedy.estimate.candidate), remedy.estimate, remedy.note) for remedy in plan.remedies]
+    return _page(plan.best, plan.cluster, report | {"estimate": report["best"]}, others + changes)
+
+
+def estimate_html(estimate: Estimate, cluster: Cluster, warnings: Sequence[str]) -> str:
+    """One candidate as a page."""
+    report = estimate_report(estimate, warnings)
+    return _page(estimate, cluster, report | {"estimate": report}, [])
+
+
+def _page(best: Estimate, cluster: Cluster, report: Json, others: list[tuple[str, str, Estimate, str]]) -> str:
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError as error:
+        raise PlanError("--html needs Jinja2, which is in the report extra: pip install 'finetune-plan[report]'.") from error
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"gib": lambda size: format_gib(size, 1), "seconds": format_seconds, "count": format_count, "words": _words}
+    template = environment.from_string(files("planner.report").joinpath("page.html").read_text(encoding="utf-8"))
+    present = {component for gpu in best.gpus for phase in gpu.phases for component in phase.components}
+    colours = {component: colour for component, colour in COLOURS.items() if component in present}
+    title = f"{best.candidate.model.id} · {best.candidate.method}"
+    text: str = template.render(title=title, cards=cards(cluster), words=describe(best.candidate), report=report, others=others, colours=colours, best=best)
+    return text
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,309 @@
+"""The table a person reads: what to run, what fills each GPU in each phase, what else there is."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from rich.text import Text
+
+from planner.candidate import Candidate
+from planner.cluster import Cluster
+from planner.estimate import Component, Estimate, GpuMemory, PhaseMemory
+from planner.plan import Alternative, Plan, Remedy
+from planner.settings import SPELLINGS, settings_of
+from planner.units import format_count, format_gib, format_seconds
+
+# What a bar shows: neighbours that a reader thinks of together, with a glyph (pipes have no colour) and a colour.
+GROUPS: tuple[tuple[str, str, str, tuple[Component, ...]], ...] = (
+    ("weights", "█", "blue", ("weights", "autocast_copies")),
+    ("states", "▓", "magenta", ("adapters", "gradients", "optimizer_states")),
+    ("activations", "▒", "green", ("activations", "attention_scores", "transients")),
+    ("loss", "▚", "yellow", ("loss",)),
+    ("generation", "░", "cyan", ("engine", "kv_cache")),
+    ("runtime", "·", "bright_black", ("communication", "fragmentation", "runtime")),
+)
+MIN_WIDTH, MAX_WIDTH = 80, 120  # columns; wider lines are hard to follow back
+LABEL_WIDTH, PHASE_WIDTH, NUMBER_WIDTH = 13, 16, 8
+
+SHARDING_WORDS = {"none": "one GPU", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+QUANTIZATION_WORDS = {"nf4": "4-bit nf4", "nf4-double": "double-quantized nf4", "int8": "int8", "gptq": "GPTQ", "awq": "AWQ", "fp8": "fp8", "mxfp4": "mxfp4"}
+
+# Shown whatever their value; of the rest, what differs from TRL's defaults.
+ALWAYS_SHOWN = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "prompt_length", "max_completion_length", "max_new_tokens", "num_generations",
+    "num_processes", "dtype", "gradient_checkpointing", "attn_implementation", "lora_r", "lora_target_modules", "lora_dropout",
+    "vllm_gpu_memory_utilization",
+)  # fmt: skip
+SHOWN_ELSEWHERE = ("model_name_or_path", "method", "trl_version", "environment", "distributed_type")
+
+# Fields whose choice brings settings of its own; the defaults of those settings are not worth a line.
+STRUCTURE = ("tuning", "quantization", "precision", "sharding", "vllm")
+
+
+def plan_table(plan: Plan, width: int) -> Text:
+    """The whole answer to a job."""
+    width = min(max(width, MIN_WIDTH), MAX_WIDTH)
+    lines = [
+        _header(plan.best, plan.cluster, width),
+        Text(),
+        *_settings_block("recommended" if plan.verdict == "fits" else "nearest", plan.best, width),
+        Text(),
+        *_bars(plan.best, width),
+        Text(),
+        *_listed("to fit", [_remedy(remedy) for remedy in plan.remedies], width),
+        *_listed("also", [_alternative(other) for other in plan.alternatives], width),
+        *_listed("more", plan.more, width),
+        *_listed("why", plan.best.reasons, width),
+        *_listed("note", plan.warnings, width),
+    ]
+    return _joined(lines)
+
+
+def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[str], width: int) -> Text:
+    """One candidate, without a search around it."""
+    width = min(max(width, MIN_WIDTH), MAX_WIDTH)
+    lines = [
+        _header(estimate, cluster, width),
+        Text(),
+        *_settings_block("candidate", estimate, width),
+        Text(),
+        *_bars(estimate, width),
+        Text(),
+        *_listed("why", estimate.reasons, width),
+        *_listed("note", warnings, width),
+    ]
+    return _joined(lines)
+
+
+def refusal(plan: Plan) -> str:
+    """Why nothing fits, in a line: by how much, where, and what would."""
+    gpu = _tightest(plan.best)
+    remedy = f" It fits with {plan.remedies[0].change}." if plan.remedies else ""
+    return (
+        f"No candidate fits {cards(plan.cluster)}. The nearest peaks at {format_gib(gpu.peak_bytes, 1)} in the {_phase_word(gpu.peak)}, "
+        f"{format_gib(plan.best.over_bytes, 1)} too much at a risk of {plan.job.risk:g}.{remedy}"
+    )
+
+
+def cards(cluster: Cluster) -> str:
+    """The GPUs in words: `2 x A100-40G (39.5 GiB each)`."""
+    gpu = cluster.gpu
+    nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
+    return f"{nodes}{cluster.gpus_per_node} x {gpu.name} ({format_gib(gpu.free_bytes, 1)} each)"
+
+
+def describe(candidate: Candidate) -> str:
+    """A candidate in a line of words: `LoRA r 16 on a bfloat16 base · DDP · vLLM colocated, asleep while training`."""
+    return " · ".join(part for part in (_tuning_words(candidate), _sharding_words(candidate), _generation_words(candidate)) if part)
+
+
+def _tuning_words(candidate: Candidate) -> str:
+    autocast = {"bf16": " under bf16 autocast", "fp16": " under fp16 autocast", "no": ""}[candidate.precision] if candidate.dtype == "float32" else ""
+    if candidate.tuning == "full":
+        return f"full fine-tuning of {candidate.dtype} weights{autocast}"
+    if candidate.quantization == "none":
+        return f"LoRA r {candidate.lora_r} on a {candidate.dtype} base{autocast}"
+    return f"QLoRA r {candidate.lora_r} on a {QUANTIZATION_WORDS[candidate.quantization]} base"
+
+
+def _sharding_words(candidate: Candidate) -> str:
+    moved = [words for words, there in (("optimizer", candidate.offload_optimizer), ("parameters", candidate.offload_param)) if there]
+    return SHARDING_WORDS[candidate.sharding] + (f" with {' and '.join(moved)} on the host" if moved else "")
+
+
+def _generation_words(candidate: Candidate) -> str:
+    if not candidate.method_row.generates:
+        return ""
+    if candidate.vllm == "server":
+        return f"vLLM server on {candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size} GPU of its own"
+    if candidate.vllm == "colocate":
+        return "vLLM colocated" + (", asleep while training" if candidate.vllm_enable_sleep_mode else "")
+    return "generates with Transformers"
+
+
+def _header(estimate: Estimate, cluster: Cluster, width: int) -> Text:
+    candidate = estimate.candidate
+    left = f"{candidate.model.id} · {candidate.method} · {cards(cluster)} · trl {candidate.trl_version}"
+    gap = max(width - len(left) - len(estimate.evidence), 2)
+    return Text.assemble((left, "bold"), " " * gap, (estimate.evidence, "italic"))
+
+
+def _settings_block(label: str, estimate: Estimate, width: int) -> Iterator[Text]:
+    yield from _wrapped(label, [describe(estimate.candidate)], width, style="bold")
+    yield from _wrapped("", list(_shown_settings(estimate.candidate)), width)
+    yield from _wrapped("", [_verdict(estimate), _speed(estimate)], width, style="green" if estimate.fits else "red")
+    for name, value in _environment(estimate.candidate):
+        yield from _wrapped("", [f"launch with {name}={value}"], width)
+
+
+def _shown_settings(candidate: Candidate) -> Iterator[str]:
+    """Settings as they can be pasted back, the first of them those that everybody looks for."""
+    settings = settings_of(candidate)
+    plain = Candidate(model=candidate.model, method=candidate.method, trl_version=candidate.trl_version)
+    usual = settings_of(plain)
+    chosen = {name for field in STRUCTURE for name in SPELLINGS[field][getattr(candidate, field)]}
+    implied = settings_of(replace(plain, **{field: getattr(candidate, field) for field in STRUCTURE}))
+    first = [name for name in ALWAYS_SHOWN if name in settings]
+    rest = [name for name, value in settings.items() if value != usual.get(name) and (name in chosen or value != implied.get(name))]
+    for name in first + [name for name in rest if name not in first and name not in SHOWN_ELSEWHERE]:
+        yield f"{name} {_value(settings[name])}"
+
+
+def _environment(candidate: Candidate) -> list[tuple[str, object]]:
+    environment = settings_of(candidate)["environment"]
+    return list(environment.items()) if isinstance(environment, dict) else []
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return "none" if value is None else str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_value(inner)}" for name, inner in value.items()) + "}"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _verdict(estimate: Estimate) -> str:
+    gpu = _tightest(estimate)
+    low, high = gpu.interval_bytes
+    peak = f"peak {_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)} in the {_phase_word(gpu.peak)} (between {_gib(low)} and {_gib(high)})"
+    if estimate.fits:
+        return f"{peak} · fits with {_percent(estimate.fit_probability)}"
+    return f"{peak} · does not fit: {format_gib(estimate.over_bytes, 1)} over"
+
+
+def _speed(estimate: Estimate) -> str:
+    speed = estimate.throughput
+    return f"about {_tokens_per_second(speed.tokens_per_second)}, {format_seconds(speed.step_seconds)} a step"
+
+
+def _bars(estimate: Estimate, width: int) -> Iterator[Text]:
+    """For each GPU role a row a phase: a bar of the card, the total in GiB, and for the peak what it is made of."""
+    bar_width = width - LABEL_WIDTH - PHASE_WIDTH - NUMBER_WIDTH
+    first = 0
+    for gpu in estimate.gpus:
+        labels = [_gpu_range(first, gpu.count), gpu.role, f"{_gib(gpu.capacity_bytes)} each"]
+        first += gpu.count
+        rows = list(gpu.phases)
+        for row in range(max(len(rows), len(labels))):
+            label = Text(f"{labels[row] if row < len(labels) else '':<{LABEL_WIDTH}}", style="bold" if row == 0 else "dim")
+            yield label + _bar_row(rows[row], gpu, bar_width) if row < len(rows) else label
+        yield from _wrapped("", [f"peak: the {_phase_word(gpu.peak)} = " + " + ".join(_parts(gpu.peak))], width, separator=" + ")
+        for component, parts in gpu.details.items():
+            named = " + ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in parts.items())
+            yield from _wrapped("", [f"{component.replace('_', ' ')} = {named}"], width)
+        yield Text()
+    yield _legend(estimate)
+
+
+def _bar_row(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
+    is_peak = phase.name == gpu.peak_phase
+    over = phase.total_bytes > gpu.capacity_bytes
+    number = f"{_gib(phase.total_bytes):>{NUMBER_WIDTH - 2}}" + (" ◂" if is_peak else "")
+    style = ("bold " if is_peak else "") + ("red" if over else "")
+    return Text.assemble((f"{_phase_word(phase):<{PHASE_WIDTH}}", "bold" if is_peak else ""), _bar(phase, gpu, bar_width), (number, style.strip()))
+
+
+def _bar(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
+    """The groups of a phase side by side; `▏` marks the end of the card, which a bar that does not fit crosses."""
+    inside = bar_width - 1
+    scale_bytes = max(gpu.capacity_bytes, gpu.peak_bytes)
+    sizes = [sum(phase.components.get(component, 0) for component in components) for _, _, _, components in GROUPS]
+    ends = [0, *(round(end * inside / scale_bytes) for end in accumulate(sizes))]
+    bar = Text()
+    for (_, glyph, colour, _), start, end in zip(GROUPS, ends, ends[1:], strict=False):
+        bar.append(glyph * (end - start), style=colour)
+    bar.append(" " * (inside - len(bar.plain)))
+    card_end = round(gpu.capacity_bytes * inside / scale_bytes)
+    return bar[:card_end] + Text("▏", style="bold") + bar[card_end:]
+
+
+def _legend(estimate: Estimate) -> Text:
+    present = {component for gpu in estimate.gpus for phase in gpu.phases for component in phase.components}
+    legend = Text(f"{'GiB':<{LABEL_WIDTH}}", style="dim")
+    for name, glyph, colour, components in GROUPS:
+        if present.intersection(components):
+            legend += Text.assemble((glyph, colour), f" {name}  ")
+    return legend
+
+
+def _parts(phase: PhaseMemory) -> list[str]:
+    """The components of a phase, the largest first."""
+    ordered = sorted(phase.components.items(), key=lambda item: -item[1])
+    return [f"{component.replace('_', ' ')} {_gib(size)}" for component, size in ordered]
+
+
+def _alternative(other: Alternative) -> str:
+    return f"{other.label}: {_outcome(other.estimate)}" + (f"; {other.note}" if other.note else "")
+
+
+def _remedy(remedy: Remedy) -> str:
+    return f"{remedy.change}: {_outcome(remedy.estimate)}" + (f"; {remedy.note}" if remedy.note else "")
+
+
+def _outcome(estimate: Estimate) -> str:
+    gpu = _tightest(estimate)
+    if not estimate.fits:
+        return f"does not fit, {format_gib(estimate.over_bytes, 1)} over in the {_phase_word(gpu.peak)}"
+    return f"fits in {_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}, about {_tokens_per_second(estimate.throughput.tokens_per_second)}"
+
+
+def _tightest(estimate: Estimate) -> GpuMemory:
+    """The GPUs with the least room left at the accepted risk."""
+    return max(estimate.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
+
+
+def _listed(label: str, items: Sequence[str], width: int) -> Iterator[Text]:
+    for number, item in enumerate(items):
+        yield from _wrapped(label if number == 0 else "", [item], width, hanging=2)
+
+
+def _wrapped(label: str, items: Sequence[str], width: int, *, style: str = "", separator: str = " · ", hanging: int = 0) -> Iterator[Text]:
+    """Items side by side, broken between items where they are longer than a line, and between words where one item is."""
+    room = width - LABEL_WIDTH
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + len(separator) + len(item) <= room:
+            lines[-1] += separator + item
+        else:
+            lines.extend(_broken(item, room, hanging))
+    for number, line in enumerate(lines):
+        yield Text.assemble((f"{label if number == 0 else '':<{LABEL_WIDTH}}", "dim"), (line, style))
+
+
+def _broken(item: str, room: int, hanging: int) -> list[str]:
+    """One item in lines of at most `room` columns; a word that is longer keeps its line to itself."""
+    lines = [""]
+    for word in item.split(" "):
+        if lines[-1].strip() and len(lines[-1]) + 1 + len(word) > room:
+            lines.append(" " * hanging + word)
+        else:
+            lines[-1] += (" " if lines[-1].strip() else "") + word
+    return lines
+
+
+def _joined(lines: Sequence[Text]) -> Text:
+    for line in lines:
+        line.rstrip()
+    return Text("\n").join(lines)
+
+
+def _phase_word(phase: PhaseMemory) -> str:
+    return phase.name.replace("_", " ")
+
+
+def _gpu_range(first: int, count: int) -> str:
+    return f"GPU {first}" if count == 1 else f"GPU {first}-{first + count - 1}"
+
+
+def _gib(size_bytes: int) -> str:
+    return format_gib(size_bytes, 1).removesuffix(" GiB")
+
+
+def _percent(probability: float) -> str:
+    """Rounded down, so that 100 % is never said of what is not certain."""
+    return f"{int(probability * 1000) / 10:g} %"
+
+
+def _tokens_per_second(tokens: float) -> str:
+    """Two figures above a hundred: more is not known."""
+    return f"{format_count(int(round(tokens, -2 if tokens >= 1000 else -1 if tokens >= 100 else 0)))} tokens/s"

@@ -1,0 +1,200 @@
+"""The reports: what the JSON, the table, the frames and the page say of an estimate made by hand."""
+
+import json
+from dataclasses import replace
+from importlib.resources import files
+
+import jsonschema
+import pytest
+from report_samples import CLUSTER, COLOCATED, ESTIMATE, JOB, MODEL, NOTHING_FITS, PLAN, TOO_LARGE
+
+from planner.candidate import Candidate
+from planner.estimate import Estimate
+from planner.methods import METHODS
+from planner.report.frame import breakdown, candidates
+from planner.report.html import estimate_html, plan_html
+from planner.report.json import estimate_report, json_text, plan_report
+from planner.report.table import MAX_WIDTH, MIN_WIDTH, describe, estimate_table, plan_table, refusal
+from planner.units import GIB
+
+SCHEMA = json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def estimate_of(candidate: Candidate) -> Estimate:
+    return replace(ESTIMATE, candidate=candidate)
+
+
+class TestJson:
+    def test_the_schema_is_a_schema(self):
+        jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+    @pytest.mark.parametrize("report", [plan_report(PLAN), plan_report(NOTHING_FITS), estimate_report(ESTIMATE), estimate_report(TOO_LARGE, ["a word"])])
+    def test_reports_follow_the_schema(self, report):
+        VALIDATOR.validate(json.loads(json_text(report)))
+
+    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("tuning", ["full", "lora"])
+    def test_every_method_follows_the_schema(self, method, tuning):
+        VALIDATOR.validate(estimate_report(estimate_of(Candidate(model=MODEL, method=method, tuning=tuning))))
+
+    @pytest.mark.parametrize("sharding", ["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"])
+    @pytest.mark.parametrize("quantization", ["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"])
+    @pytest.mark.parametrize("vllm", ["off", "colocate", "server"])
+    def test_every_structure_follows_the_schema(self, sharding, quantization, vllm):
+        candidate = replace(COLOCATED, sharding=sharding, quantization=quantization, vllm=vllm, reward_model=MODEL, teacher_model=MODEL)
+        VALIDATOR.validate(estimate_report(estimate_of(candidate)))
+
+    @pytest.mark.parametrize("key", ["settings", "fits", "gpus", "throughput"])
+    def test_a_report_without_a_key_does_not_follow_the_schema(self, key):
+        report = estimate_report(ESTIMATE)
+        del report[key]
+        with pytest.raises(jsonschema.ValidationError):
+            VALIDATOR.validate(report)
+
+    def test_a_key_that_the_schema_does_not_know_is_refused(self):
+        with pytest.raises(jsonschema.ValidationError):
+            VALIDATOR.validate(plan_report(PLAN) | {"surprise": 1})
+
+    def test_every_key_of_the_schema_is_described(self):
+        def undescribed(node, path=""):
+            for name, inner in node.get("properties", {}).items():
+                if "description" not in inner and "$ref" not in inner:
+                    yield f"{path}.{name}"
+                yield from undescribed(inner, f"{path}.{name}")
+            if "items" in node:
+                yield from undescribed(node["items"], path)
+
+        assert [name for part in SCHEMA["$defs"].values() for name in undescribed(part)] == []
+
+    def test_a_plan_has_the_keys_that_are_promised(self):
+        assert {"schema", "job", "cluster", "verdict", "best", "alternatives", "warnings", "versions"} <= plan_report(PLAN).keys()
+
+    def test_an_estimate_is_shaped_as_the_best_of_a_plan(self):
+        assert estimate_report(ESTIMATE).keys() - {"schema", "warnings"} == plan_report(PLAN)["best"].keys()
+
+    def test_keys_are_sorted_and_bytes_are_integers(self):
+        text = json_text(estimate_report(ESTIMATE))
+        read = json.loads(text)
+        assert list(read) == sorted(read)
+        assert read["gpus"][0]["peak_bytes"] == 14 * GIB + 160 * 2**20 + 20 * GIB + GIB
+        assert read["gpus"][0]["peak_phase"] == "rollout"
+
+    def test_the_same_estimate_gives_the_same_text(self):
+        assert json_text(plan_report(PLAN)) == json_text(plan_report(PLAN))
+
+    def test_pins_are_spelled_as_settings(self):
+        assert plan_report(PLAN)["job"]["pinned"] == {"lora_r": 16, "use_vllm": True, "vllm_mode": "colocate"}
+
+
+class TestTable:
+    @pytest.mark.parametrize("width", [MIN_WIDTH, 100, MAX_WIDTH, 300])
+    @pytest.mark.parametrize("plan", [PLAN, NOTHING_FITS])
+    def test_no_line_is_wider_than_the_terminal(self, plan, width):
+        assert max(len(line) for line in plan_table(plan, width).plain.splitlines()) <= min(width, MAX_WIDTH)
+
+    def test_no_line_ends_in_blanks(self):
+        assert [line for line in plan_table(PLAN, 100).plain.splitlines() if line != line.rstrip()] == []
+
+    def test_the_peak_phase_is_marked_and_taken_apart(self):
+        lines = plan_table(PLAN, 100).plain.splitlines()
+        assert [line.split()[1] for line in lines if line.endswith("◂")] == ["rollout"]
+        assert "             peak: the rollout = engine 20.0 + weights 14.0 + runtime 1.0 + adapters 0.2" in lines
+        assert "             engine = weights 14.0 + kv cache 5.0 + cuda graphs 1.0" in lines
+
+    def test_a_bar_that_does_not_fit_crosses_the_end_of_the_card(self):
+        fits = next(line for line in plan_table(PLAN, 100).plain.splitlines() if line.endswith("◂"))
+        over = next(line for line in plan_table(NOTHING_FITS, 100).plain.splitlines() if line.endswith("◂"))
+        assert fits.index("▏") > fits.rindex("░")
+        assert over.index("▏") < over.rindex("▓")
+
+    def test_the_bar_of_a_full_card_is_as_long_as_the_card(self):
+        phase = replace(ESTIMATE.gpus[0].phases[0], components={"weights": CLUSTER.gpu.free_bytes})
+        full = replace(ESTIMATE, gpus=(replace(ESTIMATE.gpus[0], phases=(phase,)),))
+        line = next(line for line in estimate_table(full, CLUSTER, (), 100).plain.splitlines() if line.endswith("◂"))
+        assert line.count("█") == 100 - 13 - 16 - 8 - 1
+
+    def test_what_is_printed_says_its_rung(self):
+        assert plan_table(PLAN, 100).plain.splitlines()[0].endswith("estimated")
+
+    def test_settings_are_named_as_they_can_be_pasted_back(self):
+        text = plan_table(PLAN, 100).plain
+        assert "per_device_train_batch_size 8" in text
+        assert "vllm_enable_sleep_mode true" in text
+        assert "launch with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
+
+    def test_defaults_of_what_was_chosen_take_no_line(self):
+        assert "vllm_tensor_parallel_size" not in plan_table(PLAN, 100).plain
+
+    def test_certainty_is_never_rounded_up(self):
+        assert "fits with 99.9 %" in plan_table(replace(PLAN, best=replace(ESTIMATE, fit_probability=0.99999)), 100).plain
+
+    def test_nothing_fits_says_by_how_much_and_what_would(self):
+        assert refusal(NOTHING_FITS) == (
+            "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
+            "18.5 GiB too much at a risk of 0.01. It fits with --tuning lora."
+        )
+
+    def test_several_nodes_are_named(self):
+        plan = replace(PLAN, cluster=replace(CLUSTER, nodes=4))
+        assert "4 nodes of 2 x A100-40G" in plan_table(plan, 100).plain
+
+    def test_trainer_and_server_have_gpus_of_their_own(self):
+        train = replace(ESTIMATE.gpus[0], role="train", count=6)
+        server = replace(ESTIMATE.gpus[0], role="vllm", count=2)
+        text = estimate_table(replace(ESTIMATE, gpus=(train, server)), CLUSTER, (), 100).plain
+        assert "GPU 0-5" in text
+        assert "GPU 6-7" in text
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({}, "LoRA r 16 on a bfloat16 base · DDP · vLLM colocated, asleep while training"),
+            ({"quantization": "nf4-double"}, "QLoRA r 16 on a double-quantized nf4 base · DDP · vLLM colocated, asleep while training"),
+            (
+                {"tuning": "full", "dtype": "float32", "vllm": "off"},
+                "full fine-tuning of float32 weights under bf16 autocast · DDP · generates with Transformers",
+            ),
+            (
+                {"sharding": "zero3", "offload_optimizer": True, "offload_param": True, "vllm": "server"},
+                "LoRA r 16 on a bfloat16 base · ZeRO-3 with optimizer and parameters on the host · vLLM server on 1 GPU of its own",
+            ),
+            ({"method": "sft", "sharding": "none"}, "LoRA r 16 on a bfloat16 base · one GPU"),
+        ],
+    )
+    def test_a_candidate_is_described_in_words(self, changes, words):
+        assert describe(replace(COLOCATED, **changes)) == words
+
+
+class TestFrames:
+    def test_the_breakdown_has_a_row_a_phase_and_sums_to_its_totals(self):
+        frame = breakdown(ESTIMATE)
+        assert list(frame.index) == [("train+vllm", phase.name) for phase in ESTIMATE.gpus[0].phases]
+        assert list(frame.sum(axis=1)) == [phase.total_bytes for phase in ESTIMATE.gpus[0].phases]
+        assert frame.loc[("train+vllm", "load"), "engine"] == 0
+
+    def test_candidates_have_a_row_each_and_the_best_is_first(self):
+        frame = candidates(PLAN)
+        assert list(frame.index) == ["best", "full fine-tuning"]
+        assert list(frame["fits"]) == [True, False]
+        assert list(frame["per_device_train_batch_size"]) == [8, 8]
+
+
+class TestHtml:
+    def test_the_page_needs_nothing_beside_it(self):
+        page = plan_html(PLAN)
+        assert "<script" not in page
+        assert "http" not in page
+        assert "<link" not in page
+
+    def test_the_page_names_the_peak_and_the_card(self):
+        page = plan_html(PLAN)
+        assert "train+vllm: peak 35.2 GiB of 39.5 GiB in the rollout" in page
+        assert "full fine-tuning" in page
+
+    def test_an_estimate_has_a_page_with_its_warnings(self):
+        assert "a word &amp; more" in estimate_html(ESTIMATE, CLUSTER, ("a word & more",))
+
+    def test_a_model_name_cannot_write_html(self):
+        evil = replace(ESTIMATE, candidate=replace(COLOCATED, model=replace(MODEL, id="<b>x</b>")))
+        assert "<b>x</b>" not in plan_html(replace(PLAN, best=evil, job=JOB))
