@@ -37,7 +37,7 @@ class EngineSettings:
     sleep: Literal[0, 1, 2] = 0
     max_lora_rank: int = 0
     max_loras: int = 0  # 0: the engine serves no adapters
-    runner: Literal["v1", "v2"] = "v2"  # vLLM's model runner; "v1" up to 0.21
+    runner: Literal["v1", "v2"] = "v2"  # vLLM's model runner; "v1" in 0.7 to 0.21, and for some models in 0.22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,12 +126,11 @@ def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> 
     memory = _before_kv(model, settings, budget_bytes)
     layout = block_layout(model, settings.tensor_parallel_size, settings.kv_dtype_bytes)
     in_flight_tokens = BATCHES_IN_FLIGHT * settings.max_num_batched_tokens
-    blocks_per_request = layout.blocks_per_request(settings.max_model_len, in_flight_tokens)
-    num_blocks = max(0, memory.kv_cache_bytes) // layout.bytes_per_block
-    if num_blocks - 1 < blocks_per_request:  # one block is never handed out (kv_cache_planning.py, check_memory)
+    needed_blocks = layout.blocks_per_request(settings.max_model_len, in_flight_tokens) + 1  # one is never handed out (kv_cache_planning.py, check_memory)
+    if memory.kv_cache_bytes < needed_blocks * layout.bytes_per_block:
         return _too_small(gpu, settings, memory, layout)
-    max_concurrency = num_blocks / blocks_per_request
-    return replace(memory, max_concurrency=max_concurrency, kv_tokens=int(max_concurrency * settings.max_model_len))
+    kv_tokens, max_concurrency = layout.tokens_and_concurrency(memory.kv_cache_bytes, settings.max_model_len, in_flight_tokens)
+    return replace(memory, kv_tokens=kv_tokens, max_concurrency=max_concurrency)
 
 
 def _budget_bytes(gpu: Gpu, settings: EngineSettings) -> int:

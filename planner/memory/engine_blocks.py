@@ -45,6 +45,17 @@ class BlockLayout:
                 blocks += -(-min(group.sliding_window - 1 + in_flight_tokens, max_model_len) // group.block_size) + 1
         return blocks
 
+    def tokens_and_concurrency(self, kv_cache_bytes: int, max_model_len: int, in_flight_tokens: int) -> tuple[int, float]:
+        """What vLLM's log prints of a KV cache on one GPU: tokens, and how many sequences of `max_model_len` they make.
+
+            concurrency = (KV bytes // bytes_per_block) / blocks_per_request;  tokens = concurrency x max_model_len
+
+        Source: vllm/v1/core/kv_cache_planning.py:681, v1/core/kv_cache_utils.py:1061-1128.
+        """
+        num_blocks = kv_cache_bytes // self.bytes_per_block
+        concurrency = num_blocks / self.blocks_per_request(max_model_len, in_flight_tokens)
+        return int(concurrency * max_model_len), concurrency
+
 
 def page_bytes(attention: Attention, tensor_parallel_size: int, block_size: int, kv_dtype_bytes: int) -> int:
     """Bytes of one block of one layer on one GPU of the tensor-parallel group.

@@ -21,7 +21,8 @@ class Runner:
 
 
 RUNNERS: dict[str, Runner] = {
-    # Sorts the logits. 39: the median of the 8 rows of tests/data/vllm.jsonl that print an activation peak made by the sampler (38.6 to 41.0).
+    # Sorts the logits. 39: the median of the 7 rows of tests/data/vllm.jsonl that print the
+    # number of sequences and an activation peak, which the sampler makes (38.6 to 41.0). Measured before the KV cache: sorting copies.
     "v1": Runner(sampler_bytes_per_logit=39, keeps_penalties=False, graphs_in_budget=False),
     # The 16-bit logits and one float32 copy; top-k and top-p work in place (vllm/v1/worker/gpu/sample/sampler.py, apply_sampling_params;
     # v1/sample/ops/topk_topp_triton.py). vLLM 0.31 profiles the 16-bit logits only.
@@ -36,7 +37,8 @@ NON_TORCH_BYTES = round(0.05 * GIB)
 NCCL_BYTES = round(0.15 * GIB)
 
 # A CUDA graph's cost, its share of the pool included: the median of the 4 rows of tests/data/vllm.jsonl whose engine captured the 67 default
-# sizes of its time (0.96, 1.12, 1.15, 1.44 GiB; 14.7 to 22.0 MiB a size). Not subtracted from the spread: depth and backend move it.
+# sizes of its time (0.96, 1.12, 1.15, 1.44 GiB; 14.7 to 22.0 MiB a size).
+# Depth and attention backend move it; no row tells by how much.
 CUDA_GRAPH_BYTES_PER_SIZE = round((1.12 + 1.15) / 2 * GIB / 67)
 # vllm/config/vllm.py, _set_cudagraph_sizes: 1, 2, 4, then steps of 8 below 256 and of 16 from there to twice max_num_seqs, at most 512.
 LARGEST_GRAPH = 512

@@ -4,9 +4,10 @@ from functools import lru_cache
 
 from planner.model import Attention, ModelShape
 
-# Copies of the next token's logits that are float32 whatever the model's dtype: `next_token_logits`, its softmax, and the
-# exponential noise `torch.multinomial` divides by. Source: transformers/generation/utils.py:3247-3276 (no top-k, top-p or
-# temperature processor is active under TRL's defaults), pytorch aten/src/ATen/native/Distributions.cpp, multinomial_out.
+# Copies of the next token's logits that are float32 whatever the model's dtype. When they are made: the copy itself, the copy and the
+# probabilities of the token before, whose names still hold them; when they are sampled: the copy, its softmax, and the exponential noise
+# that `torch.multinomial` divides by. Source: transformers/generation/utils.py:3247-3276 (no top-k, top-p or temperature processor is
+# active under TRL's defaults), pytorch aten/src/ATen/native/Distributions.cpp, multinomial_out.
 FLOAT32_LOGITS_COPIES = 3
 FLOAT32_BYTES = 4
 

@@ -1,0 +1,165 @@
+"""The KV cache of `generate`: equal, to the byte, to what a real small model keeps on the CPU."""
+
+import weakref
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.architectures import shape_of
+from planner.catalogue import load_model
+from planner.memory.kv_cache import (
+    generation_logits_bytes,
+    kv_cache_bytes,
+    kv_cache_dtype_bytes,
+    kv_cache_peak_bytes,
+    mla_expansion_bytes,
+    prefill_cache_bytes,
+)
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  after the check that torch is there
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+ROWS, PROMPT, COMPLETION = 3, 12, 20
+TOKENS = PROMPT + COMPLETION - 1
+COMMON = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+LATENT = {
+    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 24,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**COMMON, num_hidden_layers=3),
+    "gemma3_text": lambda: transformers.Gemma3TextConfig(**COMMON, num_hidden_layers=6, sliding_window=8),
+    "mixtral": lambda: transformers.MixtralConfig(**COMMON, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**LATENT),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=512, bos_token_id=1, eos_token_id=None, pad_token_id=0),
+}
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of new tensors that `counts` picks, while they live, and their peak."""
+
+    def __init__(self, counts):  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.counts, self.sizes, self.now, self.peak = counts, {}, 0, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and self.counts(op, args, tensor):
+                self._born(tensor.untyped_storage())
+        return out
+
+    def _born(self, storage):  # type: ignore[no-untyped-def]
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._died, key)
+
+    def _died(self, key):  # type: ignore[no-untyped-def]
+        self.now -= self.sizes.pop(key)
+
+
+def _stored_bytes(cache) -> int:  # type: ignore[no-untyped-def]
+    storages = [tensor.untyped_storage() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _model(name, dtype):  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), shape_of(config.to_dict(), id=name)
+
+
+def _prompts():  # type: ignore[no-untyped-def]
+    mask = torch.ones(ROWS, PROMPT, dtype=torch.long)
+    mask[0, :3] = 0
+    return {"input_ids": torch.full((ROWS, PROMPT), 7), "attention_mask": mask}
+
+
+def _generate(model, **more):  # type: ignore[no-untyped-def]
+    return model.generate(**_prompts(), max_new_tokens=COMPLETION, do_sample=True, top_k=0, return_dict_in_generate=True, **more)
+
+
+CASES = [
+    pytest.param(name, dtype, autocast, id=f"{name}-{dtype}{'-autocast' if autocast else ''}")
+    for name in CONFIGS
+    for dtype, autocast in (("float32", False), ("float32", True), ("bfloat16", False), ("bfloat16", True))
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "autocast"), CASES)
+def test_generate_keeps_the_bytes_of_the_formula(name, dtype, autocast):  # type: ignore[no-untyped-def]
+    model, shape = _model(name, getattr(torch, dtype))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        cache = _generate(model).past_key_values
+    dtype_bytes = kv_cache_dtype_bytes(shape, 4 if dtype == "float32" else 2, autocast)
+    assert _stored_bytes(cache) == kv_cache_bytes(shape, ROWS, TOKENS, dtype_bytes)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_prompt_is_kept_whole_until_the_next_token(name):  # type: ignore[no-untyped-def]
+    model, shape = _model(name, torch.bfloat16)
+    with torch.no_grad():
+        cache = model(**_prompts(), use_cache=True, past_key_values=transformers.DynamicCache(config=model.config)).past_key_values
+    assert _stored_bytes(cache) == prefill_cache_bytes(shape, ROWS, PROMPT, 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_growing_the_cache_takes_one_old_copy_more(name):  # type: ignore[no-untyped-def]
+    model, shape = _model(name, torch.bfloat16)
+    grown = _Alive(lambda op, args, tensor: op is torch.ops.aten.cat.default and args[1:] == (-2,))
+    with torch.no_grad(), grown:
+        _generate(model)
+    assert grown.peak == kv_cache_peak_bytes(shape, ROWS, PROMPT, TOKENS, 2)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v3"])
+def test_growth_of_mixed_layers_stays_within_a_token_of_the_formula(name):  # type: ignore[no-untyped-def]
+    model, shape = _model(name, torch.bfloat16)
+    grown = _Alive(lambda op, args, tensor: op is torch.ops.aten.cat.default and args[1:] == (-2,))
+    with torch.no_grad(), grown:
+        _generate(model)
+    a_token = kv_cache_bytes(shape, ROWS, 2, 2) - kv_cache_bytes(shape, ROWS, 1, 2)
+    assert 0 <= kv_cache_peak_bytes(shape, ROWS, PROMPT, TOKENS, 2) - grown.peak <= a_token
+
+
+def test_latent_attention_expands_every_token_of_one_layer():
+    model, shape = _model("deepseek_v3", torch.bfloat16)
+    sizes = {ROWS * TOKENS * 4 * (16 + 16), ROWS * TOKENS * 4 * (16 + 8)}  # kv_b_proj's output of nope and v; the keys of nope and rope
+    # The float32 copies are the CPU's own way of attention.
+    expanded = _Alive(lambda op, args, tensor: tensor.numel() in sizes and tensor.dtype == torch.bfloat16)
+    with torch.no_grad(), expanded:
+        _generate(model)
+    assert expanded.peak == mla_expansion_bytes(shape, ROWS, TOKENS, 2)
+
+
+@pytest.mark.parametrize(("dtype", "dtype_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_sampling_makes_the_copies_of_the_formula(dtype, dtype_bytes):  # type: ignore[no-untyped-def]
+    model, shape = _model("llama", getattr(torch, dtype))
+    logits = _Alive(lambda op, args, tensor: tensor.shape[-1:] == (512,) and tensor.numel() == ROWS * 512)
+    with torch.no_grad(), logits:
+        _generate(model)
+    assert logits.peak == generation_logits_bytes(shape, ROWS, dtype_bytes)
+
+
+def test_qwen_under_autocast_caches_in_float32():
+    qwen = load_model("Qwen2.5-7B")
+    assert kv_cache_bytes(qwen, 8, 1023, kv_cache_dtype_bytes(qwen, 4, autocast=True)) == 8 * 1023 * 28 * 1024 * 4
+
+
+@given(rows=st.integers(1, 64), tokens=st.integers(2, 8192), more=st.integers(1, 64), name=st.sampled_from(["Qwen3-4B", "gemma-3-4b-pt"]))
+def test_more_tokens_and_rows_never_need_less(rows, tokens, more, name):  # type: ignore[no-untyped-def]
+    shape = load_model(name)
+    assert kv_cache_bytes(shape, rows, tokens, 2) <= kv_cache_bytes(shape, rows, tokens + more, 2)
+    assert kv_cache_peak_bytes(shape, rows, tokens, tokens, 2) <= kv_cache_peak_bytes(shape, rows + more, tokens, tokens + more, 2)
+    assert kv_cache_bytes(shape, rows, tokens, 2) <= kv_cache_peak_bytes(shape, rows, 1, tokens, 2)
