@@ -42,7 +42,11 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """The engine's memory on each GPU of its tensor-parallel group. `asleep_bytes` is what remains at sleep level 1 or 2."""
+    """The engine's memory on each GPU of its tensor-parallel group.
+
+    `asleep_bytes` stays while the trainer trains: what remains at sleep level 1 or 2, or everything but a step's transients
+    where the engine never sleeps.
+    """
 
     budget_bytes: int
     weights_bytes: int  # with LoRA slots
@@ -71,8 +75,8 @@ class EngineMemory:
 
     @property
     def weights_awake_bytes(self) -> int:
-        """While the trainer writes new weights into a sleeping engine: `wake_up(tags=["weights"])`, no KV cache yet."""
-        return self.asleep_bytes + self.weights_bytes + self.persistent_buffer_bytes
+        """While the trainer writes new weights into it: a sleeping engine has `wake_up(tags=["weights"])` and no KV cache yet."""
+        return min(self.resident_bytes, self.asleep_bytes + self.weights_bytes + self.persistent_buffer_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +157,8 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
     graphs_in_budget = graphs if RUNNERS[settings.runner].graphs_in_budget else 0
     layout = block_layout(model, tensor_parallel_size, settings.kv_dtype_bytes)
     tables = len(layout.groups) * (2 * 4 * settings.max_num_seqs * -(-settings.max_model_len // BLOCK_SIZE) + 8 * settings.max_num_batched_tokens)
+    outside_budget_bytes = before_baseline + tables + graphs - graphs_in_budget
+    awake_bytes = budget_bytes + outside_budget_bytes - activation
     return EngineMemory(
         budget_bytes=budget_bytes,
         weights_bytes=weights_bytes,
@@ -160,14 +166,14 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
         non_torch_bytes=non_torch,
         cuda_graph_bytes=graphs,
         persistent_buffer_bytes=persistent,
-        outside_budget_bytes=before_baseline + tables + graphs - graphs_in_budget,
+        outside_budget_bytes=outside_budget_bytes,
         kv_cache_bytes=budget_bytes - weights_bytes - activation - non_torch - persistent - graphs_in_budget,
         kv_tokens=0,
         max_concurrency=0.0,
         block_size=BLOCK_SIZE,
         max_model_len=settings.max_model_len,
         num_seqs=settings.max_num_seqs,
-        asleep_bytes=_asleep_bytes(non_torch + before_baseline, graphs, tables),
+        asleep_bytes=_asleep_bytes(non_torch + before_baseline, graphs, tables) if settings.sleep else awake_bytes,
     )
 
 
@@ -186,7 +192,7 @@ def _asleep_bytes(outside_torch_bytes: int, graphs_bytes: int, tables_bytes: int
 def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> EngineRefusal | None:
     if not model.known:
         raise UnknownArchitecture(f"The KV cache of {model.id} has no formula here. Try --set use_vllm=false.")
-    if settings.quantization == "int8":  # trl/generation/vllm_generation.py:347
+    if settings.quantization == "int8":  # trl/generation/vllm_generation.py:344
         return EngineRefusal(reason="vLLM does not quantize to 8 bits in flight. Try load_in_4bit, or no quantization.")
     if reason := _uneven_heads(model, settings.tensor_parallel_size):
         return EngineRefusal(reason=reason)
@@ -197,7 +203,7 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
             max_model_len_that_fits=model.max_position_embeddings,
         )
     budget_bytes = _budget_bytes(gpu, settings)
-    if budget_bytes > gpu.free_bytes:  # vllm/v1/worker/utils.py:755
+    if budget_bytes > gpu.free_bytes:  # vllm/v1/worker/utils.py, request_memory
         utilization = _utilization(gpu.free_bytes / gpu.total_bytes, down=True)
         return EngineRefusal(
             reason=f"vLLM's budget at utilization {settings.gpu_memory_utilization:g} is {format_gib(budget_bytes)}, but only {format_gib(gpu.free_bytes)}"

@@ -9,7 +9,7 @@ from planner.model import Attention, ModelShape
 
 # Tokens in a block unless the attention backend wants another size. Source: vllm/config/cache.py, DEFAULT_BLOCK_SIZE.
 BLOCK_SIZE = 16
-# Layers of two kinds are padded to the larger kind when they are this close in number (vllm/v1/core/kv_cache_planning.py:488).
+# Layers of two kinds are padded to the larger kind when they are this close in number (vllm/v1/core/kv_cache_planning.py:524).
 PADDING_RATIO = 1.5
 
 
