@@ -21,7 +21,7 @@ test:
 
 # Rewrites the golden files; commit them alone, and say which formula moved them.
 golden:
-	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py
+	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py
 
 bench:
 	python benchmarks/estimator.py

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.cluster import Cluster
-from planner.estimate import Estimate
 from planner.job import Job
+from planner.quantities import Estimate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,9 +5,9 @@ from dataclasses import replace
 from planner.candidate import Candidate
 from planner.catalogue import load_model
 from planner.cluster import Cluster, Gpu
-from planner.estimate import Estimate, GpuMemory, PhaseMemory, Throughput
 from planner.job import Job
 from planner.plan import Alternative, Plan, Remedy
+from planner.quantities import Estimate, GpuMemory, PhaseMemory, Throughput
 from planner.units import GIB, MIB
 
 MODEL = load_model("Qwen2.5-7B")

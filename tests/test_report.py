@@ -9,8 +9,8 @@ import pytest
 from report_samples import CLUSTER, COLOCATED, ESTIMATE, JOB, MODEL, NOTHING_FITS, PLAN, TOO_LARGE
 
 from planner.candidate import Candidate
-from planner.estimate import Estimate
 from planner.methods import METHODS
+from planner.quantities import Estimate
 from planner.report.frame import breakdown, candidates
 from planner.report.html import estimate_html, plan_html
 from planner.report.json import estimate_report, json_text, plan_report
@@ -101,6 +101,11 @@ class TestTable:
         assert [line.split()[1] for line in lines if line.endswith("◂")] == ["rollout"]
         assert "             peak: the rollout = engine 20.0 + weights 14.0 + runtime 1.0 + adapters 0.2" in lines
         assert "             engine = weights 14.0 + kv cache 5.0 + cuda graphs 1.0" in lines
+
+    def test_what_a_cache_holds_is_counted_not_weighed(self):
+        gpu = replace(ESTIMATE.gpus[0], details={"engine": {"kv_cache": 5 * GIB, "tokens": 148_000, "sequences": 72}})
+        lines = estimate_table(replace(ESTIMATE, gpus=(gpu,)), CLUSTER, (), 100).plain.splitlines()
+        assert "             engine = kv cache 5.0 (148,000 tokens, 72 sequences)" in lines
 
     def test_a_bar_that_does_not_fit_crosses_the_end_of_the_card(self):
         fits = next(line for line in plan_table(PLAN, 100).plain.splitlines() if line.endswith("◂"))

@@ -5,8 +5,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from planner.errors import PlanError
-from planner.estimate import Estimate
 from planner.plan import Plan
+from planner.quantities import Estimate
 from planner.settings import settings_of
 
 if TYPE_CHECKING:

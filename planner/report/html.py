@@ -8,10 +8,10 @@ from importlib.resources import files
 
 from planner.cluster import Cluster
 from planner.errors import PlanError
-from planner.estimate import Estimate
 from planner.plan import Plan
+from planner.quantities import Estimate
 from planner.report.json import Json, estimate_report, plan_report
-from planner.report.table import cards, describe
+from planner.report.table import COUNTS, cards, describe
 from planner.units import format_count, format_gib, format_seconds
 
 # A colour a component, neighbours in a bar told apart.
@@ -53,6 +53,7 @@ def _page(best: Estimate, cluster: Cluster, report: Json, others: list[tuple[str
     except ImportError as error:
         raise PlanError("--html needs Jinja2, which is in the report extra: pip install 'finetune-plan[report]'.") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.globals["counts"] = COUNTS
     environment.filters |= {"gib": lambda size: format_gib(size, 1), "seconds": format_seconds, "count": format_count, "words": _words}
     template = environment.from_string(files("planner.report").joinpath("page.html").read_text(encoding="utf-8"))
     present = {component for gpu in best.gpus for phase in gpu.phases for component in phase.components}

@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 
 from planner.cluster import Cluster
-from planner.estimate import Estimate, GpuMemory, Throughput
 from planner.job import Job
 from planner.plan import Plan
+from planner.quantities import Estimate, GpuMemory, Throughput
 from planner.settings import settings_of, settings_of_fields
 
 SCHEMA = 1

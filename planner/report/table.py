@@ -1,6 +1,6 @@
 """The table a person reads: what to run, what fills each GPU in each phase, what else there is."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -8,8 +8,8 @@ from rich.text import Text
 
 from planner.candidate import Candidate
 from planner.cluster import Cluster
-from planner.estimate import Component, Estimate, GpuMemory, PhaseMemory
 from planner.plan import Alternative, Plan, Remedy
+from planner.quantities import Component, Estimate, GpuMemory, PhaseMemory
 from planner.settings import SPELLINGS, settings_of
 from planner.units import format_count, format_gib, format_seconds
 
@@ -35,6 +35,9 @@ ALWAYS_SHOWN = (
     "vllm_gpu_memory_utilization",
 )  # fmt: skip
 SHOWN_ELSEWHERE = ("model_name_or_path", "method", "trl_version", "environment", "distributed_type")
+
+# Endings of the details that count something; the others are bytes.
+COUNTS = ("tokens", "sequences")
 
 # Fields whose choice brings settings of its own; the defaults of those settings are not worth a line.
 STRUCTURE = ("tuning", "quantization", "precision", "sharding", "vllm")
@@ -189,8 +192,7 @@ def _bars(estimate: Estimate, width: int) -> Iterator[Text]:
             yield label + _bar_row(rows[row], gpu, bar_width) if row < len(rows) else label
         yield from _wrapped("", [f"peak: the {_phase_word(gpu.peak)} = " + " + ".join(_parts(gpu.peak))], width, separator=" + ")
         for component, parts in gpu.details.items():
-            named = " + ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in parts.items())
-            yield from _wrapped("", [f"{component.replace('_', ' ')} = {named}"], width)
+            yield from _wrapped("", [f"{_words(component)} = {_detail(parts)}"], width)
         yield Text()
     yield _legend(estimate)
 
@@ -229,7 +231,18 @@ def _legend(estimate: Estimate) -> Text:
 def _parts(phase: PhaseMemory) -> list[str]:
     """The components of a phase, the largest first."""
     ordered = sorted(phase.components.items(), key=lambda item: -item[1])
-    return [f"{component.replace('_', ' ')} {_gib(size)}" for component, size in ordered]
+    return [f"{_words(component)} {_gib(size)}" for component, size in ordered]
+
+
+def _detail(parts: Mapping[str, int]) -> str:
+    """What a component is made of: sizes added up, then what they hold, in brackets."""
+    sizes = [f"{_words(name)} {_gib(value)}" for name, value in parts.items() if value and not name.endswith(COUNTS)]
+    counts = [f"{format_count(value)} {_words(name)}" for name, value in parts.items() if name.endswith(COUNTS)]
+    return " + ".join(sizes) + (f" ({', '.join(counts)})" if counts else "")
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _alternative(other: Alternative) -> str:
@@ -288,7 +301,7 @@ def _joined(lines: Sequence[Text]) -> Text:
 
 
 def _phase_word(phase: PhaseMemory) -> str:
-    return phase.name.replace("_", " ")
+    return _words(phase.name)
 
 
 def _gpu_range(first: int, count: int) -> str:

@@ -1,0 +1,47 @@
+"""How many candidates a second the estimator does, in one process: `python benchmarks/estimator.py`."""
+
+from dataclasses import replace
+from itertools import product
+from time import perf_counter
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model
+from planner.estimate import estimate
+from planner.gpus import parse_cluster
+
+RISK = 0.01
+
+
+def candidates() -> list[Candidate]:
+    """Every combination of what a search turns most: 9,216 of them."""
+    grpo = Candidate(model=load_model("Qwen2.5-7B"), method="grpo", dtype="bfloat16", sharding="ddp", num_processes=2, vllm="colocate")
+    knobs = product(
+        (1, 2, 4, 8), (256, 512, 1024, 2048), (1, 2, 4, 8), (8, 16, 32, 64), ("full", "lora"), (True, False), ("ddp", "zero2", "zero3"), (0.2, 0.3, 0.4)
+    )
+    return [
+        replace(
+            grpo,
+            per_device_train_batch_size=batch,
+            max_completion_length=length,
+            gradient_accumulation_steps=accumulation,
+            lora_r=rank,
+            tuning=tuning,
+            gradient_checkpointing=checkpointing,
+            sharding=sharding,
+            vllm_gpu_memory_utilization=utilization,
+        )
+        for batch, length, accumulation, rank, tuning, checkpointing, sharding, utilization in knobs
+    ]
+
+
+def main() -> None:
+    cluster = parse_cluster("2xA100-40G")
+    tried = candidates()
+    start = perf_counter()
+    fitting = sum(estimate(candidate, cluster, RISK).fits for candidate in tried)
+    seconds = perf_counter() - start
+    print(f"{len(tried):,} candidates in {seconds:.2f} s: {len(tried) / seconds:,.0f} a second; {fitting:,} fit")
+
+
+if __name__ == "__main__":
+    main()

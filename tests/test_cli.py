@@ -1,0 +1,218 @@
+"""The command: what it parses, prints and exits with. The planner behind it is a fake; tests/test_golden.py has the real one."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from report_samples import ESTIMATE, NOTHING_FITS, PLAN
+
+from planner.candidate import Candidate
+from planner.cli import run
+from planner.cluster import Cluster
+from planner.job import Job
+from planner.plan import Plan
+from planner.quantities import Estimate
+
+ASKED = ["--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo"]
+
+
+@pytest.fixture(autouse=True)
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Cluster]]:
+    """Answers with a plan made by hand and keeps the questions; nothing fits on a T4."""
+    questions: list[tuple[Job, Cluster]] = []
+
+    def plan(job: Job, cluster: Cluster) -> Plan:
+        questions.append((job, cluster))
+        return NOTHING_FITS if cluster.gpu.name == "T4" else PLAN
+
+    def estimate(candidate: Candidate, cluster: Cluster, risk: float) -> Estimate:
+        return replace(ESTIMATE, candidate=candidate, fits=cluster.gpu.name != "T4")
+
+    monkeypatch.setattr("planner.plan.plan", plan, raising=False)
+    monkeypatch.setattr("planner.estimate.estimate", estimate, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    return questions
+
+
+def settings_printed(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    settings: dict[str, object] = json.loads(capsys.readouterr().out)["settings"]
+    return settings
+
+
+class TestSearch:
+    def test_the_table_is_the_answer_and_nothing_else(self, capsys):
+        assert run(ASKED) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith("Qwen/Qwen2.5-7B · grpo · 2 x A100-40G")
+        assert err == ""
+        assert "\x1b" not in out
+
+    def test_json_is_one_document(self, capsys):
+        assert run([*ASKED, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["verdict"] == "fits"
+
+    def test_what_is_set_is_pinned(self, planned):
+        flags = ["--max-length", "2048", "--batch-size", "4", "--lora-r", "8", "--prompt-length", "100", "--max-completion-length", "200", "--no-padded"]
+        assert run([*ASKED, *flags, "--set", "zero_stage=3", "--set", "dtype=auto"]) == 0
+        ((job, _),) = planned
+        assert job.pinned == {
+            "max_length": 2048,
+            "per_device_train_batch_size": 4,
+            "lora_r": 8,
+            "prompt_length": 100,
+            "max_completion_length": 200,
+            "padded": False,
+            "sharding": "zero3",
+            "dtype": "bfloat16",
+        }
+
+    def test_the_job_and_the_cluster_are_what_was_asked(self, planned):
+        flags = ["--tuning", "qlora", "--optimize", "max-length", "--risk", "0.05", "--effective-batch-size", "64", "--free-memory", "30GiB"]
+        assert run([*ASKED, *flags, "--trl-version", "1.15"]) == 0
+        ((job, cluster),) = planned
+        assert (job.tuning, job.optimize, job.risk, job.effective_batch_size, job.trl_version) == ("qlora", "max-length", 0.05, 64, "1.15")
+        assert (cluster.num_gpus, cluster.gpu.free_bytes) == (2, 30 * 2**30)
+
+    def test_a_reward_model_is_loaded_by_its_name(self, planned):
+        assert run([*ASKED, "--set", "reward_model_name_or_path=Qwen2.5-0.5B"]) == 0
+        assert planned[0][0].pinned["reward_model"].id == "Qwen/Qwen2.5-0.5B"
+
+    def test_nothing_fits_is_exit_3_with_the_nearest_on_stdout_and_the_reason_on_stderr(self, capsys):
+        assert run(["--model", "Qwen2.5-7B", "--gpus", "1xT4", "--method", "sft"]) == 3
+        out, err = capsys.readouterr()
+        assert "nearest" in out
+        assert err.startswith("Error: No candidate fits")
+        assert err.count("\n") == 1
+
+    def test_files_are_written_where_they_are_asked_for(self, tmp_path, capsys):
+        assert run([*ASKED, "--out", str(tmp_path / "new"), "--html", str(tmp_path / "page.html"), "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert (tmp_path / "new" / "plan.json").read_text() == out
+        assert (tmp_path / "new" / "plan.txt").read_text().startswith("Qwen/Qwen2.5-7B")
+        assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+        assert err.count("wrote ") == 3
+
+    def test_quiet_says_nothing_about_files(self, tmp_path, capsys):
+        assert run([*ASKED, "--out", str(tmp_path), "--quiet"]) == 0
+        assert capsys.readouterr().err == ""
+
+
+class TestEstimate:
+    def test_one_candidate_is_trls_defaults_and_the_flags(self, capsys):
+        assert run(["estimate", *ASKED, "--tuning", "qlora", "--json"]) == 0
+        settings = settings_printed(capsys)
+        assert (settings["use_peft"], settings["load_in_4bit"], settings["dtype"], settings["num_processes"]) == (True, True, "float32", 2)
+        assert (settings["per_device_train_batch_size"], settings["distributed_type"]) == (8, "MULTI_GPU")
+
+    def test_the_effective_batch_is_kept_by_accumulation(self, capsys):
+        assert run(["estimate", *ASKED, "--effective-batch-size", "64", "--json"]) == 0
+        settings = settings_printed(capsys)
+        assert (settings["gradient_accumulation_steps"], settings["steps_per_generation"]) == (4, 4)
+
+    def test_a_server_takes_its_gpus_from_the_trainer(self, capsys):
+        assert (
+            run(["estimate", *ASKED[:2], "--gpus", "8xH100", "--method", "grpo", "--set", "vllm_mode=server", "--set", "vllm_tensor_parallel_size=2", "--json"])
+            == 0
+        )
+        assert settings_printed(capsys)["num_processes"] == 6
+
+    def test_a_config_file_is_read_and_flags_win_over_it(self, tmp_path, capsys):
+        file = tmp_path / "train.yaml"
+        file.write_text(
+            "model_name_or_path: Qwen/Qwen2.5-7B\nuse_peft: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\nmax_completion_length: 64\n"
+        )
+        asked = ["estimate", "--config", str(file), "--gpus", "1xA100-40G", "--method", "grpo", "--max-completion-length", "128", "--json"]
+        assert run(asked) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["settings"]["per_device_train_batch_size"] == 2
+        assert report["settings"]["max_completion_length"] == 128
+        assert report["settings"]["lora_target_modules"] == ["q_proj", "v_proj"]
+        assert report["warnings"] == ["not used by the plan: learning_rate"]
+
+    def test_a_candidate_that_does_not_fit_is_exit_3(self):
+        assert run(["estimate", "--model", "Qwen2.5-0.5B", "--gpus", "1xT4", "--method", "sft"]) == 3
+
+    def test_an_estimate_has_a_page(self, tmp_path):
+        assert run(["estimate", *ASKED, "--html", str(tmp_path / "page.html"), "--quiet"]) == 0
+        assert "candidate" not in (tmp_path / "page.html").read_text().split("<body>")[0]
+
+
+class TestWrongInput:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "--model, --gpus and --method are missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo"),
+            (ASKED[:4], "--method is missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo"),
+            (["--modell", "x"], "No such option: --modell"),
+            (["--model"], "Option '--model' requires an argument."),
+            (["estimat"], "No such command 'estimat'."),
+            ([*ASKED[:5], "grop"], "Unknown method 'grop'. Did you mean"),
+            ([*ASKED, "--tuning", "qlor"], "Unknown tuning class 'qlor'. Did you mean qlora"),
+            ([*ASKED, "--optimize", "speed"], "Unknown goal 'speed'."),
+            ([*ASKED, "--risk", "2"], "--risk must be a probability between 0 and 1, not 2."),
+            ([*ASKED, "--risk", "some"], "--risk must be a probability between 0 and 1, not some."),
+            ([*ASKED, "--max-length", "0"], "max_length must be at least 1, not 0."),
+            ([*ASKED, "--max-length", "-8"], "max_length must be at least 1, not -8."),
+            ([*ASKED, "--effective-batch-size", "0"], "--effective-batch-size must be a whole number, at least 1, not 0."),
+            ([*ASKED, "--max-length", "8", "--set", "max_length=9"], "max_length is set twice: 8 and 9."),
+            ([*ASKED, "estimate"], "--model stands before estimate. Put it behind: plan estimate --model ..."),
+            ([*ASKED[:2], "--gpus", "2xA100-41G", "--method", "sft"], "Unknown GPU 'A100-41G'."),
+            (["--model", "Qwen2.5-7C", *ASKED[2:]], "Unknown model 'Qwen2.5-7C'. Did you mean"),
+            (["estimate", *ASKED, "--effective-batch-size", "7"], "--effective-batch-size 7 is no multiple of 8 samples on each of 2 GPUs."),
+            (
+                ["estimate", *ASKED, "--effective-batch-size", "32", "--set", "gradient_accumulation_steps=3"],
+                "--effective-batch-size 32 contradicts gradient_accumulation_steps 3, which makes 48.",
+            ),
+            (["estimate", *ASKED, "--config", "missing.yaml"], "missing.yaml cannot be read: No such file or directory."),
+        ],
+    )
+    def test_wrong_input_is_one_line_and_exit_2(self, arguments, message, capsys):
+        assert run(arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"Error: {message}")
+        assert err.count("\n") == 1
+
+    def test_a_place_that_cannot_be_written_is_exit_2(self, tmp_path, capsys):
+        (tmp_path / "file").write_text("")
+        assert run([*ASKED, "--out", str(tmp_path / "file")]) == 2
+        assert "cannot be written" in capsys.readouterr().err
+
+    def test_a_bug_of_ours_keeps_its_traceback(self, monkeypatch):
+        monkeypatch.setattr("planner.plan.plan", lambda job, cluster: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            run(ASKED)
+
+
+class TestCatalogues:
+    def test_models_are_listed(self, capsys):
+        assert run(["models"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == ["model", "parameters", "dtype", "model_type", "activations"]
+        assert any(line.split() == ["Qwen/Qwen2.5-7B", "7.62", "B", "bfloat16", "qwen2", "formula"] for line in lines)
+
+    def test_gpus_are_listed_with_what_their_driver_reports(self, capsys):
+        assert run(["gpus"]) == 0
+        assert any(line.startswith("A100-40G  ") and "39.49 GiB" in line for line in capsys.readouterr().out.splitlines())
+
+    def test_the_schema_is_printed(self, capsys):
+        assert run(["schema"]) == 0
+        assert json.loads(capsys.readouterr().out)["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+class TestProcess:
+    def test_importing_the_command_imports_nothing_heavy(self):
+        heavy = ("torch", "transformers", "trl", "optuna", "pandas", "jinja2", "yaml", "huggingface_hub", "rich", "pydantic", "numpy")
+        code = f"import sys, planner.cli; print([name for name in {heavy!r} if name in sys.modules])"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]).stdout
+        assert out.strip() == "[]"
+
+    def test_an_ascii_terminal_still_gets_an_answer(self):
+        code = "import sys; sys.argv = ['plan', 'gpus', '--wrong']; from planner.cli import main; main()"
+        environment = {"PYTHONIOENCODING": "ascii", "PATH": ""}
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1], check=False)
+        assert (process.returncode, process.stdout) == (2, "")
+        assert process.stderr.startswith("Error: No such option: --wrong")

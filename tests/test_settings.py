@@ -1,0 +1,196 @@
+"""Settings both ways, and TRL config files."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_samples import COLOCATED, MODEL
+
+from planner.candidate import Candidate
+from planner.errors import InputError
+from planner.settings import SPELLINGS, candidate_fields, field_types, parse_assignments, setting_names, settings_of
+from planner.train_config import default_targets, load_train_config
+
+PUBLISHED = "bfloat16"
+
+
+def fields_of(*assignments: str) -> dict[str, object]:
+    return candidate_fields(parse_assignments(assignments), PUBLISHED)
+
+
+class TestAssignments:
+    @pytest.mark.parametrize(
+        ("assignments", "expected"),
+        [
+            (["lora_r=32"], {"lora_r": 32}),
+            (["vllm_gpu_memory_utilization=0.3"], {"vllm_gpu_memory_utilization": 0.3}),
+            (["gradient_checkpointing=no"], {"gradient_checkpointing": False}),
+            (["activation_checkpointing=False"], {"gradient_checkpointing": False}),
+            (["lora_target_modules=q_proj,v_proj"], {"lora_target_modules": ("q_proj", "v_proj")}),
+            (["load_in_4bit=true"], {"quantization": "nf4"}),
+            (["load_in_4bit=true", "use_bnb_nested_quant=true"], {"quantization": "nf4-double"}),
+            (["load_in_8bit=true"], {"quantization": "int8"}),
+            (["quantization=nf4"], {"quantization": "nf4"}),
+            (["bf16=false"], {"precision": "no"}),
+            (["bf16=false", "fp16=true"], {"precision": "fp16"}),
+            (["fp16=true"], {"precision": "fp16"}),
+            (["zero_stage=3"], {"sharding": "zero3"}),
+            (["zero_stage=2", "offload_optimizer_device=cpu"], {"sharding": "zero2", "offload_optimizer": True}),
+            (["distributed_type=FSDP"], {"sharding": "fsdp2"}),
+            (["use_vllm=true"], {"vllm": "colocate"}),
+            (["vllm_mode=server"], {"vllm": "server"}),
+            (["use_vllm=false"], {"vllm": "off"}),
+            (["vllm_max_model_length=none"], {"vllm_max_model_length": 0}),
+            (["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"], {"expandable_segments": True}),
+            (["max_new_tokens=64"], {"max_completion_length": 64}),
+            (["dtype=auto"], {"dtype": "bfloat16"}),
+            (["dtype=fp32"], {"dtype": "float32"}),
+            (["attn_implementation=kernels-community/flash-attn2"], {"attn_implementation": "flash_attention_2"}),
+            (["every_n_layers=2"], {"checkpoint_every_n_layers": 2}),
+        ],
+    )
+    def test_a_name_of_a_library_decides_a_field(self, assignments, expected):
+        assert fields_of(*assignments) == expected
+
+    @pytest.mark.parametrize(
+        ("assignments", "message"),
+        [
+            (["lora_rank=8"], r"Unknown setting 'lora_rank'\. Did you mean .*lora_r.*\?"),
+            (["lora_r"], r"--set lora_r has no value\. Write it as name=value, such as --set lora_r=16\."),
+            (["lora_r=many"], r"lora_r must be a whole number, not many\."),
+            (["lora_r=1.5"], r"lora_r must be a whole number, not 1\.5\."),
+            (["lora_r="], r"lora_r must be a whole number, not empty\."),
+            (["lora_r=0"], r"lora_r must be at least 1, not 0\."),
+            (["max_length=-4"], r"max_length must be at least 1, not -4\."),
+            (["vllm_gpu_memory_utilization=1.5"], r"vllm_gpu_memory_utilization must be from 0\.01 to 1, not 1\.5\."),
+            (["vllm_gpu_memory_utilization=nan"], r"vllm_gpu_memory_utilization must be from 0\.01 to 1, not nan\."),
+            (["padded=perhaps"], r"padded must be true or false, not perhaps\."),
+            (["zero_stage=5"], r"zero_stage=5 is not supported\. zero_stage can be 1, 2, 3\."),
+            (["bnb_4bit_quant_type=fp4"], r"bnb_4bit_quant_type=fp4 is not supported\. bnb_4bit_quant_type can be nf4\."),
+            (["dtype=bfloat"], r"Unknown dtype 'bfloat'\. Did you mean .*\? dtype can be float32, bfloat16, float16\."),
+            (["load_in_4bit=1", "load_in_8bit=1"], r"load_in_4bit=True and load_in_8bit=True contradict each other\."),
+            (["use_vllm=no", "vllm_mode=server"], r"use_vllm=False and vllm_mode=server contradict each other\."),
+            (["sharding=zero3", "zero_stage=2"], r"zero_stage=2 contradicts sharding=zero3\."),
+            (["max_length=4", "max_seq_length=8"], r"max_seq_length=8 contradicts max_length=4\."),
+            (["lora_r=4", "lora_r=8"], r"lora_r is set twice: 4 and 8\."),
+        ],
+    )
+    def test_what_cannot_be_is_refused_in_a_line(self, assignments, message):
+        with pytest.raises(InputError, match=f"^{message}$"):
+            fields_of(*assignments)
+
+    def test_saying_the_same_twice_is_no_contradiction(self):
+        assert fields_of("sharding=zero3", "zero_stage=3", "zero_stage=3") == {"sharding": "zero3"}
+
+    def test_every_field_of_a_candidate_can_be_set(self):
+        assert {field.name for field in fields(Candidate)} - {"method"} <= set(setting_names())
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize(("field", "value"), [(field, value) for field, rows in SPELLINGS.items() for value in rows])
+    def test_what_is_written_is_read_back(self, field, value):
+        written = {name: setting for name, setting in SPELLINGS[field][value].items() if setting != ""}
+        assert candidate_fields(written, PUBLISHED).get(field, False) == value
+
+    @given(
+        lora_r=st.integers(1, 512),
+        batch=st.integers(1, 64),
+        utilization=st.floats(0.01, 1.0),
+        sharding=st.sampled_from(list(SPELLINGS["sharding"])),
+        quantization=st.sampled_from(list(SPELLINGS["quantization"])),
+        vllm=st.sampled_from(["colocate", "server"]),
+    )
+    def test_the_settings_of_a_candidate_give_the_candidate(self, lora_r, batch, utilization, sharding, quantization, vllm):
+        candidate = replace(COLOCATED, lora_r=lora_r, per_device_train_batch_size=batch, vllm_gpu_memory_utilization=utilization)
+        candidate = replace(candidate, sharding=sharding, quantization=quantization, vllm=vllm, vllm_enable_sleep_mode=False)
+        written = {name: value for name, value in settings_of(candidate).items() if name in setting_names() and not isinstance(value, (dict, list))}
+        read = candidate_fields(written, PUBLISHED) | {"model": MODEL, "expandable_segments": True}
+        assert replace(candidate, **read) == candidate
+
+    def test_every_type_of_a_field_is_one_that_settings_can_have(self):
+        assert {str(kind) for kind in field_types().values() if isinstance(kind, type)} == {str(kind) for kind in (str, int, float, bool)}
+
+
+def config(folder: Path, text: str) -> Path:
+    file = folder / "train.yaml"
+    file.write_text(text)
+    return file
+
+
+class TestTrainConfig:
+    def test_keys_of_trl_become_fields(self, tmp_path):
+        file = config(
+            tmp_path,
+            """
+            model_name_or_path: Qwen/Qwen2.5-7B
+            dtype: bfloat16
+            use_peft: true
+            lora_target_modules: [q_proj, v_proj]
+            load_in_4bit: true
+            per_device_train_batch_size: 4
+            learning_rate: 1.0e-5
+            gradient_checkpointing_kwargs: {use_reentrant: false, every_n_layers: 2}
+            env: {PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True"}
+            """,
+        )
+        read = load_train_config(file)
+        assert candidate_fields(read.settings, PUBLISHED) == {
+            "model": "Qwen/Qwen2.5-7B",
+            "dtype": "bfloat16",
+            "tuning": "lora",
+            "lora_dropout": 0.05,
+            "lora_target_modules": ("q_proj", "v_proj"),
+            "quantization": "nf4",
+            "precision": "bf16",
+            "vllm": "off",
+            "per_device_train_batch_size": 4,
+            "checkpoint_every_n_layers": 2,
+            "expandable_segments": True,
+        }
+        assert read.warnings == ("not used by the plan: learning_rate, use_reentrant",)
+
+    def test_fp16_turns_the_default_bf16_off(self, tmp_path):
+        assert candidate_fields(load_train_config(config(tmp_path, "fp16: true")).settings, PUBLISHED)["precision"] == "fp16"
+
+    def test_details_of_what_is_off_are_not_read(self, tmp_path):
+        read = load_train_config(config(tmp_path, "vllm_mode: server\nlora_r: 8\nbnb_4bit_quant_type: nf4\nuse_bnb_nested_quant: true"))
+        assert candidate_fields(read.settings, PUBLISHED) == {"tuning": "full", "vllm": "off", "precision": "bf16"}
+
+    def test_a_deepspeed_file_beside_the_config_is_read(self, tmp_path):
+        (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+        read = candidate_fields(load_train_config(config(tmp_path, "deepspeed: zero.json")).settings, PUBLISHED)
+        assert (read["sharding"], read["offload_param"], read["offload_optimizer"]) == ("zero3", True, False)
+
+    def test_what_may_change_memory_and_is_not_counted_is_said_first(self, tmp_path):
+        read = load_train_config(config(tmp_path, "torch_compile: true\nuse_dora: false\nlearning_rate: 1"))
+        assert read.warnings == ("the config sets what the plan does not count: torch_compile", "not used by the plan: learning_rate")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("- a\n- b", r"is no TRL config: it should hold keys and values"),
+            ("a: [", r"is not YAML: "),
+            ("", r"is no TRL config"),
+            ("deepspeed: missing.json", r"The DeepSpeed config .*missing\.json cannot be read: No such file or directory\."),
+        ],
+    )
+    def test_a_file_that_is_none_is_refused(self, tmp_path, text, message):
+        with pytest.raises(InputError, match=message):
+            load_train_config(config(tmp_path, text))
+
+    def test_a_missing_file_is_refused(self, tmp_path):
+        with pytest.raises(InputError, match=r"cannot be read: No such file or directory\.$"):
+            load_train_config(tmp_path / "none.yaml")
+
+    def test_default_targets_are_pefts(self):
+        peft = pytest.importorskip("peft.utils.constants")
+        mapping = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        from planner.train_config import DEFAULT_TARGETS
+
+        assert {name: tuple(mapping[name]) for name in DEFAULT_TARGETS} == DEFAULT_TARGETS
+
+    def test_a_model_without_default_targets_is_refused(self):
+        with pytest.raises(InputError, match=r"^PEFT has no default lora_target_modules for olmo2\."):
+            default_targets("olmo2")
