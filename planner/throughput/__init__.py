@@ -1,0 +1,60 @@
+"""Throughput: how long an optimizer step takes and what it spends its time on.
+
+The model is a roofline with the launches of an eager framework on top. Every micro-step multiplies tokens with weights
+(2 FLOP a weight forward; backward 4 for full fine-tuning, 2 under LoRA, whose frozen weights have no gradient; 2 again for
+recomputation), reads those weights once a pass, moves activations through memory in element-wise kernels, and computes
+attention over pairs of tokens. Products run at a stated fraction of the data sheet's rate, traffic at a stated fraction of
+its bandwidth (`rates.py`); so small models and small micro-batches fall below the peak because of their bytes, not by a table of
+utilizations. The CPU launches kernels meanwhile; the longer of both counts (`smooth.py`). To that come communication that no
+computation hides, the optimizer's traffic, offloading, and for methods that generate: prefill, decode and weight sync. The trainer
+and a vLLM server take turns, as TRL's do.
+
+Figures rank candidates. They are estimates of padded tokens at full length: rows are taken to have all of `max_length`, completions to
+run to `max_completion_length`. Left out: data loading, logging, evaluation, saving, reward functions, stragglers, and thermal limits.
+Predicted against published speeds: `results/throughput.md`.
+"""
+
+from planner.candidate import Candidate
+from planner.cluster import Cluster
+from planner.quantities import Throughput
+from planner.throughput.communication import communication_seconds, offload_seconds
+from planner.throughput.generation import generation_seconds, rollouts, weight_sync_seconds
+from planner.throughput.optimizer_step import optimizer_seconds
+from planner.throughput.smooth import either
+from planner.throughput.training import extra_forwards, micro_batch, micro_step
+from planner.throughput.work import policy_work
+
+__all__ = ["throughput"]
+
+
+def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Throughput:
+    """Speed of `candidate` on its cards of `cluster`; `concurrency`: sequences that the vLLM engine decodes at once.
+
+        step = accumulation x either(computation, launches) + communication + optimizer + offload + rollouts x (generation + weight sync)
+        tokens per second = rows x row tokens x accumulation x processes / step
+
+    `launch` in `seconds` is what the CPU's launches add to the card's computation.
+    """
+    gpu, accumulation = cluster.gpu, candidate.gradient_accumulation_steps
+    work, batch = policy_work(candidate), micro_batch(candidate)
+    step = micro_step(candidate, work, gpu, batch, extra_forwards(candidate))
+    busy = step.compute + step.recompute + step.attention
+    generation = weight_sync = 0.0
+    if candidate.method_row.generates:
+        count = rollouts(candidate)[1]
+        generation = count * generation_seconds(candidate, cluster, work, concurrency)
+        weight_sync = count * weight_sync_seconds(candidate, cluster, work)
+    seconds = {
+        "compute": accumulation * step.compute,
+        "recompute": accumulation * step.recompute,
+        "attention": accumulation * step.attention,
+        "launch": accumulation * (either(busy, step.launch) - busy),
+        "communication": communication_seconds(candidate, cluster, work, step),
+        "optimizer": optimizer_seconds(candidate, gpu, work),
+        "offload": offload_seconds(candidate, cluster, work, batch, step),
+        "generation": generation,
+        "weight_sync": weight_sync,
+    }
+    step_seconds = sum(seconds.values())
+    tokens = batch.tokens * accumulation * candidate.num_processes
+    return Throughput(tokens_per_second=tokens / step_seconds, step_seconds=step_seconds, seconds=seconds, evidence="estimated")

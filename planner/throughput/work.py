@@ -1,0 +1,182 @@
+"""What one pass over a model costs, as coefficients of its tokens: products, bytes, kernels. Computed once a model and tuning."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from planner.candidate import DTYPE_BYTES, Candidate, Dtype, Quantization
+from planner.memory.parameters import Head, parameters
+from planner.model import Attention, Experts, Layer, Mlp, ModelShape
+
+# Bytes that element-wise kernels read and write per element and token in a forward pass in 16 bits; their backward moves twice that.
+# Counted from the code: transformers 5.23, models/llama/modeling_llama.py: RMSNorm :61-66 (cast 2+4, square 4+4, mean 4, multiply 4+4,
+# cast 4+2, weight 2+2 = 36), rotary :139-145 (two products 8, rotate_half 8, add 6 = 22), silu and product :160 (4 + 6), residual add 6.
+# Liger (arXiv 2410.10989, section 3.2) fuses each of them: read and write once.
+ELEMENTWISE_BYTES: dict[bool, dict[str, int]] = {
+    False: {"norm": 36, "rotary": 22, "gated": 10, "plain": 4, "residual": 6},
+    True: {"norm": 4, "rotary": 4, "gated": 6, "plain": 4, "residual": 6},
+}
+# Float32 weights under autocast keep the residual stream in float32: 26 bytes a token and hidden element are saved where 16-bit weights
+# save 16 (internals.md section 3, measured), and the traffic is taken to grow alike.
+FP32_RESIDUAL_FACTOR = 26 / 16
+# Under autocast each forward casts each float32 weight: 4 read, 2 written, and again 2 read by the product (internals.md 0.4).
+AUTOCAST_BYTES = 6
+# LoRA's forward per element of a wrapped layer's input and output: cast to float32 and back 12, scale and add 12.
+# Source: peft 0.21.2, tuners/lora/layer.py `Linear.forward`.
+LORA_ELEMENT_BYTES = 12
+
+# A 4-bit weight is unpacked to 16 bits before each product; the fraction of the bandwidth that its bytes in and out reach.
+# nf4: Lightning-AI/litgpt, tutorials/resource-tables.md: 1000 iterations of LoRA on Llama 2 7B take 2.36 min, with bnb.nf4 3.68 min
+# (A100-40G): 79 ms for two passes over 6.5e9 weights x 2.56 bytes, 0.27 of 1.56e12; 13B gives 0.22.
+# gptq, awq: QwenLM/Qwen, README.md, "Profiling of Memory and Speed": 7B at 256 tokens takes 1.2 s with LoRA, 3.0 s with Q-LoRA (int4), a step
+# of 8 passes forward, again, and back: 0.11 of 2.04e12; 14B gives 0.10. For the others no figure was found: taken as nf4's.
+UNPACK_FRACTION: dict[Quantization, float] = {
+    "none": 1.0, "nf4": 0.25, "nf4-double": 0.25, "int8": 0.25, "gptq": 0.105, "awq": 0.105, "fp8": 0.25, "mxfp4": 0.25,
+}  # fmt: skip
+# Bytes of a quantized weight with its scales (internals.md section 3).
+QUANTIZED_BYTES: dict[Quantization, float] = {
+    "none": 2.0, "nf4": 0.5625, "nf4-double": 0.516, "int8": 1.0, "gptq": 0.52, "awq": 0.52, "fp8": 1.0, "mxfp4": 0.53125,
+}  # fmt: skip
+
+# Time of the CPU to launch one layer's forward in eager mode: generate() at batch 1 takes 21.1 ms a token for Qwen2.5-0.5B (24 layers),
+# 25.2 for 1.5B (28), 40.4 for 14B (48), 57.0 for 32B (64): 0.84 to 0.90 ms a layer whatever its width (A100-80G, transformers 4.46).
+# Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst.
+LAYER_LAUNCH_SECONDS = 0.88e-3
+# A LoRA layer adds its casts, products and sum. A step of 8 micro-steps of 256 tokens takes 1.0 s for 1.8B (24 layers), 1.2 s for 7B (32) and
+# 1.6 s for 14B (40): 5 ms a layer for forward, recomputation and backward with 5 LoRA layers each. Source: QwenLM/Qwen, README.md.
+LORA_LAUNCH_SECONDS = 0.08e-3
+BACKWARD_LAUNCHES = 1.6  # of the forward's, from the same rows: (5.0 - 2 x 1.28) / 1.28 is 1.9, without optimizer and data 1.6
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Work:
+    """One pass of the decoder forward, per token unless said otherwise. Compared by identity."""
+
+    linear_flops: float  # of products with weights of the decoder layers, active experts only
+    weight_bytes: float  # of those weights in the compute dtype, for the whole pass
+    expert_share: float  # of weight_bytes: experts; 0 in a dense model
+    expert_chance: float  # that one token passes a given expert
+    elementwise_bytes: float
+    adapter_flops: float
+    adapter_bytes: float
+    cast_bytes: float  # whole pass
+    unpack_bytes: float  # whole pass, divided by the fraction of the bandwidth that unpacking reaches
+    attention: tuple[tuple[int, float, int], ...]  # (window or 0, flops per query-key pair, heads), summed over layers
+    kv_bytes: float  # per token of context, as an engine keeps it
+    expanded_kv_bytes: float  # the same repeated to every head, as HF attention under a mask sees it
+    launch_seconds: float  # whole pass
+    head_flops: float  # per scored token
+    head_bytes: float  # whole pass
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    inner_size: int
+    params: int
+    stored_bytes: float  # of the weights as they lie in memory
+    trainable_params: int
+    adapter_only: bool
+
+
+def policy_work(candidate: Candidate) -> Work:
+    """The trained model's work."""
+    c = candidate
+    return work(
+        c.model, c.tuning == "lora", c.lora_r, c.lora_target_modules, c.quantization, c.dtype, c.precision != "no", c.use_liger_kernel, c.method == "reward"
+    )
+
+
+def frozen_work(model: ModelShape, candidate: Candidate) -> Work:
+    """Another role's work: a teacher or a reward model, loaded in the policy's dtype without quantization."""
+    return work(model, False, 1, (), "none", candidate.dtype, candidate.precision != "no", candidate.use_liger_kernel, False)
+
+
+@lru_cache(maxsize=4096)
+def work(
+    model: ModelShape, lora: bool, lora_r: int, targets: tuple[str, ...], quantization: Quantization, dtype: Dtype, autocast: bool, liger: bool, score: bool
+) -> Work:
+    """Sum the coefficients over the layers.
+
+    Leaves out vision towers (the methods' text batches do not pass them), norms of queries and keys, biases, the router's sort.
+    """
+    head: Head = "score" if score else "lm_head"
+    counts = parameters(model, "lora" if lora else "full", lora_r, targets, quantization, head)
+    kinds = model.layer_kinds
+    active, experts = sum(_active_params(layer) * n for layer, n in kinds), sum(layer.expert_params * n for layer, n in kinds)
+    linear = model.linear_params + experts
+    width = DTYPE_BYTES[dtype] if not autocast else 2
+    factor = FP32_RESIDUAL_FACTOR if dtype == "float32" else 1.0
+    adapter, wrapped = counts.adapter_params, counts.adapter_tensors.count // 2
+    unpacked = counts.quantized_params * (QUANTIZED_BYTES[quantization] + 2)
+    return Work(
+        linear_flops=2.0 * (active or model.params - model.embed_params),
+        weight_bytes=float(width * (linear or model.params)),
+        expert_share=experts / linear if linear else 0.0,
+        expert_chance=_expert_chance(model),
+        elementwise_bytes=factor * sum(_elementwise_bytes(layer, liger) * n for layer, n in kinds),
+        adapter_flops=2.0 * adapter,
+        adapter_bytes=LORA_ELEMENT_BYTES * adapter / lora_r,
+        cast_bytes=float(AUTOCAST_BYTES * counts.unquantized_params) if dtype == "float32" and autocast else 0.0,
+        unpack_bytes=unpacked / UNPACK_FRACTION[quantization],
+        attention=_attention(model),
+        kv_bytes=2.0 * sum(_kv_elements(layer.attention) * n for layer, n in kinds),
+        expanded_kv_bytes=2.0 * sum(_pair_elements(layer.attention) * n for layer, n in kinds),
+        launch_seconds=model.num_layers * LAYER_LAUNCH_SECONDS + wrapped * LORA_LAUNCH_SECONDS,
+        head_flops=0.0 if score else 2.0 * model.vocab_size * model.hidden_size,
+        head_bytes=0.0 if score else float(width * model.vocab_size * model.hidden_size),
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        layers=model.num_layers,
+        inner_size=max((_inner_size(layer) for layer, _ in kinds), default=0),
+        params=counts.base,
+        stored_bytes=counts.quantized_params * QUANTIZED_BYTES[quantization] + counts.unquantized_params * DTYPE_BYTES[dtype],
+        trainable_params=counts.trainable,
+        adapter_only=lora,
+    )
+
+
+def _active_params(layer: Layer) -> float:
+    """Weights that one token is multiplied with: of the experts, those it is sent to."""
+    block = layer.feed_forward
+    if not isinstance(block, Experts):
+        return layer.linear_params
+    return layer.linear_params + block.router_params + block.expert_params * block.num_experts_per_tok / block.num_experts
+
+
+def _expert_chance(model: ModelShape) -> float:
+    for layer, _ in model.layer_kinds:
+        if isinstance(layer.feed_forward, Experts):
+            return layer.feed_forward.num_experts_per_tok / layer.feed_forward.num_experts
+    return 1.0
+
+
+def _inner_size(layer: Layer) -> int:
+    """Width of the feed-forward block as one token sees it."""
+    block = layer.feed_forward
+    if isinstance(block, Mlp):
+        return block.intermediate_size
+    return block.moe_intermediate_size * block.num_experts_per_tok + (block.shared.intermediate_size if block.shared else 0)
+
+
+def _elementwise_bytes(layer: Layer, liger: bool) -> float:
+    cost = ELEMENTWISE_BYTES[liger]
+    gated = not isinstance(layer.feed_forward, Mlp) or layer.feed_forward.gated
+    rotary = cost["rotary"] * (layer.attention.q_dim + layer.attention.k_dim) if layer.attention.rotary else 0
+    norms = cost["norm"] * sum(norm.features for norm in layer.norms)
+    return norms + rotary + 2 * cost["residual"] * layer.hidden_size + cost["gated" if gated else "plain"] * _inner_size(layer)
+
+
+def _pair_elements(attention: Attention) -> int:
+    return attention.num_attention_heads * (attention.head_dim + attention.v_head_dim)
+
+
+def _kv_elements(attention: Attention) -> int:
+    return attention.kv_latent_dim or attention.k_dim + attention.v_dim
+
+
+def _attention(model: ModelShape) -> tuple[tuple[int, float, int], ...]:
+    """Layers with the same window together. A pair costs a product of the head's width with the keys and one with the values."""
+    found: dict[int, tuple[float, int]] = {}
+    for layer, n in model.layer_kinds:
+        window = layer.attention.sliding_window or 0
+        flops, heads = found.get(window, (0.0, 0))
+        found[window] = (flops + 2.0 * n * _pair_elements(layer.attention), heads + n * layer.attention.num_attention_heads)
+    return tuple((window, flops, heads) for window, (flops, heads) in found.items())
