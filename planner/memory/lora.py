@@ -72,36 +72,43 @@ def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tu
         InputError: the targets match nothing or half of a fused parameter (PEFT raises as well), or name a path.
         UnknownArchitecture: the shapes of the targeted modules are not known.
     """
-    if not model.known:
-        raise UnknownArchitecture(f"{model.id} ({model.model_type}) has no layer shapes here, so its LoRA matrices cannot be counted. Use --tuning full.")
     converted = CONVERTED_NAMES.get(model.model_type, {})
     names = _names(model, targets)
-    if targets == (ALL_LINEAR,):
-        if model.vision_linear_params and not outer_linears(model):
-            raise UnknownArchitecture(f"all-linear reaches the vision tower of {model.id}, whose shapes are not known here. Name lora_target_modules.")
-        names = names | converted.keys()
     plain = names - converted.keys()
     found: dict[tuple[int, ...], int] = {}
+    matrices = _expert_matrices(model, lora_r, names, converted)
     for linear, count in _linears(model):
         if linear.name in plain:
-            for shape in ((lora_r, linear.in_features), (linear.out_features, lora_r)):
-                found[shape] = found.get(shape, 0) + count
-    for shape, count in _expert_matrices(model, lora_r, {converted[name] for name in names & converted.keys()}, names, converted):
+            matrices += [((lora_r, linear.in_features), count), ((linear.out_features, lora_r), count)]
+    for shape, count in matrices:
         found[shape] = found.get(shape, 0) + count
     if not found:
-        raise InputError(f"lora_target_modules {', '.join(targets)} match no module of {model.id}: it has {', '.join(sorted(_names(model, (ALL_LINEAR,))))}.")
+        known = ", ".join(sorted(linear.name for linear, _ in _linears(model)))
+        raise InputError(f"lora_target_modules {', '.join(targets)} match no module of {model.id}: it has {known}.")
     return tuple(Tensors(part="adapter", shape=shape, count=count) for shape, count in found.items())
 
 
 @lru_cache(maxsize=4096)
 def target_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
-    """The last names of the modules that get adapters, with the shorthands resolved."""
-    return _names(model, targets)
+    """The names of the plain projections that PEFT wraps for `targets`; fused experts are not among them (`targets_experts`)."""
+    return _names(model, targets) - CONVERTED_NAMES.get(model.model_type, {}).keys()
+
+
+@lru_cache(maxsize=1024)
+def targets_experts(model: ModelShape, targets: tuple[str, ...]) -> bool:
+    """Whether the adapters wrap fused experts (see `lora_tensors`)."""
+    converted = CONVERTED_NAMES.get(model.model_type, {})
+    return any(converted[name] != "router" for name in _names(model, targets) & converted.keys())
 
 
 def _names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
+    """The names that are targeted, in transformers 4's spelling for experts."""
+    if not model.known:
+        raise UnknownArchitecture(f"{model.id} ({model.model_type}) has no layer shapes here, so its LoRA matrices cannot be counted. Use --tuning full.")
     if targets == (ALL_LINEAR,):
-        return frozenset(linear.name for linear, _ in _linears(model)) - {"lm_head"}
+        if model.vision_linear_params and not outer_linears(model):
+            raise UnknownArchitecture(f"all-linear reaches the vision tower of {model.id}, whose shapes are not known here. Name lora_target_modules.")
+        return frozenset(linear.name for linear, _ in _linears(model)) - {"lm_head"} | CONVERTED_NAMES.get(model.model_type, {}).keys()
     if targets == (DEFAULT,):
         if model.model_type not in DEFAULT_TARGETS:
             raise UnknownName("default LoRA targets of", model.model_type, DEFAULT_TARGETS, hint="PEFT has none for it either: set lora_target_modules.")
@@ -119,13 +126,12 @@ def _linears(model: ModelShape) -> list[tuple[Linear, int]]:
     return found
 
 
-def _expert_matrices(
-    model: ModelShape, lora_r: int, parameters: set[str], names: frozenset[str], converted: dict[str, str]
-) -> list[tuple[tuple[int, int], int]]:
+def _expert_matrices(model: ModelShape, lora_r: int, names: frozenset[str], converted: dict[str, str]) -> list[tuple[tuple[int, int], int]]:
+    targeted = sorted({converted[name] for name in names & converted.keys()})
     missing = {name for name in converted if converted[name] == "gate_up"} - names
-    if "gate_up" in parameters and missing:
+    if "gate_up" in targeted and missing:
         raise InputError(f"lora_target_modules also needs {', '.join(sorted(missing))}: {model.id} has the experts' gate and up projections in one parameter.")
-    found = []
+    found: list[tuple[tuple[int, int], int]] = []
     for layer, count in model.layer_kinds:
         experts = layer.feed_forward
         if not isinstance(experts, Experts):
@@ -136,7 +142,7 @@ def _expert_matrices(
             "down": (num * lora_r, inner, hidden),
             "router": (lora_r, hidden, num),
         }
-        for name in sorted(parameters):
+        for name in targeted:
             rank, in_features, out_features = shapes[name]
             found += [((rank, in_features), count), ((out_features, rank), count)]
     return found

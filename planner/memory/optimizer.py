@@ -87,7 +87,7 @@ OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
     "adamw_torch_4bit": OptimizerRow(kind="torchao", codes=2, bits=4, step_largest=2),
     # galore-torch 1.0, adamw.py:80-110, galore_projector.py; apollo-torch 1.0.3, apollo.py, random_projector.py
     "galore_adamw": OptimizerRow(kind="galore"),
-    "apollo_adamw": OptimizerRow(kind="apollo", step_largest=2),
+    "apollo_adamw": OptimizerRow(kind="apollo"),
     # lomo-optim 0.1.1, lomo.py (no state), adalomo.py:74-88 (row and column sums of every parameter, frozen or not)
     "lomo": OptimizerRow(step_largest=1),
     "adalomo": OptimizerRow(kind="factored", step_largest=2),
@@ -247,5 +247,8 @@ def _step_bytes(tensors: TensorSet, size: int, optim: Optimizer) -> int:
         small, large = max(shapes, key=lambda shape: shape[0] * shape[1], default=[0, 0])
         work = small * large * (1 if size == FLOAT32_BYTES else 2)  # the decomposition's own copy, and a float32 one of a 16-bit gradient
         return (work + small * large + small * small) * FLOAT32_BYTES
+    if row.kind == "apollo":  # the scaled gradient and its limited copy, and two moments' worth in rank r
+        longest = max((max(kind.shape) for kind in tensors.kinds if len(kind.shape) == 2), default=0)
+        return 2 * rounded_bytes(largest * size) + 2 * rounded_bytes(LOW_RANK * longest * size)
     extra = 2 if optim == "adafactor" and size == SIXTEEN_BIT_BYTES else 0  # float32 copies of gradient and parameter
     return copies + (row.step_largest + extra) * rounded_bytes(largest * FLOAT32_BYTES)

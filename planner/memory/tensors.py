@@ -124,7 +124,9 @@ def outer_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
     vision = model.config.get("vision_config")
     if model.model_type == "gemma3" and isinstance(vision, dict) and model.vision_params:
         hidden, inner, layers = int(vision["hidden_size"]), int(vision["intermediate_size"]), int(vision["num_hidden_layers"])
-        attention = tuple((Linear(name=name, in_features=hidden, out_features=hidden, bias=True), layers) for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
+        attention = tuple(
+            (Linear(name=name, in_features=hidden, out_features=hidden, bias=True), layers) for name in ("q_proj", "k_proj", "v_proj", "out_proj")
+        )
         up = Linear(name="fc1", in_features=hidden, out_features=inner, bias=True)
         down = Linear(name="fc2", in_features=inner, out_features=hidden, bias=True)
         return (*attention, (up, layers), (down, layers))
@@ -216,4 +218,3 @@ def _unnamed_tensors(model: ModelShape, rest: int) -> list[Tensors]:
 
 def _matrix(params: int, rows: int) -> tuple[int, ...]:
     return (rows, params // rows) if rows and params % rows == 0 else (params,)
-

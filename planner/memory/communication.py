@@ -1,0 +1,166 @@
+"""Communication: buckets that gradients are reduced in, parameters gathered for a layer or a whole model, NCCL's own buffers."""
+
+from functools import lru_cache
+from typing import Literal
+
+from planner.candidate import DTYPE_BYTES, Candidate
+from planner.cluster import Gpu
+from planner.memory.adapters import adapter_dtype_bytes
+from planner.memory.gradients import trained_groups
+from planner.memory.lora import targets_experts
+from planner.memory.parameters import BITSANDBYTES, Parameters, policy_parameters
+from planner.memory.sharding import DEEPSPEED, MAX_REUSE_DISTANCE, PREFETCH_TENTHS, gathered_bytes
+from planner.memory.weights import base_dtype_bytes
+from planner.model import ModelShape
+from planner.units import MIB
+
+SIXTEEN_BIT_BYTES = 2
+
+# Device memory of one NCCL communicator with its channels, beside the CUDA context: inside one node, and across nodes, where every network
+# interface has buffers of its own. It grows with channels and peers (NVIDIA/nccl#986, #818).
+# Source: results/allocator_slack.md, medians of four rows and of one. Nobody of us measured it.
+NCCL_BYTES = {"one node": 434 * MIB, "several nodes": 1598 * MIB}
+
+# How often a layer's parameters pass by between its own forward and its backward, in parameters that follow it: the rest of the forward and
+# of the backward pass, and recomputation. Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py:634-664 (`__params_to_release`
+# walks the recorded order of modules).
+REUSE_PASSES = 2
+REUSE_PASSES_RECOMPUTED = 3
+
+GATHERED_LAYERS = 2  # FSDP2 holds the layer it computes and has gathered the next: torch, distributed/fsdp/_fully_shard/_fsdp_param_group.py
+MERGE_COPIES = 2  # B @ A, and its product with the scaling. Source: peft 0.21.2, tuners/lora/layer.py `get_delta_weight`
+MERGE_COPIES_4BIT = 2  # the dequantized weight and the sum. Source: peft 0.21.2, tuners/lora/bnb.py `Linear4bit.merge`
+
+
+def communication_bytes(candidate: Candidate, gpu: Gpu) -> int:
+    """Bytes that one GPU keeps for communication from the first step to the last.
+
+        DDP: a second copy of all gradients (its buckets) | ZeRO-3: one bucket of hidden_size^2 elements |
+        ZeRO-1 and 2 with an offloaded optimizer: the largest trained tensor; and NCCL's buffers where there is a peer
+
+    Source: torch 2.13, nn/parallel/distributed.py (gradient_as_bucket_view False, which neither accelerate nor Trainer change);
+    deepspeed 0.19.8, zero/stage3.py:782, stage_1_and_2.py:659.
+
+    Example: Qwen2.5-7B in full on two GPUs, DDP: 30.46 GB for the buckets.
+    """
+    if candidate.num_processes == 1:
+        return 0
+    trained = trained_groups(candidate)
+    found = nccl_bytes(candidate, gpu)
+    if candidate.sharding == "ddp":
+        found += sum(tensors.params * size for tensors, size in trained)
+    elif candidate.sharding == "zero3":
+        found += _bucket_bytes(candidate)
+    elif candidate.sharding in DEEPSPEED and candidate.offload_optimizer:
+        found += max(tensors.largest * size for tensors, size in trained)
+    return found
+
+
+def nccl_bytes(candidate: Candidate, gpu: Gpu) -> int:
+    """Bytes of NCCL's communicators on one GPU: one for the training group, one more to a vLLM server (its rank 0)."""
+    if candidate.num_processes == 1:
+        return 0
+    size = NCCL_BYTES["one node" if candidate.num_nodes == 1 else "several nodes"]
+    return size * (2 if candidate.vllm == "server" else 1)
+
+
+def gather_bytes(candidate: Candidate, pass_name: str) -> int:
+    """Bytes of parameters gathered, and of gradients on their way, at the worst moment of a pass (`"forward"` or `"backward"`) on one GPU.
+
+        ZeRO-1 and 2, backward: one bucket of hidden_size^2 elements
+        ZeRO-3: dtype x min(parameters, 1e9 / passes + 0.9 hidden_size^2 + largest tensor)
+        FSDP2: two layers, and the tail (final norm and head); backward: also two layers' trained parameters, to be reduced
+
+    DeepSpeed keeps what it will need again within `stage3_max_reuse_distance` (1e9 parameters): the layers at the end of the forward pass,
+    1e9/2 parameters of them, 1e9/3 with recomputation.
+
+    Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py; accelerate 1.15, utils/fsdp_utils.py:862-886.
+    Leaves out DeepSpeed's padding, and the embedding's own FSDP2 unit, which is gone before the layers are there.
+    """
+    if candidate.num_processes == 1 or candidate.sharding in ("none", "ddp"):
+        return 0
+    counted = policy_parameters(candidate)
+    if candidate.sharding in ("zero1", "zero2"):
+        return _bucket_bytes(candidate) if pass_name == "backward" else 0
+    if candidate.sharding == "zero3":
+        return _zero3_live_params(counted, candidate.model.hidden_size, candidate.gradient_checkpointing) * base_dtype_bytes(candidate)
+    size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    layer, tail, trained = _fsdp2_units(candidate.model, counted, candidate.quantization in BITSANDBYTES)
+    reduced = GATHERED_LAYERS * trained if pass_name == "backward" else 0
+    return (GATHERED_LAYERS * layer + tail + reduced) * size
+
+
+def generation_gather_bytes(candidate: Candidate) -> int:
+    """Bytes gathered on one GPU while `generate` runs: under ZeRO-3 the whole model with `ds3_gather_for_generation`, else as in a forward.
+
+    Source: trl 1.16, models/utils.py `unwrap_model_for_generation`.
+    Example: Qwen2.5-32B in bfloat16: 65.5 GB on every GPU, however many there are.
+    """
+    if candidate.sharding == "zero3" and candidate.ds3_gather_for_generation and candidate.num_processes > 1:
+        return _whole_model_bytes(candidate)
+    return gather_bytes(candidate, "forward")
+
+
+def weight_sync_bytes(candidate: Candidate) -> int:
+    """Bytes that handing new weights to vLLM takes on one GPU, on top of both models.
+
+        ZeRO-3: the largest tensor, or with adapters the whole model | FSDP2: the largest tensor in full |
+        adapters: also the product B A of the largest merged weight, twice, and on a 4-bit base that weight dequantized, twice
+
+    Source: trl 1.16, generation/vllm_generation.py:430-473 (PEFT gathers all parameters at once, then `merge_adapter`).
+    """
+    counted = policy_parameters(candidate)
+    merged = _merge_bytes(candidate, counted)
+    if candidate.sharding == "zero3" and candidate.num_processes > 1:
+        return merged + (_whole_model_bytes(candidate) if candidate.tuning == "lora" else counted.largest_params * base_dtype_bytes(candidate))
+    if candidate.sharding == "fsdp2" and candidate.num_processes > 1:
+        return merged + counted.unquantized_tensors.largest * base_dtype_bytes(candidate)
+    return merged
+
+
+def _whole_model_bytes(candidate: Candidate) -> int:
+    counted = policy_parameters(candidate)
+    whole = gathered_bytes(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate)
+    if candidate.tuning == "full":
+        return whole
+    return whole + gathered_bytes(counted.adapter_tensors, adapter_dtype_bytes(candidate), candidate)
+
+
+def _merge_bytes(candidate: Candidate, counted: Parameters) -> int:
+    if candidate.tuning == "full":
+        return 0
+    parts: tuple[Literal["linear", "vision_linear", "expert"], ...] = ("linear", "vision_linear")
+    if targets_experts(candidate.model, candidate.lora_target_modules):
+        parts = (*parts, "expert")
+    largest = _largest_of(counted, parts)
+    dequantized = MERGE_COPIES_4BIT * DTYPE_BYTES[candidate.dtype] if candidate.quantization in ("nf4", "nf4-double") else 0
+    return largest * (MERGE_COPIES * adapter_dtype_bytes(candidate) + dequantized)
+
+
+@lru_cache(maxsize=1024)
+def _largest_of(counted: Parameters, parts: tuple[Literal["linear", "vision_linear", "expert"], ...]) -> int:
+    return counted.base_tensors.only(*parts).largest
+
+
+def _bucket_bytes(candidate: Candidate) -> int:
+    """Hugging Face's "auto" for `reduce_bucket_size` is hidden_size^2 elements (transformers 5.23, integrations/deepspeed.py:229)."""
+    size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    return candidate.model.hidden_size**2 * size
+
+
+@lru_cache(maxsize=1024)
+def _zero3_live_params(counted: Parameters, hidden_size: int, recomputed: bool) -> int:
+    kept = MAX_REUSE_DISTANCE // (REUSE_PASSES_RECOMPUTED if recomputed else REUSE_PASSES)
+    prefetched = PREFETCH_TENTHS * hidden_size**2 // 10
+    return min(counted.unquantized_params, kept + prefetched + counted.unquantized_tensors.largest)
+
+
+@lru_cache(maxsize=1024)
+def _fsdp2_units(model: ModelShape, counted: Parameters, bitsandbytes: bool) -> tuple[int, int, int]:
+    """Parameters of the largest layer's unit, of the tail's, and trained ones in that layer."""
+    layers = max(model.num_layers, 1)
+    adapters = -(-counted.adapter_params // layers)
+    layer = max((kind.params - (kind.linear_params if bitsandbytes else 0) for kind, _ in model.layer_kinds), default=0)
+    head = model.embed_params if model.tied else model.lm_head_params
+    trained = adapters if counted.adapter_params else layer
+    return layer + adapters, model.final_norm.params + head, trained

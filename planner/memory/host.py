@@ -1,0 +1,75 @@
+"""Host: main memory that one node needs while its processes load and train."""
+
+from planner.candidate import DTYPE_BYTES, Candidate
+from planner.cluster import Cluster
+from planner.memory.optimizer import host_states_bytes, paged_states_bytes
+from planner.memory.parameters import BITSANDBYTES, parameters, policy_parameters
+from planner.memory.stack import stack_memory, stack_recipe
+from planner.memory.weights import base_dtype_bytes, reference_weights_bytes
+from planner.model import ModelShape
+
+# Resident memory of a Python process that has started CUDA through PyTorch: 2,056,600 kB. Source: pytorch/pytorch#113326 (RTX 3090,
+# CUDA 11.8). Not measured by us.
+PROCESS_BYTES = 2_056_600 * 1024
+
+
+def host_peak_bytes(candidate: Candidate, cluster: Cluster) -> int:
+    """Bytes of main memory at the peak on one node of the trainer.
+
+        processes x (interpreter and libraries) + max(models being loaded, processes x what is kept on the host)
+
+    Source: see `loading_bytes` and `training_bytes`. Leaves out data sets, data loader workers, the file cache, and vLLM's own processes
+    (its sleep level 2, which TRL uses, keeps no copy of the weights: trl 1.16, generation/vllm_generation.py:365).
+    """
+    processes = min(-(-candidate.num_processes // candidate.num_nodes), cluster.gpus_per_node)
+    return processes * PROCESS_BYTES + max(loading_bytes(candidate, processes), processes * training_bytes(candidate, cluster))
+
+
+def loading_bytes(candidate: Candidate, processes: int) -> int:
+    """Bytes of models in main memory on one node while they are loaded.
+
+        one process, or bitsandbytes: none, weights stream to the card | DDP, ZeRO-1, ZeRO-2: every process has every model whole, in the
+        dtype it is loaded in | ZeRO-3: cut while loading | FSDP2: one whole copy
+
+    Source: trl 1.16, trainer/sft_trainer.py:692 (`device_map=None` when distributed); transformers 5.23, integrations/deepspeed.py
+    (`deepspeed.zero.Init`); accelerate 1.15, utils/fsdp_utils.py (`cpu_ram_efficient_loading`: rank 0 only).
+
+    Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
+    """
+    if processes == 1 or candidate.quantization in BITSANDBYTES or candidate.sharding in ("none", "zero3"):
+        return 0
+    whole = sum(parameters(model, "full", 1, (), "none", "lm_head").base for model in loaded_models(candidate)) * DTYPE_BYTES[candidate.dtype]
+    return whole if candidate.sharding == "fsdp2" else whole * processes
+
+
+def training_bytes(candidate: Candidate, cluster: Cluster) -> int:
+    """Bytes that one process keeps in main memory while it trains: what is offloaded, and paged optimizer states.
+
+    offloaded parameters: dtype x params / G | offloaded optimizer: see `host_states_bytes` | offloaded activations: all that is saved
+    """
+    found = host_states_bytes(candidate) + paged_states_bytes(candidate)
+    if candidate.offload_param and candidate.sharding in ("zero3", "fsdp2"):
+        found += -(-policy_parameters(candidate).total * base_dtype_bytes(candidate) // candidate.num_processes)
+    return found + offloaded_activation_bytes(candidate, cluster)
+
+
+def offloaded_activation_bytes(candidate: Candidate, cluster: Cluster) -> int:
+    """Bytes of saved activations in pinned memory of one process, with everything that is saved moved there.
+
+    Source: trl 1.16, models/activation_offloading.py; transformers 5.23, modeling_utils.py:3110 (`offload` of checkpoints). The few tensors
+    that are still on the card (`max_fwd_stash_size` 5) are counted as well.
+    """
+    if not (candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)):
+        return 0
+    recipe = stack_recipe(candidate, cluster.gpu.supports_flash_attention_2)
+    per_token, per_score, fixed = dict(stack_memory(candidate.model, recipe, True, 0).saved.kinds).get("activations", (0, 0, 0))
+    return per_token * candidate.tokens + per_score * candidate.scores + fixed
+
+
+def loaded_models(candidate: Candidate) -> list[ModelShape]:
+    """Every model that the trainer loads from a checkpoint."""
+    found = [candidate.model]
+    if reference_weights_bytes(candidate):
+        found.append(candidate.model)
+    found += [model for model in (candidate.reward_model, candidate.teacher_model) if model is not None]
+    return found
