@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,16 +85,13 @@ def search(
         return EXIT_PLANNED
     from planner.plan import plan
     from planner.question import read_question
+    from planner.report.html import plan_html
     from planner.report.json import plan_report
     from planner.report.table import plan_table, refusal
 
     question = read_question(ctx.params)
     answer = plan(question.job, question.cluster)
-    if html is not None:
-        from planner.report.html import plan_html
-
-        _write(html, plan_html(answer), quiet)
-    _answer(ctx.params, plan_report(answer), plan_table(answer, _width()))
+    _answer(ctx.params, plan_report(answer), plan_table(answer, _width()), lambda: plan_html(answer))
     if answer.verdict == "fits":
         return EXIT_PLANNED
     _say_error(refusal(answer))
@@ -128,17 +125,15 @@ def estimate(
     """One candidate, no search: what is not set is as TRL has it. Exit 3: it does not fit."""
     from planner.estimate import estimate as estimated
     from planner.question import read_question, single_candidate
+    from planner.report.html import estimate_html
     from planner.report.json import estimate_report
     from planner.report.table import estimate_table
 
     question = read_question(ctx.params)
     cluster, warnings = question.cluster, question.warnings
     answer = estimated(single_candidate(question), cluster, question.job.risk)
-    if html is not None:
-        from planner.report.html import estimate_html
-
-        _write(html, estimate_html(answer, cluster, warnings), quiet)
-    _answer(ctx.params, estimate_report(answer, warnings), estimate_table(answer, cluster, warnings, _width()))
+    table = estimate_table(answer, cluster, warnings, _width())
+    _answer(ctx.params, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))
     return EXIT_PLANNED if answer.fits else EXIT_NOTHING_FITS
 
 
@@ -191,16 +186,20 @@ def run(arguments: list[str]) -> int:
     return int(code or EXIT_PLANNED)
 
 
-def _answer(params: Mapping[str, Any], report: "dict[str, object]", table: "Text") -> None:
-    """Prints the answer in the form that was asked for, and writes it where --out says."""
+def _answer(options: Mapping[str, Any], report: "dict[str, object]", table: "Text", page: Callable[[], str]) -> None:
+    """Prints the answer in the form that was asked for, and writes it where --out and --html say."""
     from rich.console import Console
 
     from planner.report.json import json_text
 
-    if params["out"] is not None:
-        _write(params["out"] / "plan.json", json_text(report) + "\n", params["quiet"])
-        _write(params["out"] / "plan.txt", table.plain + "\n", params["quiet"])
-    if params["json"]:
+    written = {}
+    if options["out"] is not None:
+        written = {options["out"] / "plan.json": json_text(report) + "\n", options["out"] / "plan.txt": table.plain + "\n"}
+    if options["html"] is not None:
+        written[options["html"]] = page()
+    for path, text in written.items():
+        _write(path, text, options["quiet"])
+    if options["json"]:
         print(json_text(report))
     else:
         Console(width=_width(), highlight=False).print(table, soft_wrap=True)
