@@ -20,6 +20,9 @@ Optimizer = Literal[
     "grokadamw", "schedule_free_adamw", "schedule_free_sgd", "adamw_anyprecision",
 ]  # fmt: skip
 
+# Methods whose max_length bounds prompt and completion together (trl 1.16, experimental/online_dpo/online_dpo_config.py, gkd_config.py).
+ROWS_OF_MAX_LENGTH = frozenset({"online-dpo", "gkd"})
+
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -112,9 +115,58 @@ class Candidate:
     @property
     def row_tokens(self) -> int:
         """Tokens of one padded row in the training pass."""
-        return self.prompt_length + self.max_completion_length if self.method_row.generates else self.max_length
+        if self.method in ROWS_OF_MAX_LENGTH or not self.method_row.generates:
+            return self.max_length
+        return self.prompt_length + self.max_completion_length
 
     @property
     def rows(self) -> int:
-        """Rows of the policy's training forward on one GPU. Packing and padding-free make one long row of them."""
+        """Rows of the policy's training forward on one GPU."""
         return self.per_device_train_batch_size * self.method_row.rows_per_sample
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the policy's training forward on one GPU."""
+        return self.rows * self.row_tokens
+
+    @property
+    def flattened(self) -> bool:
+        """Packing and padding-free training lay all rows end to end in one (trl 1.16, sft_trainer.py, `padding_free`)."""
+        return self.packing or self.padding_free
+
+    @property
+    def attention_length(self) -> int:
+        """Tokens of the rows that attention sees."""
+        return self.tokens if self.flattened else self.row_tokens
+
+    @property
+    def scores(self) -> int:
+        """Pairs of tokens in the rows of one forward: rows x length squared."""
+        return self.tokens * self.attention_length
+
+    @property
+    def labelled_tokens(self) -> int:
+        """Tokens with a label at most: the completions of methods that generate, every token elsewhere."""
+        if self.method_row.generates:
+            return self.rows * min(self.max_completion_length, self.row_tokens)
+        return self.tokens
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples of one optimizer step over all processes."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_processes
+
+    @property
+    def generation_rows(self) -> int:
+        """Completions that one process samples at once: a generation batch (trl 1.16, grpo_trainer.py:1275)."""
+        if self.method in ("grpo", "rloo"):
+            return self.per_device_train_batch_size * self.steps_per_generation
+        return self.rows
+
+    @property
+    def separate_reference(self) -> bool:
+        """Whether a second copy of the policy is loaded to compare with; adapters are switched off instead."""
+        row = self.method_row
+        if self.tuning == "lora" or row.reference == "never" or (row.reference == "beta" and not self.beta):
+            return False
+        return not (self.precompute_ref_log_probs and self.method in ("dpo", "kto") and self.sharding != "fsdp2")

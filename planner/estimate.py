@@ -1,92 +1,77 @@
 """Candidate -> Estimate: what a candidate needs on each GPU, phase by phase, and how fast it runs."""
 
-from dataclasses import dataclass
-from typing import Literal
-
 from planner.candidate import Candidate
+from planner.cluster import Cluster, Gpu
+from planner.confidence import fit_probability, interval_bytes
+from planner.memory.engine import EngineMemory, engine_memory
+from planner.memory.engine_settings import engine_settings
+from planner.memory.host import host_peak_bytes
+from planner.memory.peak import train_phases
+from planner.memory.weights import weights_by_role
+from planner.quantities import Estimate, GpuMemory, GpuRole, PhaseMemory
+from planner.throughput import throughput
 
-Evidence = Literal["estimated", "simulated", "measured"]
-Phase = Literal["load", "rollout", "score", "forward", "loss", "backward", "optimizer_step", "weight_sync", "save"]
-Component = Literal[
-    "weights",  # of every role that is resident, as stored
-    "adapters",  # LoRA matrices
-    "gradients",
-    "optimizer_states",
-    "autocast_copies",  # 16-bit copies of float32 weights that autocast keeps
-    "activations",  # saved for the backward pass
-    "attention_scores",  # what grows with the square of the length
-    "transients",  # alive only inside one layer's forward, recomputation or backward; optimizer temporaries
-    "loss",  # head, logits, log-probabilities
-    "kv_cache",  # of generate()
-    "engine",  # the vLLM engine's share of the card
-    "communication",  # gathered parameters, buckets, NCCL
-    "fragmentation",  # reserved by the allocator, not allocated
-    "runtime",  # CUDA context, cuBLAS workspaces
-]
-GpuRole = Literal["train", "vllm", "train+vllm"]
+RISK = 0.01  # accepted probability of running out of memory where nobody says another
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseMemory:
-    """One row of the table phase x component on one GPU; a component that is 0 is left out."""
+def estimate(candidate: Candidate, cluster: Cluster, risk: float = RISK) -> Estimate:
+    """Memory of every GPU and of the host, and speed, of one candidate. Needs no search and no GPU.
 
-    name: Phase
-    components: dict[Component, int]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.components.values())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuMemory:
-    """The GPUs of one role: `count` of them, all alike. `details` explains components: {"engine": {"weights": ..}}."""
-
-    role: GpuRole
-    count: int
-    capacity_bytes: int  # what this run may use of the card
-    phases: tuple[PhaseMemory, ...]
-    interval_bytes: tuple[int, int]  # of the peak, at the stated risk
-    details: dict[str, dict[str, int]]
-
-    @property
-    def peak(self) -> PhaseMemory:
-        """The heaviest phase, the first of equals."""
-        return max(self.phases, key=lambda phase: phase.total_bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.peak.total_bytes
-
-    @property
-    def peak_phase(self) -> Phase:
-        return self.peak.name
+    Raises:
+        EngineDoesNotFit: the vLLM engine would refuse to start.
+    """
+    engine = engine_of(candidate, cluster.gpu)
+    gpus = gpus_of(candidate, cluster, engine, risk)
+    return Estimate(
+        candidate=candidate,
+        fits=all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in gpus),
+        fit_probability=min(fit_probability(gpu.peak, gpu.capacity_bytes) for gpu in gpus),
+        evidence="estimated",
+        gpus=gpus,
+        host_peak_bytes=host_peak_bytes(candidate, cluster),
+        throughput=throughput(candidate, cluster, engine.max_concurrency if engine is not None else 0.0),
+        reasons=(),
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Throughput:
-    """Speed of the whole run. `tokens_per_second` counts trained tokens over all GPUs; `seconds` splits a step by cause."""
-
-    tokens_per_second: float
-    step_seconds: float
-    seconds: dict[str, float]
-    evidence: Evidence
+def engine_of(candidate: Candidate, gpu: Gpu) -> EngineMemory | None:
+    """The vLLM engine of a candidate on one of its GPUs, None where `generate` samples or nothing does."""
+    return None if candidate.vllm == "off" else engine_memory(candidate.model, gpu, engine_settings(candidate, gpu))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """What a candidate needs and gives. `fits`: the peak's upper bound at the accepted risk is within every card."""
+def gpus_of(candidate: Candidate, cluster: Cluster, engine: EngineMemory | None, risk: float = RISK) -> tuple[GpuMemory, ...]:
+    """The GPUs of each role. A server has cards of its own; a colocated engine lives in the trainer's process."""
+    colocated = engine if candidate.vllm == "colocate" else None
+    phases = train_phases(candidate, cluster.gpu, colocated)
+    role: GpuRole = "train+vllm" if colocated is not None else "train"
+    details = {"weights": weights_by_role(candidate)} | ({"engine": engine_details(colocated)} if colocated is not None else {})
+    gpus = [gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk)]
+    if candidate.vllm == "server" and engine is not None:
+        serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})
+        count = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size
+        gpus.append(gpu_memory("vllm", count, cluster.gpu, (serving,), {"engine": engine_details(engine)}, risk))
+    return tuple(gpus)
 
-    candidate: Candidate
-    fits: bool
-    fit_probability: float
-    evidence: Evidence
-    gpus: tuple[GpuMemory, ...]
-    host_peak_bytes: int  # on one node
-    throughput: Throughput
-    reasons: tuple[str, ...]
 
-    @property
-    def over_bytes(self) -> int:
-        """How much the worst GPU lacks at the accepted risk; 0 or less when it fits."""
-        return max(gpu.interval_bytes[1] - gpu.capacity_bytes for gpu in self.gpus)
+def gpu_memory(
+    role: GpuRole, count: int, gpu: Gpu, phases: tuple[PhaseMemory, ...], details: dict[str, dict[str, int]], risk: float
+) -> GpuMemory:
+    heaviest = max(phases, key=lambda phase: phase.total_bytes)
+    return GpuMemory(
+        role=role, count=count, capacity_bytes=gpu.free_bytes, phases=phases, interval_bytes=interval_bytes(heaviest, risk), details=details
+    )
+
+
+def engine_details(engine: EngineMemory) -> dict[str, int]:
+    """What an engine's share of the card goes to, in bytes; and what its KV cache holds, in tokens and sequences."""
+    return {
+        "weights": engine.weights_bytes,
+        "kv_cache": engine.kv_cache_bytes,
+        "activations": engine.activation_peak_bytes,
+        "cuda_graphs": engine.cuda_graph_bytes,
+        "buffers": engine.persistent_buffer_bytes,
+        "non_torch": engine.non_torch_bytes,
+        "outside_budget": engine.outside_budget_bytes,
+        "kv_cache_tokens": engine.kv_tokens,
+        "sequences": int(engine.max_concurrency),
+    }

@@ -1,11 +1,13 @@
 """The answer to a job: the best candidate, its runners-up, the reasons."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cluster import Cluster
+from planner.errors import NothingFits
 from planner.job import Job
 from planner.quantities import Estimate
+from planner.search import CLASSES, Question, TuningClass, search
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,3 +41,98 @@ class Plan:
     more: tuple[str, ...]
     warnings: tuple[str, ...]
     versions: dict[str, str]
+
+
+CLASS_LABELS: dict[TuningClass, str] = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+UNTRAINABLE = ("fp8", "mxfp4")  # published so, dequantized for training (transformers 5.23, quantizers/quantizer_mxfp4.py, finegrained_fp8)
+
+# The stack whose defaults and code paths are counted (internals of planner/memory name its files and lines).
+VERSIONS = {"transformers": "5.23", "peft": "0.21.2", "accelerate": "1.15", "deepspeed": "0.19.8", "bitsandbytes": "0.50.2", "vllm": "0.31", "torch": "2.13"}
+
+
+def plan(job: Job, cluster: Cluster) -> Plan:
+    """Search every tuning class that the job allows and recommend the first that fits without the host's help.
+
+    Raises:
+        InputError: the job contradicts itself or the cluster.
+        NothingFits: no candidate could even be built, such as an effective batch that no number of processes divides.
+    """
+    from planner.notes import limits, notes, reasons
+    from planner.remedies import remedies
+
+    questions = [Question(job=job, cluster=cluster, tuning_class=name) for name in classes(job)]
+    found = {question: search(question) for question in questions}
+    chosen = recommended(found) or recommended(offloaded(found))
+    nearest = min((answer for answer in found.values() if answer is not None), key=lambda answer: answer.over_bytes, default=None)
+    if chosen is None and nearest is None:
+        raise NothingFits(no_candidate(job, cluster))
+    question, best = chosen or next((each, answer) for each, answer in found.items() if answer is nearest and answer is not None)
+    best = replace(best, reasons=reasons(best, question))
+    return Plan(
+        job=job,
+        cluster=cluster,
+        verdict="fits" if best.fits else "does_not_fit",
+        best=best,
+        alternatives=alternatives(found, question),
+        remedies=() if best.fits else remedies(job, cluster, question, best),
+        more=limits(best, question) if best.fits else (),
+        warnings=notes(best, question),
+        versions={"trl": job.trl_version, **VERSIONS},
+    )
+
+
+Found = dict[Question, Estimate | None]
+
+
+def classes(job: Job) -> tuple[TuningClass, ...]:
+    """The tuning classes that the job allows, in the order in which they are recommended."""
+    published = job.model.quantization
+    if job.tuning != "auto":
+        return (job.tuning,)
+    tuning, quantization = job.pinned.get("tuning"), job.pinned.get("quantization")
+    if tuning == "full":
+        return ("full",)
+    if quantization not in (None, "none"):
+        return ("qlora",)
+    if published not in ("none", *UNTRAINABLE):
+        return ("lora",)
+    without_full = CLASSES if tuning is None else CLASSES[1:]
+    return tuple(name for name in without_full if name != "qlora" or quantization is None)
+
+
+def recommended(found: Found) -> tuple[Question, Estimate] | None:
+    return next(((question, answer) for question, answer in found.items() if answer is not None and answer.fits), None)
+
+
+def offloaded(found: Found) -> Found:
+    """The same classes with optimizer, then parameters, on the host; 4-bit weights cannot be partitioned, so QLoRA is not among them."""
+    return {
+        question: answer
+        for question in (replace(each, offload=True) for each in found if each.tuning_class != "qlora")
+        if (answer := search(question)) is not None
+    }
+
+
+def alternatives(found: Found, chosen: Question) -> tuple[Alternative, ...]:
+    """The other classes beside the one that is recommended; full fine-tuning that does not fit is tried again with the host's help."""
+    rest: list[Alternative] = []
+    for question, answer in found.items():
+        if answer is None or question.tuning_class == chosen.tuning_class:
+            continue
+        rest.append(Alternative(label=CLASS_LABELS[question.tuning_class], estimate=answer, note=""))
+        if not answer.fits and question.tuning_class == "full" and not chosen.offload:
+            helped = search(replace(question, offload=True))
+            if helped is not None and helped.fits:
+                rest.append(Alternative(label="full fine-tuning with offloading", estimate=helped, note="optimizer states in host memory"))
+    return tuple(rest)
+
+
+def no_candidate(job: Job, cluster: Cluster) -> str:
+    """Why not a single candidate could be built."""
+    if job.effective_batch_size is not None:
+        return (
+            f"No candidate keeps an effective batch of {job.effective_batch_size} on {cluster.num_gpus} GPUs"
+            + (f" with groups of {job.pinned.get('num_generations', 8)} completions" if job.method in ("grpo", "rloo") else "")
+            + ". Give an --effective-batch-size that both divide."
+        )
+    return f"No candidate of {job.method} with these pins can start on {cluster.num_gpus} x {cluster.gpu.name}. Drop a --set, the vllm ones first."

@@ -91,7 +91,7 @@ def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tu
 @lru_cache(maxsize=4096)
 def target_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
     """The names of the plain projections that PEFT wraps for `targets`; fused experts are not among them (`targets_experts`)."""
-    return _names(model, targets) - CONVERTED_NAMES.get(model.model_type, {}).keys()
+    return frozenset(_names(model, targets) - CONVERTED_NAMES.get(model.model_type, {}).keys())
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,220 @@
+"""The head and the loss: what lies between the last decoder layer and the first gradient, by the way TRL computes it.
+
+Letters in the formulas: T tokens of the forward pass, N of them with a label, V vocabulary, H hidden size, h bytes of a hidden state,
+w bytes of a head weight, c bytes of the compute dtype.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from planner.candidate import Candidate
+from planner.errors import InputError
+from planner.methods import Loss, MethodName
+
+# trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506; kernels/chunked_divergence.py:33-34.
+TOKEN_CHUNK = 4096
+VOCABULARY_CHUNK = 32768
+CHUNKED_NLL_TOKENS = 256  # trl 1.5 to 1.14, trainer/utils.py, `chunked_nll`'s default chunk size
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """Sizes that the loss depends on. `completion_tokens`: tokens of completions only, for losses that slice before they compute."""
+
+    tokens: int
+    labelled_tokens: int
+    logit_tokens: int  # of which a loss that builds logits builds them
+    vocab_size: int
+    hidden_size: int
+    hidden_width: int
+    weight_width: int
+    compute_width: int
+    trainable: bool
+
+    @property
+    def weight_elements(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def final_norm_bytes(self) -> int:
+        """What the final RMSNorm keeps: x in float32 (x itself where it is float32 already) and, if its weight learns, the normalised x."""
+        upcast = FLOAT32 if self.hidden_width != FLOAT32 else 0
+        return self.tokens * self.hidden_size * (upcast + (self.hidden_width if self.trainable else 0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossMemory:
+    """Bytes on one GPU. `forward`: the most while the loss is computed; `saved`: kept until its backward pass; `backward`: the most
+    then, what was saved included. The gradient of the head is part of `backward` and stays as `.grad` of `head_gradient` bytes."""
+
+    forward: int
+    saved: int
+    backward: int
+
+
+def fused(head: Head) -> LossMemory:
+    """TRL >= 1.15: log-probabilities without logits, in tiles, over labelled tokens only.
+
+        forward  = norm + h T H (last hidden state) + h N H + 16 N + 28 N + c n 32768 + (w != c) c 32768 H + (h != c) c n H
+        backward = norm + h N H + 32 N + c n 32768 + 4 N H + (trainable) 4 V H, then the casts: (h = 2) h N H + (trainable, w = 2) w V H
+
+    with n = min(N, 4096). Source: trl 1.16, kernels/chunked_logprob.py:311-462, trainer/utils.py:1599-1660.
+    Example: Qwen3-8B trained in full: 4 x 151,936 x 4,096 = 2.32 GiB for the head's gradient, whatever the batch.
+    Leaves out the scatter of the labelled rows' gradient into zeros of all rows, which the first layer's backward outweighs.
+    """
+    tile = tile_bytes(head, head.compute_width)
+    labelled = head.labelled_tokens * head.hidden_size
+    weight_chunk = head.compute_width * min(VOCABULARY_CHUNK, head.vocab_size) * head.hidden_size if head.weight_width != head.compute_width else 0
+    hidden_chunk = head.compute_width * chunk_tokens(head) * head.hidden_size if head.hidden_width != head.compute_width else 0
+    saved = head.final_norm_bytes + labelled * head.hidden_width + 32 * head.labelled_tokens
+    last_hidden = head.tokens * head.hidden_size * head.hidden_width
+    gradients = FLOAT32 * labelled + (FLOAT32 * head.weight_elements if head.trainable else 0)
+    casts = (head.hidden_width * labelled if head.hidden_width != FLOAT32 else 0) + (
+        head.weight_width * head.weight_elements if head.trainable and head.weight_width != FLOAT32 else 0
+    )
+    return LossMemory(
+        forward=saved + last_hidden + 28 * head.labelled_tokens + tile + weight_chunk + hidden_chunk,
+        saved=saved,
+        backward=saved + tile + gradients + max(weight_chunk + hidden_chunk, casts),
+    )
+
+
+def divergence(head: Head) -> LossMemory:
+    """TRL's distillation: student and teacher tiles in float32 side by side (trl 1.16, kernels/chunked_divergence.py:417 and :537).
+
+    As `fused`, with two float32 tiles in place of one in the compute dtype, and the teacher's last hidden state kept.
+    """
+    alone = fused(head)
+    extra = 2 * tile_bytes(head, FLOAT32) - tile_bytes(head, head.compute_width)
+    teacher = head.labelled_tokens * head.hidden_size * head.hidden_width
+    return LossMemory(forward=alone.forward + extra + teacher, saved=alone.saved + teacher, backward=alone.backward + extra + teacher)
+
+
+def chunk_tokens(head: Head) -> int:
+    return min(head.labelled_tokens, TOKEN_CHUNK)
+
+
+def tile_bytes(head: Head, width: int) -> int:
+    """The tile of logits: its full width even where the vocabulary is smaller."""
+    return width * chunk_tokens(head) * VOCABULARY_CHUNK
+
+
+def chunked_nll(head: Head) -> LossMemory:
+    """TRL 1.5 to 1.14 SFT: cross entropy over 256 labelled tokens at a time, each chunk recomputed in the backward pass.
+
+        forward = norm + 2 h T H + (c + 8) 256 V;  backward = the same and the head's gradient, twice while it is accumulated
+
+    Source: trl 1.14, trainer/utils.py, `chunked_cross_entropy` (checkpointed per chunk).
+    """
+    chunk = (head.compute_width + 2 * FLOAT32) * min(CHUNKED_NLL_TOKENS, head.labelled_tokens) * head.vocab_size
+    saved = head.final_norm_bytes + 2 * head.tokens * head.hidden_size * head.hidden_width
+    gradient = 2 * head.weight_width * head.weight_elements if head.trainable else 0
+    return LossMemory(forward=saved + chunk, saved=saved, backward=saved + 2 * chunk + gradient)
+
+
+def liger(head: Head) -> LossMemory:
+    """Liger's fused linear cross entropy: gradients are made in the forward pass, one chunk of logits at a time.
+
+        chunk = next power of two of T / (V / H);  forward = norm + h T H + (c + 4) chunk V + gradients h T H + (trainable) w V H
+
+    Source: liger_kernel/ops/fused_linear_cross_entropy.py, `fused_linear_cross_entropy_forward`.
+    """
+    chunk = liger_chunk_tokens(head)
+    hidden = head.tokens * head.hidden_size * head.hidden_width
+    gradients = hidden + (head.weight_width * head.weight_elements if head.trainable else 0)
+    saved = head.final_norm_bytes + hidden + gradients
+    return LossMemory(forward=saved + (head.compute_width + FLOAT32) * chunk * head.vocab_size, saved=saved, backward=saved + gradients)
+
+
+def liger_chunk_tokens(head: Head) -> int:
+    factor = -(-head.vocab_size // head.hidden_size)
+    wanted = -(-head.tokens // factor)
+    return min(1 << max(0, (wanted - 1).bit_length()), head.tokens)
+
+
+def whole_logits(forward_width: int, saved_width: int, backward_width: int) -> Callable[[Head], LossMemory]:
+    """A loss that builds the logits of every token: so many bytes for each of T x V numbers.
+
+    The head's own backward needs its input and, if it learns, its gradient, after the logits' gradient is made.
+    """
+
+    def memory(head: Head) -> LossMemory:
+        logits = head.logit_tokens * head.vocab_size
+        kept = head.final_norm_bytes + head.tokens * head.hidden_size * head.hidden_width
+        gradient = head.weight_width * head.weight_elements if head.trainable else 0
+        return LossMemory(forward=kept + forward_width * logits, saved=kept + saved_width * logits, backward=kept + backward_width * logits + gradient)
+
+    return memory
+
+
+# Bytes for each number of the logits under 16-bit autocast: while the loss is computed, kept for its backward pass, and the most then.
+# accelerate hands the trainer float32 copies of 16-bit logits (accelerator.py:1824-1835).
+LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
+    # 16-bit logits, their float32 copy for the loss, log_softmax, and accelerate's float32 copy: transformers loss/loss_utils.py
+    # ForCausalLMLoss (logits.float()); the gradient in float32 and in 16 bits beside the kept log_softmax.
+    "logits_cross_entropy": (10, 4, 10),
+    # float32 logits and, for the chosen half, log_softmax of the NLL term; backward adds both gradients and the 16-bit one.
+    # Source: trl 1.16, experimental/cpo/cpo_trainer.py:824-861, trainer/utils.py selective_log_softmax (kernels/logprob_entropy.py).
+    "logits": (8, 6, 12),
+    # float32 logits and the log_softmax of them: trl 1.16, experimental/online_dpo/online_dpo_trainer.py:1133-1138.
+    "log_softmax": (10, 8, 18),
+    # Both models' logits in float32 and generalized_jsd_loss's own: trl 1.16, experimental/gkd/gkd_trainer.py:271-297. 60 bytes an
+    # element on top of 8 measured on the CPU for 0 < beta < 1.
+    "jsd": (40, 36, 68),
+}
+
+
+def score(head: Head) -> LossMemory:
+    """Reward: one number a row from the last hidden state (modeling_layers.py, GenericForSequenceClassification)."""
+    hidden = head.tokens * head.hidden_size * head.hidden_width
+    return LossMemory(forward=head.final_norm_bytes + 2 * hidden, saved=head.final_norm_bytes + hidden, backward=head.final_norm_bytes + 3 * hidden)
+
+
+FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
+    "fused": fused,
+    "divergence": divergence,
+    "chunked_nll": chunked_nll,
+    "liger": liger,
+    "score": score,
+    "logits": whole_logits(*LOGITS_BYTES["logits"]),
+    "logits_cross_entropy": whole_logits(*LOGITS_BYTES["logits_cross_entropy"]),
+    "log_softmax": whole_logits(*LOGITS_BYTES["log_softmax"]),
+    "jsd": whole_logits(*LOGITS_BYTES["jsd"]),
+}
+
+# Which loss a release builds where it is not the newest's. The first row whose release is not older than the one in force counts.
+# Source: trl's CHANGELOG and trainer/sft_trainer.py of each release: `chunked_nll` became the default of SFT in 1.5, the fused head of
+# every stable trainer came with 1.15; before, the preference and RL trainers built logits (trainer/utils.py, selective_log_softmax).
+BUILT_LOGITS: dict[MethodName, Loss] = {"dpo": "logits", "kto": "logits", "grpo": "logits", "rloo": "logits", "distillation": "jsd"}
+ERAS: tuple[tuple[tuple[int, int], dict[MethodName, Loss]], ...] = (
+    ((1, 4), {**BUILT_LOGITS, "sft": "logits_cross_entropy"}),
+    ((1, 14), {**BUILT_LOGITS, "sft": "chunked_nll"}),
+)
+
+
+def loss_of(candidate: Candidate) -> Loss:
+    """The loss that the TRL release in force computes for this method."""
+    if candidate.use_liger_kernel and candidate.method in ("sft", "dpo", "kto", "grpo") and release(candidate.trl_version) < FUSED_SINCE:
+        return "liger"
+    for last, losses in ERAS:
+        if release(candidate.trl_version) <= last and candidate.method in losses:
+            return losses[candidate.method]
+    return candidate.method_row.loss
+
+
+FUSED_SINCE = (1, 15)  # from here on use_liger_kernel changes the layers' kernels only (trl 1.16, sft_trainer.py:1134-1140)
+
+
+@lru_cache(maxsize=64)
+def release(version: str) -> tuple[int, int]:
+    """`"1.16"` or `"1.16.0"` as numbers that compare.
+
+    Raises:
+        InputError: the text is no release.
+    """
+    parts = version.split(".")
+    if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
+        raise InputError(f"{version!r} is no TRL release. Give one such as 1.16.")
+    return int(parts[0]), int(parts[1])

@@ -1,0 +1,237 @@
+"""The whole stack of decoder layers in one forward and backward pass: which layer, when, is the peak.
+
+One run for everything but the batch: the answer is a handful of moments with sizes per token, per score and constant.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from planner.candidate import DTYPE_BYTES, AttentionImplementation, Candidate, Quantization
+from planner.memory.activations import LayerMemory, Peaks, envelope, layer_memory
+from planner.memory.adapters import adapter_dtype_bytes
+from planner.memory.autograd import NOTHING, Kind, Moment, Size
+from planner.memory.lora import target_names
+from planner.memory.modules import Kernel, Recipe
+from planner.model import Attention, Layer, ModelShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackRecipe:
+    """How a stack computes, without the size of its batch: the key under which its passes are remembered."""
+
+    recipe: Recipe
+    attn_implementation: AttentionImplementation
+    masked: bool  # padding, or packed positions that sdpa can only express as a mask
+    windows_active: bool  # the row is at least as long as the sliding window: those layers need a mask of their own
+    gradient_checkpointing: bool
+    every_n_layers: int
+    flash: bool  # the card has FlashAttention's kernels (compute capability 8.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StackMemory:
+    """The stack's passes. Every moment counts the embedding's output and what the layers before it left.
+
+    `saved`: alive when the last layer is done. `copies`: autocast's copies among it, which go when the forward pass ends unless
+    the backward pass keeps them. `backward` counts the gradients that the pass itself has made so far. `inference`: without gradients.
+    """
+
+    saved: Moment
+    copies: Size
+    forward: Peaks
+    backward: Peaks
+    inference: Peaks
+    one_layer: Moment  # the most that a single layer saves: what offloading keeps on the GPU
+
+
+# How a quantized checkpoint's projections compute. Source: `quantized_linear` of the layer programs.
+QUANTIZED_LINEAR: dict[Quantization, Literal["none", "4bit", "8bit", "dequantized"]] = {
+    "none": "none",
+    "nf4": "4bit",
+    "nf4-double": "4bit",
+    "int8": "8bit",
+    "gptq": "dequantized",
+    "awq": "dequantized",
+    "fp8": "dequantized",
+    "mxfp4": "none",  # experts only, which are no nn.Linear
+}
+
+FLASH_HEAD_DIM = 256  # pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash
+
+
+def stack_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
+    """What `candidate` decides about the policy's passes."""
+    lora = candidate.tuning == "lora"
+    recipe = Recipe(
+        weight_width=compute_weight_width(candidate),
+        autocast_width=0 if candidate.precision == "no" else 2,
+        trainable=not lora,
+        quantized=QUANTIZED_LINEAR[candidate.quantization],
+        lora_r=candidate.lora_r if lora else 0,
+        lora_targets=target_names(candidate.model, candidate.lora_target_modules) if lora else frozenset(),
+        adapter_width=adapter_dtype_bytes(candidate) if lora else 4,
+        lora_dropout=lora and candidate.lora_dropout > 0,
+        liger=candidate.use_liger_kernel,
+    )
+    return with_data(recipe, candidate, flash)
+
+
+def frozen_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
+    """The passes of a model that is only read: reference, reward, teacher. TRL leaves its weights learnable, so autocast keeps copies."""
+    width = compute_weight_width(candidate)
+    recipe = Recipe(weight_width=width, autocast_width=0 if candidate.precision == "no" else 2, trainable=True, liger=candidate.use_liger_kernel)
+    return with_data(recipe, candidate, flash)
+
+
+def with_data(recipe: Recipe, candidate: Candidate, flash: bool) -> StackRecipe:
+    shortest = shortest_window(candidate.model)
+    return StackRecipe(
+        recipe=recipe,
+        attn_implementation=candidate.attn_implementation,
+        masked=candidate.padded or candidate.packing or candidate.padding_free,
+        windows_active=shortest is not None and candidate.row_tokens >= shortest,
+        gradient_checkpointing=candidate.gradient_checkpointing,
+        every_n_layers=candidate.checkpoint_every_n_layers,
+        flash=flash,
+    )
+
+
+def compute_weight_width(candidate: Candidate) -> int:
+    """Bytes of a weight as the forward pass sees it: DeepSpeed and FSDP2 gather 16-bit weights whatever was loaded."""
+    if candidate.sharding in ("zero1", "zero2", "zero3", "fsdp2") and candidate.precision != "no":
+        return 2
+    return DTYPE_BYTES[candidate.dtype]
+
+
+@lru_cache(maxsize=1024)
+def shortest_window(model: ModelShape) -> int | None:
+    windows = [layer.attention.sliding_window for layer, _ in model.layer_kinds]
+    return min((window for window in windows if window is not None), default=None)
+
+
+def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
+    """Which attention kernel one layer runs.
+
+    Source: transformers 5.23 masking_utils.py (sdpa needs no mask without padding, while the row is shorter than the window; eager
+    always has one); integrations/sdpa_attention.py `use_gqa_in_sdpa`; pytorch sdp_utils.cpp (FlashAttention: 16-bit, no mask, equal head
+    dims up to 256, compute capability 8.0; the memory-efficient kernel knows no grouped queries, the fallback is plain math).
+    """
+    if stack.attn_implementation == "eager" or attention.softcap or attention.sink_params:
+        return "eager_masked"
+    if stack.attn_implementation != "sdpa":
+        return "flash_varlen" if stack.masked else "flash"
+    if stack.masked or (stack.windows_active and attention.sliding_window is not None):
+        return "efficient"
+    small = attention.head_dim == attention.v_head_dim <= FLASH_HEAD_DIM
+    if stack.flash and stack.recipe.compute_width == 2 and small:
+        return "flash"
+    grouped = attention.num_key_value_heads < attention.num_attention_heads
+    return "math" if grouped and small else "efficient_unmasked"
+
+
+@lru_cache(maxsize=4096)
+def stack_memory(model: ModelShape, stack: StackRecipe, gradients_exist: bool, head_gradient_elements: int) -> StackMemory:
+    """Play every distinct layer once and lay the results along the depth.
+
+        forward  at layer i: embedding + what layers 0..i-1 left + the layer's own moments
+        backward at layer i: embedding + what layers 0..i-1 left + the layer's own moments + gradients of layers i+1.. and of the head
+
+    Memory is linear between the first and the last layer of a kind, so only those two can hold the peak.
+    """
+    width = stack.recipe.weight_width
+    parts = [layer_part(layer, stack, gradients_exist, i) for i, layer in enumerate(model.layers)]
+    embedding = Moment((model.hidden_size * width, 0, 0), (("activations", (model.hidden_size * width, 0, 0)),))
+    left = [embedding]
+    for part in parts:
+        left.append(plus(left[-1], part.left))
+    learned = [0] * (len(parts) + 1)
+    learned[-1] = 0 if gradients_exist or not stack.recipe.trainable else head_gradient_elements * width
+    for i in range(len(parts) - 1, -1, -1):
+        learned[i] = learned[i + 1] + parts[i].gradient_bytes
+    ends = first_and_last(parts)
+    copies = sum(part.copies for part in parts)
+    forward = [plus(left[i], moment) for i in ends for moment in parts[i].forward.moments]
+    backward = [
+        plus(without_copies(left[i], parts[:i]), moment, gradients(learned[i + 1])) for i in ends for moment in parts[i].backward.moments
+    ]
+    inference = [plus(embedding, moment, autocast(i * parts[i].inference_copies)) for i in ends for moment in parts[i].memory.inference.moments]
+    heaviest = max((part.left for part in parts), key=lambda moment: moment.total)
+    return StackMemory(left[-1], (0, 0, copies), envelope(forward), envelope(backward), envelope(inference), heaviest)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """One layer in its place. `left`: what it leaves after its forward pass; `copies`: autocast's copies in that which do not outlive it."""
+
+    memory: LayerMemory
+    left: Moment
+    copies: int
+    forward: Peaks
+    backward: Peaks
+    gradient_bytes: int
+    inference_copies: int
+
+
+def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: int) -> LayerPart:
+    """Checkpointed or not, by its place (transformers 5.23, modeling_layers.py: layers 0, n, 2n, .. are checkpointed)."""
+    recipe = replace(stack.recipe, kernel=kernel(stack, layer.attention))
+    memory = layer_memory(layer, recipe, gradients_exist)
+    checkpointed = stack.gradient_checkpointing and index % stack.every_n_layers == 0
+    left = memory.checkpoint if checkpointed else memory.saved
+    copied = dict(left.kinds).get("autocast_copies", NOTHING)[2]
+    cached = dict(memory.checkpoint.kinds).get("autocast_copies", NOTHING)[2]
+    return LayerPart(
+        memory=memory,
+        left=left,
+        copies=copied if checkpointed else 0,
+        forward=memory.checkpointed_forward if checkpointed else memory.forward,
+        backward=memory.checkpointed_backward if checkpointed else memory.backward,
+        gradient_bytes=0 if gradients_exist else trained_bytes(layer, recipe),
+        inference_copies=cached if recipe.trainable else 0,
+    )
+
+
+def trained_bytes(layer: Layer, recipe: Recipe) -> int:
+    """Bytes of the gradients that one layer's backward pass leaves."""
+    if recipe.trainable:
+        return layer.params * recipe.weight_width
+    adapted = [linear for linear in layer.linears if linear.name in recipe.lora_targets]
+    return sum(recipe.lora_r * (linear.in_features + linear.out_features) for linear in adapted) * recipe.adapter_width
+
+
+def first_and_last(parts: list[LayerPart]) -> list[int]:
+    """The places of the first and the last layer of each kind."""
+    places: dict[tuple[int, bool], list[int]] = {}
+    for i, part in enumerate(parts):
+        places.setdefault((id(part.memory), part.backward is part.memory.backward), []).append(i)
+    return sorted({end for found in places.values() for end in (found[0], found[-1])})
+
+
+def plus(*moments: Moment) -> Moment:
+    """What is alive together."""
+    kinds: dict[Kind, Size] = {}
+    for moment in moments:
+        for kind, size in moment.kinds:
+            kinds[kind] = add(kinds.get(kind, NOTHING), size)
+    total = NOTHING
+    for moment in moments:
+        total = add(total, moment.total)
+    return Moment(total, tuple(kinds.items()))
+
+
+def add(a: Size, b: Size) -> Size:
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
+
+
+def gradients(size_bytes: int) -> Moment:
+    return Moment((0, 0, size_bytes), (("gradients", (0, 0, size_bytes)),))
+
+
+def autocast(size_bytes: int) -> Moment:
+    return Moment((0, 0, size_bytes), (("autocast_copies", (0, 0, size_bytes)),))
+
+
+def without_copies(left: Moment, before: list[LayerPart]) -> Moment:
+    """The same once the forward pass has ended and autocast has dropped the copies that nothing else holds."""
+    return plus(left, autocast(-sum(part.copies for part in before)))

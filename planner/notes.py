@@ -1,0 +1,196 @@
+"""What a plan says beside its numbers: why it chose so, what limits more, and what would surprise the user."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from planner.candidate import Candidate
+from planner.quantities import Estimate
+from planner.search import LENGTH_FIELD, LENGTH_STEP, Question, attempt, batches, completed, largest
+from planner.units import GIB, format_count, format_gib
+
+WORTH_SAYING_BYTES = GIB // 4
+WORTH_SAYING_SPEED = 1.05
+
+# Settings whose effect is shown by trying the other value: field -> (other values, of which the first that differs is tried).
+TRIED_THE_OTHER_WAY: dict[str, tuple[object, ...]] = {
+    "dtype": ("float32",),
+    "attn_implementation": ("sdpa",),
+    "gradient_checkpointing": (True, False),
+    "sharding": ("ddp",),
+    "vllm_enable_sleep_mode": (False, True),
+    "ds3_gather_for_generation": (True, False),
+}
+
+
+# -- why ---------------------------------------------------------------------------------------------------------------
+
+
+def reasons(best: Estimate, question: Question) -> tuple[str, ...]:
+    """What each setting that was searched does to memory and speed, found by trying the other way."""
+    found = []
+    for name, others in TRIED_THE_OTHER_WAY.items():
+        value = getattr(best.candidate, name)
+        other = next((each for each in others if each != value), None)
+        if other is None or name in question.job.pinned or not matters(name, best.candidate):
+            continue
+        answer = attempt(replace(best.candidate, **{name: other}), question)  # type: ignore[arg-type]
+        if answer is not None and (said := difference(best, answer)):
+            found.append(f"{name} {text(value)} instead of {text(other)}: {said}")
+    return tuple(found)
+
+
+def matters(name: str, candidate: Candidate) -> bool:
+    needs: dict[str, bool] = {
+        "sharding": candidate.num_processes > 1 and not candidate.offload_optimizer,
+        "vllm_enable_sleep_mode": candidate.vllm == "colocate",
+        "ds3_gather_for_generation": candidate.sharding == "zero3" and candidate.method_row.generates and candidate.vllm == "off",
+    }
+    return needs.get(name, True)
+
+
+def difference(best: Estimate, other: Estimate) -> str:
+    """What the best has over the other, in memory and speed; empty where neither is worth a line."""
+    parts = []
+    saved = max(gpu.peak_bytes for gpu in other.gpus) - max(gpu.peak_bytes for gpu in best.gpus)
+    if abs(saved) >= WORTH_SAYING_BYTES:
+        parts.append(f"{'saves' if saved > 0 else 'takes'} {format_gib(abs(saved), 1)}")
+    faster = best.throughput.tokens_per_second / other.throughput.tokens_per_second
+    if max(faster, 1 / faster) >= WORTH_SAYING_SPEED:
+        parts.append(f"{faster:.2f} times the speed")
+    if parts and not other.fits:
+        parts.append("which would not fit otherwise")
+    return ", ".join(parts)
+
+
+def text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# -- more --------------------------------------------------------------------------------------------------------------
+
+
+def limits(best: Estimate, question: Question) -> tuple[str, ...]:
+    """How far the batch and the length could go, and what stops them."""
+    return tuple(line for line in (longest_line(best, question), batch_line(best, question)) if line)
+
+
+def longest_line(best: Estimate, question: Question) -> str:
+    candidate = best.candidate
+    name = LENGTH_FIELD[candidate.method_row.generates and candidate.method not in ("online-dpo", "gkd")]
+    length = getattr(candidate, name)
+    room = candidate.model.max_position_embeddings - (candidate.prompt_length if name == "max_completion_length" else 0)
+
+    def at(steps: int) -> Estimate | None:
+        return attempt(completed(replace(candidate, **{name: steps * LENGTH_STEP}), question), question)  # type: ignore[arg-type]
+
+    def fits(steps: int) -> bool:
+        answer = at(steps)
+        return answer is not None and answer.fits
+
+    steps = largest(-(-length // LENGTH_STEP), room // LENGTH_STEP, fits)
+    if steps * LENGTH_STEP <= length:
+        return f"{name} {format_count(length)} is as long as this batch allows; {stop(at(-(-length // LENGTH_STEP) + 1))}"
+    if (steps + 1) * LENGTH_STEP > room:
+        return f"{name} up to {format_count(steps * LENGTH_STEP)} at this batch, which is as far as the model goes"
+    return f"{name} up to {format_count(steps * LENGTH_STEP)} at this batch; {stop(at(steps + 1))}"
+
+
+def batch_line(best: Estimate, question: Question) -> str:
+    candidate = best.candidate
+    larger = [each for each in batches(candidate, question.job) if each.per_device_train_batch_size > candidate.per_device_train_batch_size]
+    if not larger:
+        return ""
+    following = replace(larger[0], vllm_max_model_length=candidate.vllm_max_model_length)
+    answer = attempt(following, question)
+    if answer is not None and answer.fits:
+        return f"per_device_train_batch_size {following.per_device_train_batch_size} fits too and is no faster"
+    return f"per_device_train_batch_size {following.per_device_train_batch_size} does not fit: {stop(answer)}"
+
+
+def stop(answer: Estimate | None) -> str:
+    """What stops an answer from fitting: the phase and by how much."""
+    if answer is None:
+        return "the vLLM engine would not start"
+    tightest = max(answer.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
+    return f"then the {tightest.peak_phase.replace('_', ' ')} peaks at {format_gib(tightest.peak_bytes, 1)}"
+
+
+# -- notes -------------------------------------------------------------------------------------------------------------
+
+
+def notes(best: Estimate, question: Question) -> tuple[str, ...]:
+    return tuple(line for note in NOTES for line in note(best, question))
+
+
+def about_dtype(best: Estimate, question: Question) -> Iterator[str]:
+    """TRL's default surprises: float32."""
+    candidate = best.candidate
+    if candidate.dtype == "float32" or "dtype" in question.job.pinned:
+        return
+    other = attempt(replace(candidate, dtype="float32"), question)
+    more = max(gpu.peak_bytes for gpu in other.gpus) - max(gpu.peak_bytes for gpu in best.gpus) if other is not None else 0
+    if more >= WORTH_SAYING_BYTES:
+        yield f"TRL loads in float32 unless dtype is set: that would need {format_gib(more, 1)} more; the plan sets {candidate.dtype}"
+    if candidate.tuning == "full":
+        yield "16-bit weights without a float32 copy round small updates away: float32 ones would not fit here"
+
+
+def about_precision(best: Estimate, question: Question) -> Iterator[str]:
+    gpu = question.cluster.gpu
+    if not gpu.supports_bf16:
+        yield f"{gpu.name} has no bfloat16: the plan trains in fp16 (bf16 false, fp16 true)"
+
+
+def about_attention(best: Estimate, question: Question) -> Iterator[str]:
+    candidate = best.candidate
+    if candidate.attn_implementation == "flash_attention_2" and "attn_implementation" not in question.job.pinned:
+        yield "attn_implementation flash_attention_2 needs the flash-attn package; kernels-community/flash-attn2 does the same through the kernels package"
+    if candidate.attn_implementation == "sdpa" and candidate.padded and best.gpus[0].peak.components.get("attention_scores", 0) >= WORTH_SAYING_BYTES:
+        yield "batches with padding make sdpa build a mask of rows x length squared in every layer; --no-padded if yours have none"
+
+
+def about_adapters(best: Estimate, question: Question) -> Iterator[str]:
+    """What TRL and PEFT do, and in which order: getting it wrong is what stops people."""
+    candidate = best.candidate
+    if candidate.tuning != "lora":
+        return
+    quantized = candidate.quantization != "none"
+    cast = "adapters cast to bfloat16, " if quantized else ""
+    reentrant = "reentrant (PEFT under ZeRO-3 needs it)" if candidate.sharding == "zero3" else "non-reentrant"
+    checkpoint = f", enable_input_require_grads, {cast}then at train() {reentrant} checkpointing" if candidate.gradient_checkpointing else f", {cast}then train()"
+    load = f"load in {candidate.quantization}" if quantized else "load"
+    yield (
+        f"TRL prepares the model itself, in this order: {load}, get_peft_model{checkpoint.rstrip(', ')}. Pass peft_config to the trainer; a model that was "
+        "wrapped or prepared by hand before must call enable_input_require_grads itself, or no gradient arrives"
+    )
+    if candidate.quantization in ("nf4", "nf4-double") and candidate.vllm != "off":
+        yield "vLLM dropped bitsandbytes after 0.22, and TRL asks for it with QLoRA: install a vLLM that still has it"
+
+
+def about_versions(best: Estimate, question: Question) -> Iterator[str]:
+    row = best.candidate.method_row
+    if row.last_trl != "current":
+        yield f"{row.name} left TRL after {row.last_trl}: the plan is for trl {row.last_trl}; install trl<={row.last_trl}.*"
+    elif row.experimental:
+        yield f"{row.trainer} is in trl.experimental: it may change without notice"
+
+
+def about_data(best: Estimate, question: Question) -> Iterator[str]:
+    candidate = best.candidate
+    if candidate.method_row.generates and "prompt_length" not in question.job.pinned and candidate.method not in ("online-dpo", "gkd"):
+        yield f"prompts are taken to be up to {format_count(candidate.prompt_length)} tokens; TRL does not cut them: give --prompt-length for yours"
+    if candidate.vllm == "colocate" and "vllm_max_model_length" not in question.job.pinned:
+        yield (
+            f"vllm_max_model_length {format_count(candidate.vllm_max_model_length)} is prompt and completion; "
+            f"TRL's default is the model's whole context, {format_count(candidate.model.max_position_embeddings)}"
+        )
+
+
+def about_sources(best: Estimate, question: Question) -> Iterator[str]:
+    """Doubts that the catalogues carry."""
+    yield from (f"{question.job.model.id}: {note}" for note in question.job.model.notes)
+
+
+NOTES: tuple[Callable[[Estimate, Question], Iterator[str]], ...] = (
+    about_dtype, about_precision, about_attention, about_adapters, about_versions, about_data, about_sources,
+)  # fmt: skip

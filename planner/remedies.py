@@ -1,0 +1,100 @@
+"""A job that does not fit -> the cheapest changes that would make it fit, each tried."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from planner.cluster import Cluster
+from planner.errors import PlanError
+from planner.job import Job
+from planner.plan import Remedy
+from planner.quantities import Estimate
+from planner.search import LENGTH_FIELD, LENGTH_STEP, Question, TuningClass, largest, search
+from planner.settings import settings_of_fields
+from planner.units import format_count
+
+SHOWN = 4  # more remedies than these nobody reads
+MORE_GPUS = (2, 4, 8)  # times as many
+HALF_OPTIMIZER = "paged_adamw_8bit"
+ABOUT_DATA = frozenset({"max_length", "prompt_length", "max_completion_length", "padded", "num_generations"})  # not ours to drop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One change: what to say of it, and the job and cluster it makes."""
+
+    change: str
+    job: Job
+    cluster: Cluster
+    note: str = ""
+
+
+def remedies(job: Job, cluster: Cluster, question: Question, nearest: Estimate) -> tuple[Remedy, ...]:
+    """The first few changes that fit, the least invasive first."""
+    found: list[Remedy] = []
+    for trial in trials(job, cluster, question, nearest):
+        answer = tried(trial, question)
+        if answer is not None and answer.fits:
+            found.append(Remedy(change=trial.change, estimate=answer, note=trial.note))
+        if len(found) == SHOWN:
+            break
+    return tuple(found)
+
+
+def tried(trial: Trial, question: Question) -> Estimate | None:
+    names: dict[str, TuningClass] = {"full": "full", "lora": "lora", "qlora": "qlora"}
+    tuning_class = names.get(trial.job.tuning, question.tuning_class)
+    try:
+        return search(replace(question, job=trial.job, cluster=trial.cluster, tuning_class=tuning_class))
+    except PlanError:  # a change can contradict another pin; then it is no remedy
+        return None
+
+
+def trials(job: Job, cluster: Cluster, question: Question, nearest: Estimate) -> Iterator[Trial]:
+    """Changes in the order of what they cost the user: a pin, the class of tuning, the optimizer, the length, more cards."""
+    yield from unpinned(job, cluster)
+    yield from other_classes(job, cluster)
+    if nearest.candidate.tuning == "full" and "optim" not in job.pinned:
+        note = "8-bit states, paged to the host under pressure"
+        yield Trial(change=f"--set optim={HALF_OPTIMIZER}", job=pinning(job, optim=HALF_OPTIMIZER), cluster=cluster, note=note)
+    yield from shorter(job, cluster, question, nearest)
+    for times in MORE_GPUS:
+        more = replace(cluster, gpus_per_node=cluster.gpus_per_node * times)
+        yield Trial(change=f"{more.num_gpus} GPUs", job=job, cluster=more, note="at the same settings")
+
+
+def unpinned(job: Job, cluster: Cluster) -> Iterator[Trial]:
+    """Each pin that is ours to choose, dropped."""
+    for name in job.pinned:
+        if name in ABOUT_DATA:
+            continue
+        spelled = " ".join(f"{key}={value}" for key, value in settings_of_fields({name: job.pinned[name]}).items())
+        kept = {key: value for key, value in job.pinned.items() if key != name}
+        yield Trial(change=f"{spelled} not pinned", job=replace(job, pinned=kept), cluster=cluster)
+
+
+def other_classes(job: Job, cluster: Cluster) -> Iterator[Trial]:
+    """LoRA for a job that asks for full fine-tuning, QLoRA for either."""
+    cheaper: dict[str, tuple[TuningClass, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",)}
+    for name in cheaper.get(job.tuning, ()):
+        kept = {key: value for key, value in job.pinned.items() if key not in ("tuning", "quantization", "dtype")}
+        yield Trial(change=f"--tuning {name}", job=replace(job, tuning=name, pinned=kept), cluster=cluster)
+
+
+def shorter(job: Job, cluster: Cluster, question: Question, nearest: Estimate) -> Iterator[Trial]:
+    """The longest row that fits, found by halving."""
+    candidate = nearest.candidate
+    name = LENGTH_FIELD[candidate.method_row.generates and candidate.method not in ("online-dpo", "gkd")]
+    length = candidate.max_completion_length if name == "max_completion_length" else candidate.max_length
+
+    def fits(steps: int) -> bool:
+        answer = tried(Trial(change="", job=pinning(job, **{name: steps * LENGTH_STEP}), cluster=cluster), question)
+        return answer is not None and answer.fits
+
+    longest = largest(1, (length - 1) // LENGTH_STEP, fits) * LENGTH_STEP
+    if longest:
+        flag = name.replace("_", "-")
+        yield Trial(change=f"--{flag} {longest}", job=pinning(job, **{name: longest}), cluster=cluster, note=f"{format_count(length)} tokens asked for")
+
+
+def pinning(job: Job, **fields: str | int) -> Job:
+    return replace(job, pinned={**job.pinned, **fields})
