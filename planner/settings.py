@@ -49,6 +49,8 @@ SPELLINGS: dict[str, dict[str | bool, dict[str, Value]]] = {
     "expandable_segments": {False: {"PYTORCH_CUDA_ALLOC_CONF": ""}, True: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
 }
 
+FSDP_OFFLOAD = "fsdp_offload_params"  # accelerate's name; FSDP moves parameters, gradients and optimizer together
+
 # One field, another name. Read everywhere; the second table is what is written.
 ALIASES: dict[str, str] = {
     "model_name_or_path": "model",
@@ -65,7 +67,8 @@ ALIASES: dict[str, str] = {
     "offload": "checkpoint_offload",  # a key of gradient_checkpointing_kwargs
     "num_machines": "num_nodes",  # accelerate
     "mixed_precision": "precision",  # accelerate
-    "zero_optimization.stage": "zero_stage",  # a DeepSpeed file
+    FSDP_OFFLOAD: "offload_param",
+    "offload_params": "offload_param",  # the same in an fsdp_config
 }
 NAMES: dict[str, str] = {
     "model": "model_name_or_path",
@@ -117,8 +120,8 @@ SHOWN: dict[str, Callable[[Candidate], bool]] = {
     "lora_target_modules": lambda c: c.tuning == "lora",
     "lora_dropout": lambda c: c.tuning == "lora",
     "autocast_adapter_dtype": lambda c: c.tuning == "lora",
-    "offload_optimizer": lambda c: c.sharding not in ("none", "ddp"),
-    "offload_param": lambda c: c.sharding in ("zero3", "fsdp2"),
+    "offload_optimizer": lambda c: c.sharding in ("zero1", "zero2", "zero3"),
+    "offload_param": lambda c: c.sharding == "zero3",
     "ds3_gather_for_generation": lambda c: c.sharding == "zero3" and c.method_row.generates,
     "vllm": lambda c: c.method_row.supports_vllm,
     "vllm_gpu_memory_utilization": lambda c: c.vllm != "off",
@@ -205,6 +208,8 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
             values.update(SPELLINGS[field.name][value])
         else:
             values[_name_of(candidate, field.name)] = value.id if field.name in _MODELS else _plain(field.name, value)
+    if candidate.sharding == "fsdp2":
+        values[FSDP_OFFLOAD] = candidate.offload_param
     return _nested(candidate, values)
 
 

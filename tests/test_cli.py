@@ -31,8 +31,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Cluster]]:
     def estimate(candidate: Candidate, cluster: Cluster, risk: float) -> Estimate:
         return replace(ESTIMATE, candidate=candidate, fits=cluster.gpu.name != "T4")
 
-    monkeypatch.setattr("planner.plan.plan", plan, raising=False)
-    monkeypatch.setattr("planner.estimate.estimate", estimate, raising=False)
+    monkeypatch.setattr("planner.plan.plan", plan)
+    monkeypatch.setattr("planner.estimate.estimate", estimate)
     monkeypatch.setenv("COLUMNS", "100")
     return questions
 

@@ -39,6 +39,7 @@ class TestAssignments:
             (["zero_stage=3"], {"sharding": "zero3"}),
             (["zero_stage=2", "offload_optimizer_device=cpu"], {"sharding": "zero2", "offload_optimizer": True}),
             (["distributed_type=FSDP"], {"sharding": "fsdp2"}),
+            (["distributed_type=FSDP", "fsdp_offload_params=true"], {"sharding": "fsdp2", "offload_param": True}),
             (["use_vllm=true"], {"vllm": "colocate"}),
             (["vllm_mode=server"], {"vllm": "server"}),
             (["use_vllm=false"], {"vllm": "off"}),
@@ -108,6 +109,17 @@ class TestRoundTrip:
         written = {name: value for name, value in settings_of(candidate).items() if name in setting_names() and not isinstance(value, (dict, list))}
         read = candidate_fields(written, PUBLISHED) | {"model": MODEL, "expandable_segments": True}
         assert replace(candidate, **read) == candidate
+
+    def test_offloading_is_named_by_what_offloads(self):
+        zero = settings_of(replace(COLOCATED, sharding="zero3", offload_optimizer=True))
+        fsdp = settings_of(replace(COLOCATED, sharding="fsdp2", offload_param=True))
+        assert (zero["offload_optimizer_device"], zero["offload_param_device"]) == ("cpu", "none")
+        assert fsdp["fsdp_offload_params"] is True
+        assert "offload_param_device" not in fsdp
+
+    def test_adapters_under_zero3_are_checkpointed_reentrantly(self):
+        assert settings_of(replace(COLOCATED, sharding="zero3"))["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
+        assert settings_of(COLOCATED)["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
 
     def test_every_type_of_a_field_is_one_that_settings_can_have(self):
         assert {str(kind) for kind in field_types().values() if isinstance(kind, type)} == {str(kind) for kind in (str, int, float, bool)}
