@@ -4,26 +4,34 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import datasets
 import torch
+from peft import PeftModel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GenerationMixin, PrinterCallback
 
 from planner.candidate import Candidate
 from planner.trace.timeline import Trace
 from probes.fake_tensors import FakeArithmetic
-from probes.fake_trainer import METHOD_STAGES, WORD, Device, Stage, models_stay_where_they_are
+from probes.fake_trainer import METHOD_STAGES, WORD, Device, Stage, models_stay_where_they_are, adapters_without_weights
+from probes.rollout import generate_shortened
+from probes.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
 from probes.tracker import Tracker, collector_off, modules_named
 
 
-def dry_run(candidate: Candidate, device: Device = "fake") -> Trace:
-    """Two optimizer steps of the candidate's trainer as a trace. `device="real"` runs them on the CPU with weights, for tests."""
-    tracker, arithmetic = Tracker(), FakeArithmetic()
-    with _quiet(), collector_off(), models_stay_where_they_are():
-        stage = METHOD_STAGES[candidate.method](candidate, device)
+def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device: Device = "fake") -> Trace:
+    """Two optimizer steps of the candidate's trainer as a trace, on one GPU.
+
+    `ways="cpu"` leaves out what CUDA does otherwise; `device="real"` runs the steps with weights. Both are for tests.
+    """
+    cuda = ways == "cuda"
+    tracker, arithmetic = Tracker(CUDA_BLOCK_BYTES, WORKSPACES) if cuda else Tracker(), FakeArithmetic()
+    with _quiet(), collector_off(), models_stay_where_they_are(), cuda_ways() if cuda else contextlib.nullcontext(()) as substitutions:
+        with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
+            stage = METHOD_STAGES[candidate.method](candidate, device)
         stage.trainer.remove_callback(PrinterCallback)
         if device == "fake":
             for model in stage.models:
@@ -33,9 +41,9 @@ def dry_run(candidate: Candidate, device: Device = "fake") -> Trace:
                 stack.enter_context(arithmetic)
             stack.enter_context(tracker)
             _add_residents(tracker, stage)
-            stack.enter_context(_phases(tracker, stage))
+            stack.enter_context(_phases(tracker, stage, candidate.padded and not candidate.packing and not candidate.padding_free))
             stage.trainer.train()
-        return tracker.trace()
+        return tracker.trace(substitutions)
 
 
 @contextlib.contextmanager
@@ -84,8 +92,8 @@ def _add_residents(tracker: Tracker, stage: Stage) -> None:
 
 
 @contextlib.contextmanager
-def _phases(tracker: Tracker, stage: Stage) -> Iterator[None]:
-    """Tells the tracker which phase runs, while inside."""
+def _phases(tracker: Tracker, stage: Stage, padded: bool) -> Iterator[None]:
+    """Tells the tracker which phase runs, while inside. `padded`: every batch holds one token of padding, though its rows are all of full length."""
     trainer = stage.trainer
     policy = trainer.accelerator.unwrap_model(trainer.model)
     backward, generate, multinomial = trainer.accelerator.backward, GenerationMixin.generate, torch.multinomial
@@ -107,16 +115,22 @@ def _phases(tracker: Tracker, stage: Stage) -> Iterator[None]:
         tracker.mark((parameter.grad for parameter in policy.parameters() if parameter.grad is not None), "gradients")
         tracker.enter_phase("optimizer_step")
 
-    def run_generate(*args: Any, **kwargs: Any) -> Any:
+    def run_generate(model: Any, **arguments: Any) -> Any:
         tracker.enter_phase("rollout")
         with mock.patch.object(torch, "multinomial", lambda probabilities, num_samples: multinomial(probabilities, num_samples).fill_(WORD)):
-            result = generate(*args, **kwargs)
+            result = generate_shortened(generate, model, lambda cached: tracker.mark(cached, "kv_cache"), arguments)
         tracker.enter_phase("score")
         return result
 
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         tracker.mark((item for state in optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor)), "optimizer_states")
 
+    def with_padding(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2:
+            mask[-1, -1] = 0
+
+    handles = [plain.register_forward_pre_hook(with_padding, with_kwargs=True) for plain in map(_plain, stage.models) if padded]
     handle = register_optimizer_step_post_hook(after_step)
     try:
         with (
@@ -126,10 +140,15 @@ def _phases(tracker: Tracker, stage: Stage) -> Iterator[None]:
         ):
             yield
     finally:
-        handle.remove()
+        for registered in (handle, *handles):
+            registered.remove()
+
+
+def _plain(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside its PEFT wrapper."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _backbone(model: torch.nn.Module) -> torch.nn.Module:
     """The decoder without its head: what `add_fused_lm_head` calls."""
-    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return plain.base_model
+    return _plain(model).base_model

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
+_DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")
 
 # Integers and booleans above this are fake as well: a trainer reads no value from as large a mask.
 REAL_BYTES_LIMIT = 2**26
@@ -33,8 +34,10 @@ class FakeArithmetic(TorchDispatchMode):
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is _DEVICE:
+            return _CPU
         kwargs = kwargs or {}
-        tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
+        tensors = tensors_in(args) + tensors_in(tuple(kwargs.values()))
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._without_fakes(func, args, kwargs, tensors)
         if func is aten._local_scalar_dense.default:
@@ -64,6 +67,17 @@ class FakeArithmetic(TorchDispatchMode):
         if any(returned.alias_info is not None for returned in func._schema.returns):
             return result
         return tree_map_only(FakeTensor, _with_data_if_whole, result)
+
+
+def tensors_in(items: Any) -> list[torch.Tensor]:
+    """The tensors of an operator's arguments or results: bare, in lists and in tuples."""
+    found: list[torch.Tensor] = []
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found.extend(tensors_in(item))
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -13,6 +13,7 @@ import torch
 import transformers
 import trl
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTuner
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -38,6 +39,26 @@ class Stage:
 
     trainer: Any
     models: tuple[torch.nn.Module, ...]
+
+
+@contextmanager
+def adapters_without_weights() -> Iterator[None]:
+    """PEFT makes its matrices on the CPU and fills them before it moves them to where the model is: here they start there, unfilled."""
+    inject = BaseTuner.inject_adapter
+
+    def inject_on_meta(*args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            inject(*args, **kwargs)
+
+    def unfilled(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor
+
+    with (
+        mock.patch.object(BaseTuner, "inject_adapter", inject_on_meta),
+        mock.patch.object(torch.nn.init, "kaiming_uniform_", unfilled),
+        mock.patch.object(torch.nn.init, "zeros_", unfilled),
+    ):
+        yield
 
 
 @contextmanager

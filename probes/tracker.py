@@ -3,7 +3,7 @@
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.estimate import Component, Phase
+from planner.quantities import Component, Phase
 from planner.trace.timeline import STAYS, Allocation, Trace
 
 aten = torch.ops.aten
@@ -39,8 +39,11 @@ class Tracker(TorchDispatchMode):
     functions/accumulate_grad.h); the tracker adds them in place where the engine would have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int = 1, workspaces: Mapping[Any, Callable[..., int]] | None = None) -> None:
+        """`block_bytes`: sizes are rounded up to multiples of it. `workspaces`: what operators allocate inside themselves for a moment."""
         super().__init__()
+        self._block_bytes = block_bytes
+        self._workspaces = dict(workspaces or {})
         self.records: list[_Record] = []
         self.phase: Phase = "load"
         self.module = ""
@@ -78,7 +81,7 @@ class Tracker(TorchDispatchMode):
             if record.component is None and record.phase == "forward":
                 record.component = "activations"
 
-    def trace(self) -> Trace:
+    def trace(self, substitutions: tuple[str, ...] = ()) -> Trace:
         return Trace(
             allocations=tuple(
                 Allocation(
@@ -88,6 +91,7 @@ class Tracker(TorchDispatchMode):
                 for record in self.records
             ),
             phase_starts=tuple(self.phase_starts),
+            substitutions=substitutions,
             versions=tuple(sorted(_versions().items())),
         )  # fmt: skip
 
@@ -117,7 +121,17 @@ class Tracker(TorchDispatchMode):
             for item in result:
                 if isinstance(item, torch.Tensor):
                     self._record(item, func, self.module, None, args)
+        if func in self._workspaces:
+            self._record_moment(self._workspaces[func](*args, **(kwargs or {})), func)
         return result
+
+    def _record_moment(self, size_bytes: int, operator: Any) -> None:
+        """Memory that an operator has only while it runs, besides its results."""
+        born, self._clock = self._clock, self._clock + 2
+        size_bytes = -(-size_bytes // self._block_bytes) * self._block_bytes
+        self.records.append(
+            _Record(size_bytes=size_bytes, born=born, died=born + 1, phase=self.phase, operator=f"{operator} workspace", module=self.module)
+        )
 
     def _is_accumulation(self, args: tuple[Any, ...]) -> bool:
         """Whether autograd's engine adds two gradients of which it alone holds the first."""
@@ -140,7 +154,7 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        size_bytes = storage.nbytes()
+        size_bytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
         if size_bytes == 0 or tensor.device.type == "meta":
             return
         if operator is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights:
@@ -181,16 +195,14 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Python's cyclic collector runs at its own times, which would reorder the deaths: it runs once before, not during."""
+    """Python's cyclic collector runs at its own times, which would reorder the deaths."""
     was_on = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
             gc.enable()
-        gc.collect()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.estimate import Component, Phase, PhaseMemory
+from planner.quantities import Component, Phase, PhaseMemory
 
 STAYS = 2**62  # the `died` of an allocation that outlives the trace
 

@@ -1,0 +1,81 @@
+"""A rollout of any length in the time of a short one: the first tokens and the last are generated, those between are only put into the cache.
+
+Memory grows with every token, so its peak is in the prompt's pass or in the last token's. What is left out is named in the trace.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from planner.errors import UnknownArchitecture
+
+WHOLE_ROLLOUT_TOKENS = 8  # completions up to this are generated token by token
+GENERATED_TOKENS = 3  # of longer ones: from the prompt's pass, from a first step with the cache, from the last step
+WORD = 1  # the token that is sampled
+
+
+def generate_shortened(generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]) -> Any:
+    """`model.generate(**arguments)` with as many tokens as asked for in the result; `on_cached` is told the tensors put into the cache."""
+    config: GenerationConfig = arguments["generation_config"]
+    asked = config.max_new_tokens
+    if asked is None or asked <= WHOLE_ROLLOUT_TOKENS:
+        return generate(model, **arguments)
+    short = copy.deepcopy(config)
+    short.max_new_tokens = GENERATED_TOKENS
+    prepare, calls = model.prepare_inputs_for_generation, [0]
+
+    @functools.wraps(prepare)
+    def prepare_last(input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        calls[0] += 1
+        inputs: dict[str, Any] = prepare(input_ids, **kwargs)
+        return _as_last_step(inputs, asked - GENERATED_TOKENS, on_cached) if calls[0] == GENERATED_TOKENS else inputs
+
+    with mock.patch.object(model, "prepare_inputs_for_generation", prepare_last):
+        result = generate(model, **{**arguments, "generation_config": short})
+    sequences = result if isinstance(result, torch.Tensor) else result.sequences
+    rest = sequences.new_full((sequences.size(0), asked - GENERATED_TOKENS), WORD)
+    whole = torch.cat([sequences, rest], dim=1)
+    if isinstance(result, torch.Tensor):
+        return whole
+    result.sequences = whole
+    return result
+
+
+def _as_last_step(inputs: dict[str, Any], skipped: int, on_cached: Callable[[list[torch.Tensor]], None]) -> dict[str, Any]:
+    """The inputs of a step as they are `skipped` tokens later."""
+    cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
+    changed = dict(inputs)
+    if mask is not None:
+        changed["attention_mask"] = torch.cat([mask, mask.new_ones((mask.size(0), skipped))], dim=1)
+    if isinstance(cache, Cache):
+        on_cached(_lengthen(cache, skipped))
+        if inputs.get("position_ids") is not None:
+            changed["position_ids"] = inputs["position_ids"] + skipped
+        return changed
+    ids = inputs["input_ids"]
+    changed["input_ids"] = torch.cat([ids, ids.new_full((ids.size(0), skipped), WORD)], dim=1)
+    changed.pop("position_ids", None)
+    return changed
+
+
+def _lengthen(cache: Cache, tokens: int) -> list[torch.Tensor]:
+    """Every layer of the cache as it is `tokens` later, in place."""
+    made: list[torch.Tensor] = []
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnknownArchitecture(f"A rollout with a cache of {type(layer).__name__} cannot be shortened; set vllm to colocate or server.")
+        length = layer.keys.size(-2) + tokens
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length += tokens
+            length = min(length, layer.sliding_window - 1)
+        for name in ("keys", "values"):
+            held = layer.keys if name == "keys" else layer.values
+            setattr(layer, name, held.new_empty((*held.shape[:-2], length, held.size(-1))))
+        made += [layer.keys, layer.values]
+    return made

@@ -1,0 +1,209 @@
+"""CUDA's own ways: what runs otherwise on a GPU than on the CPU, each a small named substitution with its source.
+
+A dry run on the device "cuda" stands on CPU tensors that take these paths instead of the CPU's.
+"""
+
+import contextlib
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils._foreach_utils
+import trl.kernels.chunked_divergence
+import trl.kernels.chunked_logprob
+import trl.trainer.distillation_trainer
+import trl.trainer.utils
+
+aten = torch.ops.aten
+
+# The caching allocator hands out multiples of this: kMinBlockSize, c10/core/AllocatorConfig.h.
+CUDA_BLOCK_BYTES = 512
+# Largest head of the flash kernel: check_head_dim_size_flash, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+FLASH_HEAD_DIM = 256
+# What the flash kernel's backward rounds lengths and heads up to: mha_bwd, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+FLASH_LENGTH_BLOCK, FLASH_HEAD_BLOCK = 128, 32
+# The memory-efficient kernel wants its bias aligned to 16 elements: pad_bias<16>, aten/src/ATen/native/transformers/attention.cpp.
+EFFICIENT_BIAS_ALIGNMENT = 16
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """The kernel that CUDA picks and what it saves: flash without a mask, memory-efficient with one, else the composed form.
+
+    Source: `_fused_sdp_choice_cuda` and `sdp::select_sdp_backend`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (order flash, efficient, math);
+    `scaled_dot_product_attention`, aten/src/ATen/native/transformers/attention.cpp. Leaves out cuDNN's kernel, which newer cards may prefer.
+    """
+    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    head, heads_alike = query.size(-1), query.size(1) == key.size(1)
+    if attn_mask is None and query.dtype in _HALF and head <= FLASH_HEAD_DIM and head == value.size(-1):
+        padded = (_padded(tensor, 8) for tensor in (query, key, value))
+        result = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale or 1 / math.sqrt(head))
+        return result[0][..., :head]
+    if heads_alike and query.dtype in (*_HALF, torch.float32):
+        bias = _bias(attn_mask, query)
+        saved = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, saved, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """`scaled_dot_product_attention` is on autocast's list of 16-bit operators (aten/src/ATen/autocast_mode.h)."""
+    return tensor.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") and tensor.is_floating_point() else tensor
+
+
+def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    missing = -tensor.size(-1) % multiple
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """The mask as the memory-efficient kernel takes it: in the query's dtype, aligned, expanded over heads without a copy."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype))
+    length = mask.size(-1)
+    if length % EFFICIENT_BIAS_ALIGNMENT:
+        mask = _padded(mask, EFFICIENT_BIAS_ALIGNMENT)[..., :length]
+    return mask.expand(query.size(0), query.size(1), query.size(2), length)
+
+
+def layer_norm(input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
+    """Autocast on CUDA runs `layer_norm` in float32, on the CPU it does not (AT_FORALL_FP32, aten/src/ATen/autocast_mode.h)."""
+    if torch.is_autocast_enabled("cpu"):
+        input, weight, bias = (tensor.float() if isinstance(tensor, torch.Tensor) else tensor for tensor in (input, weight, bias))
+    return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """CUDA drops with one kernel that saves a mask of one byte an element (`is_fused_kernel_acceptable`, aten/src/ATen/native/Dropout.cpp)."""
+    return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
+
+
+class _Launcher:
+    """In the place of a Triton kernel: launched on any grid it writes into what it is given and allocates nothing."""
+
+    def __getitem__(self, _: Any) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def _accumulate_in_place(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)` on CUDA: no copy of `a` and `b` in float32."""
+
+
+def _project(tile: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, start: int, end: int, dtype: torch.dtype) -> None:
+    """trl/kernels/chunked_divergence.py `_project` on CUDA: `torch.mm(..., out_dtype=torch.float32, out=tile)`."""
+    weight[start:end].to(dtype)
+    if bias is not None:
+        tile.add_(bias[start:end].float())
+
+
+@contextlib.contextmanager
+def triton_kernels() -> Iterator[None]:
+    """TRL's Triton path: only labelled rows are scored, tiles are folded in place, logits are read once.
+
+    Source: `_use_triton` in trl/kernels/chunked_logprob.py and `_supports_trl_loss_kernel` in trl/trainer/utils.py.
+    """
+    logprob, divergence, utils, distillation = (
+        trl.kernels.chunked_logprob, trl.kernels.chunked_divergence, trl.trainer.utils, trl.trainer.distillation_trainer,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+
+        def put(module: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(module, name, value, create=True))
+
+        triton = _triton()
+        stack.enter_context(mock.patch.dict(sys.modules, {"triton": triton, "triton.language": triton.language}))
+        from trl.kernels import logprob_entropy
+
+        for module in (logprob, divergence, utils, distillation):
+            put(module, "_use_triton", lambda device: True)
+        for module in (logprob, divergence):
+            put(module, "triton", triton)
+            put(module, "_addmm_fp32", _accumulate_in_place)
+        put(divergence, "_project", _project)
+        for module, kernel in _KERNELS:
+            put(logprob_entropy if module is None else module, kernel, _Launcher())
+        put(utils, "is_triton_available", lambda: True)
+        put(utils, "_supports_trl_loss_kernel", lambda *_: True)
+        put(utils, "_fused_logprob_entropy", logprob_entropy.selective_log_softmax_and_entropy)
+        put(logprob_entropy, "triton", triton)
+        yield
+
+
+_KERNELS: tuple[tuple[Any, str], ...] = (
+    (trl.kernels.chunked_logprob, "_forward_kernel"),
+    (trl.kernels.chunked_logprob, "_backward_kernel"),
+    (trl.kernels.chunked_divergence, "_stats_kernel"),
+    (trl.kernels.chunked_divergence, "_jsd_kernel"),
+    (trl.kernels.chunked_divergence, "_backward_kernel"),
+    (None, "_forward_kernel"),  # trl.kernels.logprob_entropy, which can only be imported where Triton is
+    (None, "_backward_kernel"),
+)
+
+
+def _triton() -> Any:
+    """As much of Triton as TRL's kernels need to be defined and launched without it."""
+    triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
+    vars(triton).update(jit=lambda function: function, cdiv=lambda a, b: -(-a // b), language=language)
+    vars(language).update(constexpr=object)
+    return triton
+
+
+@contextlib.contextmanager
+def cuda_ways() -> Iterator[tuple[str, ...]]:
+    """Everything of this file put in place; yields the names."""
+    functional = torch.nn.functional
+    with (
+        triton_kernels(),
+        mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
+        mock.patch.object(functional, "layer_norm", layer_norm),
+        mock.patch.object(functional, "dropout", dropout),
+        mock.patch.object(sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]),
+    ):
+        yield SUBSTITUTIONS
+
+
+SUBSTITUTIONS = ("scaled_dot_product_attention", "layer_norm", "dropout", "triton_kernels", "foreach optimizers", "512-byte blocks", "kernel workspaces")
+
+
+def flash_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
+    """What the flash kernel's backward needs besides its results, on one GPU.
+
+        4 B heads S' (softmax_d) + 4 B heads S' D' (dq_accum) + 2 x 2 B heads S_k D (dk and dv of all heads, where key heads are fewer)
+        S', D': length and head rounded up to 128 and 32
+
+    Source: mha_bwd, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    """
+    batch, heads, length, head = query.shape
+    rounded = -(-length // FLASH_LENGTH_BLOCK) * FLASH_LENGTH_BLOCK
+    wide = -(-head // FLASH_HEAD_BLOCK) * FLASH_HEAD_BLOCK
+    expanded = 0 if key.size(1) == heads else 2 * query.element_size() * batch * heads * key.size(2) * head
+    return 4 * batch * heads * rounded * (1 + wide) + expanded
+
+
+def efficient_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
+    """The memory-efficient kernel's backward: float32 sums of the query's gradient and `delta`, on one GPU.
+
+        4 B heads S D (16-bit inputs only) + 4 B heads S
+
+    Source: `_efficient_attention_backward`, aten/src/ATen/native/transformers/cuda/attention_backward.cu; kNeedsAccumGradQ in
+    mem_eff_attention/kernel_backward.h. Leaves out the rounding to the kernel's blocks.
+    """
+    batch, heads, length, head = query.shape
+    return 4 * batch * heads * length * (1 + (head if query.dtype in _HALF else 0))
+
+
+# Operators that allocate inside themselves on CUDA, where the mode does not see it: function of the operator's arguments.
+WORKSPACES: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_backward.default: lambda grad, query, key, *_, **__: flash_backward_workspace_bytes(query, key),
+    aten._scaled_dot_product_efficient_attention_backward.default: lambda grad, query, key, *_, **__: efficient_backward_workspace_bytes(query, key),
+}
