@@ -113,7 +113,7 @@ def optimizer_states_bytes(candidate: Candidate) -> int:
     """
     if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
         return 0
-    states = sum(_state_bytes(tensors, size, candidate.optim, False) for tensors, size in _optimized(candidate))
+    states = sum(state_bytes(tensors, size, candidate.optim, False) for tensors, size in _optimized(candidate))
     return states + master_weights_bytes(candidate)
 
 
@@ -132,7 +132,7 @@ def paged_states_bytes(candidate: Candidate) -> int:
 
     They are counted on the host, since they are what gives way. Source: bitsandbytes 0.50.2, optim/optimizer.py:374-388.
     """
-    return sum(_state_bytes(tensors, size, candidate.optim, True) for tensors, size in _optimized(candidate))
+    return sum(state_bytes(tensors, size, candidate.optim, True) for tensors, size in _optimized(candidate))
 
 
 def host_states_bytes(candidate: Candidate) -> int:
@@ -146,7 +146,7 @@ def host_states_bytes(candidate: Candidate) -> int:
     kept = sum(OPTIMIZERS[candidate.optim].host_buffers * tensors.params * size for tensors, size in groups)
     fsdp_offload = candidate.sharding == "fsdp2" and candidate.offload_param
     if candidate.offload_optimizer or fsdp_offload:
-        kept += sum(_state_bytes(tensors, size, candidate.optim, False) for tensors, size in groups)
+        kept += sum(state_bytes(tensors, size, candidate.optim, False) for tensors, size in groups)
         kept += sum(tensors.params * FLOAT32_BYTES * (1 if fsdp_offload else 2) for tensors, _ in groups)
     return kept
 
@@ -160,12 +160,12 @@ def step_temporaries_bytes(candidate: Candidate) -> int:
     Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py:3107-3118, stage3.py `_prepare_sub_group`.
     Example: LoRA r 16 on Qwen2.5-7B with adamw_torch: 161 MB; with the fused default nothing.
 
-    Leaves out cuSOLVER's workspace in GaLore's decomposition.
+    Leaves out cuSOLVER's workspace in GaLore's decomposition, and Adafactor's update of the tensor before the largest (still in scope).
     """
     if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
         return 0
     groups = _optimized(candidate)
-    found = sum(_step_bytes(tensors, size, candidate.optim) for tensors, size in groups)
+    found = sum(step_bytes(tensors, size, candidate.optim) for tensors, size in groups)
     for tensors, _ in groups:
         if candidate.sharding == "zero3":
             found += min(SUB_GROUP_SIZE, tensors.params) * FLOAT32_BYTES
@@ -181,7 +181,7 @@ def _optimized(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
 
 
 @lru_cache(maxsize=4096)
-def _state_bytes(tensors: TensorSet, bytes_per_param: int, optim: Optimizer, paged: bool) -> int:
+def state_bytes(tensors: TensorSet, bytes_per_param: int, optim: Optimizer, paged: bool) -> int:
     row = OPTIMIZERS[optim]
     if paged and not row.paged:
         return 0
@@ -238,7 +238,7 @@ def _low_rank_bytes(kind: Tensors, size: int, row: OptimizerRow) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _step_bytes(tensors: TensorSet, size: int, optim: Optimizer) -> int:
+def step_bytes(tensors: TensorSet, size: int, optim: Optimizer) -> int:
     row = OPTIMIZERS[optim]
     copies = row.step_copies * sum(rounded_bytes(kind.elements * size) * kind.count for kind in tensors.kinds)
     largest = tensors.largest

@@ -1,10 +1,10 @@
-"""Medians of what public out-of-memory messages say: `python results/allocator_slack.py > results/allocator_slack.md`."""
+"""Medians of what public out-of-memory messages say: `python scripts/allocator_slack.py > results/allocator_slack.md`."""
 
 import json
 from pathlib import Path
 from statistics import median
 
-ROWS = Path(__file__).with_name("allocator_slack.jsonl")
+ROWS = Path(__file__).resolve().parent.parent / "results" / "allocator_slack.jsonl"
 
 
 def load_rows() -> list[dict[str, str | float | bool]]:
@@ -30,7 +30,7 @@ def main() -> None:
     rows = load_rows()
     print("# What is on a card beside tensors, from public out-of-memory messages\n")
     print("Read from issue threads, not measured by us; printed there to 0.01 GiB. Rows: `allocator_slack.jsonl`.")
-    print("Regenerate: `python results/allocator_slack.py > results/allocator_slack.md`.\n")
+    print("Regenerate: `python scripts/allocator_slack.py > results/allocator_slack.md`.\n")
     print("## Reserved but unallocated over allocated\n\n| runs | rows | smallest | median | largest |\n|---|---|---|---|---|")
     for name, gathers in (("layers stay (one GPU, DDP)", False), ("layers are gathered (ZeRO-3, FSDP)", True)):
         ratios = slack_ratios(rows, gathers)

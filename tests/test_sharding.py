@@ -1,0 +1,156 @@
+"""What many GPUs hold each, and what they gather: DDP, ZeRO and FSDP2."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model
+from planner.gpus import load_gpu
+from planner.memory.adapters import adapters_bytes
+from planner.memory.communication import NCCL_BYTES, communication_bytes, gather_bytes, generation_gather_bytes, nccl_bytes, weight_sync_bytes
+from planner.memory.gradients import gradients_bytes, step_gradients_bytes
+from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
+from planner.memory.parameters import policy_parameters
+from planner.memory.sharding import fsdp2_shards, sharded_bytes
+from planner.memory.tensors import Tensors, TensorSet, rounded_bytes
+from planner.memory.weights import policy_weights_bytes
+
+QWEN = 7_615_616_512  # parameters of Qwen2.5-7B
+HIDDEN = 3584
+ROUNDED_WITHIN = 339 * 512  # one allocation a tensor
+SMALL_PARAMS = 339 * 10 * HIDDEN  # at most so many are persistent
+
+
+def candidate(**settings_: object) -> Candidate:
+    return Candidate(**({"model": load_model("Qwen/Qwen2.5-7B"), "method": "grpo", "num_processes": 8} | settings_))  # type: ignore[arg-type]
+
+
+def without_nccl(given_: Candidate) -> int:
+    gpu = load_gpu("A100-80G")
+    return communication_bytes(given_, gpu) - nccl_bytes(given_, gpu)
+
+
+class TestStates:
+    @pytest.mark.parametrize(
+        ("sharding", "weights", "gradients", "step_gradients", "optimizer"),
+        [
+            ("ddp", 4 * QWEN, 4 * QWEN, 4 * QWEN, 8 * QWEN),
+            ("zero1", 2 * QWEN, 2 * QWEN, 2 * QWEN // 8, 12 * QWEN // 8),
+            ("zero2", 2 * QWEN, 2 * QWEN // 8, 2 * QWEN // 8, 12 * QWEN // 8),
+            ("zero3", 2 * QWEN // 8, 2 * QWEN // 8, 2 * QWEN // 8, 12 * QWEN // 8),
+            ("fsdp2", 4 * QWEN // 8, 4 * QWEN // 8, 4 * QWEN // 8, 8 * QWEN // 8),
+        ],
+    )
+    def test_the_published_table_of_stages(self, sharding: str, weights: int, gradients: int, step_gradients: int, optimizer: int) -> None:
+        held = candidate(sharding=sharding)
+        assert 0 <= gradients_bytes(held) - gradients <= ROUNDED_WITHIN
+        assert 0 <= step_gradients_bytes(held) - step_gradients <= ROUNDED_WITHIN
+        assert 0 <= optimizer_states_bytes(held) - optimizer <= 3 * ROUNDED_WITHIN
+        assert 0 <= policy_weights_bytes(held) - weights <= ROUNDED_WITHIN + 2 * SMALL_PARAMS * (sharding == "zero3")
+
+    def test_master_weights_are_there_before_the_first_step(self) -> None:
+        assert master_weights_bytes(candidate(sharding="zero2")) == rounded_bytes(4 * QWEN // 8)
+        assert master_weights_bytes(candidate(sharding="ddp")) == 0
+
+    def test_zero_3_keeps_small_parameters_whole(self) -> None:
+        small = TensorSet(kinds=(Tensors(part="vector", shape=(10 * HIDDEN,)),))
+        large = TensorSet(kinds=(Tensors(part="linear", shape=(10 * HIDDEN + 8, 1)),))
+        held = candidate(sharding="zero3")
+        assert sharded_bytes(small, 2, held) == 2 * 10 * HIDDEN + rounded_bytes(2 * 10 * HIDDEN // 8)
+        assert sharded_bytes(large, 2, held) < 2 * 2 * 10 * HIDDEN // 8
+
+    def test_lora_matrices_of_rank_16_are_too_large_to_persist(self) -> None:
+        lora = candidate(sharding="zero3", tuning="lora")
+        assert adapters_bytes(lora) < 2 * 40_370_176 // 4
+        assert adapters_bytes(replace(lora, lora_r=8)) > adapters_bytes(lora)  # 8 x 3584 elements are not: half the rank, twice the bytes
+
+    def test_fsdp_cuts_rows(self) -> None:
+        held = fsdp2_shards(TensorSet(kinds=(Tensors(part="linear", shape=(10, 6)),)), 4)
+        assert held.kinds[0].shape == (3, 6)
+
+    @pytest.mark.parametrize("sharding", ["zero3", "fsdp2"])
+    def test_four_bit_weights_are_whole_on_every_gpu(self, sharding: str) -> None:
+        alone = candidate(tuning="lora", quantization="nf4", dtype="bfloat16", num_processes=1)
+        quantized = policy_parameters(alone).quantized_params * 0.5625
+        assert policy_weights_bytes(replace(alone, sharding=sharding, num_processes=8)) > quantized  # type: ignore[arg-type]
+
+    def test_offloading_leaves_the_card(self) -> None:
+        offloaded = candidate(sharding="zero3", offload_optimizer=True, offload_param=True)
+        held = (optimizer_states_bytes(offloaded), gradients_bytes(offloaded), step_temporaries_bytes(offloaded))
+        assert held == (0, 0, 0)
+        assert policy_weights_bytes(offloaded) <= 2 * SMALL_PARAMS
+
+
+class TestCommunication:
+    def test_ddp_has_a_second_copy_of_the_gradients(self) -> None:
+        assert without_nccl(candidate(sharding="ddp")) == 4 * QWEN
+        assert without_nccl(candidate(sharding="ddp", tuning="lora")) == 4 * 40_370_176
+
+    def test_one_gpu_has_nobody_to_talk_to(self) -> None:
+        assert communication_bytes(candidate(num_processes=1), load_gpu("A100-80G")) == 0
+        assert gather_bytes(candidate(num_processes=1), "backward") == 0
+
+    def test_a_server_is_one_more_communicator(self) -> None:
+        gpu = load_gpu("A100-80G")
+        assert nccl_bytes(candidate(sharding="ddp", vllm="server"), gpu) == 2 * NCCL_BYTES["one node"]
+        assert nccl_bytes(candidate(sharding="ddp", num_nodes=2), gpu) == NCCL_BYTES["several nodes"]
+
+    def test_zero_buckets_are_hidden_size_squared(self) -> None:
+        assert gather_bytes(candidate(sharding="zero2"), "backward") == 2 * HIDDEN**2
+        assert gather_bytes(candidate(sharding="zero2"), "forward") == 0
+        assert without_nccl(candidate(sharding="zero3")) == 2 * HIDDEN**2
+
+    def test_zero_3_keeps_what_it_will_need_again(self) -> None:
+        prefetch, largest = 9 * HIDDEN**2 // 10, 152_064 * HIDDEN
+        assert gather_bytes(candidate(sharding="zero3"), "forward") == 2 * (10**9 // 3 + prefetch + largest)
+        assert gather_bytes(candidate(sharding="zero3", gradient_checkpointing=False), "forward") == 2 * (10**9 // 2 + prefetch + largest)
+
+    def test_a_small_model_is_gathered_whole(self) -> None:
+        small = candidate(model=load_model("Qwen/Qwen2.5-0.5B"), sharding="zero3", gradient_checkpointing=False)
+        assert gather_bytes(small, "forward") == 2 * policy_parameters(small).base
+
+    def test_fsdp_holds_two_layers_and_the_head(self) -> None:
+        held = candidate(sharding="fsdp2")
+        layer, head = held.model.layers[0].params, 152_064 * HIDDEN + HIDDEN
+        assert gather_bytes(held, "forward") == 2 * (2 * layer + head)
+        assert gather_bytes(held, "backward") == 2 * (4 * layer + head)
+
+    def test_generating_gathers_the_whole_model_only_when_told_to(self) -> None:
+        told = candidate(model=load_model("Qwen/Qwen2.5-32B"), sharding="zero3")
+        whole = policy_weights_bytes(replace(told, sharding="none", num_processes=1, dtype="bfloat16"))
+        assert 0.99 * whole < generation_gather_bytes(told) < whole
+        assert generation_gather_bytes(replace(told, ds3_gather_for_generation=False)) == gather_bytes(told, "forward")
+        assert generation_gather_bytes(replace(told, num_processes=64)) == generation_gather_bytes(told)
+
+    def test_adapters_gather_the_whole_model_for_the_engine(self) -> None:
+        full, lora = candidate(sharding="zero3", vllm="server"), candidate(sharding="zero3", vllm="server", tuning="lora")
+        assert weight_sync_bytes(full) == 2 * 152_064 * HIDDEN
+        assert weight_sync_bytes(lora) > 2 * QWEN * 0.99
+
+    def test_merging_multiplies_the_matrices_out(self) -> None:
+        lora = candidate(num_processes=1, tuning="lora", dtype="bfloat16", vllm="colocate")
+        assert weight_sync_bytes(lora) == 2 * 4 * 18_944 * HIDDEN
+        assert weight_sync_bytes(replace(lora, tuning="full")) == 0
+
+
+class TestLaws:
+    @settings(max_examples=30, deadline=None)
+    @given(processes=st.integers(2, 64), hidden=st.sampled_from(["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B"]))
+    def test_each_stage_holds_no_more_than_the_one_before(self, processes: int, hidden: str) -> None:
+        stages = [candidate(model=load_model(hidden), sharding=name, num_processes=processes) for name in ("zero1", "zero2", "zero3")]
+        states = [gradients_bytes(stage) + optimizer_states_bytes(stage) for stage in stages]
+        for one, next_one in pairwise(states):
+            assert next_one <= one + ROUNDED_WITHIN
+
+    @settings(max_examples=30, deadline=None)
+    @given(rank=st.integers(1, 64), more=st.integers(1, 64), sharding=st.sampled_from(["ddp", "zero2", "zero3", "fsdp2"]))
+    def test_a_higher_rank_never_talks_less(self, rank: int, more: int, sharding: str) -> None:
+        small = candidate(tuning="lora", lora_r=rank, sharding=sharding, vllm="colocate")
+        large = replace(small, lora_r=rank + more)
+        gpu = load_gpu("A100-80G")
+        assert communication_bytes(small, gpu) <= communication_bytes(large, gpu)
+        assert gather_bytes(small, "backward") <= gather_bytes(large, "backward")

@@ -1,0 +1,347 @@
+"""What one GPU holds: parameters, weights, adapters, gradients and the runtime, against the libraries' own modules."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.candidate import Candidate, Quantization, Sharding
+from planner.catalogue import load_model
+from planner.cluster import Cluster
+from planner.errors import InputError, UnknownArchitecture, UnknownName
+from planner.gpus import load_gpu
+from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes
+from planner.memory.gradients import gradients_bytes, step_gradients_bytes
+from planner.memory.host import PROCESS_BYTES, host_peak_bytes
+from planner.memory.lora import DEFAULT_TARGETS, target_names
+from planner.memory.optimizer import optimizer_states_bytes
+from planner.memory.parameters import Parameters, parameters
+from planner.memory.runtime import (
+    CONTEXT_BYTES,
+    SLACK_SHARDED_THOUSANDTHS,
+    SLACK_THOUSANDTHS,
+    SMALL_CARD_CONTEXT_BYTES,
+    context_bytes,
+    cublas_bytes,
+    fragmentation_bytes,
+)
+from planner.memory.tensors import TensorSet, rounded_bytes
+from planner.memory.weights import (
+    policy_weights_bytes,
+    quantized_bytes,
+    reference_weights_bytes,
+    reward_weights_bytes,
+    teacher_weights_bytes,
+    value_weights_bytes,
+    weights_by_role,
+)
+from planner.units import GIB, MIB
+
+ROOT = Path(__file__).resolve().parent.parent
+QWEN = "Qwen/Qwen2.5-7B"
+SMALL = "Qwen/Qwen2.5-0.5B"
+ALL_LINEAR = ("all-linear",)
+# One of each way to write a model: dense, tied, biases, fused, Conv1D, vision tower, experts of every kind, projections that are subclasses.
+KINDS = (
+    QWEN, SMALL, "Qwen/Qwen3-8B", "google/gemma-3-4b-pt", "openai-community/gpt2", "EleutherAI/pythia-14m", "facebook/opt-350m",
+    "microsoft/Phi-3-mini-4k-instruct", "allenai/OLMo-1B-hf", "tiiuae/falcon-7b", "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen1.5-MoE-A2.7B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b",
+    "deepseek-ai/DeepSeek-V2-Lite", "allenai/OLMoE-1B-7B-0924",
+)  # fmt: skip
+REPORTED_WITHIN = 0.005  # the engine's own small buffers, 16 MiB
+MEASURED_WITHIN_MIB = 1.0  # the messages print hundredths of a GiB, ten MiB; medians of two are rounded once more
+
+
+def counted(name: str, tuning: str = "lora", quantization: Quantization = "none", targets: tuple[str, ...] = ALL_LINEAR, head: str = "lm_head") -> Parameters:
+    return parameters(load_model(name), tuning, 16, targets, quantization, head)  # type: ignore[arg-type]
+
+
+def candidate(**settings_: object) -> Candidate:
+    return Candidate(**({"model": load_model(QWEN), "method": "sft"} | settings_))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1)
+def slack_report() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("allocator_slack", ROOT / "scripts" / "allocator_slack.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Libraries:
+    """The same model as transformers and PEFT build it, without weights."""
+
+    def __init__(self, name: str, head: str = "lm_head") -> None:
+        transformers = pytest.importorskip("transformers")
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        self.torch = pytest.importorskip("torch")
+        shape = load_model(name)
+        self.config = CONFIG_MAPPING[shape.config["model_type"]].from_dict(dict(shape.config))
+        self.config.pad_token_id = 0
+        if head == "score":
+            self.config.num_labels = 1
+        self.auto = getattr(transformers, "AutoModelForSequenceClassification" if head == "score" else shape.auto_class)
+        self.task = "SEQ_CLS" if head == "score" else "CAUSAL_LM"
+
+    def model(self):
+        with self.torch.device("meta"):
+            return self.auto.from_config(self.config, dtype=self.torch.bfloat16)
+
+    def with_adapters(self, targets: object):
+        peft = pytest.importorskip("peft")
+        model = self.model()
+        with self.torch.device("meta"):
+            return peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=targets, task_type=self.task))
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestAgainstTheLibraries:
+    @pytest.mark.parametrize("name", KINDS)
+    def test_parameters_are_those_of_transformers(self, name: str) -> None:
+        real = list(Libraries(name).model().parameters())
+        ours = counted(name, "full")
+        assert ours.base == sum(p.numel() for p in real)
+        if not load_model(name).vision_params:  # a tower's smaller tensors are counted in one
+            shapes = sorted(sorted(kind.shape) for kind in ours.base_tensors.kinds for _ in range(kind.count))
+            assert shapes == sorted(sorted(p.shape) for p in real)  # gpt_oss and Conv1D write [in, out]
+
+    @pytest.mark.parametrize("name", KINDS)
+    def test_all_linear_adapters_are_those_of_peft(self, name: str) -> None:
+        real = [p for p in Libraries(name).with_adapters("all-linear").parameters() if p.requires_grad]
+        ours = counted(name)
+        assert (ours.trainable, ours.trainable_tensor_count) == (sum(p.numel() for p in real), len(real))
+        assert sorted(tuple(p.shape) for p in real) == sorted(kind.shape for kind in ours.adapter_tensors.kinds for _ in range(kind.count))
+
+    @pytest.mark.parametrize("name", [QWEN, "openai-community/gpt2", "facebook/opt-350m", "EleutherAI/pythia-14m", "tiiuae/falcon-7b"])
+    def test_default_adapters_are_those_of_peft(self, name: str) -> None:
+        real = Libraries(name).with_adapters(None)
+        assert counted(name, targets=("default",)).trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
+
+    def test_default_targets_are_the_table_of_peft(self) -> None:
+        constants = pytest.importorskip("peft.utils.constants")
+        theirs = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        for model_type, targets in DEFAULT_TARGETS.items():
+            assert tuple(theirs[model_type]) == targets
+
+    def test_a_name_also_matches_in_the_vision_tower(self) -> None:
+        real = Libraries("google/gemma-3-4b-pt").with_adapters(["q_proj", "v_proj"])
+        assert counted("google/gemma-3-4b-pt", targets=("q_proj", "v_proj")).trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
+
+    @pytest.mark.parametrize("name", [SMALL, "google/gemma-3-4b-pt", "openai-community/gpt2", "EleutherAI/pythia-14m", "facebook/opt-350m"])
+    def test_a_reward_model_keeps_its_score_and_trains_a_copy(self, name: str) -> None:
+        real = Libraries(name, "score").with_adapters("all-linear")
+        ours = counted(name, head="score")
+        assert ours.total == sum(p.numel() for p in real.parameters())
+        assert ours.trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
+        assert ours.copied_tensors.params > 0
+
+    @pytest.mark.parametrize("name", KINDS)
+    def test_bitsandbytes_converts_what_transformers_lets_it(self, name: str) -> None:
+        bnb = pytest.importorskip("bitsandbytes")
+        from transformers import BitsAndBytesConfig
+        from transformers.integrations import replace_with_bnb_linear
+        from transformers.quantizers.base import get_keys_to_not_convert
+
+        model = Libraries(name).model()
+        replace_with_bnb_linear(model, get_keys_to_not_convert(model), BitsAndBytesConfig(load_in_4bit=True))
+        converted = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+        assert counted(name, quantization="nf4").quantized_params == sum(module.in_features * module.out_features for module in converted)
+
+    @pytest.mark.parametrize(("quantization", "nested"), [("nf4", False), ("nf4-double", True)])
+    @pytest.mark.parametrize("shape", [(512, 384), (100, 77), (1000, 4096)])
+    def test_four_bits_take_what_bitsandbytes_keeps(self, quantization: Quantization, nested: bool, shape: tuple[int, int]) -> None:
+        torch = pytest.importorskip("torch")
+        functional = pytest.importorskip("bitsandbytes.functional")
+        packed, state = functional.quantize_4bit(torch.randn(*shape), compress_statistics=nested, quant_type="nf4")
+        kept = [packed, state.absmax, state.code]
+        if nested:
+            kept += [state.offset, state.state2.absmax, state.state2.code]
+        ours = TensorSet(kinds=(replace(counted(QWEN).base_tensors.kinds[1], shape=shape, count=1),))
+        assert quantized_bytes(ours, quantization, 128) == sum(rounded_bytes(tensor.nbytes) for tensor in kept)
+
+
+class TestFacts:
+    def test_qwen_7b_has_40_million_adapter_parameters(self) -> None:
+        assert counted(QWEN).trainable == 40_370_176
+        assert counted(QWEN).total == 7_655_986_688
+
+    def test_experts_get_adapters_of_their_own_since_transformers_5(self) -> None:
+        assert counted("Qwen/Qwen3-30B-A3B").trainable == 996_507_648
+        assert counted("Qwen/Qwen3-30B-A3B", targets=("q_proj", "k_proj", "v_proj", "o_proj")).trainable == 13_369_344
+
+    def test_float32_load_is_four_bytes_a_parameter(self) -> None:
+        assert policy_weights_bytes(candidate()) == 30_462_466_048
+
+    def test_awq_weights_are_what_an_engine_reported(self) -> None:
+        # Qwen2.5-7B-Instruct-AWQ in vLLM's start-up log: 5.2032 GiB (vllm-project/vllm#13882)
+        reported = 5.2032 * GIB
+        ours = policy_weights_bytes(candidate(tuning="lora", quantization="awq", dtype="float16"))
+        assert abs(ours / reported - 1) < REPORTED_WITHIN
+
+    def test_gptq_has_an_index_that_awq_has_not(self) -> None:
+        sizes = [policy_weights_bytes(candidate(tuning="lora", quantization=name, dtype="float16")) for name in ("gptq", "awq")]
+        indices = sum(linear.in_features for layer in load_model(QWEN).layers for linear in layer.linears)
+        assert sizes[0] - sizes[1] == 4 * indices
+
+    def test_falcon_is_not_quantized_by_bitsandbytes(self) -> None:
+        assert counted("tiiuae/falcon-7b", quantization="nf4").quantized_params == 0
+
+    def test_norms_and_embeddings_stay_in_the_load_dtype(self) -> None:
+        loads = [policy_weights_bytes(candidate(tuning="lora", quantization="nf4", dtype=dtype)) for dtype in ("float32", "bfloat16")]
+        kept = counted(QWEN, quantization="nf4").unquantized_tensors
+        assert loads[0] - loads[1] == sum((rounded_bytes(kind.elements * 4) - rounded_bytes(kind.elements * 2)) * kind.count for kind in kept.kinds)
+
+    def test_cublas_takes_two_workspaces(self) -> None:
+        assert cublas_bytes(load_gpu("A100-40G")) == 2 * 8_519_680
+        assert cublas_bytes(load_gpu("H100")) == 2 * 33_554_432
+
+
+class TestAdapterDtype:
+    @pytest.mark.parametrize(
+        ("settings_", "expected"),
+        [
+            ({"dtype": "bfloat16"}, 4),
+            ({"dtype": "bfloat16", "autocast_adapter_dtype": False}, 2),
+            ({"dtype": "float32"}, 4),
+            ({"dtype": "float32", "quantization": "nf4"}, 2),
+            ({"dtype": "bfloat16", "quantization": "int8"}, 2),
+            ({"dtype": "float16", "quantization": "gptq"}, 4),
+            ({"dtype": "float32", "sharding": "zero3", "num_processes": 8}, 2),
+            ({"dtype": "bfloat16", "sharding": "fsdp2", "num_processes": 8, "autocast_adapter_dtype": False}, 4),
+            ({"dtype": "bfloat16", "quantization": "nf4", "method": "cpo"}, 4),
+            ({"dtype": "bfloat16", "quantization": "int8", "method": "online-dpo"}, 4),
+        ],
+    )
+    def test_bytes_of_an_adapter_parameter(self, settings_: dict[str, object], expected: int) -> None:
+        assert adapter_dtype_bytes(candidate(tuning="lora", **settings_)) == expected
+
+
+class TestRoles:
+    def test_adapters_need_no_reference(self) -> None:
+        assert reference_weights_bytes(candidate(method="dpo", tuning="lora")) == 0
+        assert reference_weights_bytes(candidate(method="dpo")) == 30_462_466_048
+
+    def test_precomputing_saves_the_reference_but_not_under_fsdp(self) -> None:
+        precomputed = candidate(method="dpo", precompute_ref_log_probs=True, num_processes=2, sharding="ddp")
+        assert reference_weights_bytes(precomputed) == 0
+        assert reference_weights_bytes(replace(precomputed, sharding="fsdp2")) > 0
+
+    def test_grpo_has_a_reference_where_beta_is_not_zero(self) -> None:
+        assert reference_weights_bytes(candidate(method="grpo")) == 0
+        assert reference_weights_bytes(candidate(method="grpo", beta=0.04)) > 0
+
+    def test_zero_2_keeps_the_reference_whole_in_16_bits(self) -> None:
+        whole = policy_weights_bytes(candidate(dtype="bfloat16"))
+        assert reference_weights_bytes(candidate(method="dpo", sharding="zero2", num_processes=8)) == whole
+
+    def test_ppo_holds_four_models(self) -> None:
+        assert set(weights_by_role(candidate(method="ppo"))) == {"policy", "reference", "reward", "value"}
+
+    def test_rewards_from_a_function_hold_nothing(self) -> None:
+        assert reward_weights_bytes(candidate(method="grpo")) == 0
+        assert reward_weights_bytes(candidate(method="grpo", reward_model=load_model(SMALL))) > 0
+
+    def test_a_teacher_is_whole_unless_zero_3(self) -> None:
+        teacher = candidate(method="gkd", teacher_model=load_model(QWEN), model=load_model(SMALL), sharding="zero3", num_processes=8)
+        assert teacher_weights_bytes(teacher) * 7 < teacher_weights_bytes(replace(teacher, sharding="zero2"))
+
+    def test_a_value_model_is_trained_too(self) -> None:
+        ppo, sft = candidate(method="ppo"), candidate()
+        assert value_weights_bytes(ppo) < policy_weights_bytes(ppo)
+        assert gradients_bytes(ppo) - gradients_bytes(sft) == value_weights_bytes(ppo)
+
+
+class TestRefusals:
+    def test_quantized_weights_are_not_trained(self) -> None:
+        with pytest.raises(InputError, match=r"^nf4 weights cannot be trained: .* Use --tuning lora.$"):
+            counted(QWEN, "full", "nf4")
+
+    def test_targets_that_match_nothing_are_refused(self) -> None:
+        with pytest.raises(InputError, match=r"^lora_target_modules c_attn match no module of Qwen/Qwen2.5-7B: it has down_proj, .*$"):
+            counted(QWEN, targets=("c_attn",))
+
+    def test_half_of_a_fused_parameter_is_refused(self) -> None:
+        with pytest.raises(InputError, match=r"^lora_target_modules also needs up_proj: .*$"):
+            counted("Qwen/Qwen3-30B-A3B", targets=("gate_proj", "q_proj"))
+
+    def test_an_architecture_without_a_default_is_refused(self) -> None:
+        with pytest.raises(UnknownName, match=r"^Unknown default LoRA targets of 'phi3'.*set lora_target_modules.$"):
+            counted("microsoft/Phi-3-mini-4k-instruct", targets=("default",))
+
+    def test_adapters_need_shapes(self) -> None:
+        with pytest.raises(UnknownArchitecture, match=r"^EleutherAI/gpt-j-6b .* Use --tuning full.$"):
+            counted("EleutherAI/gpt-j-6b")
+
+    def test_plain_targets_leave_fused_experts_out(self) -> None:
+        assert target_names(load_model("Qwen/Qwen3-30B-A3B"), ALL_LINEAR) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        assert "gate_proj" in target_names(load_model("Qwen/Qwen1.5-MoE-A2.7B"), ALL_LINEAR)
+
+
+class TestRuntime:
+    def test_contexts_are_the_medians_of_the_messages(self) -> None:
+        report = slack_report()
+        for name, values in report.outside_mib(report.load_rows(), "context").items():
+            ours = SMALL_CARD_CONTEXT_BYTES if name == "small" else CONTEXT_BYTES[tuple(map(int, name.split(".")))]  # type: ignore[index]
+            assert abs(median(values) - ours / MIB) < MEASURED_WITHIN_MIB
+
+    def test_slack_is_the_median_of_the_messages(self) -> None:
+        report = slack_report()
+        ratios = [median(report.slack_ratios(report.load_rows(), gathers)) for gathers in (False, True)]
+        assert [round(1000 * ratio) for ratio in ratios] == [SLACK_THOUSANDTHS, SLACK_SHARDED_THOUSANDTHS]
+
+    def test_the_report_is_up_to_date(self, capsys: pytest.CaptureFixture[str]) -> None:
+        slack_report().main()
+        assert capsys.readouterr().out == (ROOT / "results" / "allocator_slack.md").read_text(encoding="utf-8")
+
+    def test_a_small_card_has_a_small_context(self) -> None:
+        assert context_bytes(load_gpu("RTX-3050-4G")) < context_bytes(load_gpu("RTX-3090")) < context_bytes(load_gpu("H100"))
+
+    def test_expandable_segments_leave_next_to_nothing(self) -> None:
+        plain = candidate()
+        assert fragmentation_bytes(10**10, plain) == 110_000_000
+        assert fragmentation_bytes(10**10, replace(plain, expandable_segments=True)) == 22 * MIB
+
+
+class TestHost:
+    def test_every_ddp_process_loads_the_whole_model(self) -> None:
+        cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=1, gpus_per_node=8)
+        ddp = candidate(sharding="ddp", num_processes=8)
+        assert host_peak_bytes(ddp, cluster) == 8 * (PROCESS_BYTES + 7_615_616_512 * 4)
+        assert host_peak_bytes(replace(ddp, sharding="zero3"), cluster) == 8 * PROCESS_BYTES
+
+    def test_an_offloaded_optimizer_is_on_the_host(self) -> None:
+        cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=1, gpus_per_node=8)
+        offloaded = candidate(sharding="zero3", num_processes=8, offload_optimizer=True)
+        per_process = (host_peak_bytes(offloaded, cluster) - 8 * PROCESS_BYTES) // 8
+        assert per_process == pytest.approx(7_615_616_512 * 16 / 8, rel=0.001)  # rounding of two allocations
+        assert optimizer_states_bytes(offloaded) == 0 and step_gradients_bytes(offloaded) == 0
+
+
+SHARDINGS: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+
+
+class TestLaws:
+    @settings(max_examples=30, deadline=None)
+    @given(rank=st.integers(1, 256), more=st.integers(1, 256))
+    def test_a_higher_rank_never_needs_less(self, rank: int, more: int) -> None:
+        small = candidate(model=load_model(SMALL), tuning="lora", lora_r=rank)
+        large = replace(small, lora_r=rank + more)
+        for size in (adapters_bytes, gradients_bytes, optimizer_states_bytes):
+            assert size(small) < size(large)
+
+    @settings(max_examples=30, deadline=None)
+    @given(sharding=st.sampled_from(SHARDINGS), processes=st.integers(2, 64), more=st.integers(1, 64))
+    def test_more_shards_never_hold_more(self, sharding: Sharding, processes: int, more: int) -> None:
+        few = candidate(model=load_model(SMALL), sharding=sharding, num_processes=processes)
+        many = replace(few, num_processes=processes + more)
+        for size in (policy_weights_bytes, gradients_bytes, step_gradients_bytes, optimizer_states_bytes):
+            assert size(many) <= size(few)
