@@ -107,6 +107,11 @@ class TestTable:
         lines = estimate_table(replace(ESTIMATE, gpus=(gpu,)), CLUSTER, (), 100).plain.splitlines()
         assert "             engine = kv cache 5.0 (148,000 tokens, 72 sequences)" in lines
 
+    def test_what_would_print_as_nothing_is_added_up(self):
+        phase = replace(ESTIMATE.gpus[0].phases[0], components={"weights": GIB, "loss": 40 * 2**20, "runtime": 50 * 2**20})
+        text = estimate_table(replace(ESTIMATE, gpus=(replace(ESTIMATE.gpus[0], phases=(phase,)),)), CLUSTER, (), 100).plain
+        assert "peak: the load = weights 1.0 + rest 0.1" in text
+
     def test_a_bar_that_does_not_fit_crosses_the_end_of_the_card(self):
         fits = next(line for line in plan_table(PLAN, 100).plain.splitlines() if line.endswith("◂"))
         over = next(line for line in plan_table(NOTHING_FITS, 100).plain.splitlines() if line.endswith("◂"))

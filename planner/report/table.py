@@ -11,7 +11,7 @@ from planner.cluster import Cluster
 from planner.plan import Alternative, Plan, Remedy
 from planner.quantities import Component, Estimate, GpuMemory, PhaseMemory
 from planner.settings import SPELLINGS, settings_of
-from planner.units import format_count, format_gib, format_seconds
+from planner.units import GIB, format_count, format_gib, format_seconds
 
 # What a bar shows: neighbours that a reader thinks of together, with a glyph (pipes have no colour) and a colour.
 GROUPS: tuple[tuple[str, str, str, tuple[Component, ...]], ...] = (
@@ -35,6 +35,8 @@ ALWAYS_SHOWN = (
     "vllm_gpu_memory_utilization",
 )  # fmt: skip
 SHOWN_ELSEWHERE = ("model_name_or_path", "method", "trl_version", "environment", "distributed_type")
+
+SMALLEST_BYTES = GIB // 20 + 1  # the least that prints as 0.1 GiB and not as 0.0
 
 # Endings of the details that count something; the others are bytes.
 COUNTS = ("tokens", "sequences")
@@ -192,7 +194,8 @@ def _bars(estimate: Estimate, width: int) -> Iterator[Text]:
             yield label + _bar_row(rows[row], gpu, bar_width) if row < len(rows) else label
         yield from _wrapped("", [f"peak: the {_phase_word(gpu.peak)} = " + " + ".join(_parts(gpu.peak))], width, separator=" + ")
         for component, parts in gpu.details.items():
-            yield from _wrapped("", [f"{_words(component)} = {_detail(parts)}"], width)
+            if len(parts) > 1:
+                yield from _wrapped("", [f"{_words(component)} = {_detail(parts)}"], width)
         yield Text()
     yield _legend(estimate)
 
@@ -229,14 +232,20 @@ def _legend(estimate: Estimate) -> Text:
 
 
 def _parts(phase: PhaseMemory) -> list[str]:
-    """The components of a phase, the largest first."""
-    ordered = sorted(phase.components.items(), key=lambda item: -item[1])
-    return [f"{_words(component)} {_gib(size)}" for component, size in ordered]
+    """The components of a phase, the largest first; those too small to print together as the last."""
+    return _sized(sorted(phase.components.items(), key=lambda item: -item[1]))
+
+
+def _sized(parts: Sequence[tuple[str, int]]) -> list[str]:
+    """Names with sizes in GiB; what would print as 0.0 is added up."""
+    large = [(name, size) for name, size in parts if size >= SMALLEST_BYTES]
+    rest_bytes = sum(size for _, size in parts if size < SMALLEST_BYTES)
+    return [f"{_words(name)} {_gib(size)}" for name, size in [*large, ("rest", rest_bytes)] if size >= SMALLEST_BYTES]
 
 
 def _detail(parts: Mapping[str, int]) -> str:
     """What a component is made of: sizes added up, then what they hold, in brackets."""
-    sizes = [f"{_words(name)} {_gib(value)}" for name, value in parts.items() if value and not name.endswith(COUNTS)]
+    sizes = _sized([(name, value) for name, value in parts.items() if not name.endswith(COUNTS)])
     counts = [f"{format_count(value)} {_words(name)}" for name, value in parts.items() if name.endswith(COUNTS)]
     return " + ".join(sizes) + (f" ({', '.join(counts)})" if counts else "")
 
