@@ -7,7 +7,7 @@ from planner.memory.engine import EngineMemory, engine_memory
 from planner.memory.engine_settings import engine_settings
 from planner.memory.host import host_peak_bytes
 from planner.memory.peak import train_phases
-from planner.memory.weights import weights_by_role
+from planner.memory.states import states_of
 from planner.quantities import Estimate, GpuMemory, GpuRole, PhaseMemory
 from planner.throughput import throughput
 
@@ -44,7 +44,7 @@ def gpus_of(candidate: Candidate, cluster: Cluster, engine: EngineMemory | None,
     colocated = engine if candidate.vllm == "colocate" else None
     phases = train_phases(candidate, cluster.gpu, colocated)
     role: GpuRole = "train+vllm" if colocated is not None else "train"
-    details = {"weights": weights_by_role(candidate)} | ({"engine": engine_details(colocated)} if colocated is not None else {})
+    details = {"weights": states_of(candidate, cluster.gpu).weights_by_role} | ({"engine": engine_details(colocated)} if colocated is not None else {})
     gpus = [gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk)]
     if candidate.vllm == "server" and engine is not None:
         serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})

@@ -8,6 +8,8 @@ from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
 from planner.cluster import Cluster
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.methods import METHODS, MethodName
+from planner.memory.engine_settings import SERVER_GPU_MEMORY_UTILIZATION
+from planner.memory.loss import release
 from planner.model import ModelShape
 from planner.units import format_gib
 
@@ -16,6 +18,9 @@ Goal = Literal["throughput", "max-length", "batch-size"]
 
 # The batch of one process when nothing is said (transformers 5.23, training_args.py:777).
 DEFAULT_BATCH_SIZE = 8
+
+# Published so and dequantized for training (transformers 5.23, quantizers/quantizer_mxfp4.py `dequantize`, quantizer_finegrained_fp8.py).
+DEQUANTIZED = ("fp8", "mxfp4")
 
 # What a method's own config sets apart from Candidate's defaults.
 # Source: trl 1.16, trainer/grpo_config.py, rloo_config.py, distillation_config.py, experimental/online_dpo/online_dpo_config.py,
@@ -80,17 +85,33 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
         whole, completion = settings.get("max_length", 1024), settings.get("max_completion_length", 512)
         assert isinstance(whole, int) and isinstance(completion, int)
         settings["prompt_length"] = max(1, whole - completion)
+    if settings.get("vllm") == "server":
+        settings.setdefault("vllm_gpu_memory_utilization", SERVER_GPU_MEMORY_UTILIZATION)
+        settings.setdefault("num_processes", max(1, cluster.num_gpus - server_gpus(settings)))
     settings.setdefault("num_processes", cluster.num_gpus)
     settings.setdefault("num_nodes", cluster.nodes)
-    settings.setdefault("quantization", job.model.quantization)
+    settings.setdefault("quantization", "none" if job.model.quantization in DEQUANTIZED else job.model.quantization)
     if "gradient_accumulation_steps" in settings:
         settings.setdefault("steps_per_generation", settings["gradient_accumulation_steps"])
     if job.method in ("gkd", "distillation"):
         settings.setdefault("teacher_model", job.model)
     settings.setdefault("precision", "bf16" if cluster.gpu.supports_bf16 else "fp16")
-    candidate = Candidate(model=job.model, method=job.method, trl_version=job.trl_version, **settings)  # type: ignore[arg-type]
+    candidate = Candidate(model=job.model, method=job.method, trl_version=trl_version(job), **settings)  # type: ignore[arg-type]
     check(candidate, job, cluster)
     return candidate
+
+
+def trl_version(job: Job) -> str:
+    """The release in force: a method that has left TRL is planned for the last one that has it."""
+    last = METHODS[job.method].last_trl
+    return last if last != "current" and release(job.trl_version) > release(last) else job.trl_version
+
+
+def server_gpus(settings: Mapping[str, object]) -> int:
+    """GPUs that a vLLM server takes: tensor parallel x data parallel."""
+    tensor, data = settings.get("vllm_tensor_parallel_size", 1), settings.get("vllm_data_parallel_size", 1)
+    assert isinstance(tensor, int) and isinstance(data, int)
+    return tensor * data
 
 
 def check(candidate: Candidate, job: Job, cluster: Cluster) -> None:
@@ -127,8 +148,6 @@ def placement_problems(candidate: Candidate, cluster: Cluster) -> list[str]:
         ]
     if candidate.vllm == "colocate" and candidate.num_processes % candidate.vllm_tensor_parallel_size:
         return [f"vllm_tensor_parallel_size {candidate.vllm_tensor_parallel_size} does not divide num_processes {candidate.num_processes}."]
-    if candidate.num_processes > 1 and candidate.sharding == "none":
-        return []
     return []
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner.candidate import Candidate
+from planner.memory.parameters import BITSANDBYTES
 from planner.quantities import Estimate
 from planner.search import LENGTH_FIELD, LENGTH_STEP, Question, attempt, batches, completed, largest
 from planner.units import GIB, format_count, format_gib
@@ -35,8 +36,16 @@ def reasons(best: Estimate, question: Question) -> tuple[str, ...]:
             continue
         answer = attempt(replace(best.candidate, **{name: other}), question)  # type: ignore[arg-type]
         if answer is not None and (said := difference(best, answer)):
-            found.append(f"{name} {text(value)} instead of {text(other)}: {said}")
+            found.append(f"{name} {text(value)} instead of {text(other)}: {said}{gathered(name, answer)}")
     return tuple(found)
+
+
+def gathered(name: str, other: Estimate) -> str:
+    """The copy that ZeRO-3 gathers on every GPU to generate, in the words of the phase table."""
+    if name != "ds3_gather_for_generation" or not other.candidate.ds3_gather_for_generation:
+        return ""
+    rollout = next(phase for phase in other.gpus[0].phases if phase.name == "rollout")
+    return f"; gathering the whole model on every GPU takes {format_gib(rollout.components['communication'], 1)} there"
 
 
 def matters(name: str, candidate: Candidate) -> bool:
@@ -154,11 +163,10 @@ def about_adapters(best: Estimate, question: Question) -> Iterator[str]:
     candidate = best.candidate
     if candidate.tuning != "lora":
         return
-    quantized = candidate.quantization != "none"
-    cast = "adapters cast to bfloat16, " if quantized else ""
+    cast = "adapters cast to bfloat16, " if candidate.quantization in BITSANDBYTES else ""
     reentrant = "reentrant (PEFT under ZeRO-3 needs it)" if candidate.sharding == "zero3" else "non-reentrant"
     checkpoint = f", enable_input_require_grads, {cast}then at train() {reentrant} checkpointing" if candidate.gradient_checkpointing else f", {cast}then train()"
-    load = f"load in {candidate.quantization}" if quantized else "load"
+    load = f"load the model ({candidate.quantization})" if candidate.quantization != "none" else "load the model"
     yield (
         f"TRL prepares the model itself, in this order: {load}, get_peft_model{checkpoint.rstrip(', ')}. Pass peft_config to the trainer; a model that was "
         "wrapped or prepared by hand before must call enable_input_require_grads itself, or no gradient arrives"
@@ -173,6 +181,12 @@ def about_versions(best: Estimate, question: Question) -> Iterator[str]:
         yield f"{row.name} left TRL after {row.last_trl}: the plan is for trl {row.last_trl}; install trl<={row.last_trl}.*"
     elif row.experimental:
         yield f"{row.trainer} is in trl.experimental: it may change without notice"
+
+
+def about_host(best: Estimate, question: Question) -> Iterator[str]:
+    candidate = best.candidate
+    if candidate.offload_optimizer or candidate.offload_param or candidate.activation_offloading or candidate.checkpoint_offload:
+        yield f"the host of each node needs {format_gib(best.host_peak_bytes, 0)} of memory for what is offloaded"
 
 
 def about_data(best: Estimate, question: Question) -> Iterator[str]:
@@ -192,5 +206,5 @@ def about_sources(best: Estimate, question: Question) -> Iterator[str]:
 
 
 NOTES: tuple[Callable[[Estimate, Question], Iterator[str]], ...] = (
-    about_dtype, about_precision, about_attention, about_adapters, about_versions, about_data, about_sources,
+    about_dtype, about_precision, about_attention, about_adapters, about_versions, about_host, about_data, about_sources,
 )  # fmt: skip

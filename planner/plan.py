@@ -5,9 +5,10 @@ from typing import Literal
 
 from planner.cluster import Cluster
 from planner.errors import NothingFits
-from planner.job import Job
+from planner.job import DEQUANTIZED, Job
 from planner.quantities import Estimate
 from planner.search import CLASSES, Question, TuningClass, search
+from planner.units import format_gib
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +45,6 @@ class Plan:
 
 
 CLASS_LABELS: dict[TuningClass, str] = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
-UNTRAINABLE = ("fp8", "mxfp4")  # published so, dequantized for training (transformers 5.23, quantizers/quantizer_mxfp4.py, finegrained_fp8)
-
 # The stack whose defaults and code paths are counted (internals of planner/memory name its files and lines).
 VERSIONS = {"transformers": "5.23", "peft": "0.21.2", "accelerate": "1.15", "deepspeed": "0.19.8", "bitsandbytes": "0.50.2", "vllm": "0.31", "torch": "2.13"}
 
@@ -62,7 +61,7 @@ def plan(job: Job, cluster: Cluster) -> Plan:
 
     questions = [Question(job=job, cluster=cluster, tuning_class=name) for name in classes(job)]
     found = {question: search(question) for question in questions}
-    chosen = recommended(found) or recommended(offloaded(found))
+    chosen = recommended(found) or least_of_the_host(offloaded(found))
     nearest = min((answer for answer in found.values() if answer is not None), key=lambda answer: answer.over_bytes, default=None)
     if chosen is None and nearest is None:
         raise NothingFits(no_candidate(job, cluster))
@@ -77,7 +76,7 @@ def plan(job: Job, cluster: Cluster) -> Plan:
         remedies=() if best.fits else remedies(job, cluster, question, best),
         more=limits(best, question) if best.fits else (),
         warnings=notes(best, question),
-        versions={"trl": job.trl_version, **VERSIONS},
+        versions={"trl": best.candidate.trl_version, **VERSIONS},
     )
 
 
@@ -94,7 +93,7 @@ def classes(job: Job) -> tuple[TuningClass, ...]:
         return ("full",)
     if quantization not in (None, "none"):
         return ("qlora",)
-    if published not in ("none", *UNTRAINABLE):
+    if published not in ("none", *DEQUANTIZED):
         return ("lora",)
     without_full = CLASSES if tuning is None else CLASSES[1:]
     return tuple(name for name in without_full if name != "qlora" or quantization is None)
@@ -102,6 +101,12 @@ def classes(job: Job) -> tuple[TuningClass, ...]:
 
 def recommended(found: Found) -> tuple[Question, Estimate] | None:
     return next(((question, answer) for question, answer in found.items() if answer is not None and answer.fits), None)
+
+
+def least_of_the_host(found: Found) -> tuple[Question, Estimate] | None:
+    """Of the candidates that need the host, the one that needs least of it: nobody has said how much there is."""
+    fitting = [(question, answer) for question, answer in found.items() if answer is not None and answer.fits]
+    return min(fitting, key=lambda each: each[1].host_peak_bytes, default=None)
 
 
 def offloaded(found: Found) -> Found:
@@ -123,7 +128,7 @@ def alternatives(found: Found, chosen: Question) -> tuple[Alternative, ...]:
         if not answer.fits and question.tuning_class == "full" and not chosen.offload:
             helped = search(replace(question, offload=True))
             if helped is not None and helped.fits:
-                rest.append(Alternative(label="full fine-tuning with offloading", estimate=helped, note="optimizer states in host memory"))
+                rest.append(Alternative(label="full fine-tuning with offloading", estimate=helped, note=f"{format_gib(helped.host_peak_bytes, 0)} of host memory a node"))
     return tuple(rest)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from planner.candidate import Candidate
 from planner.cluster import Cluster
 from planner.estimate import estimate
-from planner.job import DEFAULT_BATCH_SIZE, Job, base_candidate, generation_batch
+from planner.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, base_candidate, generation_batch
 from planner.memory.engine import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine_settings import engine_settings
 from planner.methods import METHODS
@@ -50,7 +50,7 @@ class Question:
 
 def tuning(question: Question) -> Changes:
     """A checkpoint that is quantized already keeps its quantization; QLoRA is nf4 otherwise."""
-    published = question.job.model.quantization
+    published = "none" if question.job.model.quantization in DEQUANTIZED else question.job.model.quantization
     if question.tuning_class == "full":
         return ({"tuning": "full", "quantization": "none"},)
     if question.tuning_class == "qlora" and published == "none":
@@ -69,10 +69,22 @@ def load_dtype(question: Question) -> Changes:
     return ({"dtype": "float32"}, {"dtype": half}) if half == "bfloat16" else ({"dtype": "float32"},)
 
 
+# Ways to let the host help, the least first: adapters have states too small to be worth it.
+OFFLOADED: dict[TuningClass, Changes] = {
+    "full": (
+        {"sharding": "zero2", "offload_optimizer": True},
+        {"sharding": "zero3", "offload_optimizer": True},
+        {"sharding": "zero3", "offload_optimizer": True, "offload_param": True},
+    ),
+    "lora": ({"sharding": "zero3", "offload_optimizer": True, "offload_param": True},),
+    "qlora": (),
+}
+
+
 def sharding(question: Question) -> Changes:
     """bitsandbytes weights stay whole under ZeRO and FSDP2 (accelerate 1.15, utils/fsdp_utils.py:799-811): data parallel only."""
     if question.offload:
-        return ({"sharding": "zero3", "offload_optimizer": True}, {"sharding": "zero3", "offload_optimizer": True, "offload_param": True})
+        return OFFLOADED[question.tuning_class]
     if question.processes == 1:
         return ({"sharding": "none"},)
     if question.tuning_class == "qlora":
@@ -173,8 +185,11 @@ def consistent(candidate: Candidate, question: Question) -> bool:
     sharded_dtype_twin = candidate.tuning == "full" and candidate.dtype != "float32" and candidate.sharding.startswith(("zero", "fsdp"))
     ungathered_twin = not candidate.ds3_gather_for_generation and (candidate.sharding != "zero3" or candidate.vllm != "off")
     server = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
+    # DeepSpeed would cast a frozen float32 base to 16 bits, and nothing would remember what was asked for
+    broken_pin = candidate.tuning == "lora" and question.job.pinned.get("dtype") == "float32" and candidate.sharding.startswith("zero")
     return (
         of_class[question.tuning_class]
+        and not broken_pin
         and not (sharded_dtype_twin and "dtype" not in question.job.pinned)
         and not (ungathered_twin and "ds3_gather_for_generation" not in question.job.pinned)
         and candidate.num_processes + server <= question.cluster.num_gpus

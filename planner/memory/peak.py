@@ -2,41 +2,40 @@
 
 from dataclasses import dataclass
 
-from planner.candidate import DTYPE_BYTES, Candidate
+from planner.candidate import Candidate
 from planner.cluster import Gpu
-from planner.quantities import Component, Phase, PhaseMemory
 from planner.memory.activations import Peaks
-from planner.memory.adapters import adapters_bytes
-from planner.memory.autograd import Moment, Size
-from planner.memory.communication import communication_bytes, gather_bytes, generation_gather_bytes, weight_sync_bytes
+from planner.memory.autograd import Moment
 from planner.memory.engine import EngineMemory
-from planner.memory.gradients import gradients_bytes, step_gradients_bytes
-from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, prefill_cache_bytes
+from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
-from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
-from planner.memory.parameters import policy_parameters
-from planner.memory.runtime import fragmentation_bytes, runtime_bytes
-from planner.memory.stack import StackMemory, StackRecipe, frozen_recipe, stack_memory, stack_recipe
-from planner.memory.weights import base_dtype_bytes, reference_weights_bytes, weights_by_role
+from planner.memory.runtime import fragmentation_bytes
+from planner.memory.stack import SHARDED, StackMemory, StackRecipe, compute_weight_width, frozen_recipe, stack_memory, stack_recipe
+from planner.memory.states import States, states_of
+from planner.quantities import Component, Phase, PhaseMemory
 
 Components = dict[Component, int]
+NOTHING = (0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """What the phases of one candidate are computed from."""
+    """What the phases of one candidate are computed from. `tokens` and `scores` are those of the policy's training forward."""
 
     candidate: Candidate
+    tokens: int
+    scores: int
+    states: States
     stack: StackMemory
     recipe: StackRecipe
-    loss: LossMemory
     head: Head
-    resident: Components  # alive in every phase from the second step on
-    engine: EngineMemory | None
+    loss: LossMemory
+    mask_bytes: int
+    engine: EngineMemory | None  # None: no vLLM engine in this process
 
 
 def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> tuple[PhaseMemory, ...]:
-    """Every phase of a training GPU, from the second optimizer step on (the first has no optimizer states yet).
+    """Every phase of a training GPU, from the second optimizer step on: the first has no optimizer states yet.
 
     `engine` is the vLLM engine in the same process, None without one.
     """
@@ -46,29 +45,36 @@ def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) ->
         rows += [("weight_sync", weight_sync(passes))] if candidate.vllm != "off" else []
         rows += [("rollout", rollout(passes))]
     if scores_before_training(candidate):
-        rows += [("score", score_pass(passes))]
-    rows += [("forward", forward(passes)), ("loss", loss_phase(passes)), ("backward", backward(passes)), ("optimizer_step", optimizer_step(passes))]
+        rows += [("score", score(passes))]
+    rows += [("forward", forward(passes)), ("loss", loss(passes)), ("backward", backward(passes)), ("optimizer_step", optimizer_step(passes))]
     return tuple(finished(name, components, candidate) for name, components in rows)
 
 
 def passes_of(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> Passes:
     recipe = stack_recipe(candidate, gpu.supports_flash_attention_2)
-    accumulates = candidate.gradient_accumulation_steps > 1 or candidate.sharding in ("zero1", "zero2", "zero3", "fsdp2")
     head = head_of(candidate)
-    elements = 0 if candidate.tuning == "lora" else head_elements(candidate)
-    stack = stack_memory(candidate.model, recipe, accumulates, elements)
-    resident: Components = {
-        "weights": sum(weights_by_role(candidate).values()),
-        "adapters": adapters_bytes(candidate),
-        "optimizer_states": optimizer_states_bytes(candidate),
-        "communication": communication_bytes(candidate, gpu),
-        "runtime": runtime_bytes(gpu, candidate),
-    }
-    return Passes(candidate=candidate, stack=stack, recipe=recipe, loss=FORMULAS[loss_of(candidate)](head), head=head, resident=resident, engine=engine)
+    trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
+    return Passes(
+        candidate=candidate,
+        tokens=head.tokens,
+        scores=head.tokens * candidate.attention_length,
+        states=states_of(candidate, gpu),
+        stack=stack_memory(candidate.model, recipe, gradients_stay(candidate), trained_head),
+        recipe=recipe,
+        head=head,
+        loss=FORMULAS[loss_of(candidate)](head),
+        mask_bytes=recipe.mask_widths * head.tokens * candidate.attention_length,
+        engine=engine,
+    )
+
+
+def gradients_stay(candidate: Candidate) -> bool:
+    """Whether gradients are there when a micro-step begins: accumulated ones, and the buffers of ZeRO and FSDP2."""
+    return candidate.gradient_accumulation_steps > 1 or candidate.sharding in SHARDED
 
 
 def finished(name: Phase, components: Components, candidate: Candidate) -> PhaseMemory:
-    """A row of the table with the allocator's slack on what PyTorch allocated in it."""
+    """A row of the table, with the allocator's slack on what PyTorch allocated in it."""
     outside = components.get("runtime", 0) + components.get("engine", 0)
     components["fragmentation"] = fragmentation_bytes(sum(components.values()) - outside, candidate)
     return PhaseMemory(name=name, components={component: size for component, size in components.items() if size})
@@ -84,57 +90,35 @@ def head_elements(candidate: Candidate) -> int:
 
 
 def head_of(candidate: Candidate) -> Head:
-    model, width = candidate.model, base_width(candidate)
-    compute = 2 if candidate.precision != "no" else width
+    model, width, tokens = candidate.model, compute_weight_width(candidate), candidate.tokens
+    labelled = candidate.labelled_tokens
     return Head(
-        tokens=candidate.tokens,
-        labelled_tokens=candidate.labelled_tokens,
-        logit_tokens=candidate.labelled_tokens if candidate.method in ("grpo", "rloo") else candidate.tokens,
+        tokens=tokens,
+        labelled_tokens=labelled,
+        logit_tokens=labelled if candidate.method in ("grpo", "rloo") else tokens,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         hidden_width=width,
         weight_width=width,
-        compute_width=compute,
+        compute_width=2 if candidate.precision != "no" else width,
         trainable=candidate.tuning == "full",
     )
-
-
-def base_width(candidate: Candidate) -> int:
-    """Bytes of a hidden state: those of the embedding as the forward pass sees it."""
-    sharded = candidate.sharding in ("zero1", "zero2", "zero3", "fsdp2") and candidate.precision != "no"
-    return 2 if sharded else DTYPE_BYTES[candidate.dtype]
-
-
-def attention_mask_bytes(passes: Passes) -> int:
-    """The mask that all layers share: a bool a score for sdpa, a number of the hidden dtype for eager; one for each kind of window.
-
-    Source: transformers 5.23, masking_utils.py `sdpa_mask` and `eager_mask`.
-    """
-    candidate, recipe = passes.candidate, passes.recipe
-    if recipe.attn_implementation == "eager":
-        kinds = len({layer.attention.sliding_window for layer, _ in candidate.model.layer_kinds})
-        return candidate.scores * passes.head.hidden_width * kinds
-    if recipe.attn_implementation != "sdpa":
-        return 0
-    windows = {layer.attention.sliding_window for layer, _ in candidate.model.layer_kinds}
-    needed = len(windows) if recipe.masked else len(windows - {None}) * recipe.windows_active
-    return candidate.scores * needed
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------
 
 
 def load(passes: Passes) -> Components:
-    """Before the first step: no optimizer states; the engine starts beside the loaded model."""
-    components = dict(passes.resident)
-    components["optimizer_states"] = master_weights_bytes(passes.candidate)
-    return with_engine(components, passes, awake=True)
+    """Before the first step: no optimizer states but DeepSpeed's master weights; the engine starts beside the loaded model."""
+    components = resident(passes, awake=True)
+    components["optimizer_states"] = passes.states.master_weights
+    return components
 
 
 def weight_sync(passes: Passes) -> Components:
     """New weights go to the engine: it holds its own weights but no KV cache yet when it slept."""
-    components = dict(passes.resident)
-    components["communication"] += weight_sync_bytes(passes.candidate)
+    components = dict(passes.states.resident)
+    components["communication"] += passes.states.weight_sync
     if passes.engine is not None:
         components["engine"] = passes.engine.weights_awake_bytes
     return components
@@ -142,13 +126,11 @@ def weight_sync(passes: Passes) -> Components:
 
 def rollout(passes: Passes) -> Components:
     """Completions are sampled: by the engine, elsewhere by a server, or by `generate` with a cache of its own."""
-    components = dict(passes.resident)
+    components = resident(passes, awake=True)
     if passes.candidate.vllm != "off":
-        return with_engine(components, passes, awake=True)
-    components["communication"] += generation_gather_bytes(passes.candidate)
-    for component, size in generation(passes).items():
-        components[component] = components.get(component, 0) + size
-    return components
+        return components
+    components["communication"] += passes.states.generation_gather
+    return together(components, generation(passes))
 
 
 def generation(passes: Passes) -> Components:
@@ -158,18 +140,22 @@ def generation(passes: Passes) -> Components:
     tokens = prompt + candidate.max_completion_length - 1
     width = kv_cache_dtype_bytes(model, passes.head.hidden_width, candidate.precision != "no")
     logits = generation_logits_bytes(model, rows)
-    copies = passes.stack.copies[2] if candidate.tuning == "full" else 0
-    last: Components = {"kv_cache": kv_cache_peak_bytes(model, rows, prompt, tokens, width), "loss": logits, "autocast_copies": copies}
-    prefill = kinds_at(passes.stack.inference, rows * prompt, rows * prompt * prompt)
-    first: Components = {"kv_cache": prefill_cache_bytes(model, rows, prompt, width), "loss": logits, **prefill}
-    return max(last, first, key=lambda components: sum(components.values()))
+    last: Components = {
+        "kv_cache": kv_cache_peak_bytes(model, rows, prompt, tokens, width),
+        "loss": logits,
+        "autocast_copies": passes.stack.copies[2] if candidate.tuning == "full" else 0,
+        "transients": mla_expansion_bytes(model, rows, tokens, width),
+    }
+    prefill: Components = {"kv_cache": prefill_cache_bytes(model, rows, prompt, width), "loss": logits}
+    first = together(prefill, at(passes.stack.inference, rows * prompt, rows * prompt * prompt))
+    return max(last, first, key=total)
 
 
 def scores_before_training(candidate: Candidate) -> bool:
     """Whether log-probabilities are computed without gradients between sampling and training.
 
     Source: trl 1.16, grpo_trainer.py:2634-2733 (old log-probabilities with vLLM or when a batch is used more than once; reference where
-    beta is not 0), online_dpo_trainer.py, ppo_trainer.py.
+    beta is not 0), online_dpo_trainer.py; trl 1.12, ppo_trainer.py.
     """
     if candidate.method in ("grpo", "rloo"):
         reused = candidate.num_iterations > 1 or candidate.steps_per_generation > candidate.gradient_accumulation_steps
@@ -177,136 +163,134 @@ def scores_before_training(candidate: Candidate) -> bool:
     return candidate.method in ("online-dpo", "ppo")
 
 
-def score_pass(passes: Passes) -> Components:
+def score(passes: Passes) -> Components:
     """A forward pass without gradients over one micro-batch."""
-    components = dict(passes.resident)
-    inference = kinds_at(passes.stack.inference, passes.candidate.tokens, passes.candidate.scores)
-    for component, size in inference.items():
-        components[component] = components.get(component, 0) + size
+    components = together(resident(passes, awake=False), at(passes.stack.inference, passes.tokens, passes.scores))
     components["loss"] = passes.loss.forward
-    components["communication"] += gather_bytes(passes.candidate, "forward")
-    return with_engine(components, passes, awake=False)
-
-
-def forward(passes: Passes) -> Components:
-    return with_pass(passes, passes.stack.forward, "forward", 0)
-
-
-def loss_phase(passes: Passes) -> Components:
-    """The head after the last layer; with a reference model or a teacher, its forward pass on top of what the policy keeps."""
-    components = training(passes)
-    saved = size_at_kinds(kept(passes, passes.stack.saved), passes.candidate)
-    add_all(components, saved)
-    components["loss"] = passes.loss.forward
-    components["communication"] += gather_bytes(passes.candidate, "forward")
-    other = other_forward(passes)
-    if sum(other.values()) + passes.loss.saved > components["loss"]:
-        components["loss"] = passes.loss.saved
-        add_all(components, other)
+    components["communication"] += passes.states.forward_gather
     return components
 
 
-def other_forward(passes: Passes) -> Components:
-    """The forward pass of a frozen model while the policy's graph is alive: DPO's and KTO's reference (trl 1.16, dpo_trainer.py:1299-1338)."""
+def forward(passes: Passes) -> Components:
+    """The heaviest layer on the way up."""
+    components = together(training(passes), at_moment(passes, passes.stack.forward))
+    components["communication"] += passes.states.forward_gather
+    return components
+
+
+def loss(passes: Passes) -> Components:
+    """The head after the last layer; DPO and KTO then run their reference while the policy's graph is alive."""
+    components = together(training(passes), sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores))
+    components["communication"] += passes.states.forward_gather
+    other = reference_forward(passes)
+    if total(other) + passes.loss.saved > passes.loss.forward:
+        return together(components, other, {"loss": passes.loss.saved})
+    return together(components, {"loss": passes.loss.forward})
+
+
+def reference_forward(passes: Passes) -> Components:
+    """The frozen model's forward pass beside the policy's graph (trl 1.16, dpo_trainer.py:1299-1338); KTO's KL batch is one too."""
     candidate = passes.candidate
     if candidate.method not in ("dpo", "kto") or candidate.precompute_ref_log_probs:
         return {}
+    stack = passes.stack
     if candidate.separate_reference:
-        frozen = stack_memory(candidate.model, frozen_recipe(candidate, passes.recipe.flash), True, 0)
-        return {**kinds_at(frozen.inference, candidate.tokens, candidate.scores), "loss": passes.loss.forward}
-    return {**kinds_at(passes.stack.inference, candidate.tokens, candidate.scores)}
+        stack = stack_memory(candidate.model, frozen_recipe(candidate, passes.recipe.flash), True, 0)
+    return at(stack.inference, passes.tokens, passes.scores)
 
 
 def backward(passes: Passes) -> Components:
     """Layer by layer from the last; before them the head's own backward, after them the embedding's."""
-    return max((with_pass(passes, passes.stack.backward, "backward", 0), head_backward(passes), embedding_backward(passes)), key=lambda c: sum(c.values()))
+    return max(layers_backward(passes), head_backward(passes), embedding_backward(passes), key=total)
+
+
+def layers_backward(passes: Passes) -> Components:
+    components = together(training(passes), at_moment(passes, passes.stack.backward))
+    components["communication"] += passes.states.backward_gather
+    return components
 
 
 def head_backward(passes: Passes) -> Components:
-    components = training(passes)
-    saved = kept(passes, passes.stack.saved)
-    add_all(components, size_at_kinds(saved, passes.candidate))
+    components = together(training(passes), sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores))
     components["autocast_copies"] = components.get("autocast_copies", 0) - passes.stack.copies[2]
     components["loss"] = passes.loss.backward
-    components["communication"] += gather_bytes(passes.candidate, "backward")
+    components["communication"] += passes.states.backward_gather
     return components
 
 
 def embedding_backward(passes: Passes) -> Components:
     """The end of the pass: all gradients, the embedding's own dense one, and under tied weights the head's beside it."""
-    candidate = passes.candidate
+    candidate, model, width = passes.candidate, passes.candidate.model, passes.head.hidden_width
     components = training(passes)
-    width, model = base_dtype_bytes(candidate), candidate.model
-    components["gradients"] = gradients_bytes(candidate)
-    components["transients"] = candidate.tokens * model.hidden_size * passes.head.hidden_width
-    if candidate.tuning == "full" and (model.tied or candidate.gradient_accumulation_steps > 1):
+    components["gradients"] = passes.states.gradients
+    components["transients"] = passes.tokens * model.hidden_size * width
+    if candidate.tuning == "full" and (model.tied or gradients_stay(candidate)):
         components["transients"] += model.embed_params * width
     return components
 
 
 def optimizer_step(passes: Passes) -> Components:
-    components = dict(passes.resident)
-    components["gradients"] = step_gradients_bytes(passes.candidate)
-    components["transients"] = step_temporaries_bytes(passes.candidate)
-    return with_engine(components, passes, awake=False)
+    components = resident(passes, awake=False)
+    components["gradients"] = passes.states.step_gradients
+    components["transients"] = passes.states.step_temporaries
+    return components
 
 
 # -- what phases are made of -------------------------------------------------------------------------------------------
 
 
-def training(passes: Passes) -> Components:
-    """Resident memory and gradients that are alive during a micro-step, and the shared attention mask."""
-    components = dict(passes.resident)
-    candidate = passes.candidate
-    if candidate.gradient_accumulation_steps > 1 or candidate.sharding in ("zero1", "zero2", "zero3", "fsdp2"):
-        components["gradients"] = gradients_bytes(candidate)
-    components["attention_scores"] = attention_mask_bytes(passes)
-    return with_engine(components, passes, awake=False)
-
-
-def with_pass(passes: Passes, peaks: Peaks, pass_name: Phase, extra: int) -> Components:
-    components = training(passes)
-    candidate = passes.candidate
-    _, moment = peaks.at(candidate.tokens, candidate.scores)
-    add_all(components, size_at_kinds(kept(passes, moment), candidate))
-    components["communication"] += gather_bytes(candidate, pass_name)
+def resident(passes: Passes, awake: bool) -> Components:
+    """What is there in every phase, and the engine of the same process, sampling (`awake`) or not."""
+    components = dict(passes.states.resident)
+    if passes.engine is not None:
+        components["engine"] = passes.engine.total_bytes if awake else passes.engine.asleep_bytes
     return components
 
 
-def kept(passes: Passes, moment: Moment) -> Moment:
-    """The moment with what offloading has moved to the host taken out: all that is saved but one layer's."""
+def training(passes: Passes) -> Components:
+    """What is there during a micro-step: resident memory, gradients that stay, the attention mask that all layers share."""
+    components = resident(passes, awake=False)
+    if gradients_stay(passes.candidate):
+        components["gradients"] = passes.states.gradients
+    components["attention_scores"] = passes.mask_bytes
+    return components
+
+
+def at_moment(passes: Passes, peaks: Peaks) -> Components:
+    return sizes(remaining(passes, peaks.at(passes.tokens, passes.scores)[1]), passes.tokens, passes.scores)
+
+
+def at(peaks: Peaks, tokens: int, scores: int) -> Components:
+    return sizes(peaks.at(tokens, scores)[1], tokens, scores)
+
+
+def sizes(moment: Moment, tokens: int, scores: int) -> Components:
+    return {kind: size[0] * tokens + size[1] * scores + size[2] for kind, size in moment.kinds}
+
+
+def remaining(passes: Passes, moment: Moment) -> Moment:
+    """The moment without what offloading has moved to the host: of what is saved, one layer's stays.
+
+    Source: trl 1.16, models/activation_offloading.py (up to five tensors wait for their copy); transformers 5.23, `offload` of
+    activation_checkpointing_kwargs.
+    """
     candidate = passes.candidate
     if not (candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)):
         return moment
-    saved = dict(passes.stack.saved.kinds).get("activations", (0, 0, 0))
-    one = dict(passes.stack.one_layer.kinds).get("activations", (0, 0, 0))
     kinds = dict(moment.kinds)
-    mine = kinds.get("activations", (0, 0, 0))
-    kinds["activations"] = (
-        max(min(mine[0], one[0]), mine[0] - saved[0] + one[0]),
-        max(min(mine[1], one[1]), mine[1] - saved[1] + one[1]),
-        mine[2],
-    )
+    for kind in ("activations", "attention_scores"):
+        held, saved, layer = (dict(each.kinds).get(kind, NOTHING) for each in (moment, passes.stack.saved, passes.stack.one_layer))
+        kinds[kind] = (max(held[0] - saved[0], 0) + min(held[0], layer[0]), max(held[1] - saved[1], 0) + min(held[1], layer[1]), held[2])
     return Moment(moment.total, tuple(kinds.items()))
 
 
-def with_engine(components: Components, passes: Passes, awake: bool) -> Components:
-    engine = passes.engine
-    if engine is not None:
-        components["engine"] = engine.total_bytes if awake else engine.asleep_bytes
+def together(*parts: Components) -> Components:
+    components = dict(parts[0])
+    for part in parts[1:]:
+        for component, size in part.items():
+            components[component] = components.get(component, 0) + size
     return components
 
 
-def add_all(components: Components, others: Components) -> None:
-    for component, size in others.items():
-        components[component] = components.get(component, 0) + size
-
-
-def size_at_kinds(moment: Moment, candidate: Candidate) -> Components:
-    tokens, scores = candidate.tokens, candidate.scores
-    return {kind: size[0] * tokens + size[1] * scores + size[2] for kind, size in moment.kinds}
-
-
-def kinds_at(peaks: Peaks, tokens: int, scores: int) -> Components:
-    _, moment = peaks.at(tokens, scores)
-    return {kind: size[0] * tokens + size[1] * scores + size[2] for kind, size in moment.kinds}
+def total(components: Components) -> int:
+    return sum(components.values())

@@ -27,6 +27,7 @@ class StackRecipe:
     gradient_checkpointing: bool
     every_n_layers: int
     flash: bool  # the card has FlashAttention's kernels (compute capability 8.0)
+    mask_widths: int  # bytes a score of the masks that all layers share
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ QUANTIZED_LINEAR: dict[Quantization, Literal["none", "4bit", "8bit", "dequantize
     "mxfp4": "none",  # experts only, which are no nn.Linear
 }
 
+SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 FLASH_HEAD_DIM = 256  # pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash
 
 
@@ -86,11 +88,14 @@ def frozen_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
 
 def with_data(recipe: Recipe, candidate: Candidate, flash: bool) -> StackRecipe:
     shortest = shortest_window(candidate.model)
+    masked = candidate.padded or candidate.packing or candidate.padding_free
+    windows_active = shortest is not None and candidate.row_tokens >= shortest
     return StackRecipe(
         recipe=recipe,
         attn_implementation=candidate.attn_implementation,
-        masked=candidate.padded or candidate.packing or candidate.padding_free,
-        windows_active=shortest is not None and candidate.row_tokens >= shortest,
+        masked=masked,
+        windows_active=windows_active,
+        mask_widths=mask_widths(candidate.model, candidate.attn_implementation, masked, windows_active, recipe.weight_width),
         gradient_checkpointing=candidate.gradient_checkpointing,
         every_n_layers=candidate.checkpoint_every_n_layers,
         flash=flash,
@@ -99,9 +104,23 @@ def with_data(recipe: Recipe, candidate: Candidate, flash: bool) -> StackRecipe:
 
 def compute_weight_width(candidate: Candidate) -> int:
     """Bytes of a weight as the forward pass sees it: DeepSpeed and FSDP2 gather 16-bit weights whatever was loaded."""
-    if candidate.sharding in ("zero1", "zero2", "zero3", "fsdp2") and candidate.precision != "no":
+    if candidate.sharding in SHARDED and candidate.precision != "no":
         return 2
     return DTYPE_BYTES[candidate.dtype]
+
+
+@lru_cache(maxsize=1024)
+def mask_widths(model: ModelShape, attn_implementation: AttentionImplementation, masked: bool, windows_active: bool, width: int) -> int:
+    """Bytes a score of the masks that all layers share: a bool for sdpa, a number of the hidden dtype for eager; one for each window.
+
+    Source: transformers 5.23, masking_utils.py `sdpa_mask` and `eager_mask`.
+    """
+    windows = {layer.attention.sliding_window for layer, _ in model.layer_kinds}
+    if attn_implementation == "eager":
+        return len(windows) * width
+    if attn_implementation != "sdpa":
+        return 0
+    return len(windows) if masked else len(windows - {None}) * windows_active
 
 
 @lru_cache(maxsize=1024)
