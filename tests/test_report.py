@@ -136,8 +136,12 @@ class TestTable:
     def test_defaults_of_what_was_chosen_take_no_line(self):
         assert "vllm_tensor_parallel_size" not in plan_table(PLAN, 100).plain
 
-    def test_certainty_is_never_rounded_up(self):
-        assert "fits with 99.9 %" in plan_table(replace(PLAN, best=replace(ESTIMATE, fit_probability=0.99999)), 100).plain
+    @pytest.mark.parametrize(("probability", "words"), [(1.0, "99.9 %"), (0.99999, "99.9 %"), (0.9951, "99.5 %"), (0.5, "50 %")])
+    def test_certainty_is_never_rounded_up(self, probability, words):
+        assert f"fits with {words}" in plan_table(replace(PLAN, best=replace(ESTIMATE, fit_probability=probability)), 100).plain
+
+    def test_the_memory_of_the_host_is_said(self):
+        assert "host         20.0 on a node" in plan_table(PLAN, 100).plain
 
     def test_nothing_fits_says_by_how_much_and_what_would(self):
         assert refusal(NOTHING_FITS) == (

@@ -197,6 +197,7 @@ def _bars(estimate: Estimate, width: int) -> Iterator[Text]:
             if len(parts) > 1:
                 yield from _wrapped("", [f"{_words(component)} = {_detail(parts)}"], width)
         yield Text()
+    yield from _wrapped("host", [f"{_gib(estimate.host_peak_bytes)} on a node"], width)
     yield _legend(estimate)
 
 
@@ -322,8 +323,8 @@ def _gib(size_bytes: int) -> str:
 
 
 def _percent(probability: float) -> str:
-    """Rounded down, so that 100 % is never said of what is not certain."""
-    return f"{int(probability * 1000) / 10:g} %"
+    """Rounded down and never 100 %: nothing here is certain."""
+    return f"{min(int(probability * 1000), 999) / 10:g} %"
 
 
 def _tokens_per_second(tokens: float) -> str:
