@@ -20,8 +20,7 @@ from planner.quantities import Throughput
 from planner.throughput.communication import communication_seconds, offload_seconds
 from planner.throughput.generation import generation_seconds, rollouts, weight_sync_seconds
 from planner.throughput.optimizer_step import optimizer_seconds
-from planner.throughput.smooth import either
-from planner.throughput.training import extra_forwards, micro_batch, micro_step
+from planner.throughput.training import micro_batch, micro_step
 from planner.throughput.work import policy_work
 
 __all__ = ["throughput"]
@@ -37,8 +36,7 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
     """
     gpu, accumulation = cluster.gpu, candidate.gradient_accumulation_steps
     work, batch = policy_work(candidate), micro_batch(candidate)
-    step = micro_step(candidate, work, gpu, batch, extra_forwards(candidate))
-    busy = step.compute + step.recompute + step.attention
+    step = micro_step(candidate, work, gpu, batch)
     generation = weight_sync = 0.0
     if candidate.method_row.generates:
         count = rollouts(candidate)[1]
@@ -48,7 +46,7 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
         "compute": accumulation * step.compute,
         "recompute": accumulation * step.recompute,
         "attention": accumulation * step.attention,
-        "launch": accumulation * (either(busy, step.launch) - busy),
+        "launch": accumulation * (step.elapsed - step.compute - step.recompute - step.attention),
         "communication": communication_seconds(candidate, cluster, work, step),
         "optimizer": optimizer_seconds(candidate, gpu, work),
         "offload": offload_seconds(candidate, cluster, work, batch, step),

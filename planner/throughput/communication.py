@@ -3,7 +3,7 @@
 from planner.candidate import Candidate, Sharding
 from planner.cluster import Cluster
 from planner.throughput.rates import host_rate, link_rate
-from planner.throughput.training import Batch, MicroStep
+from planner.throughput.training import Batch, MicroStep, extra_forwards
 from planner.throughput.work import Work
 
 # Share of the backward (and, with prefetch, of the whole micro-step) that communication hides behind.
@@ -32,7 +32,7 @@ def communication_seconds(candidate: Candidate, cluster: Cluster, work: Work, st
 
     Example: LoRA on Qwen-72B, ZeRO-3, 4 x A100-80G: 3 x 144e9 x 3/4 / 207e9 = 1.57 s a micro-step.
 
-    Leaves out latency, tensor parallelism of the trainer, and the small messages of metrics.
+    Leaves out latency, gathers of a teacher or reward model, and the small messages of metrics.
     """
     n, sharding = candidate.num_processes, candidate.sharding
     if n == 1 or sharding == "none":
@@ -42,10 +42,9 @@ def communication_seconds(candidate: Candidate, cluster: Cluster, work: Work, st
     accumulation = candidate.gradient_accumulation_steps
     gradient_bytes = work.trainable_params * (4.0 if sharding == "ddp" and (work.adapter_only or candidate.dtype == "float32") else 2.0)
     if sharding in GATHERS:
-        gathers = GATHERS[sharding] + (1 if sharding == "zero3" and candidate.gradient_checkpointing else 0)
+        gathers = _gathers(candidate)
         once = portion * (gathers * work.stored_bytes + gradient_bytes) / link
-        hidden = OVERLAP[sharding] * (step.compute + step.recompute + step.attention)
-        return accumulation * max(0.0, once - hidden)
+        return accumulation * max(0.0, once - OVERLAP[sharding] * step.elapsed)
     if sharding == "ddp":
         return max(0.0, 2 * portion * gradient_bytes / link - OVERLAP[sharding] * step.backward)
     reductions = accumulation if sharding == "zero2" else 1
@@ -66,12 +65,17 @@ def offload_seconds(candidate: Candidate, cluster: Cluster, work: Work, batch: B
         seconds += 4.0 * work.trainable_params / n / host
         seconds += work.trainable_params / CPU_ADAM_PARAMS_PER_SECOND / max(1, min(candidate.num_nodes, n))
     if candidate.offload_param:
-        gathers = GATHERS.get(candidate.sharding, 2) + (1 if candidate.sharding == "zero3" and candidate.gradient_checkpointing else 0)
-        seconds += accumulation * gathers * work.stored_bytes / n / host
+        seconds += accumulation * _gathers(candidate) * work.stored_bytes / n / host
     if candidate.activation_offloading or candidate.checkpoint_offload:
         saved = _saved_bytes(candidate, work) * batch.tokens
-        seconds += accumulation * max(0.0, 2 * saved / host - (step.compute + step.recompute + step.attention))
+        seconds += accumulation * max(0.0, 2 * saved / host - step.elapsed)
     return seconds
+
+
+def _gathers(candidate: Candidate) -> float:
+    """How often a micro-step gathers the policy: forward, backward, ZeRO-3's recomputation, and each gradient-free forward of its size."""
+    again = 1 if candidate.sharding == "zero3" and candidate.gradient_checkpointing else 0
+    return GATHERS.get(candidate.sharding, 2) + again + extra_forwards(candidate)
 
 
 def _saved_bytes(candidate: Candidate, work: Work) -> float:

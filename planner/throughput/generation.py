@@ -2,7 +2,7 @@
 
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.cluster import Cluster, Gpu
-from planner.throughput.rates import attention_rate, host_rate, link_rate, matmul_rate, memory_rate
+from planner.throughput.rates import attention_rate, host_rate, link_rate, matmul_rate, memory_rate, sixteen_bit_rate
 from planner.throughput.smooth import either
 from planner.throughput.training import PPO_EPOCHS
 from planner.throughput.work import Work
@@ -50,13 +50,12 @@ def generation_seconds(candidate: Candidate, cluster: Cluster, work: Work, concu
     return _engine_seconds(candidate, cluster.gpu, work, rows, concurrency)
 
 
-def _prefill_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, cards: int) -> float:
-    """Prompts of `rows` through the model on `cards` cards: products and causal attention."""
+def _prefill_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, rate: float) -> float:
+    """Prompts of `rows` through the model, as on one card: products and causal attention."""
     tokens = rows * candidate.prompt_length
-    rate = matmul_rate(gpu, candidate)
     pairs = sum(flops for _, flops, _ in work.attention) * tokens * candidate.prompt_length / 2
-    compute = (work.linear_flops + work.adapter_flops) * tokens / rate + pairs / attention_rate(gpu, "sdpa")
-    return (compute + (work.elementwise_bytes * tokens + work.weight_bytes) / memory_rate(gpu)) / cards
+    compute = (work.linear_flops + work.float32_flops + work.adapter_flops) * tokens / rate + pairs / attention_rate(gpu, "sdpa")
+    return compute + (work.elementwise_bytes * tokens + work.weight_bytes) / memory_rate(gpu)
 
 
 def _touched(work: Work, rows: float) -> float:
@@ -72,15 +71,15 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
 
     ZeRO-3 with ds3_gather_for_generation=False gathers every parameter for every token: that is its price. With it, once.
 
-    Example: Qwen2.5-7B, A100, 8 rows: 24.6 ms of launches a token against 9.2 ms of reading; 512 tokens take 12.7 s.
+    Example: Qwen2.5-7B, A100, 8 rows of 512 + 512 tokens: 24.6 ms of launches a token against 17.9 ms of the card, 26.2 ms together.
     """
     gpu, length = cluster.gpu, candidate.max_completion_length
     bandwidth, rate = memory_rate(gpu), matmul_rate(gpu, candidate)
     context = candidate.prompt_length + length / 2
     cache_width = 2 if candidate.dtype == "float32" else 1  # float32 under autocast: internals.md 0.10
     cache = rows * context * work.expanded_kv_bytes * HF_CACHE_PASSES * cache_width
-    weights = work.stored_bytes * _touched(work, rows) + work.cast_bytes * 2 / 3
-    step = (weights + cache) / bandwidth + rows * (work.linear_flops + work.adapter_flops + work.head_flops) / rate
+    weights = (work.stored_bytes - DTYPE_BYTES[candidate.dtype] * work.lookup_params) * _touched(work, rows) + work.cast_bytes * 2 / 3
+    step = (weights + cache) / bandwidth + rows * (work.linear_flops + work.float32_flops + work.adapter_flops + work.head_flops) / rate
     token = either(work.launch_seconds, step)
     gather = 0.0
     if candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1:
@@ -88,7 +87,7 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
         gather = whole * (1 if candidate.ds3_gather_for_generation and candidate.sharding == "zero3" else length)
     if candidate.offload_param:
         gather += work.stored_bytes / candidate.num_processes / host_rate(gpu) * (1 if candidate.ds3_gather_for_generation else length)
-    return _prefill_seconds(candidate, gpu, work, rows, 1) + length * token + gather
+    return _prefill_seconds(candidate, gpu, work, rows, rate) + length * token + gather
 
 
 def _engine_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, concurrency: float) -> float:
@@ -96,19 +95,19 @@ def _engine_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, con
 
         steps = completion x max(1, rows / concurrency); step = layers x 0.09 ms + (weights + batch x context x cache) / bandwidth + products
 
-    Example: Qwen2.5-7B, A100, 64 rows of 512 + 512 tokens, all at once: 2.5 + 9.3 + 1.8 + 4.3 ms a step, 9.2 s, and 2.0 s of prefill.
+    Example: Qwen2.5-7B, A100, 64 rows of 512 + 512 tokens, all at once: 2.5 + 9.2 + 1.8 + 3.7 ms a step, 8.9 s, and 2.1 s of prefill.
 
     Leaves out the all-reduces of tensor parallelism, prefix caching, and that completions end early.
     """
     cards = candidate.vllm_tensor_parallel_size
-    bandwidth, rate = memory_rate(gpu) * cards, matmul_rate(gpu, candidate) * cards
+    bandwidth, rate = memory_rate(gpu) * cards, sixteen_bit_rate(gpu)
     batch = min(rows, max(concurrency, 1.0))
     context = candidate.prompt_length + candidate.max_completion_length / 2
     # The policy in 16 bits, or as its quantized checkpoint: vLLM narrows float32 weights (internals.md 1.6).
-    weights = min(work.stored_bytes, 2.0 * work.params) * _touched(work, batch)
+    weights = (min(work.stored_bytes, 2.0 * work.params) - 2 * work.lookup_params) * _touched(work, batch)
     step = work.layers * ENGINE_LAYER_SECONDS + (weights + batch * context * work.kv_bytes) / bandwidth
-    step += batch * (work.linear_flops + work.head_flops) / rate
-    return _prefill_seconds(candidate, gpu, work, rows, cards) + candidate.max_completion_length * (rows / batch) * step
+    step += batch * (work.linear_flops + work.float32_flops + work.head_flops) / rate / cards
+    return _prefill_seconds(candidate, gpu, work, rows, rate) / cards + candidate.max_completion_length * (rows / batch) * step
 
 
 def weight_sync_seconds(candidate: Candidate, cluster: Cluster, work: Work) -> float:

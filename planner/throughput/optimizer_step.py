@@ -2,6 +2,7 @@
 
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.cluster import Gpu
+from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.optimizer import OPTIMIZERS
 from planner.memory.sharding import DEEPSPEED
 from planner.throughput.rates import memory_rate
@@ -22,12 +23,13 @@ def optimizer_seconds(candidate: Candidate, gpu: Gpu, work: Work) -> float:
     Leaves out galore's and apollo's projections, and states that paged optimizers have to fetch from the host.
     """
     row = OPTIMIZERS[candidate.optim]
-    width = FLOAT32 if work.adapter_only and candidate.autocast_adapter_dtype else float(DTYPE_BYTES[candidate.dtype])
+    width = float(adapter_dtype_bytes(candidate) if work.adapter_only else DTYPE_BYTES[candidate.dtype])
     params, master = float(work.trainable_params), 0.0
     accumulated = ACCUMULATED_GRADIENT_PASSES * width * params * (candidate.gradient_accumulation_steps - 1)
     if candidate.sharding in DEEPSPEED:
-        master, width = 2 * FLOAT32, FLOAT32
+        master = 2 * FLOAT32
     if candidate.sharding in DEEPSPEED or candidate.sharding == "fsdp2":
+        width = FLOAT32
         params /= candidate.num_processes
     states = row.buffers * width + row.float32_buffers * FLOAT32 + row.codes * row.bits / 8
     if candidate.offload_optimizer:

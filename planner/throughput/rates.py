@@ -3,10 +3,13 @@
 from planner.candidate import Candidate
 from planner.cluster import Cluster, Gpu
 
-# Matrix products of the shapes of language models, as a fraction of the dense data-sheet rate.
-# Source: SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training": H100 and H200 reach about 720 of 989 TFLOP/s (0.73).
-# The best shape of all reaches 0.80 to 0.86 (H100 792, A100 268 of 312; stas00/ml-engineering, compute/accelerator/README.md).
-MATMUL_FRACTION = 0.73
+# Matrix products of the shapes of language models, as a fraction of the dense data-sheet rate, by compute capability.
+# Source: H100 and H200 reach about 720 of 989 TFLOP/s with such shapes (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training"),
+# which is 0.91 of what the best shape of all reaches: 792 (stas00/ml-engineering, compute/accelerator/README.md). That 0.91 is taken of the
+# best shapes of others: A100 268 of 312 (same table), Ada and the graphics cards of Ampere 0.92 (L20: 110 of 119.5,
+# CUDA-Learn-Notes, hgemm); B200 0.67 measured with such shapes (arXiv 2604.23466, tables III and IV: 1448 to 1562 of 2250).
+MATMUL_FRACTION: dict[tuple[int, int], float] = {(8, 0): 0.78, (8, 6): 0.84, (8, 9): 0.84, (9, 0): 0.73, (10, 0): 0.67}
+MATMUL_FRACTION_ELSEWHERE = 0.73  # no figure found: Hopper's
 
 # Memory traffic as a fraction of the data-sheet bandwidth: what vLLM 0.6.3 reads in a decode step of Qwen2.5-14B (46.30 tokens/s) and
 # 32B (22.13) on an A100-80G: 36.0e9 more bytes take 23.6 ms longer, which is 0.75 of 2.04e12 a second.
@@ -17,15 +20,16 @@ MEMORY_FRACTION = 0.75
 # Source: FlashAttention-2 (arXiv 2307.08691, section 4.1: forward and backward 50-73 % of an A100) and FlashAttention-3 (arXiv 2407.08608,
 # abstract: FlashAttention-2 reaches 35 % of an H100, FlashAttention-3 75 %). sdpa without a mask runs FlashAttention-2; with one
 # (internals.md 0.6) the memory-efficient kernel, about half as fast (arXiv 2307.08691, figure 4: xformers' cutlass kernel).
-# eager is two matrix products (and the traffic of ATTENTION_SCORE_BYTES).
+# eager is two matrix products, at Hopper's MATMUL_FRACTION (and the traffic of ATTENTION_SCORE_BYTES).
 ATTENTION_FRACTION: dict[str, tuple[float, float]] = {
     "flash_attention_2": (0.50, 0.35),
     "flash_attention_3": (0.50, 0.75),
     "sdpa": (0.50, 0.35),
     "sdpa-masked": (0.25, 0.175),
-    "eager": (MATMUL_FRACTION, MATMUL_FRACTION),
+    "eager": (0.73, 0.73),
 }
 HOPPER = (9, 0)
+AMPERE = (8, 0)
 
 # float32 without autocast: torch leaves TF32 off (torch.backends.cuda.matmul.allow_tf32), so the rate is that of the CUDA cores.
 # Source: data sheets: A100 19.5 of 312, H100 and H200 67 of 989, B200 80 of 2250, V100 15.7 of 125, T4 8.1 of 65 (fp16); cards for
@@ -46,11 +50,25 @@ PCIE_COPY_FRACTION = 0.78
 def matmul_rate(gpu: Gpu, candidate: Candidate) -> float:
     """FLOP/s of matrix products on one card, in the dtype that the candidate computes in.
 
-    Example: A100 under bf16: 0.73 x 312e12 = 228e12; in float32 without autocast 0.73 x 19.5e12 = 14e12.
+    Cards before Ampere have no bf16 units: torch lets them emulate it (`torch.cuda.is_bf16_supported(including_emulation=True)`)
+    at the rate of float32.
+
+    Example: A100 under bf16: 0.78 x 312e12 = 243e12; in float32 without autocast 0.78 x 19.5e12 = 15e12.
     """
-    if candidate.precision == "no" and candidate.dtype == "float32":
-        return gpu.bf16_flops * MATMUL_FRACTION * FP32_FRACTION.get(gpu.compute_capability, FP32_FRACTION_ELSEWHERE)
-    return gpu.bf16_flops * MATMUL_FRACTION
+    emulated = gpu.compute_capability < AMPERE and (candidate.precision == "bf16" or candidate.dtype == "bfloat16")
+    if emulated or (candidate.precision == "no" and candidate.dtype == "float32"):
+        return float32_rate(gpu)
+    return sixteen_bit_rate(gpu)
+
+
+def sixteen_bit_rate(gpu: Gpu) -> float:
+    """FLOP/s of matrix products in the 16-bit dtype that the card has units for."""
+    return gpu.bf16_flops * MATMUL_FRACTION.get(gpu.compute_capability, MATMUL_FRACTION_ELSEWHERE)
+
+
+def float32_rate(gpu: Gpu) -> float:
+    """FLOP/s of matrix products in float32 on one card."""
+    return sixteen_bit_rate(gpu) * FP32_FRACTION.get(gpu.compute_capability, FP32_FRACTION_ELSEWHERE)
 
 
 def attention_rate(gpu: Gpu, kernel: str) -> float:

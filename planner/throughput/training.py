@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from planner.candidate import Candidate
 from planner.cluster import Gpu
+from planner.memory.loss import loss_of
 from planner.methods import Loss
-from planner.throughput.rates import attention_rate, matmul_rate, memory_rate
+from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, memory_rate
+from planner.throughput.smooth import either
 from planner.throughput.work import BACKWARD_LAUNCHES, Work, frozen_work
 
 BACKWARD_ELEMENTWISE = 2.0  # of the forward's traffic: each kernel reads a gradient and what was saved, and writes a gradient
@@ -66,14 +68,24 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """Seconds of some forwards: the card's products and traffic, its attention, and the CPU's launches beside them."""
+
+    compute: float
+    attention: float
+    launch: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MicroStep:
-    """Seconds of one micro-step: what the card computes, and what the CPU needs to launch it."""
+    """Seconds of one micro-step. `elapsed` is the longer of the card's computation and the CPU's launches; `backward` the part of
+    it that follows the forward, loss and recomputation included: gradients' communication can hide behind it."""
 
     compute: float
     recompute: float
     attention: float
-    launch: float
-    backward: float  # the part of compute, recompute and attention that gradients' communication can hide behind
+    elapsed: float
+    backward: float
 
 
 def micro_batch(candidate: Candidate) -> Batch:
@@ -92,11 +104,12 @@ def forward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
 
     The second term is why small micro-batches are slow: at 153 tokens on an A100 (312e12 / 2.04e12) it is as large as the first.
 
-    Example: Qwen2.5-7B, 1024 tokens, A100-80G: 58.7 ms + 8.5 ms + 11.6 ms.
+    Example: Qwen2.5-7B, 1024 tokens, A100-80G: 54.9 ms + 8.5 ms + 10.9 ms.
     """
     bandwidth = memory_rate(gpu)
     traffic = (work.elementwise_bytes + work.adapter_bytes) * batch.tokens + work.weight_bytes + work.cast_bytes + work.unpack_bytes
-    return (work.linear_flops + work.adapter_flops) * batch.tokens / rate + traffic / bandwidth
+    products = (work.linear_flops + work.adapter_flops) / rate + work.float32_flops / float32_rate(gpu)
+    return products * batch.tokens + traffic / bandwidth
 
 
 def backward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
@@ -108,10 +121,10 @@ def backward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
     Unpacking happens again. Source: bitsandbytes 0.50.2, autograd/_functions.py:384.
     """
     bandwidth = memory_rate(gpu)
-    linear = work.linear_flops * (1 if work.adapter_only else 2) + 2 * work.adapter_flops
-    weights = work.weight_bytes * (1 if work.adapter_only else 2) + work.unpack_bytes
-    traffic = BACKWARD_ELEMENTWISE * (work.elementwise_bytes + work.adapter_bytes) * batch.tokens + weights
-    return linear * batch.tokens / rate + traffic / bandwidth
+    sides = 1 if work.adapter_only else 2
+    products = (sides * work.linear_flops + 2 * work.adapter_flops) / rate + sides * work.float32_flops / float32_rate(gpu)
+    traffic = BACKWARD_ELEMENTWISE * work.elementwise_bytes + work.adapter_backward_bytes
+    return products * batch.tokens + (traffic * batch.tokens + sides * work.weight_bytes + work.unpack_bytes) / bandwidth
 
 
 def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
@@ -143,60 +156,59 @@ def head_seconds(work: Work, gpu: Gpu, rate: float, cost: HeadCost, scored: int,
     return products * work.head_flops * scored / rate + traffic / memory_rate(gpu)
 
 
-def scoring_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> tuple[float, float]:
-    """A gradient-free forward with log-probabilities by the fused head: compute and attention."""
+def scoring(work: Work, gpu: Gpu, rate: float, batch: Batch, count: float) -> Pass:
+    """`count` gradient-free forwards with log-probabilities by the fused head."""
     head = head_seconds(work, gpu, rate, HEAD_COSTS["fused"], batch.scored, 1, share=1 / 3)
-    return forward_seconds(work, gpu, rate, batch) + head, attention_seconds(work, gpu, batch)
+    compute = forward_seconds(work, gpu, rate, batch) + head
+    return Pass(compute=count * compute, attention=count * attention_seconds(work, gpu, batch), launch=count * work.launch_seconds)
 
 
-def micro_step(candidate: Candidate, work: Work, gpu: Gpu, batch: Batch, extra_forwards: float) -> MicroStep:
-    """Forward, loss, recomputation and backward of the policy, and `extra_forwards` gradient-free ones of its size.
+def micro_step(candidate: Candidate, work: Work, gpu: Gpu, batch: Batch) -> MicroStep:
+    """Forward, loss, recomputation and backward of the policy, and the gradient-free forwards that go with them, on one card.
 
     A value model (PPO) is trained like a second policy without head. Checkpointing runs every `checkpoint_every_n_layers`-th
     layer's forward a second time.
     """
-    rate = matmul_rate(gpu, candidate)
-    method = candidate.method_row
-    cost = HEAD_COSTS["liger" if candidate.use_liger_kernel and method.loss == "logits_cross_entropy" else method.loss]
-    scored = batch.tokens if cost.all_tokens else batch.scored
+    rate, method = matmul_rate(gpu, candidate), candidate.method_row
+    cost = HEAD_COSTS[loss_of(candidate)]
     trained = 2 if method.value_model else 1
-    forward, backward = forward_seconds(work, gpu, rate, batch), backward_seconds(work, gpu, rate, batch)
-    attention = attention_seconds(work, gpu, batch)
     again = 1 / candidate.checkpoint_every_n_layers if candidate.gradient_checkpointing else 0.0
-    products = cost.forward + cost.backward + (0 if work.adapter_only else cost.backward_trainable)
-    compute = trained * (forward + backward) + head_seconds(work, gpu, rate, cost, scored, products)
+    forward, attention = trained * forward_seconds(work, gpu, rate, batch), trained * attention_seconds(work, gpu, batch)
     attention_back = attention * (EAGER_BACKWARD if batch.kernel == "eager" else FLASH_BACKWARD)
-    attention_all = trained * (attention * (1 + again) + attention_back)
-    launch = work.launch_seconds * (trained * (1 + again + BACKWARD_LAUNCHES) + extra_forwards)
-    if extra_forwards:
-        scoring, scoring_attention = scoring_seconds(work, gpu, rate, batch)
-        compute, attention_all = compute + extra_forwards * scoring, attention_all + extra_forwards * scoring_attention
-    step = MicroStep(
-        compute=compute,
-        recompute=trained * again * forward,
-        attention=attention_all,
-        launch=launch,
-        backward=trained * (backward + again * (forward + attention) + attention_back),
+    products = cost.forward + cost.backward + (0 if work.adapter_only else cost.backward_trainable)
+    head = head_seconds(work, gpu, rate, cost, batch.tokens if cost.all_tokens else batch.scored, products)
+    compute = forward + trained * backward_seconds(work, gpu, rate, batch) + head
+    launch, attention_all = trained * work.launch_seconds, attention * (1 + again) + attention_back
+    frozen = _gradient_free(candidate, work, gpu, rate, batch)
+    before = either(forward + attention + frozen.compute + frozen.attention, launch + frozen.launch)
+    busy = compute + again * forward + attention_all + frozen.compute + frozen.attention
+    elapsed = either(busy, launch * (1 + again + BACKWARD_LAUNCHES) + frozen.launch)
+    return MicroStep(
+        compute=compute + frozen.compute,
+        recompute=again * forward,
+        attention=attention_all + frozen.attention,
+        elapsed=elapsed,
+        backward=elapsed - before,
     )
-    return _with_other_roles(step, candidate, gpu, rate, batch)
 
 
-def _with_other_roles(step: MicroStep, candidate: Candidate, gpu: Gpu, rate: float, batch: Batch) -> MicroStep:
-    """Add the forwards of a teacher (every micro-step) and of a reward model (every row once: see `reuses`)."""
-    compute, attention, launch = step.compute, step.attention, step.launch
+def _gradient_free(candidate: Candidate, work: Work, gpu: Gpu, rate: float, batch: Batch) -> Pass:
+    """The policy's extra forwards, a teacher's (every micro-step) and a reward model's (every row once: see `reuses`)."""
+    passes = []
+    if count := extra_forwards(candidate):
+        passes.append(scoring(work, gpu, rate, batch, count))
     if candidate.method_row.teacher:
-        teacher = frozen_work(candidate.teacher_model or candidate.model, candidate)
-        seconds, attention_part = scoring_seconds(teacher, gpu, rate, batch)
-        compute, attention, launch = compute + seconds, attention + attention_part, launch + teacher.launch_seconds
+        passes.append(scoring(frozen_work(candidate.teacher_model or candidate.model, candidate), gpu, rate, batch, 1))
     if candidate.reward_model is not None or candidate.method_row.reward_model == "always":
-        reward = frozen_work(candidate.reward_model or candidate.model, candidate)
-        share = 1 / reuses(candidate)
-        compute += share * forward_seconds(reward, gpu, rate, batch)
-        attention += share * attention_seconds(reward, gpu, batch)
-        launch += share * reward.launch_seconds
-    return MicroStep(compute=compute, recompute=step.recompute, attention=attention, launch=launch, backward=step.backward)
+        reward, share = frozen_work(candidate.reward_model or candidate.model, candidate), 1 / reuses(candidate)
+        compute, attention = forward_seconds(reward, gpu, rate, batch), attention_seconds(reward, gpu, batch)
+        passes.append(Pass(compute=share * compute, attention=share * attention, launch=share * reward.launch_seconds))
+    if not passes:
+        return NOTHING
+    return Pass(compute=sum(p.compute for p in passes), attention=sum(p.attention for p in passes), launch=sum(p.launch for p in passes))
 
 
+NOTHING = Pass(compute=0.0, attention=0.0, launch=0.0)
 PPO_EPOCHS = 4  # trl 1.12, experimental/ppo/ppo_config.py, num_ppo_epochs
 
 

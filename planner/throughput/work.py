@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.candidate import DTYPE_BYTES, Candidate, Dtype, Quantization
+from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.parameters import Head, parameters
+from planner.memory.tensors import TensorSet
 from planner.model import Attention, Experts, Layer, Mlp, ModelShape
+from planner.throughput.rates import MEMORY_FRACTION
 
 # Bytes that element-wise kernels read and write per element and token in a forward pass in 16 bits; their backward moves twice that.
 # Counted from the code: transformers 5.23, models/llama/modeling_llama.py: RMSNorm :61-66 (cast 2+4, square 4+4, mean 4, multiply 4+4,
@@ -20,9 +23,13 @@ ELEMENTWISE_BYTES: dict[bool, dict[str, int]] = {
 FP32_RESIDUAL_FACTOR = 26 / 16
 # Under autocast each forward casts each float32 weight: 4 read, 2 written, and again 2 read by the product (internals.md 0.4).
 AUTOCAST_BYTES = 6
-# LoRA's forward per element of a wrapped layer's input and output: cast to float32 and back 12, scale and add 12.
-# Source: peft 0.21.2, tuners/lora/layer.py `Linear.forward`.
-LORA_ELEMENT_BYTES = 12
+# Under bf16 DeepSpeed casts the model to 16 bits, and FSDP2 gathers its parameters in 16 bits: there is nothing to cast (internals.md section 5).
+SIXTEEN_BIT_SHARDINGS = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
+# Bytes that LoRA moves per element of a wrapped layer's input and output, forward and backward, by the width of the adapters. Float32 adapters have
+# their input cast there and, by autocast, back (6 + 6); the output is scaled and added (4 + 6). Backward: the casts again, the input's two gradients
+# added (6), the output's scaled (4). Source: peft 0.21.2, tuners/lora/layer.py `Linear.forward`.
+LORA_INPUT_BYTES = {4: (12, 18), 2: (0, 6)}
+LORA_OUTPUT_BYTES = (10, 4)
 
 # A 4-bit weight is unpacked to 16 bits before each product; the fraction of the bandwidth that its bytes in and out reach.
 # nf4: Lightning-AI/litgpt, tutorials/resource-tables.md: 1000 iterations of LoRA on Llama 2 7B take 2.36 min, with bnb.nf4 3.68 min
@@ -41,10 +48,11 @@ QUANTIZED_BYTES: dict[Quantization, float] = {
 # 25.2 for 1.5B (28), 40.4 for 14B (48), 57.0 for 32B (64): 0.84 to 0.90 ms a layer whatever its width (A100-80G, transformers 4.46).
 # Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst.
 LAYER_LAUNCH_SECONDS = 0.88e-3
-# A LoRA layer adds its casts, products and sum. A step of 8 micro-steps of 256 tokens takes 1.0 s for 1.8B (24 layers), 1.2 s for 7B (32) and
-# 1.6 s for 14B (40): 5 ms a layer for forward, recomputation and backward with 5 LoRA layers each. Source: QwenLM/Qwen, README.md.
+# A LoRA layer adds its casts, products and sum; a backward pass launches more kernels than a forward. A step of 8 micro-steps of 256 tokens takes 1.0 s
+# for 1.8B (24 layers), 1.2 s for 7B (32) and 1.6 s for 14B (40), so 5 ms a layer for forward, recomputation and backward with 5 LoRA layers
+# each, data and optimizer included: (2 + 1.6) x (0.88 + 5 x 0.08) is 4.6. Source: QwenLM/Qwen, README.md, "Profiling of Memory and Speed".
 LORA_LAUNCH_SECONDS = 0.08e-3
-BACKWARD_LAUNCHES = 1.6  # of the forward's, from the same rows: (5.0 - 2 x 1.28) / 1.28 is 1.9, without optimizer and data 1.6
+BACKWARD_LAUNCHES = 1.6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -52,14 +60,16 @@ class Work:
     """One pass of the decoder forward, per token unless said otherwise. Compared by identity."""
 
     linear_flops: float  # of products with weights of the decoder layers, active experts only
+    float32_flops: float  # of those that run in float32 whatever autocast says, not in linear_flops
     weight_bytes: float  # of those weights in the compute dtype, for the whole pass
     expert_share: float  # of weight_bytes: experts; 0 in a dense model
     expert_chance: float  # that one token passes a given expert
     elementwise_bytes: float
     adapter_flops: float
     adapter_bytes: float
+    adapter_backward_bytes: float
     cast_bytes: float  # whole pass
-    unpack_bytes: float  # whole pass, divided by the fraction of the bandwidth that unpacking reaches
+    unpack_bytes: float  # whole pass, as many as would take as long at the usual fraction of the bandwidth
     attention: tuple[tuple[int, float, int], ...]  # (window or 0, flops per query-key pair, heads), summed over layers
     kv_bytes: float  # per token of context, as an engine keeps it
     expanded_kv_bytes: float  # the same repeated to every head, as HF attention under a mask sees it
@@ -72,26 +82,40 @@ class Work:
     inner_size: int
     params: int
     stored_bytes: float  # of the weights as they lie in memory
+    lookup_params: int  # the embedding where it is not the head as well: a pass reads a row a token
     trainable_params: int
     adapter_only: bool
 
 
 def policy_work(candidate: Candidate) -> Work:
     """The trained model's work."""
-    c = candidate
-    return work(
-        c.model, c.tuning == "lora", c.lora_r, c.lora_target_modules, c.quantization, c.dtype, c.precision != "no", c.use_liger_kernel, c.method == "reward"
-    )
+    c, lora = candidate, candidate.tuning == "lora"
+    width = adapter_dtype_bytes(c) if lora else 0
+    return work(c.model, lora, c.lora_r, c.lora_target_modules, width, c.quantization, _dtype(c), c.precision != "no", c.use_liger_kernel, c.method == "reward")
 
 
 def frozen_work(model: ModelShape, candidate: Candidate) -> Work:
     """Another role's work: a teacher or a reward model, loaded in the policy's dtype without quantization."""
-    return work(model, False, 1, (), "none", candidate.dtype, candidate.precision != "no", candidate.use_liger_kernel, False)
+    return work(model, False, 1, (), 0, "none", _dtype(candidate), candidate.precision != "no", candidate.use_liger_kernel, False)
+
+
+def _dtype(candidate: Candidate) -> Dtype:
+    """Of the weights that the layers are computed with."""
+    return "bfloat16" if candidate.sharding in SIXTEEN_BIT_SHARDINGS and candidate.precision == "bf16" else candidate.dtype
 
 
 @lru_cache(maxsize=4096)
 def work(
-    model: ModelShape, lora: bool, lora_r: int, targets: tuple[str, ...], quantization: Quantization, dtype: Dtype, autocast: bool, liger: bool, score: bool
+    model: ModelShape,
+    lora: bool,
+    lora_r: int,
+    targets: tuple[str, ...],
+    adapter_width: int,
+    quantization: Quantization,
+    dtype: Dtype,
+    autocast: bool,
+    liger: bool,
+    score: bool,
 ) -> Work:
     """Sum the coefficients over the layers.
 
@@ -102,18 +126,22 @@ def work(
     kinds = model.layer_kinds
     active, experts = sum(_active_params(layer) * n for layer, n in kinds), sum(layer.expert_params * n for layer, n in kinds)
     linear = model.linear_params + experts
+    float32_experts = _active_expert_params(model) if dtype == "float32" and autocast else 0.0
     width = DTYPE_BYTES[dtype] if not autocast else 2
     factor = FP32_RESIDUAL_FACTOR if dtype == "float32" else 1.0
     adapter, wrapped = counts.adapter_params, counts.adapter_tensors.count // 2
-    unpacked = counts.quantized_params * (QUANTIZED_BYTES[quantization] + 2)
+    adapter_forward, adapter_backward = _adapter_bytes(counts.adapter_tensors, lora_r, adapter_width) if lora else (0.0, 0.0)
+    unpacked = counts.quantized_params * (QUANTIZED_BYTES[quantization] + 2) * MEMORY_FRACTION
     return Work(
-        linear_flops=2.0 * (active or model.params - model.embed_params),
+        linear_flops=2.0 * ((active or model.params - model.embed_params) - float32_experts),
+        float32_flops=2.0 * float32_experts,
         weight_bytes=float(width * (linear or model.params)),
         expert_share=experts / linear if linear else 0.0,
         expert_chance=_expert_chance(model),
         elementwise_bytes=factor * sum(_elementwise_bytes(layer, liger) * n for layer, n in kinds),
         adapter_flops=2.0 * adapter,
-        adapter_bytes=LORA_ELEMENT_BYTES * adapter / lora_r,
+        adapter_bytes=adapter_forward,
+        adapter_backward_bytes=adapter_backward,
         cast_bytes=float(AUTOCAST_BYTES * counts.unquantized_params) if dtype == "float32" and autocast else 0.0,
         unpack_bytes=unpacked / UNPACK_FRACTION[quantization],
         attention=_attention(model),
@@ -128,6 +156,7 @@ def work(
         inner_size=max((_inner_size(layer) for layer, _ in kinds), default=0),
         params=counts.base,
         stored_bytes=counts.quantized_params * QUANTIZED_BYTES[quantization] + counts.unquantized_params * DTYPE_BYTES[dtype],
+        lookup_params=0 if model.tied else model.embed_params,
         trainable_params=counts.trainable,
         adapter_only=lora,
     )
@@ -139,6 +168,12 @@ def _active_params(layer: Layer) -> float:
     if not isinstance(block, Experts):
         return layer.linear_params
     return layer.linear_params + block.router_params + block.expert_params * block.num_experts_per_tok / block.num_experts
+
+
+def _active_expert_params(model: ModelShape) -> float:
+    """Weights of the experts that one token is sent to. grouped_mm ignores autocast: with float32 weights it runs in float32 (internals.md section 2)."""
+    blocks = [(layer.feed_forward, n) for layer, n in model.layer_kinds if isinstance(layer.feed_forward, Experts)]
+    return sum(n * block.expert_params * block.num_experts_per_tok / block.num_experts for block, n in blocks)
 
 
 def _expert_chance(model: ModelShape) -> float:
@@ -162,6 +197,14 @@ def _elementwise_bytes(layer: Layer, liger: bool) -> float:
     rotary = cost["rotary"] * (layer.attention.q_dim + layer.attention.k_dim) if layer.attention.rotary else 0
     norms = cost["norm"] * sum(norm.features for norm in layer.norms)
     return norms + rotary + 2 * cost["residual"] * layer.hidden_size + cost["gated" if gated else "plain"] * _inner_size(layer)
+
+
+def _adapter_bytes(adapters: TensorSet, lora_r: int, width: int) -> tuple[float, float]:
+    """Forward and backward. A matrices are [r, in], B matrices [out, r]: the elements of each, over r, are inputs and outputs."""
+    inputs = sum(kind.params for kind in adapters.kinds if kind.shape[0] == lora_r) / lora_r
+    outputs = adapters.params / lora_r - inputs
+    forward, backward = LORA_INPUT_BYTES[width]
+    return forward * inputs + LORA_OUTPUT_BYTES[0] * outputs, backward * inputs + LORA_OUTPUT_BYTES[1] * outputs
 
 
 def _pair_elements(attention: Attention) -> int:
