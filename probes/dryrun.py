@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 from unittest import mock
 
@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GenerationMixin, PrinterCallback
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from planner.candidate import Candidate
 from planner.trace.timeline import Trace
@@ -136,12 +137,26 @@ def _phases(tracker: Tracker, stage: Stage, padded: bool) -> Iterator[None]:
         with (
             mock.patch.object(trainer.accelerator, "backward", run_backward),
             mock.patch.object(GenerationMixin, "generate", run_generate),
+            mock.patch.object(DynamicLayer, "update", _wrapped(DynamicLayer.update, tracker)),
+            mock.patch.object(DynamicSlidingWindowLayer, "update", _wrapped(DynamicSlidingWindowLayer.update, tracker)),
             modules_named(tracker, trainer.model, on_enter, on_exit),
         ):
             yield
     finally:
         for registered in (handle, *handles):
             registered.remove()
+
+
+def _wrapped(update: Callable[..., Any], tracker: Tracker) -> Callable[..., Any]:
+    """A cache layer's `update` that says what it has made."""
+
+    def marked(layer: DynamicLayer, *args: Any, **kwargs: Any) -> Any:
+        result = update(layer, *args, **kwargs)
+        if tracker.phase == "rollout":
+            tracker.mark((layer.keys, layer.values), "kv_cache")
+        return result
+
+    return marked
 
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:

@@ -18,10 +18,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
-from trl.experimental.cpo import CPOConfig, CPOTrainer
-from trl.experimental.gkd import GKDConfig, GKDTrainer
-from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from planner.candidate import Candidate
 from planner.methods import METHODS, MethodName
@@ -141,7 +137,7 @@ def rows(candidate: Candidate, columns: dict[str, Any]) -> datasets.Dataset:
 
 
 def _policy(candidate: Candidate, device: Device) -> PreTrainedModel:
-    return build_model(candidate.model, candidate, device, use_cache=False)
+    return build_model(candidate.model, candidate, device)
 
 
 def _stage(trainer: Any, *others: torch.nn.Module | None) -> Stage:
@@ -189,7 +185,7 @@ def kto(candidate: Candidate, device: Device) -> Stage:
 def reward(candidate: Candidate, device: Device) -> Stage:
     ids = [WORD] * candidate.max_length
     args = trl.RewardConfig(**common_settings(candidate), max_length=candidate.max_length, activation_offloading=candidate.activation_offloading)
-    model = build_model(candidate.model, candidate, device, "AutoModelForSequenceClassification", use_cache=False, num_labels=1)
+    model = build_model(candidate.model, candidate, device, "AutoModelForSequenceClassification", num_labels=1)
     trainer = trl.RewardTrainer(
         model=model, args=args, train_dataset=rows(candidate, {"chosen_ids": ids, "rejected_ids": ids}), processing_class=tokenizer(),
         peft_config=lora(candidate),
@@ -237,6 +233,8 @@ def distillation(candidate: Candidate, device: Device) -> Stage:
 
 
 def online_dpo(candidate: Candidate, device: Device) -> Stage:
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
     args = OnlineDPOConfig(
         **common_settings(candidate), max_length=candidate.prompt_length + candidate.max_completion_length, max_new_tokens=candidate.max_completion_length,
         beta=candidate.beta or METHODS["online-dpo"].default_beta,
@@ -255,12 +253,16 @@ def _pairs(candidate: Candidate) -> datasets.Dataset:
 
 
 def cpo(candidate: Candidate, device: Device) -> Stage:
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
     args = CPOConfig(**common_settings(candidate), max_length=candidate.max_length)
     trainer = CPOTrainer(model=_policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate))
     return _stage(trainer)
 
 
 def orpo(candidate: Candidate, device: Device) -> Stage:
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
     args = ORPOConfig(**common_settings(candidate), max_length=candidate.max_length)
     trainer = ORPOTrainer(model=_policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate))
     return _stage(trainer)
@@ -268,6 +270,8 @@ def orpo(candidate: Candidate, device: Device) -> Stage:
 
 def gkd(candidate: Candidate, device: Device) -> Stage:
     """Every step on the student's own completions (`lmbda` 1), which is the heavier of GKD's two kinds of step."""
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
     args = GKDConfig(**common_settings(candidate), max_length=candidate.row_tokens, max_new_tokens=candidate.max_completion_length, lmbda=1.0)
     prompt, row = candidate.prompt_length, candidate.row_tokens
 

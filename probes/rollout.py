@@ -54,7 +54,8 @@ def _as_last_step(inputs: dict[str, Any], skipped: int, on_cached: Callable[[lis
     if mask is not None:
         changed["attention_mask"] = torch.cat([mask, mask.new_ones((mask.size(0), skipped))], dim=1)
     if isinstance(cache, Cache):
-        on_cached(_lengthen(cache, skipped))
+        _lengthen(cache, skipped)
+        on_cached([held for layer in cache.layers for held in (layer.keys, layer.values)])
         if inputs.get("position_ids") is not None:
             changed["position_ids"] = inputs["position_ids"] + skipped
         return changed
@@ -64,9 +65,8 @@ def _as_last_step(inputs: dict[str, Any], skipped: int, on_cached: Callable[[lis
     return changed
 
 
-def _lengthen(cache: Cache, tokens: int) -> list[torch.Tensor]:
+def _lengthen(cache: Cache, tokens: int) -> None:
     """Every layer of the cache as it is `tokens` later, in place."""
-    made: list[torch.Tensor] = []
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnknownArchitecture(f"A rollout with a cache of {type(layer).__name__} cannot be shortened; set vllm to colocate or server.")
@@ -74,8 +74,4 @@ def _lengthen(cache: Cache, tokens: int) -> list[torch.Tensor]:
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length += tokens
             length = min(length, layer.sliding_window - 1)
-        for name in ("keys", "values"):
-            held = layer.keys if name == "keys" else layer.values
-            setattr(layer, name, held.new_empty((*held.shape[:-2], length, held.size(-1))))
-        made += [layer.keys, layer.values]
-    return made
+        layer.keys, layer.values = (held.new_empty((*held.shape[:-2], length, held.size(-1))) for held in (layer.keys, layer.values))

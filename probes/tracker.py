@@ -182,8 +182,6 @@ def _dense(tensor: torch.Tensor) -> bool:
 def _component(record: _Record) -> Component:
     if record.component is not None:
         return record.component
-    if record.phase == "rollout" and record.operator == "aten.cat.default" and record.module.endswith("attn"):
-        return "kv_cache"
     return "loss" if record.phase == "loss" else "transients"
 
 

@@ -1,0 +1,87 @@
+"""Contract of the simulated rung: the dry run sees what a real run of the same steps allocates, to the byte."""
+
+import gc
+import sys
+
+import pytest
+
+from planner.candidate import Candidate, Dtype
+from planner.methods import METHODS, MethodName
+from planner.model import ModelShape, Norm
+
+pytest.importorskip("trl")
+
+from probes.dryrun import dry_run  # noqa: E402  the stack is an extra
+
+METHODS_NOW = [name for name, method in METHODS.items() if method.last_trl == "current"]
+# The libraries' own deprecations are theirs to mend; those of our code stay errors.
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+CONFIG: dict[str, object] = {
+    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 640, "tie_word_embeddings": False, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+def shape(**changes: object) -> ModelShape:
+    config = CONFIG | changes
+    return ModelShape(
+        id="tiny", model_type=str(config["model_type"]), dtype="float32", hidden_size=64, vocab_size=640, max_position_embeddings=1024, layers=(),
+        embed_params=640 * 64, lm_head_params=640 * 64, final_norm=Norm(kind="rms", features=64, params=64), tied=False, params=0, config=config,
+    )  # fmt: skip
+
+
+def candidate(method: MethodName = "sft", **changes: object) -> Candidate:
+    settings: dict[str, object] = {
+        "per_device_train_batch_size": 2, "max_length": 32, "prompt_length": 8, "max_completion_length": 5, "num_generations": 2, "dtype": "bfloat16",
+    }  # fmt: skip
+    return Candidate(model=shape(), method=method, **(settings | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("method", METHODS_NOW)
+def test_dry_run_peaks_where_a_real_run_does(method: MethodName, tuning: str, checkpointing: bool, dtype: Dtype) -> None:
+    case = candidate(method, tuning=tuning, gradient_checkpointing=checkpointing, dtype=dtype)
+    real, fake = dry_run(case, "cpu", "real"), dry_run(case, "cpu")
+    assert fake.peak_bytes == real.peak_bytes
+    assert [(phase.name, phase.total_bytes) for phase in fake.phases] == [(phase.name, phase.total_bytes) for phase in real.phases]
+
+
+@pytest.mark.parametrize("method", METHODS_NOW)
+def test_every_method_runs_in_cudas_ways(method: MethodName) -> None:
+    trace = dry_run(candidate(method, tuning="lora", padded=False))
+    assert {"forward", "backward", "optimizer_step"} <= {phase.name for phase in trace.phases}
+    assert all(allocation.size_bytes % 512 == 0 for allocation in trace.allocations)
+
+
+def test_the_second_step_runs_beside_optimizer_states_of_twice_the_weights() -> None:
+    trace = dry_run(candidate(dtype="float32"))
+    held = {phase.name: phase.components for phase in trace.phases}["backward"]
+    assert held["optimizer_states"] - 2 * held["weights"] < 2 * 512 * sum(1 for allocation in trace.allocations if allocation.component == "optimizer_states")
+
+
+def test_padding_costs_a_mask_of_every_pair_of_tokens() -> None:
+    with_mask = dry_run(candidate(padded=True, gradient_checkpointing=False, max_length=256)).peak_bytes
+    assert with_mask > dry_run(candidate(padded=False, gradient_checkpointing=False, max_length=256)).peak_bytes
+
+
+def test_a_shortened_rollout_peaks_as_the_whole_one() -> None:
+    def rollout(tokens: int) -> int:
+        trace = dry_run(candidate("grpo", max_completion_length=tokens, vllm="off"))
+        return {phase.name: phase.components for phase in trace.phases}["rollout"]["kv_cache"]
+
+    # 2 layers x keys and values x 2 rows x 2 heads x 16 channels x 2 bytes = 512 bytes a token of 8 + 7 and 8 + 39 cached ones
+    assert (rollout(8), rollout(40)) == (2 * 2 * 512 * (-(-15 * 128 // 512)), 2 * 2 * 512 * (-(-47 * 128 // 512)))
+
+
+def test_a_dry_run_leaves_the_process_as_it_was() -> None:
+    import torch
+
+    dropout, attention = torch.nn.functional.dropout, torch.nn.functional.scaled_dot_product_attention
+    dry_run(candidate())
+    assert torch.nn.functional.dropout is dropout
+    assert torch.nn.functional.scaled_dot_product_attention is attention
+    assert gc.isenabled()
+    assert "triton" not in sys.modules
