@@ -44,12 +44,12 @@ def gpus_of(candidate: Candidate, cluster: Cluster, engine: EngineMemory | None,
     colocated = engine if candidate.vllm == "colocate" else None
     phases = train_phases(candidate, cluster.gpu, colocated)
     role: GpuRole = "train+vllm" if colocated is not None else "train"
-    details = {"weights": states_of(candidate, cluster.gpu).weights_by_role} | ({"engine": engine_details(colocated)} if colocated is not None else {})
+    details = {"weights": states_of(candidate, cluster.gpu).weights_by_role} | (engine_details(colocated) if colocated is not None else {})
     gpus = [gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk)]
     if candidate.vllm == "server" and engine is not None:
         serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})
         count = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size
-        gpus.append(gpu_memory("vllm", count, cluster.gpu, (serving,), {"engine": engine_details(engine)}, risk))
+        gpus.append(gpu_memory("vllm", count, cluster.gpu, (serving,), engine_details(engine), risk))
     return tuple(gpus)
 
 
@@ -62,16 +62,18 @@ def gpu_memory(
     )
 
 
-def engine_details(engine: EngineMemory) -> dict[str, int]:
-    """What an engine's share of the card goes to, in bytes; and what its KV cache holds, in tokens and sequences."""
+def engine_details(engine: EngineMemory) -> dict[str, dict[str, int]]:
+    """What an engine's budget goes to and what it takes besides, in bytes; what its KV cache holds, in tokens and sequences."""
     return {
-        "weights": engine.weights_bytes,
-        "kv_cache": engine.kv_cache_bytes,
-        "activations": engine.activation_peak_bytes,
-        "cuda_graphs": engine.cuda_graph_bytes,
-        "buffers": engine.persistent_buffer_bytes,
-        "non_torch": engine.non_torch_bytes,
-        "outside_budget": engine.outside_budget_bytes,
-        "kv_cache_tokens": engine.kv_tokens,
-        "sequences": int(engine.max_concurrency),
+        "engine_budget": {
+            "weights": engine.weights_bytes,
+            "kv_cache": engine.kv_cache_bytes,
+            "activations": engine.activation_peak_bytes,
+            "cuda_graphs": engine.cuda_graph_bytes,
+            "buffers": engine.persistent_buffer_bytes,
+            "non_torch": engine.non_torch_bytes,
+            "kv_cache_tokens": engine.kv_tokens,
+            "sequences": int(engine.max_concurrency),
+        },
+        "engine_outside_its_budget": {"block_tables_and_nccl": engine.outside_budget_bytes},
     }

@@ -163,13 +163,16 @@ def about_adapters(best: Estimate, question: Question) -> Iterator[str]:
     candidate = best.candidate
     if candidate.tuning != "lora":
         return
-    cast = "adapters cast to bfloat16, " if candidate.quantization in BITSANDBYTES else ""
-    reentrant = "reentrant (PEFT under ZeRO-3 needs it)" if candidate.sharding == "zero3" else "non-reentrant"
-    checkpoint = f", enable_input_require_grads, {cast}then at train() {reentrant} checkpointing" if candidate.gradient_checkpointing else f", {cast}then train()"
     load = f"load the model ({candidate.quantization})" if candidate.quantization != "none" else "load the model"
+    steps = [load, "get_peft_model"]
+    steps += ["adapters cast to bfloat16"] if candidate.quantization in BITSANDBYTES else []
+    steps += ["enable_input_require_grads"] if candidate.gradient_checkpointing else []
+    reentrant = "reentrant, which PEFT under ZeRO-3 needs" if candidate.sharding == "zero3" else "non-reentrant"
+    steps += [f"checkpointing at train(), {reentrant}" if candidate.gradient_checkpointing else f"train() (checkpointing off; were it on, {reentrant})"]
+    yield f"TRL prepares the model itself, in this order: {', '.join(steps[:-1])}, {steps[-1]}"
     yield (
-        f"TRL prepares the model itself, in this order: {load}, get_peft_model{checkpoint.rstrip(', ')}. Pass peft_config to the trainer; a model that was "
-        "wrapped or prepared by hand before must call enable_input_require_grads itself, or no gradient arrives"
+        "pass peft_config to the trainer and leave the model as it was loaded: one that was wrapped by hand must call enable_input_require_grads "
+        "before checkpointing, or no gradient arrives; prepare_model_for_kbit_training is not needed and makes what is not quantized float32"
     )
     if candidate.quantization in ("nf4", "nf4-double") and candidate.vllm != "off":
         yield "vLLM dropped bitsandbytes after 0.22, and TRL asks for it with QLoRA: install a vLLM that still has it"

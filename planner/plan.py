@@ -8,6 +8,7 @@ from planner.errors import NothingFits
 from planner.job import DEQUANTIZED, Job
 from planner.quantities import Estimate
 from planner.search import CLASSES, Question, TuningClass, search
+from planner.settings import settings_of_fields
 from planner.units import format_gib
 
 
@@ -72,7 +73,7 @@ def plan(job: Job, cluster: Cluster) -> Plan:
         cluster=cluster,
         verdict="fits" if best.fits else "does_not_fit",
         best=best,
-        alternatives=alternatives(found, question),
+        alternatives=alternatives(found, question) + unpinned(best, question),
         remedies=() if best.fits else remedies(job, cluster, question, best),
         more=limits(best, question) if best.fits else (),
         warnings=notes(best, question),
@@ -130,6 +131,32 @@ def alternatives(found: Found, chosen: Question) -> tuple[Alternative, ...]:
             if helped is not None and helped.fits:
                 rest.append(Alternative(label="full fine-tuning with offloading", estimate=helped, note=f"{format_gib(helped.host_peak_bytes, 0)} of host memory a node"))
     return tuple(rest)
+
+
+# Pins about the data or the wish itself: a plan without them would answer another question.
+ABOUT_THE_JOB = frozenset(
+    {"max_length", "prompt_length", "max_completion_length", "padded", "num_generations", "tuning", "quantization", "lora_r", "lora_target_modules",
+     "lora_dropout", "beta", "reward_model", "teacher_model", "optim", "dtype", "packing", "padding_free"}
+)  # fmt: skip
+WORTH_SHOWING = 1.05  # times the speed
+
+
+def unpinned(best: Estimate, question: Question) -> tuple[Alternative, ...]:
+    """What the search finds when the pins about how to run are dropped, where that is better."""
+    kept = {name: value for name, value in question.job.pinned.items() if name in ABOUT_THE_JOB}
+    dropped = sorted(question.job.pinned.keys() - kept.keys())
+    if not dropped:
+        return ()
+    free = search(replace(question, job=replace(question.job, pinned=kept)))
+    if free is None or not free.fits:
+        return ()
+    if best.fits and free.throughput.tokens_per_second < WORTH_SHOWING * best.throughput.tokens_per_second:
+        return ()
+    changed = [name for name in dropped if getattr(free.candidate, name) != getattr(best.candidate, name)]
+    if not changed:
+        return ()
+    found = " ".join(f"{key}={value}" for key, value in settings_of_fields({name: getattr(free.candidate, name) for name in changed}).items())
+    return (Alternative(label="without those pins", estimate=free, note=f"with {found}"),)
 
 
 def no_candidate(job: Job, cluster: Cluster) -> str:

@@ -227,13 +227,10 @@ def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:
 def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object]:
     """Moves what travels inside another setting to its place: keyword arguments and the environment."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": values.pop("PYTORCH_CUDA_ALLOC_CONF")}
-    if candidate.gradient_checkpointing:
-        every, offload = values.pop("checkpoint_every_n_layers"), values.pop("checkpoint_offload")
-        # Source: trl/trainer/sft_trainer.py:870-890: adapters under ZeRO-3 are always checkpointed reentrantly.
-        reentrant = candidate.tuning == "lora" and candidate.sharding == "zero3"
-        values["gradient_checkpointing_kwargs"] = (
-            {"use_reentrant": reentrant} | ({"every_n_layers": every} if every != 1 else {}) | ({"offload": True} if offload else {})
-        )
+    # Source: trl/trainer/sft_trainer.py:870-895: adapters under ZeRO-3 are checkpointed reentrantly, everything else is not.
+    kwargs: dict[str, object] = {"use_reentrant": candidate.tuning == "lora" and candidate.sharding == "zero3"}
+    every, offload = values.pop("checkpoint_every_n_layers", 1), values.pop("checkpoint_offload", False)
+    values["gradient_checkpointing_kwargs"] = kwargs | ({"every_n_layers": every} if every != 1 else {}) | ({"offload": True} if offload else {})
     values["environment"] = {name: value for name, value in environment.items() if value}
     return values
 

@@ -38,6 +38,7 @@ SHOWN_ELSEWHERE = ("model_name_or_path", "method", "trl_version", "environment",
 
 SMALLEST_BYTES = GIB // 20 + 1  # the least that prints as 0.1 GiB and not as 0.0
 
+SHOWN_BYTES = GIB // 20  # less rounds to 0.0 GiB
 # Endings of the details that count something; the others are bytes.
 COUNTS = ("tokens", "sequences")
 
@@ -195,7 +196,7 @@ def _bars(estimate: Estimate, width: int) -> Iterator[Text]:
         yield from _wrapped("", [f"peak: the {_phase_word(gpu.peak)} = " + " + ".join(_parts(gpu.peak))], width, separator=" + ")
         for component, parts in gpu.details.items():
             if len(parts) > 1:
-                yield from _wrapped("", [f"{_words(component)} = {_detail(parts)}"], width)
+                yield from _wrapped("", [f"{_words(component)} {_sum(parts)} = {_detail(parts)}"], width)
         yield Text()
     yield from _wrapped("host", [f"{_gib(estimate.host_peak_bytes)} on a node"], width)
     yield _legend(estimate)
@@ -249,6 +250,10 @@ def _detail(parts: Mapping[str, int]) -> str:
     sizes = _sized([(name, value) for name, value in parts.items() if not name.endswith(COUNTS)])
     counts = [f"{format_count(value)} {_words(name)}" for name, value in parts.items() if name.endswith(COUNTS)]
     return " + ".join(sizes) + (f" ({', '.join(counts)})" if counts else "")
+
+
+def _sum(parts: Mapping[str, int]) -> str:
+    return _gib(sum(value for name, value in parts.items() if not name.endswith(COUNTS)))
 
 
 def _words(name: str) -> str:

@@ -1,0 +1,114 @@
+"""The five situations that users wrote about, each with the command that answers it."""
+
+import json
+
+import pytest
+
+from planner.cli import run
+from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
+from planner.units import GIB
+
+Report = dict  # type: ignore[type-arg]
+
+FOUR_GB = "--model Qwen2.5-0.5B --gpus 1xRTX-3050-4G --method sft --effective-batch-size 8"
+GPTQ = (
+    "--model Qwen2.5-7B-Instruct-GPTQ-Int4 --gpus 2xA100-40G --method grpo --tuning lora --set use_vllm=true --set vllm_mode=colocate "
+    "--set vllm_gpu_memory_utilization=0.2 --set vllm_max_model_length=2500 --set num_generations=2"
+)
+LONG_REWARD = "--model gemma-3-4b-it --gpus 1xA100-80G --method reward --tuning lora --lora-r 8 --set lora_target_modules=q_proj,k_proj,v_proj,o_proj"
+AS_PUBLISHED = f"{LONG_REWARD} --set dtype=float32 --set attn_implementation=eager --batch-size 1"
+SERVER = "--model Qwen2.5-7B --gpus 8xH100 --method grpo --tuning lora --set zero_stage=3 --set use_vllm=true --set vllm_mode=server"
+LARGER_THAN_A_GPU = "--model Qwen2.5-32B --gpus 4xRTX-3090 --set zero_stage=3"
+
+
+def answered(command: str, capsys: pytest.CaptureFixture[str], code: int = EXIT_PLANNED) -> Report:
+    assert run([*command.split(), "--json", "--quiet"]) == code
+    report: Report = json.loads(capsys.readouterr().out)
+    return report
+
+
+def table(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The table as one line of words, so that line breaks do not matter."""
+    run([*command.split(), "--quiet"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("tuning", ["auto", "qlora"])
+def test_a_4_gb_card_fits_with_the_batch_kept_by_accumulation(tuning: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered(f"{FOUR_GB} --tuning {tuning}", capsys)
+    settings = report["best"]["settings"]
+    assert report["verdict"] == "fits"
+    assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 8
+    assert settings["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
+    assert settings["environment"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_a_4_gb_card_is_told_what_peft_and_trl_do_in_which_order(capsys: pytest.CaptureFixture[str]) -> None:
+    said = table(f"{FOUR_GB} --tuning qlora --set gradient_checkpointing=true", capsys)
+    assert "in this order: load the model (nf4), get_peft_model, adapters cast to bfloat16, enable_input_require_grads, checkpointing at train()" in said
+    assert "non-reentrant" in said
+
+
+def test_a_colocated_engine_prints_its_budget_and_its_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    said = table(GPTQ, capsys)
+    assert "engine budget 7.9 = weights" in said
+    assert "kv cache" in said and "kv cache tokens" in said
+
+
+def test_a_colocated_engine_is_within_its_budget_and_the_pins_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered(GPTQ, capsys)
+    gpu = report["best"]["gpus"][0]
+    budget = {name: size for name, size in gpu["details"]["engine_budget"].items() if not name.endswith(("tokens", "sequences"))}
+    assert abs(sum(budget.values()) / GIB - 0.2 * 39.49) < 0.01  # torch's total on an A100-40G is 39.49 GiB
+    settings = report["best"]["settings"]
+    assert (settings["vllm_gpu_memory_utilization"], settings["vllm_max_model_length"], settings["num_generations"]) == (0.2, 2500, 2)
+
+
+def test_quadratic_attention_fits_at_8192_as_published(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered(f"estimate {AS_PUBLISHED} --max-length 8192", capsys)
+    assert report["fits"]
+    assert 32 * GIB < report["gpus"][0]["peak_bytes"] < 44 * GIB  # the run showed "about 40 GB"
+
+
+def test_quadratic_attention_does_not_fit_at_16384_as_published(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered(f"estimate {AS_PUBLISHED} --max-length 16384", capsys, EXIT_NOTHING_FITS)
+    assert not report["fits"]
+    assert answered(f"{AS_PUBLISHED} --max-length 16384", capsys, EXIT_NOTHING_FITS)["verdict"] == "does_not_fit"
+
+
+def test_the_longest_rows_say_what_made_them_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered(f"{LONG_REWARD} --optimize max-length", capsys)
+    assert report["best"]["settings"]["max_length"] >= 32768
+    assert any("attn_implementation flash_attention_2 instead of sdpa" in reason for reason in report["best"]["reasons"])
+
+
+def test_a_server_has_gpus_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered(SERVER, capsys)
+    train, serve = report["best"]["gpus"]
+    assert (train["role"], serve["role"]) == ("train", "vllm")
+    assert train["count"] + serve["count"] <= 8
+    assert report["best"]["settings"]["num_processes"] == train["count"]
+
+
+def test_eight_processes_and_a_server_on_eight_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*SERVER.split(), "--set", "num_processes=8"]) == EXIT_WRONG_INPUT
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("Error: num_processes 8 and a vLLM server on 1 of the same 8 GPUs would share cards")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("method", ["online-dpo", "rloo", "ppo"])
+def test_gathering_a_model_larger_than_a_gpu_does_not_fit(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered(f"estimate {LARGER_THAN_A_GPU} --method {method} --tuning lora --set dtype=bfloat16 --batch-size 1", capsys, EXIT_NOTHING_FITS)
+    rollout = next(phase for phase in report["gpus"][0]["phases"] if phase["name"] == "rollout")
+    assert rollout["components"]["communication"] > 60 * GIB  # 65.5 GB of bfloat16 weights, gathered whole
+
+
+@pytest.mark.parametrize("method", ["online-dpo", "rloo", "ppo"])
+def test_partitioned_generation_is_chosen_with_its_price(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered(f"{LARGER_THAN_A_GPU} --method {method}", capsys)
+    assert report["best"]["settings"]["ds3_gather_for_generation"] is False
+    reason = next(reason for reason in report["best"]["reasons"] if reason.startswith("ds3_gather_for_generation false instead of true"))
+    assert "times the speed" in reason
+    assert "gathering the whole model on every GPU takes" in reason
