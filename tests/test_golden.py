@@ -1,0 +1,53 @@
+"""`plan` end to end, compared whole; `make golden` rewrites the files, and the README's output with them."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from planner.cli import run
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+README = ROOT / "README.md"
+REWRITE = os.environ.get("PLAN_REWRITE_GOLDEN") == "1"
+OUTPUT = re.compile(r"<!-- output of (plan [^\n]+) -->\n```\n(.*?)```\n", re.DOTALL)
+
+COMMANDS = {
+    "grpo-colocate": "--model Qwen2.5-7B --gpus 2xA100-40G --method grpo",
+    "sft-4gb": "--model Qwen2.5-0.5B --gpus 1xRTX-3050-4G --method sft --effective-batch-size 8",
+    "dpo-zero3": "--model Llama-3.1-70B --gpus 8xH100 --method dpo",
+    "nothing-fits": "--model Llama-3.1-8B --gpus 1xT4 --method sft --tuning full --set optim=adamw_torch --set offload_optimizer=false",
+}
+
+
+def rewrite_or_compare(path: Path, found: str) -> None:
+    if REWRITE:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(found, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_report_is_the_golden_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run([*COMMANDS[name].split(), "--json", "--quiet"])
+    rewrite_or_compare(GOLDEN / f"{name}.json", capsys.readouterr().out)
+
+
+def test_the_same_question_gives_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    run([*COMMANDS["grpo-colocate"].split(), "--json", "--quiet"])
+    first = capsys.readouterr().out
+    run([*COMMANDS["grpo-colocate"].split(), "--json", "--quiet"])
+    assert capsys.readouterr().out == first
+
+
+def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    page = README.read_text(encoding="utf-8")
+
+    def printed(match: re.Match[str]) -> str:
+        run([*match.group(1).split()[1:], "--quiet"])
+        return f"<!-- output of {match.group(1)} -->\n```\n{capsys.readouterr().out.rstrip()}\n```\n"
+
+    rewrite_or_compare(README, OUTPUT.sub(printed, page))
