@@ -179,24 +179,38 @@ def forward(passes: Passes) -> Components:
 
 
 def loss(passes: Passes) -> Components:
-    """The head after the last layer; DPO and KTO then run their reference while the policy's graph is alive."""
+    """The head after the last layer; then the pass of a model that is only read, while the policy's graph is alive."""
     components = together(training(passes), sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores))
     components["communication"] += passes.states.forward_gather
-    other = reference_forward(passes)
+    other = frozen_forward(passes)
     if total(other) + passes.loss.saved > passes.loss.forward:
         return together(components, other, {"loss": passes.loss.saved})
     return together(components, {"loss": passes.loss.forward})
 
 
-def reference_forward(passes: Passes) -> Components:
-    """The frozen model's forward pass beside the policy's graph (trl 1.16, dpo_trainer.py:1299-1338); KTO's KL batch is one too."""
+def frozen_forward(passes: Passes) -> Components:
+    """A forward pass without gradients beside the policy's graph: DPO's and KTO's reference, a teacher.
+
+    Source: trl 1.16, trainer/dpo_trainer.py:1299-1338, kto_trainer.py:1306, distillation_trainer.py, experimental/gkd/gkd_trainer.py.
+    """
     candidate = passes.candidate
-    if candidate.method not in ("dpo", "kto") or candidate.precompute_ref_log_probs:
+    compares = candidate.method in ("dpo", "kto") and not candidate.precompute_ref_log_probs
+    other = candidate.teacher_model if candidate.method_row.teacher else candidate.model
+    if other is None or not (compares or candidate.method_row.teacher):
         return {}
     stack = passes.stack
-    if candidate.separate_reference:
-        stack = stack_memory(candidate.model, frozen_recipe(candidate, passes.recipe.flash), True, 0)
+    if candidate.separate_reference or candidate.method_row.teacher:
+        stack = stack_memory(other, frozen_recipe(candidate, passes.recipe.flash), True, 0)
     return at(stack.inference, passes.tokens, passes.scores)
+
+
+def value_graph(passes: Passes) -> Components:
+    """What PPO's value model keeps while the policy's passes run: both are one forward (trl 1.12, ppo_trainer.py, PolicyAndValueWrapper)."""
+    candidate = passes.candidate
+    if not candidate.method_row.value_model:
+        return {}
+    stack = stack_memory(candidate.reward_model or candidate.model, frozen_recipe(candidate, passes.recipe.flash), True, 0)
+    return sizes(stack.saved, passes.tokens, passes.scores)
 
 
 def backward(passes: Passes) -> Components:
@@ -253,7 +267,7 @@ def training(passes: Passes) -> Components:
     if gradients_stay(passes.candidate):
         components["gradients"] = passes.states.gradients
     components["attention_scores"] = passes.mask_bytes
-    return components
+    return together(components, value_graph(passes))
 
 
 def at_moment(passes: Passes, peaks: Peaks) -> Components:
