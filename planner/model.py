@@ -4,7 +4,7 @@ A `ModelShape` is built by `planner/architectures.py` from any `config.json`; no
 Sizes are named as in Hugging Face's `config.json`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -19,6 +19,31 @@ NormKind = Literal[
     "none",
 ]
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu"]
+RotaryStyle = Literal[
+    "half",  # llama: x * cos + rotate_half(x) * sin
+    "half_cast_back",  # olmo 2: the same, cast back to the projection's dtype
+    "float32",  # cohere, ernie: in float32, cast back
+    "partial",  # gpt_neox, glm: on the first rotary_dim features, the rest joined on
+    "partial_summed",  # phi3: the sum inside the join
+    "halves",  # gpt_oss: each half on its own, joined
+    "complex",  # deepseek_v2: as complex numbers in float32
+]
+QkvLayout = Literal[
+    "separate",
+    "slices",  # phi3: three slices of one projection
+    "split",  # gpt2: one split of it
+    "heads_chunked",  # gpt_neox: chunks of every head's share
+    "heads_selected",  # falcon with as many keys as queries
+    "multi_query",  # falcon-7b: one key and value head, taken by a list of indices
+    "grouped_repeated",  # falcon-40b: keys and values repeated for every query head
+]
+RouterStyle = Literal[
+    "softmax",  # mixtral: float32 weights
+    "softmax_cast",  # qwen, olmoe: cast back to the logits' dtype
+    "topk_softmax",  # gpt_oss: softmax over the chosen
+    "float32_softmax",  # deepseek_v2: a float32 product
+    "float32_sigmoid",  # deepseek_v3: and groups chosen by biased scores
+]
 LayerProgram = Literal[
     "llama",  # norm, attention, add, norm, MLP, add
     "gemma2",  # norms before and after both blocks (gemma 2, gemma 3)
@@ -76,6 +101,11 @@ class Attention:
     qk_norm_params: int = 0
     sliding_window: int | None = None  # None: every token sees all before it
     rotary: bool = True
+    rotary_style: RotaryStyle = "half"
+    rotary_dim: int = 0  # features of a head that turn; 0: all of them
+    qkv_layout: QkvLayout = "separate"
+    qk_norm_each: bool = False  # queries are normalised before keys are projected
+    softmax_float32: bool = True  # eager attention's softmax
     softcap: bool = False
     dropout: float = 0.0  # of attention probabilities while training
     sink_params: int = 0
@@ -120,6 +150,10 @@ class Experts:
     expert_params: int  # all experts of the layer together, biases included
     shared: Mlp | None = None  # None: there is no shared expert
     shared_gate_params: int = 0
+    router: RouterStyle = "softmax"
+    router_normalised: bool = True  # the chosen weights are divided by their sum
+    router_groups: int = 0  # deepseek: experts are chosen within so many groups; 0: among all
+    clamped: bool = False  # gpt_oss: biases, clamps and a written-out gate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +166,7 @@ class Layer:
     feed_forward: Mlp | Experts
     norms: tuple[Norm, ...]
     residual_dropout: float = 0.0  # of the output of each block while training (gpt2, opt)
+    residual_scaled: bool = False  # granite: the output of each block times a number
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -156,7 +191,7 @@ class Layer:
         return sum(linear.params for linear in self.linears) + sum(norm.params for norm in self.norms) + attention.qk_norm_params + attention.sink_params + rest
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ModelShape:
     """A model as shapes. Compared by identity, so that caches on it cost nothing.
 
@@ -189,7 +224,10 @@ class ModelShape:
     embed_dropout: float = 0.0  # of the embedding output while training (gpt2)
     scaled_embeddings: bool = False  # gemma, granite: the embedding output is multiplied by a constant
     notes: tuple[str, ...] = ()
-    config: dict[str, object] = field(repr=False)
+    config: dict[str, object]
+
+    def __repr__(self) -> str:
+        return f"ModelShape({self.id!r})"
 
     @cached_property
     def num_layers(self) -> int:

@@ -23,6 +23,8 @@ MODELS = ["Qwen2.5-0.5B", "Llama-3.2-1B", "Qwen3-1.7B", "gemma-3-1b-it", "gemma-
 
 ROUNDING = 1024  # bytes: an allocation is rounded to 512, and fused AdamW keeps its step count in one of its own
 
+pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of a candidate that breaks a law, with its whole model
+
 laws = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
