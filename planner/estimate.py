@@ -53,13 +53,9 @@ def gpus_of(candidate: Candidate, cluster: Cluster, engine: EngineMemory | None,
     return tuple(gpus)
 
 
-def gpu_memory(
-    role: GpuRole, count: int, gpu: Gpu, phases: tuple[PhaseMemory, ...], details: dict[str, dict[str, int]], risk: float
-) -> GpuMemory:
+def gpu_memory(role: GpuRole, count: int, gpu: Gpu, phases: tuple[PhaseMemory, ...], details: dict[str, dict[str, int]], risk: float) -> GpuMemory:
     heaviest = max(phases, key=lambda phase: phase.total_bytes)
-    return GpuMemory(
-        role=role, count=count, capacity_bytes=gpu.free_bytes, phases=phases, interval_bytes=interval_bytes(heaviest, risk), details=details
-    )
+    return GpuMemory(role=role, count=count, capacity_bytes=gpu.free_bytes, phases=phases, interval_bytes=interval_bytes(heaviest, risk), details=details)
 
 
 def engine_details(engine: EngineMemory) -> dict[str, dict[str, int]]:

@@ -129,7 +129,11 @@ def alternatives(found: Found, chosen: Question) -> tuple[Alternative, ...]:
         if not answer.fits and question.tuning_class == "full" and not chosen.offload:
             helped = search(replace(question, offload=True))
             if helped is not None and helped.fits:
-                rest.append(Alternative(label="full fine-tuning with offloading", estimate=helped, note=f"{format_gib(helped.host_peak_bytes, 0)} of host memory a node"))
+                rest.append(
+                    Alternative(
+                        label="full fine-tuning with offloading", estimate=helped, note=f"{format_gib(helped.host_peak_bytes, 0)} of host memory a node"
+                    )
+                )
     return tuple(rest)
 
 

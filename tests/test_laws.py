@@ -19,7 +19,18 @@ from planner.quantities import Estimate
 
 EXAMPLES = 150  # each is a few estimates of tens of microseconds; the first of a structure takes milliseconds
 CLUSTER = parse_cluster("8xH100", None)
-MODELS = ["Qwen2.5-0.5B", "Llama-3.2-1B", "Qwen3-1.7B", "gemma-3-1b-it", "gemma-2-2b", "Phi-3.5-mini-instruct", "OLMo-2-0425-1B", "pythia-1b", "Mixtral-8x7B-v0.1", "DeepSeek-V2-Lite"]
+MODELS = [
+    "Qwen2.5-0.5B",
+    "Llama-3.2-1B",
+    "Qwen3-1.7B",
+    "gemma-3-1b-it",
+    "gemma-2-2b",
+    "Phi-3.5-mini-instruct",
+    "OLMo-2-0425-1B",
+    "pythia-1b",
+    "Mixtral-8x7B-v0.1",
+    "DeepSeek-V2-Lite",
+]
 
 ROUNDING = 1024  # bytes: an allocation is rounded to 512, and fused AdamW keeps its step count in one of its own
 

@@ -171,9 +171,7 @@ def stack_memory(model: ModelShape, stack: StackRecipe, gradients_exist: bool, h
     ends = first_and_last(parts)
     copies = sum(part.copies for part in parts)
     forward = [plus(left[i], moment) for i in ends for moment in parts[i].forward.moments]
-    backward = [
-        plus(without_copies(left[i], parts[:i]), moment, gradients(learned[i + 1])) for i in ends for moment in parts[i].backward.moments
-    ]
+    backward = [plus(without_copies(left[i], parts[:i]), moment, gradients(learned[i + 1])) for i in ends for moment in parts[i].backward.moments]
     inference = [plus(embedding, moment, autocast(i * parts[i].inference_copies)) for i in ends for moment in parts[i].memory.inference.moments]
     heaviest = max((part.left for part in parts), key=lambda moment: moment.total)
     return StackMemory(left[-1], (0, 0, copies), envelope(forward), envelope(backward), envelope(inference), heaviest)
