@@ -38,6 +38,11 @@ class Head:
         return self.vocab_size * self.hidden_size
 
     @property
+    def weight_cast_bytes(self) -> int:
+        """Autocast's 16-bit copy of a float32 head."""
+        return self.compute_width * self.weight_elements if self.weight_width != self.compute_width else 0
+
+    @property
     def final_norm_bytes(self) -> int:
         """What the final RMSNorm keeps: x in float32 (x itself where it is float32 already) and, if its weight learns, the normalised x."""
         upcast = FLOAT32 if self.hidden_width != FLOAT32 else 0
@@ -117,15 +122,20 @@ def chunked_nll(head: Head) -> LossMemory:
 def liger(head: Head) -> LossMemory:
     """Liger's fused linear cross entropy: gradients are made in the forward pass, one chunk of logits at a time.
 
-        chunk = next power of two of T / (V / H);  forward = norm + h T H + (c + 4) chunk V + gradients h T H + (trainable) w V H
+        chunk = next power of two of T / (V / H)
+        forward = norm + h T H + gradients h T H + (trainable) w V H + c chunk V + the larger of: the chunk before, c chunk V, with
+                  (w != c) autocast's copy of the weight c V H | (trainable) a chunk's product for the weight, c V H, and its float32 copy, 4 V H
 
-    Source: liger_kernel/ops/fused_linear_cross_entropy.py, `fused_linear_cross_entropy_forward`.
+    Source: liger-kernel 0.6.4, ops/fused_linear_cross_entropy.py, `fused_linear_cross_entropy_forward` (the gradient of the logits takes
+    their place; `grad_weight += torch.mm(..).float()`; the last chunk goes when the next one's gradient is bound).
     """
-    chunk = liger_chunk_tokens(head)
+    chunk = head.compute_width * liger_chunk_tokens(head) * head.vocab_size
     hidden = head.tokens * head.hidden_size * head.hidden_width
     gradients = hidden + (head.weight_width * head.weight_elements if head.trainable else 0)
     saved = head.final_norm_bytes + hidden + gradients
-    return LossMemory(forward=saved + (head.compute_width + FLOAT32) * chunk * head.vocab_size, saved=saved, backward=saved + gradients)
+    upcast = FLOAT32 if head.compute_width != FLOAT32 else 0
+    product = (head.compute_width + upcast) * head.weight_elements if head.trainable else 0
+    return LossMemory(forward=saved + chunk + max(chunk + head.weight_cast_bytes, product), saved=saved, backward=saved + gradients)
 
 
 def liger_chunk_tokens(head: Head) -> int:
@@ -137,14 +147,21 @@ def liger_chunk_tokens(head: Head) -> int:
 def whole_logits(forward_width: int, saved_width: int, backward_width: int) -> Callable[[Head], LossMemory]:
     """A loss that builds the logits of every token: so many bytes for each of T x V numbers.
 
-    The head's own backward needs its input and, if it learns, its gradient, after the logits' gradient is made.
+        forward  = norm + h T H + (w != c) c V H + forward_width T V
+        backward = norm + h T H + (w != c) c V H + the larger of: backward_width T V | c T V + h T H + (trainable) w V H + (w != c) c V H
+
+    The head's own backward comes after the loss': its input, the logits' gradient, and if it learns its own, which autocast makes in 16 bits
+    first. Autocast's copy of a float32 head is kept from the forward pass to then (as for every projection: modules/linear.py).
+    Example: Qwen3-8B in float32, whatever the batch: 2 x 151,936 x 4,096 = 1.16 GiB for that copy.
     """
 
     def memory(head: Head) -> LossMemory:
         logits = head.logit_tokens * head.vocab_size
-        kept = head.final_norm_bytes + head.tokens * head.hidden_size * head.hidden_width
-        gradient = head.weight_width * head.weight_elements if head.trainable else 0
-        return LossMemory(forward=kept + forward_width * logits, saved=kept + saved_width * logits, backward=kept + backward_width * logits + gradient)
+        hidden = head.tokens * head.hidden_size * head.hidden_width
+        kept = head.final_norm_bytes + hidden + head.weight_cast_bytes
+        gradient = head.weight_width * head.weight_elements + head.weight_cast_bytes if head.trainable else 0
+        own = head.compute_width * logits + hidden + gradient
+        return LossMemory(forward=kept + forward_width * logits, saved=kept + saved_width * logits, backward=kept + max(backward_width * logits, own))
 
     return memory
 
@@ -152,9 +169,11 @@ def whole_logits(forward_width: int, saved_width: int, backward_width: int) -> C
 # Bytes for each number of the logits under 16-bit autocast: while the loss is computed, kept for its backward pass, and the most then.
 # accelerate hands the trainer float32 copies of 16-bit logits (accelerator.py:1824-1835).
 LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
-    # 16-bit logits, their float32 copy for the loss, log_softmax, and accelerate's float32 copy: transformers loss/loss_utils.py
-    # ForCausalLMLoss (logits.float()); the gradient in float32 and in 16 bits beside the kept log_softmax.
-    "logits_cross_entropy": (10, 4, 10),
+    # accelerate's float32 copy of the logits, the kept log_softmax, and a shifted copy for the accuracy: trl 1.0, trainer/sft_trainer.py:1333;
+    # as much in transformers before 4.46 (modeling_llama.py `logits.float()`, `shift_logits`, log_softmax). Backward: log_softmax, the
+    # gradient that nll_loss makes and the one that log_softmax makes of it, all float32 (torch, nn/functional.py `cross_entropy`; measured
+    # with torch 2.13's profiler on the CPU: 12.00 bytes for each of 512 x 8,192 logits of transformers' ForCausalLMLoss).
+    "logits_cross_entropy": (12, 4, 12),
     # float32 logits and, for the chosen half, log_softmax of the NLL term; backward adds both gradients and the 16-bit one.
     # Source: trl 1.16, experimental/cpo/cpo_trainer.py:824-861, trainer/utils.py selective_log_softmax (kernels/logprob_entropy.py).
     "logits": (8, 6, 12),

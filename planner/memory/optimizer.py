@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from planner.candidate import Candidate, Optimizer
+from planner.candidate import Candidate, Optimizer, Sharding
 from planner.memory.gradients import trained_groups
 from planner.memory.sharding import DEEPSPEED, SUB_GROUP_SIZE, optimized_tensors
 from planner.memory.tensors import Tensors, TensorSet, rounded_bytes
@@ -155,9 +155,10 @@ def step_temporaries_bytes(candidate: Candidate) -> int:
     """Bytes that exist only while the optimizer steps, on one GPU.
 
         foreach: copies of all trained parameters at once | others: copies of the largest tensor | ZeRO-1 and 2: the flattened gradients and
-        their float32 copy, (2 + 4) x ceil(params / G) | ZeRO-3: float32 gradients of one sub-group, 4 x min(1e9, params / G)
+        their float32 copy, (2 + 4) x ceil(params / G) | ZeRO-3: float32 gradients of one sub-group, 4 x min(1e9, params / G),
+        and copies of no more than it, since the optimizer is stepped once for each
 
-    Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py:3107-3118, stage3.py `_prepare_sub_group`.
+    Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py:3107-3118, stage3.py `_prepare_sub_group`, :1235 `_optimizer_step`.
     Example: LoRA r 16 on Qwen2.5-7B with adamw_torch: 161 MB; with the fused default nothing.
 
     Leaves out cuSOLVER's workspace in GaLore's decomposition, and Adafactor's update of the tensor before the largest (still in scope).
@@ -165,7 +166,7 @@ def step_temporaries_bytes(candidate: Candidate) -> int:
     if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
         return 0
     groups = _optimized(candidate)
-    found = sum(step_bytes(tensors, size, candidate.optim) for tensors, size in groups)
+    found = sum(step_bytes(_stepped_at_once(tensors, candidate.sharding), size, candidate.optim) for tensors, size in groups)
     for tensors, _ in groups:
         if candidate.sharding == "zero3":
             found += min(SUB_GROUP_SIZE, tensors.params) * FLOAT32_BYTES
@@ -173,6 +174,14 @@ def step_temporaries_bytes(candidate: Candidate) -> int:
             flat = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
             found += tensors.params * (flat + FLOAT32_BYTES)
     return found
+
+
+@lru_cache(maxsize=4096)
+def _stepped_at_once(tensors: TensorSet, sharding: Sharding) -> TensorSet:
+    """What one call of the optimizer's `step` sees."""
+    if sharding != "zero3":
+        return tensors
+    return TensorSet(kinds=(Tensors(part="other", shape=(min(SUB_GROUP_SIZE, tensors.params),)),))
 
 
 def _optimized(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
