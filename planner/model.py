@@ -22,10 +22,14 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu"]
 RotaryStyle = Literal[
     "half",  # llama: x * cos + rotate_half(x) * sin
     "half_cast_back",  # olmo 2: the same, cast back to the projection's dtype
-    "float32",  # cohere, ernie: in float32, cast back
-    "partial",  # gpt_neox, glm: on the first rotary_dim features, the rest joined on
+    "float32",  # cohere: in float32, cast back
+    "float32_interleaved",  # ernie: the same with angles repeated in every layer
+    "partial",  # gpt_neox: on the first rotary_dim features, the rest joined on
+    "partial_interleaved",  # glm: the same with angles repeated in every layer
+    "partial_kept",  # phi, stablelm: the turned features are kept beside the join
     "partial_summed",  # phi3: the sum inside the join
     "halves",  # gpt_oss: each half on its own, joined
+    "pairs",  # deepseek_v3: even and odd features, joined
     "complex",  # deepseek_v2: as complex numbers in float32
 ]
 QkvLayout = Literal[
@@ -104,6 +108,7 @@ class Attention:
     rotary_style: RotaryStyle = "half"
     rotary_dim: int = 0  # features of a head that turn; 0: all of them
     qkv_layout: QkvLayout = "separate"
+    query_scaled: bool = False  # opt: queries times a number
     qk_norm_each: bool = False  # queries are normalised before keys are projected
     softmax_float32: bool = True  # eager attention's softmax
     softcap: bool = False

@@ -6,7 +6,18 @@ steers the routing (`e_score_correction_bias`) is a buffer there, not a paramete
 
 from planner.architectures.fields import Fields
 from planner.architectures.parts import activation, gated_mlp
-from planner.model import Experts, Mlp
+from planner.model import Experts, Mlp, RouterStyle
+
+# Source: transformers 5.23, models/<folder>/modeling_<folder>.py, `...TopKRouter.forward`.
+ROUTERS: dict[str, RouterStyle] = {
+    "mixtral": "softmax",
+    "qwen2_moe": "softmax_cast",
+    "qwen3_moe": "softmax_cast",
+    "olmoe": "softmax_cast",
+    "gpt_oss": "topk_softmax",
+    "deepseek_v2": "float32_softmax",
+    "deepseek_v3": "float32_sigmoid",
+}
 
 PROJECTIONS = 3  # gate, up, down: hidden_size x moe_intermediate_size elements each
 
@@ -30,7 +41,16 @@ def of(fields: Fields, *, count_key: str, intermediate_key: str, shared: Mlp | N
         expert_params=count * PROJECTIONS * hidden_size * intermediate_size,
         shared=shared,
         shared_gate_params=shared_gate_params,
+        router=ROUTERS[fields.model_type],
+        router_normalised=fields.model_type == "mixtral" or fields.flag("norm_topk_prob"),
+        router_groups=_groups(fields),
     )
+
+
+def _groups(fields: Fields) -> int:
+    """deepseek_v3 always chooses within groups; v2 where `topk_method` says so."""
+    grouped = fields.model_type == "deepseek_v3" or fields.values.get("topk_method") == "group_limited_greedy"
+    return fields.positive("n_group") if grouped and fields.has("n_group") else 0
 
 
 def mixtral(fields: Fields, index: int) -> Experts:
@@ -69,4 +89,6 @@ def gpt_oss(fields: Fields, index: int) -> Experts:
         activation="silu",  # gate * sigmoid(alpha * gate), clamped: SiLU's shape
         router_params=count * hidden_size + count,
         expert_params=count * (PROJECTIONS * hidden_size * intermediate_size + 2 * intermediate_size + hidden_size),
+        router=ROUTERS["gpt_oss"],
+        clamped=True,
     )

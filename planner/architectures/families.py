@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.architectures import experts, windows
+from planner.architectures import experts, positions, windows
 from planner.architectures.fields import Fields
 from planner.architectures.parts import PARAMS_PER_FEATURE, activation, gated_mlp, norm, plain_mlp
 from planner.model import Attention, Experts, Layer, LayerProgram, Linear, Mlp, NormKind
@@ -28,6 +28,7 @@ class Family:
     out_name: str = "o_proj"
     fused_qkv: bool = False
     qk_norm: QkNorm = "none"
+    qk_norm_each: bool = False  # queries are normalised before keys are projected
     qk_norm_if: str = ""  # the config key that switches it on; "": always
     mlp_names: tuple[str, str] | None = None  # None: gated
     mlp_bias: bool | str = False
@@ -37,6 +38,7 @@ class Family:
     rotary: windows.RotaryRule = windows.all_rotary
     softcap_key: str = ""
     sinks: bool = False
+    residual_scaled: bool = False
     experts: Callable[[Fields, int], Experts] | None = None  # None: dense
     lm_head_bias: bool = False
     scaled_embeddings: bool = False
@@ -45,13 +47,13 @@ class Family:
     unknown_if: tuple[str, ...] = ()  # config keys that change the layer into one without formulas
 
 
-_OLMO2 = Family(program="olmo2", norm="rms_fp32_weight", qk_norm="full")
+_OLMO2 = Family(program="olmo2", norm="rms_fp32_weight", qk_norm="full", qk_norm_each=True)
 _GLM = Family(out_bias=False, fused_mlp=True)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
     "qwen2": Family(qkv_bias=True, out_bias=False, window=windows.upper_layers),
-    "qwen3": Family(qk_norm="head", window=windows.upper_layers),
+    "qwen3": Family(qk_norm="head", qk_norm_each=True, window=windows.upper_layers),
     "mistral": Family(qkv_bias=False, out_bias=False, window=windows.every_layer),
     "gemma": Family(norm="rms_gemma", scaled_embeddings=True),
     "gemma2": Family(
@@ -77,14 +79,14 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(qkv_bias=False, out_bias=False, fused_qkv=True, fused_mlp=True, window=windows.every_layer, residual_dropout_key="resid_pdrop"),
     "olmo": Family(norm="layer_unweighted", unknown_if=("clip_qkv",)),
     "olmo2": _OLMO2,
-    "olmo3": Family(program="olmo2", norm="rms_fp32_weight", qk_norm="full", window=windows.three_of_four),
-    "olmoe": Family(qk_norm="full", experts=experts.olmoe, unknown_if=("clip_qkv",)),
+    "olmo3": Family(program="olmo2", norm="rms_fp32_weight", qk_norm="full", qk_norm_each=True, window=windows.three_of_four),
+    "olmoe": Family(qk_norm="full", qk_norm_each=True, experts=experts.olmoe, unknown_if=("clip_qkv",)),
     "mixtral": Family(qkv_bias=False, out_bias=False, window=windows.every_layer, experts=experts.mixtral),
     "qwen2_moe": Family(qkv_bias="qkv_bias", out_bias=False, window=windows.upper_layers, experts=experts.qwen2_moe),
-    "qwen3_moe": Family(qk_norm="head", window=windows.if_used, experts=experts.qwen3_moe),
+    "qwen3_moe": Family(qk_norm="head", qk_norm_each=True, window=windows.if_used, experts=experts.qwen3_moe),
     "gpt_oss": Family(program="gpt_oss", norm="rms_fp32_weight", window=windows.alternating, sinks=True, experts=experts.gpt_oss),
     "smollm3": Family(mlp_bias="mlp_bias", window=windows.without_rotary, rotary=windows.listed_rotary),
-    "granite": Family(mlp_bias="mlp_bias", scaled_embeddings=True, scaled_logits=True),
+    "granite": Family(mlp_bias="mlp_bias", residual_scaled=True, scaled_embeddings=True, scaled_logits=True),
     "cohere": Family(program="parallel", norm="layer_cohere", norms_per_layer=1, qk_norm="per_head_weight", qk_norm_if="use_qk_norm", scaled_logits=True),
     "cohere2": Family(
         program="parallel", norm="layer_cohere", norms_per_layer=1, window=windows.by_pattern, rotary=windows.rotary_in_windows, scaled_logits=True
@@ -114,7 +116,12 @@ FAMILIES: dict[str, Family] = {
     ),
     # With `qk_layernorm` each head has a norm module of its own; with `use_parallel_residual` one norm feeds both blocks (stablelm-2-12b).
     "stablelm": Family(
-        norm="layer", qkv_bias="use_qkv_bias", out_bias=False, residual_dropout_key="hidden_dropout", unknown_if=("qk_layernorm", "use_parallel_residual")
+        program="gpt2",
+        norm="layer",
+        qkv_bias="use_qkv_bias",
+        out_bias=False,
+        residual_dropout_key="hidden_dropout",
+        unknown_if=("qk_layernorm", "use_parallel_residual"),
     ),
     "glm": _GLM,
     "glm4": Family(program="gemma2", norms_per_layer=4, out_bias=False, fused_mlp=True),
@@ -134,6 +141,7 @@ def layer_of(family: Family, fields: Fields, index: int) -> Layer:
         feed_forward=_feed_forward(family, fields, index),
         norms=(norm(family.norm, hidden_size),) * family.norms_per_layer,
         residual_dropout=fields.number(family.residual_dropout_key) if family.residual_dropout_key else 0.0,
+        residual_scaled=family.residual_scaled,
     )
 
 
@@ -164,6 +172,10 @@ def _attention(family: Family, fields: Fields, index: int) -> Attention:
         qk_norm_params=PARAMS_PER_FEATURE[family.norm] * features[family.qk_norm] if with_norm else 0,
         sliding_window=windows.window(fields, family.window, index),
         rotary=family.rotary(fields, index),
+        rotary_style=positions.rotary_style(fields),
+        rotary_dim=positions.rotary_dim(fields, head_dim),
+        qkv_layout="slices" if family.fused_qkv else "separate",
+        qk_norm_each=family.qk_norm_each,
         softcap=bool(family.softcap_key) and fields.has(family.softcap_key),
         sink_params=query_heads if family.sinks else 0,
         dropout=fields.number("attention_dropout"),

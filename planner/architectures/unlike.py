@@ -5,11 +5,11 @@ Source: transformers 5.23, models/<folder>/modeling_<folder>.py, named at each f
 
 from dataclasses import replace
 
-from planner.architectures import experts
+from planner.architectures import experts, positions
 from planner.architectures.families import heads
 from planner.architectures.fields import Fields
 from planner.architectures.parts import activation, gated_mlp, norm, plain_mlp
-from planner.model import Attention, Layer, LayerProgram, Linear, Norm
+from planner.model import Attention, Layer, LayerProgram, Linear, Norm, QkvLayout
 
 
 def gpt2(fields: Fields, index: int) -> Layer:
@@ -21,7 +21,11 @@ def gpt2(fields: Fields, index: int) -> Layer:
         program="gpt2",
         hidden_size=hidden_size,
         attention=replace(
-            _fused(hidden_size, query_heads, query_heads, names=("c_attn", "c_proj"), bias=True), rotary=False, dropout=fields.number("attn_pdrop")
+            _fused(hidden_size, query_heads, query_heads, names=("c_attn", "c_proj"), bias=True),
+            rotary=False,
+            qkv_layout="split",
+            softmax_float32=False,
+            dropout=fields.number("attn_pdrop"),
         ),
         feed_forward=plain_mlp(hidden_size, inner, activation(fields, "activation_function"), names=("c_fc", "c_proj"), bias=True),
         norms=(norm("layer", hidden_size),) * 2,
@@ -38,7 +42,11 @@ def gpt_neox(fields: Fields, index: int) -> Layer:
         program="parallel" if fields.flag("use_parallel_residual") else "llama",
         hidden_size=hidden_size,
         attention=replace(
-            _fused(hidden_size, query_heads, query_heads, names=("query_key_value", "dense"), bias=bias), dropout=fields.number("attention_dropout")
+            _fused(hidden_size, query_heads, query_heads, names=("query_key_value", "dense"), bias=bias),
+            rotary_style=positions.rotary_style(fields),
+            rotary_dim=positions.rotary_dim(fields, hidden_size // query_heads),
+            qkv_layout="heads_chunked",
+            dropout=fields.number("attention_dropout"),
         ),
         feed_forward=plain_mlp(hidden_size, fields.positive("intermediate_size"), act, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True),
         norms=(norm("layer", hidden_size),) * 2,
@@ -63,6 +71,7 @@ def opt(fields: Fields, index: int) -> Layer:
             v_head_dim=head_dim,
             linears=tuple(Linear(name=name, in_features=hidden_size, out_features=hidden_size, bias=bias) for name in names),
             rotary=False,
+            query_scaled=True,
             dropout=fields.number("attention_dropout"),
         ),
         feed_forward=plain_mlp(hidden_size, fields.positive("ffn_dim"), activation(fields, "activation_function"), names=("fc1", "fc2"), bias=bias),
@@ -90,6 +99,8 @@ def falcon(fields: Fields, index: int) -> Layer:
         attention=replace(
             _fused(hidden_size, query_heads, _falcon_key_heads(fields), names=("query_key_value", "dense"), bias=bias),
             rotary=not fields.flag("alibi"),
+            qkv_layout=_falcon_layout(fields),
+            softmax_float32=False,
             dropout=fields.number("attention_dropout"),
         ),
         feed_forward=plain_mlp(hidden_size, inner, activation(fields, "activation"), names=("dense_h_to_4h", "dense_4h_to_h"), bias=bias),
@@ -103,6 +114,13 @@ def _falcon_key_heads(fields: Fields) -> int:
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         return 1
     return fields.positive("num_kv_heads") if fields.has("num_kv_heads") else fields.positive("num_attention_heads")
+
+
+def _falcon_layout(fields: Fields) -> QkvLayout:
+    """`FalconAttention._split_heads`."""
+    if fields.flag("new_decoder_architecture"):
+        return "grouped_repeated"
+    return "multi_query" if fields.flag("multi_query") else "heads_selected"
 
 
 def _falcon_norms(fields: Fields) -> int:
@@ -172,6 +190,8 @@ def _latent_attention(fields: Fields) -> Attention:
             Linear(name="kv_b_proj", in_features=latent, out_features=query_heads * (nope + v_head_dim)),
             Linear(name="o_proj", in_features=query_heads * v_head_dim, out_features=hidden_size, bias=bias),
         ),
+        rotary_style="complex" if fields.model_type == "deepseek_v2" else "pairs",
+        rotary_dim=rope,
         kv_latent_dim=latent + rope,
         dropout=fields.number("attention_dropout"),
     )

@@ -7,7 +7,7 @@ multiplications. `tests/test_activations.py` holds the saved bytes against real 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.memory.autograd import Moment, Size, Tape, Tensor
+from planner.memory.autograd import Moment, Node, Pending, Size, Tape, Tensor, moved
 from planner.memory.decoder import PROGRAMS
 from planner.memory.modules import Recipe
 from planner.model import Layer
@@ -98,15 +98,15 @@ def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[M
     tape = Tape(gradients_exist=gradients_exist)
     x, before = layer_input(tape, layer, recipe)
     x = PROGRAMS[layer.program](tape, recipe, layer, x)
-    x.storage.keep_as("activations")
-    saved = minus([tape.now()], before)[0]
+    keep(x)
     forward = minus(tape.moments, before)
-    last, elements, width = x.node, x.elements, x.width
-    assert last is not None
-    del x
     tape.autocast_cache.clear()
+    saved = minus([tape.now()], before)[0]
+    last, elements, width = x.node, x.elements, x.width
+    assert isinstance(last, Node)
+    del x
     tape.moments.clear()
-    tape.run_backward(last, tape.empty(elements, width))
+    tape.run_backward({last: [tape.empty(elements, width)]})
     return saved, forward, minus(tape.moments, before)
 
 
@@ -116,23 +116,33 @@ def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> 
     x, before = layer_input(tape, layer, recipe)
     held = x
     x = PROGRAMS[layer.program](tape, recipe, layer, x)
-    x.storage.keep_as("activations")
+    keep(x)
     checkpoint = minus([tape.now()], before)[0]
     forward = minus(tape.moments, before)
-    elements, width = x.elements, x.width
+    last, elements, width = x.node, x.elements, x.width
+    assert isinstance(last, Node)
     del x
     tape.autocast_cache.clear()
     tape.moments.clear()
     tape.saving, tape.stop_after_saves, tape.saves = True, tape.saves, 0
-    gradient = tape.empty(elements, width)
-    again = PROGRAMS[layer.program](tape, recipe, layer, held)
-    last = again.node
-    assert last is not None
-    del again, held
+    pending: Pending = {last: [tape.empty(elements, width)]}
+    tape.run_until_saved(pending)
+    again = PROGRAMS[layer.program](tape, recipe, layer, held)  # held until its last tensor is taken
+    first, last = last, again.node
+    assert isinstance(last, Node)
+    del again
     tape.autocast_cache.clear()
     tape.muted = False
-    tape.run_backward(last, gradient)
+    tape.recomputed = True
+    pending = moved(pending, first, last)
+    tape.run_backward(pending)
     return checkpoint, forward, minus(tape.moments, before)
+
+
+def keep(output: Tensor) -> None:
+    """The layer's output is the next one's input."""
+    assert output.storage is not None
+    output.storage.keep_as("activations")
 
 
 def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, Moment]:

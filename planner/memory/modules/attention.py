@@ -1,0 +1,128 @@
+"""Scores, softmax and the weighted sum of values, by the kernel that would run.
+
+Sources: transformers 5.23 `integrations/sdpa_attention.py`, `models/llama/modeling_llama.py` (`eager_attention_forward`); pytorch 2.13
+`aten/src/ATen/native/transformers/attention.cpp` and `transformers/cuda/`.
+"""
+
+from planner.memory import operators as op
+from planner.memory.autograd import Tape, Tensor
+from planner.memory.modules.recipe import Recipe, scores, tokens
+from planner.memory.modules.rotary import JOINED
+from planner.model import Attention
+
+
+def attend(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The mixed values, and the scores that eager attention returns besides (its layer drops them when it is done)."""
+    if recipe.kernel in ("eager", "eager_masked"):
+        return eager_attention(tape, recipe, block, q, k, v)
+    mixed = sdpa(tape, recipe, block, q, k, v)
+    return (op.clone(tape, mixed) if in_query_order(recipe, block) else mixed), None
+
+
+def in_query_order(recipe: Recipe, block: Attention) -> bool:
+    """Whether the kernel's output is in the order [rows, heads, length, head_dim], so that `contiguous()` copies it.
+
+    FlashAttention's is like its queries (flash_api.cpp `empty_like(q)`, on the CPU too); the efficient kernel's never is.
+    """
+    follows = recipe.kernel == "flash" or (recipe.kernel == "efficient" and not recipe.on_cuda)
+    return recipe.kernel == "math" or (follows and block.rotary and block.rotary_style in JOINED)
+
+
+def repeat_kv(tape: Tape, block: Attention, x: Tensor, head_dim: int) -> Tensor:
+    """Keys or values copied to every query head; free where each head has its own."""
+    if block.num_attention_heads == block.num_key_value_heads:
+        return x
+    return op.expanded(tape, x, tokens(block.num_attention_heads * head_dim))
+
+
+def sdpa(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if recipe.kernel in ("efficient", "efficient_unmasked", "math"):
+        k, v = repeat_kv(tape, block, k, block.head_dim), repeat_kv(tape, block, v, block.v_head_dim)
+    width = recipe.autocast_width or q.width
+    narrow_v, narrow_k, narrow_q = op.cast(tape, v, width), op.cast(tape, k, width), op.cast(tape, q, width)
+    return fused_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)
+
+
+def fused_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention or the memory-efficient kernel: keeps q, k, v, the output and one float32 a head and token.
+
+    The efficient kernel runs where there is a mask, which it takes in the compute dtype: 2 bytes a score, made for every
+    layer and kept. Backward: dq in float32 besides dq (flash_api.cpp `mha_bwd`: dq_accum; efficient: its workspace), dk and dv for
+    every query head before they are summed (GQA), and one float32 a head and token (softmax_d).
+    """
+    heads, out_features = block.num_attention_heads, block.num_attention_heads * block.v_head_dim
+    masked = recipe.kernel == "efficient"
+    mask = tape.empty((0, 1, 0), q.width) if masked else None
+    saved = tape.save(q, k, v, mask) if q.requires_grad else []
+    result = tape.empty(tokens(out_features), q.width)
+    logsumexp = tape.empty(tokens(heads), 4)
+    saved += tape.save(result, logsumexp) if q.requires_grad else []
+    sizes, width = (q.elements, k.elements, v.elements), q.width
+    expanded = (block.q_dim, out_features) if block.num_key_value_heads < heads and not masked else ()
+
+    def backward(gradient: Tensor) -> list[Tensor | None]:
+        gradients: list[Tensor | None] = [tape.empty(size, width) for size in sizes]
+        held = []
+        if recipe.on_cuda:
+            held += [tape.empty(tokens(heads), 4), tape.empty(sizes[0], 4)] + [tape.empty(tokens(features), width) for features in expanded]
+        held.clear()
+        return gradients
+
+    return tape.output(result, (q, k, v), saved, backward)
+
+
+def eager_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The whole matrix of scores for every head, masked always (masking_utils.py `eager_mask`: no skip)."""
+    heads = block.num_attention_heads
+    own_heads = heads == block.num_key_value_heads and recipe.several_rows
+    all_k = repeat_kv(tape, block, k, block.head_dim)
+    all_v = repeat_kv(tape, block, v, block.v_head_dim)
+    raw = matmul(tape, recipe, q, all_k, heads, 0, copies=(recipe.several_rows, own_heads))
+    weights = op.scale(tape, raw)
+    del raw
+    if block.softcap:
+        weights = op.scale(tape, weights)
+        weights = op.unary(tape, weights, "output", temporaries=0)  # tanh
+        weights = op.scale(tape, weights)
+    weights = op.add(tape, weights, Tensor(None, scores(1), recipe.weight_width))
+    if block.sink_params:
+        weights = with_sinks(tape, recipe, block, weights)
+    else:
+        weights = narrow_softmax(tape, recipe, block, weights, q.width)
+    if block.dropout and recipe.dropout:
+        weights = op.dropout(tape, weights, recipe.on_cuda)
+    result = matmul(tape, recipe, weights, all_v, 0, heads * block.v_head_dim, copies=(block.sink_params > 0, own_heads))
+    return op.clone(tape, result), weights
+
+
+def narrow_softmax(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor, width: int) -> Tensor:
+    """softmax(weights, dtype=float32).to(query.dtype); gpt2 and falcon leave the dtype to autocast, which takes float32 on CUDA."""
+    wide = block.softmax_float32 or (recipe.autocast_width > 0 and recipe.on_cuda)
+    probabilities = op.softmax(tape, weights, wide)
+    return op.cast(tape, probabilities, width)
+
+
+def with_sinks(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor) -> Tensor:
+    """gpt_oss: one more score a row, the row's largest subtracted, softmax in their dtype, the added score dropped.
+
+    The added score is left out of the sizes: one in `length` + 1.
+    """
+    sinks = tape.weight(block.sink_params, recipe.weight_width, recipe.trainable)
+    joined = op.with_column(tape, weights, sinks)
+    largest = op.reduce(tape, joined, tokens(block.num_attention_heads))
+    shifted = op.subtract(tape, joined, largest)
+    del largest
+    probabilities = op.softmax(tape, shifted, float32=recipe.autocast_width > 0 and recipe.on_cuda)
+    return op.part(tape, probabilities, weights.elements)
+
+
+def matmul(tape: Tape, recipe: Recipe, a: Tensor, b: Tensor, heads: int, features: int, copies: tuple[bool, bool]) -> Tensor:
+    """torch.matmul of four dimensions: a copy of what cannot be viewed as a batch of matrices, then bmm.
+
+    The result has `heads` scores or `features` a token.
+    """
+    width = recipe.autocast_width or a.width
+    narrow_b, narrow_a = op.cast(tape, b, width), op.cast(tape, a, width)
+    first = op.clone(tape, narrow_a) if copies[0] else op.view(tape, narrow_a)
+    second = op.clone(tape, narrow_b) if copies[1] else op.view(tape, narrow_b)
+    return op.bmm(tape, first, second, (features, heads, 0))

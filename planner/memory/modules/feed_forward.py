@@ -1,0 +1,79 @@
+"""Dense MLPs: gated or not, written out or fused.
+
+Sources: transformers 5.23 `activations.py`, `models/llama/modeling_llama.py` (`LlamaMLP`), `models/phi3` (`Phi3MLP`); liger-kernel
+`ops/swiglu.py`, `ops/geglu.py`.
+"""
+
+from planner.memory import operators as op
+from planner.memory.autograd import Tape, Tensor
+from planner.memory.modules.linear import linear
+from planner.memory.modules.recipe import Recipe
+from planner.model import Activation, Mlp
+
+
+def activate(tape: Tape, activation: Activation, x: Tensor) -> Tensor:
+    """silu and gelu are one kernel that keeps its input; relu keeps its result; gelu_new is written out."""
+    if activation == "gelu_new":
+        return gelu_written_out(tape, x)
+    return op.unary(tape, x, "output" if activation == "relu" else "input")
+
+
+def gelu_written_out(tape: Tape, x: Tensor) -> Tensor:
+    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) (activations.py, NewGELUActivation)."""
+    half = op.scale(tape, x)
+    cubed = op.square(tape, x)
+    weighted = op.scale(tape, cubed)
+    del cubed
+    summed = op.add(tape, x, weighted)
+    del weighted
+    inner = op.scale(tape, summed)
+    del summed
+    outer = op.unary(tape, inner, "output")
+    del inner
+    shifted = op.plus_number(tape, outer)
+    del outer
+    return op.mul(tape, half, shifted)
+
+
+def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))); phi3 computes gate and up in one projection."""
+    down = block.linears[-1]
+    if not block.gated:
+        h = linear(tape, recipe, block.linears[0], x)
+        h = activate(tape, block.activation, h)
+    elif recipe.liger:
+        h = fused_gate(tape, recipe, block, x)
+    elif len(block.linears) == 2:
+        h = gate_of_one_projection(tape, recipe, block, x)
+    else:
+        h = gate_product(tape, recipe, block, x)
+    return linear(tape, recipe, down, h)
+
+
+def gate_product(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
+    gate = linear(tape, recipe, block.linears[0], x)
+    active = activate(tape, block.activation, gate)
+    del gate
+    up = linear(tape, recipe, block.linears[1], x)
+    return op.mul(tape, active, up)
+
+
+def gate_of_one_projection(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
+    """up * act(gate) of one tensor's halves: both are views of it, so the whole is kept."""
+    together = linear(tape, recipe, block.linears[0], x)
+    gate, up = op.split(tape, together, (block.intermediate_size, block.intermediate_size))
+    active = activate(tape, block.activation, gate)
+    return op.mul(tape, up, active)
+
+
+def fused_gate(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
+    """Liger's SwiGLU and GeGLU keep gate and up only, and overwrite them with their gradients (ops/swiglu.py)."""
+    gate, up = linear(tape, recipe, block.linears[0], x), linear(tape, recipe, block.linears[1], x)
+    product = tape.empty(gate.elements, gate.width)
+    saved = tape.save(gate, up)
+    elements, width = gate.elements, gate.width
+
+    def backward(gradient: Tensor) -> list[Tensor | None]:
+        return [Tensor(storage, elements, width) for storage in saved]
+
+    return tape.output(product, (gate, up), saved, backward)

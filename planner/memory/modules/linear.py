@@ -1,0 +1,112 @@
+"""Linear layers with what tuning puts on them: LoRA's update, a quantized base.
+
+Sources: pytorch 2.13 `aten/src/ATen/native/Linear.cpp`, `aten/src/ATen/autocast_mode.h` (`cached_cast`); peft 0.21.2
+`tuners/lora/layer.py` (`Linear.forward`) and `tuners/lora/bnb.py`; bitsandbytes 0.50.2 `autograd/_functions.py`.
+"""
+
+from planner.memory import operators as op
+from planner.memory.autograd import Tape, Tensor
+from planner.memory.modules.recipe import Recipe, tokens
+from planner.model import Linear
+
+
+def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
+    """A projection with whatever tuning put on it: base layer, then LoRA's update (peft `Linear.forward`)."""
+    adapted = recipe.lora_r > 0 and module.name in recipe.lora_targets
+    if recipe.quantized == "none":
+        result = plain_linear(tape, recipe, module, x)
+    else:
+        result = quantized_linear(tape, recipe, module, x)
+        if adapted and recipe.quantized == "4bit":
+            result = op.clone(tape, result)  # peft bnb.py:531, a defensive copy
+    if not adapted:
+        return result
+    width = result.width
+    result = lora_update(tape, recipe, module, x, result)
+    return op.cast(tape, result, width)
+
+
+def plain_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
+    bias = module.out_features if module.bias else 0
+    return product(tape, recipe, x, module.name, module.in_features, module.out_features, bias, recipe.weight_width, recipe.trainable)
+
+
+def product(tape: Tape, recipe: Recipe, x: Tensor, name: str, in_features: int, out_features: int, bias: int, width: int, trainable: bool) -> Tensor:
+    """F.linear(x, weight, bias) of an `[out_features, in_features]` weight of `width` bytes.
+
+    Under autocast a weight of another dtype is copied; the copy of one that learns lives until autocast ends. The bias is
+    cast first, the input last.
+    """
+    compute = recipe.autocast_width or max(width, x.width)
+    share = x.elements[0] // in_features  # rows of x per token: experts see a token more than once
+    offset = cast_weight(tape, tape.weight(bias, width, trainable), f"{name}.bias", compute) if bias else None
+    weight = cast_weight(tape, tape.weight(in_features * out_features, width, trainable), name, compute)
+    narrow = op.cast(tape, x, compute)
+    if offset is None:
+        weight = op.view(tape, weight)
+        flat = op.view(tape, narrow)
+    else:
+        flat = op.view(tape, narrow)
+        weight = op.view(tape, weight)
+    del narrow
+    return op.view(tape, op.mm(tape, flat, weight, tokens(out_features * share), offset))
+
+
+def cast_weight(tape: Tape, weight: Tensor, name: str, width: int) -> Tensor:
+    """autocast's copy of a weight, kept for the rest of the forward pass if the weight learns (`cached_cast`)."""
+    if weight.width == width:
+        return weight
+    if name in tape.autocast_cache:
+        return tape.autocast_cache[name]
+    copy = op.cast(tape, weight, width)
+    if weight.requires_grad and copy.storage is not None:
+        copy.storage.keep_as("autocast_copies")
+        tape.autocast_cache[name] = copy
+    return copy
+
+
+def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: Tensor) -> Tensor:
+    """result + lora_B(lora_A(dropout(x))) * scaling, x in the adapter's dtype (`_cast_input_dtype`).
+
+    A 4-bit base leaves that cast to autocast where there is one (bnb.py:543).
+    """
+    rank, width = recipe.lora_r, recipe.adapter_width
+    if recipe.quantized == "none" or not recipe.autocast_width:
+        x = op.cast(tape, x, width)
+    dropped = op.dropout(tape, x, recipe.on_cuda) if recipe.lora_dropout else x
+    down = product(tape, recipe, dropped, f"{module.name}.lora_A", module.in_features, rank, 0, width, True)
+    del dropped
+    up = product(tape, recipe, down, f"{module.name}.lora_B", rank, module.out_features, 0, width, True)
+    del down
+    update = op.scale(tape, up)
+    del up
+    return op.add(tape, result, update)
+
+
+def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
+    """A frozen quantized projection: nothing of x is kept; the weight is dequantized for each pass and freed.
+
+    4-bit: bitsandbytes `backends/cuda/ops.py` `_dequant_linear_fallback` above 1,536 tokens, in x's dtype; backward
+    dequantizes in the quantization state's dtype and casts (`autograd/_functions.py:384`). 8-bit keeps x for
+    `MatMul8bitLt` and quantizes it to int8, with int32 products before they are scaled; GPTQ and AWQ dequantize to 16 bits.
+    """
+    elements, compute, stored = (0, 0, module.weight_params), recipe.compute_width, recipe.weight_width
+    narrow = op.cast(tape, x, compute)
+    saved = tape.save(narrow) if recipe.quantized == "8bit" and x.requires_grad else []
+    if recipe.quantized == "8bit":
+        held = [tape.empty(narrow.elements, 1), tape.empty(tokens(module.out_features), 4)]
+    else:
+        held = [tape.empty(elements, compute)]
+    result = tape.empty(tokens(module.out_features), compute)
+    held.clear()
+    in_size = x.elements
+
+    def backward(gradient: Tensor) -> list[Tensor | None]:
+        dequantized = tape.empty(elements, stored)
+        weight = dequantized if stored == compute else tape.empty(elements, compute)
+        del dequantized
+        gradient_x = tape.empty(in_size, compute)
+        del weight
+        return [gradient_x]
+
+    return tape.output(result, (narrow,), saved, backward)

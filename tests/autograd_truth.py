@@ -1,0 +1,264 @@
+"""One decoder layer of a real model, run on the CPU: what autograd saves and every byte that is alive on the way.
+
+The layer is taken out of a tiny random model with the very arguments that the model gives it. `saved_tensors_hooks` sees what
+autograd keeps; PyTorch's own profiler logs every allocation and release of the CPU allocator. (A dispatch mode would
+change what it watches: under one, autograd adds no gradient in place, `isTensorSubclassLike` in input_buffer.cpp.)
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+# Operators whose memory inside one call is the CPU's own affair: packed operands, per-thread buffers, operands cast to a common dtype
+# (TensorIterator casts inside the kernel on a GPU).
+SCRATCH_OF = (
+    "mul",
+    "add",
+    "sub",
+    "div",
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "topk",
+    "sort",
+    "histc",
+    "_grouped_mm",
+)
+SCALAR_BYTES = 8  # numbers that the CPU wraps into tensors, which a GPU passes as kernel arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Memory grew or shrank, inside which operators."""
+
+    size: int
+    alive: int
+    operators: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """Bytes above what was alive before the forward pass: parameters, their gradients, the layer's input and shared tensors."""
+
+    packed: int  # distinct storages that autograd saved, born in the layer's forward pass
+    kept: int  # alive after the forward pass and autocast's end, the output included
+    forward_peak: int
+    backward_peak: int  # the output is gone, its gradient has come
+    forward: list[Change] = field(repr=False)
+    backward: list[Change] = field(repr=False)
+
+
+class Begins(torch.autograd.Function):
+    """The layer before: makes the input and keeps nothing of it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return torch.randn_like(like)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class Forgets(torch.autograd.Function):
+    """The layer after: keeps nothing of the output, and makes its gradient. No elements, so that it costs no byte itself."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.shape, ctx.dtype = output.shape, output.dtype
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.ones(ctx.shape, dtype=ctx.dtype)
+
+
+class ArgumentsSeen(Exception):
+    """Ends a model's forward pass where the arguments of the layer are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Full fine-tuning, or LoRA on every linear layer; adapters in float32 (PEFT's own way) or in the model's dtype."""
+
+    lora_r: int = 0
+    float32_adapters: bool = True
+    dropout: float = 0.0
+
+
+@lru_cache(maxsize=64)
+def tiny_model(model_type: str, sizes: tuple[tuple[str, Any], ...], dtype: torch.dtype, tuning: Tuning) -> Any:
+    """A random model whose decoder layers learn as `tuning` says."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{key: (list(value) if isinstance(value, tuple) else value) for key, value in sizes})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    model.train()
+    if tuning.lora_r:
+        lora = LoraConfig(r=tuning.lora_r, lora_dropout=tuning.dropout, target_modules="all-linear", task_type="CAUSAL_LM")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = get_peft_model(model, lora, autocast_adapter_dtype=tuning.float32_adapters)
+    return model
+
+
+def decoder_of(model: Any) -> Any:
+    """The module that holds the decoder layers."""
+    for module in model.modules():
+        for name in ("layers", "h"):
+            if isinstance(getattr(module, name, None), torch.nn.ModuleList):
+                return getattr(module, name)
+    raise AssertionError("no decoder layers")
+
+
+def arguments(model: Any, layer: Any, rows: int, length: int, padded: bool, attention: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model passes to `layer`."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.set_attn_implementation(attention)
+    seen: list[Any] = []
+
+    def hook(module: Any, args: Any, kwargs: Any) -> None:
+        seen.extend((args, kwargs))
+        raise ArgumentsSeen
+
+    handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+    mask = torch.ones(rows, length, dtype=torch.long)
+    if padded:
+        mask[0, -3:] = 0
+    try:
+        base(input_ids=torch.ones(rows, length, dtype=torch.long), attention_mask=mask, use_cache=False)
+    except ArgumentsSeen:
+        pass
+    finally:
+        handle.remove()
+    return seen[0], seen[1]
+
+
+@contextmanager
+def no_cycles_collected() -> Iterator[None]:
+    """The cyclic collector frees at times of its own."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def run_layer(
+    model: Any, *, index: int, rows: int, length: int, padded: bool, attention: str, autocast: bool, checkpointed: bool, gradients_exist: bool
+) -> Truth:
+    """Forward and backward pass of decoder layer `index`."""
+    layer = decoder_of(model)[index]
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        args, kwargs = arguments(model, layer, rows, length, padded, attention)
+    layer.gradient_checkpointing = checkpointed
+    # A GPU's random state is kept in host memory, the CPU's would be counted here.
+    layer._gradient_checkpointing_func = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            output = layer(hidden, *args[1:], **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter) if gradients_exist and parameter.requires_grad else None
+    with no_cycles_collected():
+        return measured(forward, args[0].detach(), storages_of([*layer.parameters(), *layer.buffers(), *tree_leaves((args, kwargs))]))
+
+
+def storages_of(values: list[Any]) -> set[int]:
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
+
+
+def measured(forward: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, outside: set[int]) -> Truth:
+    """Both passes of `forward` for an input of the size of `like`."""
+    packed = packed_bytes(forward, like, outside)
+    anchor = torch.zeros(1, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen_forward:
+        with torch.profiler.record_function("input"):
+            hidden = Begins.apply(anchor, like)
+        hidden = forward(hidden)  # as a model does: the input goes when the layer has returned
+    loss = Forgets.apply(hidden)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen_backward:
+        del hidden
+        torch.autograd.backward([loss], [torch.empty(0)])
+    input_bytes = like.untyped_storage().nbytes() if like.is_contiguous() else like.nbytes
+    forward_changes = changes(seen_forward, -input_bytes)
+    kept = forward_changes[-1].alive
+    backward_changes = changes(seen_backward, kept)
+    return Truth(
+        packed=packed,
+        kept=kept,
+        forward_peak=max(change.alive for change in forward_changes),
+        backward_peak=max(change.alive for change in backward_changes),
+        forward=forward_changes[1:],
+        backward=backward_changes,
+    )
+
+
+def changes(seen: Any, alive: int) -> list[Change]:
+    """The allocator's log without the kernels' scratch and without single numbers."""
+    found: list[tuple[int, int, int, str, int]] = []  # time, address, bytes, operators, the innermost operator's identity
+
+    def walk(events: Any, path: tuple[tuple[int, str], ...]) -> None:
+        for event in events:
+            if event.tag == _EventType.Allocation:
+                extra = event.extra_fields
+                if extra.device.type == "cpu":
+                    found.append((event.start_time_ns, extra.ptr, extra.alloc_size, " > ".join(name for _, name in path[-3:]), scratch_call(path)))
+            else:
+                walk(event.children, (*path, (event.correlation_id if event.tag != _EventType.PyCall else 0, event.name)))
+
+    walk(seen.profiler.kineto_results.experimental_event_tree(), ())
+    born: dict[int, int] = {}
+    dropped: set[int] = set()
+    found.sort(key=lambda change: change[0])
+    for i, (_, address, size, _, call) in enumerate(found):
+        if size > 0:
+            born[address] = i
+        elif address in born and call and found[born[address]][4] == call:
+            dropped |= {i, born[address]}
+    result = []
+    for i, (_, _, size, operators, _) in enumerate(found):
+        if i not in dropped and abs(size) > SCALAR_BYTES:
+            alive += size
+            result.append(Change(size=size, alive=alive, operators=operators))
+    return result
+
+
+def scratch_call(path: tuple[tuple[int, str], ...]) -> int:
+    """The identity of the call of a kernel with scratch memory that we are in; 0: in none."""
+    for identity, name in path:
+        if name.removeprefix("aten::").removesuffix("_backward") in SCRATCH_OF:
+            return identity
+    return 0
+
+
+def packed_bytes(forward: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, outside: set[int]) -> int:
+    """Bytes of the distinct storages that autograd saves; parameters, tensors shared by the layers and the input are not counted."""
+    packed: dict[int, int] = {}
+    hidden = like.detach().clone().requires_grad_()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        packed[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward(hidden)
+    del output
+    return sum(size for key, size in packed.items() if key not in outside | storages_of([hidden]))
