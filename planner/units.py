@@ -16,6 +16,14 @@ def format_gib(size_bytes: float, digits: int = 2) -> str:
     return f"{size_bytes / GIB:,.{digits}f} GiB"
 
 
+def format_size(size_bytes: int) -> str:
+    """Bytes as PyTorch writes them in its out-of-memory message: `"20.00 MiB"`, `"1.50 GiB"`."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.2f} {name}"
+    return f"{size_bytes} bytes"
+
+
 def format_count(count: int) -> str:
     """A count with thousands separated: `format_count(148000)` is `"148,000"`."""
     return f"{count:,}"

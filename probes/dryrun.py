@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 from unittest import mock
 
@@ -23,13 +23,13 @@ from probes.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
 from probes.tracker import Tracker, collector_off, modules_named
 
 
-def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device: Device = "fake") -> Trace:
-    """Two optimizer steps of the candidate's trainer as a trace, on one GPU.
+def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device: Device = "fake", block_bytes: int = CUDA_BLOCK_BYTES) -> Trace:
+    """Two optimizer steps of the candidate's trainer as a trace, on one GPU; sizes are rounded up to `block_bytes`.
 
     `ways="cpu"` leaves out what CUDA does otherwise; `device="real"` runs the steps with weights. Both are for tests.
     """
     cuda = ways == "cuda"
-    tracker, arithmetic = Tracker(CUDA_BLOCK_BYTES, WORKSPACES) if cuda else Tracker(), FakeArithmetic()
+    tracker, arithmetic = Tracker(block_bytes, WORKSPACES) if cuda else Tracker(), FakeArithmetic()
     with _quiet(), collector_off(), models_stay_where_they_are(), cuda_ways() if cuda else contextlib.nullcontext(()) as substitutions:
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
             stage = METHOD_STAGES[candidate.method](candidate, device)
@@ -42,6 +42,7 @@ def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device:
                 stack.enter_context(arithmetic)
             stack.enter_context(tracker)
             _add_residents(tracker, stage)
+            stage.trainer.data_collator = _collated_on_host(stage.trainer.data_collator, tracker)
             stack.enter_context(_phases(tracker, stage, candidate.padded and not candidate.packing and not candidate.padding_free))
             stage.trainer.train()
         return tracker.trace(substitutions)
@@ -82,6 +83,19 @@ def _fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = fake(buffer)
+
+
+def _collated_on_host(collate: Callable[[Any], Any], tracker: Tracker) -> Callable[[Any], Any]:
+    """The trainer's collator, of whose work only the batch is seen: the device gets no more."""
+
+    def collated(examples: Any) -> Any:
+        with tracker.looking_away():
+            batch = collate(examples)
+        if isinstance(batch, Mapping):
+            tracker.add_batch(batch)
+        return batch
+
+    return collated
 
 
 def _add_residents(tracker: Tracker, stage: Stage) -> None:

@@ -53,6 +53,7 @@ class Tracker(TorchDispatchMode):
         self._weights: set[int] = set()
         self._sole_owner = (0, 0)  # use counts of a gradient that only the engine holds; measured on entering
         self._calibrating = False
+        self._looking = True
 
     def enter_phase(self, phase: Phase) -> None:
         """From now on what happens belongs to `phase`."""
@@ -73,6 +74,21 @@ class Tracker(TorchDispatchMode):
             index = self._alive.get(tensor.untyped_storage()._cdata)
             if index is not None:
                 self.records[index].component = component
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """What is made inside is on the host: batches before they are moved to the device."""
+        self._looking = False
+        try:
+            yield
+        finally:
+            self._looking = True
+
+    def add_batch(self, batch: Mapping[str, Any]) -> None:
+        """A batch as it comes to the device."""
+        for tensor in batch.values():
+            if isinstance(tensor, torch.Tensor):
+                self._record(tensor, "batch", "", None)
 
     def mark_saved(self) -> None:
         """Called where the backward pass begins: what the forward pass has left is kept for it."""
@@ -115,6 +131,8 @@ class Tracker(TorchDispatchMode):
         if func is aten.add.Tensor and self._is_accumulation(args):
             return args[0].add_(args[1])
         result = func(*args, **(kwargs or {}))
+        if not self._looking:
+            return result
         if isinstance(result, torch.Tensor):
             self._record(result, func, self.module, None, args)
         elif isinstance(result, (tuple, list)):

@@ -80,18 +80,13 @@ class Trace:
 
     @cached_property
     def phases(self) -> tuple[PhaseMemory, ...]:
-        """For each phase the components at its own heaviest moment, over all the steps of the trace."""
+        """For each phase the components at its own heaviest moment, which is a birth, over all the steps of the trace."""
         heaviest: dict[Phase, tuple[int, int]] = {}
-        for start, end, phase in self._spans():
-            for event in range(start, end):
-                if phase not in heaviest or self._totals[event] > heaviest[phase][0]:
-                    heaviest[phase] = (self._totals[event], event)
+        for event, (index, size_bytes) in enumerate(self.events):
+            phase = self.allocations[index].phase
+            if size_bytes > 0 and (phase not in heaviest or self._totals[event] > heaviest[phase][0]):
+                heaviest[phase] = (self._totals[event], event)
         return tuple(PhaseMemory(name=phase, components=_by_component(self.alive(event))) for phase, (_, event) in heaviest.items())
-
-    def _spans(self) -> Iterable[tuple[int, int, Phase]]:
-        ends = [start for start, _ in self.phase_starts[1:]] + [len(self.events)]
-        for (start, phase), end in zip(self.phase_starts, ends, strict=True):
-            yield start, end, phase
 
     def alive(self, event: int) -> list[Allocation]:
         """What is allocated right after an event."""

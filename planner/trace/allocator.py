@@ -1,0 +1,316 @@
+"""The CUDA caching allocator replayed: what a trace's allocations reserve on the card, what fragments, and where a card would run out.
+
+Source: pytorch c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (2.13), one stream. Leaves out streams, captured graphs
+and pinned memory.
+"""
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from planner.units import MIB, format_size
+
+# AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc, kRoundLarge.
+MIN_BLOCK_BYTES = 512  # all sizes are rounded up to it
+SMALL_BYTES = 1 * MIB  # up to this a request comes from the small pool
+SMALL_SEGMENT_BYTES = 2 * MIB  # segments of the small pool
+LARGE_SEGMENT_BYTES = 20 * MIB  # segments for requests between 1 and 10 MiB
+MIN_OWN_SEGMENT_BYTES = 10 * MIB  # from this on a request gets a segment of its own size
+SEGMENT_ROUND_BYTES = 2 * MIB  # rounded up to this
+EXPANDABLE_PAGE_BYTES = {True: 2 * MIB, False: 20 * MIB}  # of the small pool, of the large: granularity of expandable_segments
+NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocatorSettings:
+    """PYTORCH_CUDA_ALLOC_CONF. `max_split_size_bytes`: larger blocks are not split; `garbage_collection_threshold` of 0 is off."""
+
+    expandable_segments: bool = False
+    max_split_size_bytes: int = NO_LIMIT
+    garbage_collection_threshold: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutOfMemory:
+    """The figures of the message that the allocator raises, at an event of the trace."""
+
+    event: int
+    tried_bytes: int
+    total_bytes: int
+    free_bytes: int
+    allocated_bytes: int
+    unallocated_bytes: int  # reserved by PyTorch but unallocated
+
+    @property
+    def message(self) -> str:
+        return (
+            f"CUDA out of memory. Tried to allocate {format_size(self.tried_bytes)}. GPU 0 has a total capacity of {format_size(self.total_bytes)} "
+            f"of which {format_size(self.free_bytes)} is free. Of the allocated memory {format_size(self.allocated_bytes)} is allocated by PyTorch, "
+            f"and {format_size(self.unallocated_bytes)} is reserved by PyTorch but unallocated."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """What a trace does to the card. `reserved` after every event, up to the one that ran out."""
+
+    reserved: tuple[int, ...]
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    fragmentation_bytes: int  # reserved beyond what was allocated when most was reserved
+    out_of_memory: OutOfMemory | None  # None: the card was large enough
+
+
+def replay(events: Iterable[tuple[int, int]], card_bytes: int, settings: AllocatorSettings | None = None) -> Replay:
+    """Events of (allocation, +bytes or -bytes) run on a card that has `card_bytes` for the allocator.
+
+    An allocation is identified by its number; its sign says whether it is born or dies, as in `Trace.events`.
+    """
+    allocator = Allocator(card_bytes, settings or AllocatorSettings())
+    live: dict[int, Block] = {}
+    reserved: list[int] = []
+    peak_allocated, unused_at_peak, peak_reserved = 0, 0, 0
+    for event, (allocation, size_bytes) in enumerate(events):
+        if size_bytes > 0:
+            block = allocator.allocate(size_bytes)
+            if block is None:
+                return Replay(
+                    reserved=tuple(reserved), peak_allocated_bytes=peak_allocated, peak_reserved_bytes=peak_reserved,
+                    fragmentation_bytes=unused_at_peak, out_of_memory=allocator.out_of_memory(event, size_bytes),
+                )  # fmt: skip
+            live[allocation] = block
+        else:
+            allocator.free(live.pop(allocation))
+        reserved.append(allocator.reserved_bytes)
+        peak_allocated = max(peak_allocated, allocator.allocated_bytes)
+        if allocator.reserved_bytes > peak_reserved:
+            peak_reserved, unused_at_peak = allocator.reserved_bytes, allocator.reserved_bytes - allocator.allocated_bytes
+    return Replay(
+        reserved=tuple(reserved), peak_allocated_bytes=peak_allocated, peak_reserved_bytes=peak_reserved, fragmentation_bytes=unused_at_peak,
+        out_of_memory=None,
+    )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A piece of a segment, with its neighbours. `address` orders blocks of equal size, as pointers do."""
+
+    address: int
+    size_bytes: int
+    small: bool
+    allocated: bool = False
+    previous: "Block | None" = None
+    following: "Block | None" = None
+    freed_at: int = 0  # for garbage collection: the allocation count when it was last freed
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Free blocks in order of size, then of address: the smallest that fits is found first."""
+
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
+
+    def add(self, block: Block) -> None:
+        key = (block.size_bytes, block.address)
+        bisect.insort(self.keys, key)
+        self.blocks[key] = block
+
+    def remove(self, block: Block) -> None:
+        key = (block.size_bytes, block.address)
+        del self.keys[bisect.bisect_left(self.keys, key)]
+        del self.blocks[key]
+
+    def smallest(self, size_bytes: int) -> Block | None:
+        place = bisect.bisect_left(self.keys, (size_bytes, 0))
+        return self.blocks[self.keys[place]] if place < len(self.keys) else None
+
+
+class Allocator:
+    """The state of the allocator. `reserved_bytes` are its segments, `allocated_bytes` the blocks in use."""
+
+    def __init__(self, card_bytes: int, settings: AllocatorSettings) -> None:
+        self.card_bytes = card_bytes
+        self.settings = settings
+        self.reserved_bytes = 0
+        self.allocated_bytes = 0
+        self._pools = {True: _Pool(), False: _Pool()}
+        self._next_address = 0
+        self._count = 0
+        self._tails: dict[bool, Block | None] = {True: None, False: None}  # expandable_segments: the last block of each pool's segment
+
+    def allocate(self, size_bytes: int) -> Block | None:
+        """A block for a request, or None where the card has no room even after the free segments were given back."""
+        size_bytes = rounded_bytes(size_bytes)
+        small = size_bytes <= SMALL_BYTES
+        self._count += 1
+        block = self._found(size_bytes, small)
+        if block is None:
+            self._collect_garbage()
+            block = self._segment(size_bytes, small)
+        if block is None:
+            self.empty_cache()
+            block = self._segment(size_bytes, small)
+        if block is None:
+            return None
+        if self._is_split(block, size_bytes):
+            self._split(block, size_bytes)
+        block.allocated = True
+        self.allocated_bytes += block.size_bytes
+        return block
+
+    def free(self, block: Block) -> None:
+        """Back into its pool, joined with free neighbours."""
+        self.allocated_bytes -= block.size_bytes
+        block.allocated = False
+        block.freed_at = self._count
+        for neighbour in (block.previous, block.following):
+            if neighbour is not None and not neighbour.allocated:
+                self._pools[block.small].remove(neighbour)
+                block = self._joined(block, neighbour)
+        self._pools[block.small].add(block)
+
+    def empty_cache(self) -> None:
+        """Gives back every segment that is wholly free (`release_cached_blocks`); of expandable segments every wholly free page at the end."""
+        for small, pool in self._pools.items():
+            for block in list(pool.blocks.values()):
+                if self.settings.expandable_segments:
+                    self._unmap(block, small)
+                elif block.previous is None and block.following is None:
+                    pool.remove(block)
+                    self.reserved_bytes -= block.size_bytes
+
+    def out_of_memory(self, event: int, size_bytes: int) -> OutOfMemory:
+        return OutOfMemory(
+            event=event, tried_bytes=_segment_bytes(rounded_bytes(size_bytes)), total_bytes=self.card_bytes,
+            free_bytes=self.card_bytes - self.reserved_bytes, allocated_bytes=self.allocated_bytes,
+            unallocated_bytes=self.reserved_bytes - self.allocated_bytes,
+        )  # fmt: skip
+
+    def _found(self, size_bytes: int, small: bool) -> Block | None:
+        """The smallest free block that fits (`get_free_block`), unless it is too large to be split and to be given away whole."""
+        block = self._pools[small].smallest(size_bytes)
+        if block is None:
+            return None
+        limit = self.settings.max_split_size_bytes
+        if not self.settings.expandable_segments:
+            if size_bytes < limit and block.size_bytes >= limit:
+                return None
+            if size_bytes >= limit and block.size_bytes >= size_bytes + LARGE_SEGMENT_BYTES:
+                return None
+        self._pools[small].remove(block)
+        return block
+
+    def _collect_garbage(self) -> None:
+        """Above the threshold the large segments that were free for longest go back (`garbage_collect_cached_blocks`)."""
+        threshold = int(self.settings.garbage_collection_threshold * self.card_bytes)
+        if not threshold or self.reserved_bytes <= threshold:
+            return
+        pool = self._pools[False]
+        target = self.reserved_bytes - threshold
+        whole = [block for block in pool.blocks.values() if block.previous is None and block.following is None]
+        ages = [self._count - block.freed_at for block in whole]
+        while target > 0 and whole:
+            mean = sum(ages) / len(ages)
+            old = [block for block, age in zip(whole, ages, strict=True) if age >= mean]
+            for block in old:
+                if target > 0:
+                    pool.remove(block)
+                    self.reserved_bytes -= block.size_bytes
+                    target -= block.size_bytes
+            whole = [block for block in whole if block not in old]
+            ages = [self._count - block.freed_at for block in whole]
+
+    def _segment(self, size_bytes: int, small: bool) -> Block | None:
+        """New memory from the card (`alloc_block`), None when it has none."""
+        if self.settings.expandable_segments:
+            return self._expanded(size_bytes, small)
+        segment_bytes = _segment_bytes(size_bytes)
+        if self.reserved_bytes + segment_bytes > self.card_bytes:
+            return None
+        self.reserved_bytes += segment_bytes
+        return self._new_block(segment_bytes, small)
+
+    def _expanded(self, size_bytes: int, small: bool) -> Block | None:
+        """The pool's one segment made longer by whole pages, its free end included (`try_allocate_expandable_block`)."""
+        page = EXPANDABLE_PAGE_BYTES[small]
+        tail = self._tails[small]
+        spare = tail if tail is not None and not tail.allocated else None
+        mapped = -(-(size_bytes - (spare.size_bytes if spare else 0)) // page) * page
+        if self.reserved_bytes + mapped > self.card_bytes:
+            return None
+        self.reserved_bytes += mapped
+        block = self._new_block(mapped, small)
+        block.previous, self._tails[small] = tail, block
+        if tail is not None:
+            tail.following = block
+        if spare is not None:
+            self._pools[small].remove(spare)
+            block = self._joined(block, spare)
+        return block
+
+    def _new_block(self, size_bytes: int, small: bool) -> Block:
+        block = Block(address=self._next_address, size_bytes=size_bytes, small=small)
+        self._next_address += size_bytes
+        return block
+
+    def _is_split(self, block: Block, size_bytes: int) -> bool:
+        """`should_split`: what is left must be worth keeping."""
+        left = block.size_bytes - size_bytes
+        if block.small or self.settings.expandable_segments:
+            return left >= MIN_BLOCK_BYTES
+        return size_bytes < self.settings.max_split_size_bytes and left > SMALL_BYTES
+
+    def _split(self, block: Block, size_bytes: int) -> None:
+        rest = Block(
+            address=block.address + size_bytes, size_bytes=block.size_bytes - size_bytes, small=block.small, previous=block, following=block.following,
+            freed_at=block.freed_at,
+        )  # fmt: skip
+        if rest.following is not None:
+            rest.following.previous = rest
+        if self._tails[block.small] is block:
+            self._tails[block.small] = rest
+        block.size_bytes, block.following = size_bytes, rest
+        self._pools[block.small].add(rest)
+
+    def _joined(self, block: Block, neighbour: Block) -> Block:
+        """One block of two that lie side by side; the first keeps its place."""
+        first, second = (neighbour, block) if neighbour is block.previous else (block, neighbour)
+        first.size_bytes += second.size_bytes
+        first.following = second.following
+        first.freed_at = max(first.freed_at, second.freed_at)
+        first.allocated = False
+        if first.following is not None:
+            first.following.previous = first
+        if self._tails[first.small] is second:
+            self._tails[first.small] = first
+        return first
+
+    def _unmap(self, block: Block, small: bool) -> None:
+        """Whole pages of a free block at the end of an expandable segment go back to the card."""
+        pages = block.size_bytes // EXPANDABLE_PAGE_BYTES[small] * EXPANDABLE_PAGE_BYTES[small]
+        if self._tails[small] is not block or not pages:
+            return
+        self._pools[small].remove(block)
+        self.reserved_bytes -= pages
+        block.size_bytes -= pages
+        if block.size_bytes:
+            self._pools[small].add(block)
+        else:
+            self._tails[small] = block.previous
+            if block.previous is not None:
+                block.previous.following = None
+
+
+def rounded_bytes(size_bytes: int) -> int:
+    """`round_size`: a whole number of smallest blocks."""
+    return max(MIN_BLOCK_BYTES, -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
+
+
+def _segment_bytes(size_bytes: int) -> int:
+    """`get_allocation_size`: what is asked of the card for a request that no free block can serve."""
+    if size_bytes <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size_bytes < MIN_OWN_SEGMENT_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-size_bytes // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES

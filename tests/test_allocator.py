@@ -1,0 +1,108 @@
+"""Facts of the caching allocator, worked out by hand from c10/cuda/CUDACachingAllocator.cpp, and laws over any sequence."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.trace.allocator import Allocator, AllocatorSettings, replay
+from planner.units import GIB, MIB
+
+PLAIN = AllocatorSettings()
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
+
+
+def reserved(*events: tuple[int, int], card_bytes: int = GIB, settings: AllocatorSettings = PLAIN) -> tuple[int, ...]:
+    return replay(events, card_bytes, settings).reserved
+
+
+def test_small_requests_share_a_segment_of_two_mebibytes() -> None:
+    assert reserved((0, 1), (1, MIB), (2, MIB - 512)) == (2 * MIB, 2 * MIB, 2 * MIB)
+    assert reserved((0, MIB), (1, MIB), (2, 1)) == (2 * MIB, 2 * MIB, 4 * MIB)
+
+
+def test_requests_above_one_mebibyte_share_segments_of_twenty() -> None:
+    assert reserved((0, MIB + 1), (1, 9 * MIB), (2, 10 * MIB - 1)) == (20 * MIB, 20 * MIB, 40 * MIB)
+
+
+def test_requests_from_ten_mebibytes_get_their_own_segment_of_whole_pairs_of_mebibytes() -> None:
+    assert reserved((0, 10 * MIB), (1, 10 * MIB + 1)) == (10 * MIB, 22 * MIB)
+
+
+def test_every_request_takes_whole_blocks_of_512_bytes() -> None:
+    assert replay([(0, 1), (1, 513)], GIB).peak_allocated_bytes == 512 + 1024
+
+
+def test_the_smallest_free_block_that_fits_is_taken() -> None:
+    # 40 and 12 MiB become free; 11 MiB goes into the 12, so that 40 fits once more without a new segment
+    events = ((0, 40 * MIB), (1, 12 * MIB), (0, -40 * MIB), (1, -12 * MIB), (2, 11 * MIB), (3, 40 * MIB))
+    assert reserved(*events)[-1] == 52 * MIB
+
+
+def test_what_is_left_of_a_large_block_is_kept_whole_up_to_one_mebibyte() -> None:
+    # 11 of 12 MiB: the last one is not split off, so it counts as allocated
+    assert replay([(0, 12 * MIB), (0, -12 * MIB), (1, 11 * MIB)], GIB).peak_allocated_bytes == 12 * MIB
+    assert reserved((0, 14 * MIB), (0, -14 * MIB), (1, 11 * MIB), (2, 3 * MIB))[-1] == 14 * MIB
+
+
+def test_free_neighbours_are_joined() -> None:
+    events = ((0, 9 * MIB), (1, 9 * MIB), (0, -9 * MIB), (1, -9 * MIB), (2, 20 * MIB))
+    assert reserved(*events)[-1] == 20 * MIB
+
+
+def test_a_full_card_gives_free_segments_back_before_it_raises() -> None:
+    assert reserved((0, 60 * MIB), (0, -60 * MIB), (1, 70 * MIB), card_bytes=100 * MIB) == (60 * MIB, 60 * MIB, 70 * MIB)
+
+
+def test_running_out_says_the_figures_of_the_message() -> None:
+    events = ((0, 30 * MIB), (1, 30 * MIB), (0, -30 * MIB), (2, 25 * MIB), (3, 50 * MIB))
+    replayed = replay(events, 100 * MIB)
+    failure = replayed.out_of_memory
+    assert failure is not None
+    assert (failure.event, failure.tried_bytes, failure.free_bytes) == (4, 50 * MIB, 40 * MIB)
+    assert (failure.allocated_bytes, failure.unallocated_bytes) == (55 * MIB, 5 * MIB)
+    assert failure.message == (
+        "CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0 has a total capacity of 100.00 MiB of which 40.00 MiB is free. "
+        "Of the allocated memory 55.00 MiB is allocated by PyTorch, and 5.00 MiB is reserved by PyTorch but unallocated."
+    )
+
+
+def test_expandable_segments_grow_by_pages_and_leave_no_holes() -> None:
+    # three of 30 MiB: 2 pages of 20, then 1 more with the 10 left over, then 2 more
+    assert reserved((0, 30 * MIB), (1, 30 * MIB), (2, 30 * MIB), settings=EXPANDABLE) == (40 * MIB, 60 * MIB, 100 * MIB)
+    grown = ((0, 30 * MIB), (1, 30 * MIB), (0, -30 * MIB), (1, -30 * MIB), (2, 55 * MIB))
+    assert reserved(*grown, settings=EXPANDABLE)[-1] == 60 * MIB
+    assert reserved(*grown)[-1] == 60 * MIB + 56 * MIB
+
+
+def test_blocks_above_the_split_size_are_given_away_whole_or_not_at_all() -> None:
+    settings = AllocatorSettings(max_split_size_bytes=32 * MIB)
+    assert reserved((0, 64 * MIB), (0, -64 * MIB), (1, 12 * MIB), settings=settings)[-1] == 76 * MIB
+    assert replay([(0, 64 * MIB), (0, -64 * MIB), (1, 50 * MIB)], GIB, settings).peak_allocated_bytes == 64 * MIB
+
+
+def test_garbage_is_collected_above_the_threshold() -> None:
+    settings = AllocatorSettings(garbage_collection_threshold=0.5)
+    events = ((0, 40 * MIB), (1, 40 * MIB), (0, -40 * MIB), (2, 60 * MIB))
+    assert reserved(*events, card_bytes=150 * MIB, settings=settings)[-1] == 100 * MIB
+    assert reserved(*events, card_bytes=150 * MIB)[-1] == 140 * MIB
+
+
+sizes = st.integers(min_value=1, max_value=64 * MIB)
+moves = st.lists(st.tuples(sizes, st.integers(min_value=0, max_value=30)), min_size=1, max_size=60)
+
+
+@given(moves, st.booleans())
+def test_reserved_is_never_below_allocated_and_all_comes_back(steps: list[tuple[int, int]], expandable: bool) -> None:
+    allocator = Allocator(16 * GIB, EXPANDABLE if expandable else PLAIN)
+    live = []
+    for size_bytes, choice in steps:
+        block = allocator.allocate(size_bytes)
+        assert block is not None
+        live.append(block)
+        if choice < len(live):
+            allocator.free(live.pop(choice))
+        assert allocator.allocated_bytes == sum(block.size_bytes for block in live)
+        assert allocator.reserved_bytes >= allocator.allocated_bytes
+    for block in live:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
