@@ -20,7 +20,7 @@ def test_small_requests_share_a_segment_of_two_mebibytes() -> None:
 
 
 def test_requests_above_one_mebibyte_share_segments_of_twenty() -> None:
-    assert reserved((0, MIB + 1), (1, 9 * MIB), (2, 10 * MIB - 1)) == (20 * MIB, 20 * MIB, 40 * MIB)
+    assert reserved((0, MIB + 1), (1, 9 * MIB + 512), (2, 10 * MIB - 512)) == (20 * MIB, 20 * MIB, 40 * MIB)
 
 
 def test_requests_from_ten_mebibytes_get_their_own_segment_of_whole_pairs_of_mebibytes() -> None:
