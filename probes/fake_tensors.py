@@ -47,7 +47,7 @@ class FakeArithmetic(TorchDispatchMode):
         return self._with_fakes(func, args, kwargs)
 
     def _without_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-        if tensors and (all(_bytes(tensor) <= SMALL_BYTES for tensor in tensors) or _reads_data(func) or func._schema.is_mutable):
+        if tensors and (all(_bytes(tensor) <= SMALL_BYTES for tensor in tensors) or _reads_data(func) or _makes_nothing(func)):
             return func(*args, **kwargs)
         with self.fake_mode:
             shaped = func(*args, **kwargs)
@@ -64,7 +64,7 @@ class FakeArithmetic(TorchDispatchMode):
             target = kwargs.get("out", args[0] if args else None)
             real = isinstance(target, torch.Tensor) and not isinstance(target, FakeTensor)
             return target if real else result
-        if any(returned.alias_info is not None for returned in func._schema.returns):
+        if _makes_nothing(func):
             return result
         return tree_map_only(FakeTensor, _with_data_if_whole, result)
 
@@ -82,6 +82,11 @@ def tensors_in(items: Any) -> list[torch.Tensor]:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _makes_nothing(func: Any) -> bool:
+    """Whether an operator writes into what it is given or returns a view of it."""
+    return func._schema.is_mutable or any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 def _reads_data(func: Any) -> bool:
