@@ -9,11 +9,12 @@ from collections.abc import Callable
 from planner.memory import operators as op
 from planner.memory.autograd import Tape, Tensor
 from planner.memory.modules.experts import experts
-from planner.memory.modules.feed_forward import mlp
+from planner.memory.modules.feed_forward import activate, mlp
+from planner.memory.modules.linear import linear
 from planner.memory.modules.norm import norm
 from planner.memory.modules.projections import latent_attention, self_attention
 from planner.memory.modules.recipe import Recipe
-from planner.model import Experts, Layer, LayerProgram
+from planner.model import Experts, Layer, LayerProgram, Mlp
 
 
 def feed_forward(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
@@ -72,6 +73,27 @@ def gpt2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
     return result
 
 
+def opt(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
+    """The same; the MLP is written into the layer, which drops the norm's output after its first projection."""
+    before, after = layer.norms
+    block = layer.feed_forward
+    assert isinstance(block, Mlp)
+    residual = x
+    h = norm(tape, recipe, before, x)
+    h, weights = attended(tape, recipe, layer, h)
+    h = weighed(tape, recipe, layer, h)
+    h = op.view(tape, op.add(tape, residual, h))
+    residual = h
+    h = norm(tape, recipe, after, h)
+    h = linear(tape, recipe, block.linears[0], h, flat=True)
+    h = activate(tape, block.activation, h)
+    h = linear(tape, recipe, block.linears[1], h, flat=True)
+    h = weighed(tape, recipe, layer, h)
+    result = op.view(tape, op.add(tape, residual, h))
+    del weights
+    return result
+
+
 def gemma2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
     """Norms before and after both blocks."""
     before_attention, after_attention, before_mlp, after_mlp = layer.norms
@@ -126,7 +148,7 @@ PROGRAMS: dict[LayerProgram, Callable[[Tape, Recipe, Layer, Tensor], Tensor]] = 
     "olmo2": olmo2,
     "parallel": parallel,
     "gpt2": gpt2,
-    "opt": llama,
+    "opt": opt,
     "mla": llama,
     "gpt_oss": llama,
 }

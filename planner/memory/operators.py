@@ -6,7 +6,7 @@ backward pass allocates), `aten/src/ATen/native/` (Linear.cpp, LinearAlgebra.cpp
 
 from typing import Literal
 
-from planner.memory.autograd import Backward, Size, Tape, Tensor
+from planner.memory.autograd import Backward, Kind, Size, Tape, Tensor
 
 
 def larger(a: Size, b: Size) -> Size:
@@ -190,7 +190,9 @@ def masked(tape: Tape, x: Tensor, mask: Tensor) -> Tensor:
     return tape.output(result, (x,), tape.save(mask) if x.requires_grad else [], fresh(tape, x))
 
 
-def mm(tape: Tape, x: Tensor, weight: Tensor, out: Size, bias: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
+def mm(
+    tape: Tape, x: Tensor, weight: Tensor, out: Size, bias: Tensor | None = None, extra: Tensor | None = None, weight_kind: Kind = "autocast_copies"
+) -> Tensor:
     """x @ weight (+ bias): x is kept if the weight learns, the weight (or autocast's copy of it) if x needs a gradient.
 
     The weight's gradient is made first. The bias's is the gradient itself, summed. `extra`: what a grouped product keeps besides.
@@ -198,7 +200,7 @@ def mm(tape: Tape, x: Tensor, weight: Tensor, out: Size, bias: Tensor | None = N
     in_size, weight_size, width = x.elements, weight.elements, x.width
     needs_x, needs_weight = x.requires_grad, weight.requires_grad
     saved = tape.save(x if needs_weight else None)
-    saved += tape.save(weight if needs_x else None, kind="autocast_copies")
+    saved += tape.save(weight if needs_x else None, kind=weight_kind)
     saved += tape.save(extra)
 
     def backward(gradient: Tensor) -> list[Tensor | None]:
@@ -209,6 +211,25 @@ def mm(tape: Tape, x: Tensor, weight: Tensor, out: Size, bias: Tensor | None = N
     bias_node = bias.node if bias is not None else None
     inputs = (x, weight) if bias is None or bias_node is None else (x, weight, bias)
     return tape.output(tape.empty(out, width), inputs, saved, backward)
+
+
+def folded(tape: Tape, elements: int, width: int, left: Tensor, right: Tensor) -> Tensor:
+    """baddbmm(weight, left, right, alpha=number) of a frozen weight: both factors are kept; each one's gradient is made twice."""
+    sizes, needed = (left.elements, right.elements), (left.requires_grad, right.requires_grad)
+    saved = tape.save(left if needed[1] else None, right if needed[0] else None)
+
+    def backward(gradient: Tensor) -> list[Tensor | None]:
+        return [twice(tape, size, width) if needs else None for size, needs in zip(sizes, needed, strict=True)]
+
+    return tape.output(tape.empty((0, 0, elements), width), (left, right), saved, backward)
+
+
+def twice(tape: Tape, elements: Size, width: int) -> Tensor:
+    """A product and its multiple."""
+    product = tape.empty(elements, width)
+    result = tape.empty(elements, width)
+    del product
+    return result
 
 
 def bmm(tape: Tape, a: Tensor, b: Tensor, out: Size) -> Tensor:

@@ -14,6 +14,7 @@ from planner.memory.modules.recipe import Recipe, tokens
 from planner.model import Experts, Linear, RouterStyle
 
 INDEX = 8  # bytes of an int64
+GATE_AND_UP = 2  # branches in one parameter
 
 
 def experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
@@ -31,10 +32,10 @@ def experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
 def with_gated_shared(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
     """Qwen2MoeSparseMoeBlock: the shared expert first, weighted by a sigmoid at the end."""
     assert block.shared is not None
-    shared = mlp(tape, recipe, block.shared, x)
+    shared = mlp(tape, recipe, block.shared, x, flat=True)
     result = routed(tape, recipe, block, x)
     gate = Linear(name="shared_expert_gate", in_features=x.elements[0], out_features=1)
-    opening = linear(tape, recipe, gate, x)
+    opening = linear(tape, recipe, gate, x, flat=True)
     opening = op.unary(tape, opening, "output")
     shared = op.mul(tape, opening, shared)
     del opening
@@ -54,9 +55,41 @@ def router_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, width:
     hidden, count = x.elements[0], block.num_experts
     bias = block.router_params - hidden * count
     offset = cast_weight(tape, tape.weight(bias, recipe.weight_width, recipe.trainable), "router.bias", width) if bias else None
-    weight = cast_weight(tape, tape.weight(hidden * count, recipe.weight_width, recipe.trainable), "router", width)
+    stored = router_weight(tape, recipe, hidden, count)
+    weight = cast_weight(tape, stored, "router", width)
     narrow = op.cast(tape, x, width)
     return op.mm(tape, narrow, op.view(tape, weight), tokens(count), offset)
+
+
+def router_weight(tape: Tape, recipe: Recipe, hidden: int, count: int) -> Tensor:
+    """The router's weight; with adapters on the experts, the weight plus B @ A (peft `ParamWrapper.get_delta_weight`)."""
+    weight = tape.weight(hidden * count, recipe.weight_width, recipe.trainable)
+    if not recipe.lora_experts:
+        return weight
+    rank, own = recipe.lora_r, recipe.adapter_width if recipe.on_cuda else 4  # peft adds in float32 on the CPU
+    width = recipe.autocast_width or own
+    wide_down = op.cast(tape, tape.weight(rank * hidden, recipe.adapter_width, True), own)
+    wide_up = op.cast(tape, tape.weight(rank * count, recipe.adapter_width, True), own)
+    down, up = cast_weight(tape, wide_down, "router.lora_A", width), cast_weight(tape, wide_up, "router.lora_B", width)
+    del wide_down, wide_up
+    product = op.bmm(tape, up, down, weight.elements)
+    delta = op.cast(tape, op.scale(tape, product), recipe.weight_width)
+    del product
+    tape.empty(weight.elements, recipe.weight_width)  # register_parametrization tries the sum once
+    return op.add(tape, weight, delta)
+
+
+def expert_factors(tape: Tape, recipe: Recipe, block: Experts, sizes: tuple[int, int], branches: int) -> tuple[Tensor, Tensor]:
+    """B and A of every expert in the dtype of the weights (`get_delta_factors`); the sum is tried once.
+
+    PEFT doubles the rank of gate and up, which are one parameter (utils/transformers_weight_conversion.py:470).
+    """
+    inward, outward = sizes
+    rank = recipe.lora_r * block.num_experts * branches
+    up = op.cast(tape, tape.weight(rank * outward, recipe.adapter_width, True), recipe.weight_width)
+    down = op.cast(tape, tape.weight(rank * inward, recipe.adapter_width, True), recipe.weight_width)
+    tape.empty((0, 0, block.num_experts * inward * outward), recipe.weight_width)
+    return up, down
 
 
 def softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,6 +201,8 @@ ROUTERS: dict[RouterStyle, Callable[[Tape, Recipe, Experts, Tensor], tuple[Tenso
 def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """integrations/moe.py: sort by expert, two grouped products, weigh, sort back, sum over the chosen experts."""
     top_k, hidden, inner = block.num_experts_per_tok, x.elements[0], block.moe_intermediate_size
+    down_factors = expert_factors(tape, recipe, block, (inner, hidden), 1) if recipe.lora_experts else ()
+    up_factors = expert_factors(tape, recipe, block, (hidden, 2 * inner), GATE_AND_UP) if recipe.lora_experts else ()
     chosen = tokens(top_k)
     order, permutation = tape.empty(chosen, INDEX), tape.empty(chosen, INDEX)
     rows = tape.empty(chosen, INDEX)
@@ -177,15 +212,26 @@ def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weigh
     histogram_input = tape.empty(chosen, 4)
     counts = tape.empty((0, 0, block.num_experts), 4)
     offsets = tape.empty((0, 0, block.num_experts), 4)
-    projected = grouped(tape, recipe, block, gathered, offsets, (hidden, 2 * inner))
+    merged_up = merged(tape, recipe, block, hidden * 2 * inner, up_factors)
+    projected = grouped(tape, recipe, block, gathered, offsets, merged_up, 2 * inner)
     projected = gated(tape, block, projected)
-    projected = grouped(tape, recipe, block, projected, offsets, (inner, hidden))
+    merged_down = merged(tape, recipe, block, inner * hidden, down_factors)
+    projected = grouped(tape, recipe, block, projected, offsets, merged_down, hidden)
     weighted = op.mul(tape, projected, sorted_weights)
-    inverse = inverse_permutation(tape, chosen[0])
+    inverse = inverse_permutation(tape, top_k)
     weighted = op.index(tape, weighted, inverse, tokens(top_k * hidden))
     result = op.reduce(tape, weighted, tokens(hidden), 4 if recipe.autocast_width and recipe.on_cuda else weighted.width)
+    narrow = op.cast(tape, result, x.width)
     del order, histogram_input, counts, gathered
-    return op.cast(tape, result, x.width)
+    return narrow
+
+
+def merged(tape: Tape, recipe: Recipe, block: Experts, elements: int, factors: tuple[Tensor, ...]) -> Tensor:
+    """All experts' weights; with adapters, a tensor of its own of the weights and their update, kept for the backward pass."""
+    count = block.num_experts * elements
+    if not factors:
+        return tape.weight(count, recipe.weight_width, recipe.trainable)
+    return op.folded(tape, count, recipe.weight_width, *factors)
 
 
 def inverse_permutation(tape: Tape, count: int) -> Tensor:
@@ -194,17 +240,15 @@ def inverse_permutation(tape: Tape, count: int) -> Tensor:
     return result
 
 
-def grouped(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, offsets: Tensor, sizes: tuple[int, int]) -> Tensor:
+def grouped(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, offsets: Tensor, weight: Tensor, outward: int) -> Tensor:
     """One grouped product over all experts' weights, in the weights' dtype; gpt_oss gathers and adds a bias."""
-    inward, outward = sizes
     top_k, width = block.num_experts_per_tok, recipe.weight_width
     bias = None
     if block.clamped:
         biases = tape.weight(block.num_experts * outward, width, recipe.trainable)
         bias = op.index(tape, biases, None, tokens(top_k * outward))
     narrow = op.cast(tape, x, width)
-    weight = op.view(tape, tape.weight(block.num_experts * inward * outward, width, recipe.trainable))
-    result = op.mm(tape, narrow, weight, tokens(top_k * outward), extra=offsets)
+    result = op.mm(tape, narrow, op.view(tape, weight), tokens(top_k * outward), extra=offsets, weight_kind="activations")
     if bias is None:
         return result
     return tape.output(Tensor(result.storage, result.elements, result.width), (result, bias), [], lambda gradient: [gradient, gradient])

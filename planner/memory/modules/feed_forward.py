@@ -35,35 +35,38 @@ def gelu_written_out(tape: Tape, x: Tensor) -> Tensor:
     return op.mul(tape, half, shifted)
 
 
-def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
+def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool = False) -> Tensor:
     """down(act(gate(x)) * up(x)), or down(act(up(x))); phi3 computes gate and up in one projection."""
     down = block.linears[-1]
+    held: list[Tensor] = []  # phi3 keeps its view of the gate, and with it the whole projection
     if not block.gated:
         h = linear(tape, recipe, block.linears[0], x)
         h = activate(tape, block.activation, h)
     elif recipe.liger:
         h = fused_gate(tape, recipe, block, x)
     elif len(block.linears) == 2:
-        h = gate_of_one_projection(tape, recipe, block, x)
+        h, *held = gate_of_one_projection(tape, recipe, block, x)
     else:
-        h = gate_product(tape, recipe, block, x)
-    return linear(tape, recipe, down, h)
+        h = gate_product(tape, recipe, block, x, flat)
+    result = linear(tape, recipe, down, h, flat)
+    del held
+    return result
 
 
-def gate_product(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
-    gate = linear(tape, recipe, block.linears[0], x)
+def gate_product(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool) -> Tensor:
+    gate = linear(tape, recipe, block.linears[0], x, flat)
     active = activate(tape, block.activation, gate)
     del gate
-    up = linear(tape, recipe, block.linears[1], x)
+    up = linear(tape, recipe, block.linears[1], x, flat)
     return op.mul(tape, active, up)
 
 
-def gate_of_one_projection(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
-    """up * act(gate) of one tensor's halves: both are views of it, so the whole is kept."""
+def gate_of_one_projection(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> tuple[Tensor, Tensor]:
+    """up * act(gate) of one tensor's halves, and the gate: both are views of the whole, which is kept."""
     together = linear(tape, recipe, block.linears[0], x)
     gate, up = op.split(tape, together, (block.intermediate_size, block.intermediate_size))
     active = activate(tape, block.activation, gate)
-    return op.mul(tape, up, active)
+    return op.mul(tape, up, active), gate
 
 
 def fused_gate(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:

@@ -4,17 +4,22 @@ Sources: pytorch 2.13 `aten/src/ATen/native/Linear.cpp`, `aten/src/ATen/autocast
 `tuners/lora/layer.py` (`Linear.forward`) and `tuners/lora/bnb.py`; bitsandbytes 0.50.2 `autograd/_functions.py`.
 """
 
+from dataclasses import dataclass
+
 from planner.memory import operators as op
 from planner.memory.autograd import Tape, Tensor
 from planner.memory.modules.recipe import Recipe, tokens
 from planner.model import Linear
 
 
-def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
-    """A projection with whatever tuning put on it: base layer, then LoRA's update (peft `Linear.forward`)."""
+def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = False) -> Tensor:
+    """A projection with whatever tuning put on it: base layer, then LoRA's update (peft `Linear.forward`).
+
+    `flat`: rows and length are one dimension already, so that no view stands between (a view's gradient is not added to in place).
+    """
     adapted = recipe.lora_r > 0 and module.name in recipe.lora_targets
     if recipe.quantized == "none":
-        result = plain_linear(tape, recipe, module, x)
+        result = plain_linear(tape, recipe, module, x, flat)
     else:
         result = quantized_linear(tape, recipe, module, x)
         if adapted and recipe.quantized == "4bit":
@@ -22,61 +27,73 @@ def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
     if not adapted:
         return result
     width = result.width
-    result = lora_update(tape, recipe, module, x, result)
+    result = lora_update(tape, recipe, module, x, result, flat)
     return op.cast(tape, result, width)
 
 
-def plain_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
-    bias = module.out_features if module.bias else 0
-    return product(tape, recipe, x, module.name, module.in_features, module.out_features, bias, recipe.weight_width, recipe.trainable)
+def plain_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool) -> Tensor:
+    return product(tape, recipe, module, x, Stored(recipe.weight_width, recipe.trainable), flat)
 
 
-def product(tape: Tape, recipe: Recipe, x: Tensor, name: str, in_features: int, out_features: int, bias: int, width: int, trainable: bool) -> Tensor:
-    """F.linear(x, weight, bias) of an `[out_features, in_features]` weight of `width` bytes.
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a weight lies in memory: the bytes of an element, and whether it learns."""
+
+    width: int
+    trainable: bool
+
+
+def product(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, stored: Stored, flat: bool) -> Tensor:
+    """F.linear(x, weight, bias).
 
     Under autocast a weight of another dtype is copied; the copy of one that learns lives until autocast ends. The bias is
     cast first, the input last.
     """
-    compute = recipe.autocast_width or max(width, x.width)
-    share = x.elements[0] // in_features  # rows of x per token: experts see a token more than once
-    offset = cast_weight(tape, tape.weight(bias, width, trainable), f"{name}.bias", compute) if bias else None
-    weight = cast_weight(tape, tape.weight(in_features * out_features, width, trainable), name, compute)
+    compute = recipe.autocast_width or max(stored.width, x.width)
+    offset = None
+    if module.bias:
+        offset = cast_weight(tape, tape.weight(module.out_features, stored.width, stored.trainable), f"{module.name}.bias", compute)
+    weight = cast_weight(tape, tape.weight(module.weight_params, stored.width, stored.trainable), module.name, compute)
     narrow = op.cast(tape, x, compute)
+    if flat:
+        return op.mm(tape, narrow, op.view(tape, weight), tokens(module.out_features), offset)
     if offset is None:
         weight = op.view(tape, weight)
-        flat = op.view(tape, narrow)
+        rows = op.view(tape, narrow)
     else:
-        flat = op.view(tape, narrow)
+        rows = op.view(tape, narrow)
         weight = op.view(tape, weight)
     del narrow
-    return op.view(tape, op.mm(tape, flat, weight, tokens(out_features * share), offset))
+    return op.view(tape, op.mm(tape, rows, weight, tokens(module.out_features), offset))
 
 
 def cast_weight(tape: Tape, weight: Tensor, name: str, width: int) -> Tensor:
-    """autocast's copy of a weight, kept for the rest of the forward pass if the weight learns (`cached_cast`)."""
+    """autocast's copy of a weight, kept for the rest of the forward pass if the weight itself learns (`cached_cast`)."""
     if weight.width == width:
         return weight
     if name in tape.autocast_cache:
         return tape.autocast_cache[name]
     copy = op.cast(tape, weight, width)
-    if weight.requires_grad and copy.storage is not None:
+    if weight.requires_grad and weight.storage is None and copy.storage is not None:
         copy.storage.keep_as("autocast_copies")
         tape.autocast_cache[name] = copy
     return copy
 
 
-def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: Tensor) -> Tensor:
+def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: Tensor, flat: bool) -> Tensor:
     """result + lora_B(lora_A(dropout(x))) * scaling, x in the adapter's dtype (`_cast_input_dtype`).
 
     A 4-bit base leaves that cast to autocast where there is one (bnb.py:543).
     """
     rank, width = recipe.lora_r, recipe.adapter_width
+    first = Linear(name=f"{module.name}.lora_A", in_features=module.in_features, out_features=rank)
+    second = Linear(name=f"{module.name}.lora_B", in_features=rank, out_features=module.out_features)
     if recipe.quantized == "none" or not recipe.autocast_width:
         x = op.cast(tape, x, width)
     dropped = op.dropout(tape, x, recipe.on_cuda) if recipe.lora_dropout else x
-    down = product(tape, recipe, dropped, f"{module.name}.lora_A", module.in_features, rank, 0, width, True)
+    down = product(tape, recipe, first, dropped, Stored(width, True), flat)
     del dropped
-    up = product(tape, recipe, down, f"{module.name}.lora_B", rank, module.out_features, 0, width, True)
+    up = product(tape, recipe, second, down, Stored(width, True), flat)
     del down
     update = op.scale(tape, up)
     del up

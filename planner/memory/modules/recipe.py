@@ -22,6 +22,7 @@ class Recipe:
     quantized: Literal["none", "4bit", "8bit", "dequantized"] = "none"
     lora_r: int = 0
     lora_targets: frozenset[str] = frozenset()
+    lora_experts: bool = False  # adapters on the fused experts and their router (peft 0.21 `ParamWrapper`, what all-linear means for mixtral)
     adapter_width: int = 4
     lora_dropout: bool = False
     dropout: bool = True  # the model's own dropout where its config has some; DPO, KTO and reward trainers switch it off
