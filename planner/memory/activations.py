@@ -7,7 +7,7 @@ multiplications. `tests/test_activations.py` holds the saved bytes against real 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.memory.autograd import Moment, Node, Pending, Size, Tape, Tensor, moved
+from planner.memory.autograd import NOTHING, Moment, Node, Pending, Size, Tape, Tensor, moved
 from planner.memory.decoder import PROGRAMS
 from planner.memory.modules import Recipe
 from planner.model import Layer
@@ -52,7 +52,7 @@ class LayerMemory:
 def envelope(moments: list[Moment]) -> Peaks:
     """Drop every moment that another one is at least as large as in all coefficients."""
     kept: list[Moment] = []
-    for moment in sorted(set(moments), key=lambda m: m.total, reverse=True):
+    for moment in sorted(moments, key=lambda moment: moment.total, reverse=True):
         if not any(all(a >= b for a, b in zip(other.total, moment.total, strict=True)) for other in kept):
             kept.append(moment)
     return Peaks(tuple(kept))
@@ -63,14 +63,17 @@ def residual_width(recipe: Recipe) -> int:
     return recipe.weight_width
 
 
-def minus(moments: list[Moment], base: Moment) -> list[Moment]:
-    """The moments without what was alive before they began."""
+def peaks(tape: Tape, base: Moment) -> Peaks:
+    """The tape's moments without what was alive before they began, and a fresh start for the next pass."""
+    moments = [minus(moment, base) for moment in tape.moments]
+    tape.moments = []
+    return envelope(moments)
+
+
+def minus(moment: Moment, base: Moment) -> Moment:
     before = dict(base.kinds)
-    result = []
-    for moment in moments:
-        kinds = tuple((kind, subtract(size, before.get(kind, (0, 0, 0)))) for kind, size in moment.kinds)
-        result.append(Moment(subtract(moment.total, base.total), kinds))
-    return result
+    kinds = tuple((kind, subtract(size, before.get(kind, NOTHING))) for kind, size in moment.kinds)
+    return Moment(subtract(moment.total, base.total), kinds)
 
 
 def subtract(a: Size, b: Size) -> Size:
@@ -85,45 +88,44 @@ def layer_memory(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerMe
     return LayerMemory(
         saved=saved,
         checkpoint=checkpoint,
-        forward=envelope(forward),
-        checkpointed_forward=envelope(checkpointed_forward),
-        backward=envelope(backward),
-        checkpointed_backward=envelope(checkpointed_backward),
-        inference=envelope(inference_moments(layer, recipe)),
+        forward=forward,
+        checkpointed_forward=checkpointed_forward,
+        backward=backward,
+        checkpointed_backward=checkpointed_backward,
+        inference=inference_peaks(layer, recipe),
     )
 
 
-def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[Moment, list[Moment], list[Moment]]:
+def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[Moment, Peaks, Peaks]:
     """Forward, everything kept; backward."""
     tape = Tape(gradients_exist=gradients_exist)
     x, before = layer_input(tape, layer, recipe)
     x = PROGRAMS[layer.program](tape, recipe, layer, x)
     keep(x)
-    forward = minus(tape.moments, before)
+    forward = peaks(tape, before)
     tape.autocast_cache.clear()
-    saved = minus([tape.now()], before)[0]
+    saved = minus(tape.now(), before)
     last, elements, width = x.node, x.elements, x.width
     assert isinstance(last, Node)
     del x
-    tape.moments.clear()
     tape.run_backward({last: [tape.empty(elements, width)]})
-    return saved, forward, minus(tape.moments, before)
+    tape.close()
+    return saved, forward, peaks(tape, before)
 
 
-def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[Moment, list[Moment], list[Moment]]:
+def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[Moment, Peaks, Peaks]:
     """Forward, only the input kept; recomputation in the backward pass up to the last tensor it needs; backward."""
     tape = Tape(gradients_exist=gradients_exist, saving=False)
     x, before = layer_input(tape, layer, recipe)
     held = x
     x = PROGRAMS[layer.program](tape, recipe, layer, x)
     keep(x)
-    checkpoint = minus([tape.now()], before)[0]
-    forward = minus(tape.moments, before)
+    checkpoint = minus(tape.now(), before)
+    forward = peaks(tape, before)
     last, elements, width = x.node, x.elements, x.width
     assert isinstance(last, Node)
     del x
     tape.autocast_cache.clear()
-    tape.moments.clear()
     tape.saving, tape.stop_after_saves, tape.saves = True, tape.saves, 0
     pending: Pending = {last: [tape.empty(elements, width)]}
     tape.run_until_saved(pending)
@@ -136,7 +138,8 @@ def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> 
     tape.recomputed = True
     pending = moved(pending, first, last)
     tape.run_backward(pending)
-    return checkpoint, forward, minus(tape.moments, before)
+    tape.close()
+    return checkpoint, forward, peaks(tape, before)
 
 
 def keep(output: Tensor) -> None:
@@ -149,13 +152,14 @@ def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, Momen
     """The output of the layer before, and what is alive with it."""
     x = tape.leaf((layer.hidden_size, 0, 0), residual_width(recipe))
     before = tape.now()
-    tape.moments.clear()
+    tape.moments = []
     return x, before
 
 
-def inference_moments(layer: Layer, recipe: Recipe) -> list[Moment]:
+def inference_peaks(layer: Layer, recipe: Recipe) -> Peaks:
     """A forward under no_grad; the layer's input is alive already."""
     tape = Tape(saving=False, grad_enabled=False)
     x, before = layer_input(tape, layer, recipe)
     PROGRAMS[layer.program](tape, recipe, layer, x)
-    return minus(tape.moments, before)
+    tape.close()
+    return peaks(tape, before)

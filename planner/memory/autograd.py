@@ -132,18 +132,32 @@ class Tape:
     # -- accounting ------------------------------------------------------------------------------------------------
 
     def move(self, size: Size, kind: Kind, sign: int) -> None:
-        held = self.alive.setdefault(kind, [0, 0, 0])
-        for i, amount in enumerate(size):
-            held[i] += sign * amount
-            self.total[i] += sign * amount
+        held, total = self.alive.setdefault(kind, [0, 0, 0]), self.total
+        for i in (0, 1, 2):
+            amount = sign * size[i]
+            held[i] += amount
+            total[i] += amount
 
     def record(self) -> None:
-        if not self.muted:
-            self.moments.append(self.now())
+        """Remember this moment if it can be the peak for some size: no other is as large in all three coefficients."""
+        if self.muted:
+            return
+        tokens, scores, constant = self.total
+        for moment in self.moments:
+            other = moment.total
+            if other[0] >= tokens and other[1] >= scores and other[2] >= constant:
+                return
+        self.moments = [m for m in self.moments if m.total[0] > tokens or m.total[1] > scores or m.total[2] > constant]
+        self.moments.append(self.now())
 
     def now(self) -> Moment:
         kinds = tuple((kind, (held[0], held[1], held[2])) for kind, held in self.alive.items() if any(held))
         return Moment((self.total[0], self.total[1], self.total[2]), kinds)
+
+    def close(self) -> None:
+        """Let go of what refers back to the tape, so that reference counts alone free it."""
+        self.gradients.clear()
+        self.autocast_cache.clear()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
