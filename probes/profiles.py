@@ -10,7 +10,7 @@ from probes.dryrun import dry_run
 from probes.substitutions import CUDA_BLOCK_BYTES, EFFICIENT_BIAS_ALIGNMENT
 
 LAYERS = 3  # a first layer, a last one, and one between
-HELD_BACK_LAYERS = 5
+HELD_BACK_LAYERS = 7
 # (rows, tokens): not multiples of one another nor, but for `EFFICIENT_BIAS_ALIGNMENT`, of what kernels round to, so that terms can be told apart.
 # The last of each is held back.
 Sizes = tuple[tuple[int, int], ...]
@@ -32,7 +32,7 @@ def profile_of(candidate: Candidate) -> Profile:
     """
     *sizes, held_back = REGIMES[regime(candidate)]
     samples = tuple(_sample(candidate, size, LAYERS) for size in sizes)
-    deeper = _sample(candidate, sizes[0], LAYERS + 1)
+    deeper = (_sample(candidate, sizes[0], LAYERS + 1), _sample(candidate, sizes[0], LAYERS + 2))
     return fit_profile(samples, deeper, (_sample(candidate, held_back, HELD_BACK_LAYERS),), CUDA_BLOCK_BYTES)
 
 

@@ -106,8 +106,8 @@ class Profile:
         return {component: size_bytes for component, size_bytes in components.items() if size_bytes}
 
 
-def fit_profile(samples: tuple[Sample, ...], deeper: Sample, held_back: tuple[Sample, ...], block_bytes: int) -> Profile:
-    """A profile from traces of one depth at several sizes and one trace of a layer more at the first sample's sizes.
+def fit_profile(samples: tuple[Sample, ...], deeper: tuple[Sample, Sample], held_back: tuple[Sample, ...], block_bytes: int) -> Profile:
+    """A profile from traces of one depth at several sizes, and of one and two layers more at the first sample's sizes.
 
     Raises:
         NoProfile: a sequence differs between the samples, a size is no sum of terms, or a held-back trace peaks elsewhere.
@@ -115,30 +115,41 @@ def fit_profile(samples: tuple[Sample, ...], deeper: Sample, held_back: tuple[Sa
     first = samples[0]
     if any(_shape_of(sample.trace) != _shape_of(first.trace) for sample in samples[1:]):
         raise NoProfile("The order of allocations differs between sizes.")
-    if deeper.layers != first.layers + 1 or deeper.values != first.values:
-        raise NoProfile("The deeper trace must be of one layer more, at the sizes of the first sample.")
+    if [(sample.values, sample.layers - first.layers) for sample in deeper] != [(first.values, 1), (first.values, 2)]:
+        raise NoProfile("The deeper traces must be of one and two layers more, at the sizes of the first sample.")
     expressions = _Expressions(samples)
-    shallow, deep = _keys(first.trace, deeper.trace, expressions)
-    moments = _moments(first.trace, deeper.trace, shallow, deep)
+    traces = (first.trace, deeper[0].trace, deeper[1].trace)
+    moments = _moments(traces, _keys(traces, expressions))
     profile = Profile(
         layers=first.layers, block_bytes=block_bytes, expressions=tuple(expressions.found), moments=tuple(moments), versions=first.trace.versions
     )
-    for sample in (*samples, deeper, *held_back):
-        expected = rounded_peak_bytes(sample.trace, block_bytes)
-        if profile.peak_bytes(sample.sizes, sample.layers) != expected:
-            got = profile.peak_bytes(sample.sizes, sample.layers)
-            raise NoProfile(f"At {sample.sizes} and {sample.layers} layers the profile peaks at {got:,} bytes, the trace at {expected:,}.")
+    for sample in (*samples, *deeper, *held_back):
+        _check(profile, sample)
     return profile
 
 
-def rounded_peak_bytes(trace: Trace, block_bytes: int) -> int:
-    """The peak of a trace when every size is rounded up to whole blocks."""
-    peak = total = 0
-    for _, size_bytes in trace.events:
+def _check(profile: Profile, sample: Sample) -> None:
+    """That the profile gives a trace's peak in every phase."""
+    expected = rounded_phase_peaks(sample.trace, profile.block_bytes)
+    for phase in profile.phases(sample.sizes, sample.layers):
+        if phase.total_bytes != expected[phase.name]:
+            raise NoProfile(
+                f"At {sample.sizes} and {sample.layers} layers the profile's {phase.name} peaks at {phase.total_bytes:,} bytes, "
+                f"the trace's at {expected[phase.name]:,}."
+            )
+
+
+def rounded_phase_peaks(trace: Trace, block_bytes: int) -> dict[Phase, int]:
+    """For each phase the most that is alive after a birth in it, when every size is rounded up to whole blocks."""
+    peaks: dict[Phase, int] = {}
+    total = 0
+    for index, size_bytes in trace.events:
         blocks = -(-abs(size_bytes) // block_bytes) * block_bytes
         total += blocks if size_bytes > 0 else -blocks
-        peak = max(peak, total)
-    return peak
+        phase = trace.allocations[index].phase
+        if size_bytes > 0 and total > peaks.get(phase, 0):
+            peaks[phase] = total
+    return peaks
 
 
 def _shape_of(trace: Trace) -> tuple[tuple[int, ...], ...]:
@@ -212,43 +223,71 @@ _Key = tuple[Component, int]  # component, expression
 _Birth = tuple[Phase, Component, int]
 
 
-def _keys(first: Trace, deeper: Trace, expressions: _Expressions) -> tuple[list[_Key], list[_Key]]:
-    """For each allocation of both traces its component and expression; equal operators of equal size are taken for the same."""
+_Traces = tuple[Trace, Trace, Trace]  # of a depth, of a layer more, of two more
+
+
+def _keys(traces: _Traces, expressions: _Expressions) -> list[list[_Key]]:
+    """For each allocation of the traces its component and expression; equal operators of equal size are taken for the same."""
+    first, *deeper = traces
     known: dict[tuple[str, Component, int], int] = {}
     for index, allocation in enumerate(first.allocations):
         expression = expressions.of(index)
         if known.setdefault(_signature(allocation), expression) != expression:
             raise NoProfile(f"Two sizes cannot be told apart: {allocation.operator} of {allocation.size_bytes} bytes.")
-    known_deeper = dict(known)
-    present = {_signature(allocation) for allocation in deeper.allocations}
-    longer = [allocation for allocation in deeper.allocations if _signature(allocation) not in known]
-    grown = [allocation for allocation in first.allocations if _signature(allocation) not in present]
-    for short, long in zip(grown, longer, strict=False):
-        if short.operator != long.operator or len(grown) != len(longer):
-            raise NoProfile(f"A size appears only in the deeper trace: {long.operator} of {long.size_bytes} bytes.")
-        expression = expressions.growing(known[_signature(short)], long.size_bytes - short.size_bytes)
-        known[_signature(short)] = known_deeper[_signature(long)] = expression
-    if len(grown) != len(longer):
-        raise NoProfile("The deeper trace has sizes that the shallower has not.")
-    shallow = [(allocation.component, known[_signature(allocation)]) for allocation in first.allocations]
-    return shallow, [(allocation.component, known_deeper[_signature(allocation)]) for allocation in deeper.allocations]
+    tables = [dict(known) for _ in traces]
+    grown = [_missing(first, deep) for deep in deeper]
+    longer = [_missing(deep, first) for deep in deeper]
+    if len({len(found) for found in (*grown, *longer)}) != 1:
+        raise NoProfile("The deeper traces have sizes that the shallower has not.")
+    for short, long, longest in zip(grown[0], *longer, strict=True):
+        step = long.size_bytes - short.size_bytes
+        if not short.operator == long.operator == longest.operator or longest.size_bytes - long.size_bytes != step:
+            raise NoProfile(f"A size appears only in the deeper traces: {long.operator} of {long.size_bytes} bytes.")
+        expression = expressions.growing(known[_signature(short)], step)
+        for table, allocation in zip(tables, (short, long, longest), strict=True):
+            table[_signature(allocation)] = expression
+    return [[(allocation.component, table[_signature(allocation)]) for allocation in trace.allocations] for trace, table in zip(traces, tables, strict=True)]
+
+
+def _missing(one: Trace, other: Trace) -> list[Allocation]:
+    """The allocations of one trace whose like the other has not."""
+    present = {_signature(allocation) for allocation in other.allocations}
+    return [allocation for allocation in one.allocations if _signature(allocation) not in present]
 
 
 def _signature(allocation: Allocation) -> tuple[str, Component, int]:
     return allocation.operator, allocation.component, allocation.size_bytes
 
 
-def _moments(first: Trace, deeper: Trace, shallow: list[_Key], deep: list[_Key]) -> list[Moment]:
-    """Every birth of the first trace beside the same birth of the deeper one, the dominated left out. Only a birth can be a peak."""
-    low, high = _birth_keys(first, shallow), _birth_keys(deeper, deep)
-    pairs = set(_in_step(low, high)) | {(len(low) - 1 - i, len(high) - 1 - j) for i, j in _in_step(low[::-1], high[::-1])}
-    low_counts, high_counts = _after_births(first, shallow), _after_births(deeper, deep)
+def _moments(traces: _Traces, keys: list[list[_Key]]) -> list[Moment]:
+    """Every birth beside the same birth with more layers, the dominated left out. Only a birth can be a peak.
+
+    What is no straight line over the three depths is another moment each time, and is left to those that are.
+    """
+    births = [_birth_keys(trace, of_trace) for trace, of_trace in zip(traces, keys, strict=True)]
+    counts = [_after_births(trace, of_trace) for trace, of_trace in zip(traces, keys, strict=True)]
     by_phase: dict[Phase, list[_Entry]] = {}
-    for i, j in sorted(pairs):
-        counts = low_counts[i]
-        further = {key: high_counts[j].get(key, 0) - counts.get(key, 0) for key in {*counts, *high_counts[j]}}
-        by_phase.setdefault(low[i][0], []).append((counts, further))
+    for i, j, k in sorted(_from_left(births) | _from_right(births)):
+        further, furthest = _difference(counts[1][j], counts[0][i]), _difference(counts[2][k], counts[1][j])
+        if further == furthest:
+            by_phase.setdefault(births[0][i][0], []).append((counts[0][i], further))
     return [_moment(phase, *entry) for phase, entries in by_phase.items() for entry in _frontier(entries)]
+
+
+def _from_left(births: list[list[_Birth]]) -> set[tuple[int, int, int]]:
+    """Births in step, first layers with first layers."""
+    deeper, deepest = dict(_in_step(births[0], births[1])), dict(_in_step(births[1], births[2]))
+    return {(i, j, deepest[j]) for i, j in deeper.items()}
+
+
+def _from_right(births: list[list[_Birth]]) -> set[tuple[int, int, int]]:
+    """Births in step, last layers with last layers."""
+    last = [len(found) - 1 for found in births]
+    return {(last[0] - i, last[1] - j, last[2] - k) for i, j, k in _from_left([found[::-1] for found in births])}
+
+
+def _difference(one: dict[_Key, int], other: dict[_Key, int]) -> dict[_Key, int]:
+    return {key: count for key in {*one, *other} if (count := one.get(key, 0) - other.get(key, 0))}
 
 
 def _birth_keys(trace: Trace, keys: list[_Key]) -> list[_Birth]:
