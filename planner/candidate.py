@@ -115,9 +115,10 @@ class Candidate:
     @property
     def row_tokens(self) -> int:
         """Tokens of one padded row in the training pass."""
-        if self.method in ROWS_OF_MAX_LENGTH or not self.method_row.generates:
+        if not self.method_row.generates:
             return self.max_length
-        return self.prompt_length + self.max_completion_length
+        whole = self.prompt_length + self.max_completion_length
+        return min(self.max_length, whole) if self.method in ROWS_OF_MAX_LENGTH else whole
 
     @property
     def rows(self) -> int:

@@ -177,12 +177,28 @@ LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
     # float32 logits and, for the chosen half, log_softmax of the NLL term; backward adds both gradients and the 16-bit one.
     # Source: trl 1.16, experimental/cpo/cpo_trainer.py:824-861, trainer/utils.py selective_log_softmax (kernels/logprob_entropy.py).
     "logits": (8, 6, 12),
-    # float32 logits and the log_softmax of them: trl 1.16, experimental/online_dpo/online_dpo_trainer.py:1133-1138.
-    "log_softmax": (10, 8, 18),
     # Both models' logits in float32 and generalized_jsd_loss's own: trl 1.16, experimental/gkd/gkd_trainer.py:271-297. 60 bytes an
     # element on top of 8 measured on the CPU for 0 < beta < 1.
     "jsd": (40, 36, 68),
 }
+
+
+def log_softmax(head: Head) -> LossMemory:
+    """Online DPO: whole logits and accelerate's float32 copy of them, then log_softmax of the completion's N only, which alone is kept.
+
+        forward  = norm + h T H + V x max((c + 4) T, 4 T + 4 N);  saved: 4 N V
+        backward = norm + h T H + V x max(12 N, 4 T + 4 N, (4 + c) T): log_softmax and two gradients, the slice spread into all rows, the cast
+
+    Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py:1126-1138; accelerate 1.15, accelerator.py:1824-1835.
+    """
+    kept = head.final_norm_bytes + head.tokens * head.hidden_size * head.hidden_width + head.weight_cast_bytes
+    every, completion, converted = head.tokens * head.vocab_size, head.labelled_tokens * head.vocab_size, FLOAT32 + head.compute_width
+    gradient = head.weight_width * head.weight_elements + head.weight_cast_bytes if head.trainable else 0
+    return LossMemory(
+        forward=kept + max(converted * every, FLOAT32 * (every + completion)),
+        saved=kept + FLOAT32 * completion,
+        backward=kept + max(3 * FLOAT32 * completion, FLOAT32 * (every + completion), converted * every, head.compute_width * every + gradient),
+    )
 
 
 def score(head: Head) -> LossMemory:
@@ -199,7 +215,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "score": score,
     "logits": whole_logits(*LOGITS_BYTES["logits"]),
     "logits_cross_entropy": whole_logits(*LOGITS_BYTES["logits_cross_entropy"]),
-    "log_softmax": whole_logits(*LOGITS_BYTES["log_softmax"]),
+    "log_softmax": log_softmax,
     "jsd": whole_logits(*LOGITS_BYTES["jsd"]),
 }
 

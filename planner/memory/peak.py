@@ -155,12 +155,12 @@ def scores_before_training(candidate: Candidate) -> bool:
     """Whether log-probabilities are computed without gradients between sampling and training.
 
     Source: trl 1.16, grpo_trainer.py:2634-2733 (old log-probabilities with vLLM or when a batch is used more than once; reference where
-    beta is not 0), online_dpo_trainer.py; trl 1.12, ppo_trainer.py.
+    beta is not 0); trl 1.12, ppo_trainer.py.
     """
     if candidate.method in ("grpo", "rloo"):
         reused = candidate.num_iterations > 1 or candidate.steps_per_generation > candidate.gradient_accumulation_steps
         return reused or candidate.vllm != "off" or candidate.beta != 0
-    return candidate.method in ("online-dpo", "ppo")
+    return candidate.method == "ppo"
 
 
 def score(passes: Passes) -> Components:
@@ -182,26 +182,28 @@ def loss(passes: Passes) -> Components:
     """The head after the last layer; then the pass of a model that is only read, while the policy's graph is alive."""
     components = together(training(passes), sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores))
     components["communication"] += passes.states.forward_gather
-    other = frozen_forward(passes)
-    if total(other) + passes.loss.saved > passes.loss.forward:
-        return together(components, other, {"loss": passes.loss.saved})
-    return together(components, {"loss": passes.loss.forward})
+    own, other = {"loss": passes.loss.forward}, frozen_forward(passes)
+    dropped: Components = {"autocast_copies": -passes.stack.copies[2]}  # by then autocast has let go of the policy's copies
+    beside = together({"loss": passes.loss.saved}, other, dropped)
+    return together(components, max(own, beside, key=total) if other else own)
 
 
 def frozen_forward(passes: Passes) -> Components:
-    """A forward pass without gradients beside the policy's graph: DPO's and KTO's reference, a teacher.
+    """A forward pass without gradients beside the policy's graph, its layers or its head: DPO's and KTO's reference, a teacher.
 
     Source: trl 1.16, trainer/dpo_trainer.py:1299-1338, kto_trainer.py:1306, distillation_trainer.py, experimental/gkd/gkd_trainer.py.
     """
     candidate = passes.candidate
-    compares = candidate.method in ("dpo", "kto") and not candidate.precompute_ref_log_probs
+    compares = candidate.method in ("dpo", "kto", "online-dpo") and not candidate.precompute_ref_log_probs
     other = candidate.teacher_model if candidate.method_row.teacher else candidate.model
     if other is None or not (compares or candidate.method_row.teacher):
         return {}
     stack = passes.stack
     if candidate.separate_reference or candidate.method_row.teacher:
         stack = stack_memory(other, frozen_recipe(candidate, passes.recipe.flash), True, 0)
-    return at(stack.inference, passes.tokens, passes.scores)
+    layers = at(stack.inference, passes.tokens, passes.scores)
+    head: Components = {"loss": passes.loss.forward if compares else 0}  # a teacher's logits are part of the loss' own formula
+    return max(layers, head, key=total)
 
 
 def value_graph(passes: Passes) -> Components:
