@@ -11,7 +11,7 @@ from planner.candidate import DTYPE_BYTES, AttentionImplementation, Candidate, Q
 from planner.memory.activations import LayerMemory, Peaks, envelope, layer_memory
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.autograd import NOTHING, Kind, Moment, Size
-from planner.memory.lora import target_names
+from planner.memory.lora import target_names, targets_experts
 from planner.memory.modules import Kernel, Recipe
 from planner.model import Attention, Layer, ModelShape
 
@@ -58,6 +58,8 @@ QUANTIZED_LINEAR: dict[Quantization, Literal["none", "4bit", "8bit", "dequantize
     "mxfp4": "none",  # experts only, which are no nn.Linear
 }
 
+# Methods whose trainers switch the model's own dropout off (trl 1.16, trainer/dpo_config.py, kto_config.py, reward_config.py: disable_dropout).
+WITHOUT_DROPOUT = ("dpo", "kto", "reward")
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 FLASH_HEAD_DIM = 256  # pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash
 
@@ -73,7 +75,10 @@ def stack_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
         lora_r=candidate.lora_r if lora else 0,
         lora_targets=target_names(candidate.model, candidate.lora_target_modules) if lora else frozenset(),
         adapter_width=adapter_dtype_bytes(candidate) if lora else 4,
+        lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         lora_dropout=lora and candidate.lora_dropout > 0,
+        dropout=candidate.method not in WITHOUT_DROPOUT,
+        several_rows=candidate.rows > 1,
         liger=candidate.use_liger_kernel,
     )
     return with_data(recipe, candidate, flash)
@@ -82,7 +87,14 @@ def stack_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
 def frozen_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
     """The passes of a model that is only read: reference, reward, teacher. TRL leaves its weights learnable, so autocast keeps copies."""
     width = compute_weight_width(candidate)
-    recipe = Recipe(weight_width=width, autocast_width=0 if candidate.precision == "no" else 2, trainable=True, liger=candidate.use_liger_kernel)
+    recipe = Recipe(
+        weight_width=width,
+        autocast_width=0 if candidate.precision == "no" else 2,
+        trainable=True,
+        dropout=False,
+        several_rows=candidate.rows > 1,
+        liger=candidate.use_liger_kernel,
+    )
     return with_data(recipe, candidate, flash)
 
 
