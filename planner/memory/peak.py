@@ -182,7 +182,8 @@ def loss(passes: Passes) -> Components:
     """The head after the last layer; then the pass of a model that is only read, while the policy's graph is alive."""
     components = together(training(passes), sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores))
     components["communication"] += passes.states.forward_gather
-    own, other = {"loss": passes.loss.forward}, frozen_forward(passes)
+    own: Components = {"loss": passes.loss.forward}
+    other = frozen_forward(passes)
     dropped: Components = {"autocast_copies": -passes.stack.copies[2]}  # by then autocast has let go of the policy's copies
     beside = together({"loss": passes.loss.saved}, other, dropped)
     return together(components, max(own, beside, key=total) if other else own)
