@@ -30,7 +30,8 @@ class Passes:
     recipe: StackRecipe
     head: Head
     loss: LossMemory
-    mask_bytes: int
+    idle: Components  # alive in every phase, the engine not sampling
+    training: Components  # alive during a micro-step: the same, gradients that stay, the attention mask that all layers share
     engine: EngineMemory | None  # None: no vLLM engine in this process
 
 
@@ -52,18 +53,25 @@ def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) ->
 
 def passes_of(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> Passes:
     recipe = stack_recipe(candidate, gpu.supports_flash_attention_2)
-    head = head_of(candidate)
+    head, states = head_of(candidate), states_of(candidate, gpu)
+    scores = head.tokens * candidate.attention_length
     trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
+    stay = gradients_stay(candidate)
+    idle = dict(states.resident)
+    if engine is not None:
+        idle["engine"] = engine.asleep_bytes
+    training: Components = {"gradients": states.gradients if stay else 0, "attention_scores": recipe.mask_widths * scores}
     return Passes(
         candidate=candidate,
         tokens=head.tokens,
-        scores=head.tokens * candidate.attention_length,
-        states=states_of(candidate, gpu),
-        stack=stack_memory(candidate.model, recipe, gradients_stay(candidate), trained_head),
+        scores=scores,
+        states=states,
+        stack=stack_memory(candidate.model, recipe, stay, trained_head),
         recipe=recipe,
         head=head,
         loss=FORMULAS[loss_of(candidate)](head),
-        mask_bytes=recipe.mask_widths * head.tokens * candidate.attention_length,
+        idle=idle,
+        training=together(idle, training, value_graph(candidate, recipe, head.tokens, scores)),
         engine=engine,
     )
 
@@ -76,8 +84,8 @@ def gradients_stay(candidate: Candidate) -> bool:
 def finished(name: Phase, components: Components, candidate: Candidate) -> PhaseMemory:
     """A row of the table, with the allocator's slack on what PyTorch allocated in it."""
     outside = components.get("runtime", 0) + components.get("engine", 0)
-    components["fragmentation"] = fragmentation_bytes(sum(components.values()) - outside, candidate)
-    return PhaseMemory(name=name, components={component: size for component, size in components.items() if size})
+    slack = fragmentation_bytes(sum(components.values()) - outside, candidate)
+    return PhaseMemory(name=name, components={component: size for component, size in (*components.items(), ("fragmentation", slack)) if size})
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------
@@ -110,14 +118,14 @@ def head_of(candidate: Candidate) -> Head:
 
 def load(passes: Passes) -> Components:
     """Before the first step: no optimizer states but DeepSpeed's master weights; the engine starts beside the loaded model."""
-    components = resident(passes, awake=True)
+    components = awake(passes)
     components["optimizer_states"] = passes.states.master_weights
     return components
 
 
 def weight_sync(passes: Passes) -> Components:
     """New weights go to the engine: it holds its own weights but no KV cache yet when it slept."""
-    components = dict(passes.states.resident)
+    components = dict(passes.idle)
     components["communication"] += passes.states.weight_sync
     if passes.engine is not None:
         components["engine"] = passes.engine.weights_awake_bytes
@@ -126,7 +134,7 @@ def weight_sync(passes: Passes) -> Components:
 
 def rollout(passes: Passes) -> Components:
     """Completions are sampled: by the engine, elsewhere by a server, or by `generate` with a cache of its own."""
-    components = resident(passes, awake=True)
+    components = awake(passes)
     if passes.candidate.vllm != "off":
         return components
     components["communication"] += passes.states.generation_gather
@@ -165,28 +173,25 @@ def scores_before_training(candidate: Candidate) -> bool:
 
 def score(passes: Passes) -> Components:
     """A forward pass without gradients over one micro-batch."""
-    components = together(resident(passes, awake=False), at(passes.stack.inference, passes.tokens, passes.scores))
-    components["loss"] = passes.loss.forward
-    components["communication"] += passes.states.forward_gather
-    return components
+    layers = at(passes.stack.inference, passes.tokens, passes.scores)
+    return together(passes.idle, layers, {"loss": passes.loss.forward, "communication": passes.states.forward_gather})
 
 
 def forward(passes: Passes) -> Components:
     """The heaviest layer on the way up."""
-    components = together(training(passes), at_moment(passes, passes.stack.forward))
-    components["communication"] += passes.states.forward_gather
-    return components
+    return together(passes.training, at_moment(passes, passes.stack.forward), {"communication": passes.states.forward_gather})
 
 
 def loss(passes: Passes) -> Components:
     """The head after the last layer; then the pass of a model that is only read, while the policy's graph is alive."""
-    components = together(training(passes), sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores))
-    components["communication"] += passes.states.forward_gather
-    own: Components = {"loss": passes.loss.forward}
+    kept = sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores)
+    own: Components = {"loss": passes.loss.forward, "communication": passes.states.forward_gather}
     other = frozen_forward(passes)
-    dropped: Components = {"autocast_copies": -passes.stack.copies[2]}  # by then autocast has let go of the policy's copies
-    beside = together({"loss": passes.loss.saved}, other, dropped)
-    return together(components, max(own, beside, key=total) if other else own)
+    if other:
+        dropped: Components = {"autocast_copies": -passes.stack.copies[2]}  # by then autocast has let go of the policy's copies
+        beside: Components = {"loss": passes.loss.saved, "communication": passes.states.forward_gather}
+        own = max(own, together(beside, other, dropped), key=total)
+    return together(passes.training, kept, own)
 
 
 def frozen_forward(passes: Passes) -> Components:
@@ -207,70 +212,49 @@ def frozen_forward(passes: Passes) -> Components:
     return max(layers, head, key=total)
 
 
-def value_graph(passes: Passes) -> Components:
+def value_graph(candidate: Candidate, recipe: StackRecipe, tokens: int, scores: int) -> Components:
     """What PPO's value model keeps while the policy's passes run: both are one forward (trl 1.12, ppo_trainer.py, PolicyAndValueWrapper)."""
-    candidate = passes.candidate
     if not candidate.method_row.value_model:
         return {}
-    stack = stack_memory(candidate.reward_model or candidate.model, frozen_recipe(candidate, passes.recipe.flash), True, 0)
-    return sizes(stack.saved, passes.tokens, passes.scores)
+    stack = stack_memory(candidate.reward_model or candidate.model, frozen_recipe(candidate, recipe.flash), True, 0)
+    return sizes(stack.saved, tokens, scores)
 
 
 def backward(passes: Passes) -> Components:
     """Layer by layer from the last; before them the head's own backward, after them the embedding's."""
-    return max(layers_backward(passes), head_backward(passes), embedding_backward(passes), key=total)
-
-
-def layers_backward(passes: Passes) -> Components:
-    components = together(training(passes), at_moment(passes, passes.stack.backward))
-    components["communication"] += passes.states.backward_gather
-    return components
+    gather: Components = {"communication": passes.states.backward_gather}
+    layers = together(gather, at_moment(passes, passes.stack.backward))
+    return together(passes.training, max(layers, together(gather, head_backward(passes)), embedding_backward(passes), key=total))
 
 
 def head_backward(passes: Passes) -> Components:
-    components = together(training(passes), sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores))
-    components["autocast_copies"] = components.get("autocast_copies", 0) - passes.stack.copies[2]
-    components["loss"] = passes.loss.backward
-    components["communication"] += passes.states.backward_gather
-    return components
+    kept = sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores)
+    return together(kept, {"loss": passes.loss.backward, "autocast_copies": -passes.stack.copies[2]})
 
 
 def embedding_backward(passes: Passes) -> Components:
     """The end of the pass: all gradients, the embedding's own dense one, and under tied weights the head's beside it."""
     candidate, model, width = passes.candidate, passes.candidate.model, passes.head.hidden_width
-    components = training(passes)
-    components["gradients"] = passes.states.gradients
-    components["transients"] = passes.tokens * model.hidden_size * width
-    if candidate.tuning == "full" and (model.tied or gradients_stay(candidate)):
-        components["transients"] += model.embed_params * width
-    return components
+    dense = candidate.tuning == "full" and (model.tied or gradients_stay(candidate))
+    return {
+        "gradients": passes.states.gradients - passes.training.get("gradients", 0),
+        "transients": passes.tokens * model.hidden_size * width + (model.embed_params * width if dense else 0),
+    }
 
 
 def optimizer_step(passes: Passes) -> Components:
-    components = resident(passes, awake=False)
-    components["gradients"] = passes.states.step_gradients
-    components["transients"] = passes.states.step_temporaries
-    return components
+    return together(passes.idle, {"gradients": passes.states.step_gradients, "transients": passes.states.step_temporaries})
 
 
 # -- what phases are made of -------------------------------------------------------------------------------------------
 
 
-def resident(passes: Passes, awake: bool) -> Components:
-    """What is there in every phase, and the engine of the same process, sampling (`awake`) or not."""
-    components = dict(passes.states.resident)
+def awake(passes: Passes) -> Components:
+    """What is there in every phase, and the engine of the same process while it samples or starts."""
+    components = dict(passes.idle)
     if passes.engine is not None:
-        components["engine"] = passes.engine.total_bytes if awake else passes.engine.asleep_bytes
+        components["engine"] = passes.engine.total_bytes
     return components
-
-
-def training(passes: Passes) -> Components:
-    """What is there during a micro-step: resident memory, gradients that stay, the attention mask that all layers share."""
-    components = resident(passes, awake=False)
-    if gradients_stay(passes.candidate):
-        components["gradients"] = passes.states.gradients
-    components["attention_scores"] = passes.mask_bytes
-    return together(components, value_graph(passes))
 
 
 def at_moment(passes: Passes, peaks: Peaks) -> Components:
