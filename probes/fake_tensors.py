@@ -81,7 +81,7 @@ def tensors_in(items: Any) -> list[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return int(tensor.numel() * tensor.element_size())
 
 
 def _makes_nothing(func: Any) -> bool:

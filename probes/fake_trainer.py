@@ -256,7 +256,9 @@ def cpo(candidate: Candidate, device: Device) -> Stage:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     args = CPOConfig(**common_settings(candidate), max_length=candidate.max_length)
-    trainer = CPOTrainer(model=_policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate))
+    trainer = CPOTrainer(
+        model=_policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate)
+    )
     return _stage(trainer)
 
 
@@ -264,7 +266,9 @@ def orpo(candidate: Candidate, device: Device) -> Stage:
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     args = ORPOConfig(**common_settings(candidate), max_length=candidate.max_length)
-    trainer = ORPOTrainer(model=_policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate))
+    trainer = ORPOTrainer(
+        model=_policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate)
+    )
     return _stage(trainer)
 
 

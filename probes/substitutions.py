@@ -121,7 +121,7 @@ def triton_kernels() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, name, value, create=True))
 
         triton = _triton()
-        stack.enter_context(mock.patch.dict(sys.modules, {"triton": triton, "triton.language": triton.language}))
+        stack.enter_context(_importable(triton))
         from trl.kernels import logprob_entropy
 
         for module in (logprob, divergence, utils, distillation):
@@ -148,6 +148,18 @@ _KERNELS: tuple[tuple[Any, str], ...] = (
     (None, "_forward_kernel"),  # trl.kernels.logprob_entropy, which can only be imported where Triton is
     (None, "_backward_kernel"),
 )
+
+
+@contextlib.contextmanager
+def _importable(triton: Any) -> Iterator[None]:
+    """`import triton` finds it, unless the real one is there. Other modules that are imported meanwhile stay imported."""
+    added = {name: module for name, module in (("triton", triton), ("triton.language", triton.language)) if name not in sys.modules}
+    sys.modules.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
 
 
 def _triton() -> Any:
@@ -187,7 +199,7 @@ def flash_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> in
     rounded = -(-length // FLASH_LENGTH_BLOCK) * FLASH_LENGTH_BLOCK
     wide = -(-head // FLASH_HEAD_BLOCK) * FLASH_HEAD_BLOCK
     expanded = 0 if key.size(1) == heads else 2 * query.element_size() * batch * heads * key.size(2) * head
-    return 4 * batch * heads * rounded * (1 + wide) + expanded
+    return int(4 * batch * heads * rounded * (1 + wide) + expanded)
 
 
 def efficient_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
@@ -199,7 +211,7 @@ def efficient_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -
     mem_eff_attention/kernel_backward.h. Leaves out the rounding to the kernel's blocks.
     """
     batch, heads, length, head = query.shape
-    return 4 * batch * heads * length * (1 + (head if query.dtype in _HALF else 0))
+    return int(4 * batch * heads * length * (1 + (head if query.dtype in _HALF else 0)))
 
 
 # Operators that allocate inside themselves on CUDA, where the mode does not see it: function of the operator's arguments.

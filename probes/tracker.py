@@ -147,9 +147,7 @@ class Tracker(TorchDispatchMode):
         """Memory that an operator has only while it runs, besides its results."""
         born, self._clock = self._clock, self._clock + 2
         size_bytes = -(-size_bytes // self._block_bytes) * self._block_bytes
-        self.records.append(
-            _Record(size_bytes=size_bytes, born=born, died=born + 1, phase=self.phase, operator=f"{operator} workspace", module=self.module)
-        )
+        self.records.append(_Record(size_bytes=size_bytes, born=born, died=born + 1, phase=self.phase, operator=f"{operator} workspace", module=self.module))
 
     def _is_accumulation(self, args: tuple[Any, ...]) -> bool:
         """Whether autograd's engine adds two gradients of which it alone holds the first."""
@@ -222,7 +220,9 @@ def collector_off() -> Iterator[None]:
 
 
 @contextmanager
-def modules_named(tracker: Tracker, model: torch.nn.Module, on_enter: Callable[[torch.nn.Module], None], on_exit: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+def modules_named(
+    tracker: Tracker, model: torch.nn.Module, on_enter: Callable[[torch.nn.Module], None], on_exit: Callable[[torch.nn.Module], None]
+) -> Iterator[None]:
     """While inside, the tracker knows which module of `model` runs, and is told of every entry and exit."""
     names = {module: name for name, module in model.named_modules()}
     stack: list[str] = []

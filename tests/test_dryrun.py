@@ -11,11 +11,15 @@ from planner.model import ModelShape, Norm
 
 pytest.importorskip("trl")
 
-from probes.dryrun import dry_run  # noqa: E402  the stack is an extra
+from probes.dryrun import dry_run
 
 METHODS_NOW = [name for name, method in METHODS.items() if method.last_trl == "current"]
 # The libraries' own deprecations are theirs to mend; those of our code stay errors.
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 CONFIG: dict[str, object] = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

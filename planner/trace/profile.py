@@ -6,6 +6,7 @@ layers give, for each moment of the step, how many allocations of which size are
 never has more of anything than another of its phase is dropped. What is left is evaluated in a millisecond, to the byte.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,6 +18,7 @@ from planner.trace.timeline import Allocation, Trace
 
 # Two sequences that agree on so many births are in step again after an inserted layer; more than a layer has of equal ones in a row.
 AGREEING_BIRTHS = 256
+PROFILE_SCHEMA = 1
 
 
 class NoProfile(Exception):
@@ -106,6 +108,34 @@ class Profile:
         return {component: size_bytes for component, size_bytes in components.items() if size_bytes}
 
 
+def profile_to_json(profile: Profile) -> str:
+    """A profile as one line of JSON, the same for the same profile."""
+    return json.dumps(
+        {
+            "schema": PROFILE_SCHEMA, "layers": profile.layers, "block_bytes": profile.block_bytes, "versions": profile.versions,
+            "expressions": [expression.parts for expression in profile.expressions],
+            "moments": [[moment.phase, moment.alive] for moment in profile.moments],
+        },
+        separators=(",", ":"),
+    )  # fmt: skip
+
+
+def profile_from_json(text: str) -> Profile:
+    """What `profile_to_json` wrote.
+
+    Raises:
+        NoProfile: it is of another version of this program.
+    """
+    held = json.loads(text)
+    if held["schema"] != PROFILE_SCHEMA:
+        raise NoProfile(f"The profile is of schema {held['schema']}, this program reads {PROFILE_SCHEMA}.")
+    return Profile(
+        layers=held["layers"], block_bytes=held["block_bytes"], versions=tuple((name, version) for name, version in held["versions"]),
+        expressions=tuple(Expression(parts=tuple((name, top, bottom) for name, top, bottom in parts)) for parts in held["expressions"]),
+        moments=tuple(Moment(phase=phase, alive=tuple((part, number, count, more) for part, number, count, more in alive)) for phase, alive in held["moments"]),
+    )  # fmt: skip
+
+
 def fit_profile(samples: tuple[Sample, ...], deeper: tuple[Sample, Sample], held_back: tuple[Sample, ...], block_bytes: int) -> Profile:
     """A profile from traces of one depth at several sizes, and of one and two layers more at the first sample's sizes.
 
@@ -120,9 +150,7 @@ def fit_profile(samples: tuple[Sample, ...], deeper: tuple[Sample, Sample], held
     expressions = _Expressions(samples)
     traces = (first.trace, deeper[0].trace, deeper[1].trace)
     moments = _moments(traces, _keys(traces, expressions))
-    profile = Profile(
-        layers=first.layers, block_bytes=block_bytes, expressions=tuple(expressions.found), moments=tuple(moments), versions=first.trace.versions
-    )
+    profile = Profile(layers=first.layers, block_bytes=block_bytes, expressions=tuple(expressions.found), moments=tuple(moments), versions=first.trace.versions)
     for sample in (*samples, *deeper, *held_back):
         _check(profile, sample)
     return profile
@@ -377,5 +405,8 @@ def _dominates(one: Mapping[int, tuple[int, int]], other: Mapping[int, tuple[int
 def _moment(phase: Phase, counts: dict[_Key, int], further: dict[_Key, int]) -> Moment:
     keys = {key for side in (counts, further) for key, count in side.items() if count}
     return Moment(
-        phase=phase, alive=tuple((component, expression, counts.get((component, expression), 0), further.get((component, expression), 0)) for component, expression in sorted(keys))
+        phase=phase,
+        alive=tuple(
+            (component, expression, counts.get((component, expression), 0), further.get((component, expression), 0)) for component, expression in sorted(keys)
+        ),
     )

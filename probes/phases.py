@@ -1,0 +1,99 @@
+"""Which phase of the step runs, and what tensors are: told to the tracker while a trainer trains."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import PeftModel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import GenerationMixin
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from probes.fake_trainer import WORD, Stage
+from probes.rollout import generate_shortened
+from probes.tracker import Tracker, modules_named
+
+
+class Phases:
+    """The moments at which a phase begins, as callbacks of one trainer."""
+
+    def __init__(self, tracker: Tracker, stage: Stage) -> None:
+        self._tracker = tracker
+        self._policy = stage.trainer.accelerator.unwrap_model(stage.trainer.model)
+        self._tops = set(stage.models)
+        self._backbones = {_plain(model).base_model for model in stage.models}
+        self._backward = stage.trainer.accelerator.backward
+        self._generate = GenerationMixin.generate
+        self._multinomial = torch.multinomial
+
+    def on_enter(self, module: torch.nn.Module) -> None:
+        if module in self._tops and self._tracker.phase not in ("rollout", "backward"):
+            self._tracker.enter_phase("forward" if torch.is_grad_enabled() else "score")
+
+    def on_exit(self, module: torch.nn.Module) -> None:
+        """The backbone is done: what follows until the backward pass is the head and the loss."""
+        if module in self._backbones and self._tracker.phase == "forward":
+            self._tracker.enter_phase("loss")
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        self._tracker.mark_saved()
+        self._tracker.enter_phase("backward")
+        self._backward(*args, **kwargs)
+        self._tracker.mark((parameter.grad for parameter in self._policy.parameters() if parameter.grad is not None), "gradients")
+        self._tracker.enter_phase("optimizer_step")
+
+    def generate(self, model: Any, **arguments: Any) -> Any:
+        """Every sampled token is the same, none ends its row early."""
+        self._tracker.enter_phase("rollout")
+        with mock.patch.object(torch, "multinomial", lambda probabilities, num_samples: self._multinomial(probabilities, num_samples).fill_(WORD)):
+            result = generate_shortened(self._generate, model, lambda cached: self._tracker.mark(cached, "kv_cache"), arguments)
+        self._tracker.enter_phase("score")
+        return result
+
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        states = (item for state in optimizer.state.values() for item in state.values())
+        self._tracker.mark((item for item in states if isinstance(item, torch.Tensor)), "optimizer_states")
+
+    def cache_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """A cache layer's `update` that says what it has made."""
+
+        def marked(layer: DynamicLayer, *args: Any, **kwargs: Any) -> Any:
+            result = update(layer, *args, **kwargs)
+            if self._tracker.phase == "rollout":
+                self._tracker.mark((layer.keys, layer.values), "kv_cache")
+            return result
+
+        return marked
+
+
+@contextlib.contextmanager
+def phases_told(tracker: Tracker, stage: Stage, padded: bool) -> Iterator[None]:
+    """While inside, the tracker is told. `padded`: every batch holds one token of padding, though its rows are all of full length."""
+    phases = Phases(tracker, stage)
+    handles = [_plain(model).register_forward_pre_hook(_with_padding, with_kwargs=True) for model in stage.models if padded]
+    handles.append(register_optimizer_step_post_hook(phases.after_optimizer_step))
+    try:
+        with (
+            mock.patch.object(stage.trainer.accelerator, "backward", phases.backward),
+            mock.patch.object(GenerationMixin, "generate", lambda model, **arguments: phases.generate(model, **arguments)),
+            mock.patch.object(DynamicLayer, "update", phases.cache_update(DynamicLayer.update)),
+            mock.patch.object(DynamicSlidingWindowLayer, "update", phases.cache_update(DynamicSlidingWindowLayer.update)),
+            modules_named(tracker, stage.trainer.model, phases.on_enter, phases.on_exit),
+        ):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_padding(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.dim() == 2:
+        mask[-1, -1] = 0
+
+
+def _plain(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside its PEFT wrapper."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
