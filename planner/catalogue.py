@@ -79,12 +79,20 @@ def _row(row: dict[str, Any]) -> ModelRow:
 def _is_path(name: str) -> bool:
     if name.endswith(".json") or name.startswith((".", "/", "~")):
         return True
-    return Path(name).joinpath("config.json").is_file()
+    return _is_file(Path(name, "config.json"))
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; a text that the system takes for no path at all is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _from_path(path: Path) -> ModelShape:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    file = path if path.suffix == ".json" or _is_file(path) else path / "config.json"
+    if not _is_file(file):
         raise InputError(f"{file} does not exist. --model takes a folder with a config.json, such a file, or a name.")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,15 +1,18 @@
 """The command: parses, calls, prints. The only printer and the only exit."""
 
+import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, InputError, PlanError
+from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, InputError, PlanError, nearest
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -48,11 +51,14 @@ Padded = Annotated[bool | None, typer.Option("--padded/--no-padded", help="Do ba
 Risk = Annotated[str, typer.Option("--risk", metavar="PROBABILITY", help="Accepted probability of running out of memory.")]
 TrlVersion = Annotated[str | None, typer.Option("--trl-version", metavar="VERSION", help="The TRL to plan for. Default: the newest that is known.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON (`plan schema`), bytes as integers.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Also write plan.json and plan.txt there.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write the report as one HTML file.")]
+Out = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Also write plan.json and plan.txt there.")]
+Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write the report as one HTML file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")]
 Optimize = Annotated[str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")]
-Config = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")]
+Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")]
+# `estimate` does not search, so what is not said is TRL's.
+OneTuning = Annotated[str, typer.Option("--tuning", metavar="CLASS", help="full, lora or qlora; auto: as the settings say, full where they say nothing.")]
+OneBatchSize = Annotated[str | None, typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: TRL's, 8.")]
 
 
 @app.callback(invoke_without_command=True, epilog=EPILOG)
@@ -90,7 +96,9 @@ def search(
     from planner.report.table import plan_table, refusal
 
     question = read_question(ctx.params)
+    _refuse_unwritable(ctx.params)
     answer = plan(question.job, question.cluster)
+    answer = replace(answer, warnings=(*question.warnings, *answer.warnings))
     _answer(ctx.params, plan_report(answer), plan_table(answer, _width()), lambda: plan_html(answer))
     if answer.verdict == "fits":
         return EXIT_PLANNED
@@ -106,11 +114,11 @@ def estimate(
     gpus: Gpus = None,
     free_memory: FreeMemory = None,
     method: Method = None,
-    tuning: Tuning = "auto",
+    tuning: OneTuning = "auto",
     max_length: MaxLength = None,
     prompt_length: PromptLength = None,
     max_completion_length: MaxCompletionLength = None,
-    batch_size: BatchSize = None,
+    batch_size: OneBatchSize = None,
     effective_batch_size: EffectiveBatchSize = None,
     lora_r: LoraR = None,
     set: Set = None,
@@ -124,17 +132,23 @@ def estimate(
 ) -> int:
     """One candidate, no search: what is not set is as TRL has it. Exit 3: it does not fit."""
     from planner.estimate import estimate as estimated
-    from planner.question import read_question, single_candidate
+    from planner.notes import notes
+    from planner.question import of_one, read_question, single_candidate
     from planner.report.html import estimate_html
     from planner.report.json import estimate_report
-    from planner.report.table import estimate_table
+    from planner.report.table import estimate_table, shortfall
 
     question = read_question(ctx.params)
-    cluster, warnings = question.cluster, question.warnings
+    _refuse_unwritable(ctx.params)
+    cluster = question.cluster
     answer = estimated(single_candidate(question), cluster, question.job.risk)
+    warnings = (*question.warnings, *notes(answer, of_one(question, answer)))
     table = estimate_table(answer, cluster, warnings, _width())
     _answer(ctx.params, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))
-    return EXIT_PLANNED if answer.fits else EXIT_NOTHING_FITS
+    if answer.fits:
+        return EXIT_PLANNED
+    _say_error(shortfall(answer, question.job.risk))
+    return EXIT_NOTHING_FITS
 
 
 @app.command()
@@ -181,9 +195,19 @@ def run(arguments: list[str]) -> int:
         _say_error(str(error))
         return error.exit_code
     except usage_error as error:
-        _say_error(error.format_message())  # type: ignore[attr-defined]
+        _say_error(_with_commands(error.format_message()))  # type: ignore[attr-defined]
         return EXIT_WRONG_INPUT
     return int(code or EXIT_PLANNED)
+
+
+def _with_commands(message: str) -> str:
+    """An unknown command, with the nearest of those there are."""
+    unknown = re.fullmatch(r"No such command '(.*)'\.", message)
+    if unknown is None:
+        return message
+    commands = [command.name or str(command.callback and command.callback.__name__) for command in app.registered_commands]
+    near = nearest(unknown[1], commands)
+    return f"{message} Did you mean {' or '.join(near)}?" if near else f"{message} There are {', '.join(commands)}, and plan alone."
 
 
 def _answer(options: Mapping[str, Any], report: "dict[str, object]", table: "Text", page: Callable[[], str]) -> None:
@@ -192,27 +216,50 @@ def _answer(options: Mapping[str, Any], report: "dict[str, object]", table: "Tex
 
     from planner.report.json import json_text
 
-    written = {}
+    texts = {}
     if options["out"] is not None:
-        written = {options["out"] / "plan.json": json_text(report) + "\n", options["out"] / "plan.txt": table.plain + "\n"}
+        folder = Path(options["out"])
+        texts = {folder / "plan.json": json_text(report) + "\n", folder / "plan.txt": table.plain + "\n"}
     if options["html"] is not None:
-        written[options["html"]] = page()
-    for path, text in written.items():
-        _write(path, text, options["quiet"])
+        texts[Path(options["html"])] = page()
+    _write(texts, options["quiet"])
     if options["json"]:
         print(json_text(report))
     else:
         Console(width=_width(), highlight=False).print(table, soft_wrap=True)
 
 
-def _write(path: Path, text: str, quiet: bool) -> None:
+def _refuse_unwritable(options: Mapping[str, Any]) -> None:
+    """Before anything is computed: the folders that --out and --html need are there, or can be made."""
+    page = Path(options["html"]) if options["html"] is not None else None
+    folders = [Path(options["out"])] if options["out"] is not None else []
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if page is not None and page.is_dir():
+            raise InputError(f"--html {page} is a folder. Give a file, such as {page / 'plan.html'}.")
+        for folder in folders + ([page.parent] if page is not None else []):
+            there = next(each for each in (folder, *folder.parents) if each.exists())
+            if not there.is_dir() or not os.access(there, os.W_OK):
+                raise InputError(f"{folder} cannot be written: {there} is {'not writable' if there.is_dir() else 'no folder'}.")
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}.") from error
+        raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
+
+
+def _write(texts: Mapping[Path, str], quiet: bool) -> None:
+    """All files or none: each is written beside its place and moved there when all are."""
+    parts = {path: path.with_name(f"{path.name}.part") for path in texts}
+    try:
+        for path, part in parts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(texts[path], encoding="utf-8")
+        for path, part in parts.items():
+            part.replace(path)
+    except OSError as error:
+        for part in filter(Path.is_file, parts.values()):
+            part.unlink()
+        raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
     if not quiet:
-        print(f"wrote {path}", file=sys.stderr)
+        for path in texts:
+            print(f"wrote {path}", file=sys.stderr)
 
 
 def _width() -> int:

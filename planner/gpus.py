@@ -18,6 +18,10 @@ else:
 
 # A card sold as "24 GB" reports 22.2 to 23.7 GiB: the cards a bare capacity is compared with are those that report at least this share of it.
 SAME_CLASS_SHARE = 0.9
+# One machine holds 16 cards at most (NVIDIA DGX-2); what is more is several nodes, with slower links between them.
+MOST_GPUS_PER_NODE = 16
+MOST_NODES = 4096  # Llama 3 was trained on 2,000 nodes of 8 (arXiv 2407.21783, section 3.3.1)
+SMALLEST_BYTES, LARGEST_BYTES = 2**30, 2**42  # of a card: below, CUDA itself hardly starts; above, there is none
 LOCAL = "local"
 CATALOGUE = Path(__file__).resolve().parent / "data" / "gpus.toml"
 HINT = "`plan gpus` lists the cards; a bare capacity works too, such as 1x24GiB."
@@ -125,25 +129,32 @@ def parse_cluster(text: str, free_memory: str | None = None) -> Cluster:
 
 def _counts_and_name(text: str) -> tuple[int, int, str]:
     match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?(?:(-?\d+)\s*[xX*]\s*)?(\S.*?)\s*", text)
-    if match is None:
+    if match is None or re.fullmatch(r"\d+\s*[xX*]", text.strip()):
         raise InputError(f"--gpus {text!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB or local.")
     first, second, name = match.groups()
     nodes, per_node = (1, int(first or 1)) if second is None else (int(first), int(second))
     if nodes < 1 or per_node < 1:
         raise InputError(f"--gpus {text!r} has {nodes * per_node} GPUs; at least one is needed.")
+    if per_node > MOST_GPUS_PER_NODE:
+        example = f"{min(-(-per_node * nodes // 8), MOST_NODES)}x8x{name}"
+        raise InputError(f"--gpus {text!r} puts {per_node} GPUs in one machine. Write nodes x GPUs, such as {example}.")
+    if nodes > MOST_NODES:
+        raise InputError(f"--gpus {text!r} has more than {MOST_NODES} nodes. Check the order: nodes x GPUs, such as 4x8x{name}.")
     return nodes, per_node, name
 
 
 def _gpu_or_capacity(name: str) -> Gpu:
     if re.fullmatch(r"\d+(\.\d+)?\s*[a-zA-Z]+", name) and name.lower().rstrip("b").endswith(("g", "gi", "m", "mi")):
         return bare_gpu(parse_bytes(name))
+    if re.fullmatch(r"\d+(\.\d+)?", name):
+        raise InputError(f"--gpus {name!r} is no card. A capacity needs its unit: {name}GiB.")
     return load_gpu(name)
 
 
 def bare_gpu(capacity_bytes: int) -> Gpu:
     """A card of which only the capacity is known: the slowest speeds of the bf16 cards that report about that much or more."""
-    if capacity_bytes <= 0:
-        raise InputError("A GPU needs more than 0 bytes of memory.")
+    if not SMALLEST_BYTES <= capacity_bytes <= LARGEST_BYTES:
+        raise InputError(f"A card of {format_gib(capacity_bytes)} does not exist. Give from {format_gib(SMALLEST_BYTES, 0)} to {format_gib(LARGEST_BYTES, 0)}.")
     bf16 = [row.gpu for row in gpu_rows() if row.gpu.supports_bf16]
     peers = [gpu for gpu in bf16 if gpu.total_bytes >= SAME_CLASS_SHARE * capacity_bytes] or bf16
     slowest = min(peers, key=lambda gpu: gpu.bf16_flops)
@@ -162,6 +173,7 @@ def bare_gpu(capacity_bytes: int) -> Gpu:
 
 def _partly_used(gpu: Gpu, free_memory: str) -> Gpu:
     free_bytes = parse_bytes(free_memory)
-    if not 0 < free_bytes <= gpu.total_bytes:
-        raise InputError(f"--free-memory {free_memory} is not between 0 and the {format_gib(gpu.total_bytes)} of {gpu.name}.")
+    if not SMALLEST_BYTES <= free_bytes <= gpu.total_bytes:
+        unit = f" Did you mean {free_memory.strip()}GiB?" if free_memory.strip().isdecimal() and 0 < free_bytes * SMALLEST_BYTES <= gpu.total_bytes else ""
+        raise InputError(f"--free-memory {free_memory} is not between 1 GiB and the {format_gib(gpu.total_bytes)} of {gpu.name}.{unit}")
     return replace(gpu, free_bytes=free_bytes)

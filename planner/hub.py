@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 ANSWER_SECONDS = 1.5  # to hear from the Hub at all: a machine without network must not keep its user waiting
+NO_SUCH_NAME = "the Hub allows no such name"
 DOWNLOAD_SECONDS = 10.0  # for the few kB of a config.json, once the Hub has answered
 
 
@@ -12,10 +13,13 @@ def hub_config(name: str) -> dict[str, object] | str:
     """The config of `org/name`, or one clause that says why there is none."""
     try:
         import huggingface_hub
-        from huggingface_hub import constants
+        from huggingface_hub import constants, errors
     except ImportError:
         return "huggingface_hub is not installed"
-    path = huggingface_hub.try_to_load_from_cache(name, "config.json")
+    try:
+        path = huggingface_hub.try_to_load_from_cache(name, "config.json")
+    except errors.HFValidationError:
+        return NO_SUCH_NAME
     if isinstance(path, str):
         return _parsed(path)
     if constants.HF_HUB_OFFLINE:
@@ -51,7 +55,7 @@ def _asked(name: str, connected: threading.Event) -> dict[str, object] | str:
     except (errors.RepositoryNotFoundError, errors.EntryNotFoundError):
         return "the Hub has no config.json of that name"
     except errors.HFValidationError:
-        return "the Hub allows no such name"
+        return NO_SUCH_NAME
     except Exception as error:  # "not reachable" is a different class in each HTTP client that huggingface_hub has used
         return f"the Hub is not reachable ({type(error).__name__})"
 

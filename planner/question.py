@@ -1,19 +1,23 @@
 """The options of the command -> the job and the cluster they ask about."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from planner import search
 from planner.candidate import Candidate
 from planner.catalogue import load_model
 from planner.cluster import Cluster
 from planner.errors import InputError, UnknownName
 from planner.gpus import parse_cluster
 from planner.job import Goal, Job, TuningClass, base_candidate
-from planner.methods import METHODS
+from planner.memory.loss import release
+from planner.methods import METHODS, MethodName
 from planner.model import ModelShape
-from planner.settings import Value, candidate_fields, parse_assignments
+from planner.pins import READ_BY, reads, refuse_contradictions, unread_lengths
+from planner.quantities import Estimate
+from planner.settings import MANY, Value, candidate_fields, fields_named, parse_assignments
 
 # Shorthand flags -> the settings they pin.
 SHORTHANDS = {
@@ -33,6 +37,9 @@ TUNING_PINS: dict[TuningClass, dict[str, str]] = {
     "qlora": {"tuning": "lora", "quantization": "nf4"},
 }
 NEWEST_TRL = "1.16"  # whose defaults and code paths are counted
+OLDEST_TRL = "1.0"  # the first whose loss has a row in planner/memory/loss.py; older ones are taken for it
+SMALLEST_RISK, LARGEST_RISK = 1e-6, 0.5  # beyond them the normal distribution of the residuals says nothing
+NOT_EMPTY = ("model", "gpus", "method", "tuning", "risk", "trl_version", "free_memory", "effective_batch_size", "optimize", "config", "out", "html")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,25 +58,31 @@ def read_question(options: Mapping[str, Any]) -> Question:
         InputError: something is missing, is no number, or contradicts something else.
         UnknownName: a model, GPU, method or setting that nobody knows.
     """
+    _complain_if_empty(options)
     shorthands = [f"{setting}={options[flag]}" for flag, setting in SHORTHANDS.items() if options[flag] is not None]
-    settings: dict[str, Value] = parse_assignments([*shorthands, *(options["set"] or ())])
+    flags = parse_assignments([*shorthands, *(options["set"] or ())])
     in_file, warnings = _config_file(options.get("config"))
-    settings = in_file | settings
-    name = options["model"] or settings.get("model_name_or_path") or settings.get("model")
+    tuning = _one_of("tuning class", options["tuning"], get_args(TuningClass))
+    settings = _without(in_file, fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})) | flags
+    name = _model_name(options["model"], flags, in_file)
     _complain_if_missing({"--model": name, "--gpus": options["gpus"], "--method": options["method"]})
-    model = load_model(str(name))
-    pinned = _pins(settings, model, from_file=bool(in_file))
+    method = _one_of("method", options["method"], tuple(METHODS))
+    settings, unread = _read_by(method, settings, in_file.keys() - flags.keys())
+    model = load_model(name)
+    cluster = parse_cluster(options["gpus"], options["free_memory"])
+    version, older = _trl_version(options["trl_version"])
     job = Job(
         model=model,
-        method=_one_of("method", options["method"], tuple(METHODS)),
-        tuning=_one_of("tuning class", options["tuning"], get_args(TuningClass)),
-        pinned=pinned,
+        method=method,
+        tuning=tuning,
+        pinned=_pins(settings, model, tuning, from_file=bool(in_file)),
         optimize=_one_of("goal", options.get("optimize", "throughput"), get_args(Goal)),
         risk=_probability(options["risk"]),
         effective_batch_size=_count("--effective-batch-size", options["effective_batch_size"]),
-        trl_version=options["trl_version"] or NEWEST_TRL,
+        trl_version=version,
     )
-    return Question(job=job, cluster=parse_cluster(options["gpus"], options["free_memory"]), warnings=warnings)
+    refuse_contradictions(job, cluster)
+    return Question(job=job, cluster=cluster, warnings=(*warnings, *unread, *unread_lengths(job), *older))
 
 
 def single_candidate(question: Question) -> Candidate:
@@ -96,6 +109,13 @@ def single_candidate(question: Question) -> Candidate:
     return base_candidate(replace(job, pinned=pinned), cluster)
 
 
+def of_one(question: Question, answer: Estimate) -> search.Question:
+    """The question that a single candidate answers, for what is said beside its numbers."""
+    candidate = answer.candidate
+    tuning_class: search.TuningClass = "full" if candidate.tuning == "full" else "lora" if candidate.quantization == "none" else "qlora"
+    return search.Question(job=question.job, cluster=question.cluster, tuning_class=tuning_class)
+
+
 def _server_gpus(pinned: Mapping[str, Any]) -> int:
     gpus: int = pinned.get("vllm_tensor_parallel_size", 1) * pinned.get("vllm_data_parallel_size", 1)
     return gpus
@@ -111,26 +131,65 @@ def _accumulation(effective_batch_size: int, candidate: Candidate) -> int:
     return effective_batch_size // together
 
 
-def _config_file(path: Path | None) -> tuple[dict[str, Value], tuple[str, ...]]:
+def _config_file(path: str | None) -> tuple[dict[str, Value], tuple[str, ...]]:
     if path is None:
         return {}, ()
     from planner.train_config import load_train_config  # with its YAML reader, only where there is a file
 
-    config = load_train_config(path)
+    config = load_train_config(Path(path))
     return config.settings, config.warnings
 
 
-def _pins(settings: Mapping[str, Value], model: ModelShape, from_file: bool) -> dict[str, Any]:
+def _without(settings: Mapping[str, Value], fields: set[str]) -> dict[str, Value]:
+    """What a file says of other fields than those that flags decide."""
+    return {name: value for name, value in settings.items() if not fields_named([name]) & fields}
+
+
+def _read_by(method: MethodName, settings: Mapping[str, Value], in_file: Collection[str]) -> tuple[dict[str, Value], list[str]]:
+    """Settings without those of a file that the method does not have: TRL would stop at them, and the plan says so."""
+    unread = [name for name in settings if name in in_file and any(field in READ_BY and not reads(method, field) for field in fields_named([name]))]
+    said = [f"{method} has no {', '.join(unread)}: TRL stops at a config that sets it"] if unread else []
+    return {name: value for name, value in settings.items() if name not in unread}, said
+
+
+def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[str, Value]) -> str:
+    """The policy's name, from its flag, from a setting of that name, or from the file."""
+    names = [name for given in (flags, in_file) for name in (given.get("model_name_or_path"), given.get("model")) if name]
+    if flag is None:
+        return str(names[0]) if names else ""
+    if {"model", "model_name_or_path"} & flags.keys() and names[0] != flag:
+        raise InputError(f"--model {flag} contradicts --set model={names[0]}. Drop one of them.")
+    return flag
+
+
+def _pins(settings: Mapping[str, Value], model: ModelShape, tuning: TuningClass, from_file: bool) -> dict[str, Any]:
     """Settings as Candidate fields with their models loaded; the policy is the job's own."""
     pinned: dict[str, Any] = candidate_fields(settings, model.dtype)
     for role in ("reward_model", "teacher_model"):
         if role in pinned:
             pinned[role] = load_model(pinned[role])
-    if from_file and pinned.get("tuning") == "lora" and "lora_target_modules" not in pinned:
+    adapters = tuning in ("lora", "qlora") or pinned.get("tuning") == "lora"
+    if from_file and adapters and "lora_target_modules" not in pinned:
         from planner.train_config import default_targets
 
         pinned["lora_target_modules"] = default_targets(model.model_type)
     return {field: value for field, value in pinned.items() if field != "model"}
+
+
+def _trl_version(text: str | None) -> tuple[str, list[str]]:
+    """The release to plan for, and a word where it is older than what is counted."""
+    version = NEWEST_TRL if text is None else text
+    if release(version) > release(NEWEST_TRL):
+        raise InputError(f"--trl-version {version} is newer than {NEWEST_TRL}, the newest whose code paths are counted here. Leave it out to plan for that.")
+    older = release(version) < release(OLDEST_TRL)
+    return version, [f"trl {version} is taken for {OLDEST_TRL}, the oldest whose code paths are counted"] if older else []
+
+
+def _complain_if_empty(options: Mapping[str, Any]) -> None:
+    """An empty text, such as an unset variable of a script leaves, is not the same as leaving the flag out."""
+    for name in NOT_EMPTY:
+        if options.get(name) is not None and not options[name].strip():
+            raise InputError(f"--{name.replace('_', '-')} is empty.")
 
 
 def _complain_if_missing(needed: Mapping[str, object]) -> None:
@@ -145,9 +204,11 @@ def _listed(words: list[str]) -> str:
 
 
 def _one_of(kind: str, name: str, known: tuple[str, ...]) -> Any:
-    if name not in known:
+    """The known name that was meant: case and underscores are not told apart, since TRL writes both GRPO and online_dpo."""
+    plain = name.strip().lower().replace("_", "-")
+    if plain not in known:
         raise UnknownName(kind, name, known, hint=f"It can be {', '.join(known)}.")
-    return name
+    return plain
 
 
 def _probability(text: str) -> float:
@@ -155,14 +216,14 @@ def _probability(text: str) -> float:
         risk = float(text)
     except ValueError:
         risk = -1.0
-    if not 0 < risk < 1:
-        raise InputError(f"--risk must be a probability between 0 and 1, not {text}.")
+    if not SMALLEST_RISK <= risk < LARGEST_RISK:
+        raise InputError(f"--risk must be a probability from {SMALLEST_RISK:.6f} to below {LARGEST_RISK}, such as 0.01, not {text}.")
     return risk
 
 
 def _count(flag: str, text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise InputError(f"{flag} must be a whole number, at least 1, not {text}.")
+    if not text.isdecimal() or not 1 <= int(text) <= MANY:
+        raise InputError(f"{flag} must be a whole number from 1 to {MANY:,}, not {text}.")
     return int(text)

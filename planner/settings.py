@@ -93,12 +93,16 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     },
 }
 
+MANY, LARGEST = 10**6, 10**9  # of samples, of anything: more is a slip of the finger
 # The smallest and largest value of a number; a count that is not here is at least 1.
 RANGES: dict[str, tuple[float, float]] = {
     "vllm_gpu_memory_utilization": (0.01, 1.0),
-    "vllm_max_model_length": (0, float("inf")),
+    "vllm_max_model_length": (0, LARGEST),
     "lora_dropout": (0.0, 1.0),
-    "beta": (0.0, float("inf")),
+    "beta": (0.0, LARGEST),
+    "num_generations": (2, LARGEST),  # trl 1.16, grpo_config.py:1137
+    "per_device_train_batch_size": (1, MANY),
+    "gradient_accumulation_steps": (1, MANY),
 }
 
 # Which settings a candidate has: those that its method, tuning and sharding read. A field that is not here is always shown.
@@ -133,7 +137,9 @@ SHOWN: dict[str, Callable[[Candidate], bool]] = {
     "teacher_model": lambda c: c.teacher_model is not None,
 }
 
+FLAGS_OF_THEIR_OWN = ("method", "trl_version")
 AUTO = "auto"  # as `dtype`: that of the published weights (transformers/modeling_utils.py:4177)
+NAMED_AS = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
 LISTED_CHOICES = 10  # an error lists no more; of a longer list it names the nearest
 _MODELS = ("model", "reward_model", "teacher_model")
 _OWNER: dict[str, str] = {name: field for field, rows in SPELLINGS.items() for row in rows.values() for name in row}
@@ -144,7 +150,7 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def field_types() -> dict[str, object]:
     """Every Candidate field that can be set, with its type; a model is set by its name."""
     hints = get_type_hints(Candidate)
-    return {field.name: str if field.name in _MODELS else hints[field.name] for field in fields(Candidate) if field.name != "method"}
+    return {field.name: str if field.name in _MODELS else hints[field.name] for field in fields(Candidate) if field.name not in FLAGS_OF_THEIR_OWN}
 
 
 @cache
@@ -166,12 +172,19 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
         if not equals:
             raise InputError(f"--set {assignment} has no value. Write it as name=value, such as --set lora_r=16.")
         if name not in setting_names():
-            raise UnknownName("setting", name, setting_names())
+            if name in FLAGS_OF_THEIR_OWN:
+                raise InputError(f"{name} has a flag of its own: --{name.replace('_', '-')}.")
+            raise UnknownName("setting", name, setting_names(), hint=NAMED_AS)
         value = _checked(name, text)
         if name in given and given[name] != value:
             raise InputError(f"{name} is set twice: {given[name]} and {value}.")
         given[name] = value
     return given
+
+
+def fields_named(names: Iterable[str]) -> set[str]:
+    """The Candidate fields that these settings decide."""
+    return {_OWNER.get(name) or ALIASES.get(name, name) for name in names}
 
 
 def candidate_fields(given: Mapping[str, Value], published_dtype: str) -> dict[str, Value]:
@@ -249,6 +262,8 @@ def _plain(field: str, value: object) -> object:
         return None
     if field == "lora_target_modules" and value == ("all-linear",):
         return "all-linear"  # a string, not a list, means PEFT's shorthand
+    if field == "lora_target_modules" and value == ("default",):
+        return None  # PEFT's own choice
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -317,10 +332,11 @@ def _number(name: str, text: str, field: str, whole: bool) -> int | float:
     try:
         number = int(text.replace("_", "")) if whole else float(text)
     except ValueError:
-        _refuse(name, text, "a whole number" if whole else "a number")
-    low, high = RANGES.get(field, (1 if whole else 0.0, float("inf")))
+        wanted = "one number a run" if "," in text else "a whole number" if whole else "a number"
+        _refuse(name, text, wanted)
+    low, high = RANGES.get(field, (1 if whole else 0.0, LARGEST))
     if not low <= number <= high:
-        _refuse(name, text, f"at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}")
+        _refuse(name, text, f"at least {low:g}" if number < low and high >= MANY else f"from {low:g} to {high:,g}" if high < MANY else f"at most {high:,}")
     return number
 
 

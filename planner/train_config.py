@@ -1,11 +1,12 @@
 """Reads a TRL config file, as `trl sft --config train.yaml` takes it: which settings it makes, and what in it the plan does not use."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import InputError
+from planner.memory.lora import DEFAULT_TARGETS
 from planner.settings import Value, setting_names
 
 # Keys whose value is a mapping of further settings.
@@ -17,28 +18,10 @@ FILE_DEFAULTS: dict[str, Value] = {"use_peft": False, "use_vllm": False, "bf16":
 
 # Keys that change memory or speed and have no formula here: said louder than the rest.
 UNCOVERED = (
-    "auto_find_batch_size", "bnb_4bit_quant_storage", "cast_lm_head_to_fp32", "eval_strategy", "include_num_input_tokens_seen", "label_smoothing_factor",
-    "lora_modules_to_save", "lora_target_parameters", "neftune_noise_alpha", "optim_args", "router_aux_loss_coef", "sync_ref_model", "torch_compile",
-    "torch_empty_cache_steps", "use_dora", "use_transformers_continuous_batching",
+    "auto_find_batch_size", "bnb_4bit_quant_storage", "cast_lm_head_to_fp32", "eval_strategy", "generation_batch_size",
+    "include_num_input_tokens_seen", "label_smoothing_factor", "lora_modules_to_save", "lora_target_parameters", "neftune_noise_alpha", "optim_args",
+    "router_aux_loss_coef", "sync_ref_model", "torch_compile", "torch_empty_cache_steps", "use_dora", "use_transformers_continuous_batching",
 )  # fmt: skip
-
-# The modules that get adapters when lora_target_modules is not set. Source: peft/utils/constants.py:67-108.
-DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
-    "falcon": ("query_key_value",),
-    "gemma": ("q_proj", "v_proj"),
-    "gemma2": ("q_proj", "v_proj"),
-    "gemma3_text": ("q_proj", "v_proj"),
-    "gpt2": ("c_attn",),
-    "gpt_neox": ("query_key_value",),
-    "llama": ("q_proj", "v_proj"),
-    "mistral": ("q_proj", "v_proj"),
-    "mixtral": ("q_proj", "v_proj"),
-    "opt": ("q_proj", "v_proj"),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "qwen2": ("q_proj", "v_proj"),
-    "qwen3": ("q_proj", "v_proj"),
-    "stablelm": ("q_proj", "v_proj"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +53,7 @@ def load_train_config(path: Path) -> TrainConfig:
     settings = FILE_DEFAULTS | {name: value for name, value in pairs.items() if name in known and value is not None}
     unknown = sorted(name for name in pairs if name not in known)
     return TrainConfig(
-        settings=_without_leftovers(settings),
+        settings=_without_leftovers(settings, pairs),
         ignored=tuple(name for name in unknown if name not in UNCOVERED),
         uncovered=tuple(name for name in unknown if name in UNCOVERED and pairs[name] not in (None, False)),
     )
@@ -123,7 +106,8 @@ def _deepspeed(value: object, folder: Path) -> Iterator[tuple[str, Value]]:
     zero = _deepspeed_mapping(value, folder).get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise InputError("zero_optimization in the DeepSpeed config should hold keys and values, such as stage: 3.")
-    yield "zero_stage", zero.get("stage", 0)
+    stage = zero.get("stage", 0)
+    yield ("zero_stage", stage) if stage else ("distributed_type", "MULTI_GPU")  # stage 0 replicates everything, as DDP does
     for part in ("offload_optimizer", "offload_param"):
         offload = zero.get(part)
         yield f"{part}_device", offload.get("device", "none") if isinstance(offload, Mapping) else "none"
@@ -132,7 +116,8 @@ def _deepspeed(value: object, folder: Path) -> Iterator[tuple[str, Value]]:
 def _deepspeed_mapping(value: object, folder: Path) -> Mapping[str, object]:
     if isinstance(value, Mapping):
         return value
-    path = folder / str(value)
+    path = Path(str(value))  # from where the command runs, as Transformers opens it; a file beside the config is meant as often
+    path = path if path.exists() else folder / path
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -144,14 +129,14 @@ def _deepspeed_mapping(value: object, folder: Path) -> Mapping[str, object]:
     return read
 
 
-def _without_leftovers(settings: dict[str, Value]) -> dict[str, Value]:
+def _without_leftovers(settings: dict[str, Value], in_file: Collection[str]) -> dict[str, Value]:
     """Drops what the file mentions but TRL does not read: quantization details without quantization, vLLM's mode without vLLM, adapters without PEFT."""
     off = {
-        "use_vllm": ("vllm_mode",),
+        "use_vllm": tuple(name for name in setting_names() if name.startswith("vllm_")),
         "use_peft": ("lora_r", "lora_dropout", "lora_target_modules"),
         "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant"),
     }
     unread = {name for switch, names in off.items() if not settings.get(switch) for name in names}
-    if settings.get("fp16"):
+    if settings.get("fp16") and "bf16" not in in_file:
         settings = settings | {"bf16": False}
     return {name: value for name, value in settings.items() if name not in unread}

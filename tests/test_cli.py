@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Cluster]]:
     def estimate(candidate: Candidate, cluster: Cluster, risk: float) -> Estimate:
         return replace(ESTIMATE, candidate=candidate, fits=cluster.gpu.name != "T4")
 
-    monkeypatch.setattr("planner.plan.plan", plan)
-    monkeypatch.setattr("planner.estimate.estimate", estimate)
+    # by import_module: the package's own names `plan` and `estimate` are the functions
+    monkeypatch.setattr(import_module("planner.plan"), "plan", plan)
+    monkeypatch.setattr(import_module("planner.estimate"), "estimate", estimate)
     monkeypatch.setenv("COLUMNS", "100")
     return questions
 
@@ -122,18 +124,44 @@ class TestEstimate:
     def test_a_config_file_is_read_and_flags_win_over_it(self, tmp_path, capsys):
         file = tmp_path / "train.yaml"
         file.write_text(
-            "model_name_or_path: Qwen/Qwen2.5-7B\nuse_peft: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\nmax_completion_length: 64\n"
+            "model_name_or_path: Qwen/Qwen2.5-7B\nuse_peft: true\nper_device_train_batch_size: 16\nlearning_rate: 1.0e-5\nmax_completion_length: 64\n"
         )
         asked = ["estimate", "--config", str(file), "--gpus", "1xA100-40G", "--method", "grpo", "--max-completion-length", "128", "--json"]
         assert run(asked) == 0
         report = json.loads(capsys.readouterr().out)
-        assert report["settings"]["per_device_train_batch_size"] == 2
+        assert report["settings"]["per_device_train_batch_size"] == 16
         assert report["settings"]["max_completion_length"] == 128
         assert report["settings"]["lora_target_modules"] == ["q_proj", "v_proj"]
-        assert report["warnings"] == ["not used by the plan: learning_rate"]
+        assert report["warnings"][0] == "not used by the plan: learning_rate"
 
-    def test_a_candidate_that_does_not_fit_is_exit_3(self):
+    def test_a_candidate_that_does_not_fit_is_exit_3_with_the_reason_on_stderr(self, capsys):
         assert run(["estimate", "--model", "Qwen2.5-0.5B", "--gpus", "1xT4", "--method", "sft"]) == 3
+        assert capsys.readouterr().err.startswith("Error: The candidate does not fit: it peaks at ")
+
+    def test_a_length_that_the_method_has_not_is_said(self, capsys):
+        assert run(["estimate", *ASKED, "--max-length", "4096", "--json"]) == 0
+        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        assert "max_length is not used: the rows of grpo are prompt_length and max_completion_length" in warnings
+
+    def test_a_card_without_bfloat16_gets_fp16_and_a_word(self, capsys):
+        assert run(["estimate", "--model", "Qwen2.5-0.5B", "--gpus", "1xV100-16G", "--method", "sft", "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["settings"]["bf16"], report["settings"]["fp16"]) == (False, True)
+        assert any("V100-16G has no bfloat16" in warning for warning in report["warnings"])
+
+    def test_a_key_of_the_file_that_the_method_has_not_is_said_and_dropped(self, tmp_path, capsys):
+        file = tmp_path / "train.yaml"
+        file.write_text("model_name_or_path: Qwen/Qwen2.5-7B\npacking: true\nmax_seq_length: 4096\n")
+        assert run(["estimate", "--config", str(file), "--gpus", "1xA100-40G", "--method", "dpo", "--max-length", "512", "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["warnings"][0] == "dpo has no packing: TRL stops at a config that sets it"
+        assert report["settings"]["max_length"] == 512
+
+    def test_the_tuning_flag_wins_over_the_file(self, tmp_path, capsys):
+        file = tmp_path / "train.yaml"
+        file.write_text("model_name_or_path: Qwen/Qwen2.5-7B\nlearning_rate: 1.0e-5\n")
+        assert run(["estimate", "--config", str(file), "--gpus", "1xA100-40G", "--method", "sft", "--tuning", "lora", "--json"]) == 0
+        assert settings_printed(capsys)["lora_target_modules"] == ["q_proj", "v_proj"]
 
     def test_an_estimate_has_a_page(self, tmp_path):
         assert run(["estimate", *ASKED, "--html", str(tmp_path / "page.html"), "--quiet"]) == 0
@@ -152,19 +180,20 @@ class TestWrongInput:
             ([*ASKED[:5], "grop"], "Unknown method 'grop'. Did you mean"),
             ([*ASKED, "--tuning", "qlor"], "Unknown tuning class 'qlor'. Did you mean qlora"),
             ([*ASKED, "--optimize", "speed"], "Unknown goal 'speed'."),
-            ([*ASKED, "--risk", "2"], "--risk must be a probability between 0 and 1, not 2."),
-            ([*ASKED, "--risk", "some"], "--risk must be a probability between 0 and 1, not some."),
+            ([*ASKED, "--risk", "2"], "--risk must be a probability from 0.000001 to below 0.5, such as 0.01, not 2."),
+            ([*ASKED, "--risk", "some"], "--risk must be a probability from 0.000001 to below 0.5, such as 0.01, not some."),
             ([*ASKED, "--max-length", "0"], "max_length must be at least 1, not 0."),
             ([*ASKED, "--max-length", "-8"], "max_length must be at least 1, not -8."),
-            ([*ASKED, "--effective-batch-size", "0"], "--effective-batch-size must be a whole number, at least 1, not 0."),
+            ([*ASKED, "--effective-batch-size", "0"], "--effective-batch-size must be a whole number from 1 to 1,000,000, not 0."),
             ([*ASKED, "--max-length", "8", "--set", "max_length=9"], "max_length is set twice: 8 and 9."),
             ([*ASKED, "estimate"], "--model stands before estimate. Put it behind: plan estimate --model ..."),
             ([*ASKED[:2], "--gpus", "2xA100-41G", "--method", "sft"], "Unknown GPU 'A100-41G'."),
             (["--model", "Qwen2.5-7C", *ASKED[2:]], "Unknown model 'Qwen2.5-7C'. Did you mean"),
-            (["estimate", *ASKED, "--effective-batch-size", "7"], "--effective-batch-size 7 is no multiple of 8 samples on each of 2 GPUs."),
+            (["estimate", *ASKED, "--effective-batch-size", "7"], "--effective-batch-size 7 is not made of whole samples on 2 GPUs and groups of 8. Use 8."),
+            (["estimate", *ASKED, "--effective-batch-size", "24"], "--effective-batch-size 24 is no multiple of 8 samples on each of 2 GPUs."),
             (
-                ["estimate", *ASKED, "--effective-batch-size", "32", "--set", "gradient_accumulation_steps=3"],
-                "--effective-batch-size 32 contradicts gradient_accumulation_steps 3, which makes 48.",
+                ["estimate", *ASKED, "--effective-batch-size", "24", "--set", "gradient_accumulation_steps=3"],
+                "--effective-batch-size 24 contradicts gradient_accumulation_steps 3, which makes 48.",
             ),
             (["estimate", *ASKED, "--config", "missing.yaml"], "missing.yaml cannot be read: No such file or directory."),
         ],
@@ -179,10 +208,16 @@ class TestWrongInput:
     def test_a_place_that_cannot_be_written_is_exit_2(self, tmp_path, capsys):
         (tmp_path / "file").write_text("")
         assert run([*ASKED, "--out", str(tmp_path / "file")]) == 2
-        assert "cannot be written" in capsys.readouterr().err
+        assert capsys.readouterr() == ("", f"Error: {tmp_path / 'file'} cannot be written: {tmp_path / 'file'} is no folder.\n")
+
+    def test_where_one_file_cannot_be_written_none_is(self, tmp_path, capsys):
+        (tmp_path / "page.html.part").mkdir()
+        assert run([*ASKED, "--out", str(tmp_path / "new"), "--html", str(tmp_path / "page.html")]) == 2
+        assert capsys.readouterr().out == ""
+        assert list((tmp_path / "new").iterdir()) == []
 
     def test_a_bug_of_ours_keeps_its_traceback(self, monkeypatch):
-        monkeypatch.setattr("planner.plan.plan", lambda job, cluster: 1 // 0)
+        monkeypatch.setattr(import_module("planner.plan"), "plan", lambda job, cluster: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             run(ASKED)
 

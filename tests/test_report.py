@@ -100,12 +100,12 @@ class TestTable:
         lines = plan_table(PLAN, 100).plain.splitlines()
         assert [line.split()[1] for line in lines if line.endswith("◂")] == ["rollout"]
         assert "             peak: the rollout = engine 20.0 + weights 14.0 + runtime 1.0 + adapters 0.2" in lines
-        assert "             engine = weights 14.0 + kv cache 5.0 + cuda graphs 1.0" in lines
+        assert "             engine 20.0 = weights 14.0 + kv cache 5.0 + cuda graphs 1.0" in lines
 
     def test_what_a_cache_holds_is_counted_not_weighed(self):
         gpu = replace(ESTIMATE.gpus[0], details={"engine": {"kv_cache": 5 * GIB, "tokens": 148_000, "sequences": 72}})
         lines = estimate_table(replace(ESTIMATE, gpus=(gpu,)), CLUSTER, (), 100).plain.splitlines()
-        assert "             engine = kv cache 5.0 (148,000 tokens, 72 sequences)" in lines
+        assert "             engine 5.0 = kv cache 5.0 (148,000 tokens, 72 sequences)" in lines
 
     def test_what_would_print_as_nothing_is_added_up(self):
         phase = replace(ESTIMATE.gpus[0].phases[0], components={"weights": GIB, "loss": 40 * 2**20, "runtime": 50 * 2**20})
@@ -124,6 +124,24 @@ class TestTable:
         line = next(line for line in estimate_table(full, CLUSTER, (), 100).plain.splitlines() if line.endswith("◂"))
         assert line.count("█") == 100 - 13 - 16 - 8 - 1
 
+    @pytest.mark.parametrize("width", [MIN_WIDTH, 100, MAX_WIDTH])
+    def test_a_long_name_takes_a_line_of_its_own(self, width):
+        long = replace(ESTIMATE, candidate=replace(COLOCATED, model=replace(MODEL, id="organisation/" + "long-" * 8 + "name")))
+        lines = estimate_table(long, replace(CLUSTER, nodes=4), (), width).plain.splitlines()
+        assert max(map(len, lines)) <= width
+        assert lines[0].endswith("estimated")
+
+    def test_every_setting_has_a_line_by_what_it_is_about(self):
+        lines = plan_table(PLAN, 120).plain.splitlines()
+        assert "batch        per_device_train_batch_size 8 · gradient_accumulation_steps 2 · num_generations 8 · 32 samples a step" in lines
+        assert "lengths      prompt_length 512 · max_completion_length 512" in lines
+        assert any(line.startswith("vLLM         vllm_mode colocate · ") for line in lines)
+
+    @pytest.mark.parametrize(("seconds", "words"), [(0.01234, "0.012 s"), (7.534, "7.5 s"), (131.0, "130 s"), (4000.0, "67 min")])
+    def test_a_step_is_told_with_two_figures(self, seconds, words):
+        speed = replace(ESTIMATE.throughput, step_seconds=seconds)
+        assert f", {words} a step" in plan_table(replace(PLAN, best=replace(ESTIMATE, throughput=speed)), 100).plain
+
     def test_what_is_printed_says_its_rung(self):
         assert plan_table(PLAN, 100).plain.splitlines()[0].endswith("estimated")
 
@@ -131,7 +149,7 @@ class TestTable:
         text = plan_table(PLAN, 100).plain
         assert "per_device_train_batch_size 8" in text
         assert "vllm_enable_sleep_mode true" in text
-        assert "launch with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
+        assert "launch with  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
 
     def test_defaults_of_what_was_chosen_take_no_line(self):
         assert "vllm_tensor_parallel_size" not in plan_table(PLAN, 100).plain
@@ -141,7 +159,7 @@ class TestTable:
         assert f"fits with {words}" in plan_table(replace(PLAN, best=replace(ESTIMATE, fit_probability=probability)), 100).plain
 
     def test_the_memory_of_the_host_is_said(self):
-        assert "host         20.0 on a node" in plan_table(PLAN, 100).plain
+        assert "host         20.0 GiB of memory on each node" in plan_table(PLAN, 100).plain
 
     def test_nothing_fits_says_by_how_much_and_what_would(self):
         assert refusal(NOTHING_FITS) == (

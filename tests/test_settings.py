@@ -58,7 +58,7 @@ class TestAssignments:
     @pytest.mark.parametrize(
         ("assignments", "message"),
         [
-            (["lora_rank=8"], r"Unknown setting 'lora_rank'\. Did you mean .*lora_r.*\?"),
+            (["lora_rank=8"], r"Unknown setting 'lora_rank'\. Did you mean .*lora_r.*\? Settings are named as .*\."),
             (["lora_r"], r"--set lora_r has no value\. Write it as name=value, such as --set lora_r=16\."),
             (["lora_r=many"], r"lora_r must be a whole number, not many\."),
             (["lora_r=1.5"], r"lora_r must be a whole number, not 1\.5\."),
@@ -86,7 +86,7 @@ class TestAssignments:
         assert fields_of("sharding=zero3", "zero_stage=3", "zero_stage=3") == {"sharding": "zero3"}
 
     def test_every_field_of_a_candidate_can_be_set(self):
-        assert {field.name for field in fields(Candidate)} - {"method"} <= set(setting_names())
+        assert {field.name for field in fields(Candidate)} - {"method", "trl_version"} <= set(setting_names())
 
 
 class TestRoundTrip:
@@ -197,12 +197,13 @@ class TestTrainConfig:
             load_train_config(tmp_path / "none.yaml")
 
     def test_default_targets_are_pefts(self):
-        peft = pytest.importorskip("peft.utils.constants")
-        mapping = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        from planner.train_config import DEFAULT_TARGETS
+        assert default_targets("gpt_neox") == ("query_key_value",)
 
-        assert {name: tuple(mapping[name]) for name in DEFAULT_TARGETS} == DEFAULT_TARGETS
+    def test_stage_0_is_no_zero(self, tmp_path):
+        read = load_train_config(config(tmp_path, "deepspeed: {zero_optimization: {stage: 0}}"))
+        assert candidate_fields(read.settings, PUBLISHED)["sharding"] == "ddp"
 
-    def test_a_model_without_default_targets_is_refused(self):
-        with pytest.raises(InputError, match=r"^PEFT has no default lora_target_modules for olmo2\."):
-            default_targets("olmo2")
+    @pytest.mark.parametrize("model_type", ["olmo2", "mixtral", "gemma3"])
+    def test_a_model_without_default_targets_is_refused(self, model_type):
+        with pytest.raises(InputError, match=rf"^PEFT has no default lora_target_modules for {model_type}\."):
+            default_targets(model_type)

@@ -11,7 +11,7 @@ from planner.cluster import Cluster
 from planner.plan import Alternative, Plan, Remedy
 from planner.quantities import Component, Estimate, GpuMemory, PhaseMemory
 from planner.settings import SPELLINGS, settings_of
-from planner.units import GIB, format_count, format_gib, format_seconds
+from planner.units import GIB, format_count, format_gib
 
 # What a bar shows: neighbours that a reader thinks of together, with a glyph (pipes have no colour) and a colour.
 GROUPS: tuple[tuple[str, str, str, tuple[Component, ...]], ...] = (
@@ -22,23 +22,27 @@ GROUPS: tuple[tuple[str, str, str, tuple[Component, ...]], ...] = (
     ("generation", "░", "cyan", ("engine", "kv_cache")),
     ("runtime", "·", "bright_black", ("communication", "fragmentation", "runtime")),
 )
+SECONDS_IN_WORDS = 600  # from here on in minutes
 MIN_WIDTH, MAX_WIDTH = 80, 120  # columns; wider lines are hard to follow back
 LABEL_WIDTH, PHASE_WIDTH, NUMBER_WIDTH = 13, 16, 8
 
 SHARDING_WORDS = {"none": "one GPU", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 QUANTIZATION_WORDS = {"nf4": "4-bit nf4", "nf4-double": "double-quantized nf4", "int8": "int8", "gptq": "GPTQ", "awq": "AWQ", "fp8": "fp8", "mxfp4": "mxfp4"}
 
-# Shown whatever their value; of the rest, what differs from TRL's defaults.
-ALWAYS_SHOWN = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "prompt_length", "max_completion_length", "max_new_tokens", "num_generations",
-    "num_processes", "dtype", "gradient_checkpointing", "attn_implementation", "lora_r", "lora_target_modules", "lora_dropout",
-    "vllm_gpu_memory_utilization",
-)  # fmt: skip
-SHOWN_ELSEWHERE = ("model_name_or_path", "method", "trl_version", "environment", "distributed_type")
+# The settings of a candidate, line by line; the names of the second part are shown whatever their value, the others where they differ from TRL's.
+LINES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("batch", ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"), ("steps_per_generation", "num_iterations")),
+    ("lengths", ("max_length", "prompt_length", "max_completion_length", "max_new_tokens", "response_length"), ("packing", "padding_free", "padded")),
+    ("model", ("dtype", "gradient_checkpointing", "attn_implementation"), ()),
+    ("adapters", ("lora_r", "lora_target_modules", "lora_dropout"), ("use_peft", "autocast_adapter_dtype")),
+    ("GPUs", ("num_processes",), ("num_machines", "zero_stage", "fsdp_version", "offload_optimizer_device", "offload_param_device", "fsdp_offload_params")),
+    ("vLLM", ("vllm_mode", "vllm_gpu_memory_utilization"), ()),
+)
+ALWAYS_SHOWN = frozenset(name for _, always, _ in LINES for name in always)
+LINE_OF = {name: label for label, always, sometimes in LINES for name in (*always, *sometimes)}
+SHOWN_ELSEWHERE = ("model_name_or_path", "method", "trl_version", "environment", "distributed_type", "use_vllm")
 
 SMALLEST_BYTES = GIB // 20 + 1  # the least that prints as 0.1 GiB and not as 0.0
-
-SHOWN_BYTES = GIB // 20  # less rounds to 0.0 GiB
 # Endings of the details that count something; the others are bytes.
 COUNTS = ("tokens", "sequences")
 
@@ -50,9 +54,9 @@ def plan_table(plan: Plan, width: int) -> Text:
     """The whole answer to a job."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     lines = [
-        _header(plan.best, plan.cluster, width),
+        *_header(plan.best, plan.cluster, width),
         Text(),
-        *_settings_block("recommended" if plan.verdict == "fits" else "nearest", plan.best, width),
+        *_candidate_block("recommended" if plan.verdict == "fits" else "nearest", plan.best, width),
         Text(),
         *_bars(plan.best, width),
         Text(),
@@ -69,9 +73,9 @@ def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[str]
     """One candidate, without a search around it."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     lines = [
-        _header(estimate, cluster, width),
+        *_header(estimate, cluster, width),
         Text(),
-        *_settings_block("candidate", estimate, width),
+        *_candidate_block("candidate", estimate, width),
         Text(),
         *_bars(estimate, width),
         Text(),
@@ -91,11 +95,21 @@ def refusal(plan: Plan) -> str:
     )
 
 
+def shortfall(estimate: Estimate, risk: float) -> str:
+    """Why one candidate does not fit, in a line."""
+    gpu = _tightest(estimate)
+    return (
+        f"The candidate does not fit: it peaks at {format_gib(gpu.peak_bytes, 1)} of {format_gib(gpu.capacity_bytes, 1)} in the {_phase_word(gpu.peak)}, "
+        f"{format_gib(estimate.over_bytes, 1)} too much at a risk of {risk:g}. Ask plan without estimate for what fits."
+    )
+
+
 def cards(cluster: Cluster) -> str:
     """The GPUs in words: `2 x A100-40G (39.5 GiB each)`."""
     gpu = cluster.gpu
     nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
-    return f"{nodes}{cluster.gpus_per_node} x {gpu.name} ({format_gib(gpu.free_bytes, 1)} each)"
+    each = " each" if cluster.num_gpus > 1 else ""
+    return f"{nodes}{cluster.gpus_per_node} x {gpu.name} ({format_gib(gpu.free_bytes, 1)}{each})"
 
 
 def describe(candidate: Candidate) -> str:
@@ -121,38 +135,50 @@ def _generation_words(candidate: Candidate) -> str:
     if not candidate.method_row.generates:
         return ""
     if candidate.vllm == "server":
-        return f"vLLM server on {candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size} GPU of its own"
+        gpus = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size
+        return f"vLLM server on {gpus} GPU{'s' if gpus > 1 else ''} of its own"
     if candidate.vllm == "colocate":
         return "vLLM colocated" + (", asleep while training" if candidate.vllm_enable_sleep_mode else "")
     return "generates with Transformers"
 
 
-def _header(estimate: Estimate, cluster: Cluster, width: int) -> Text:
+def _header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
     candidate = estimate.candidate
-    left = f"{candidate.model.id} · {candidate.method} · {cards(cluster)} · trl {candidate.trl_version}"
-    gap = max(width - len(left) - len(estimate.evidence), 2)
-    return Text.assemble((left, "bold"), " " * gap, (estimate.evidence, "italic"))
+    job, hardware = f"{candidate.model.id} · {candidate.method}", f"{cards(cluster)} · trl {candidate.trl_version}"
+    room = width - len(estimate.evidence) - 2
+    first = f"{job} · {hardware}" if len(f"{job} · {hardware}") <= room else job
+    yield Text.assemble((first, "bold"), " " * (room + 2 - len(first)), (estimate.evidence, "italic"))
+    if first == job:
+        yield Text(hardware, style="bold")
 
 
-def _settings_block(label: str, estimate: Estimate, width: int) -> Iterator[Text]:
+def _candidate_block(label: str, estimate: Estimate, width: int) -> Iterator[Text]:
+    """What it is, whether it fits and how fast it is, then every setting that is not TRL's."""
+    style = "green" if estimate.fits else "red"
     yield from _wrapped(label, [describe(estimate.candidate)], width, style="bold")
-    yield from _wrapped("", list(_shown_settings(estimate.candidate)), width)
-    yield from _wrapped("", [_verdict(estimate), _speed(estimate)], width, style="green" if estimate.fits else "red")
+    yield from _wrapped("", [_verdict(estimate)], width, style=style)
+    yield from _wrapped("", [_speed(estimate)], width, style=style)
+    yield Text()
+    for line, settings in _shown_settings(estimate.candidate).items():
+        yield from _wrapped(line, settings, width)
     for name, value in _environment(estimate.candidate):
-        yield from _wrapped("", [f"launch with {name}={value}"], width)
+        yield from _wrapped("launch with", [f"{name}={value}"], width)
 
 
-def _shown_settings(candidate: Candidate) -> Iterator[str]:
-    """Settings as they can be pasted back, the first of them those that everybody looks for."""
+def _shown_settings(candidate: Candidate) -> dict[str, list[str]]:
+    """The lines of settings, named as they can be pasted back."""
     settings = settings_of(candidate)
     plain = Candidate(model=candidate.model, method=candidate.method, trl_version=candidate.trl_version)
-    usual = settings_of(plain)
+    usual = settings_of(plain) | {"steps_per_generation": candidate.gradient_accumulation_steps}  # trl 1.16, grpo_config.py:1098
     chosen = {name for field in STRUCTURE for name in SPELLINGS[field][getattr(candidate, field)]}
     implied = settings_of(replace(plain, **{field: getattr(candidate, field) for field in STRUCTURE}))
-    first = [name for name in ALWAYS_SHOWN if name in settings]
-    rest = [name for name, value in settings.items() if value != usual.get(name) and (name in chosen or value != implied.get(name))]
-    for name in first + [name for name in rest if name not in first and name not in SHOWN_ELSEWHERE]:
-        yield f"{name} {_value(settings[name])}"
+    lines: dict[str, list[str]] = {label: [] for label, _, _ in LINES}
+    for name in (*(name for name in LINE_OF if name in settings), *(name for name in settings if name not in LINE_OF)):
+        differs = settings[name] != usual.get(name) and (name in chosen or settings[name] != implied.get(name))
+        if (name in ALWAYS_SHOWN or differs) and name not in SHOWN_ELSEWHERE:
+            lines[LINE_OF.get(name, "vLLM" if name.startswith("vllm_") else "model")].append(f"{name} {_value(settings[name])}")
+    lines["batch"].append(f"{format_count(candidate.effective_batch_size)} samples a step")
+    return {label: items for label, items in lines.items() if items}
 
 
 def _environment(candidate: Candidate) -> list[tuple[str, object]]:
@@ -162,7 +188,7 @@ def _environment(candidate: Candidate) -> list[tuple[str, object]]:
 
 def _value(value: object) -> str:
     if isinstance(value, bool) or value is None:
-        return "none" if value is None else str(value).lower()
+        return "default" if value is None else str(value).lower()
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {_value(inner)}" for name, inner in value.items()) + "}"
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -171,23 +197,24 @@ def _value(value: object) -> str:
 def _verdict(estimate: Estimate) -> str:
     gpu = _tightest(estimate)
     low, high = gpu.interval_bytes
-    peak = f"peak {_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)} in the {_phase_word(gpu.peak)} (between {_gib(low)} and {_gib(high)})"
+    peak = f"peak {_gib(gpu.peak_bytes)} ({_gib(low)} to {_gib(high)}) of {format_gib(gpu.capacity_bytes, 1)} in the {_phase_word(gpu.peak)}"
     if estimate.fits:
-        return f"{peak} · fits with {_percent(estimate.fit_probability)}"
-    return f"{peak} · does not fit: {format_gib(estimate.over_bytes, 1)} over"
+        return f"fits with {_percent(estimate.fit_probability)} · {peak}"
+    return f"does not fit, {format_gib(estimate.over_bytes, 1)} over · {peak}"
 
 
 def _speed(estimate: Estimate) -> str:
     speed = estimate.throughput
-    return f"about {_tokens_per_second(speed.tokens_per_second)}, {format_seconds(speed.step_seconds)} a step"
+    return f"about {_tokens_per_second(speed.tokens_per_second)}, {_about_seconds(speed.step_seconds)} a step"
 
 
 def _bars(estimate: Estimate, width: int) -> Iterator[Text]:
     """For each GPU role a row a phase: a bar of the card, the total in GiB, and for the peak what it is made of."""
     bar_width = width - LABEL_WIDTH - PHASE_WIDTH - NUMBER_WIDTH
     first = 0
+    yield _legend(estimate)
     for gpu in estimate.gpus:
-        labels = [_gpu_range(first, gpu.count), gpu.role, f"{_gib(gpu.capacity_bytes)} each"]
+        labels = [_gpu_range(first, gpu.count), gpu.role, format_gib(gpu.capacity_bytes, 1)]
         first += gpu.count
         rows = list(gpu.phases)
         for row in range(max(len(rows), len(labels))):
@@ -198,8 +225,7 @@ def _bars(estimate: Estimate, width: int) -> Iterator[Text]:
             if len(parts) > 1:
                 yield from _wrapped("", [f"{_words(component)} {_sum(parts)} = {_detail(parts)}"], width)
         yield Text()
-    yield from _wrapped("host", [f"{_gib(estimate.host_peak_bytes)} on a node"], width)
-    yield _legend(estimate)
+    yield from _wrapped("host", [f"{format_gib(estimate.host_peak_bytes, 1)} of memory on each node"], width)
 
 
 def _bar_row(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
@@ -333,5 +359,11 @@ def _percent(probability: float) -> str:
 
 
 def _tokens_per_second(tokens: float) -> str:
-    """Two figures above a hundred: more is not known."""
-    return f"{format_count(int(round(tokens, -2 if tokens >= 1000 else -1 if tokens >= 100 else 0)))} tokens/s"
+    """Two figures: more is not known."""
+    return f"{format_count(int(float(f'{tokens:.2g}')))} tokens/s"
+
+
+def _about_seconds(seconds: float) -> str:
+    """Two figures, as of the tokens: `7.5 s`, `33 s`, `12 min`."""
+    rounded = float(f"{seconds:.2g}")
+    return f"{rounded:g} s" if rounded < SECONDS_IN_WORDS else f"{rounded / 60:.0f} min"
