@@ -8,7 +8,7 @@ from planner.memory.engine_settings import engine_settings
 from planner.memory.host import host_peak_bytes
 from planner.memory.peak import train_phases
 from planner.memory.states import states_of
-from planner.quantities import Estimate, GpuMemory, GpuRole, PhaseMemory
+from planner.quantities import TOTAL_BYTES, Estimate, GpuMemory, GpuRole, PhaseMemory
 from planner.throughput import throughput
 
 RISK = 0.01  # accepted probability of running out of memory where nobody says another
@@ -54,7 +54,7 @@ def gpus_of(candidate: Candidate, cluster: Cluster, engine: EngineMemory | None,
 
 
 def gpu_memory(role: GpuRole, count: int, gpu: Gpu, phases: tuple[PhaseMemory, ...], details: dict[str, dict[str, int]], risk: float) -> GpuMemory:
-    heaviest = max(phases, key=lambda phase: phase.total_bytes)
+    heaviest = max(phases, key=TOTAL_BYTES)
     return GpuMemory(role=role, count=count, capacity_bytes=gpu.free_bytes, phases=phases, interval_bytes=interval_bytes(heaviest, risk), details=details)
 
 

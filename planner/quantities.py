@@ -1,6 +1,7 @@
 """The quantities that estimates and measurements share: memory by phase and component on each GPU, and speed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 from planner.candidate import Candidate
@@ -26,16 +27,19 @@ Component = Literal[
 GpuRole = Literal["train", "vllm", "train+vllm"]
 
 
+TOTAL_BYTES = attrgetter("total_bytes")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseMemory:
     """One row of the table phase x component on one GPU; a component that is 0 is left out."""
 
     name: Phase
     components: dict[Component, int]
+    total_bytes: int = field(init=False)
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.components.values())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total_bytes", sum(self.components.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +52,10 @@ class GpuMemory:
     phases: tuple[PhaseMemory, ...]
     interval_bytes: tuple[int, int]  # of the peak, at the stated risk
     details: dict[str, dict[str, int]]
+    peak: PhaseMemory = field(init=False)  # the heaviest phase, the first of equals
 
-    @property
-    def peak(self) -> PhaseMemory:
-        """The heaviest phase, the first of equals."""
-        return max(self.phases, key=lambda phase: phase.total_bytes)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peak", max(self.phases, key=TOTAL_BYTES))
 
     @property
     def peak_bytes(self) -> int:

@@ -285,11 +285,12 @@ def remaining(passes: Passes, moment: Moment) -> Moment:
     return Moment(moment.total, tuple(kinds.items()))
 
 
-def together(*parts: Components) -> Components:
-    components = dict(parts[0])
-    for part in parts[1:]:
+def together(first: Components, *parts: Components) -> Components:
+    components = first.copy()
+    known = components.get
+    for part in parts:
         for component, size in part.items():
-            components[component] = components.get(component, 0) + size
+            components[component] = known(component, 0) + size
     return components
 
 
