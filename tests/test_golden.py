@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ GOLDEN = ROOT / "tests" / "golden"
 README = ROOT / "README.md"
 REWRITE = os.environ.get("PLAN_REWRITE_GOLDEN") == "1"
 OUTPUT = re.compile(r"<!-- output of (plan [^\n]+) -->\n```\n(.*?)```\n", re.DOTALL)
+ACCURACY = re.compile(r"(<!-- accuracy -->)\n.*?(<!-- end of accuracy -->)", re.DOTALL)
 
 COMMANDS = {
     "grpo-colocate": "--model Qwen2.5-7B --gpus 2xA100-40G --method grpo",
@@ -40,6 +42,12 @@ def test_the_same_question_gives_the_same_bytes(capsys: pytest.CaptureFixture[st
     first = capsys.readouterr().out
     run([*COMMANDS["grpo-colocate"].split(), "--json", "--quiet"])
     assert capsys.readouterr().out == first
+
+
+def test_the_readme_s_accuracy_is_that_of_the_results() -> None:
+    accuracy_table = runpy.run_path(str(ROOT / "scripts" / "accuracy_table.py"))["accuracy_table"]
+    page = README.read_text(encoding="utf-8")
+    rewrite_or_compare(README, ACCURACY.sub(lambda match: f"{match.group(1)}\n{accuracy_table()}\n{match.group(2)}", page))
 
 
 def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
