@@ -54,6 +54,7 @@ LayerProgram = Literal[
     "olmo2",  # norms after both blocks only
     "parallel",  # attention and MLP read the same (or a second) norm of the input (gpt_neox, falcon, cohere, phi)
     "gpt2",  # Conv1D projections, learned positions
+    "stablelm",  # as gpt2, and the first norm's output is kept
     "opt",  # learned positions, biases, ReLU
     "mla",  # multi-head latent attention (deepseek v2 and v3)
     "gpt_oss",  # attention sinks, clamped SwiGLU experts

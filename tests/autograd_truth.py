@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
@@ -39,6 +40,10 @@ SCRATCH_OF = (
     "histc",
     "_grouped_mm",
 )
+torch.set_num_threads(1)
+gc.collect()
+gc.freeze()  # what the libraries have made is never garbage; looking through it takes longer than a test
+
 SCALAR_BYTES = 8  # numbers that the CPU wraps into tensors, which a GPU passes as kernel arguments
 
 
@@ -118,11 +123,13 @@ def tiny_model(model_type: str, sizes: tuple[tuple[str, Any], ...], dtype: torch
 
 def decoder_of(model: Any) -> Any:
     """The module that holds the decoder layers."""
-    for module in model.modules():
-        for name in ("layers", "h"):
-            if isinstance(getattr(module, name, None), torch.nn.ModuleList):
-                return getattr(module, name)
-    raise AssertionError("no decoder layers")
+    return next(module for name, module in model.named_modules() if name.rpartition(".")[2] in ("layers", "h"))
+
+
+def adapted_names(model: Any, index: int) -> frozenset[str]:
+    """The last names of the modules of one layer that PEFT has wrapped."""
+    wrapped = (name for name, module in decoder_of(model)[index].named_modules() if isinstance(module, LoraLayer))
+    return frozenset(name.removesuffix(".base_layer").rpartition(".")[2] for name in wrapped)
 
 
 def arguments(model: Any, layer: Any, rows: int, length: int, padded: bool, attention: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -210,42 +217,57 @@ def measured(forward: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line of the allocator's log: bytes are negative where memory goes."""
+
+    time: int
+    address: int
+    size: int
+    operators: str
+    call: int  # the identity of the call of a kernel with scratch memory that it happened in; 0: in none
+
+
 def changes(seen: Any, alive: int) -> list[Change]:
     """The allocator's log without the kernels' scratch and without single numbers."""
-    found: list[tuple[int, int, int, str, int]] = []  # time, address, bytes, operators, the innermost operator's identity
-
-    def walk(events: Any, path: tuple[tuple[int, str], ...]) -> None:
-        for event in events:
-            if event.tag == _EventType.Allocation:
-                extra = event.extra_fields
-                if extra.device.type == "cpu":
-                    found.append((event.start_time_ns, extra.ptr, extra.alloc_size, " > ".join(name for _, name in path[-3:]), scratch_call(path)))
-            else:
-                walk(event.children, (*path, (event.correlation_id if event.tag != _EventType.PyCall else 0, event.name)))
-
-    walk(seen.profiler.kineto_results.experimental_event_tree(), ())
-    born: dict[int, int] = {}
-    dropped: set[int] = set()
-    found.sort(key=lambda change: change[0])
-    for i, (_, address, size, _, call) in enumerate(found):
-        if size > 0:
-            born[address] = i
-        elif address in born and call and found[born[address]][4] == call:
-            dropped |= {i, born[address]}
+    events = sorted(allocator_events(seen.profiler.kineto_results.experimental_event_tree(), ()), key=lambda event: event.time)
+    scratch = scratch_events(events)
     result = []
-    for i, (_, _, size, operators, _) in enumerate(found):
-        if i not in dropped and abs(size) > SCALAR_BYTES:
-            alive += size
-            result.append(Change(size=size, alive=alive, operators=operators))
+    for i, event in enumerate(events):
+        if i not in scratch and abs(event.size) > SCALAR_BYTES:
+            alive += event.size
+            result.append(Change(size=event.size, alive=alive, operators=event.operators))
     return result
 
 
-def scratch_call(path: tuple[tuple[int, str], ...]) -> int:
-    """The identity of the call of a kernel with scratch memory that we are in; 0: in none."""
-    for identity, name in path:
-        if name.removeprefix("aten::").removesuffix("_backward") in SCRATCH_OF:
-            return identity
-    return 0
+def allocator_events(tree: Any, path: tuple[tuple[int, str], ...]) -> Iterator[Event]:
+    for node in tree:
+        if node.tag != _EventType.Allocation:
+            yield from allocator_events(node.children, (*path, (node.correlation_id, node.name)))
+        elif node.extra_fields.device.type == "cpu":
+            yield Event(
+                time=node.start_time_ns,
+                address=node.extra_fields.ptr,
+                size=node.extra_fields.alloc_size,
+                operators=" > ".join(name for _, name in path[-3:]),
+                call=next((identity for identity, name in path if has_scratch(name)), 0),
+            )
+
+
+def has_scratch(operator: str) -> bool:
+    return operator.removeprefix("aten::").removesuffix("_backward") in SCRATCH_OF
+
+
+def scratch_events(events: list[Event]) -> set[int]:
+    """Memory that came and went inside one call."""
+    born: dict[int, int] = {}
+    scratch: set[int] = set()
+    for i, event in enumerate(events):
+        if event.size > 0:
+            born[event.address] = i
+        elif event.call and event.address in born and events[born[event.address]].call == event.call:
+            scratch |= {i, born[event.address]}
+    return scratch
 
 
 def packed_bytes(forward: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, outside: set[int]) -> int:

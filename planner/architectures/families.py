@@ -116,7 +116,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # With `qk_layernorm` each head has a norm module of its own; with `use_parallel_residual` one norm feeds both blocks (stablelm-2-12b).
     "stablelm": Family(
-        program="gpt2",
+        program="stablelm",
         norm="layer",
         qkv_bias="use_qkv_bias",
         out_bias=False,

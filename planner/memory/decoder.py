@@ -59,18 +59,32 @@ def llama(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
 
 def gpt2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
     """The same; the attention's output is a local variable of its own."""
-    before, after = layer.norms
-    normed = norm(tape, recipe, before, x)
+    normed = norm(tape, recipe, layer.norms[0], x)
     mixed, weights = attended(tape, recipe, layer, normed)
     mixed = weighed(tape, recipe, layer, mixed)
     del normed
     residual = op.add(tape, mixed, x)
-    h = norm(tape, recipe, after, residual)
-    h = feed_forward(tape, recipe, layer, h)
-    h = weighed(tape, recipe, layer, h)
-    result = op.add(tape, residual, h)
+    result = second_half(tape, recipe, layer, residual)
     del weights, mixed
     return result
+
+
+def stablelm(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
+    """The same; so is the first norm's output."""
+    normed = norm(tape, recipe, layer.norms[0], x)
+    mixed, weights = attended(tape, recipe, layer, normed)
+    del weights
+    residual = op.add(tape, x, mixed)
+    result = second_half(tape, recipe, layer, residual)
+    del normed, mixed
+    return result
+
+
+def second_half(tape: Tape, recipe: Recipe, layer: Layer, residual: Tensor) -> Tensor:
+    h = norm(tape, recipe, layer.norms[1], residual)
+    h = feed_forward(tape, recipe, layer, h)
+    h = weighed(tape, recipe, layer, h)
+    return op.add(tape, residual, h)
 
 
 def opt(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
@@ -148,6 +162,7 @@ PROGRAMS: dict[LayerProgram, Callable[[Tape, Recipe, Layer, Tensor], Tensor]] = 
     "olmo2": olmo2,
     "parallel": parallel,
     "gpt2": gpt2,
+    "stablelm": stablelm,
     "opt": opt,
     "mla": llama,
     "gpt_oss": llama,

@@ -104,14 +104,15 @@ def cat(tape: Tape, parts: tuple[Tensor, ...]) -> Tensor:
     return tape.output(tape.empty(elements, width), parts, [], backward)
 
 
-def with_column(tape: Tape, x: Tensor, column: Tensor) -> Tensor:
-    """cat of scores and one expanded number a head; its gradient is a view, summed for the number."""
-    elements, width = x.elements, max(x.width, column.width)
+def with_column(tape: Tape, x: Tensor, column: Tensor, heads: int) -> Tensor:
+    """cat of scores and one expanded number a head; both gradients are views, the number's is summed."""
+    size, wide, width = x.elements, (x.elements[0] + heads, x.elements[1], 0), max(x.width, column.width)
 
     def backward(gradient: Tensor) -> list[Tensor | None]:
-        return [Tensor(gradient.storage, elements, gradient.width, is_view=True), Tensor(gradient.storage, (0, 0, 0), gradient.width, is_view=True)]
+        parts = (size, (heads, 0, 0))
+        return [Tensor(gradient.storage, elements, gradient.width, is_view=True) for elements in parts]
 
-    return tape.output(tape.empty(elements, width), (x, column), [], backward)
+    return tape.output(tape.empty(wide, width), (x, column), [], backward)
 
 
 def add(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
@@ -147,6 +148,13 @@ def reduce(tape: Tape, x: Tensor, elements: Size, width: int = 0) -> Tensor:
     return tape.output(tape.empty(elements, width or x.width), (x,), [], fresh(tape, x))
 
 
+def maximum(tape: Tape, x: Tensor, elements: Size) -> tuple[Tensor, Tensor]:
+    """max(-1): the values and their int64 positions, which are kept."""
+    values, positions = tape.empty(elements, x.width), tape.empty(elements, 8)
+    saved = tape.save(positions) if x.requires_grad else []
+    return tape.output(values, (x,), saved, fresh(tape, x)), positions
+
+
 def total(tape: Tape, x: Tensor, elements: Size, width: int = 0) -> Tensor:
     """sum(-1): keeps nothing; the gradient is expanded, which is a view."""
     size = x.elements
@@ -176,8 +184,8 @@ def softmax(tape: Tape, x: Tensor, float32: bool = True) -> Tensor:
 
 def index(tape: Tape, x: Tensor, indices: Tensor | None, elements: Size) -> Tensor:
     """x[indices]: a new tensor; the indices are kept, the gradient is added into zeros of x's size."""
-    result = tape.empty(elements, x.width)
-    return tape.output(result, (x,), tape.save(indices) if x.requires_grad else [], fresh(tape, x))
+    saved = tape.save(indices) if x.requires_grad else []
+    return tape.output(tape.empty(elements, x.width), (x,), saved, fresh(tape, x))
 
 
 def gather(tape: Tape, x: Tensor, indices: Tensor) -> Tensor:
@@ -186,8 +194,8 @@ def gather(tape: Tape, x: Tensor, indices: Tensor) -> Tensor:
 
 def masked(tape: Tape, x: Tensor, mask: Tensor) -> Tensor:
     """masked_fill: keeps its mask."""
-    result = tape.empty(x.elements, x.width)
-    return tape.output(result, (x,), tape.save(mask) if x.requires_grad else [], fresh(tape, x))
+    saved = tape.save(mask) if x.requires_grad else []
+    return tape.output(tape.empty(x.elements, x.width), (x,), saved, fresh(tape, x))
 
 
 def mm(

@@ -35,11 +35,35 @@ def repeat_kv(tape: Tape, block: Attention, x: Tensor, head_dim: int) -> Tensor:
     return op.expanded(tape, x, tokens(block.num_attention_heads * head_dim))
 
 
+def math_attention(tape: Tape, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """sdpa's fallback (attention.cpp `_scaled_dot_product_attention_math`): the scores of every head, in float32.
+
+    16-bit inputs are cast first. The mask, or the causal triangle, is counted as one float32 a score; the probabilities are cast
+    back as well, though nobody asks for them.
+    """
+    heads, width = block.num_attention_heads, q.width
+    wide_v, wide_k, wide_q = op.cast(tape, v, 4), op.cast(tape, k, 4), op.cast(tape, q, 4)
+    scaled_q = op.scale(tape, wide_q)
+    mask = tape.empty(scores(1), 4)
+    scaled_k = op.scale(tape, wide_k)
+    raw = op.bmm(tape, scaled_q, scaled_k, scores(heads))
+    probabilities = op.softmax(tape, raw)
+    del raw
+    narrow = tape.empty(scores(heads), width)
+    copied_v = op.clone(tape, wide_v)
+    mixed = op.bmm(tape, probabilities, copied_v, tokens(heads * block.v_head_dim))
+    result = op.cast(tape, mixed, width)
+    del mask, narrow
+    return result
+
+
 def sdpa(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if recipe.kernel in ("efficient", "efficient_unmasked", "math"):
         k, v = repeat_kv(tape, block, k, block.head_dim), repeat_kv(tape, block, v, block.v_head_dim)
     width = recipe.autocast_width or q.width
     narrow_v, narrow_k, narrow_q = op.cast(tape, v, width), op.cast(tape, k, width), op.cast(tape, q, width)
+    if recipe.kernel == "math":
+        return math_attention(tape, block, narrow_q, narrow_k, narrow_v)
     return fused_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)
 
 
@@ -77,7 +101,8 @@ def eager_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: 
     own_heads = heads == block.num_key_value_heads and recipe.several_rows
     all_k = repeat_kv(tape, block, k, block.head_dim)
     all_v = repeat_kv(tape, block, v, block.v_head_dim)
-    raw = matmul(tape, recipe, q, all_k, heads, 0, copies=(recipe.several_rows, own_heads))
+    strided = not (block.rotary and block.rotary_style in JOINED)
+    raw = matmul(tape, recipe, q, all_k, heads, 0, copies=(recipe.several_rows and strided, own_heads and strided))
     weights = op.scale(tape, raw)
     del raw
     if block.softcap:
@@ -85,13 +110,12 @@ def eager_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: 
         weights = op.unary(tape, weights, "output", temporaries=0)  # tanh
         weights = op.scale(tape, weights)
     weights = op.add(tape, weights, Tensor(None, scores(1), recipe.weight_width))
-    if block.sink_params:
-        weights = with_sinks(tape, recipe, block, weights)
-    else:
-        weights = narrow_softmax(tape, recipe, block, weights, q.width)
+    softened = with_sinks(tape, recipe, block, weights) if block.sink_params else narrow_softmax(tape, recipe, block, weights, q.width)
+    weights = softened
+    del softened
     if block.dropout and recipe.dropout:
         weights = op.dropout(tape, weights, recipe.on_cuda)
-    result = matmul(tape, recipe, weights, all_v, 0, heads * block.v_head_dim, copies=(block.sink_params > 0, own_heads))
+    result = matmul(tape, recipe, weights, all_v, 0, heads * block.v_head_dim, copies=(False, own_heads))
     return op.clone(tape, result), weights
 
 
@@ -103,15 +127,12 @@ def narrow_softmax(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor
 
 
 def with_sinks(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor) -> Tensor:
-    """gpt_oss: one more score a row, the row's largest subtracted, softmax in their dtype, the added score dropped.
-
-    The added score is left out of the sizes: one in `length` + 1.
-    """
+    """gpt_oss: one more score a row, the row's largest subtracted, softmax in their dtype, the added score dropped."""
     sinks = tape.weight(block.sink_params, recipe.weight_width, recipe.trainable)
-    joined = op.with_column(tape, weights, sinks)
-    largest = op.reduce(tape, joined, tokens(block.num_attention_heads))
+    joined = op.with_column(tape, weights, sinks, block.num_attention_heads)
+    largest, positions = op.maximum(tape, joined, tokens(block.num_attention_heads))
     shifted = op.subtract(tape, joined, largest)
-    del largest
+    del largest, positions, joined
     probabilities = op.softmax(tape, shifted, float32=recipe.autocast_width > 0 and recipe.on_cuda)
     return op.part(tape, probabilities, weights.elements)
 

@@ -11,40 +11,44 @@ from planner.memory.autograd import Tape, Tensor
 from planner.memory.modules.feed_forward import activate, mlp
 from planner.memory.modules.linear import cast_weight, linear
 from planner.memory.modules.recipe import Recipe, tokens
-from planner.model import Experts, Linear, RouterStyle
+from planner.model import Experts, Linear, Mlp, RouterStyle
 
 INDEX = 8  # bytes of an int64
 GATE_AND_UP = 2  # branches in one parameter
 
 
 def experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
-    """The whole block: router, experts, and the shared expert where there is one."""
+    """The whole block: router, experts, and the shared expert where there is one. What the router gave is kept to the end."""
     flat = op.view(tape, x)
+    if block.shared is not None and block.shared_gate_params:
+        return op.view(tape, with_gated_shared(tape, recipe, block, flat, block.shared))
+    chosen = ROUTERS[block.router](tape, recipe, block, flat)
+    result = op.view(tape, grouped_experts(tape, recipe, block, flat, *chosen[1:]))
     if block.shared is None:
-        return op.view(tape, routed(tape, recipe, block, flat))
-    if block.shared_gate_params:
-        return op.view(tape, with_gated_shared(tape, recipe, block, flat))
-    result = op.view(tape, routed(tape, recipe, block, flat))
+        return result
     shared = mlp(tape, recipe, block.shared, x)
-    return op.add(tape, result, shared)
+    result = op.add(tape, result, shared)
+    del chosen
+    return result
 
 
-def with_gated_shared(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
+def with_gated_shared(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, shared_block: Mlp) -> Tensor:
     """Qwen2MoeSparseMoeBlock: the shared expert first, weighted by a sigmoid at the end."""
-    assert block.shared is not None
-    shared = mlp(tape, recipe, block.shared, x, flat=True)
-    result = routed(tape, recipe, block, x)
+    shared = mlp(tape, recipe, shared_block, x, flat=True)
+    chosen = ROUTERS[block.router](tape, recipe, block, x)
+    result = grouped_experts(tape, recipe, block, x, *chosen[1:])
     gate = Linear(name="shared_expert_gate", in_features=x.elements[0], out_features=1)
-    opening = linear(tape, recipe, gate, x, flat=True)
-    opening = op.unary(tape, opening, "output")
+    opening = open_gate(tape, recipe, gate, x)
     shared = op.mul(tape, opening, shared)
     del opening
-    return op.add(tape, result, shared)
+    result = op.add(tape, result, shared)
+    del chosen
+    return result
 
 
-def routed(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
-    logits, weights, indices = ROUTERS[block.router](tape, recipe, block, x)
-    return grouped_experts(tape, recipe, block, x, weights, indices)
+def open_gate(tape: Tape, recipe: Recipe, gate: Linear, x: Tensor) -> Tensor:
+    logits = linear(tape, recipe, gate, x, flat=True)
+    return op.unary(tape, logits, "output")
 
 
 # -- routers: logits, the weights of the chosen experts, their indices -----------------------------------------------------
@@ -213,10 +217,12 @@ def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weigh
     counts = tape.empty((0, 0, block.num_experts), 4)
     offsets = tape.empty((0, 0, block.num_experts), 4)
     merged_up = merged(tape, recipe, block, hidden * 2 * inner, up_factors)
-    projected = grouped(tape, recipe, block, gathered, offsets, merged_up, 2 * inner)
+    biases = expert_biases(tape, recipe, block, order, 2 * inner)
+    projected = grouped(tape, recipe, block, gathered, offsets, merged_up, biases, 2 * inner)
     projected = gated(tape, block, projected)
     merged_down = merged(tape, recipe, block, inner * hidden, down_factors)
-    projected = grouped(tape, recipe, block, projected, offsets, merged_down, hidden)
+    biases = expert_biases(tape, recipe, block, order, hidden)
+    projected = grouped(tape, recipe, block, projected, offsets, merged_down, biases, hidden)
     weighted = op.mul(tape, projected, sorted_weights)
     inverse = inverse_permutation(tape, top_k)
     weighted = op.index(tape, weighted, inverse, tokens(top_k * hidden))
@@ -240,13 +246,17 @@ def inverse_permutation(tape: Tape, count: int) -> Tensor:
     return result
 
 
-def grouped(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, offsets: Tensor, weight: Tensor, outward: int) -> Tensor:
-    """One grouped product over all experts' weights, in the weights' dtype; gpt_oss gathers and adds a bias."""
+def expert_biases(tape: Tape, recipe: Recipe, block: Experts, order: Tensor, outward: int) -> Tensor | None:
+    """gpt_oss: the bias of its expert for every chosen token."""
+    if not block.clamped:
+        return None
+    biases = tape.weight(block.num_experts * outward, recipe.weight_width, recipe.trainable)
+    return op.index(tape, biases, order, tokens(block.num_experts_per_tok * outward))
+
+
+def grouped(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, outward: int) -> Tensor:
+    """One grouped product over all experts' weights, in the weights' dtype; the bias is added in place."""
     top_k, width = block.num_experts_per_tok, recipe.weight_width
-    bias = None
-    if block.clamped:
-        biases = tape.weight(block.num_experts * outward, width, recipe.trainable)
-        bias = op.index(tape, biases, None, tokens(top_k * outward))
     narrow = op.cast(tape, x, width)
     result = op.mm(tape, narrow, op.view(tape, weight), tokens(top_k * outward), extra=offsets, weight_kind="activations")
     if bias is None:

@@ -110,10 +110,7 @@ def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> T
     elements, compute, stored = (0, 0, module.weight_params), recipe.compute_width, recipe.weight_width
     narrow = op.cast(tape, x, compute)
     saved = tape.save(narrow) if recipe.quantized == "8bit" and x.requires_grad else []
-    if recipe.quantized == "8bit":
-        held = [tape.empty(narrow.elements, 1), tape.empty(tokens(module.out_features), 4)]
-    else:
-        held = [tape.empty(elements, compute)]
+    held = buffers_8bit(tape, narrow, module) if recipe.quantized == "8bit" else [tape.empty(elements, compute)]
     result = tape.empty(tokens(module.out_features), compute)
     held.clear()
     in_size = x.elements
@@ -127,3 +124,8 @@ def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> T
         return [gradient_x]
 
     return tape.output(result, (narrow,), saved, backward)
+
+
+def buffers_8bit(tape: Tape, x: Tensor, module: Linear) -> list[Tensor]:
+    """The input in int8 and the products in int32."""
+    return [tape.empty(x.elements, 1), tape.empty(tokens(module.out_features), 4)]

@@ -4,6 +4,8 @@ Source: transformers 5.23 `models/<family>/modeling_<family>.py`, `*Attention.fo
 what a projection gives; a gradient that comes back in that order of memory is copied by the view's backward.
 """
 
+from dataclasses import replace
+
 from planner.memory import operators as op
 from planner.memory.autograd import Tape, Tensor
 from planner.memory.modules.attention import attend
@@ -16,6 +18,8 @@ from planner.model import Attention, Layer, Norm
 
 def self_attention(tape: Tape, recipe: Recipe, block: Attention, x: Tensor) -> tuple[Tensor, Tensor | None]:
     q, k, v = heads(tape, recipe, block, x)
+    if block.qkv_layout == "grouped_repeated":
+        block = replace(block, num_key_value_heads=block.num_attention_heads)
     if block.rotary:
         turned = rotary(tape, recipe, block, q, k)
         q, k = turned[:2]
@@ -57,13 +61,18 @@ def query_norm(block: Attention, features: int) -> Norm:
 
 
 def fused_heads(tape: Tape, recipe: Recipe, block: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Parts of one projection."""
+    """Parts of one projection. Falcon's single key and value head are gathered, its shared ones copied to every query head."""
     joined = linear(tape, recipe, block.linears[0], x)
     sizes = (block.q_dim, block.k_dim, block.v_dim)
     if block.qkv_layout in ("split", "heads_chunked"):
         q, k, v = op.split(tape, joined, sizes)
-    else:
-        q, k, v = (op.part(tape, joined, tokens(size)) for size in sizes)
+        return q, k, v
+    q = op.part(tape, joined, tokens(sizes[0]))
+    if block.qkv_layout == "multi_query":
+        return q, op.index(tape, joined, None, tokens(sizes[1])), op.index(tape, joined, None, tokens(sizes[2]))
+    k, v = op.part(tape, joined, tokens(sizes[1])), op.part(tape, joined, tokens(sizes[2]))
+    if block.qkv_layout == "grouped_repeated":
+        return op.clone(tape, q), op.expanded(tape, k, tokens(sizes[0])), op.expanded(tape, v, tokens(sizes[0]))
     return q, k, v
 
 

@@ -98,12 +98,12 @@ def partial(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor) 
 
 
 def partial_kept(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """phi's attention keeps the turned features in local variables."""
+    """phi's attention keeps the turned features in local variables, and views of what it turned."""
     angle = angles(recipe, block.rotary_dim)
     (q_turning, q_passing), (k_turning, k_passing) = two_shares(tape, block, q), two_shares(tape, block, k)
     q_turned, k_turned = turned(tape, q_turning, angle, angle), turned(tape, k_turning, angle, angle)
     q_all = op.cat(tape, (q_turned, q_passing))
-    return q_all, op.cat(tape, (k_turned, k_passing)), q_turned, k_turned
+    return q_all, op.cat(tape, (k_turned, k_passing)), q_turned, k_turned, q, k
 
 
 def partial_interleaved(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

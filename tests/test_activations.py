@@ -1,0 +1,254 @@
+"""A layer's passes on the tape against the same layer under real autograd: every byte that is saved, and both peaks.
+
+The real layer runs on the CPU, so the tape plays the CPU's kernels (`Recipe(device="cpu")`); what a GPU's do otherwise is named
+and cited in `planner/memory/modules/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import pytest
+import torch
+from autograd_truth import Truth, Tuning, adapted_names, run_layer, tiny_model
+from transformers import AutoConfig
+
+from planner.architectures import shape_of
+from planner.memory.activations import LayerMemory, layer_memory
+from planner.memory.autograd import Moment
+from planner.memory.modules import Kernel, Recipe
+from planner.model import Layer, ModelShape
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+OWN_KEYS = {**SIZES, "num_key_value_heads": 6}
+GPT2 = {"vocab_size": 96, "n_embd": 48, "n_layer": 1, "n_head": 6}
+OPT = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "ffn_dim": 112, "word_embed_proj_dim": 48}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+DEEPSEEK = {
+    **OWN_KEYS,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
+# The name of a case -> its model type and the sizes that matter. Windows of 16 are shorter than the rows of the tests.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {**SIZES, "head_dim": 16}),
+    "llama-own-keys": ("llama", {**OWN_KEYS, "head_dim": 16}),
+    "qwen2": ("qwen2", SIZES),
+    "qwen3": ("qwen3", {**SIZES, "head_dim": 16}),
+    "mistral": ("mistral", {**SIZES, "head_dim": 16, "sliding_window": 16}),
+    "gemma": ("gemma", {**SIZES, "head_dim": 16}),
+    "gemma2": ("gemma2", {**SIZES, "head_dim": 16, "sliding_window": 16}),
+    "gemma3": ("gemma3_text", {**SIZES, "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 16, "layer_types": ("sliding_attention", "full_attention")}),
+    "phi": ("phi", OWN_KEYS),
+    "phi3": ("phi3", {**SIZES, "pad_token_id": 0}),
+    "gpt2": ("gpt2", {**GPT2, "resid_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "gpt2-dropout": ("gpt2", GPT2),
+    "gpt_neox": ("gpt_neox", OWN_KEYS),
+    "opt": ("opt", {**OPT, "dropout": 0.0}),
+    "opt-dropout": ("opt", OPT),
+    "olmo": ("olmo", SIZES),
+    "olmo2": ("olmo2", SIZES),
+    "olmo3": ("olmo3", {**SIZES, "num_hidden_layers": 4, "sliding_window": 16}),
+    "cohere": ("cohere", SIZES),
+    "cohere-norms": ("cohere", {**SIZES, "use_qk_norm": True}),
+    "cohere2": ("cohere2", SIZES),
+    "granite": ("granite", SIZES),
+    "smollm3": ("smollm3", {**SIZES, "num_hidden_layers": 2, "pad_token_id": 0, "no_rope_layers": (1, 0)}),
+    "starcoder2": ("starcoder2", SIZES),
+    "stablelm": ("stablelm", SIZES),
+    "seed_oss": ("seed_oss", {**SIZES, "head_dim": 16, "attention_dropout": 0.0}),
+    "exaone4": ("exaone4", {**SIZES, "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 16}),
+    "glm": ("glm", {**SIZES, "head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("glm4", {**SIZES, "head_dim": 16, "pad_token_id": 0}),
+    "ernie4_5": ("ernie4_5", {**SIZES, "head_dim": 16}),
+    "mixtral": ("mixtral", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("qwen2_moe", {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 56}),
+    "qwen3_moe": ("qwen3_moe", {**SIZES, **EXPERTS, "head_dim": 16}),
+    "olmoe": ("olmoe", {**SIZES, "num_experts": 5, "num_experts_per_tok": 2}),
+    "gpt_oss": ("gpt_oss", {**SIZES, "num_hidden_layers": 2, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek_v2": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None}),
+}
+
+TUNINGS: dict[str, Tuning] = {
+    "full": Tuning(),
+    "lora": Tuning(lora_r=8),
+    "lora-dropout": Tuning(lora_r=8, dropout=0.1),
+    "lora-bf16": Tuning(lora_r=8, float32_adapters=False),
+    "lora-bf16-dropout": Tuning(lora_r=8, float32_adapters=False, dropout=0.1),
+}
+Precision = Literal["float32", "bfloat16"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    model: str
+    tuning: str = "full"
+    precision: Precision = "bfloat16"  # of the weights; autocast to bfloat16 in any case, as TRL runs it
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    padded: bool = False
+    checkpointed: bool = False
+    gradients_exist: bool = True
+    index: int = 0
+    rows: int = 2
+    length: int = 24
+
+    def __str__(self) -> str:
+        ends = ("padded",) * self.padded + ("checkpointed",) * self.checkpointed
+        return "-".join((self.model, str(self.index), self.tuning, self.precision, self.attention, *ends))
+
+    @property
+    def layer(self) -> Layer:
+        return shape(self.model).layers[self.index]
+
+    def bytes_of(self, moment: Moment) -> int:
+        tokens = self.rows * self.length
+        return moment.total[0] * tokens + moment.total[1] * tokens * self.length + moment.total[2]
+
+
+@lru_cache(maxsize=64)
+def shape(model: str) -> ModelShape:
+    model_type, sizes = MODELS[model]
+    config = AutoConfig.for_model(model_type, **{key: list(value) if isinstance(value, tuple) else value for key, value in sizes.items()})
+    return shape_of(config.to_dict(), id=model)
+
+
+def real_model(case: Case) -> Any:
+    model_type, sizes = MODELS[case.model]
+    return tiny_model(model_type, tuple(sizes.items()), DTYPES[case.precision], TUNINGS[case.tuning])
+
+
+def real(case: Case) -> Truth:
+    return run_layer(
+        real_model(case),
+        index=case.index,
+        rows=case.rows,
+        length=case.length,
+        padded=case.padded,
+        attention=case.attention,
+        autocast=True,
+        checkpointed=case.checkpointed,
+        gradients_exist=case.gradients_exist,
+    )
+
+
+def kernel(case: Case) -> Kernel:
+    attention = case.layer.attention
+    if case.attention == "eager":
+        return "eager_masked"
+    if attention.head_dim != attention.v_head_dim or attention.dropout:
+        return "math"  # of the CPU: its flash kernel wants equal heads and no dropout
+    window = attention.sliding_window
+    return "efficient" if case.padded or (window is not None and case.length >= window) else "flash"
+
+
+def estimated(case: Case) -> LayerMemory:
+    tuning = TUNINGS[case.tuning]
+    width = DTYPES[case.precision].itemsize
+    names = adapted_names(real_model(case), case.index)
+    recipe = Recipe(
+        weight_width=width,
+        autocast_width=2,
+        trainable=not tuning.lora_r,
+        lora_r=tuning.lora_r,
+        lora_targets=names,
+        lora_experts="experts" in names,
+        lora_dropout=tuning.dropout > 0,
+        adapter_width=4 if tuning.float32_adapters else width,
+        kernel=kernel(case),
+        several_rows=case.rows > 1,
+        device="cpu",
+    )
+    return layer_memory(case.layer, recipe, case.gradients_exist)
+
+
+def kept(case: Case, memory: LayerMemory) -> int:
+    """Bytes alive after the layer's forward pass and autocast's end."""
+    if not case.checkpointed:
+        return case.bytes_of(memory.saved)
+    copies = dict(memory.checkpoint.kinds).get("autocast_copies", (0, 0, 0))
+    return case.bytes_of(memory.checkpoint) - copies[2]
+
+
+def both_peaks(case: Case, memory: LayerMemory) -> tuple[int, int]:
+    tokens = case.rows * case.length
+    forward = memory.checkpointed_forward if case.checkpointed else memory.forward
+    backward = memory.checkpointed_backward if case.checkpointed else memory.backward
+    return forward.at(tokens, tokens * case.length)[0], backward.at(tokens, tokens * case.length)[0]
+
+
+def assert_equal_to_the_byte(case: Case) -> Truth:
+    truth, memory = real(case), estimated(case)
+    assert kept(case, memory) == truth.kept
+    assert both_peaks(case, memory) == (truth.forward_peak, truth.backward_peak)
+    return truth
+
+
+def layers_of(model: str) -> list[int]:
+    """One of each kind of layer."""
+    layers = shape(model).layers
+    return [layers.index(layer) for layer in dict.fromkeys(layers)]
+
+
+EXACT_CASES = [
+    Case(model=model, index=index, tuning=tuning, precision=precision, attention=attention, padded=padded, checkpointed=checkpointed)
+    for model in ("llama", "qwen3", "gemma3", "mixtral")
+    for index in layers_of(model)
+    for tuning in TUNINGS
+    for precision in DTYPES
+    for attention in ("sdpa", "eager")
+    for padded in (False, True)
+    for checkpointed in (False, True)
+    if not (model == "mixtral" and "dropout" in tuning)  # PEFT refuses dropout on fused experts
+    if not (attention == "eager" and padded)  # eager attention is masked in any case
+]
+
+
+@pytest.mark.parametrize("case", EXACT_CASES, ids=str)
+def test_a_layer_needs_every_byte_that_the_real_one_does(case: Case) -> None:
+    truth = assert_equal_to_the_byte(case)
+    if not case.checkpointed:
+        output = case.rows * case.length * case.layer.hidden_size * DTYPES[case.precision].itemsize
+        assert truth.kept - truth.packed in (0, output)  # what the hooks see, and the output where the input is kept as well
+
+
+OTHERS = [model for model in MODELS if model not in ("llama", "qwen3", "gemma3", "mixtral", "glm", "glm4", "ernie4_5")]
+NO_SDPA = ("gemma2", "gpt_oss")
+KERNELS = {model: ("eager",) if model in (*NO_SDPA, "gpt2-dropout") else ("sdpa", "eager") for model in OTHERS}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(model=model, index=index, attention=attention, checkpointed=checkpointed)
+        for model in OTHERS
+        for index in layers_of(model)
+        for attention in KERNELS[model]
+        for checkpointed in (False, True)
+    ],
+    ids=str,
+)
+def test_the_other_families_need_every_byte_as_well(case: Case) -> None:
+    assert_equal_to_the_byte(case)
