@@ -106,10 +106,11 @@ def longest_line(best: Estimate, question: Question) -> str:
 
 def batch_line(best: Estimate, question: Question) -> str:
     candidate = best.candidate
-    larger = [each for each in batches(candidate, question.job) if each.per_device_train_batch_size > candidate.per_device_train_batch_size]
+    choices = batches(candidate, question.job)
+    larger = [size for size in choices.values if size[0] > candidate.per_device_train_batch_size]
     if not larger:
         return ""
-    following = replace(larger[0], vllm_max_model_length=candidate.vllm_max_model_length)
+    following = choices.at(larger[0])
     answer = attempt(following, question)
     if answer is not None and answer.fits:
         return f"per_device_train_batch_size {following.per_device_train_batch_size} fits too and is no faster"

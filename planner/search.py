@@ -4,15 +4,15 @@ What the job pins stays; the rest is searched. Nothing here changes what is lear
 16-bit weights in full fine-tuning, which the plan says when it comes to them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from planner.candidate import Candidate
 from planner.cluster import Cluster
 from planner.estimate import estimate
-from planner.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, base_candidate, generation_batch
+from planner.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, base_candidate
 from planner.memory.engine import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine_settings import engine_settings
 from planner.methods import METHODS
@@ -27,6 +27,7 @@ FLASH_HEAD_DIM = 256  # flash-attn's largest head dimension
 LARGEST_UTILIZATION = 95  # hundredths; vLLM's own default is 0.92, and a colocated trainer needs room besides
 LENGTH_STEP = 256  # tokens
 LARGEST_BATCH = 1024  # samples a process
+SMALLER_BATCHES = 2  # tried besides the largest that fits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -206,16 +207,33 @@ def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapp
     return replace(candidate, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, steps_per_generation=steps)
 
 
-def batches(candidate: Candidate, job: Job) -> list[Candidate]:
-    """The candidate with every micro-batch that keeps the effective batch and RL's groups, smallest first."""
-    pinned = job.pinned
-    if job.optimize == "batch-size" and job.effective_batch_size is None and "per_device_train_batch_size" not in pinned:
-        accumulation = candidate.gradient_accumulation_steps
-        sizes = [(batch, accumulation) for batch in range(1, LARGEST_BATCH + 1)]
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a monotone knob can be, smallest first: built only when asked for."""
+
+    values: Sequence[Any]
+    at: Callable[[Any], Candidate]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Candidate:
+        return self.at(self.values[index])
+
+
+def batches(candidate: Candidate, job: Job) -> Choices:
+    """The candidate with every micro-batch that keeps the effective batch and RL's groups."""
+    if job.optimize == "batch-size" and job.effective_batch_size is None and "per_device_train_batch_size" not in job.pinned:
+        sizes = [(batch, candidate.gradient_accumulation_steps) for batch in range(1, LARGEST_BATCH + 1)]
     else:
         sizes = splits(candidate, job)
-    found = [with_batch(candidate, batch, accumulation, pinned) for batch, accumulation in sizes]
-    return [each for each in found if candidate.method not in ("grpo", "rloo") or generation_batch(each) % each.num_generations == 0]
+
+    def whole_groups(batch: int, accumulation: int) -> bool:
+        steps = candidate.steps_per_generation if "steps_per_generation" in job.pinned else accumulation
+        return candidate.method not in ("grpo", "rloo") or batch * candidate.num_processes * steps % candidate.num_generations == 0
+
+    kept = [size for size in sizes if whole_groups(*size)]
+    return Choices(kept, lambda size: with_batch(candidate, size[0], size[1], job.pinned))
 
 
 def splits(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
@@ -286,44 +304,48 @@ def placed(candidate: Candidate, question: Question) -> Estimate | None:
     if candidate.vllm != "colocate":
         return attempt(candidate, question)
     low, high = utilizations(candidate, question)
-    if low > high:
-        return None
+    best = largest(low, high, lambda share: fitting(with_utilization(candidate, share, question), question))
+    return attempt(with_utilization(candidate, max(best, low), question), question) if low <= high else None
 
-    def fits(hundredths: int) -> bool:
-        answer = attempt(with_utilization(candidate, hundredths, question), question)
-        return answer is not None and answer.fits
 
-    best = largest(low, high, fits)
-    return attempt(with_utilization(candidate, max(best, low), question), question)
+def leanest(candidate: Candidate, question: Question) -> Candidate:
+    """The candidate with the smallest share that its colocated engine starts with: if that does not fit, none does."""
+    if candidate.vllm != "colocate":
+        return candidate
+    return with_utilization(candidate, min(utilizations(candidate, question)[0], LARGEST_UTILIZATION), question)
+
+
+def fitting(candidate: Candidate, question: Question) -> bool:
+    answer = attempt(candidate, question)
+    return answer is not None and answer.fits
 
 
 def fitted(candidate: Candidate, question: Question) -> Estimate | None:
-    """The best batch of one structure: the largest that fits, or the smallest there is when none does."""
+    """The best batch of one structure: the largest that fits, or the smallest there is when none does.
+
+    A colocated engine takes from the batch what it is given: the next smaller batches, with more of the card for it, are tried too.
+    """
     choices = longest(candidate, question) if question.job.optimize == "max-length" else batches(candidate, question.job)
-    answers: dict[int, Estimate | None] = {}
-
-    def fits(index: int) -> bool:
-        answers[index] = placed(choices[index], question)
-        answer = answers[index]
-        return answer is not None and answer.fits
-
     if not choices:
         return None
-    return answers.get(max(largest(0, len(choices) - 1, fits), 0))
+    top = max(largest(0, len(choices) - 1, lambda index: fitting(leanest(choices[index], question), question)), 0)
+    tried = range(max(0, top - SMALLER_BATCHES), top + 1) if candidate.vllm == "colocate" else (top,)
+    answers = [answer for answer in (placed(choices[index], question) for index in tried) if answer is not None]
+    return max(answers, key=lambda answer: (answer.fits, merit(answer, question.job)), default=None)
 
 
 LENGTH_FIELD = {True: "max_completion_length", False: "max_length"}
 
 
-def longest(candidate: Candidate, question: Question) -> list[Candidate]:
-    """The candidate at its smallest micro-batch with every length up to the model's, shortest first."""
-    smallest = batches(candidate, question.job)[:1]
+def longest(candidate: Candidate, question: Question) -> Choices:
+    """The candidate at its smallest micro-batch with every length up to the model's."""
+    smallest = batches(candidate, question.job)
     name = LENGTH_FIELD[candidate.method_row.generates and candidate.method not in ("online-dpo", "gkd")]
     if not smallest or name in question.job.pinned:
-        return smallest
+        return Choices(smallest.values[:1], smallest.at)
     room = candidate.model.max_position_embeddings - (candidate.prompt_length if name == "max_completion_length" else 0)
     lengths = range(LENGTH_STEP, max(room, LENGTH_STEP) + 1, LENGTH_STEP)
-    return [completed(replace(smallest[0], **{name: length}), question) for length in lengths]  # type: ignore[arg-type]
+    return Choices(lengths, lambda length: completed(replace(smallest[0], **{name: length}), question))
 
 
 # -- the best ----------------------------------------------------------------------------------------------------------
