@@ -87,8 +87,9 @@ def build_model(shape: ModelShape, candidate: Candidate, device: Device, auto_cl
         setattr(config, name, value)
     config.pad_token_id = PAD
     auto = getattr(transformers, auto_class)
+    attention = None if candidate.attn_implementation == "sdpa" else candidate.attn_implementation  # None: sdpa where the model has it, else eager
     with torch.device("meta" if device == "fake" else "cpu"):
-        model = auto.from_config(config, dtype=DTYPES[candidate.dtype], attn_implementation=candidate.attn_implementation)
+        model = auto.from_config(config, dtype=DTYPES[candidate.dtype], attn_implementation=attention)
     model.name_or_path = shape.id
     return model
 
