@@ -35,22 +35,24 @@ def repeat_kv(tape: Tape, block: Attention, x: Tensor, head_dim: int) -> Tensor:
     return op.expanded(tape, x, tokens(block.num_attention_heads * head_dim))
 
 
-def math_attention(tape: Tape, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def math_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """sdpa's fallback (attention.cpp `_scaled_dot_product_attention_math`): the scores of every head, in float32.
 
-    16-bit inputs are cast first. The mask, or the causal triangle, is counted as one float32 a score; the probabilities are cast
-    back as well, though nobody asks for them.
+    16-bit inputs are cast first. The causal triangle is one float32 a score of one row, which is counted for every row; the
+    probabilities are cast back as well, though nobody asks for them.
     """
     heads, width = block.num_attention_heads, q.width
-    wide_v, wide_k, wide_q = op.cast(tape, v, 4), op.cast(tape, k, 4), op.cast(tape, q, 4)
+    wide_q, wide_k, wide_v = op.cast(tape, q, 4), op.cast(tape, k, 4), op.cast(tape, v, 4)
     scaled_q = op.scale(tape, wide_q)
     mask = tape.empty(scores(1), 4)
     scaled_k = op.scale(tape, wide_k)
     raw = op.bmm(tape, scaled_q, scaled_k, scores(heads))
+    del scaled_k
     probabilities = op.softmax(tape, raw)
+    tape.empty(scores(heads), 1)  # `_safe_softmax` looks for rows without any score
     del raw
     narrow = tape.empty(scores(heads), width)
-    copied_v = op.clone(tape, wide_v)
+    copied_v = op.clone(tape, wide_v) if recipe.several_rows else op.view(tape, wide_v)
     mixed = op.bmm(tape, probabilities, copied_v, tokens(heads * block.v_head_dim))
     result = op.cast(tape, mixed, width)
     del mask, narrow
@@ -63,7 +65,7 @@ def sdpa(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: 
     width = recipe.autocast_width or q.width
     narrow_v, narrow_k, narrow_q = op.cast(tape, v, width), op.cast(tape, k, width), op.cast(tape, q, width)
     if recipe.kernel == "math":
-        return math_attention(tape, block, narrow_q, narrow_k, narrow_v)
+        return math_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)
     return fused_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)
 
 
