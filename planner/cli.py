@@ -1,7 +1,6 @@
 """The command: parses, calls, prints. The only printer and the only exit."""
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, InputError, PlanError, nearest
+from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, InputError, PlanError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -201,13 +200,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _with_commands(message: str) -> str:
-    """An unknown command, with the nearest of those there are."""
-    unknown = re.fullmatch(r"No such command '(.*)'\.", message)
-    if unknown is None:
+    """An unknown command that is like none: with all there are."""
+    if not message.startswith("No such command") or "Did you mean" in message:
         return message
-    commands = [command.name or str(command.callback and command.callback.__name__) for command in app.registered_commands]
-    near = nearest(unknown[1], commands)
-    return f"{message} Did you mean {' or '.join(near)}?" if near else f"{message} There are {', '.join(commands)}, and plan alone."
+    commands = [command.name or (command.callback.__name__ if command.callback else "") for command in app.registered_commands]
+    return f"{message} There are {', '.join(commands)}, and plan alone."
 
 
 def _answer(options: Mapping[str, Any], report: "dict[str, object]", table: "Text", page: Callable[[], str]) -> None:

@@ -11,11 +11,11 @@ from planner.catalogue import load_model
 from planner.cluster import Cluster
 from planner.errors import InputError, UnknownName
 from planner.gpus import parse_cluster
-from planner.job import Goal, Job, TuningClass, base_candidate
+from planner.job import DEQUANTIZED, Goal, Job, TuningClass, base_candidate
 from planner.memory.loss import release
 from planner.methods import METHODS, MethodName
 from planner.model import ModelShape
-from planner.pins import READ_BY, reads, refuse_contradictions, unread_lengths
+from planner.pins import LORA_FIELDS, READ_BY, reads, refuse_contradictions, unread_lengths
 from planner.quantities import Estimate
 from planner.settings import MANY, Value, candidate_fields, fields_named, parse_assignments
 
@@ -93,6 +93,8 @@ def single_candidate(question: Question) -> Candidate:
     """
     job, cluster = question.job, question.cluster
     pinned = {**TUNING_PINS[job.tuning], **job.pinned}
+    if pinned.get("quantization", job.model.quantization) not in ("none", *DEQUANTIZED):
+        pinned.setdefault("tuning", "lora")  # quantized weights do not learn
     if pinned.get("vllm") == "server" and "num_processes" not in pinned:
         pinned["num_processes"] = max(cluster.num_gpus - _server_gpus(pinned), 1)
     if pinned.get("num_processes", cluster.num_gpus) != 1:
@@ -168,6 +170,8 @@ def _pins(settings: Mapping[str, Value], model: ModelShape, tuning: TuningClass,
     for role in ("reward_model", "teacher_model"):
         if role in pinned:
             pinned[role] = load_model(pinned[role])
+    if tuning == "auto" and not pinned.keys().isdisjoint(LORA_FIELDS):
+        pinned.setdefault("tuning", "lora")  # whoever names a rank wants adapters
     adapters = tuning in ("lora", "qlora") or pinned.get("tuning") == "lora"
     if from_file and adapters and "lora_target_modules" not in pinned:
         from planner.train_config import default_targets

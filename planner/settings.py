@@ -336,7 +336,7 @@ def _number(name: str, text: str, field: str, whole: bool) -> int | float:
         _refuse(name, text, wanted)
     low, high = RANGES.get(field, (1 if whole else 0.0, LARGEST))
     if not low <= number <= high:
-        _refuse(name, text, f"at least {low:g}" if number < low and high >= MANY else f"from {low:g} to {high:,g}" if high < MANY else f"at most {high:,}")
+        _refuse(name, text, f"from {low:g} to {high:g}" if high < MANY else f"at most {high:,}" if number > high else f"at least {low:g}")
     return number
 
 

@@ -64,6 +64,7 @@ class TestSearch:
             "max_length": 2048,
             "per_device_train_batch_size": 4,
             "lora_r": 8,
+            "tuning": "lora",
             "prompt_length": 100,
             "max_completion_length": 200,
             "padded": False,
@@ -108,6 +109,10 @@ class TestEstimate:
         settings = settings_printed(capsys)
         assert (settings["use_peft"], settings["load_in_4bit"], settings["dtype"], settings["num_processes"]) == (True, True, "float32", 2)
         assert (settings["per_device_train_batch_size"], settings["distributed_type"]) == (8, "MULTI_GPU")
+
+    def test_a_quantized_load_means_adapters(self, capsys):
+        assert run(["estimate", *ASKED, "--set", "load_in_4bit=true", "--json"]) == 0
+        assert settings_printed(capsys)["use_peft"] is True
 
     def test_the_effective_batch_is_kept_by_accumulation(self, capsys):
         assert run(["estimate", *ASKED, "--effective-batch-size", "64", "--json"]) == 0

@@ -221,7 +221,7 @@ class TestHtml:
 
     def test_the_page_names_the_peak_and_the_card(self):
         page = plan_html(PLAN)
-        assert "train+vllm: peak 35.2 GiB of 39.5 GiB in the rollout" in page
+        assert "peak 35.2 (34.0 to 37.0) of 39.5 GiB in the rollout" in page
         assert "full fine-tuning" in page
 
     def test_an_estimate_has_a_page_with_its_warnings(self):

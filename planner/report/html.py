@@ -11,8 +11,8 @@ from planner.errors import PlanError
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.report.json import Json, estimate_report, plan_report
-from planner.report.table import COUNTS, cards, describe
-from planner.units import format_count, format_gib, format_seconds
+from planner.report.table import COUNTS, SMALLEST_BYTES, cards, describe, shown_settings, speed, tokens_per_second, verdict
+from planner.units import format_count, format_gib
 
 # A colour a component, neighbours in a bar told apart.
 COLOURS: dict[str, str] = {
@@ -54,12 +54,13 @@ def _page(best: Estimate, cluster: Cluster, report: Json, others: list[tuple[str
         raise PlanError("--html needs Jinja2, which is in the report extra: pip install 'finetune-plan[report]'.") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals["counts"] = COUNTS
-    environment.filters |= {"gib": lambda size: format_gib(size, 1), "seconds": format_seconds, "count": format_count, "words": _words}
+    environment.filters |= {"gib": lambda size: format_gib(size, 1), "count": format_count, "words": _words, "per_second": tokens_per_second}
     template = environment.from_string(files("planner.report").joinpath("page.html").read_text(encoding="utf-8"))
-    present = {component for gpu in best.gpus for phase in gpu.phases for component in phase.components}
+    present = {name for gpu in best.gpus for phase in gpu.phases for name, size in phase.components.items() if size >= SMALLEST_BYTES}
     colours = {component: colour for component, colour in COLOURS.items() if component in present}
     title = f"{best.candidate.model.id} · {best.candidate.method}"
-    text: str = template.render(title=title, cards=cards(cluster), words=describe(best.candidate), report=report, others=others, colours=colours, best=best)
+    said = {"words": describe(best.candidate), "verdict": verdict(best), "speed": speed(best), "lines": shown_settings(best.candidate)}
+    text: str = template.render(title=title, cards=cards(cluster), said=said, report=report, others=others, colours=colours)
     return text
 
 

@@ -1,0 +1,218 @@
+"""What cannot be answered is said in one line that names what works: nothing on stdout, nothing written, exit 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planner.cli import run
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
+
+
+def asked(model: str = "Qwen2.5-7B", gpus: str = "2xA100-40G", method: str = "grpo") -> list[str]:
+    return ["--model", model, "--gpus", gpus, "--method", method]
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of a refusal."""
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("Error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["foo"], "No such command 'foo'. There are "),
+        (["estimat"], "No such command 'estimat'. Did you mean"),
+        ([*asked(), "estimate"], "--model stands before estimate."),
+        (["gpus", "--json"], "No such option: --json"),
+        (asked(model=""), "--model is empty."),
+        (asked(model=" "), "--model is empty."),
+        (asked(model="Qwen2.5-7BB"), "Unknown model 'Qwen2.5-7BB'. Did you mean Qwen/Qwen2.5-7B"),
+        (asked(model="漢字🙂"), "Unknown model '漢字🙂'. `plan models` lists the catalogue"),
+        (asked(model="a" * 5000), "Unknown model 'aaa"),
+        (asked(model="/" + "a" * 5000), "/aaa"),
+        (asked(model="x/" + "a" * 300), "Unknown model 'x/aaa"),
+        (asked(gpus=""), "--gpus is empty."),
+        (asked(gpus="0xH100"), "--gpus '0xH100' has 0 GPUs"),
+        (asked(gpus="3xFoo"), "Unknown GPU 'Foo'."),
+        (asked(gpus="2xA100"), "Unknown GPU 'A100'. Did you mean A100-80G or A100-40G?"),
+        (asked(gpus="2x"), "--gpus '2x' names no GPU. Write it as 2xA100-40G"),
+        (asked(gpus="99999999999xH100"), "--gpus '99999999999xH100' puts 99999999999 GPUs in one machine."),
+        (asked(gpus="1x24"), "--gpus '24' is no card. A capacity needs its unit: 24GiB."),
+        (asked(method="pretrain"), "Unknown method 'pretrain'. It can be sft, dpo"),
+        ([*asked(), "--tuning", ""], "--tuning is empty."),
+        ([*asked(), "--tuning", "adapter"], "Unknown tuning class 'adapter'. It can be auto, full, lora, qlora."),
+        ([*asked(), "--risk", "nan"], "--risk must be a probability from 0.000001 to below 0.5, such as 0.01, not nan."),
+        ([*asked(), "--risk", "1e-300"], "--risk must be a probability"),
+        ([*asked(), "--free-memory", "30"], "--free-memory 30 is not between 1 GiB and the 39.49 GiB of A100-40G. Did you mean 30GiB?"),
+        ([*asked(), "--trl-version", "nonsense"], "'nonsense' is no TRL release."),
+        ([*asked(), "--trl-version", "99.9"], "--trl-version 99.9 is newer than 1.16, the newest"),
+        ([*asked(), "--max-length", "many"], "max_length must be a whole number, not many."),
+        ([*asked(), "--max-length", "99999999999999999999"], "max_length must be at most 1,000,000,000"),
+        ([*asked(), "--batch-size", "0"], "per_device_train_batch_size must be at least 1, not 0."),
+        ([*asked(), "--batch-size", "99999999"], "per_device_train_batch_size must be at most 1,000,000"),
+        ([*asked(), "--lora-r", "0"], "lora_r must be at least 1, not 0."),
+        ([*asked(), "--lora-r", "16,32,64"], "lora_r must be one number a run, not 16,32,64."),
+        ([*asked(), "--effective-batch-size", "7"], "--effective-batch-size 7 is not made of whole samples on 2 GPUs and groups of 8. Use 8."),
+        ([*asked(method="sft"), "--effective-batch-size", "7"], "--effective-batch-size 7 is not made of whole samples on 2 GPUs. Use 6 or 8."),
+        (
+            [*asked(method="sft"), "--effective-batch-size", "8", "--batch-size", "3"],
+            "--effective-batch-size 8 is not made of whole micro-batches of 3 on 2 GPUs. Use 6 or 12.",
+        ),
+        ([*asked(), "--out", ""], "--out is empty."),
+    ],
+)
+def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
+    assert refused(arguments, capsys).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("question", "settings", "message"),
+    [
+        (asked(), "foo=1", "Unknown setting 'foo'."),
+        (asked(), "foo", "--set foo has no value."),
+        (asked(), "method=sft", "method has a flag of its own: --method."),
+        (asked(), "model=gpt2", "--model Qwen2.5-7B contradicts --set model=gpt2."),
+        (asked(), "optim=adam", "Unknown optim 'adam'."),
+        (asked(), "beta=nan", "beta must be at least 0, not nan."),
+        (asked(), "beta=inf", "beta must be at most 1,000,000,000, not inf."),
+        (asked(), "num_generations=1", "num_generations must be at least 2, not 1."),
+        (
+            asked(),
+            "num_generations=7",
+            "num_generations 7 does not divide the 16 completions of an optimizer step (8 on each of 2 GPUs). "
+            "Use --effective-batch-size 112, or num_generations 4.",
+        ),
+        (asked(), "packing=true", "grpo has no packing, which is a setting of sft."),
+        (asked(method="kto"), "padding_free=true", "kto has no padding_free, which is a setting of sft, dpo."),
+        (asked(method="sft"), "teacher_model_name_or_path=gpt2", "sft has no teacher_model, which is a setting of gkd, distillation."),
+        (asked(method="sft"), "vllm_mode=colocate", "sft does not generate with vLLM."),
+        (asked(method="sft"), "vllm_enable_sleep_mode=true", "sft has no vllm_enable_sleep_mode, which is a setting of grpo"),
+        (asked(gpus="1xH100"), "vllm_mode=server", "A vLLM server on 1 of 1 GPUs leaves none for the trainer. Use --set vllm_mode=colocate."),
+        (asked(gpus="8xH100"), "vllm_mode=server num_processes=8", "num_processes 8 and a vLLM server on 1 of the same 8 GPUs would share cards"),
+        (
+            asked(gpus="8xH100"),
+            "vllm_mode=server vllm_tensor_parallel_size=3",
+            "vllm_tensor_parallel_size 3 does not divide the 28 attention heads of Qwen/Qwen2.5-7B. Use 2.",
+        ),
+        (
+            asked(gpus="3xH100"),
+            "vllm_mode=colocate vllm_tensor_parallel_size=2 num_generations=2",
+            "vllm_tensor_parallel_size 2 does not divide the 3 processes. Use 1.",
+        ),
+        (asked(), "use_vllm=false vllm_gpu_memory_utilization=0.5", "vllm_gpu_memory_utilization is read with vLLM only"),
+        (asked("gpt2", "1xT4", "sft"), "bf16=true", "T4 has no bfloat16"),
+        (asked("gpt2", "1xT4", "sft"), "dtype=bfloat16", "T4 has no bfloat16, so dtype=bfloat16 cannot be had there. Use --set dtype=float16"),
+        (asked("gpt2", "1xV100-16G", "sft"), "attn_implementation=flash_attention_2", "flash_attention_2 does not run on V100-16G."),
+        (asked("gpt-oss-20b", "8xH100", "sft"), "attn_implementation=sdpa", "openai/gpt-oss-20b has attention sinks, which sdpa does not know."),
+        (asked(method="sft"), "fp16=true bf16=true", "fp16=True and bf16=True contradict each other."),
+        ([*asked(method="sft"), "--tuning", "full"], "dtype=float16", "float16 weights cannot be trained in full"),
+        ([*asked(method="sft"), "--tuning", "full"], "load_in_4bit=true", "--tuning full cannot be quantized"),
+        ([*asked(method="sft"), "--tuning", "full"], "lora_r=8", "lora_r needs adapters, and full fine-tuning has none."),
+        ([*asked(method="sft"), "--tuning", "lora"], "use_peft=false", "--tuning lora contradicts use_peft=false."),
+        ([*asked(method="sft"), "--tuning", "lora"], "load_in_4bit=true", "--tuning lora contradicts a quantized load. Use --tuning qlora."),
+        (asked(method="sft"), "load_in_4bit=true load_in_8bit=true", "load_in_4bit=True and load_in_8bit=True contradict each other."),
+        (asked(method="sft"), "quant_method=gptq", "Qwen/Qwen2.5-7B is not a gptq checkpoint"),
+        (asked("Qwen2.5-7B-Instruct-GPTQ-Int4", method="sft"), "load_in_4bit=true", "Qwen2.5-7B-Instruct-GPTQ-Int4 is quantized already (gptq)"),
+        (asked("Qwen2.5-7B-Instruct-GPTQ-Int4", method="sft"), "use_peft=false", "Qwen2.5-7B-Instruct-GPTQ-Int4 is quantized (gptq)"),
+        (asked(method="sft"), "offload_param=true sharding=ddp", "Only ZeRO-3 and FSDP move parameters to the host, not ddp. Add --set zero_stage=3."),
+        (asked(method="sft"), "offload_param_device=cpu", "Only ZeRO-3 and FSDP move parameters to the host. Add --set zero_stage=3."),
+        (asked(method="sft"), "offload_optimizer=true sharding=fsdp2", "Only DeepSpeed moves the optimizer alone to the host, not fsdp2. Use --set fsdp_"),
+        (asked(method="sft"), "distributed_type=NO", "distributed_type=NO is one process, and there are 2 GPUs."),
+        (asked(method="sft"), "num_processes=3", "num_processes 3 needs as many GPUs, and there are 2."),
+        (asked(gpus="2x8xH100", method="sft"), "num_machines=3", "num_machines 3 contradicts --gpus, which has 2"),
+        (asked(method="sft"), "lora_target_modules=foo", "lora_target_modules foo match no module of Qwen/Qwen2.5-7B: it has down_proj"),
+        (asked(method="sft"), "every_n_layers=4 gradient_checkpointing=false", "every_n_layers is a detail of gradient_checkpointing, which is false."),
+        (asked("gpt2", method="sft"), "max_length=4096", "max_length 4,096 is longer than the 1,024 positions that openai-community/gpt2 has learned."),
+    ],
+)
+def test_a_setting_that_contradicts_is_refused(question, settings, message, capsys):
+    arguments = [*question, *(part for setting in settings.split() for part in ("--set", setting))]
+    assert refused(arguments, capsys).startswith(message)
+    assert refused(["estimate", *arguments], capsys).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", "is no JSON object, so it is not a model's config.json."),
+        ("", "is no JSON: "),
+        (bytes(range(256)), "is no JSON: "),
+        ("{}", "has no model_type, so it is not a Hugging Face model config."),
+        ('{"tokenizer_class": "LlamaTokenizer"}', "has no model_type"),
+        ('{"model_type": "llama"}', "has no 'num_hidden_layers', which its model type 'llama' needs."),
+        (json.dumps(LLAMA | {"hidden_size": -64}), "has 'hidden_size': -64, which is not a whole number."),
+        (json.dumps(LLAMA | {"num_attention_heads": 0}), "has 'num_attention_heads': 0, which must be positive."),
+        (json.dumps(LLAMA | {"hidden_size": float("nan")}), "has 'hidden_size': nan"),
+        (json.dumps(LLAMA | {"model_type": "bert"}), "is of model type 'bert', whose layers have no formula here"),
+    ],
+)
+def test_a_file_that_is_no_config_json_is_refused(content, message, tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert message in refused(asked(model=str(tmp_path)), capsys)
+
+
+def test_a_model_whose_activations_have_no_formula_is_refused_with_what_is_known(capsys):
+    assert "are not known by formula; its " in refused(asked(model="google/gemma-4-12B", method="sft"), capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"- a\n- b\n", "is no TRL config: it should hold keys and values"),
+        (b"", "is no TRL config"),
+        (b"hello", "is no TRL config"),
+        (b"a: [1", "is not YAML: "),
+        (bytes(range(256)), "is not YAML: "),
+        (b"!!python/object/apply:os.system [ls]", "is not YAML: "),
+        (b"per_device_train_batch_size: many", "per_device_train_batch_size must be a whole number, not many."),
+        (b"max_length: {a: 1}", "max_length must be a whole number"),
+        (b"bf16: true\nfp16: true", "contradict each other."),
+        (b"load_in_4bit: true", "--tuning lora"),
+        (b"deepspeed: none.json", "none.json cannot be read: No such file or directory."),
+        (b"deepspeed: {zero_optimization: {stage: 7}}", "zero_stage=7 is not supported. zero_stage can be 1, 2, 3."),
+        (b"max_length: 12\nmax_seq_length: 13", "max_seq_length=13 contradicts max_length=12."),
+    ],
+)
+def test_a_file_that_is_no_trl_config_is_refused(content, message, tmp_path, capsys):
+    file = tmp_path / "train.yaml"
+    file.write_bytes(content)
+    assert message in refused(["estimate", "--config", str(file), *asked(method="sft")], capsys)
+
+
+@pytest.mark.parametrize(("model", "model_type"), [("gemma-3-4b-it", "gemma3"), ("Mixtral-8x7B-v0.1", "mixtral"), ("Phi-4", "phi3")])
+def test_adapters_that_peft_has_no_default_for_are_refused(model, model_type, tmp_path, capsys):
+    file = tmp_path / "train.yaml"
+    file.write_text("use_peft: true\n")
+    message = refused(["estimate", "--config", str(file), *asked(model=model, method="sft")], capsys)
+    assert message == f"PEFT has no default lora_target_modules for {model_type}. Name them in the config, such as lora_target_modules: all-linear."
+
+
+@pytest.mark.parametrize("path", ["/", "none.yaml"])
+def test_a_config_that_cannot_be_read_is_refused(path, capsys):
+    assert f"{path} cannot be read: " in refused(["estimate", "--config", path, *asked(method="sft")], capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--out", "file"], "file cannot be written: file is no folder."),
+        (["--out", "file/deeper/still"], "file/deeper/still cannot be written: file is no folder."),
+        (["--html", "folder"], "--html folder is a folder. Give a file, such as folder/plan.html."),
+        (["--out", "new", "--html", "file/page.html"], "file cannot be written: file is no folder."),
+        (["--out", "a" * 300], "cannot be written: File name too long."),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("folder").mkdir()
+    assert refused([*asked(model="gpt2", method="sft"), *flags], capsys).endswith(message)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
