@@ -179,6 +179,8 @@ def engine_problems(asked: Asked) -> Iterator[str]:
     if mode == "off" and unused:
         yield f"{unused[0]} is read with vLLM only, and use_vllm is false. Use --set use_vllm=true."
     needed = server_gpus(pinned)
+    if mode == "server" and pinned.get("vllm_enable_sleep_mode"):
+        yield "vllm_enable_sleep_mode is for a colocated engine: a server has its GPUs to itself. Drop it, or use --set vllm_mode=colocate."
     if mode == "server" and needed >= cluster.num_gpus:
         yield (
             f"A vLLM server on {needed} of {cluster.num_gpus} GPUs leaves none for the trainer. "

@@ -106,6 +106,7 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "vllm_mode=colocate vllm_tensor_parallel_size=2 num_generations=2",
             "vllm_tensor_parallel_size 2 does not divide the 3 processes. Use 1.",
         ),
+        (asked(gpus="8xH100"), "vllm_mode=server vllm_enable_sleep_mode=true", "vllm_enable_sleep_mode is for a colocated engine"),
         (asked(), "use_vllm=false vllm_gpu_memory_utilization=0.5", "vllm_gpu_memory_utilization is read with vLLM only"),
         (asked("gpt2", "1xT4", "sft"), "bf16=true", "T4 has no bfloat16"),
         (asked("gpt2", "1xT4", "sft"), "dtype=bfloat16", "T4 has no bfloat16, so dtype=bfloat16 cannot be had there. Use --set dtype=float16"),

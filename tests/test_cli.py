@@ -5,8 +5,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
 
+import jsonschema
 import pytest
 from report_samples import ESTIMATE, NOTHING_FITS, PLAN
 
@@ -113,6 +115,12 @@ class TestEstimate:
     def test_a_quantized_load_means_adapters(self, capsys):
         assert run(["estimate", *ASKED, "--set", "load_in_4bit=true", "--json"]) == 0
         assert settings_printed(capsys)["use_peft"] is True
+
+    def test_pefts_own_targets_are_what_trl_calls_none(self, capsys):
+        assert run(["estimate", *ASKED, "--set", "lora_target_modules=default", "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["settings"]["lora_target_modules"] is None
+        jsonschema.validate(report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8")))
 
     def test_the_effective_batch_is_kept_by_accumulation(self, capsys):
         assert run(["estimate", *ASKED, "--effective-batch-size", "64", "--json"]) == 0

@@ -35,7 +35,11 @@ LINES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("lengths", ("max_length", "prompt_length", "max_completion_length", "max_new_tokens", "response_length"), ("packing", "padding_free", "padded")),
     ("model", ("dtype", "gradient_checkpointing", "attn_implementation"), ()),
     ("adapters", ("lora_r", "lora_target_modules", "lora_dropout"), ("use_peft", "autocast_adapter_dtype")),
-    ("GPUs", ("num_processes",), ("num_machines", "zero_stage", "fsdp_version", "offload_optimizer_device", "offload_param_device", "fsdp_offload_params")),
+    (
+        "GPUs",
+        ("num_processes",),
+        ("num_machines", "zero_stage", "ds3_gather_for_generation", "fsdp_version", "offload_optimizer_device", "offload_param_device", "fsdp_offload_params"),
+    ),
     ("vLLM", ("vllm_mode", "vllm_gpu_memory_utilization"), ()),
 )
 ALWAYS_SHOWN = frozenset(name for _, always, _ in LINES for name in always)
