@@ -1,6 +1,6 @@
 """A candidate: one way to run the job, every setting decided and named as TRL, Transformers, accelerate, DeepSpeed and vLLM name it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from planner.errors import InputError

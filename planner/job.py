@@ -1,15 +1,15 @@
 """A job: what the user wants, before anything is decided; what TRL decides when nobody does; and what contradicts itself."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
 from planner.cluster import Cluster
 from planner.errors import InputError, UnknownArchitecture, UnknownName
-from planner.methods import METHODS, MethodName
 from planner.memory.engine_settings import SERVER_GPU_MEMORY_UTILIZATION
 from planner.memory.loss import release
+from planner.methods import METHODS, MethodName
 from planner.model import ModelShape
 from planner.units import format_gib
 
@@ -55,23 +55,28 @@ class Job:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise UnknownName("method", self.method, METHODS)
-        if not 0.0 < self.risk < 0.5:
-            raise InputError(f"--risk {self.risk} is no accepted probability. Give one between 0 and 0.5, such as 0.01.")
-        if self.effective_batch_size is not None and self.effective_batch_size < 1:
-            raise InputError(f"--effective-batch-size must be at least 1, not {self.effective_batch_size}.")
         known = {entry.name for entry in fields(Candidate)}
-        for name in self.pinned:
-            if name not in known:
-                raise UnknownName("setting", name, known)
-        if self.tuning == "full" and self.pinned.get("quantization", "none") != "none":
-            raise InputError("--tuning full cannot be quantized: quantized weights do not learn. Use --tuning qlora.")
-        if self.tuning == "qlora" and self.pinned.get("quantization") == "none":
-            raise InputError("--tuning qlora contradicts an unquantized load. Use --tuning lora.")
+        for name in self.pinned.keys() - known:
+            raise UnknownName("setting", name, known)
+        for problem in wish_problems(self):
+            raise InputError(problem)
         if not self.model.known:
             raise UnknownArchitecture(
                 f"The activations of {self.model.id} ({self.model.model_type}) are not known by formula; its {self.model.params:,} parameters are "
                 f"{format_gib(2 * self.model.params)} in bfloat16. Plan a model of a known family, or see plan models."
             )
+
+
+def wish_problems(job: Job) -> Iterator[str]:
+    """What a job asks that no candidate could be."""
+    if not 0.0 < job.risk < 0.5:
+        yield f"--risk {job.risk} is no accepted probability. Give one between 0 and 0.5, such as 0.01."
+    if job.effective_batch_size is not None and job.effective_batch_size < 1:
+        yield f"--effective-batch-size must be at least 1, not {job.effective_batch_size}."
+    if job.tuning == "full" and job.pinned.get("quantization", "none") != "none":
+        yield "--tuning full cannot be quantized: quantized weights do not learn. Use --tuning qlora."
+    if job.tuning == "qlora" and job.pinned.get("quantization") == "none":
+        yield "--tuning qlora contradicts an unquantized load. Use --tuning lora."
 
 
 def base_candidate(job: Job, cluster: Cluster) -> Candidate:
@@ -157,12 +162,13 @@ def method_problems(candidate: Candidate, job: Job) -> list[str]:
     if candidate.vllm != "off" and not row.supports_vllm:
         found.append(f"{candidate.method} does not generate with vLLM. Drop use_vllm.")
     if candidate.method in ROWS_OF_MAX_LENGTH and candidate.max_completion_length >= candidate.max_length:
-        found.append(f"max_new_tokens {candidate.max_completion_length} leaves no room for a prompt in max_length {candidate.max_length}. Raise --max-length.")
+        lengths = f"max_new_tokens {candidate.max_completion_length} leaves no room for a prompt in max_length {candidate.max_length}"
+        found.append(f"{lengths}. Raise --max-length.")
     pinned_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"} <= job.pinned.keys()
     if candidate.method in ("grpo", "rloo") and pinned_batch and generation_batch(candidate) % candidate.num_generations:
         found.append(
-            f"A generation batch of {generation_batch(candidate)} completions (per_device_train_batch_size {candidate.per_device_train_batch_size} x num_processes "
-            f"{candidate.num_processes} x steps_per_generation {candidate.steps_per_generation}) is no multiple of num_generations {candidate.num_generations}. "
+            f"A generation batch of {generation_batch(candidate)} completions (per_device_train_batch_size "
+            f"{candidate.per_device_train_batch_size} x num_processes {candidate.num_processes} x steps_per_generation {candidate.steps_per_generation}) is no multiple of num_generations {candidate.num_generations}. "
             f"Use num_generations={largest_divisor(generation_batch(candidate), candidate.num_generations)}, or a batch that is."
         )
     return found

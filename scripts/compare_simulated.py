@@ -117,9 +117,10 @@ def table(rows: list[dict[str, object]]) -> str:
     lines = [
         "# Estimated against simulated",
         "",
-        f"The same {len(good)} candidates through the formulas and through the dry run (the installed trainers on fake tensors): peak of what PyTorch allocates,",
-        f"estimated over simulated. {', '.join(f'{package} {version(package)}' for package in VERSIONS)}. Made by `python scripts/compare_simulated.py`; models are",
-        f"cut to {LAYERS} layers of their real shapes. {len(rows) - len(good)} combinations were refused by the libraries.",
+        f"The same {len(good)} candidates through the formulas and through the dry run (the installed trainers on fake tensors): peak of what",
+        f"PyTorch allocates, estimated over simulated. {', '.join(f'{package} {version(package)}' for package in VERSIONS)}.",
+        f"Made by `python scripts/compare_simulated.py`; models are cut to {LAYERS} layers of their real shapes.",
+        f"{len(rows) - len(good)} combinations were refused by the libraries; they stand at the end.",
         "",
         "| group | candidates | mean error | mean absolute | worst | under by more than 3 % |",
         "|---|---|---|---|---|---|",
