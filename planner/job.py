@@ -166,10 +166,12 @@ def method_problems(candidate: Candidate, job: Job) -> list[str]:
         found.append(f"{lengths}. Raise --max-length.")
     pinned_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"} <= job.pinned.keys()
     if candidate.method in ("grpo", "rloo") and pinned_batch and generation_batch(candidate) % candidate.num_generations:
+        batch = generation_batch(candidate)
+        made_of = f"{candidate.per_device_train_batch_size} x {candidate.num_processes} x {candidate.steps_per_generation}"
         found.append(
-            f"A generation batch of {generation_batch(candidate)} completions (per_device_train_batch_size "
-            f"{candidate.per_device_train_batch_size} x num_processes {candidate.num_processes} x steps_per_generation {candidate.steps_per_generation}) is no multiple of num_generations {candidate.num_generations}. "
-            f"Use num_generations={largest_divisor(generation_batch(candidate), candidate.num_generations)}, or a batch that is."
+            f"A generation batch of {batch} completions (per_device_train_batch_size x num_processes x steps_per_generation = {made_of}) is no "
+            f"multiple of num_generations {candidate.num_generations}. Use num_generations={largest_divisor(batch, candidate.num_generations)}, "
+            "or a batch that is."
         )
     return found
 
