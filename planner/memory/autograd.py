@@ -123,7 +123,7 @@ class Tape:
     total: list[int] = field(default_factory=lambda: [0, 0, 0])
     moments: list[Moment] = field(default_factory=list)
     gradients: list[Storage] = field(default_factory=list)
-    autocast_cache: dict[str, Tensor] = field(default_factory=dict)
+    autocast_cache: list[Tensor] = field(default_factory=list)
     order: int = 0
     saves: int = 0
     stop_after_saves: int | None = None  # None: never

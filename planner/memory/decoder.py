@@ -73,10 +73,9 @@ def stablelm(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
     """The same; so is the first norm's output."""
     normed = norm(tape, recipe, layer.norms[0], x)
     mixed, weights = attended(tape, recipe, layer, normed)
-    del weights
     residual = op.add(tape, x, mixed)
     result = second_half(tape, recipe, layer, residual)
-    del normed, mixed
+    del normed, mixed, weights
     return result
 
 
@@ -142,18 +141,24 @@ def olmo2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
 
 def parallel(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
     """Attention and MLP both read the layer's input, through one norm or one each."""
-    residual = x
     normed = norm(tape, recipe, layer.norms[0], x)
     mixed, weights = attended(tape, recipe, layer, normed)
     mixed = weighed(tape, recipe, layer, mixed)
     if len(layer.norms) == 2:
+        del normed
         normed = norm(tape, recipe, layer.norms[1], x)
     fed = feed_forward(tape, recipe, layer, normed)
     fed = weighed(tape, recipe, layer, fed)
-    both = op.add(tape, fed, mixed)
-    result = op.add(tape, both, residual)
+    result = sum_of_three(tape, layer, x, mixed, fed)
     del weights
     return result
+
+
+def sum_of_three(tape: Tape, layer: Layer, residual: Tensor, mixed: Tensor, fed: Tensor) -> Tensor:
+    """cohere adds the residual first, the others last."""
+    first, last = (residual, fed) if layer.norms[0].kind == "layer_cohere" else (fed, residual)
+    both = op.add(tape, first, mixed)
+    return op.add(tape, both, last)
 
 
 PROGRAMS: dict[LayerProgram, Callable[[Tape, Recipe, Layer, Tensor], Tensor]] = {

@@ -92,9 +92,9 @@ def expanded(tape: Tape, x: Tensor, elements: Size) -> Tensor:
     return tape.output(tape.empty(elements, x.width), (x,), [], fresh(tape, x))
 
 
-def cat(tape: Tape, parts: tuple[Tensor, ...]) -> Tensor:
-    """Joined along the features; every part's gradient is a view."""
-    width = max(x.width for x in parts)
+def cat(tape: Tape, parts: tuple[Tensor, ...], width: int = 0) -> Tensor:
+    """Joined along the features, in the widest dtype or the given one; every part's gradient is a view."""
+    width = width or max(x.width for x in parts)
     elements = (sum(x.elements[0] for x in parts), sum(x.elements[1] for x in parts), 0)
     sizes = tuple(x.elements for x in parts)
 

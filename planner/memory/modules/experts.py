@@ -58,9 +58,9 @@ def router_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, width:
     """F.linear of the router's weight in `width` bytes, with whatever bias its parameters leave over."""
     hidden, count = x.elements[0], block.num_experts
     bias = block.router_params - hidden * count
-    offset = cast_weight(tape, tape.weight(bias, recipe.weight_width, recipe.trainable), "router.bias", width) if bias else None
+    offset = cast_weight(tape, tape.weight(bias, recipe.weight_width, recipe.trainable), width) if bias else None
     stored = router_weight(tape, recipe, hidden, count)
-    weight = cast_weight(tape, stored, "router", width)
+    weight = cast_weight(tape, stored, width)
     narrow = op.cast(tape, x, width)
     return op.mm(tape, narrow, op.view(tape, weight), tokens(count), offset)
 
@@ -74,7 +74,7 @@ def router_weight(tape: Tape, recipe: Recipe, hidden: int, count: int) -> Tensor
     width = recipe.autocast_width or own
     wide_down = op.cast(tape, tape.weight(rank * hidden, recipe.adapter_width, True), own)
     wide_up = op.cast(tape, tape.weight(rank * count, recipe.adapter_width, True), own)
-    down, up = cast_weight(tape, wide_down, "router.lora_A", width), cast_weight(tape, wide_up, "router.lora_B", width)
+    down, up = cast_weight(tape, wide_down, width), cast_weight(tape, wide_up, width)
     del wide_down, wide_up
     product = op.bmm(tape, up, down, weight.elements)
     delta = op.cast(tape, op.scale(tape, product), recipe.weight_width)
@@ -147,7 +147,7 @@ def float32_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Te
     """F.linear(x.type(float32), weight.type(float32)); under autocast both are cast on to 16 bits."""
     hidden, count, width = x.elements[0], block.num_experts, recipe.autocast_width or 4
     wide = op.cast(tape, x, 4)
-    weight = op.cast(tape, tape.weight(hidden * count, recipe.weight_width, recipe.trainable), 4)
+    weight = op.cast(tape, router_weight(tape, recipe, hidden, count), 4)
     narrow_weight, narrow = op.cast(tape, weight, width), op.cast(tape, wide, width)
     return op.mm(tape, narrow, op.view(tape, narrow_weight), tokens(count))
 

@@ -52,8 +52,8 @@ def product(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, stored: Store
     compute = recipe.autocast_width or max(stored.width, x.width)
     offset = None
     if module.bias:
-        offset = cast_weight(tape, tape.weight(module.out_features, stored.width, stored.trainable), f"{module.name}.bias", compute)
-    weight = cast_weight(tape, tape.weight(module.weight_params, stored.width, stored.trainable), module.name, compute)
+        offset = cast_weight(tape, tape.weight(module.out_features, stored.width, stored.trainable), compute)
+    weight = cast_weight(tape, tape.weight(module.weight_params, stored.width, stored.trainable), compute)
     narrow = op.cast(tape, x, compute)
     if flat:
         return op.mm(tape, narrow, op.view(tape, weight), tokens(module.out_features), offset)
@@ -67,16 +67,14 @@ def product(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, stored: Store
     return op.view(tape, op.mm(tape, rows, weight, tokens(module.out_features), offset))
 
 
-def cast_weight(tape: Tape, weight: Tensor, name: str, width: int) -> Tensor:
+def cast_weight(tape: Tape, weight: Tensor, width: int) -> Tensor:
     """autocast's copy of a weight, kept for the rest of the forward pass if the weight itself learns (`cached_cast`)."""
     if weight.width == width:
         return weight
-    if name in tape.autocast_cache:
-        return tape.autocast_cache[name]
     copy = op.cast(tape, weight, width)
     if weight.requires_grad and weight.storage is None and copy.storage is not None:
         copy.storage.keep_as("autocast_copies")
-        tape.autocast_cache[name] = copy
+        tape.autocast_cache.append(copy)
     return copy
 
 
@@ -86,8 +84,8 @@ def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
     A 4-bit base leaves that cast to autocast where there is one (bnb.py:543).
     """
     rank, width = recipe.lora_r, recipe.adapter_width
-    first = Linear(name=f"{module.name}.lora_A", in_features=module.in_features, out_features=rank)
-    second = Linear(name=f"{module.name}.lora_B", in_features=rank, out_features=module.out_features)
+    first = Linear(name="lora_A", in_features=module.in_features, out_features=rank)
+    second = Linear(name="lora_B", in_features=rank, out_features=module.out_features)
     if recipe.quantized == "none" or not recipe.autocast_width:
         x = op.cast(tape, x, width)
     dropped = op.dropout(tape, x, recipe.on_cuda) if recipe.lora_dropout else x

@@ -95,6 +95,6 @@ def latent_attention(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> tup
     q_all = op.cat(tape, (q_pass, q_turn))
     expanded = linear(tape, recipe, up, latent)
     k_pass, v = op.split(tape, expanded, (block.k_dim - turning, block.v_dim))
-    k = op.cat(tape, (k_pass, op.view(tape, k_turn, tokens(turning))))
+    k = op.cat(tape, (k_pass, op.view(tape, k_turn, tokens(turning))), width=expanded.width)
     mixed, weights = attend(tape, recipe, block, q_all, k, v)
     return linear(tape, recipe, out, mixed), weights
