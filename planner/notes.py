@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner.candidate import Candidate
+from planner.job import effective_batch_size
 from planner.memory.parameters import BITSANDBYTES
 from planner.quantities import Estimate
-from planner.search import LENGTH_FIELD, LENGTH_STEP, Question, attempt, batches, completed, largest
+from planner.search import LENGTH_STEP, Question, attempt, batches, largest, length_field, longest_length, with_length
 from planner.units import GIB, format_count, format_gib
 
 WORTH_SAYING_BYTES = GIB // 4
@@ -66,8 +67,8 @@ def difference(best: Estimate, other: Estimate) -> str:
     faster = best.throughput.tokens_per_second / other.throughput.tokens_per_second
     if max(faster, 1 / faster) >= WORTH_SAYING_SPEED:
         parts.append(f"{faster:.2f} times the speed")
-    if parts and not other.fits:
-        parts.append("which would not fit otherwise")
+    if parts and best.fits and not other.fits:
+        parts.append("and does not fit without")
     return ", ".join(parts)
 
 
@@ -84,13 +85,11 @@ def limits(best: Estimate, question: Question) -> tuple[str, ...]:
 
 
 def longest_line(best: Estimate, question: Question) -> str:
-    candidate = best.candidate
-    name = LENGTH_FIELD[candidate.method_row.generates and candidate.method not in ("online-dpo", "gkd")]
-    length = getattr(candidate, name)
-    room = candidate.model.max_position_embeddings - (candidate.prompt_length if name == "max_completion_length" else 0)
+    candidate, name = best.candidate, length_field(best.candidate)
+    length, room = getattr(candidate, name), longest_length(candidate)
 
     def at(steps: int) -> Estimate | None:
-        return attempt(completed(replace(candidate, **{name: steps * LENGTH_STEP}), question), question)  # type: ignore[arg-type]
+        return attempt(with_length(candidate, steps * LENGTH_STEP, question), question)
 
     def fits(steps: int) -> bool:
         answer = at(steps)
@@ -164,17 +163,14 @@ def about_adapters(best: Estimate, question: Question) -> Iterator[str]:
     candidate = best.candidate
     if candidate.tuning != "lora":
         return
-    load = f"load the model ({candidate.quantization})" if candidate.quantization != "none" else "load the model"
-    steps = [load, "get_peft_model"]
+    steps = [f"load the model ({candidate.quantization})" if candidate.quantization != "none" else "load the model", "get_peft_model"]
     steps += ["adapters cast to bfloat16"] if candidate.quantization in BITSANDBYTES else []
     steps += ["enable_input_require_grads"] if candidate.gradient_checkpointing else []
     reentrant = "reentrant, which PEFT under ZeRO-3 needs" if candidate.sharding == "zero3" else "non-reentrant"
     steps += [f"checkpointing at train(), {reentrant}" if candidate.gradient_checkpointing else f"train() (checkpointing off; were it on, {reentrant})"]
     yield f"TRL prepares the model itself, in this order: {', '.join(steps[:-1])}, {steps[-1]}"
-    yield (
-        "pass peft_config to the trainer and leave the model as it was loaded: one that was wrapped by hand must call enable_input_require_grads "
-        "before checkpointing, or no gradient arrives; prepare_model_for_kbit_training is not needed and makes what is not quantized float32"
-    )
+    if candidate.quantization in BITSANDBYTES:
+        yield "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads before checkpointing, or no gradient arrives"
     if candidate.quantization in ("nf4", "nf4-double") and candidate.vllm != "off":
         yield "vLLM dropped bitsandbytes after 0.22, and TRL asks for it with QLoRA: install a vLLM that still has it"
 
@@ -187,20 +183,26 @@ def about_versions(best: Estimate, question: Question) -> Iterator[str]:
         yield f"{row.trainer} is in trl.experimental: it may change without notice"
 
 
-def about_host(best: Estimate, question: Question) -> Iterator[str]:
-    candidate = best.candidate
-    if candidate.offload_optimizer or candidate.offload_param or candidate.activation_offloading or candidate.checkpoint_offload:
-        yield f"the host of each node needs {format_gib(best.host_peak_bytes, 0)} of memory for what is offloaded"
-
-
 def about_data(best: Estimate, question: Question) -> Iterator[str]:
     candidate = best.candidate
     if candidate.method_row.generates and "prompt_length" not in question.job.pinned and candidate.method not in ("online-dpo", "gkd"):
         yield f"prompts are taken to be up to {format_count(candidate.prompt_length)} tokens; TRL does not cut them: give --prompt-length for yours"
-    if candidate.vllm == "colocate" and "vllm_max_model_length" not in question.job.pinned:
+    if candidate.vllm == "colocate" and candidate.vllm_max_model_length == 0:
+        yield f"vLLM takes the model's whole context of {format_count(candidate.model.max_position_embeddings)} tokens: vllm_max_model_length is not set"
+    elif candidate.vllm == "colocate" and "vllm_max_model_length" not in question.job.pinned:
         yield (
             f"vllm_max_model_length {format_count(candidate.vllm_max_model_length)} is prompt and completion; "
             f"TRL's default is the model's whole context, {format_count(candidate.model.max_position_embeddings)}"
+        )
+
+
+def about_batch(best: Estimate, question: Question) -> Iterator[str]:
+    """A server takes GPUs from the trainer, and TRL's default batch counts the trainer's."""
+    candidate, usual = best.candidate, effective_batch_size(question.job, question.cluster)
+    if question.job.optimize == "throughput" and candidate.effective_batch_size != usual:
+        yield (
+            f"an optimizer step sees {format_count(candidate.effective_batch_size)} samples, 8 for each of {candidate.num_processes} processes; on all "
+            f"{question.cluster.num_gpus} GPUs it would be {format_count(usual)}: say --effective-batch-size to keep one"
         )
 
 
@@ -210,5 +212,5 @@ def about_sources(best: Estimate, question: Question) -> Iterator[str]:
 
 
 NOTES: tuple[Callable[[Estimate, Question], Iterator[str]], ...] = (
-    about_dtype, about_precision, about_attention, about_adapters, about_versions, about_host, about_data, about_sources,
+    about_dtype, about_precision, about_attention, about_adapters, about_versions, about_data, about_batch, about_sources,
 )  # fmt: skip

@@ -6,9 +6,11 @@ from typing import Literal
 from planner.cluster import Cluster
 from planner.errors import NothingFits
 from planner.job import DEQUANTIZED, Job
+from planner.memory.engine import EngineRefusal, engine_or_refusal
+from planner.memory.engine_settings import engine_settings
 from planner.quantities import Estimate
-from planner.search import CLASSES, Question, TuningClass, search
-from planner.settings import settings_of_fields
+from planner.search import CLASSES, Question, TuningClass, search, structures
+from planner.settings import settings_of_fields, settings_text
 from planner.units import format_gib
 
 
@@ -58,14 +60,16 @@ def plan(job: Job, cluster: Cluster) -> Plan:
         NothingFits: no candidate could even be built, such as an effective batch that no number of processes divides.
     """
     from planner.notes import limits, notes, reasons
+    from planner.pins import refuse_contradictions
     from planner.remedies import remedies
 
+    refuse_contradictions(job, cluster)
     questions = [Question(job=job, cluster=cluster, tuning_class=name) for name in classes(job)]
     found = {question: search(question) for question in questions}
     chosen = recommended(found) or least_of_the_host(offloaded(found))
     nearest = min((answer for answer in found.values() if answer is not None), key=lambda answer: answer.over_bytes, default=None)
     if chosen is None and nearest is None:
-        raise NothingFits(no_candidate(job, cluster))
+        raise NothingFits(no_candidate(questions[-1]))
     question, best = chosen or next((each, answer) for each, answer in found.items() if answer is nearest and answer is not None)
     best = replace(best, reasons=reasons(best, question))
     return Plan(
@@ -159,16 +163,21 @@ def unpinned(best: Estimate, question: Question) -> tuple[Alternative, ...]:
     changed = [name for name in dropped if getattr(free.candidate, name) != getattr(best.candidate, name)]
     if not changed:
         return ()
-    found = " ".join(f"{key}={value}" for key, value in settings_of_fields({name: getattr(free.candidate, name) for name in changed}).items())
+    found = settings_text(settings_of_fields({name: getattr(free.candidate, name) for name in changed}))
     return (Alternative(label="without those pins", estimate=free, note=f"with {found}"),)
 
 
-def no_candidate(job: Job, cluster: Cluster) -> str:
-    """Why not a single candidate could be built."""
+def no_candidate(question: Question) -> str:
+    """Why not a single candidate could be built or started."""
+    job, cluster = question.job, question.cluster
+    for candidate in structures(question):
+        answer = engine_or_refusal(candidate.model, cluster.gpu, engine_settings(candidate, cluster.gpu)) if candidate.vllm != "off" else None
+        if isinstance(answer, EngineRefusal):
+            return answer.reason
     if job.effective_batch_size is not None:
         return (
             f"No candidate keeps an effective batch of {job.effective_batch_size} on {cluster.num_gpus} GPUs"
             + (f" with groups of {job.pinned.get('num_generations', 8)} completions" if job.method in ("grpo", "rloo") else "")
             + ". Give an --effective-batch-size that both divide."
         )
-    return f"No candidate of {job.method} with these pins can start on {cluster.num_gpus} x {cluster.gpu.name}. Drop a --set, the vllm ones first."
+    return f"No candidate of {job.method} with these pins can start on {cluster.num_gpus} x {cluster.gpu.name}. Drop a --set."

@@ -5,15 +5,18 @@ from dataclasses import dataclass, replace
 
 from planner.cluster import Cluster
 from planner.errors import PlanError
+from planner.gpus import load_gpu
 from planner.job import Job
 from planner.plan import Remedy
 from planner.quantities import Estimate
-from planner.search import LENGTH_FIELD, LENGTH_STEP, Question, TuningClass, largest, search
-from planner.settings import settings_of_fields
+from planner.search import LENGTH_STEP, Question, TuningClass, largest, length_field, search
+from planner.settings import settings_of_fields, settings_text
 from planner.units import format_count
 
 SHOWN = 4  # more remedies than these nobody reads
 MORE_GPUS = (2, 4, 8)  # times as many
+GPUS_PER_NODE = 8  # of the machines that are sold; more of them are more nodes
+USUAL_CARDS = ("RTX-4090", "A100-40G", "L40S", "H100", "H200", "B200")  # that one can rent, the smallest first
 HALF_OPTIMIZER = "paged_adamw_8bit"
 ABOUT_DATA = frozenset({"max_length", "prompt_length", "max_completion_length", "padded", "num_generations"})  # not ours to drop
 
@@ -26,6 +29,7 @@ class Trial:
     job: Job
     cluster: Cluster
     note: str = ""
+    enough: bool = False  # once this fits, what comes after is only dearer
 
 
 def remedies(job: Job, cluster: Cluster, question: Question, nearest: Estimate) -> tuple[Remedy, ...]:
@@ -35,7 +39,7 @@ def remedies(job: Job, cluster: Cluster, question: Question, nearest: Estimate) 
         answer = tried(trial, question)
         if answer is not None and answer.fits:
             found.append(Remedy(change=trial.change, estimate=answer, note=trial.note))
-        if len(found) == SHOWN:
+        if len(found) == SHOWN or (trial.enough and answer is not None and answer.fits):
             break
     return tuple(found)
 
@@ -57,9 +61,7 @@ def trials(job: Job, cluster: Cluster, question: Question, nearest: Estimate) ->
         note = "8-bit states, paged to the host under pressure"
         yield Trial(change=f"--set optim={HALF_OPTIMIZER}", job=pinning(job, optim=HALF_OPTIMIZER), cluster=cluster, note=note)
     yield from shorter(job, cluster, question, nearest)
-    for times in MORE_GPUS:
-        more = replace(cluster, gpus_per_node=cluster.gpus_per_node * times)
-        yield Trial(change=f"{more.num_gpus} GPUs", job=job, cluster=more, note="at the same settings")
+    yield from larger_clusters(job, cluster)
 
 
 def unpinned(job: Job, cluster: Cluster) -> Iterator[Trial]:
@@ -67,7 +69,7 @@ def unpinned(job: Job, cluster: Cluster) -> Iterator[Trial]:
     for name in job.pinned:
         if name in ABOUT_DATA:
             continue
-        spelled = " ".join(f"{key}={value}" for key, value in settings_of_fields({name: job.pinned[name]}).items())
+        spelled = settings_text(settings_of_fields({name: job.pinned[name]}))
         kept = {key: value for key, value in job.pinned.items() if key != name}
         yield Trial(change=f"{spelled} not pinned", job=replace(job, pinned=kept), cluster=cluster)
 
@@ -82,9 +84,8 @@ def other_classes(job: Job, cluster: Cluster) -> Iterator[Trial]:
 
 def shorter(job: Job, cluster: Cluster, question: Question, nearest: Estimate) -> Iterator[Trial]:
     """The longest row that fits, found by halving."""
-    candidate = nearest.candidate
-    name = LENGTH_FIELD[candidate.method_row.generates and candidate.method not in ("online-dpo", "gkd")]
-    length = candidate.max_completion_length if name == "max_completion_length" else candidate.max_length
+    name = length_field(nearest.candidate)
+    length = getattr(nearest.candidate, name)
 
     def fits(steps: int) -> bool:
         answer = tried(Trial(change="", job=pinning(job, **{name: steps * LENGTH_STEP}), cluster=cluster), question)
@@ -94,6 +95,18 @@ def shorter(job: Job, cluster: Cluster, question: Question, nearest: Estimate) -
     if longest:
         flag = name.replace("_", "-")
         yield Trial(change=f"--{flag} {longest}", job=pinning(job, **{name: longest}), cluster=cluster, note=f"{format_count(length)} tokens asked for")
+
+
+def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Trial]:
+    """More of the same cards, then the smallest usual card that is larger."""
+    for times in MORE_GPUS:
+        within = cluster.gpus_per_node * times <= GPUS_PER_NODE
+        more = replace(cluster, gpus_per_node=cluster.gpus_per_node * times) if within else replace(cluster, nodes=cluster.nodes * times)
+        yield Trial(change=f"{more.num_gpus} GPUs", job=job, cluster=more)
+    for name in USUAL_CARDS:
+        card = load_gpu(name)
+        if card.total_bytes > cluster.gpu.total_bytes:
+            yield Trial(change=f"{cluster.num_gpus} x {name}", job=job, cluster=replace(cluster, gpu=card), enough=True)
 
 
 def pinning(job: Job, **fields: str | int) -> Job:

@@ -7,9 +7,10 @@ What the job pins stays; the rest is searched. Nothing here changes what is lear
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import isqrt
 from typing import Any, Literal
 
-from planner.candidate import Candidate
+from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
 from planner.cluster import Cluster
 from planner.estimate import estimate
 from planner.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, base_candidate
@@ -117,6 +118,8 @@ def generation(question: Question) -> Changes:
         found.append({"vllm": "off", "ds3_gather_for_generation": False, **segments})
     if not row.supports_vllm:
         return tuple(found)
+    if any(name.startswith("vllm_") for name in question.job.pinned):
+        found.clear()  # who sets up an engine wants one
     for size in dict.fromkeys((1, cluster.gpus_per_node)):
         awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size}
         found.append({**awake, "vllm_enable_sleep_mode": False, **segments})
@@ -249,12 +252,12 @@ def splits(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
         share, rest = divmod(job.effective_batch_size, candidate.num_processes)
         if rest:
             return []
-    divisors = [size for size in range(1, share + 1) if share % size == 0]
     if isinstance(batch, int):
         return [(batch, share // batch)] if share % batch == 0 else []
     if isinstance(accumulation, int):
         return [(share // accumulation, accumulation)] if share % accumulation == 0 else []
-    return [(size, share // size) for size in divisors]
+    small = [size for size in range(1, isqrt(share) + 1) if share % size == 0]
+    return [(size, share // size) for size in sorted({*small, *(share // size for size in small)})]
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------
@@ -334,18 +337,31 @@ def fitted(candidate: Candidate, question: Question) -> Estimate | None:
     return max(answers, key=lambda answer: (answer.fits, merit(answer, question.job)), default=None)
 
 
-LENGTH_FIELD = {True: "max_completion_length", False: "max_length"}
-
-
 def longest(candidate: Candidate, question: Question) -> Choices:
     """The candidate at its smallest micro-batch with every length up to the model's."""
     smallest = batches(candidate, question.job)
-    name = LENGTH_FIELD[candidate.method_row.generates and candidate.method not in ("online-dpo", "gkd")]
-    if not smallest or name in question.job.pinned:
+    if not smallest or length_field(candidate) in question.job.pinned:
         return Choices(smallest.values[:1], smallest.at)
-    room = candidate.model.max_position_embeddings - (candidate.prompt_length if name == "max_completion_length" else 0)
-    lengths = range(LENGTH_STEP, max(room, LENGTH_STEP) + 1, LENGTH_STEP)
-    return Choices(lengths, lambda length: completed(replace(smallest[0], **{name: length}), question))
+    lengths = range(LENGTH_STEP, max(longest_length(candidate), LENGTH_STEP) + 1, LENGTH_STEP)
+    return Choices(lengths, lambda length: with_length(smallest[0], length, question))
+
+
+def length_field(candidate: Candidate) -> str:
+    """The length that is asked for when rows are to be longer."""
+    return "max_completion_length" if candidate.method_row.generates and candidate.method not in ROWS_OF_MAX_LENGTH else "max_length"
+
+
+def longest_length(candidate: Candidate) -> int:
+    """How far the model's positions let that length go."""
+    return candidate.model.max_position_embeddings - (candidate.prompt_length if length_field(candidate) == "max_completion_length" else 0)
+
+
+def with_length(candidate: Candidate, length: int, question: Question) -> Candidate:
+    """Longer rows; where max_length bounds prompt and completion together, the prompt takes what it gains."""
+    changes = {length_field(candidate): length}
+    if candidate.method in ROWS_OF_MAX_LENGTH:
+        changes["prompt_length"] = max(1, length - candidate.max_completion_length)
+    return completed(replace(candidate, **changes), question)  # type: ignore[arg-type]
 
 
 # -- the best ----------------------------------------------------------------------------------------------------------
@@ -369,6 +385,6 @@ def search(question: Question) -> Estimate | None:
     answers = [answer for answer in (fitted(structure, question) for structure in structures(question)) if answer is not None]
     fitting = [answer for answer in answers if answer.fits]
     if not fitting:
-        return min(answers, key=lambda answer: answer.over_bytes, default=None)
+        return min(answers, key=lambda answer: (answer.over_bytes, sum(phase.total_bytes for phase in answer.gpus[0].phases)), default=None)
     precise = [answer for answer in fitting if answer.candidate.tuning == "lora" or answer.candidate.dtype == "float32"]
     return max(precise or fitting, key=lambda answer: merit(answer, question.job))

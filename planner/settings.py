@@ -237,6 +237,11 @@ def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:
     return values
 
 
+def settings_text(settings: Mapping[str, object]) -> str:
+    """Settings as `--set` takes them: `use_vllm=true vllm_mode=server`."""
+    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items())
+
+
 def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object]:
     """Moves what travels inside another setting to its place: keyword arguments and the environment."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": values.pop("PYTORCH_CUDA_ALLOC_CONF")}

@@ -32,6 +32,11 @@ MERGE_COPIES = 2  # B @ A, and its product with the scaling. Source: peft 0.21.2
 MERGE_COPIES_4BIT = 2  # the dequantized weight and the sum. Source: peft 0.21.2, tuners/lora/bnb.py `Linear4bit.merge`
 
 
+def alone(candidate: Candidate) -> bool:
+    """Whether one process holds everything on its own card: nothing to exchange, nothing to fetch from the host."""
+    return candidate.num_processes == 1 and not (candidate.offload_optimizer or candidate.offload_param)
+
+
 def communication_bytes(candidate: Candidate, gpu: Gpu) -> int:
     """Bytes that one GPU keeps for communication from the first step to the last.
 
@@ -43,7 +48,7 @@ def communication_bytes(candidate: Candidate, gpu: Gpu) -> int:
 
     Example: Qwen2.5-7B in full on two GPUs, DDP: 30.46 GB for the buckets.
     """
-    if candidate.num_processes == 1:
+    if alone(candidate):
         return 0
     trained = trained_groups(candidate)
     found = nccl_bytes(candidate, gpu)
@@ -77,7 +82,7 @@ def gather_bytes(candidate: Candidate, pass_name: str) -> int:
     Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py; accelerate 1.15, utils/fsdp_utils.py:862-886.
     Leaves out DeepSpeed's padding, and the embedding's own FSDP2 unit, which is gone before the layers are there.
     """
-    if candidate.num_processes == 1 or candidate.sharding in ("none", "ddp"):
+    if alone(candidate) or candidate.sharding in ("none", "ddp"):
         return 0
     counted = policy_parameters(candidate)
     if candidate.sharding in ("zero1", "zero2"):
@@ -96,7 +101,7 @@ def generation_gather_bytes(candidate: Candidate) -> int:
     Source: trl 1.16, models/utils.py `unwrap_model_for_generation`.
     Example: Qwen2.5-32B in bfloat16: 65.5 GB on every GPU, however many there are.
     """
-    if candidate.sharding == "zero3" and candidate.ds3_gather_for_generation and candidate.num_processes > 1:
+    if candidate.sharding == "zero3" and candidate.ds3_gather_for_generation and not alone(candidate):
         return _whole_model_bytes(candidate)
     return gather_bytes(candidate, "forward")
 
@@ -111,9 +116,9 @@ def weight_sync_bytes(candidate: Candidate) -> int:
     """
     counted = policy_parameters(candidate)
     merged = _merge_bytes(candidate, counted)
-    if candidate.sharding == "zero3" and candidate.num_processes > 1:
+    if candidate.sharding == "zero3" and not alone(candidate):
         return merged + (_whole_model_bytes(candidate) if candidate.tuning == "lora" else counted.largest_params * base_dtype_bytes(candidate))
-    if candidate.sharding == "fsdp2" and candidate.num_processes > 1:
+    if candidate.sharding == "fsdp2" and not alone(candidate):
         return merged + counted.unquantized_tensors.largest * base_dtype_bytes(candidate)
     return merged
 

@@ -73,5 +73,5 @@ def fragmentation_bytes(allocated_bytes: int, candidate: Candidate) -> int:
     """
     if candidate.expandable_segments:
         return min(EXPANDABLE_SLACK_BYTES, allocated_bytes)
-    gathers = candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1
+    gathers = candidate.sharding in ("zero3", "fsdp2") and (candidate.num_processes > 1 or candidate.offload_param)
     return allocated_bytes * (SLACK_SHARDED_THOUSANDTHS if gathers else SLACK_THOUSANDTHS) // 1000
