@@ -1,9 +1,9 @@
 """Plan the memory of a fine-tuning run: the largest, fastest configuration that fits the GPUs, and how sure that is.
 
-    from planner import Job, load_model, parse_cluster, plan
+from planner import Job, load_model, parse_cluster, plan
 
-    answer = plan(Job(model=load_model("Qwen2.5-7B"), method="grpo"), parse_cluster("2xA100-40G"))
-    answer.best.candidate.per_device_train_batch_size
+answer = plan(Job(model=load_model("Qwen2.5-7B"), method="grpo"), parse_cluster("2xA100-40G"))
+answer.best.candidate.per_device_train_batch_size
 """
 
 from planner.candidate import Candidate
