@@ -42,7 +42,7 @@ EffectiveBatchSize = Annotated[
     str | None,
     typer.Option("--effective-batch-size", metavar="SAMPLES", help="Samples per optimizer step over all GPUs. Default: what TRL's defaults amount to."),
 ]
-LoraR = Annotated[str | None, typer.Option("--lora-r", metavar="RANK", help="LoRA rank. Default: TRL's, 16.")]
+LoraR = Annotated[str | None, typer.Option("--lora-r", metavar="RANK", help="LoRA rank; several (16,32,64) to get the largest that fits. Default: TRL's, 16.")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Pin any setting by its own name, such as vllm_gpu_memory_utilization=0.3. Repeatable.")
 ]

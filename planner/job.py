@@ -51,6 +51,7 @@ class Job:
     risk: float = 0.01  # accepted probability of running out of memory
     effective_batch_size: int | None = None  # None: what TRL's defaults amount to on the cluster
     trl_version: str = "1.16"
+    lora_ranks: tuple[int, ...] = ()  # ranks that the search may choose from, the largest that fits; none: lora_r as it is
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -175,6 +175,12 @@ def about_adapters(best: Estimate, question: Question) -> Iterator[str]:
         yield "vLLM dropped bitsandbytes after 0.22, and TRL asks for it with QLoRA: install a vLLM that still has it"
 
 
+def about_rank(best: Estimate, question: Question) -> Iterator[str]:
+    ranks = question.job.lora_ranks
+    if ranks and best.candidate.tuning == "lora":
+        yield f"lora_r {best.candidate.lora_r} is the largest of {', '.join(map(str, sorted(ranks)))} that fits"
+
+
 def about_versions(best: Estimate, question: Question) -> Iterator[str]:
     row = best.candidate.method_row
     if row.last_trl != "current":
@@ -212,5 +218,5 @@ def about_sources(best: Estimate, question: Question) -> Iterator[str]:
 
 
 NOTES: tuple[Callable[[Estimate, Question], Iterator[str]], ...] = (
-    about_dtype, about_precision, about_attention, about_adapters, about_versions, about_data, about_batch, about_sources,
+    about_dtype, about_precision, about_attention, about_adapters, about_rank, about_versions, about_data, about_batch, about_sources,
 )  # fmt: skip

@@ -59,7 +59,8 @@ def read_question(options: Mapping[str, Any]) -> Question:
         UnknownName: a model, GPU, method or setting that nobody knows.
     """
     _complain_if_empty(options)
-    shorthands = [f"{setting}={options[flag]}" for flag, setting in SHORTHANDS.items() if options[flag] is not None]
+    ranks = _ranks(options)
+    shorthands = [f"{setting}={options[flag]}" for flag, setting in SHORTHANDS.items() if options[flag] is not None and not (ranks and flag == "lora_r")]
     flags = parse_assignments([*shorthands, *(options["set"] or ())])
     in_file, warnings = _config_file(options.get("config"))
     tuning = _one_of("tuning class", options["tuning"], get_args(TuningClass))
@@ -80,9 +81,21 @@ def read_question(options: Mapping[str, Any]) -> Question:
         risk=_probability(options["risk"]),
         effective_batch_size=_count("--effective-batch-size", options["effective_batch_size"]),
         trl_version=version,
+        lora_ranks=ranks,
     )
     refuse_contradictions(job, cluster)
     return Question(job=job, cluster=cluster, warnings=(*warnings, *unread, *unread_lengths(job), *older))
+
+
+def _ranks(options: Mapping[str, Any]) -> tuple[int, ...]:
+    """`--lora-r 16,32,64`: ranks to choose from. Only a search chooses; `plan estimate` takes one."""
+    text = options["lora_r"]
+    if text is None or "," not in text or "optimize" not in options:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InputError(f"--lora-r {text} is no list of ranks. Write them as 16,32,64.")
+    return tuple(int(part) for part in parts)
 
 
 def single_candidate(question: Question) -> Candidate:

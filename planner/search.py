@@ -378,7 +378,22 @@ def merit(answer: Estimate, job: Job) -> tuple[float, ...]:
 
 
 def search(question: Question) -> Estimate | None:
-    """The best candidate of one class that fits; where none does, the one that misses by least; None where none could even start.
+    """The best candidate of one class; where the job lets the rank be chosen, at the largest rank that fits.
+
+    None: no candidate of the class could even start.
+    """
+    job, answer = question.job, None
+    if not job.lora_ranks or question.tuning_class == "full":
+        return best_of(question)
+    for rank in sorted(job.lora_ranks, reverse=True):
+        answer = best_of(replace(question, job=replace(job, pinned={**job.pinned, "lora_r": rank}, lora_ranks=())))
+        if answer is not None and answer.fits:
+            break
+    return answer
+
+
+def best_of(question: Question) -> Estimate | None:
+    """The best candidate that fits; where none does, the one that misses by least.
 
     Full fine-tuning takes 16-bit weights only where float32 ones fit in no way: they round what is learned.
     """

@@ -58,7 +58,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ([*asked(), "--batch-size", "0"], "per_device_train_batch_size must be at least 1, not 0."),
         ([*asked(), "--batch-size", "99999999"], "per_device_train_batch_size must be at most 1,000,000"),
         ([*asked(), "--lora-r", "0"], "lora_r must be at least 1, not 0."),
-        ([*asked(), "--lora-r", "16,32,64"], "lora_r must be one number a run, not 16,32,64."),
+        ([*asked(), "--lora-r", "16,x,64"], "--lora-r 16,x,64 is no list of ranks. Write them as 16,32,64."),
         ([*asked(), "--effective-batch-size", "7"], "--effective-batch-size 7 is not made of whole samples on 2 GPUs and groups of 8. Use 8."),
         ([*asked(method="sft"), "--effective-batch-size", "7"], "--effective-batch-size 7 is not made of whole samples on 2 GPUs. Use 6 or 8."),
         (

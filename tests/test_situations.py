@@ -112,3 +112,12 @@ def test_partitioned_generation_is_chosen_with_its_price(method: str, capsys: py
     reason = next(reason for reason in report["best"]["reasons"] if reason.startswith("ds3_gather_for_generation false instead of true"))
     assert "times the speed" in reason
     assert "gathering the whole model on every GPU takes" in reason
+
+
+def test_of_several_ranks_the_largest_that_fits_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--model Qwen2.5-7B --gpus 1xRTX-4090 --method sft --tuning lora --lora-r"
+    report = answered(f"{command} 8,64,1024", capsys)
+    assert report["best"]["settings"]["lora_r"] == 64
+    assert "lora_r 64 is the largest of 8, 64, 1024 that fits" in report["warnings"]
+    alone = answered(f"{command} 1024", capsys)["best"]["settings"]
+    assert alone["offload_param_device"] == "cpu"  # on the card alone it does not fit

@@ -179,6 +179,13 @@ class Tape:
             self.muted = True
         return needed
 
+    def hold(self, tensor: Tensor) -> list[Storage | None]:
+        """An attribute of a Python function's context, which no checkpoint replaces by a placeholder."""
+        if not self.grad_enabled or tensor.storage is None:
+            return []
+        tensor.storage.keep_as("activations")
+        return [tensor.storage]
+
     def output(self, result: Tensor, inputs: tuple[Tensor, ...], saved: list[Storage | None], backward: Backward) -> Tensor:
         """Attach the node that autograd would; without an input that needs a gradient there is none."""
         return self.outputs((result,), inputs, saved, backward)[0]

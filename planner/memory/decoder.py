@@ -99,7 +99,7 @@ def opt(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
     residual = h
     h = norm(tape, recipe, after, h)
     h = linear(tape, recipe, block.linears[0], h, flat=True)
-    h = activate(tape, block.activation, h)
+    h = activate(tape, recipe, block.activation, h)
     h = linear(tape, recipe, block.linears[1], h, flat=True)
     h = weighed(tape, recipe, layer, h)
     result = op.view(tape, op.add(tape, residual, h))

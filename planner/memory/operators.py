@@ -77,6 +77,11 @@ def view_copied_back(tape: Tape, x: Tensor) -> Tensor:
     return tape.output(Tensor(x.storage, x.elements, x.width, is_view=True), (x,), [], fresh(tape, x))
 
 
+def in_place(tape: Tape, x: Tensor) -> Tensor:
+    """A kernel that writes its result over its input, and the gradient over the gradient."""
+    return tape.output(Tensor(x.storage, x.elements, x.width), (x,), [], lambda gradient: [gradient])
+
+
 def part(tape: Tape, x: Tensor, elements: Size) -> Tensor:
     """A slice or chunk: a view; its gradient is spread into zeros of the whole (slice_backward)."""
     return tape.output(Tensor(x.storage, elements, x.width, is_view=True), (x,), [], fresh(tape, x))

@@ -10,6 +10,8 @@ from planner.memory.modules.recipe import Recipe, scores, tokens
 from planner.memory.modules.rotary import JOINED
 from planner.model import Attention
 
+WIDEST_IN_REGISTERS = 128  # features of a head
+
 
 def attend(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
     """The mixed values, and the scores that eager attention returns besides (its layer drops them when it is done)."""
@@ -60,41 +62,74 @@ def math_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: T
 
 
 def sdpa(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """scaled_dot_product_attention, or the flash-attention package for rows of different lengths."""
     if recipe.kernel in ("efficient", "efficient_unmasked", "math"):
         k, v = repeat_kv(tape, block, k, block.head_dim), repeat_kv(tape, block, v, block.v_head_dim)
     width = recipe.autocast_width or q.width
     narrow_v, narrow_k, narrow_q = op.cast(tape, v, width), op.cast(tape, k, width), op.cast(tape, q, width)
     if recipe.kernel == "math":
         return math_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)
+    if recipe.kernel == "flash_varlen":
+        return unpadded_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)
     return fused_attention(tape, recipe, block, narrow_q, narrow_k, narrow_v)
+
+
+def unpadded_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Real tokens gathered, attended, put back (modeling_flash_attention_utils.py `_upad_input`, `_pad_input`).
+
+    Sizes are those of rows without any padding, the worst case.
+    """
+    k, v = op.index(tape, k, None, k.elements), op.index(tape, v, None, v.elements)
+    q = op.index(tape, q, None, q.elements)
+    mixed = fused_attention(tape, recipe, block, q, k, v)
+    return op.index(tape, mixed, None, mixed.elements)
 
 
 def fused_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlashAttention or the memory-efficient kernel: keeps q, k, v, the output and one float32 a head and token.
 
     The efficient kernel runs where there is a mask, which it takes in the compute dtype: 2 bytes a score, made for every
-    layer and kept. Backward: dq in float32 besides dq (flash_api.cpp `mha_bwd`: dq_accum; efficient: its workspace), dk and dv for
-    every query head before they are summed (GQA), and one float32 a head and token (softmax_d).
+    layer and kept (attention.cpp `convert_boolean_attn_mask`). Above 128 features a head it sums its output in float32
+    (mem_eff_attention/kernel_forward.h `kNeedsOutputAccumulatorBuffer`).
+
+    Leaves out: rounding of rows to 128 tokens, of masks to 16 columns, and split keys and values.
     """
     heads, out_features = block.num_attention_heads, block.num_attention_heads * block.v_head_dim
-    masked = recipe.kernel == "efficient"
-    mask = tape.empty((0, 1, 0), q.width) if masked else None
+    mask = tape.empty(scores(1), q.width) if recipe.kernel == "efficient" else None
     saved = tape.save(q, k, v, mask) if q.requires_grad else []
     result = tape.empty(tokens(out_features), q.width)
     logsumexp = tape.empty(tokens(heads), 4)
+    if recipe.on_cuda and recipe.kernel.startswith("efficient") and block.v_head_dim > WIDEST_IN_REGISTERS:
+        tape.empty(tokens(out_features), 4)
     saved += tape.save(result, logsumexp) if q.requires_grad else []
+    workspace = backward_workspace(recipe, block) if recipe.on_cuda else ()
     sizes, width = (q.elements, k.elements, v.elements), q.width
-    expanded = (block.q_dim, out_features) if block.num_key_value_heads < heads and not masked else ()
 
     def backward(gradient: Tensor) -> list[Tensor | None]:
         gradients: list[Tensor | None] = [tape.empty(size, width) for size in sizes]
-        held = []
-        if recipe.on_cuda:
-            held += [tape.empty(tokens(heads), 4), tape.empty(sizes[0], 4)] + [tape.empty(tokens(features), width) for features in expanded]
+        held = [tape.empty(tokens(features), bytes_each or width) for features, bytes_each in workspace]
         held.clear()
         return gradients
 
     return tape.output(result, (q, k, v), saved, backward)
+
+
+def backward_workspace(recipe: Recipe, block: Attention) -> tuple[tuple[int, int], ...]:
+    """What a fused kernel's backward pass allocates besides the gradients: features a token, and their bytes (0: the inputs').
+
+        float32 a head (softmax_d, delta) + dq summed in float32, a head rounded up to 32 features, above 128 to 64
+        + dk and dv of every query head, where keys are shared by several (FlashAttention; the efficient kernel gets copies)
+
+    Source: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp `mha_bwd`; attention_backward.cu
+    `_efficient_attention_backward` with mem_eff_attention/kernel_backward.h `workspace_size` (`kNeedsAccumGradQ`).
+
+    Example: Llama-3-8B (32 heads of 128, 8 of keys): 4 x 32 + 4 x 4,096 + 2 x 2 x 4,096 = 32,896 bytes a token.
+    """
+    heads = block.num_attention_heads
+    multiple = 32 if block.head_dim <= WIDEST_IN_REGISTERS else 64
+    rounded = -(-block.head_dim // multiple) * multiple
+    shared = block.num_key_value_heads < heads and not recipe.kernel.startswith("efficient")
+    return ((heads, 4), (heads * rounded, 4), *(((block.q_dim, 0), (heads * block.v_head_dim, 0)) if shared else ()))
 
 
 def eager_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -219,7 +219,7 @@ def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weigh
     merged_up = merged(tape, recipe, block, hidden * 2 * inner, up_factors)
     biases = expert_biases(tape, recipe, block, order, 2 * inner)
     projected = grouped(tape, recipe, block, gathered, offsets, merged_up, biases, 2 * inner)
-    projected = gated(tape, block, projected)
+    projected = gated(tape, recipe, block, projected)
     merged_down = merged(tape, recipe, block, inner * hidden, down_factors)
     biases = expert_biases(tape, recipe, block, order, hidden)
     projected = grouped(tape, recipe, block, projected, offsets, merged_down, biases, hidden)
@@ -264,12 +264,12 @@ def grouped(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, offsets: Tens
     return tape.output(Tensor(result.storage, result.elements, result.width), (result, bias), [], lambda gradient: [gradient, gradient])
 
 
-def gated(tape: Tape, block: Experts, together: Tensor) -> Tensor:
+def gated(tape: Tape, recipe: Recipe, block: Experts, together: Tensor) -> Tensor:
     """act(gate) * up of the two halves; gpt_oss clamps strided halves and writes (up + 1) * gate * sigmoid(gate * alpha)."""
     half = together.elements[0] // 2
     if not block.clamped:
         gate, up = op.split(tape, together, (half, half))
-        active = activate(tape, block.activation, gate)
+        active = activate(tape, recipe, block.activation, gate)
         return op.mul(tape, active, up)
     gate, up = op.part(tape, together, tokens(half)), op.part(tape, together, tokens(half))
     clamped_gate = op.unary(tape, gate, "input", temporaries=1)

@@ -11,17 +11,20 @@ from planner.memory.modules.recipe import Recipe
 from planner.model import Activation, Mlp
 
 
-def activate(tape: Tape, activation: Activation, x: Tensor) -> Tensor:
+def activate(tape: Tape, recipe: Recipe, activation: Activation, x: Tensor) -> Tensor:
     """silu and gelu are one kernel that keeps its input; relu keeps its result; gelu_new is written out."""
     if activation == "gelu_new":
-        return gelu_written_out(tape, x)
+        return gelu_written_out(tape, recipe, x)
     return op.unary(tape, x, "output" if activation == "relu" else "input")
 
 
-def gelu_written_out(tape: Tape, x: Tensor) -> Tensor:
-    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) (activations.py, NewGELUActivation)."""
+def gelu_written_out(tape: Tape, recipe: Recipe, x: Tensor) -> Tensor:
+    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) (activations.py, NewGELUActivation).
+
+    CUDA's autocast computes powers in float32 (autocast_mode.h, `AT_FORALL_FP32`), and all that follows; the CPU's does not.
+    """
     half = op.scale(tape, x)
-    cubed = op.square(tape, x)
+    cubed = op.square(tape, op.cast(tape, x, 4 if recipe.autocast_width and recipe.on_cuda else x.width))
     weighted = op.scale(tape, cubed)
     del cubed
     summed = op.add(tape, x, weighted)
@@ -41,7 +44,7 @@ def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool = False) -
     held: list[Tensor] = []  # phi3 keeps its view of the gate, and with it the whole projection
     if not block.gated:
         h = linear(tape, recipe, block.linears[0], x)
-        h = activate(tape, block.activation, h)
+        h = activate(tape, recipe, block.activation, h)
     elif recipe.liger:
         h = fused_gate(tape, recipe, block, x)
     elif len(block.linears) == 2:
@@ -55,7 +58,7 @@ def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool = False) -
 
 def gate_product(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool) -> Tensor:
     gate = linear(tape, recipe, block.linears[0], x, flat)
-    active = activate(tape, block.activation, gate)
+    active = activate(tape, recipe, block.activation, gate)
     del gate
     up = linear(tape, recipe, block.linears[1], x, flat)
     return op.mul(tape, active, up)
@@ -65,7 +68,7 @@ def gate_of_one_projection(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) ->
     """up * act(gate) of one tensor's halves, and the gate: both are views of the whole, which is kept."""
     together = linear(tape, recipe, block.linears[0], x)
     gate, up = op.split(tape, together, (block.intermediate_size, block.intermediate_size))
-    active = activate(tape, block.activation, gate)
+    active = activate(tape, recipe, block.activation, gate)
     return op.mul(tape, up, active), gate
 
 

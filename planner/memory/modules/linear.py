@@ -99,31 +99,53 @@ def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
 
 
 def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
-    """A frozen quantized projection: nothing of x is kept; the weight is dequantized for each pass and freed.
+    """A frozen quantized projection: the weight is dequantized for each pass and freed.
 
-    4-bit: bitsandbytes `backends/cuda/ops.py` `_dequant_linear_fallback` above 1,536 tokens, in x's dtype; backward
-    dequantizes in the quantization state's dtype and casts (`autograd/_functions.py:384`). 8-bit keeps x for
-    `MatMul8bitLt` and quantizes it to int8, with int32 products before they are scaled; GPTQ and AWQ dequantize to 16 bits.
+    4-bit computes in `bnb_4bit_compute_dtype`, which TRL sets to the load dtype (trl/trainer/utils.py, `get_quantization_config`),
+    and casts back to x's dtype (bitsandbytes `Linear4bit.forward`). Above 1,536 tokens it dequantizes (backends/cuda/ops.py,
+    `_dequant_linear_fallback`); nothing of x is kept. The backward pass dequantizes in the quantization state's dtype and casts
+    (`MatMul4Bit.backward`). GPTQ and AWQ dequantize to 16 bits.
     """
-    elements, compute, stored = (0, 0, module.weight_params), recipe.compute_width, recipe.weight_width
+    if recipe.quantized == "8bit":
+        return int8_linear(tape, module, x)
+    elements, stored = (0, 0, module.weight_params), recipe.weight_width
+    compute = stored if recipe.quantized == "4bit" else recipe.compute_width
     narrow = op.cast(tape, x, compute)
-    saved = tape.save(narrow) if recipe.quantized == "8bit" and x.requires_grad else []
-    held = buffers_8bit(tape, narrow, module) if recipe.quantized == "8bit" else [tape.empty(elements, compute)]
+    dequantized = tape.empty(elements, compute)
     result = tape.empty(tokens(module.out_features), compute)
-    held.clear()
+    del dequantized
     in_size = x.elements
 
     def backward(gradient: Tensor) -> list[Tensor | None]:
-        dequantized = tape.empty(elements, stored)
-        weight = dequantized if stored == compute else tape.empty(elements, compute)
-        del dequantized
+        first = tape.empty(elements, stored)
+        weight = first if stored == compute else tape.empty(elements, compute)
+        del first
         gradient_x = tape.empty(in_size, compute)
         del weight
         return [gradient_x]
 
-    return tape.output(result, (narrow,), saved, backward)
+    result = tape.output(result, (narrow,), [], backward)
+    return op.cast(tape, result, x.width)
 
 
-def buffers_8bit(tape: Tape, x: Tensor, module: Linear) -> list[Tensor]:
-    """The input in int8 and the products in int32."""
-    return [tape.empty(x.elements, 1), tape.empty(tokens(module.out_features), 4)]
+def int8_linear(tape: Tape, module: Linear, x: Tensor) -> Tensor:
+    """`MatMul8bitLt`: x cast to fp16, quantized, int32 products, scaled into x's dtype; backward dequantizes in x's dtype.
+
+    It keeps x as an attribute of its context, so that checkpointing does not drop it (autograd/_functions.py:187).
+    """
+    held = tape.hold(x) if x.requires_grad else []
+    half = tape.empty(x.elements, 2) if x.width != 2 else None
+    quantized = tape.empty(x.elements, 1)
+    del half
+    products = tape.empty(tokens(module.out_features), 4)
+    result = tape.empty(tokens(module.out_features), x.width)
+    del quantized, products
+    in_size, width, elements = x.elements, x.width, (0, 0, module.weight_params)
+
+    def backward(gradient: Tensor) -> list[Tensor | None]:
+        weight = tape.empty(elements, width)
+        gradient_x = tape.empty(in_size, width)
+        del weight
+        return [gradient_x]
+
+    return tape.output(result, (x,), held, backward)

@@ -16,7 +16,9 @@ JOINED: frozenset[RotaryStyle] = frozenset({"partial", "partial_interleaved", "p
 
 
 def rotary(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """Queries and keys, and what the caller keeps besides."""
+    """Queries and keys, and what the caller keeps besides. Liger turns both in place, backward too (ops/rope.py)."""
+    if recipe.liger and block.rotary_style in ("half", "half_cast_back"):
+        return op.in_place(tape, q), op.in_place(tape, k)
     return STYLES[block.rotary_style](tape, recipe, block, q, k)
 
 
