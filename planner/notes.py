@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from planner.candidate import Candidate
 from planner.job import effective_batch_size
+from planner.knobs import Question
 from planner.memory.parameters import BITSANDBYTES
 from planner.quantities import Estimate
-from planner.search import LENGTH_STEP, Question, attempt, batches, largest, length_field, longest_length, with_length
+from planner.search import LENGTH_STEP, attempt, batches, largest, length_field, longest_length, with_length
 from planner.units import GIB, format_count, format_gib
 
 WORTH_SAYING_BYTES = GIB // 4

@@ -6,10 +6,11 @@ from typing import Literal
 from planner.cluster import Cluster
 from planner.errors import NothingFits
 from planner.job import DEQUANTIZED, Job
+from planner.knobs import CLASSES, Question, TuningClass, structures
 from planner.memory.engine import EngineRefusal, engine_or_refusal
 from planner.memory.engine_settings import engine_settings
 from planner.quantities import Estimate
-from planner.search import CLASSES, Question, TuningClass, search, structures
+from planner.search import search
 from planner.settings import settings_of_fields, settings_text
 from planner.units import format_gib
 

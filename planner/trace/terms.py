@@ -1,13 +1,15 @@
-"""The terms that sizes are sums of: products of rows and lengths, with the roundings that kernels make."""
+"""The terms that sizes are products of: rows and lengths, with the roundings that kernels make, times the widths of a model."""
 
 from collections.abc import Callable, Mapping
 
 Values = Mapping[str, int]
 
-# TRL scores so many tokens at a time: TOKEN_CHUNK_SIZE, trl/kernels/chunked_logprob.py.
+# TRL scores so many tokens at a time, against so many words: TOKEN_CHUNK_SIZE and VOCAB_CHUNK_SIZE, trl/kernels/chunked_logprob.py.
 TOKEN_CHUNK = 4096
+VOCAB_CHUNK = 32768
 
-FURTHER_LAYERS = "further layers"  # layers beyond those that a profile was traced with; not a term of sizes
+FURTHER_LAYERS = "further layers"  # periods of layers beyond those that a profile was traced with; not a term of sizes
+ONE = "1"
 
 
 def _up(multiple: int) -> Callable[[int], int]:
@@ -28,15 +30,16 @@ def _chunk(scored: int) -> int:
     return min(scored, TOKEN_CHUNK)
 
 
-def _last_chunk(scored: int) -> int:
-    return scored - TOKEN_CHUNK * ((scored - 1) // TOKEN_CHUNK)
+def last_part(whole: int, part: int) -> int:
+    """What is left for the last of the parts that a whole is taken in."""
+    return whole - part * ((whole - 1) // part)
 
 
-def term_values(values: Values) -> dict[str, int]:
-    """Every term's value at given sizes. `rows` and `tokens`; where a method generates also `prompt` and `completion`."""
+def size_terms(values: Values) -> dict[str, int]:
+    """Every product of rows and lengths. `rows` and `tokens`; where a method generates also `prompt`, `completion`, `generated` and `groups`."""
     rows, tokens = values["rows"], values["tokens"]
     lengths = {name: factor(tokens) for name, factor in LENGTH_FACTORS.items()}
-    terms = {"1": 1, "rows": rows}
+    terms = {ONE: 1, "rows": rows}
     for name, length in lengths.items():
         terms[f"rows x {name}"] = rows * length
     for name, length in lengths.items():
@@ -44,12 +47,67 @@ def term_values(values: Values) -> dict[str, int]:
     terms["rows x tokens x tokens"] = rows * tokens * tokens
     terms["rows x tokens x tokens up to 16"] = rows * tokens * lengths["tokens up to 16"]
     terms["tokens x tokens"] = tokens * tokens
-    scored = rows * (tokens - 1)
-    terms["chunk of rows x tokens-1"] = _chunk(scored)
-    terms["last chunk of rows x tokens-1"] = _last_chunk(scored)
-    terms["chunk of rows x tokens"] = _chunk(rows * tokens)
-    terms["last chunk of rows x tokens"] = _last_chunk(rows * tokens)
+    terms["tokens x tokens up to 16"] = tokens * lengths["tokens up to 16"]
+    for name, scored in (("rows x tokens-1", rows * (tokens - 1)), ("rows x tokens", rows * tokens)):
+        terms[f"chunk of {name}"] = _chunk(scored)
+        terms[f"last chunk of {name}"] = last_part(scored, TOKEN_CHUNK)
+    return terms | _generating_terms(values) if "completion" in values else terms
+
+
+def _generating_terms(values: Values) -> dict[str, int]:
+    """Of a rollout and of the completions that are scored."""
+    rows, tokens, prompt, completion = values["rows"], values["tokens"], values["prompt"], values["completion"]
+    generated, groups = values["generated"], values["groups"]
+    terms = {"generated": generated, "groups": groups}
+    lengths = {
+        "prompt": prompt, "prompt+1": prompt + 1, "prompt+2": prompt + 2, "completion": completion, "completion+1": completion + 1,
+        "completion-1": completion - 1, "tokens": tokens, "tokens-1": tokens - 1, "tokens-2": tokens - 2,
+    }  # fmt: skip
+    for name, length in lengths.items():
+        terms[f"generated x {name}"] = generated * length
+        terms[f"rows x {name}"] = rows * length
+        terms[name] = length
+    for name in ("prompt", "prompt+1", "prompt+2", "tokens", "tokens-1"):
+        rounded = _up(16)(lengths[name])
+        terms[f"{name} up to 16"] = rounded
+        terms[f"generated x {name} up to 16"] = generated * rounded
+    for name in ("prompt", "tokens"):
+        length = lengths[name]
+        terms[f"generated x {name} x {name}"] = generated * length * length
+        terms[f"generated x {name} x {name} up to 16"] = generated * length * _up(16)(length)
+        terms[f"{name} x {name}"] = length * length
+        for multiple in (32, 128):
+            terms[f"generated x {name} up to {multiple}"] = generated * _up(multiple)(length)
+    scored = rows * completion
+    terms["chunk of rows x completion"] = _chunk(scored)
+    terms["last chunk of rows x completion"] = last_part(scored, TOKEN_CHUNK)
     return terms
 
 
-TERMS: tuple[str, ...] = tuple(term_values({"rows": 2, "tokens": 3}))
+WIDTHS = ("hidden", "intermediate", "heads", "key heads", "head", "vocabulary", "rank")
+
+
+def width_terms(values: Values) -> dict[str, int]:
+    """Every product of a model's widths that a tensor has for its other dimensions; only 1 where the values name no widths."""
+    if "hidden" not in values:
+        return {ONE: 1}
+    hidden, intermediate, heads, key_heads, head, vocabulary, rank = (values[name] for name in WIDTHS)
+    query, key = heads * head, key_heads * head
+    last_tile = last_part(vocabulary, VOCAB_CHUNK)
+    features = {
+        "hidden": hidden, "intermediate": intermediate, "query": query, "key": key, "query and keys": query + 2 * key, "twice intermediate": 2 * intermediate,
+    }  # fmt: skip
+    terms = {ONE: 1, **features, "heads": heads, "key heads": key_heads, "head": head, "vocabulary": vocabulary, "rank": rank}
+    terms["vocabulary tile"], terms["last vocabulary tile"] = min(vocabulary, VOCAB_CHUNK), last_tile
+    terms["heads and query"] = heads + query  # the memory-efficient kernel's backward
+    terms["heads of the flash kernel"] = heads * (1 + _up(32)(head))
+    for name, width in (*features.items(), ("vocabulary", vocabulary), ("vocabulary tile", terms["vocabulary tile"]), ("last vocabulary tile", last_tile)):
+        terms[f"hidden x {name}"] = hidden * width
+        terms[f"rank x {name}"] = rank * width
+    return terms
+
+
+def term_values(values: Values) -> dict[tuple[str, str], int]:
+    """Every product of a size term and a width term, the simplest first."""
+    widths = width_terms(values)
+    return {(size, width): number * factor for size, number in size_terms(values).items() for width, factor in widths.items()}

@@ -63,14 +63,14 @@ def in_float32(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tenso
     return op.cast(tape, turned_q, q.width), op.cast(tape, turned_k, k.width)
 
 
-def repeated_angles(tape: Tape, recipe: Recipe, block: Attention) -> tuple[Tensor, Tensor]:
+def repeated_angles(tape: Tape, block: Attention, width: int) -> tuple[Tensor, Tensor]:
     """cos and sin of this layer alone (`repeat_interleave`): one row for all rows, which is counted as if each had its own."""
-    cosine = tape.empty(tokens(block.rotary_dim), recipe.weight_width)
-    return cosine, tape.empty(tokens(block.rotary_dim), recipe.weight_width)
+    cosine = tape.empty(tokens(block.rotary_dim), width)
+    return cosine, tape.empty(tokens(block.rotary_dim), width)
 
 
 def in_float32_interleaved(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    cosine, sine = repeated_angles(tape, recipe, block)
+    cosine, sine = repeated_angles(tape, block, 4)
     turned_q, turned_k = turned_in_float32(tape, q, cosine, sine), turned_in_float32(tape, k, cosine, sine)
     return op.cast(tape, turned_q, q.width), op.cast(tape, turned_k, k.width)
 
@@ -109,7 +109,7 @@ def partial_kept(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Ten
 
 
 def partial_interleaved(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    cosine, sine = repeated_angles(tape, recipe, block)
+    cosine, sine = repeated_angles(tape, block, recipe.weight_width)
     return joined(tape, block, q, k, cosine, sine)
 
 
