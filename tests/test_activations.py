@@ -19,6 +19,7 @@ from planner.architectures import shape_of
 from planner.memory.activations import LayerMemory, layer_memory
 from planner.memory.autograd import Moment
 from planner.memory.modules import Kernel, Recipe
+from planner.memory.modules.attention import backward_workspace
 from planner.model import Layer, ModelShape
 
 SIZES: dict[str, Any] = {
@@ -234,22 +235,112 @@ def test_a_layer_needs_every_byte_that_the_real_one_does(case: Case) -> None:
         assert truth.kept - truth.packed in (0, output)  # what the hooks see, and the output where the input is kept as well
 
 
-OTHERS = [model for model in MODELS if model not in ("llama", "qwen3", "gemma3", "mixtral", "glm", "glm4", "ernie4_5")]
-ONE_ROW = ("deepseek_v2", "deepseek_v3")  # the fallback kernel's causal triangle does not grow with the rows
+ANGLES_OF_THEIR_OWN = ("glm", "glm4", "ernie4_5")  # each layer makes cos and sin again, one row for all rows: counted for every row
+OTHERS = [model for model in MODELS if model not in ("llama", "qwen3", "gemma3", "mixtral", *ANGLES_OF_THEIR_OWN)]
+ONE_ROW = (*ANGLES_OF_THEIR_OWN, "deepseek_v2", "deepseek_v3")  # so is the causal triangle of the fallback kernel
 NO_SDPA = ("gemma2", "gpt_oss")
-KERNELS = {model: ("eager",) if model in (*NO_SDPA, "gpt2-dropout") else ("sdpa", "eager") for model in OTHERS}
+DROPOUT = ("gpt2-dropout",)  # the CPU has no fused kernel with dropout
+
+
+def kernels(model: str) -> tuple[Literal["sdpa", "eager"], ...]:
+    return ("eager",) if model in (*NO_SDPA, *DROPOUT) else ("sdpa", "eager")
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(model=model, index=index, attention=attention, checkpointed=checkpointed, rows=1 if model in ONE_ROW and attention == "sdpa" else 2)
-        for model in OTHERS
+        Case(model=model, index=index, attention=attention, checkpointed=checkpointed, rows=1 if model in ONE_ROW else 2)
+        for model in (*OTHERS, *ANGLES_OF_THEIR_OWN)
         for index in layers_of(model)
-        for attention in KERNELS[model]
+        for attention in kernels(model)
         for checkpointed in (False, True)
     ],
     ids=str,
 )
 def test_the_other_families_need_every_byte_as_well(case: Case) -> None:
     assert_equal_to_the_byte(case)
+
+
+# Peaks of routers and adapters on experts are within this: small temporaries of the routing are not all written down.
+SMALL_TEMPORARIES = 0.03
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(model=model, index=index, tuning=tuning, precision=precision, attention=kernels(model)[-1], rows=1 if model in ONE_ROW else 2)
+        for model in (*OTHERS, *ANGLES_OF_THEIR_OWN)
+        for index in layers_of(model)
+        for tuning, precision in (("lora", "float32"), ("lora-bf16", "bfloat16"))
+    ],
+    ids=str,
+)
+def test_adapters_save_the_same_bytes_in_every_family(case: Case) -> None:
+    truth, memory = real(case), estimated(case)
+    assert kept(case, memory) == truth.kept
+    assert both_peaks(case, memory) == pytest.approx((truth.forward_peak, truth.backward_peak), rel=SMALL_TEMPORARIES)
+
+
+@pytest.mark.parametrize("rows, length", [(1, 12), (1, 40), (3, 40)])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("model, tuning", [("llama-own-keys", "full"), ("gemma3", "lora-dropout"), ("mixtral", "full")])
+def test_one_run_of_the_tape_answers_for_other_sizes(
+    model: str, tuning: str, checkpointed: bool, attention: Literal["sdpa", "eager"], rows: int, length: int
+) -> None:
+    assert_equal_to_the_byte(Case(model=model, tuning=tuning, attention=attention, checkpointed=checkpointed, rows=rows, length=length, padded=rows > 1))
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_first_step_keeps_its_gradients(model: str, tuning: str, precision: Precision, checkpointed: bool) -> None:
+    assert_equal_to_the_byte(Case(model=model, tuning=tuning, precision=precision, checkpointed=checkpointed, gradients_exist=False))
+
+
+# One llama layer, 64 tokens, 256 features, 8 heads, 704 in the MLP: bytes measured by another program than ours, before this one was written.
+MEASURED = {
+    (2, 0, ""): 756_224,
+    (4, 2, ""): 2_525_696,
+    (2, 2, "float32 adapters"): 907_776,
+    (2, 2, "bfloat16 adapters"): 697_856,
+}
+
+
+@pytest.mark.parametrize("weight_width, autocast_width, adapters", list(MEASURED))
+def test_saved_bytes_of_a_llama_layer_are_what_was_measured(weight_width: int, autocast_width: int, adapters: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 1, "vocab_size": 96}
+    layer = shape_of(AutoConfig.for_model("llama", **sizes).to_dict(), id="measured").layers[0]
+    recipe = Recipe(
+        weight_width=weight_width,
+        autocast_width=autocast_width,
+        trainable=not adapters,
+        lora_r=8 if adapters else 0,
+        lora_targets=frozenset(linear.name for linear in layer.linears) if adapters else frozenset(),
+        adapter_width=4 if adapters == "float32 adapters" else 2,
+    )
+    memory = layer_memory(layer, recipe, True)
+    assert memory.saved.total[0] * 64 + memory.saved.total[2] == MEASURED[weight_width, autocast_width, adapters]
+
+
+def test_more_rows_need_no_second_run() -> None:
+    layer, recipe = shape("llama").layers[0], Recipe(weight_width=2, autocast_width=2, trainable=True)
+    assert layer_memory(layer, recipe, True) is layer_memory(layer, recipe, True)
+
+
+def test_int8_inputs_stay_under_checkpointing() -> None:
+    """bitsandbytes keeps them as attributes of its context, which a checkpoint does not see."""
+    layer = shape("llama").layers[0]
+    names = frozenset(linear.name for linear in layer.linears)
+    plain = Recipe(weight_width=2, autocast_width=2, trainable=False, lora_r=8, lora_targets=names, adapter_width=2)
+    int8 = Recipe(weight_width=2, autocast_width=2, trainable=False, lora_r=8, lora_targets=names, adapter_width=2, quantized="8bit")
+    inputs = 2 * (2 * layer.hidden_size + layer.attention.q_dim + 112)  # two norms, the attention's output, the MLP's product
+    assert layer_memory(layer, int8, True).checkpoint.total[0] - layer_memory(layer, plain, True).checkpoint.total[0] == inputs
+
+
+def test_flash_attention_sums_its_gradients_in_float32_on_a_gpu() -> None:
+    layer = shape("llama").layers[0]
+    attention = layer.attention
+    wanted = 4 * 6 + 4 * 6 * 32 + 2 * 2 * attention.q_dim  # softmax_d, dq of heads rounded up to 32, dk and dv of every query head
+    assert sum(features * (width or 2) for features, width in backward_workspace(Recipe(weight_width=2, autocast_width=2, trainable=True), attention)) == wanted
