@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from planner import search
+from planner import knobs
 from planner.candidate import Candidate
 from planner.catalogue import load_model
 from planner.cluster import Cluster
@@ -124,11 +124,11 @@ def single_candidate(question: Question) -> Candidate:
     return base_candidate(replace(job, pinned=pinned), cluster)
 
 
-def of_one(question: Question, answer: Estimate) -> search.Question:
+def of_one(question: Question, answer: Estimate) -> knobs.Question:
     """The question that a single candidate answers, for what is said beside its numbers."""
     candidate = answer.candidate
-    tuning_class: search.TuningClass = "full" if candidate.tuning == "full" else "lora" if candidate.quantization == "none" else "qlora"
-    return search.Question(job=question.job, cluster=question.cluster, tuning_class=tuning_class)
+    tuning_class: knobs.TuningClass = "full" if candidate.tuning == "full" else "lora" if candidate.quantization == "none" else "qlora"
+    return knobs.Question(job=question.job, cluster=question.cluster, tuning_class=tuning_class)
 
 
 def _server_gpus(pinned: Mapping[str, Any]) -> int:
