@@ -135,7 +135,7 @@ def adapted_names(model: Any, index: int) -> frozenset[str]:
 def arguments(model: Any, layer: Any, rows: int, length: int, padded: bool, attention: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model passes to `layer`."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    base.set_attn_implementation(attention)
+    base.config._attn_implementation = attention  # falcon does not listen to set_attn_implementation
     seen: list[Any] = []
 
     def hook(module: Any, args: Any, kwargs: Any) -> None:
