@@ -91,7 +91,7 @@ def test_a_real_recipes_profile_gives_the_full_traces_peak(settings: dict[str, o
     pytest.importorskip("trl")
     from probes.dryrun import dry_run
     from probes.profiles import profile_of, sizes_of, with_layers
-    from tests.test_dryrun import candidate
+    from test_dryrun import candidate
 
     case = replace(candidate(**settings), per_device_train_batch_size=3, max_length=512)  # type: ignore[arg-type]
     profile, full = profile_of(case), dry_run(replace(case, model=with_layers(case.model, 9)))
