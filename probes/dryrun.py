@@ -26,7 +26,7 @@ def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device:
     """
     cuda = ways == "cuda"
     tracker, arithmetic = Tracker(block_bytes, WORKSPACES) if cuda else Tracker(), FakeArithmetic()
-    with _quiet(), collector_off(), models_stay_where_they_are(), cuda_ways() if cuda else contextlib.nullcontext(()) as substitutions:
+    with quiet(), collector_off(), models_stay_where_they_are(), cuda_ways() if cuda else contextlib.nullcontext(()) as substitutions:
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
             stage = METHOD_STAGES[candidate.method](candidate, device)
         stage.trainer.remove_callback(PrinterCallback)
@@ -45,7 +45,7 @@ def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """The trainers' progress bars, advice and deprecations are meant for who trains, not for who plans."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)

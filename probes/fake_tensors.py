@@ -28,6 +28,11 @@ class FakeArithmetic(TorchDispatchMode):
         super().__init__()
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper around `__torch_dispatch__`, which would import the compiler."""
+        return False
+
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor on the CPU shaped as `tensor`, which may be on the meta device."""
         with self.fake_mode:

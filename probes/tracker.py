@@ -51,9 +51,14 @@ class Tracker(TorchDispatchMode):
         self._clock = 0
         self._alive: dict[int, int] = {}  # storage -> record
         self._weights: set[int] = set()
-        self._sole_owner = (0, 0)  # use counts of a gradient that only the engine holds; measured on entering
+        self._sole_owner = (0, 0, 0)  # references to a gradient that only the engine holds, to its storage, to its wrapper; measured on entering
         self._calibrating = False
         self._looking = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper around `__torch_dispatch__`: it imports the compiler and hides the engine's frame."""
+        return False
 
     def enter_phase(self, phase: Phase) -> None:
         """From now on what happens belongs to `phase`."""
@@ -150,20 +155,20 @@ class Tracker(TorchDispatchMode):
         self.records.append(_Record(size_bytes=size_bytes, born=born, died=born + 1, phase=self.phase, operator=f"{operator} workspace", module=self.module))
 
     def _is_accumulation(self, args: tuple[Any, ...]) -> bool:
-        """Whether autograd's engine adds two gradients of which it alone holds the first."""
+        """Whether autograd's engine adds two gradients of which it alone holds the first. Called by `__torch_dispatch__` and by nothing else."""
         first, second = args[0], args[1]
         if torch.is_grad_enabled() or not isinstance(second, torch.Tensor) or first.shape != second.shape:
             return False
-        if not any(sys._getframe(depth).f_code.co_name == _ENGINE_FRAME for depth in (2, 3)):
+        if sys._getframe(2).f_code.co_name != _ENGINE_FRAME:
             return False
-        counts = (first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata))
+        owners = (first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata), sys.getrefcount(first))
         if self._calibrating:
-            self._sole_owner = counts
+            self._sole_owner = owners
             return False
         node = torch._C._current_autograd_node()
         if node is not None and node.name().endswith("AccumulateGrad"):
             return True
-        return counts <= self._sole_owner and _dense(first)
+        return owners == self._sole_owner and _dense(first)
 
     def _record(self, tensor: torch.Tensor, operator: Any, module: str, component: Component | None, args: tuple[Any, ...] = ()) -> None:
         storage = tensor.untyped_storage()
@@ -191,8 +196,13 @@ class Tracker(TorchDispatchMode):
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their storage without overlap (`is_non_overlapping_and_dense`)."""
-    return bool(torch._prims_common.is_non_overlapping_and_dense(tensor))
+    """Whether the elements fill their storage without overlap (`compute_non_overlapping_and_dense`, c10/core/TensorImpl.cpp)."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _component(record: _Record) -> Component:

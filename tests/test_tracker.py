@@ -1,0 +1,98 @@
+"""Contract of the tracker: what it reports is what PyTorch allocates when nobody is watching.
+
+Of the 16 cases the half runs in which every three settings meet in every way; all of them where PLAN_ALL_DRY_RUNS=1.
+"""
+
+import contextlib
+import itertools
+from typing import ClassVar
+
+import pytest
+from test_dryrun import ALL_CASES, CONFIG, candidate, shape
+
+from planner.candidate import Candidate, Dtype
+
+pytest.importorskip("trl")
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import PrinterCallback
+
+from probes.dryrun import dry_run, quiet
+from probes.fake_trainer import METHOD_STAGES, models_stay_where_they_are
+from probes.tracker import Tracker, collector_off
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+# Scalars that kernels make inside themselves: the profiler sees them, a mode does not.
+SCALARS_BYTES = 128
+
+
+def untracked_peak_bytes(case: Candidate) -> int:
+    """The peak of a real run above what was there before, from the allocator's own reports: no mode is on."""
+    with quiet(), collector_off(), models_stay_where_they_are():
+        stage = METHOD_STAGES[case.method](case, "real")
+        stage.trainer.remove_callback(PrinterCallback)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            stage.trainer.train()
+    reports = sorted((event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    total = peak = 0
+    for report in reports:
+        total += report.nbytes()
+        peak = max(peak, total)
+    return peak
+
+
+CASES = [
+    case
+    for case in itertools.product([True, False], ["full", "lora"], [True, False], ["float32", "bfloat16"])
+    if ALL_CASES or sum(value in (True, "lora", "bfloat16") for value in case) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("tied", "tuning", "checkpointing", "dtype"), CASES)
+def test_peak_is_that_of_a_run_without_the_tracker(tied: bool, tuning: str, checkpointing: bool, dtype: Dtype) -> None:
+    model = shape(model_type="llama", tie_word_embeddings=tied)
+    case = candidate(model=model, tuning=tuning, gradient_checkpointing=checkpointing, dtype=dtype, padded=False)
+    trace = dry_run(case, "cpu")
+    residents = sum(allocation.size_bytes for allocation in trace.allocations if allocation.operator == "resident")
+    # what a checkpoint keeps of the random number generator is on the host, which the profiler sees as well
+    layers = int(str(CONFIG["num_hidden_layers"]))
+    generator_bytes = layers * torch.get_rng_state().nbytes if checkpointing else 0
+    assert 0 <= untracked_peak_bytes(case) - (trace.peak_bytes - residents) - generator_bytes <= SCALARS_BYTES
+
+
+class _Owner(torch.autograd.Function):
+    """Returns gradients from Python, and keeps one of them if it is told to."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+    keeps = False
+
+    @staticmethod
+    def forward(ctx: object, weight: torch.Tensor) -> torch.Tensor:
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(1000)
+        if _Owner.keeps:
+            _Owner.kept.append(made)
+        return made
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_gradient_from_python_is_added_to_in_place_unless_python_holds_it(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Owner, "keeps", keeps)
+    monkeypatch.setattr(_Owner, "kept", [])
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    with contextlib.ExitStack() as stack:
+        tracker = stack.enter_context(Tracker())
+        inner = weight * 1.0
+        total = (inner * 2.0).sum() + _Owner.apply(inner)  # type: ignore[no-untyped-call]
+        total.backward()
+    sums = [allocation for allocation in tracker.trace().allocations if allocation.operator == "aten.add.Tensor" and allocation.size_bytes == weight.nbytes]
+    assert len(sums) == keeps
