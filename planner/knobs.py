@@ -62,7 +62,7 @@ def load_dtype(question: Question) -> Changes:
     return ({"dtype": "float32"}, {"dtype": half}) if half == "bfloat16" else ({"dtype": "float32"},)
 
 
-# Ways to let the host help, the least first: adapters have states too small to be worth it.
+# Ways to let the host help, the least first. Adapters' states are too small to be worth it, 4-bit weights cannot be partitioned.
 OFFLOADED: dict[TuningClass, Changes] = {
     "full": (
         {"sharding": "zero2", "offload_optimizer": True},

@@ -116,12 +116,8 @@ def least_of_the_host(found: Found) -> tuple[Question, Estimate] | None:
 
 
 def offloaded(found: Found) -> Found:
-    """The same classes with optimizer, then parameters, on the host; 4-bit weights cannot be partitioned, so QLoRA is not among them."""
-    return {
-        question: answer
-        for question in (replace(each, offload=True) for each in found if each.tuning_class != "qlora")
-        if (answer := search(question)) is not None
-    }
+    """The same classes with activations, optimizer or parameters on the host."""
+    return {question: answer for question in (replace(each, offload=True) for each in found) if (answer := search(question)) is not None}
 
 
 def alternatives(found: Found, chosen: Question) -> tuple[Alternative, ...]:

@@ -23,6 +23,7 @@ class StackRecipe:
     recipe: Recipe
     attn_implementation: AttentionImplementation
     masked: bool  # padding, or packed positions that sdpa can only express as a mask
+    unpads: bool  # FlashAttention takes padded rows apart and puts them together again, with copies
     windows_active: bool  # the row is at least as long as the sliding window: those layers need a mask of their own
     gradient_checkpointing: bool
     every_n_layers: int
@@ -106,6 +107,7 @@ def with_data(recipe: Recipe, candidate: Candidate, flash: bool) -> StackRecipe:
         recipe=recipe,
         attn_implementation=candidate.attn_implementation,
         masked=masked,
+        unpads=candidate.padded and not candidate.flattened,
         windows_active=windows_active,
         mask_widths=mask_widths(candidate.model, candidate.attn_implementation, masked, windows_active, recipe.weight_width),
         gradient_checkpointing=candidate.gradient_checkpointing,
@@ -151,7 +153,9 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
     if stack.attn_implementation == "eager" or attention.softcap or attention.sink_params:
         return "eager_masked"
     if stack.attn_implementation != "sdpa":
-        return "flash_varlen" if stack.masked else "flash"
+        return "flash_varlen" if stack.unpads else "flash"
+    if attention.qkv_layout in FALCON_KERNELS:
+        return FALCON_KERNELS[attention.qkv_layout]
     if stack.masked or (stack.windows_active and attention.sliding_window is not None):
         return "efficient"
     small = attention.head_dim == attention.v_head_dim <= FLASH_HEAD_DIM
@@ -159,6 +163,10 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
         return "flash"
     grouped = attention.num_key_value_heads < attention.num_attention_heads
     return "math" if grouped and small else "efficient_unmasked"
+
+
+# Falcon's own forward gives sdpa a mask always (modeling_falcon.py), with one key for all heads or with keys copied to every head.
+FALCON_KERNELS: dict[str, Kernel] = {"multi_query": "math", "grouped_repeated": "efficient", "heads_selected": "efficient"}
 
 
 @lru_cache(maxsize=4096)
