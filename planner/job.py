@@ -22,6 +22,9 @@ DEFAULT_BATCH_SIZE = 8
 # Published so and dequantized for training (transformers 5.23, quantizers/quantizer_mxfp4.py `dequantize`, quantizer_finegrained_fp8.py).
 DEQUANTIZED = ("fp8", "mxfp4")
 
+# Samples a process that a trainer asks for at least (trl 1.16, trainer/kto_trainer.py: "Actual (not effective) batch size must be > 1").
+SMALLEST_BATCH: dict[MethodName, int] = {"kto": 2}
+
 # What a method's own config sets apart from Candidate's defaults.
 # Source: trl 1.16, trainer/grpo_config.py, rloo_config.py, distillation_config.py, experimental/online_dpo/online_dpo_config.py,
 # experimental/gkd/gkd_config.py; trl 1.12, experimental/ppo/ppo_config.py (response_length 53). Prompts have no limit in TRL 1.16, so
@@ -160,6 +163,9 @@ def placement_problems(candidate: Candidate, cluster: Cluster) -> list[str]:
 def method_problems(candidate: Candidate, job: Job) -> list[str]:
     """What the method itself refuses."""
     row, found = candidate.method_row, []
+    smallest = SMALLEST_BATCH.get(candidate.method, 1)
+    if candidate.per_device_train_batch_size < smallest:
+        found.append(f"{candidate.method} needs a per_device_train_batch_size of at least {smallest}, not {candidate.per_device_train_batch_size}.")
     if candidate.vllm != "off" and not row.supports_vllm:
         found.append(f"{candidate.method} does not generate with vLLM. Drop use_vllm.")
     if candidate.method in ROWS_OF_MAX_LENGTH and candidate.max_completion_length >= candidate.max_length:

@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
 from planner.estimate import estimate
-from planner.job import DEFAULT_BATCH_SIZE, Job
+from planner.job import DEFAULT_BATCH_SIZE, SMALLEST_BATCH, Job
 from planner.knobs import Question, completed, structures
 from planner.memory.engine import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine_settings import engine_settings
@@ -52,7 +52,7 @@ def batches(candidate: Candidate, job: Job) -> Choices:
         steps = candidate.steps_per_generation if "steps_per_generation" in job.pinned else accumulation
         return candidate.method not in ("grpo", "rloo") or batch * candidate.num_processes * steps % candidate.num_generations == 0
 
-    kept = [size for size in sizes if whole_groups(*size)]
+    kept = [size for size in sizes if whole_groups(*size) and size[0] >= SMALLEST_BATCH.get(candidate.method, 1)]
     return Choices(kept, lambda size: with_batch(candidate, size[0], size[1], job.pinned))
 
 

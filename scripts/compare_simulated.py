@@ -75,6 +75,8 @@ def candidates() -> Iterator[tuple[str, Candidate]]:
             settings["max_length"] = settings["prompt_length"] + settings["max_completion_length"]  # type: ignore[operator]
         if method in ("grpo", "rloo"):
             settings["per_device_train_batch_size"] = draw.choice((2, 4))
+        if method == "kto" and settings["per_device_train_batch_size"] == 1:
+            settings["per_device_train_batch_size"] = 2  # KTO refuses single rows
         if METHODS[method].teacher:
             settings["teacher_model"] = model
         yield name, Candidate(model=model, method=method, **settings)  # type: ignore[arg-type]
