@@ -10,7 +10,7 @@ from planner.memory.engine import EngineMemory
 from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.runtime import fragmentation_bytes
-from planner.memory.stack import SHARDED, StackMemory, StackRecipe, compute_weight_width, frozen_recipe, stack_memory, stack_recipe
+from planner.memory.stack import SHARDED, StackMemory, StackRecipe, compute_weight_width, frozen_recipe, stack_memory, stack_recipe, without_adapters
 from planner.memory.states import States, states_of
 from planner.quantities import Component, Phase, PhaseMemory
 
@@ -204,9 +204,9 @@ def frozen_forward(passes: Passes) -> Components:
     other = candidate.teacher_model if candidate.method_row.teacher else candidate.model
     if other is None or not (compares or candidate.method_row.teacher):
         return {}
-    stack = passes.stack
-    if candidate.separate_reference or candidate.method_row.teacher:
-        stack = stack_memory(other, frozen_recipe(candidate, passes.recipe.flash), True, 0)
+    apart = candidate.separate_reference or candidate.method_row.teacher
+    recipe = frozen_recipe(candidate, passes.recipe.flash) if apart else without_adapters(passes.recipe)
+    stack = stack_memory(other, recipe, True, 0)
     layers = at(stack.inference, passes.tokens, passes.scores)
     head: Components = {"loss": passes.loss.forward if compares else 0}  # a teacher's logits are part of the loss' own formula
     return max(layers, head, key=total)

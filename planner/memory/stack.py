@@ -99,6 +99,12 @@ def frozen_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
     return with_data(recipe, candidate, flash)
 
 
+def without_adapters(stack: StackRecipe) -> StackRecipe:
+    """The same passes with the adapters switched off: what PEFT models are compared with."""
+    recipe = replace(stack.recipe, lora_r=0, lora_targets=frozenset(), lora_experts=False, lora_dropout=False)
+    return replace(stack, recipe=recipe)
+
+
 def with_data(recipe: Recipe, candidate: Candidate, flash: bool) -> StackRecipe:
     shortest = shortest_window(candidate.model)
     masked = candidate.padded or candidate.packing or candidate.padding_free
