@@ -1,66 +1,120 @@
 """Profiles from dry runs: the few small traces that answer for every size of a recipe."""
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.candidate import Candidate
 from planner.model import ModelShape
-from planner.trace.profile import Profile, Sample, fit_profile
-from planner.trace.terms import TOKEN_CHUNK
+from planner.trace.fit import Sample, fit_profile
+from planner.trace.profile import NoProfile, Profile
+from planner.trace.recipe import base_layers, key_of, numbers, period, recipe_of, sizes_of
+from planner.trace.terms import VOCAB_CHUNK
 from probes.dryrun import dry_run
-from probes.substitutions import CUDA_BLOCK_BYTES, EFFICIENT_BIAS_ALIGNMENT
+from probes.substitutions import CUDA_BLOCK_BYTES
 
-LAYERS = 3  # a first layer, a last one, and one between
-HELD_BACK_LAYERS = 7
-# (rows, tokens): not multiples of one another nor, but for `EFFICIENT_BIAS_ALIGNMENT`, of what kernels round to, so that terms can be told apart.
-# The last of each is held back.
-Sizes = tuple[tuple[int, int], ...]
-REGIMES: dict[tuple[str, bool], Sizes] = {
-    ("one row", False): ((1, 203), (1, 325), (1, 443), (1, 141), (1, 250)),
-    ("one row", True): ((1, 208), (1, 336), (1, 432), (1, 144), (1, 272)),
-    ("rows", False): ((7, 203), (3, 325), (5, 141), (2, 443), (4, 250)),
-    ("rows", True): ((7, 208), (3, 336), (5, 144), (2, 432), (4, 272)),
-    ("chunks", False): ((7, 843), (5, 1001), (6, 1163), (9, 701), (8, 813)),
-    ("chunks", True): ((7, 848), (5, 1008), (6, 1168), (9, 704), (8, 816)),
-}
+# Widths that are no multiples of one another nor, but for what kernels want of a head, of what they round to; hidden is one of heads, as
+# Llama wants it. In order: heads, key heads, size of a head, hidden, intermediate, words in the vocabulary's last tile, rank.
+WIDTHS: tuple[tuple[int, int, int, int, int, int, int], ...] = (
+    (6, 2, 40, 186, 440, 11000, 12),
+    (12, 3, 24, 228, 616, 17416, 20),
+    (10, 5, 56, 310, 712, 23560, 28),
+    (21, 7, 104, 378, 1000, 29008, 36),
+)
+ATTEMPTS = 20_000  # draws of rows and lengths before a regime is given up
+SEED = 20261120
 
 
 def profile_of(candidate: Candidate) -> Profile:
-    """The profile of a candidate's recipe, in the regime of the candidate's rows and tokens.
+    """The profile of a candidate's recipe, in the regime of the candidate's sizes, for every model of its architecture.
+
+    The traces are of models of other widths; one of the candidate's own, deeper and of other lengths, is held back to check.
 
     Raises:
-        NoProfile: the recipe's allocations are not those of a profile, or a held-back trace is not reproduced.
+        NoProfile: the recipe is not one that a profile stands for, its allocations do not follow the terms, or a held-back trace is not reproduced.
     """
-    *sizes, held_back = REGIMES[regime(candidate)]
-    samples = tuple(_sample(candidate, size, LAYERS) for size in sizes)
-    deeper = (_sample(candidate, sizes[0], LAYERS + 1), _sample(candidate, sizes[0], LAYERS + 2))
-    return fit_profile(samples, deeper, (_sample(candidate, held_back, HELD_BACK_LAYERS),), CUDA_BLOCK_BYTES)
+    layers, repeat = base_layers(candidate.model), period(candidate.model)
+    draws = _draws(candidate)
+    cases = [_narrowed(next(draws), widths) for widths in WIDTHS]
+    samples = tuple(_sample(case, layers) for case in cases)
+    deeper = (_sample(cases[0], layers + repeat), _sample(cases[0], layers + 2 * repeat))
+    return fit_profile(samples, deeper, (_sample(next(draws), layers + 3 * repeat),), CUDA_BLOCK_BYTES)
 
 
-def regime(candidate: Candidate) -> tuple[str, bool]:
-    """Which sizes stand for a candidate's.
-
-    One row copies less than two; more tokens than a chunk of TRL's loss are scored in a loop; a mask whose length is no multiple of 16
-    is padded for the memory-efficient kernel.
-    """
-    rows, tokens = candidate.per_device_train_batch_size, candidate.max_length
-    chunked = candidate.rows * (tokens - 1) > TOKEN_CHUNK
-    return "one row" if rows == 1 else "chunks" if chunked else "rows", tokens % EFFICIENT_BIAS_ALIGNMENT == 0
+def _sample(candidate: Candidate, layers: int) -> Sample:
+    case = with_layers(candidate, layers)
+    return Sample(values=tuple(sizes_of(case).items()), layers=layers, trace=dry_run(case, block_bytes=1))
 
 
-def sizes_of(candidate: Candidate) -> dict[str, int]:
-    """What a profile is asked with."""
-    return {"rows": candidate.per_device_train_batch_size, "tokens": candidate.max_length}
-
-
-def _sample(candidate: Candidate, size: tuple[int, int], layers: int) -> Sample:
-    rows, tokens = size
-    case = replace(candidate, model=with_layers(candidate.model, layers), per_device_train_batch_size=rows, max_length=tokens)
-    return Sample(values=(("rows", rows), ("tokens", tokens)), layers=layers, trace=dry_run(case, block_bytes=1))
-
-
-def with_layers(shape: ModelShape, layers: int) -> ModelShape:
-    """The same model with fewer or more layers."""
-    config = dict(shape.config)
+def with_layers(candidate: Candidate, layers: int) -> Candidate:
+    """The same candidate with a model of fewer or more layers; a teacher of the same shape keeps it."""
+    config = dict(candidate.model.config)
     config["num_hidden_layers"] = layers
     config.pop("layer_types", None)
-    return replace(shape, config=config)
+    return _with_config(candidate, config)
+
+
+def _with_config(candidate: Candidate, config: dict[str, object]) -> Candidate:
+    model = _shaped(candidate.model, config)
+    return replace(candidate, model=model, teacher_model=None if candidate.teacher_model is None else model)
+
+
+def _shaped(shape: ModelShape, config: dict[str, object]) -> ModelShape:
+    hidden, vocabulary = numbers(config, "hidden_size", "vocab_size")
+    return replace(shape, config=config, hidden_size=hidden, vocab_size=vocabulary)
+
+
+def _narrowed(candidate: Candidate, widths: tuple[int, int, int, int, int, int, int]) -> Candidate:
+    """The candidate with a model of other widths, in the same regime of heads and of the vocabulary's tiles."""
+    heads, key_heads, head, hidden, intermediate, last_tile, rank = widths
+    config = dict(candidate.model.config)
+    own_heads, own_key_heads, vocabulary = numbers(config, "num_attention_heads", "num_key_value_heads", "vocab_size")
+    config.update(
+        hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads, head_dim=head,
+        num_key_value_heads=1 if own_key_heads == 1 else heads if own_key_heads == own_heads else key_heads,
+        vocab_size=(vocabulary - 1) // VOCAB_CHUNK * VOCAB_CHUNK + last_tile,
+    )  # fmt: skip
+    return _with_config(replace(candidate, lora_r=rank), config)
+
+
+def _draws(candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with other rows and lengths of the same regime, no two alike."""
+    wanted, draw = key_of(recipe_of(candidate)), random.Random(SEED)
+    used: set[int] = set()
+    for _ in range(ATTEMPTS):
+        case = _drawn(candidate, draw)
+        try:
+            if key_of(recipe_of(case)) != wanted or case.row_tokens in used or case.max_completion_length in used:
+                continue
+        except NoProfile:
+            continue
+        used |= {case.row_tokens, case.max_completion_length} if case.method_row.generates else {case.row_tokens}
+        yield case
+    raise NoProfile("No small sizes of the candidate's regime were found.")
+
+
+def _drawn(candidate: Candidate, draw: random.Random) -> Candidate:
+    """Small rows and lengths: up to four chunks of tokens, half of the lengths multiples of what kernels pad to."""
+    rows = 1 if candidate.per_device_train_batch_size == 1 else draw.randint(2, 9)
+    scored = int(2 ** draw.uniform(8, 14.2)) // (rows * candidate.method_row.rows_per_sample)
+    prompt = draw.randint(80, 300)
+    if draw.random() < 0.5:
+        scored, prompt = _up(scored), _up(prompt)
+    scored = max(scored, 24)
+    if not candidate.method_row.generates:
+        return replace(candidate, per_device_train_batch_size=rows, max_length=scored, gradient_accumulation_steps=_accumulation(candidate))
+    generated = rows * candidate.steps_per_generation
+    grouped = generated == candidate.num_generations or candidate.generation_rows == candidate.num_generations
+    sizes = [size for size in range(2, generated + 1) if generated % size == 0]
+    return replace(
+        candidate, per_device_train_batch_size=rows, prompt_length=prompt, max_completion_length=scored, max_length=prompt + scored,
+        num_generations=generated if grouped or not sizes else draw.choice(sizes),
+    )  # fmt: skip
+
+
+def _accumulation(candidate: Candidate) -> int:
+    return min(candidate.gradient_accumulation_steps, 2)
+
+
+def _up(length: int) -> int:
+    return -(-length // 16) * 16
