@@ -18,14 +18,14 @@ import trl.kernels.chunked_logprob
 import trl.trainer.distillation_trainer
 import trl.trainer.utils
 
+from probes.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
+
 aten = torch.ops.aten
 
 # The caching allocator hands out multiples of this: kMinBlockSize, c10/core/AllocatorConfig.h.
 CUDA_BLOCK_BYTES = 512
 # Largest head of the flash kernel: check_head_dim_size_flash, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 FLASH_HEAD_DIM = 256
-# What the flash kernel's backward rounds lengths and heads up to: mha_bwd, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
-FLASH_LENGTH_BLOCK, FLASH_HEAD_BLOCK = 128, 32
 # The memory-efficient kernel wants its bias aligned to 16 elements: pad_bias<16>, aten/src/ATen/native/transformers/attention.cpp.
 EFFICIENT_BIAS_ALIGNMENT = 16
 
@@ -176,6 +176,7 @@ def cuda_ways() -> Iterator[tuple[str, ...]]:
     functional = torch.nn.functional
     with (
         triton_kernels(),
+        flash_attention(),
         mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
         mock.patch.object(functional, "layer_norm", layer_norm),
         mock.patch.object(functional, "dropout", dropout),
@@ -184,22 +185,23 @@ def cuda_ways() -> Iterator[tuple[str, ...]]:
         yield SUBSTITUTIONS
 
 
-SUBSTITUTIONS = ("scaled_dot_product_attention", "layer_norm", "dropout", "triton_kernels", "foreach optimizers", "512-byte blocks", "kernel workspaces")
+SUBSTITUTIONS = (
+    "scaled_dot_product_attention", "flash_attention", "layer_norm", "dropout", "triton_kernels", "foreach optimizers", "512-byte blocks", "kernel workspaces",
+)  # fmt: skip
 
 
 def flash_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
     """What the flash kernel's backward needs besides its results, on one GPU.
 
         4 B heads S' (softmax_d) + 4 B heads S' D' (dq_accum) + 2 x 2 B heads S_k D (dk and dv of all heads, where key heads are fewer)
-        S', D': length and head rounded up to 128 and 32
+        S', D': length and head rounded up to 128 and 32 (64 above 128 features)
 
     Source: mha_bwd, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
     batch, heads, length, head = query.shape
-    rounded = -(-length // FLASH_LENGTH_BLOCK) * FLASH_LENGTH_BLOCK
-    wide = -(-head // FLASH_HEAD_BLOCK) * FLASH_HEAD_BLOCK
+    rounded = -(-length // LENGTH_BLOCK) * LENGTH_BLOCK
     expanded = 0 if key.size(1) == heads else 2 * query.element_size() * batch * heads * key.size(2) * head
-    return int(4 * batch * heads * rounded * (1 + wide) + expanded)
+    return int(4 * batch * heads * rounded * (1 + rounded_head(head)) + expanded)
 
 
 def efficient_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
