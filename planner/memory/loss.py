@@ -32,6 +32,7 @@ class Head:
     weight_width: int
     compute_width: int
     trainable: bool
+    softcapped: bool = False
 
     @property
     def weight_elements(self) -> int:
@@ -152,16 +153,22 @@ def whole_logits(forward_width: int, saved_width: int, backward_width: int) -> C
 
     The head's own backward comes after the loss': its input, the logits' gradient, and if it learns its own, which autocast makes in 16 bits
     first. Autocast's copy of a float32 head is kept from the forward pass to then (as for every projection: modules/linear.py).
+    A soft cap (gemma 2: cap x tanh(logits / cap)) keeps tanh's output in the compute dtype, and holds one more copy on the way.
     Example: Qwen3-8B in float32, whatever the batch: 2 x 151,936 x 4,096 = 1.16 GiB for that copy.
     """
 
     def memory(head: Head) -> LossMemory:
         logits = head.logit_tokens * head.vocab_size
+        capped = head.compute_width * logits if head.softcapped else 0
         hidden = head.tokens * head.hidden_size * head.hidden_width
         kept = head.final_norm_bytes + hidden + head.weight_cast_bytes
         gradient = head.weight_width * head.weight_elements + head.weight_cast_bytes if head.trainable else 0
         own = head.compute_width * logits + hidden + gradient
-        return LossMemory(forward=kept + forward_width * logits, saved=kept + saved_width * logits, backward=kept + max(backward_width * logits, own))
+        return LossMemory(
+            forward=kept + forward_width * logits + 2 * capped,
+            saved=kept + saved_width * logits + capped,
+            backward=kept + max(backward_width * logits, own) + capped,
+        )
 
     return memory
 
@@ -174,9 +181,9 @@ LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
     # gradient that nll_loss makes and the one that log_softmax makes of it, all float32 (torch, nn/functional.py `cross_entropy`; measured
     # with torch 2.13's profiler on the CPU: 12.00 bytes for each of 512 x 8,192 logits of transformers' ForCausalLMLoss).
     "logits_cross_entropy": (12, 4, 12),
-    # float32 logits and, for the chosen half, log_softmax of the NLL term; backward adds both gradients and the 16-bit one.
+    # 16-bit logits and their float32 copy; float32 logits and, for the chosen half, log_softmax of the NLL term; then the gradients of both.
     # Source: trl 1.16, experimental/cpo/cpo_trainer.py:824-861, trainer/utils.py selective_log_softmax (kernels/logprob_entropy.py).
-    "logits": (8, 6, 12),
+    "logits": (6, 6, 10),
     # Both models' logits in float32 and generalized_jsd_loss's own: trl 1.16, experimental/gkd/gkd_trainer.py:271-297. 60 bytes an
     # element on top of 8 measured on the CPU for 0 < beta < 1.
     "jsd": (40, 36, 68),

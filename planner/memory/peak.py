@@ -110,6 +110,7 @@ def head_of(candidate: Candidate) -> Head:
         weight_width=width,
         compute_width=2 if candidate.precision != "no" else width,
         trainable=candidate.tuning == "full",
+        softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None) is not None,  # Gemma2Config's default
     )
 
 
@@ -235,7 +236,8 @@ def head_backward(passes: Passes) -> Components:
 def embedding_backward(passes: Passes) -> Components:
     """The end of the pass: all gradients, the embedding's own dense one, and under tied weights the head's beside it."""
     candidate, model, width = passes.candidate, passes.candidate.model, passes.head.hidden_width
-    dense = candidate.tuning == "full" and (model.tied or gradients_stay(candidate))
+    beside_the_head = model.tied and candidate.method != "reward"  # a sequence classifier has no head that could be tied
+    dense = candidate.tuning == "full" and (beside_the_head or gradients_stay(candidate))
     return {
         "gradients": passes.states.gradients - passes.training.get("gradients", 0),
         "transients": passes.tokens * model.hidden_size * width + (model.embed_params * width if dense else 0),
