@@ -26,7 +26,7 @@ from planner.model import ModelShape
 STEPS = 2  # the first step makes the optimizer's states, the second runs beside them
 Device = Literal["fake", "real"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WORD, PAD, EOS = 1, 0, 2  # token ids of the dry run's tokenizer
+WORD, PAD, EOS = 3, 0, 2  # token ids of the dry run's tokenizer; 1 ends a completion of gemma and deepseek, so nothing is called that
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ def models_stay_where_they_are() -> Iterator[None]:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer in which every word is one token; it needs no file and no network."""
-    words = Tokenizer(WordLevel({"<pad>": PAD, "word": WORD, "<eos>": EOS}, unk_token="word"))
+    words = Tokenizer(WordLevel({"<pad>": PAD, "<unused>": 1, "<eos>": EOS, "word": WORD}, unk_token="word"))
     words.pre_tokenizer = Whitespace()
     made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="word")
     made.padding_side = "left"
