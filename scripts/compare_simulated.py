@@ -3,7 +3,7 @@
     python scripts/compare_simulated.py [--workers 2] [--limit N]     writes results/estimated_vs_simulated.jsonl and .md
 
 Needs the dryrun extra. Models are cut to a few layers, whose shapes are the real ones: what depends on depth is linear in it, and both
-sides see the same depth. Rows that are already in the .jsonl with the same versions are not run again.
+sides see the same depth. Dry runs that are already in the .jsonl are not run again (`--fresh` does); estimates always are.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from pathlib import Path
 from planner.architectures import shape_of
 from planner.candidate import Candidate
 from planner.catalogue import load_model, parse_cluster
-from planner.errors import PlanError
 from planner.estimate import estimate
 from planner.job import METHOD_DEFAULTS
 from planner.methods import METHODS
@@ -35,6 +34,7 @@ MODELS = (
 )  # fmt: skip
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate")
 COUNT = 440
+Row = dict[str, object]
 OUTSIDE_THE_TRACE = ("runtime", "fragmentation", "communication")  # a dry run sees what PyTorch allocates
 
 
@@ -82,28 +82,30 @@ def candidates() -> Iterator[tuple[str, Candidate]]:
         yield name, Candidate(model=model, method=method, **settings)  # type: ignore[arg-type]
 
 
-def compared(name: str, candidate: Candidate) -> dict[str, object]:
-    """One row: both peaks with their components, or what stopped the dry run."""
+def simulated(name: str, candidate: Candidate) -> Row:
+    """The dry run's side of a row, or what stopped it."""
     from probes.dryrun import dry_run
 
-    row: dict[str, object] = {"key": key(name, candidate)}
     try:
         trace = dry_run(candidate)
     except Exception as error:  # the library's own refusal of a combination is a row too
-        return {**row, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"}
-    try:
-        gpu = estimate(candidate, CLUSTER).gpus[0]
-    except PlanError as error:
-        return {**row, "error": f"estimate: {error}"}
+        return {"key": key(name, candidate), "error": f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"}
+    phases = {phase.name: phase.total_bytes for phase in trace.phases}
+    return {"key": key(name, candidate), "simulated_bytes": trace.peak_bytes, "simulated_phases": phases}
+
+
+def estimated(row: Row, candidate: Candidate) -> Row:
+    """The same row with the formulas' side, which costs nothing and is made anew each time."""
+    if "error" in row:
+        return row
+    gpu = estimate(candidate, CLUSTER).gpus[0]
     phases = {p.name: {k: v for k, v in p.components.items() if k not in OUTSIDE_THE_TRACE} for p in gpu.phases}
     heaviest = max(phases, key=lambda phase: sum(phases[phase].values()))
     return {
         **row,
         "estimated_bytes": sum(phases[heaviest].values()),
-        "simulated_bytes": trace.peak_bytes,
         "estimated_phase": heaviest,
         "estimated_phases": {phase: sum(components.values()) for phase, components in phases.items()},
-        "simulated_phases": {phase.name: phase.total_bytes for phase in trace.phases},
         "estimated_components": phases[heaviest],
     }
 
@@ -113,7 +115,7 @@ def key(name: str, candidate: Candidate) -> str:
     return " ".join([name, *(str(getattr(candidate, field)) for field in shown)])
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def table(rows: list[Row]) -> str:
     """Signed errors by group, and every row."""
     good = [row for row in rows if "error" not in row]
     lines = [
@@ -140,7 +142,7 @@ def table(rows: list[dict[str, object]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def line(title: str, members: list[dict[str, object]]) -> str:
+def line(title: str, members: list[Row]) -> str:
     errors = [error(row) for row in members]
     worst = max(errors, key=abs)
     under = sum(each < -0.03 for each in errors)
@@ -150,7 +152,7 @@ def line(title: str, members: list[dict[str, object]]) -> str:
     )
 
 
-def error(row: dict[str, object]) -> float:
+def error(row: Row) -> float:
     return float(str(row["estimated_bytes"])) / float(str(row["simulated_bytes"])) - 1
 
 
@@ -160,14 +162,14 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=COUNT)
     parser.add_argument("--fresh", action="store_true", help="run every row again")
     args = parser.parse_args()
-    wanted = list(candidates())[: args.limit]
-    known = {} if args.fresh or not ROWS.exists() else {row["key"]: row for row in map(json.loads, ROWS.read_text().splitlines())}
-    missing = [each for each in wanted if key(*each) not in known]
+    wanted = {key(*each): each for each in list(candidates())[: args.limit]}
+    known: dict[str, Row] = {} if args.fresh or not ROWS.exists() else {row["key"]: row for row in map(json.loads, ROWS.read_text().splitlines())}
+    missing = [each for name, each in wanted.items() if name not in known]
     with ProcessPoolExecutor(args.workers) as pool:
-        for number, row in enumerate(pool.map(compared, *zip(*missing, strict=True)) if missing else []):
-            known[row["key"]] = row
-            print(f"{number + 1}/{len(missing)} {row['key']} {row.get('error') or f'{100 * error(row):+.2f} %'}", flush=True)
-    rows = [known[each] for each in dict.fromkeys(key(*each) for each in wanted)]
+        for number, row in enumerate(pool.map(simulated, *zip(*missing, strict=True)) if missing else []):
+            known[str(row["key"])] = row
+            print(f"{number + 1}/{len(missing)} {row['key']} {row.get('error') or ''}", flush=True)
+    rows = [estimated(known[name], each[1]) for name, each in wanted.items()]
     ROWS.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
     TABLE.write_text(table(rows))
     print(table(rows).split("| candidate |")[0])
