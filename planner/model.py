@@ -4,9 +4,10 @@ A `ModelShape` is built by `planner/architectures.py` from any `config.json`; no
 Sizes are named as in Hugging Face's `config.json`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 NormKind = Literal[
     "rms",  # LlamaRMSNorm: fp32 inside, cast back, then multiplied by the weight
@@ -58,6 +59,7 @@ LayerProgram = Literal[
     "opt",  # learned positions, biases, ReLU
     "mla",  # multi-head latent attention (deepseek v2 and v3)
     "gpt_oss",  # attention sinks, clamped SwiGLU experts
+    "measured",  # no formulas: `Layer.measure` answers
 ]
 
 
@@ -173,6 +175,7 @@ class Layer:
     norms: tuple[Norm, ...]
     residual_dropout: float = 0.0  # of the output of each block while training (gpt2, opt)
     residual_scaled: bool = False  # granite: the output of each block times a number
+    measure: Callable[..., Any] | None = None  # a program "measured": (Recipe, gradients_exist) -> LayerMemory, from probes/coefficients.py
 
     @property
     def linears(self) -> tuple[Linear, ...]:

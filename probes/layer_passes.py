@@ -1,0 +1,238 @@
+"""The passes of one layer of each kind on fake tensors: what is alive at every moment of them."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._pytree import tree_leaves
+
+from planner.candidate import Candidate
+from planner.memory.autograd import Kind
+from planner.memory.modules import Recipe
+from planner.model import ModelShape
+from planner.trace.timeline import Allocation, Trace
+from probes.dryrun import _fake_weights as fake_weights
+from probes.dryrun import quiet
+from probes.fake_tensors import FakeArithmetic
+from probes.fake_trainer import adapters_without_weights, build_model, models_stay_where_they_are
+from probes.few_layers import few_layers
+from probes.layer_shapes import decoder_layers
+from probes.substitutions import WORKSPACES, cuda_ways
+from probes.tracker import Tracker, collector_off
+
+Bytes = dict[Kind, int]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """Bytes by kind of what a `LayerMemory` is made of, at one size: moments, and passes with all of theirs in order."""
+
+    saved: Bytes
+    checkpoint: Bytes
+    forward: list[Bytes]
+    checkpointed_forward: list[Bytes]
+    backward: list[Bytes]
+    checkpointed_backward: list[Bytes]
+    inference: list[Bytes]
+
+
+class _Begin(torch.autograd.Function):
+    """Before the layer: its input, whose gradient ends here."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+class _End(torch.autograd.Function):
+    """After the layer: the gradient of its output, which nobody but autograd's engine holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return x.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.new_empty(ctx.shape, dtype=ctx.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A model of one layer of each kind, on fake tensors, as the recipe has it."""
+
+    model: torch.nn.Module
+    one_of_each: tuple[torch.nn.Module, ...]
+    recipe: Recipe
+
+    def layers(self, rows: int, length: int, gradients_exist: bool) -> list[Seen]:
+        calls = self._calls(rows, length)
+        return [self._seen(layer, calls[layer], gradients_exist) for layer in self.one_of_each]
+
+    def _autocast(self) -> Any:
+        return torch.autocast("cpu", torch.bfloat16) if self.recipe.autocast_width else contextlib.nullcontext()
+
+    def _calls(self, rows: int, length: int) -> dict[torch.nn.Module, Call]:
+        """What the model gives each layer besides its input: positions, masks."""
+        calls: dict[torch.nn.Module, Call] = {}
+
+        def remember(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[layer] = (args, kwargs)
+
+        handles = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in self.one_of_each]
+        ids = torch.ones((rows, length), dtype=torch.long)
+        mask = torch.ones_like(ids)
+        if self.recipe.kernel in ("efficient", "eager_masked"):
+            mask[-1, -1] = 0
+        try:
+            with torch.no_grad(), self._autocast():
+                self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return calls
+
+    def _seen(self, layer: torch.nn.Module, call: Call, gradients_exist: bool) -> Seen:
+        plain = self._pass(layer, call, gradients_exist, checkpointing=False)
+        checkpointed = self._pass(layer, call, gradients_exist, checkpointing=True)
+        return Seen(
+            saved=plain.at_end_of_forward(with_copies=False),
+            checkpoint=checkpointed.at_end_of_forward(with_copies=True),
+            forward=plain.moments("forward"),
+            checkpointed_forward=checkpointed.moments("forward"),
+            backward=plain.moments("backward"),
+            checkpointed_backward=checkpointed.moments("backward"),
+            inference=self._inference(layer, call).moments("forward"),
+        )
+
+    def _pass(self, layer: torch.nn.Module, call: Call, gradients_exist: bool, checkpointing: bool) -> "_Watched":
+        """Forward and backward, the layer's output gone when the latter begins."""
+        layer.gradient_checkpointing = checkpointing
+        learned = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        for parameter in learned:
+            parameter.grad = torch.empty_like(parameter) if gradients_exist else None
+        x = _input(call).requires_grad_()
+        with self._tracker(layer, (x, call)) as tracker:
+            with self._autocast():
+                out = _output(_called(layer, _Begin.apply(x), call))
+                tracker.enter_phase("loss")  # the forward pass is done, autocast's copies are still there
+            loss = _End.apply(out)
+            del out
+            tracker.mark_saved()
+            tracker.enter_phase("backward")
+            loss.backward()
+            if not gradients_exist:
+                tracker.mark((parameter.grad for parameter in learned if parameter.grad is not None), "gradients")
+        for parameter in learned:
+            parameter.grad = None
+        return _Watched(tracker.trace())
+
+    def _inference(self, layer: torch.nn.Module, call: Call) -> "_Watched":
+        layer.gradient_checkpointing = False
+        x = _input(call)
+        with self._tracker(layer, (x, call)) as tracker, torch.no_grad(), self._autocast():
+            out = _called(layer, x, call)
+            del out
+        return _Watched(tracker.trace())
+
+    @contextlib.contextmanager
+    def _tracker(self, layer: torch.nn.Module, given: Any) -> Iterator[Tracker]:
+        """A tracker that knows what is there before the layer runs: weights, and what the layer is given."""
+        tracker = Tracker(1, WORKSPACES)
+        with tracker:
+            for name, parameter in layer.named_parameters():
+                tracker.add_resident(parameter, "weights", name)
+            for tensor in tree_leaves(given):
+                if isinstance(tensor, torch.Tensor):
+                    tracker.add_resident(tensor, "transients", "")
+            tracker.enter_phase("forward")
+            yield tracker
+
+
+def _input(call: Call) -> torch.Tensor:
+    args, kwargs = call
+    return torch.empty_like(args[0] if args else kwargs["hidden_states"])
+
+
+def _called(layer: torch.nn.Module, x: torch.Tensor, call: Call) -> Any:
+    args, kwargs = call
+    return layer(x, *args[1:], **kwargs) if args else layer(**{**kwargs, "hidden_states": x})
+
+
+def _output(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+class _Watched:
+    """What was alive when, in one run of a layer."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._made = [allocation for allocation in trace.allocations if allocation.phase != "load"]
+        self._starts = {phase: event for event, phase in trace.phase_starts}
+
+    def moments(self, phase: str) -> list[Bytes]:
+        """After every allocation of a pass."""
+        changes = [(allocation.born, 1, allocation) for allocation in self._made] + [(allocation.died, -1, allocation) for allocation in self._made]
+        alive: Bytes = {}
+        found = []
+        for _, sign, allocation in sorted(changes, key=lambda change: change[0]):
+            kind = self._kind(allocation)
+            alive[kind] = alive.get(kind, 0) + sign * allocation.size_bytes
+            if sign > 0 and allocation.phase == phase:
+                found.append(alive.copy())
+        return found
+
+    def at_end_of_forward(self, with_copies: bool) -> Bytes:
+        """What a forward pass leaves; autocast's copies go with its context unless the graph holds them."""
+        event = self._starts["loss"] if with_copies else self._starts["backward"]
+        return self._alive(event - 1, born_before=self._starts["loss"])
+
+    def _alive(self, event: int, born_before: int = 2**62) -> Bytes:
+        found: Bytes = {}
+        for allocation in self._made:
+            if allocation.born <= event < allocation.died and allocation.born < born_before:
+                kind = self._kind(allocation)
+                found[kind] = found.get(kind, 0) + allocation.size_bytes
+        return found
+
+    def _kind(self, allocation: Allocation) -> Kind:
+        if allocation.component in ("autocast_copies", "gradients"):
+            return allocation.component
+        stays = allocation.phase == "forward" and allocation.died >= self._starts.get("loss", 0)
+        return "activations" if stays else "transients"
+
+
+@contextlib.contextmanager
+def layer_stage(model: ModelShape, recipe: Recipe) -> Iterator[Stage]:
+    """The model built as TRL's trainers build it, and everything that runs in CUDA's way."""
+    arithmetic = FakeArithmetic()
+    candidate = Candidate(
+        model=model, method="sft", dtype="float32" if recipe.weight_width == 4 else "bfloat16",
+        attn_implementation="eager" if recipe.kernel.startswith("eager") else "sdpa",
+    )  # fmt: skip
+    shape = few_layers(model, of_a_kind=1)
+    with quiet(), collector_off(), models_stay_where_they_are(), cuda_ways(), adapters_without_weights():
+        built: Any = build_model(shape, candidate, "fake", model.auto_class)
+        built.train()
+        built.gradient_checkpointing_enable()
+        layers = tuple(decoder_layers(built))
+        if not recipe.trainable:
+            adapted = LoraConfig(
+                r=recipe.lora_r, target_modules=sorted(recipe.lora_targets), lora_dropout=0.1 if recipe.lora_dropout else 0.0, task_type="CAUSAL_LM"
+            )
+            built = get_peft_model(built, adapted, autocast_adapter_dtype=recipe.adapter_width == 4)
+        if not recipe.dropout:
+            for module in built.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+        fake_weights(built, arithmetic)
+        with arithmetic:
+            yield Stage(built, layers, recipe)
