@@ -58,6 +58,12 @@ class LossMemory:
     forward: int
     saved: int
     backward: int
+    frozen: int | None = None  # None: as `forward`, but without what is saved
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The most while a model that is only read computes the same: nothing is kept, and autocast's copy of the head is gone by then."""
+        return self.forward - self.saved if self.frozen is None else self.frozen
 
 
 def fused(head: Head) -> LossMemory:
@@ -205,6 +211,7 @@ def log_softmax(head: Head) -> LossMemory:
         forward=kept + max(converted * every, FLOAT32 * (every + completion)),
         saved=kept + FLOAT32 * completion,
         backward=kept + max(3 * FLOAT32 * completion, FLOAT32 * (every + completion), converted * every, head.compute_width * every + gradient),
+        frozen=max(converted * every, FLOAT32 * (every + completion)),
     )
 
 
@@ -225,6 +232,9 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "log_softmax": log_softmax,
     "jsd": whole_logits(*LOGITS_BYTES["jsd"]),
 }
+
+# Losses whose head is a plain nn.Linear.
+LINEAR_HEAD: frozenset[Loss] = frozenset({"logits", "logits_cross_entropy", "log_softmax", "jsd"})
 
 # Which loss a release builds where it is not the newest's. The first row whose release is not older than the one in force counts.
 # Source: trl's CHANGELOG and trainer/sft_trainer.py of each release: `chunked_nll` became the default of SFT in 1.5, the fused head of

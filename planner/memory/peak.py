@@ -8,7 +8,7 @@ from planner.memory.activations import Peaks
 from planner.memory.autograd import Moment
 from planner.memory.engine import EngineMemory
 from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
-from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
+from planner.memory.loss import FORMULAS, LINEAR_HEAD, Head, LossMemory, loss_of
 from planner.memory.runtime import fragmentation_bytes
 from planner.memory.stack import SHARDED, StackMemory, StackRecipe, compute_weight_width, frozen_recipe, stack_memory, stack_recipe, without_adapters
 from planner.memory.states import States, states_of
@@ -209,7 +209,7 @@ def frozen_forward(passes: Passes) -> Components:
     recipe = frozen_recipe(candidate, passes.recipe.flash) if apart else without_adapters(passes.recipe)
     stack = stack_memory(other, recipe, True, 0)
     layers = at(stack.inference, passes.tokens, passes.scores)
-    head: Components = {"loss": passes.loss.forward if compares else 0}  # a teacher's logits are part of the loss' own formula
+    head: Components = {"loss": passes.loss.frozen_bytes if compares else 0}  # a teacher's logits are part of the loss' own formula
     return max(layers, head, key=total)
 
 
@@ -234,13 +234,17 @@ def head_backward(passes: Passes) -> Components:
 
 
 def embedding_backward(passes: Passes) -> Components:
-    """The end of the pass: all gradients, the embedding's own dense one, and under tied weights the head's beside it."""
+    """The end of the pass: all gradients, the embedding's own dense one, and under tied weights the head's beside it.
+
+    The gradient of an `nn.Linear` head is a view, to which the engine adds out of place: a third copy (torch/csrc/autograd/input_buffer.cpp,
+    `can_accumulate_inplace`). TRL's fused head returns a tensor of its own.
+    """
     candidate, model, width = passes.candidate, passes.candidate.model, passes.head.hidden_width
-    beside_the_head = model.tied and candidate.method != "reward"  # a sequence classifier has no head that could be tied
-    dense = candidate.tuning == "full" and (beside_the_head or gradients_stay(candidate))
+    tied = model.tied and candidate.method != "reward"  # a sequence classifier has no head that could be tied
+    copies = (2 if tied and loss_of(candidate) in LINEAR_HEAD else 1) if tied or gradients_stay(candidate) else 0
     return {
         "gradients": passes.states.gradients - passes.training.get("gradients", 0),
-        "transients": passes.tokens * model.hidden_size * width + (model.embed_params * width if dense else 0),
+        "transients": passes.tokens * model.hidden_size * width + (copies * model.embed_params * width if candidate.tuning == "full" else 0),
     }
 
 
