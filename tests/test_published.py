@@ -116,7 +116,7 @@ class TestWhatTheRowsTaught:
         assert memory.saved == 6 * TOKENS * VOCABULARY + 4 * TOKENS * HIDDEN + 2 * VOCABULARY * HIDDEN
 
     def test_the_gradient_of_the_head_comes_after_the_gradient_of_the_logits(self) -> None:
-        frozen, trained = (FORMULAS["logits"](head(trainable, weight_width=2)) for trainable in (False, True))
+        frozen, trained = (FORMULAS["logits_cross_entropy"](head(trainable, weight_width=2)) for trainable in (False, True))
         assert trained.backward - frozen.backward == 2 * TOKENS * HIDDEN  # the normalised hidden state, and nothing of the head
 
     def test_liger_makes_the_gradient_of_the_head_through_a_float32_copy(self) -> None:

@@ -237,11 +237,12 @@ def embedding_backward(passes: Passes) -> Components:
     """The end of the pass: all gradients, the embedding's own dense one, and under tied weights the head's beside it.
 
     The gradient of an `nn.Linear` head is a view, to which the engine adds out of place: a third copy (torch/csrc/autograd/input_buffer.cpp,
-    `can_accumulate_inplace`). TRL's fused head returns a tensor of its own.
+    `can_accumulate_inplace`). TRL's fused head returns a tensor of its own, and so does the cast of autocast's 16-bit one.
     """
     candidate, model, width = passes.candidate, passes.candidate.model, passes.head.hidden_width
     tied = model.tied and candidate.method != "reward"  # a sequence classifier has no head that could be tied
-    copies = (2 if tied and loss_of(candidate) in LINEAR_HEAD else 1) if tied or gradients_stay(candidate) else 0
+    view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
+    copies = (2 if view else 1) if tied or gradients_stay(candidate) else 0
     return {
         "gradients": passes.states.gradients - passes.training.get("gradients", 0),
         "transients": passes.tokens * model.hidden_size * width + (copies * model.embed_params * width if candidate.tuning == "full" else 0),
