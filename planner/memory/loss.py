@@ -96,12 +96,18 @@ def fused(head: Head) -> LossMemory:
 def divergence(head: Head) -> LossMemory:
     """TRL's distillation: student and teacher tiles in float32 side by side (trl 1.16, kernels/chunked_divergence.py:417 and :537).
 
-    As `fused`, with two float32 tiles in place of one in the compute dtype, and the teacher's last hidden state kept.
+    As `fused`, with two float32 tiles in place of one in the compute dtype, the teacher's last hidden state kept, and in the backward pass
+    the gradient of a tile in the compute dtype.
     """
     alone = fused(head)
     extra = 2 * tile_bytes(head, FLOAT32) - tile_bytes(head, head.compute_width)
     teacher = head.labelled_tokens * head.hidden_size * head.hidden_width
-    return LossMemory(forward=alone.forward + extra + teacher, saved=alone.saved + teacher, backward=alone.backward + extra + teacher)
+    gradient_tile = tile_bytes(head, head.compute_width) if head.compute_width != FLOAT32 else 0
+    return LossMemory(
+        forward=alone.forward + extra + teacher,
+        saved=alone.saved + teacher,
+        backward=alone.backward + extra + teacher + gradient_tile,
+    )
 
 
 def chunk_tokens(head: Head) -> int:

@@ -10,7 +10,17 @@ from planner.memory.engine import EngineMemory
 from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
 from planner.memory.loss import FORMULAS, LINEAR_HEAD, Head, LossMemory, loss_of
 from planner.memory.runtime import fragmentation_bytes
-from planner.memory.stack import SHARDED, StackMemory, StackRecipe, compute_weight_width, frozen_recipe, stack_memory, stack_recipe, without_adapters
+from planner.memory.stack import (
+    SHARDED,
+    StackMemory,
+    StackRecipe,
+    autocast_width,
+    compute_weight_width,
+    frozen_recipe,
+    stack_memory,
+    stack_recipe,
+    without_adapters,
+)
 from planner.memory.states import States, states_of
 from planner.quantities import Component, Phase, PhaseMemory
 
@@ -108,7 +118,7 @@ def head_of(candidate: Candidate) -> Head:
         hidden_size=model.hidden_size,
         hidden_width=width,
         weight_width=width,
-        compute_width=2 if candidate.precision != "no" else width,
+        compute_width=autocast_width(candidate) or width,
         trainable=candidate.tuning == "full",
         softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None) is not None,  # Gemma2Config's default
     )

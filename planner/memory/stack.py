@@ -61,6 +61,9 @@ QUANTIZED_LINEAR: dict[Quantization, Literal["none", "4bit", "8bit", "dequantize
 
 # Methods whose trainers switch the model's own dropout off (trl 1.16, trainer/dpo_config.py, kto_config.py, reward_config.py: disable_dropout).
 WITHOUT_DROPOUT = ("dpo", "kto", "reward")
+# Methods whose backbones run outside the forward that accelerate wraps in autocast, whatever `bf16` says: in the dtype of the weights.
+# Source: trl 1.16, trainer/distillation_trainer.py:1838-1862 (`_forward_redirection` takes the wrapped forward's place).
+WITHOUT_AUTOCAST = ("distillation",)
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 FLASH_HEAD_DIM = 256  # pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash
 
@@ -70,7 +73,7 @@ def stack_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
     lora = candidate.tuning == "lora"
     recipe = Recipe(
         weight_width=compute_weight_width(candidate),
-        autocast_width=0 if candidate.precision == "no" else 2,
+        autocast_width=autocast_width(candidate),
         trainable=not lora,
         quantized=QUANTIZED_LINEAR[candidate.quantization],
         lora_r=candidate.lora_r if lora else 0,
@@ -90,7 +93,7 @@ def frozen_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
     width = compute_weight_width(candidate)
     recipe = Recipe(
         weight_width=width,
-        autocast_width=0 if candidate.precision == "no" else 2,
+        autocast_width=autocast_width(candidate),
         trainable=True,
         dropout=False,
         several_rows=candidate.rows > 1,
@@ -120,6 +123,11 @@ def with_data(recipe: Recipe, candidate: Candidate, flash: bool) -> StackRecipe:
         every_n_layers=candidate.checkpoint_every_n_layers,
         flash=flash,
     )
+
+
+def autocast_width(candidate: Candidate) -> int:
+    """Bytes of autocast's dtype around the passes, 0 without autocast."""
+    return 0 if candidate.precision == "no" or candidate.method in WITHOUT_AUTOCAST else 2
 
 
 def compute_weight_width(candidate: Candidate) -> int:
