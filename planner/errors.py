@@ -4,6 +4,7 @@
     ├── InputError       the question is wrong                          exit 2
     │   ├── UnknownName  a model, GPU, method or setting nobody knows   exit 2
     │   └── UnknownArchitecture  its activations have no formula here   exit 2
+    ├── DryRunUnsupported  what a dry run cannot simulate           exit 2
     └── NothingFits      the question is right, the answer is no        exit 3
 
 Everything else is a bug of ours and keeps its traceback (exit 1).
@@ -42,6 +43,12 @@ class UnknownName(InputError):
 
 class UnknownArchitecture(InputError):
     """A model whose layers have no formula here: its parameters are counted, its activations are not known."""
+
+
+class DryRunUnsupported(PlanError):
+    """A setting that a dry run cannot simulate. The message names it."""
+
+    exit_code = EXIT_WRONG_INPUT
 
 
 class NothingFits(PlanError):

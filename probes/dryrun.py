@@ -4,6 +4,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import datasets
@@ -11,9 +12,11 @@ import torch
 from transformers import PrinterCallback
 
 from planner.candidate import Candidate
+from planner.errors import DryRunUnsupported
 from planner.trace.timeline import Trace
 from probes.fake_tensors import FakeArithmetic
 from probes.fake_trainer import METHOD_STAGES, Device, Stage, adapters_without_weights, models_stay_where_they_are
+from probes.offloading import offloading, paged_states
 from probes.phases import phases_told
 from probes.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
 from probes.tracker import Tracker, collector_off
@@ -24,24 +27,88 @@ def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device:
 
     `ways="cpu"` leaves out what CUDA does otherwise; `device="real"` runs the steps with weights. Both are for tests.
     """
+    refuse_unsupported(candidate, device)
     cuda = ways == "cuda"
-    tracker, arithmetic = Tracker(block_bytes, WORKSPACES) if cuda else Tracker(), FakeArithmetic()
-    with quiet(), collector_off(), models_stay_where_they_are(), cuda_ways() if cuda else contextlib.nullcontext(()) as substitutions:
+    candidate = _in_bfloat16(candidate) if cuda else candidate
+    tracker, arithmetic = Tracker(block_bytes, kernel_workspaces(candidate)) if cuda else Tracker(), FakeArithmetic()
+    with contextlib.ExitStack() as stack:
+        for surroundings in (quiet(), collector_off(), models_stay_where_they_are()):
+            stack.enter_context(surroundings)
+        substitutions = stack.enter_context(_cuda_ways(candidate, tracker)) if cuda else ()
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
             stage = METHOD_STAGES[candidate.method](candidate, device)
         stage.trainer.remove_callback(PrinterCallback)
+        statistics = _fake_stage(candidate, stage, arithmetic) if device == "fake" else []
         if device == "fake":
-            for model in stage.models:
-                _fake_weights(model, arithmetic)
-        with contextlib.ExitStack() as stack:
-            if device == "fake":
-                stack.enter_context(arithmetic)
-            stack.enter_context(tracker)
-            _add_residents(tracker, stage)
-            stage.trainer.data_collator = _collated_on_host(stage.trainer.data_collator, tracker)
-            stack.enter_context(phases_told(tracker, stage, candidate.padded and not candidate.packing and not candidate.padding_free))
-            stage.trainer.train()
+            stack.enter_context(arithmetic)
+        stack.enter_context(tracker)
+        _add_residents(tracker, stage)
+        for name, tensor in statistics:
+            tracker.add_resident(tensor, "weights", name)
+        stage.trainer.data_collator = _collated_on_host(stage.trainer.data_collator, tracker)
+        stack.enter_context(phases_told(tracker, stage, candidate.padded and not candidate.packing and not candidate.padding_free))
+        stage.trainer.train()
         return tracker.trace(substitutions)
+
+
+def _in_bfloat16(candidate: Candidate) -> Candidate:
+    """float16 as the other type of 16 bits: on the CPU accelerate has no float16 autocast, and the sizes are the same."""
+    return replace(
+        candidate,
+        dtype="bfloat16" if candidate.dtype == "float16" else candidate.dtype,
+        precision="bf16" if candidate.precision == "fp16" else candidate.precision,
+    )
+
+
+def _fake_stage(candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic) -> list[tuple[str, torch.Tensor]]:
+    """Makes the models' tensors fake; returns those that are stored with quantized weights."""
+    for model in stage.models:
+        _fake_weights(model, arithmetic)
+    if candidate.activation_offloading:
+        stage.trainer.maybe_activation_offload_context.update_model_params(stage.trainer.model)
+    return list(_fake_statistics(candidate, stage, arithmetic))
+
+
+def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
+    """What runs otherwise than one process of the installed trainer can show."""
+    if candidate.sharding not in ("none", "ddp") or candidate.vllm != "off":
+        raise DryRunUnsupported(f"A dry run is one process without an engine; {candidate.sharding} and vllm {candidate.vllm} are composed onto it.")
+    if candidate.use_liger_kernel:
+        raise DryRunUnsupported("A dry run does not run Liger's Triton kernels (use_liger_kernel).")
+    if candidate.method not in METHOD_STAGES:
+        raise DryRunUnsupported(f"The installed TRL has no {candidate.method} trainer to run.")
+    if candidate.quantization not in ("none", "nf4", "nf4-double", "int8"):
+        raise DryRunUnsupported(f"A dry run knows bitsandbytes' kernels, not those of {candidate.quantization}.")
+    if candidate.quantization != "none" and (candidate.tuning == "full" or device == "real"):
+        raise DryRunUnsupported("A quantized base is frozen and has no weights here: set tuning to lora.")
+
+
+def kernel_workspaces(candidate: Candidate) -> Mapping[Any, Callable[..., int]]:
+    """What operators allocate inside themselves on CUDA."""
+    if candidate.quantization == "none":
+        return WORKSPACES
+    from probes.quantized import workspaces
+
+    return {**WORKSPACES, **workspaces()}
+
+
+@contextlib.contextmanager
+def _cuda_ways(candidate: Candidate, tracker: Tracker) -> Iterator[tuple[str, ...]]:
+    """CUDA's own ways, and those that only some candidates take."""
+    with contextlib.ExitStack() as stack:
+        names = stack.enter_context(cuda_ways())
+        if candidate.quantization != "none":
+            from probes.quantized import cuda_products
+
+            stack.enter_context(cuda_products())
+            names += ("bitsandbytes",)
+        if candidate.activation_offloading or candidate.checkpoint_offload:
+            stack.enter_context(offloading(tracker))
+            names += ("offloading",)
+        if candidate.optim.startswith("paged_"):
+            stack.enter_context(paged_states(tracker))
+            names += ("paged states",)
+        yield names
 
 
 @contextlib.contextmanager
@@ -72,6 +139,14 @@ def _fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+
+def _fake_statistics(candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is stored with quantized weights, by name."""
+    if candidate.quantization != "none":
+        from probes.quantized import with_fake_statistics
+
+        yield from with_fake_statistics(stage.models[0], arithmetic.fake)
 
 
 def _collated_on_host(collate: Callable[[Any], Any], tracker: Tracker) -> Callable[[Any], Any]:

@@ -137,8 +137,14 @@ def rows(candidate: Candidate, columns: dict[str, Any]) -> datasets.Dataset:
     return datasets.Dataset.from_dict({name: [value] * count for name, value in columns.items()})
 
 
-def _policy(candidate: Candidate, device: Device) -> PreTrainedModel:
-    return build_model(candidate.model, candidate, device)
+def _policy(candidate: Candidate, device: Device, auto_class: str = "AutoModelForCausalLM", **settings: Any) -> PreTrainedModel:
+    """The model that is trained; it alone is quantized."""
+    model = build_model(candidate.model, candidate, device, auto_class, **settings)
+    if candidate.quantization != "none":
+        from probes.quantized import quantize
+
+        quantize(model, candidate.quantization, DTYPES[candidate.dtype])
+    return model
 
 
 def _stage(trainer: Any, *others: torch.nn.Module | None) -> Stage:
@@ -148,7 +154,8 @@ def _stage(trainer: Any, *others: torch.nn.Module | None) -> Stage:
 def sft(candidate: Candidate, device: Device) -> Stage:
     ids = [WORD] * candidate.max_length
     args = trl.SFTConfig(
-        **common_settings(candidate), max_length=candidate.max_length, packing=candidate.packing, padding_free=candidate.padding_free,
+        **common_settings(candidate), max_length=None if candidate.padding_free and not candidate.packing else candidate.max_length,
+        packing=candidate.packing, padding_free=candidate.padding_free,
         activation_offloading=candidate.activation_offloading, dataset_kwargs={"skip_prepare_dataset": True},
     )  # fmt: skip
     trainer = trl.SFTTrainer(
@@ -186,7 +193,7 @@ def kto(candidate: Candidate, device: Device) -> Stage:
 def reward(candidate: Candidate, device: Device) -> Stage:
     ids = [WORD] * candidate.max_length
     args = trl.RewardConfig(**common_settings(candidate), max_length=candidate.max_length, activation_offloading=candidate.activation_offloading)
-    model = build_model(candidate.model, candidate, device, "AutoModelForSequenceClassification", num_labels=1)
+    model = _policy(candidate, device, "AutoModelForSequenceClassification", num_labels=1)
     trainer = trl.RewardTrainer(
         model=model, args=args, train_dataset=rows(candidate, {"chosen_ids": ids, "rejected_ids": ids}), processing_class=tokenizer(),
         peft_config=lora(candidate),

@@ -57,8 +57,8 @@ class _FlashAttention(torch.autograd.Function):
 def _padded_tokens(query: torch.Tensor, rows: int) -> int:
     """Tokens of the backward pass's float32 buffers: lengths rounded up; of rows end to end one block more for each."""
     if rows:
-        return query.size(0) + LENGTH_BLOCK * rows
-    return query.size(0) * -(-query.size(1) // LENGTH_BLOCK) * LENGTH_BLOCK
+        return int(query.size(0)) + LENGTH_BLOCK * rows
+    return int(query.size(0) * -(-query.size(1) // LENGTH_BLOCK) * LENGTH_BLOCK)
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int) -> torch.Tensor:
@@ -66,7 +66,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: i
     missing = -head % HEAD_ALIGNMENT
     if missing:
         query, key, value = (torch.nn.functional.pad(tensor, (0, missing)) for tensor in (query, key, value))
-    out: torch.Tensor = _FlashAttention.apply(query, key, value, rows)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _FlashAttention.apply(query, key, value, rows)
     return out[..., :head] if missing else out
 
 

@@ -12,11 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.utils._foreach_utils
 import trl.kernels.chunked_divergence
 import trl.kernels.chunked_logprob
 import trl.trainer.distillation_trainer
 import trl.trainer.utils
+from torch._subclasses.fake_tensor import FakeTensor
 
 from probes.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
 
@@ -181,6 +181,7 @@ def cuda_ways() -> Iterator[tuple[str, ...]]:
         mock.patch.object(functional, "layer_norm", layer_norm),
         mock.patch.object(functional, "dropout", dropout),
         mock.patch.object(sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]),
+        mock.patch.object(sys.modules["torch.optim.optimizer"], "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
     ):
         yield SUBSTITUTIONS
 

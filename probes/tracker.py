@@ -50,6 +50,7 @@ class Tracker(TorchDispatchMode):
         self.phase_starts: list[tuple[int, Phase]] = [(0, "load")]
         self._clock = 0
         self._alive: dict[int, int] = {}  # storage -> record
+        self._on_host: set[int] = set()  # storages that are not on the device
         self._weights: set[int] = set()
         self._sole_owner = (0, 0, 0)  # references to a gradient that only the engine holds, to its storage, to its wrapper; measured on entering
         self._calibrating = False
@@ -82,7 +83,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """What is made inside is on the host: batches before they are moved to the device."""
+        """What is made inside is on the host: batches before they are moved to the device, what is offloaded."""
         self._looking = False
         try:
             yield
@@ -93,6 +94,7 @@ class Tracker(TorchDispatchMode):
         """A batch as it comes to the device."""
         for tensor in batch.values():
             if isinstance(tensor, torch.Tensor):
+                self._on_host.discard(tensor.untyped_storage()._cdata)
                 self._record(tensor, "batch", "", None)
 
     def mark_saved(self) -> None:
@@ -136,8 +138,6 @@ class Tracker(TorchDispatchMode):
         if func is aten.add.Tensor and self._is_accumulation(args):
             return args[0].add_(args[1])
         result = func(*args, **(kwargs or {}))
-        if not self._looking:
-            return result
         if isinstance(result, torch.Tensor):
             self._record(result, func, self.module, None, args)
         elif isinstance(result, (tuple, list)):
@@ -173,12 +173,16 @@ class Tracker(TorchDispatchMode):
     def _record(self, tensor: torch.Tensor, operator: Any, module: str, component: Component | None, args: tuple[Any, ...] = ()) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._alive:
+        if key in self._alive or key in self._on_host:
+            return
+        if not self._looking:
+            self._on_host.add(key)
+            weakref.finalize(storage, self._on_host.discard, key).atexit = False
             return
         size_bytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
         if size_bytes == 0 or tensor.device.type == "meta":
             return
-        if operator is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights:
+        if operator is aten._to_copy.default and self.phase != "optimizer_step" and args[0].untyped_storage()._cdata in self._weights:
             component = "autocast_copies"
         index = len(self.records)
         self._alive[key] = index

@@ -1,0 +1,95 @@
+"""Settings that change what is allocated: the dry run runs them, and says what the formulas say."""
+
+import pytest
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model, parse_cluster
+from planner.errors import DryRunUnsupported
+from planner.estimate import estimate
+
+pytest.importorskip("trl")
+
+from probes.dryrun import dry_run
+from probes.few_layers import few_layers
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+# The issue's bound for the step from formulas to the simulated rung.
+AGREEMENT = 0.03
+OUTSIDE_THE_TRACE = {"runtime", "fragmentation", "communication"}  # a dry run sees what PyTorch allocates
+MODEL = few_layers(load_model("Llama-3.2-1B"))
+
+
+def candidate(**changes: object) -> Candidate:
+    settings: dict[str, object] = {
+        "model": MODEL, "method": "sft", "tuning": "lora", "dtype": "bfloat16", "max_length": 512, "per_device_train_batch_size": 2, "padded": False,
+    }  # fmt: skip
+    return Candidate(**(settings | changes))  # type: ignore[arg-type]
+
+
+SETTINGS: list[dict[str, object]] = [
+    {"attn_implementation": "flash_attention_2"},
+    {"attn_implementation": "flash_attention_2", "padded": True, "gradient_checkpointing": False},
+    {"attn_implementation": "eager", "padded": True},
+    {"quantization": "nf4", "gradient_checkpointing": False},
+    {"quantization": "nf4-double"},
+    {"quantization": "int8"},
+    {"gradient_accumulation_steps": 4, "tuning": "full"},
+    {"checkpoint_offload": True},
+    {"checkpoint_every_n_layers": 2},
+    {"packing": True, "attn_implementation": "flash_attention_2"},
+    {"packing": True},
+    {"padding_free": True},
+    {"precision": "fp16", "dtype": "float16"},
+    {"precision": "no", "dtype": "float32"},
+    {"tuning": "full", "optim": "adamw_torch"},
+    {"tuning": "full", "optim": "adamw_8bit"},
+    {"tuning": "full", "optim": "paged_adamw_8bit"},
+    {"tuning": "full", "optim": "adafactor"},
+]
+
+
+@pytest.mark.parametrize("changes", SETTINGS, ids=lambda changes: " ".join(f"{name}={value}" for name, value in changes.items()))
+def test_formulas_and_dry_run_agree(changes: dict[str, object]) -> None:
+    case = candidate(**changes)
+    phases = estimate(case, parse_cluster("1xH200", None)).gpus[0].phases
+    estimated = max(sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_TRACE) for phase in phases)
+    assert abs(estimated / dry_run(case).peak_bytes - 1) < AGREEMENT
+
+
+def test_offloaded_activations_leave_less_on_the_gpu() -> None:
+    kept = dry_run(candidate(gradient_checkpointing=False)).peak_bytes
+    assert dry_run(candidate(gradient_checkpointing=False, activation_offloading=True)).peak_bytes < kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"vllm": "colocate"}, "vllm colocate"),
+        ({"sharding": "zero3", "num_processes": 2}, "zero3"),
+        ({"method": "ppo"}, "no ppo trainer"),
+        ({"quantization": "gptq"}, "gptq"),
+    ],
+)
+def test_what_one_process_cannot_show_is_refused_by_name(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(DryRunUnsupported, match=named):
+        dry_run(candidate(**changes))
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_reference_model_is_there_in_every_run(method: str) -> None:
+    weights = {component for _ in range(2) for component in [resident_weights(dry_run(candidate(method=method, tuning="full", beta=0.1)))]}
+    assert len(weights) == 1
+    assert weights.pop() > 1.9 * resident_weights(dry_run(candidate(tuning="full")))
+
+
+def resident_weights(trace: object) -> int:
+    from planner.trace.timeline import Trace
+
+    assert isinstance(trace, Trace)
+    return sum(allocation.size_bytes for allocation in trace.allocations if allocation.operator == "resident")
