@@ -8,7 +8,7 @@ from planner.candidate import Candidate
 from planner.model import ModelShape
 from planner.trace.fit import Sample, fit_profile
 from planner.trace.profile import NoProfile, Profile
-from planner.trace.recipe import base_layers, key_of, numbers, period, recipe_of, sizes_of
+from planner.trace.recipe import MANY_TILES, base_layers, key_of, numbers, period, recipe_of, sizes_of
 from planner.trace.terms import VOCAB_CHUNK
 from probes.dryrun import dry_run
 from probes.substitutions import CUDA_BLOCK_BYTES
@@ -19,7 +19,6 @@ WIDTHS: tuple[tuple[int, int, int, int, int, int, int], ...] = (
     (6, 2, 40, 186, 440, 11000, 12),
     (12, 3, 24, 228, 616, 17416, 20),
     (10, 5, 56, 310, 712, 23560, 28),
-    (21, 7, 104, 378, 1000, 29008, 36),
 )
 ATTEMPTS = 20_000  # draws of rows and lengths before a regime is given up
 SEED = 20261120
@@ -72,7 +71,7 @@ def _narrowed(candidate: Candidate, widths: tuple[int, int, int, int, int, int, 
     config.update(
         hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads, head_dim=head,
         num_key_value_heads=1 if own_key_heads == 1 else heads if own_key_heads == own_heads else key_heads,
-        vocab_size=(vocabulary - 1) // VOCAB_CHUNK * VOCAB_CHUNK + last_tile,
+        vocab_size=min((vocabulary - 1) // VOCAB_CHUNK, MANY_TILES - 1) * VOCAB_CHUNK + last_tile,
     )  # fmt: skip
     return _with_config(replace(candidate, lora_r=rank), config)
 
@@ -95,7 +94,8 @@ def _draws(candidate: Candidate) -> Iterator[Candidate]:
 
 def _drawn(candidate: Candidate, draw: random.Random) -> Candidate:
     """Small rows and lengths: up to four chunks of tokens, half of the lengths multiples of what kernels pad to."""
-    rows = 1 if candidate.per_device_train_batch_size == 1 else draw.randint(2, 9)
+    own = candidate.per_device_train_batch_size
+    rows = own if own == 1 or candidate.method_row.generates else draw.randint(2, 9)
     scored = int(2 ** draw.uniform(8, 14.2)) // (rows * candidate.method_row.rows_per_sample)
     prompt = draw.randint(80, 300)
     if draw.random() < 0.5:
@@ -103,13 +103,7 @@ def _drawn(candidate: Candidate, draw: random.Random) -> Candidate:
     scored = max(scored, 24)
     if not candidate.method_row.generates:
         return replace(candidate, per_device_train_batch_size=rows, max_length=scored, gradient_accumulation_steps=_accumulation(candidate))
-    generated = rows * candidate.steps_per_generation
-    grouped = generated == candidate.num_generations or candidate.generation_rows == candidate.num_generations
-    sizes = [size for size in range(2, generated + 1) if generated % size == 0]
-    return replace(
-        candidate, per_device_train_batch_size=rows, prompt_length=prompt, max_completion_length=scored, max_length=prompt + scored,
-        num_generations=generated if grouped or not sizes else draw.choice(sizes),
-    )  # fmt: skip
+    return replace(candidate, prompt_length=prompt, max_completion_length=scored, max_length=prompt + scored)
 
 
 def _accumulation(candidate: Candidate) -> int:

@@ -1,11 +1,20 @@
 """A profile made of small traces gives the peak of sizes and depths that were never traced, to the byte."""
 
+import random
+import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from planner.candidate import Candidate
+from planner.catalogue import load_gpu, load_model
+from planner.model import ModelShape
+from planner.trace import store
 from planner.trace.fit import Sample, fit_profile
 from planner.trace.profile import NoProfile, Profile, profile_from_json, profile_to_json
+from planner.trace.recipe import key_of, recipe_of, sizes_of
+from planner.trace.store import load_profile, save_profile, simulated_phases
 from planner.trace.timeline import STAYS, Allocation, Trace
 
 BLOCK_BYTES = 512
@@ -84,3 +93,95 @@ def test_another_order_at_another_size_makes_no_profile() -> None:
 
 def test_a_profile_survives_its_file() -> None:
     assert profile_from_json(profile_to_json(toy())) == toy()
+
+
+def model(**changes: object) -> ModelShape:
+    return replace(load_model("Qwen2.5-0.5B"), config=load_model("Qwen2.5-0.5B").config | changes)
+
+
+def job(**changes: object) -> Candidate:
+    settings: dict[str, object] = {"model": model(), "method": "sft", "tuning": "lora", "dtype": "bfloat16", "max_length": 512}
+    return Candidate(**(settings | changes))  # type: ignore[arg-type]
+
+
+def test_models_of_one_architecture_share_a_profile_whatever_their_widths_and_depth() -> None:
+    larger = model(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4, num_hidden_layers=60, rope_theta=1e6)
+    assert recipe_of(job(model=larger)) == recipe_of(job())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_length": 500}, {"per_device_train_batch_size": 1}, {"gradient_accumulation_steps": 2}, {"max_length": 2048}, {"dtype": "float32"},
+     {"model": model(num_key_value_heads=1)}, {"model": model(vocab_size=32000)}, {"model": model(attention_bias=True)}],
+)  # fmt: skip
+def test_another_regime_is_another_recipe(changes: dict[str, object]) -> None:
+    assert key_of(recipe_of(job(**changes))) != key_of(recipe_of(job()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"quantization": "nf4"}, "quantized weights"), ({"sharding": "zero3", "num_processes": 2}, "sharded states"),
+     ({"use_liger_kernel": True}, "Liger kernels"), ({"method": "grpo", "vllm": "colocate"}, "a vLLM engine"), ({"method": "ppo", "trl_version": "1.12"}, "PPO")],
+)  # fmt: skip
+def test_what_was_not_simulated_has_no_profile(changes: dict[str, object], what: str) -> None:
+    with pytest.raises(NoProfile, match=f"^A profile does not stand for {what}\\.$"):
+        recipe_of(job(**changes))
+    assert load_profile(job(**changes)) is None
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLAN_CACHE", str(tmp_path))
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "none")
+    return tmp_path
+
+
+def test_a_saved_profile_is_loaded(cache: Path) -> None:
+    assert load_profile(job()) is None
+    path = save_profile(job(), toy())
+    assert path.is_relative_to(cache)
+    assert load_profile(job(max_length=496)) == toy()
+    assert [found for found in path.parent.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("content", [b"", b"no profile", zlib.compress(b'{"schema": 1}'), zlib.compress(b"[]")])
+def test_a_broken_file_is_no_profile(cache: Path, content: bytes) -> None:
+    path = save_profile(job(), toy())
+    path.write_bytes(content)
+    assert load_profile(job()) is None
+
+
+def test_simulated_phases_add_what_pytorch_does_not_allocate(cache: Path) -> None:
+    gpu = load_gpu("H200")
+    save_profile(job(), toy())
+    plain = toy().phases(sizes_of(job()), 24)
+    single, parallel = simulated_phases(job(), gpu), simulated_phases(job(sharding="ddp", num_processes=2), gpu)
+    assert single is not None and parallel is not None
+    for phase, alone, together in zip(plain, single, parallel, strict=True):
+        assert phase.components.items() <= alone.components.items()
+        assert alone.components["runtime"] == together.components["runtime"] > 0
+        assert "communication" not in alone.components
+        assert together.components["communication"] > 0
+
+
+# A stratified few of what `scripts/compare_profiles.py` does with 200: models cut to a few layers, sizes drawn at random.
+FEW = (
+    {"model": "Qwen2.5-0.5B", "method": "sft", "tuning": "lora", "dtype": "bfloat16"},
+    {"model": "Llama-3.2-1B", "method": "dpo", "tuning": "full", "gradient_checkpointing": False},
+)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("settings", FEW)
+def test_a_real_recipes_profile_gives_the_full_traces_peak(settings: dict[str, object]) -> None:
+    pytest.importorskip("trl")
+    from probes.dryrun import dry_run
+    from probes.profiles import profile_of, with_layers
+
+    case = job(**(settings | {"model": load_model(str(settings["model"])), "per_device_train_batch_size": 3}))
+    profile, draw = profile_of(case), random.Random(str(settings))
+    for layers in (4, 9):
+        size = replace(case, per_device_train_batch_size=draw.randint(2, 4), max_length=16 * draw.randint(9, 32), lora_r=draw.randint(4, 64))
+        full = dry_run(with_layers(size, layers))
+        assert profile.peak_bytes(sizes_of(size), layers) == full.peak_bytes
+        assert profile.phases(sizes_of(size), layers) == full.phases

@@ -16,7 +16,8 @@ from planner.trace.terms import TOKEN_CHUNK, VOCAB_CHUNK
 MASK_ALIGNMENT = 16  # the memory-efficient kernel pads masks to it: probes/substitutions.py, EFFICIENT_BIAS_ALIGNMENT
 SHORTEST_ROLLOUT = 9  # shorter ones are generated token by token: probes/rollout.py, WHOLE_ROLLOUT_TOKENS
 MANY_CHUNKS = 3  # a first, a last, and some between: from here on every further one is like those between
-FEWEST_LAYERS = 3  # a first, a last, and one between
+MANY_TILES = 3  # of the vocabulary, likewise
+FEWEST_LAYERS = 2  # a first and a last; those between are put in by the deeper traces
 
 # Widths by the name of config.json. `head_dim` is not in every config.
 WIDTH_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -105,7 +106,7 @@ def architecture(model: ModelShape) -> dict[str, object]:
     return kept | {
         "tied": model.tied,
         "key heads": "one" if key_heads == 1 else "all" if key_heads == heads else "some",
-        "vocabulary tiles": -(-numbers(config, "vocab_size")[0] // VOCAB_CHUNK),
+        "vocabulary tiles": min(-(-numbers(config, "vocab_size")[0] // VOCAB_CHUNK), MANY_TILES),
         "layers": (numbers(config, "num_hidden_layers")[0] - FEWEST_LAYERS) % period(model),
     }
 
@@ -135,7 +136,7 @@ def period(model: ModelShape) -> int:
 
 
 def base_layers(model: ModelShape) -> int:
-    """The depth of the traces: the least that has a first layer, a last one and one between, and the pattern's rest that the model has."""
+    """The depth of the traces: the least that has a first layer, a last one, and the pattern's rest that the model has."""
     return FEWEST_LAYERS + (numbers(model.config, "num_hidden_layers")[0] - FEWEST_LAYERS) % period(model)
 
 
@@ -164,7 +165,7 @@ def regime(candidate: Candidate) -> dict[str, object]:
     """Which thresholds a candidate's sizes are beyond.
 
     One row copies less than two; more tokens than a chunk of TRL's loss are scored in a loop; a mask whose length is no multiple of 16
-    is padded for the memory-efficient kernel; what accumulates stays.
+    is padded for the memory-efficient kernel; what accumulates stays. Trainers that generate keep lists with a tensor a row: there rows count.
     """
     found: dict[str, object] = {
         "one row": candidate.per_device_train_batch_size == 1,
@@ -175,12 +176,11 @@ def regime(candidate: Candidate) -> dict[str, object]:
     }
     if not candidate.method_row.generates:
         return found
-    groups = sizes_of(candidate)["groups"]
     return found | {
         "accumulation": candidate.gradient_accumulation_steps,
-        "steps per generation": candidate.steps_per_generation,
-        "one group": groups == 1,
-        "one completion": candidate.generation_rows == 1,
+        "rows": candidate.per_device_train_batch_size,
+        "generated": candidate.generation_rows,
+        "groups": sizes_of(candidate)["groups"],
     }
 
 

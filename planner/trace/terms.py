@@ -60,8 +60,9 @@ def _generating_terms(values: Values) -> dict[str, int]:
     generated, groups = values["generated"], values["groups"]
     terms = {"generated": generated, "groups": groups}
     lengths = {
-        "prompt": prompt, "prompt+1": prompt + 1, "prompt+2": prompt + 2, "completion": completion, "completion+1": completion + 1,
-        "completion-1": completion - 1, "tokens": tokens, "tokens-1": tokens - 1, "tokens-2": tokens - 2,
+        "prompt": prompt, "prompt+1": prompt + 1, "prompt+2": prompt + 2, "prompt+3": prompt + 3, "completion": completion,
+        "completion+1": completion + 1, "completion-1": completion - 1, "completion-3": completion - 3, "tokens": tokens, "tokens-1": tokens - 1,
+        "tokens-2": tokens - 2, "tokens+1": tokens + 1,
     }  # fmt: skip
     for name, length in lengths.items():
         terms[f"generated x {name}"] = generated * length

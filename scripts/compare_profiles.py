@@ -1,0 +1,115 @@
+"""Profiles against full traces: the same sizes through a profile and through a dry run of all layers, to the byte.
+
+    python scripts/compare_profiles.py [--count 200] [--minutes N]     writes results/profiles.jsonl and results/profiles.md
+
+Needs the dryrun extra. Sizes and models are a random draw, the same every time; most models are cut to a few layers more than the profile
+was traced with, every tenth keeps all of its own. Only recipes with a profile are compared; the profile is not made for the occasion.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model
+from planner.methods import MethodName
+from planner.trace.profile import Profile
+from planner.trace.recipe import base_layers, numbers, period, sizes_of
+from planner.trace.store import LIBRARIES, load_profile
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+ROWS, TABLE = RESULTS / "profiles.jsonl", RESULTS / "profiles.md"
+MODELS = (
+    "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-8B", "Qwen3-14B",
+)  # fmt: skip
+METHODS: tuple[MethodName, ...] = ("sft", "dpo", "reward", "grpo")
+SEED = 20261120
+FULL_EVERY = 10  # so often a model keeps all its layers
+FURTHER_PERIODS = 5  # of layers in a model that is cut
+DRAWS = 100_000
+
+
+def candidates() -> Iterator[tuple[Candidate, Profile]]:
+    """Random sizes for which there is a profile."""
+    draw = random.Random(SEED)
+    for _ in range(DRAWS):
+        candidate = drawn(draw)
+        profile = load_profile(candidate)
+        if profile is not None:
+            yield candidate, profile
+
+
+def drawn(draw: random.Random) -> Candidate:
+    method, lora = draw.choice(METHODS), draw.random() < 0.5
+    rows, accumulation, tokens = draw.randint(1, 12), draw.choice((1, 1, 2, 4)), draw.randint(16, 4096)
+    if draw.random() < 0.5:
+        tokens = -(-tokens // 16) * 16
+    candidate = Candidate(
+        model=load_model(draw.choice(MODELS)), method=method, tuning="lora" if lora else "full", dtype="bfloat16" if lora else "float32",
+        lora_r=draw.choice((4, 8, 16, 64)), per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, max_length=tokens,
+        gradient_checkpointing=draw.random() < 0.8,
+    )  # fmt: skip
+    if method != "grpo":
+        return candidate
+    prompt = 16 * draw.randint(2, 64)
+    completion = 16 * draw.randint(2, 64)
+    return replace(candidate, prompt_length=prompt, max_completion_length=completion, steps_per_generation=accumulation, num_generations=rows * accumulation)
+
+
+def compared(number: int, candidate: Candidate, profile: Profile) -> dict[str, object]:
+    from probes.dryrun import dry_run
+    from probes.profiles import with_layers
+
+    whole = numbers(candidate.model.config, "num_hidden_layers")[0]
+    layers = whole if number % FULL_EVERY == FULL_EVERY - 1 else min(whole, base_layers(candidate.model) + FURTHER_PERIODS * period(candidate.model))
+    began = time.perf_counter()
+    peak_bytes = profile.peak_bytes(sizes_of(candidate), layers)
+    seconds = time.perf_counter() - began
+    trace = dry_run(with_layers(candidate, layers))
+    return {"key": key(candidate), "layers": layers, "profile_bytes": peak_bytes, "trace_bytes": trace.peak_bytes, "profile_milliseconds": 1000 * seconds}
+
+
+def key(candidate: Candidate) -> str:
+    shown = ("method", "tuning", "lora_r", "per_device_train_batch_size", "gradient_accumulation_steps", "row_tokens", "gradient_checkpointing")
+    return " ".join([candidate.model.id, *(str(getattr(candidate, field)) for field in shown)])
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    equal = [row for row in rows if row["profile_bytes"] == row["trace_bytes"]]
+    slowest = max(float(str(row["profile_milliseconds"])) for row in rows)
+    lines = [
+        "# Profiles against full traces",
+        "",
+        f"{len(equal)} of {len(rows)} random sizes have the same peak in the profile as in the dry run of all layers, to the byte; the slowest took",
+        f"{slowest:.1f} ms. {', '.join(f'{name} {version(name)}' for name in LIBRARIES)}. Made by `python scripts/compare_profiles.py`.",
+        "",
+        "| model, method, tuning, rank, rows, accumulation, tokens, checkpointing | layers | profile bytes | trace bytes |",
+        "|---|---|---|---|",
+        *(f"| {row['key']} | {row['layers']} | {row['profile_bytes']:,} | {row['trace_bytes']:,} |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=600, help="stop after so many")
+    args = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    end = time.monotonic() + 60 * args.minutes
+    for number, (candidate, profile) in enumerate(candidates()):
+        if number == args.count or time.monotonic() > end:
+            break
+        rows.append(compared(number, candidate, profile))
+        print(f"{number + 1}/{args.count} {rows[-1]}", flush=True)
+    ROWS.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+    TABLE.write_text(table(rows))
+
+
+if __name__ == "__main__":
+    main()
