@@ -11,9 +11,9 @@ from planner.candidate import DTYPE_BYTES, AttentionImplementation, Candidate, Q
 from planner.memory.activations import LayerMemory, Peaks, envelope, layer_memory
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.autograd import NOTHING, Kind, Moment, Size
-from planner.memory.lora import target_names, targets_experts
+from planner.memory.lora import FUSED_BRANCHES, target_names, targets_experts
 from planner.memory.modules import Kernel, Recipe
-from planner.model import Attention, Layer, ModelShape
+from planner.model import Attention, Experts, Layer, ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,7 +248,17 @@ def trained_bytes(layer: Layer, recipe: Recipe) -> int:
     if recipe.trainable:
         return layer.params * recipe.weight_width
     adapted = [linear for linear in layer.linears if linear.name in recipe.lora_targets]
-    return sum(recipe.lora_r * (linear.in_features + linear.out_features) for linear in adapted) * recipe.adapter_width
+    elements = sum(recipe.lora_r * (linear.in_features + linear.out_features) for linear in adapted)
+    return (elements + (expert_adapter_elements(layer, recipe.lora_r) if recipe.lora_experts else 0)) * recipe.adapter_width
+
+
+def expert_adapter_elements(layer: Layer, lora_r: int) -> int:
+    """Elements of the matrices on a layer's fused experts and their router, as `planner.memory.lora` counts them."""
+    block = layer.feed_forward
+    if not isinstance(block, Experts):
+        return 0
+    rank, inner, hidden = block.num_experts * lora_r, block.moe_intermediate_size, layer.hidden_size
+    return FUSED_BRANCHES * rank * (hidden + 2 * inner) + rank * (inner + hidden) + lora_r * (hidden + block.num_experts)
 
 
 def first_and_last(parts: list[LayerPart]) -> list[int]:
