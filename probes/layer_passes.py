@@ -18,7 +18,7 @@ from probes.dryrun import _fake_weights as fake_weights
 from probes.dryrun import quiet
 from probes.fake_tensors import FakeArithmetic
 from probes.fake_trainer import adapters_without_weights, build_model, models_stay_where_they_are
-from probes.few_layers import few_layers
+from probes.few_layers import few_layers, layer_kinds
 from probes.layer_shapes import decoder_layers
 from probes.substitutions import WORKSPACES, cuda_ways
 from probes.tracker import Tracker, collector_off
@@ -223,10 +223,13 @@ def layer_stage(model: ModelShape, recipe: Recipe) -> Iterator[Stage]:
         built: Any = build_model(shape, candidate, "fake", model.auto_class)
         built.train()
         built.gradient_checkpointing_enable()
-        layers = tuple(decoder_layers(built))
+        layers = tuple(decoder_layers(built, len(layer_kinds(dict(model.config)))))
         if not recipe.trainable:
             adapted = LoraConfig(
-                r=recipe.lora_r, target_modules=sorted(recipe.lora_targets), lora_dropout=0.1 if recipe.lora_dropout else 0.0, task_type="CAUSAL_LM"
+                r=recipe.lora_r,
+                target_modules="all-linear" if recipe.lora_experts else sorted(recipe.lora_targets),
+                lora_dropout=0.1 if recipe.lora_dropout else 0.0,
+                task_type="CAUSAL_LM",
             )
             built = get_peft_model(built, adapted, autocast_adapter_dtype=recipe.adapter_width == 4)
         if not recipe.dropout:

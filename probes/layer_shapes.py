@@ -31,7 +31,9 @@ def with_shapes(model: ModelShape, measure: Callable[[int], Callable[..., Any]])
             built = build_model(few_layers(model, of_a_kind=1), Candidate(model=model, method="sft", dtype="bfloat16"), "fake", model.auto_class)
     except (ValueError, AttributeError, TypeError, KeyError, StopIteration) as error:
         raise UnknownArchitecture(f"{model.id} ({model.model_type}) cannot be built here: {(str(error).splitlines() or [''])[0][:200]}") from error
-    shapes = [_layer(module, full, places[0], measure(kind)) for kind, (module, places) in enumerate(zip(decoder_layers(built), kinds, strict=True))]
+    shapes = [
+        _layer(module, full, places[0], measure(kind)) for kind, (module, places) in enumerate(zip(decoder_layers(built, len(kinds)), kinds, strict=True))
+    ]
     of_place = {place: shape for shape, places in zip(shapes, kinds, strict=True) for place in places}
     layers = tuple(of_place[place] for place in range(depth_of(full)))
     rest = model.params - model.embed_params - model.lm_head_params - model.vision_params - sum(layer.params for layer in layers)
@@ -39,9 +41,11 @@ def with_shapes(model: ModelShape, measure: Callable[[int], Callable[..., Any]])
     return replace(model, layers=layers, other_params=max(rest, 0), notes=(note,))
 
 
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The longest-weighing list of modules: the language model's layers."""
-    lists: list[torch.nn.ModuleList] = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
+def decoder_layers(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
+    """The language model's layers: the heaviest list of so many modules."""
+    lists: list[torch.nn.ModuleList] = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    if not lists:
+        raise UnknownArchitecture(f"{type(model).__name__} has no list of its layers.")
     return list(max(lists, key=_weight))
 
 
