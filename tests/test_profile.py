@@ -121,7 +121,8 @@ def test_another_regime_is_another_recipe(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [({"quantization": "nf4"}, "quantized weights"), ({"sharding": "zero3", "num_processes": 2}, "sharded states"),
-     ({"use_liger_kernel": True}, "Liger kernels"), ({"method": "grpo", "vllm": "colocate"}, "a vLLM engine"), ({"method": "ppo", "trl_version": "1.12"}, "PPO")],
+     ({"use_liger_kernel": True}, "Liger kernels"), ({"method": "grpo", "vllm": "colocate"}, "a vLLM engine"),
+     ({"method": "ppo", "trl_version": "1.12"}, "PPO")],
 )  # fmt: skip
 def test_what_was_not_simulated_has_no_profile(changes: dict[str, object], what: str) -> None:
     with pytest.raises(NoProfile, match=f"^A profile does not stand for {what}\\.$"):

@@ -7,9 +7,10 @@ moment that never has more of anything than another of its phase is dropped. Wha
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter, mul
 
 from planner.quantities import Component, Phase, PhaseMemory
 from planner.trace.terms import FURTHER_LAYERS, ONE, Values, size_terms, width_terms
@@ -51,17 +52,14 @@ class Profile:
     versions: tuple[tuple[str, str], ...] = ()
 
     @cached_property
-    def _counts(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """For each moment (expression, count, per period), components taken together."""
-        found = []
-        for moment in self.moments:
-            together: dict[int, list[int]] = {}
-            for _, expression, count, per_period in moment.alive:
-                entry = together.setdefault(expression, [0, 0])
-                entry[0] += count
-                entry[1] += per_period
-            found.append(tuple((expression, count, per_period) for expression, (count, per_period) in together.items()))
-        return tuple(found)
+    def _scaled(self) -> dict[int, list["_Sum"]]:
+        """The moments' sums by further periods, filled in as they are asked for: a search asks for many sizes of one depth."""
+        return {}
+
+    def _sums(self, further: int) -> list["_Sum"]:
+        if further not in self._scaled:
+            self._scaled[further] = [_sum_of(moment, further) for moment in self.moments]
+        return self._scaled[further]
 
     def further(self, layers: int) -> int:
         """Periods of layers beyond the traced ones.
@@ -79,7 +77,7 @@ class Profile:
         return [-(-expression.size_bytes(sizes, widths) // block) * block for expression in self.expressions]
 
     def _totals(self, sizes: list[int], further: int) -> list[int]:
-        return [sum((count + per_period * further) * sizes[expression] for expression, count, per_period in counts) for counts in self._counts]
+        return [sum(map(mul, counts, picked(sizes))) for picked, counts in self._sums(further)]
 
     def peak_bytes(self, values: Values, layers: int) -> int:
         """The peak of a step of these sizes in a model of so many layers."""
@@ -95,6 +93,17 @@ class Profile:
             if moment.phase not in heaviest or totals[index] > totals[heaviest[moment.phase]]:
                 heaviest[moment.phase] = index
         return tuple(PhaseMemory(name=phase, components=_components(self.moments[index], sizes, further)) for phase, index in heaviest.items())
+
+
+_Sum = tuple[Callable[[list[int]], tuple[int, ...]], tuple[int, ...]]  # picks a moment's sizes; how many there are of each
+
+
+def _sum_of(moment: Moment, further: int) -> _Sum:
+    """A moment at one depth, components taken together."""
+    counts = {0: 0, 1: 0}  # `itemgetter` of two or more gives a tuple
+    for _, expression, count, per_period in moment.alive:
+        counts[expression] = counts.get(expression, 0) + count + per_period * further
+    return itemgetter(*counts), tuple(counts.values())
 
 
 def _components(moment: Moment, sizes: list[int], further: int) -> dict[Component, int]:
