@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from planner.candidate import Candidate
-from planner.catalogue import load_gpu, load_model
+from planner.catalogue import load_gpu, load_model, parse_cluster
+from planner.estimate import estimate
 from planner.model import ModelShape
 from planner.trace import store
+from planner.trace.decide import decided
 from planner.trace.fit import Sample, fit_profile
 from planner.trace.profile import NoProfile, Profile, profile_from_json, profile_to_json
 from planner.trace.recipe import key_of, recipe_of, sizes_of
@@ -163,6 +165,19 @@ def test_simulated_phases_add_what_pytorch_does_not_allocate(cache: Path) -> Non
         assert alone.components["runtime"] == together.components["runtime"] > 0
         assert "communication" not in alone.components
         assert together.components["communication"] > 0
+
+
+def test_a_profile_decides_where_there_is_one(cache: Path) -> None:
+    cluster = parse_cluster("1xH200", None)
+    answer = estimate(job(), cluster)
+    assert decided(answer, cluster, 0.01) is answer
+    save_profile(job(), toy())
+    better = decided(answer, cluster, 0.01)
+    heaviest = {phase.name: phase.total_bytes for phase in simulated_phases(job(), cluster.gpu) or ()}
+    assert better.evidence == "simulated"
+    assert {phase.name: phase.total_bytes for phase in better.gpus[0].phases}.items() >= heaviest.items()
+    assert better.gpus[0].interval_bytes[0] < better.gpus[0].peak_bytes < better.gpus[0].interval_bytes[1]
+    assert better.fits and better.fit_probability > 0.99
 
 
 # A stratified few of what `scripts/compare_profiles.py` does with 200: models cut to a few layers, sizes drawn at random.
