@@ -14,8 +14,9 @@ from transformers import PrinterCallback
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported
 from planner.trace.timeline import Trace
+from probes.engine_elsewhere import completions_from_elsewhere
 from probes.fake_tensors import FakeArithmetic
-from probes.fake_trainer import METHOD_STAGES, Device, Stage, adapters_without_weights, models_stay_where_they_are
+from probes.fake_trainer import DTYPES, METHOD_STAGES, Device, Stage, adapters_without_weights, models_stay_where_they_are
 from probes.offloading import offloading, paged_states
 from probes.phases import phases_told
 from probes.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
@@ -38,6 +39,8 @@ def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device:
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
             stage = METHOD_STAGES[candidate.method](candidate, device)
         stage.trainer.remove_callback(PrinterCallback)
+        if not candidate.autocast_adapter_dtype:
+            _adapters_as_the_base(stage, DTYPES[candidate.dtype])
         statistics = _fake_stage(candidate, stage, arithmetic) if device == "fake" else []
         if device == "fake":
             stack.enter_context(arithmetic)
@@ -47,6 +50,8 @@ def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device:
             tracker.add_resident(tensor, "weights", name)
         stage.trainer.data_collator = _collated_on_host(stage.trainer.data_collator, tracker)
         stack.enter_context(phases_told(tracker, stage, candidate.padded and not candidate.packing and not candidate.padding_free))
+        if candidate.vllm != "off":
+            stack.enter_context(completions_from_elsewhere(tracker, stage, candidate.max_completion_length))
         stage.trainer.train()
         return tracker.trace(substitutions)
 
@@ -60,6 +65,13 @@ def _in_bfloat16(candidate: Candidate) -> Candidate:
     )
 
 
+def _adapters_as_the_base(stage: Stage, dtype: torch.dtype) -> None:
+    """What `autocast_adapter_dtype=False` and DeepSpeed leave of PEFT's float32 adapters."""
+    for name, parameter in stage.models[0].named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+
+
 def _fake_stage(candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic) -> list[tuple[str, torch.Tensor]]:
     """Makes the models' tensors fake; returns those that are stored with quantized weights."""
     for model in stage.models:
@@ -71,8 +83,8 @@ def _fake_stage(candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic) 
 
 def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
     """What runs otherwise than one process of the installed trainer can show."""
-    if candidate.sharding not in ("none", "ddp") or candidate.vllm != "off":
-        raise DryRunUnsupported(f"A dry run is one process without an engine; {candidate.sharding} and vllm {candidate.vllm} are composed onto it.")
+    if candidate.sharding not in ("none", "ddp"):
+        raise DryRunUnsupported(f"A dry run is one process; {candidate.sharding} is composed onto it (probes/simulate.py).")
     if candidate.use_liger_kernel:
         raise DryRunUnsupported("A dry run does not run Liger's Triton kernels (use_liger_kernel).")
     if candidate.method not in METHOD_STAGES:

@@ -52,6 +52,10 @@ class Phases:
         self._tracker.enter_phase("score")
         return result
 
+    def after_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._tracker.mark_accumulated(parameter.grad)
+
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         states = (item for state in optimizer.state.values() for item in state.values())
         self._tracker.mark((item for item in states if isinstance(item, torch.Tensor)), "optimizer_states")
@@ -74,6 +78,7 @@ def phases_told(tracker: Tracker, stage: Stage, padded: bool) -> Iterator[None]:
     phases = Phases(tracker, stage)
     handles = [_plain(model).register_forward_pre_hook(_with_padding, with_kwargs=True) for model in stage.models if padded]
     handles.append(register_optimizer_step_post_hook(phases.after_optimizer_step))
+    handles += [parameter.register_post_accumulate_grad_hook(phases.after_gradient) for parameter in stage.trainer.model.parameters() if parameter.requires_grad]
     try:
         with (
             mock.patch.object(stage.trainer.accelerator, "backward", phases.backward),

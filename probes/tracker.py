@@ -29,6 +29,7 @@ class _Record:
     operator: str
     module: str
     component: Component | None = None
+    accumulated: int = STAYS
 
 
 class Tracker(TorchDispatchMode):
@@ -81,6 +82,12 @@ class Tracker(TorchDispatchMode):
             if index is not None:
                 self.records[index].component = component
 
+    def mark_accumulated(self, gradient: torch.Tensor) -> None:
+        """A parameter's gradient is whole: what is sharded gives it away from here on."""
+        index = self._alive.get(gradient.untyped_storage()._cdata)
+        if index is not None and self.records[index].accumulated == STAYS:
+            self.records[index].accumulated = self._clock
+
     @contextmanager
     def looking_away(self) -> Iterator[None]:
         """What is made inside is on the host: batches before they are moved to the device, what is offloaded."""
@@ -109,7 +116,7 @@ class Tracker(TorchDispatchMode):
             allocations=tuple(
                 Allocation(
                     size_bytes=record.size_bytes, born=record.born, died=record.died, phase=record.phase, component=_component(record),
-                    operator=record.operator, module=record.module,
+                    operator=record.operator, module=record.module, accumulated=record.accumulated,
                 )
                 for record in self.records
             ),

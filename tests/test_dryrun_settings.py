@@ -70,7 +70,6 @@ def test_offloaded_activations_leave_less_on_the_gpu() -> None:
     ("changes", "named"),
     [
         ({"use_liger_kernel": True}, "use_liger_kernel"),
-        ({"vllm": "colocate"}, "vllm colocate"),
         ({"sharding": "zero3", "num_processes": 2}, "zero3"),
         ({"method": "ppo"}, "no ppo trainer"),
         ({"quantization": "gptq"}, "gptq"),

@@ -14,6 +14,7 @@ class Allocation:
     """One storage. `born` and `died` count the events of the trace (births and deaths alike), from 0.
 
     `operator` made it (`aten.mm.default`), inside `module` (`model.layers.3.mlp`, empty where none was running).
+    `accumulated` is the event from which a gradient is whole, so that sharding may take it away.
     """
 
     size_bytes: int
@@ -23,6 +24,7 @@ class Allocation:
     component: Component
     operator: str
     module: str
+    accumulated: int = STAYS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

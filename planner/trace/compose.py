@@ -1,0 +1,119 @@
+"""One process' trace made into the memory of a rank: what sharding, buckets and an engine change is put in the place of what one process has.
+
+Activations, temporaries and the loss are simulated; what a rank keeps of weights, gradients and optimizer states, what it gathers, what the engine
+takes and what lies outside PyTorch are the planner's components (planner/memory/states.py, planner/memory/peak.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from planner.candidate import Candidate
+from planner.memory.sharding import DEEPSPEED
+from planner.quantities import Component, GpuMemory, Phase, PhaseMemory
+from planner.trace.timeline import STAYS, Trace
+
+Components = dict[Component, int]
+# What sharding cuts: of a trace's step these are taken out, of the rank's estimate put in.
+STATES: frozenset[Component] = frozenset({"weights", "adapters", "gradients", "optimizer_states"})
+# What no single process has in its trace.
+OUTSIDE: frozenset[Component] = frozenset({"communication", "engine", "runtime", "fragmentation"})
+SHARDED = (*DEEPSPEED, "fsdp2")
+# Phases of a rank that one process does not go through in the same way: the sharded optimizer's own step, and what the engine does.
+OF_THE_RANK: tuple[Phase, ...] = ("load", "optimizer_step", "save")
+OF_THE_ENGINE: tuple[Phase, ...] = ("weight_sync", "rollout")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """A dry run's answer for one GPU of the trainer. `estimated` and `simulated` are the same phases, in order."""
+
+    candidate: Candidate
+    trace: Trace
+    estimated: tuple[PhaseMemory, ...]
+    simulated: tuple[PhaseMemory, ...]
+    composed: bool  # whether the planner's components stand in for sharding or an engine
+
+    @property
+    def peak(self) -> PhaseMemory:
+        return max(self.simulated, key=lambda phase: phase.total_bytes)
+
+    @property
+    def estimated_peak(self) -> PhaseMemory:
+        return max(self.estimated, key=lambda phase: phase.total_bytes)
+
+    @property
+    def difference(self) -> float:
+        """Of the estimated peak from the simulated one, as a share of it; below 0 the estimate is too small."""
+        return self.estimated_peak.total_bytes / self.peak.total_bytes - 1
+
+
+def single_process(candidate: Candidate) -> Candidate:
+    """One process whose layers compute as a rank's do: gathered weights have 16 bits, under DeepSpeed and FSDP2's mixed precision adapters too.
+
+    Source: deepspeed 0.19.8, runtime/engine.py (`module.bfloat16()`); accelerate 1.15, utils/fsdp_utils.py (`MixedPrecisionPolicy`).
+    """
+    one = replace(candidate, sharding="none", num_processes=1, num_nodes=1, offload_optimizer=False, offload_param=False)
+    if candidate.sharding not in SHARDED or candidate.precision == "no":
+        return one
+    return replace(one, dtype="float16" if candidate.precision == "fp16" else "bfloat16", autocast_adapter_dtype=False)
+
+
+def compose(candidate: Candidate, trace: Trace, estimated: GpuMemory) -> Simulation:
+    """The simulated phases of a training GPU beside its estimated ones."""
+    sharded = candidate.sharding in SHARDED
+    phases = {phase.name: phase.components for phase in (without_states(trace) if sharded else trace.phases)}
+    return Simulation(
+        candidate=candidate,
+        trace=trace,
+        estimated=estimated.phases,
+        simulated=tuple(_phases(candidate, phases, estimated)),
+        composed=sharded or candidate.vllm != "off",
+    )
+
+
+def _phases(candidate: Candidate, traced: dict[Phase, Components], estimated: GpuMemory) -> Iterator[PhaseMemory]:
+    sharded = candidate.sharding in SHARDED
+    replaced = (*(OF_THE_RANK if sharded else ()), *(OF_THE_ENGINE if candidate.vllm != "off" else ()))
+    kept = OUTSIDE | STATES if sharded else OUTSIDE
+    rows = {phase.name: phase.components for phase in estimated.phases}
+    usual = rows["forward"]
+    names = [*rows, *(name for name in traced if name not in rows)]
+    for name in names:
+        if name in replaced or name not in traced:
+            if name in rows:
+                yield PhaseMemory(name=name, components=rows[name])
+            continue
+        around = {component: size for component, size in rows.get(name, usual).items() if component in kept}
+        yield PhaseMemory(name=name, components={**traced[name], **around})
+
+
+def without_states(trace: Trace) -> tuple[PhaseMemory, ...]:
+    """For each phase what is alive besides weights, gradients and optimizer states at the moment when that is most.
+
+    A parameter's gradient is there until it is whole: only then it is reduced to the rank that keeps it. It counts as a temporary.
+    """
+    total, current = 0, dict[Component, int]()
+    heaviest: dict[Phase, tuple[int, Components]] = {}
+    for index, size_bytes in _events_without_states(trace):
+        allocation = trace.allocations[index]
+        component: Component = "transients" if allocation.component == "gradients" else allocation.component
+        total += size_bytes
+        current[component] = current.get(component, 0) + size_bytes
+        if size_bytes > 0 and (allocation.phase not in heaviest or total > heaviest[allocation.phase][0]):
+            heaviest[allocation.phase] = (total, dict(current))
+    return tuple(PhaseMemory(name=phase, components={name: size for name, size in parts.items() if size}) for phase, (_, parts) in heaviest.items())
+
+
+def _events_without_states(trace: Trace) -> Iterator[tuple[int, int]]:
+    """(allocation, +bytes or -bytes), in order; the end of a gradient is where it is whole."""
+    found: list[tuple[int, int, int]] = []
+    for index, allocation in enumerate(trace.allocations):
+        gradient = allocation.component == "gradients"
+        if allocation.component in STATES and not gradient:
+            continue
+        died = min(allocation.died, allocation.accumulated) if gradient else allocation.died
+        found.append((allocation.born, index, allocation.size_bytes))
+        if died < STAYS:
+            found.append((died, index, -allocation.size_bytes))
+    for _, index, size_bytes in sorted(found):
+        yield index, size_bytes

@@ -1,0 +1,30 @@
+"""A candidate's dry run as the planner asks for it: one process' step, composed with what sharding and an engine add."""
+
+from planner.candidate import Candidate
+from planner.errors import DryRunUnsupported, PlanError
+from planner.quantities import Estimate
+from planner.trace.compose import Simulation, compose, single_process
+from planner.trace.timeline import Trace
+from probes.dryrun import dry_run
+
+REASON_LENGTH = 200  # characters of a library's message that are shown
+
+
+def simulate(estimate: Estimate) -> Simulation:
+    """The first training GPU of an estimate, simulated.
+
+    Raises:
+        DryRunUnsupported: a setting that a dry run cannot show, or one at which the installed libraries stop.
+    """
+    candidate = estimate.candidate
+    return compose(candidate, traced(single_process(candidate)), estimate.gpus[0])
+
+
+def traced(candidate: Candidate) -> Trace:
+    try:
+        return dry_run(candidate)
+    except PlanError:
+        raise
+    except Exception as error:  # whatever the installed libraries raise is the answer that they cannot run this
+        reason = " ".join(str(error).split())[:REASON_LENGTH]
+        raise DryRunUnsupported(f"The installed libraries stop at it: {type(error).__name__}: {reason}") from error
