@@ -164,13 +164,16 @@ def narrow_softmax(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor
 
 
 def with_sinks(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor) -> Tensor:
-    """gpt_oss: one more score a row, the row's largest subtracted, softmax in their dtype, the added score dropped."""
+    """gpt_oss: one more score a row, the row's largest subtracted, softmax in their dtype, the added score dropped.
+
+    It names the dtype, which CUDA's autocast then leaves (autocast_mode.h, `fp32_set_opt_dtype`).
+    """
     sinks = tape.weight(block.sink_params, recipe.weight_width, recipe.trainable)
     joined = op.with_column(tape, weights, sinks, block.num_attention_heads)
     largest, positions = op.maximum(tape, joined, tokens(block.num_attention_heads))
     shifted = op.subtract(tape, joined, largest)
     del largest, positions, joined
-    probabilities = op.softmax(tape, shifted, float32=recipe.autocast_width > 0 and recipe.on_cuda)
+    probabilities = op.softmax(tape, shifted, float32=False)
     return op.part(tape, probabilities, weights.elements)
 
 
