@@ -9,6 +9,7 @@ from planner.model import ModelShape
 from planner.trace.fit import Sample, fit_profile
 from planner.trace.profile import NoProfile, Profile
 from planner.trace.recipe import MANY_TILES, base_layers, key_of, numbers, period, recipe_of, sizes_of
+from planner.trace.store import load_profile, save_profile
 from planner.trace.terms import VOCAB_CHUNK
 from probes.dryrun import dry_run
 from probes.substitutions import CUDA_BLOCK_BYTES
@@ -38,6 +39,19 @@ def profile_of(candidate: Candidate) -> Profile:
     samples = tuple(_sample(case, layers) for case in cases)
     deeper = (_sample(cases[0], layers + repeat), _sample(cases[0], layers + 2 * repeat))
     return fit_profile(samples, deeper, (_sample(next(draws), layers + 3 * repeat),), CUDA_BLOCK_BYTES)
+
+
+def kept_profile(candidate: Candidate) -> Profile:
+    """The profile of a candidate's recipe from the user's cache or the package; made and kept where there is none.
+
+    Raises:
+        NoProfile: as `profile_of`.
+    """
+    profile = load_profile(candidate)
+    if profile is None:
+        profile = profile_of(candidate)
+        save_profile(candidate, profile)
+    return profile
 
 
 def _sample(candidate: Candidate, layers: int) -> Sample:

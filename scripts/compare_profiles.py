@@ -67,9 +67,9 @@ def compared(number: int, candidate: Candidate, profile: Profile) -> dict[str, o
 
     whole = numbers(candidate.model.config, "num_hidden_layers")[0]
     layers = whole if number % FULL_EVERY == FULL_EVERY - 1 else min(whole, base_layers(candidate.model) + FURTHER_PERIODS * period(candidate.model))
-    began = time.perf_counter()
+    began = time.process_time()
     peak_bytes = profile.peak_bytes(sizes_of(candidate), layers)
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     trace = dry_run(with_layers(candidate, layers))
     return {"key": key(candidate), "layers": layers, "profile_bytes": peak_bytes, "trace_bytes": trace.peak_bytes, "profile_milliseconds": 1000 * seconds}
 

@@ -128,6 +128,8 @@ def period(model: ModelShape) -> int:
         NoProfile: the config lists kinds of layers, and not one kind only.
     """
     kinds = model.config.get("layer_types")
+    if model.config.get("use_sliding_window"):
+        raise NoProfile(f"Some layers of {model.id} have a window, and no profile knows which.")
     if model.model_type in PERIODS:
         return PERIODS[model.model_type]
     if isinstance(kinds, list) and len(set(kinds)) > 1:
@@ -136,8 +138,10 @@ def period(model: ModelShape) -> int:
 
 
 def base_layers(model: ModelShape) -> int:
-    """The depth of the traces: the least that has a first layer, a last one, and the pattern's rest that the model has."""
-    return FEWEST_LAYERS + (numbers(model.config, "num_hidden_layers")[0] - FEWEST_LAYERS) % period(model)
+    """The depth of the traces: the least that has a first layer, a last one, every kind, and the pattern's rest that the model has."""
+    repeat = period(model)
+    least = FEWEST_LAYERS + (numbers(model.config, "num_hidden_layers")[0] - FEWEST_LAYERS) % repeat
+    return least if least >= repeat else least + repeat
 
 
 # -- sizes ---------------------------------------------------------------------------------------------------------------
