@@ -33,6 +33,7 @@ def profile_of(candidate: Candidate) -> Profile:
     Raises:
         NoProfile: the recipe is not one that a profile stands for, its allocations do not follow the terms, or a held-back trace is not reproduced.
     """
+    candidate = replace(candidate, sharding="none", num_processes=1, num_nodes=1)
     layers, repeat = base_layers(candidate.model), period(candidate.model)
     draws = _draws(candidate)
     cases = [_narrowed(next(draws), widths) for widths in WIDTHS]

@@ -48,7 +48,6 @@ REFUSALS: tuple[tuple[str, Callable[[Candidate], bool]], ...] = (
     ("quantized weights", lambda candidate: candidate.quantization != "none"),
     ("sharded states", lambda candidate: candidate.sharding not in ("none", "ddp")),
     ("states on the host", lambda candidate: candidate.offload_optimizer or candidate.offload_param),
-    ("a vLLM engine", lambda candidate: candidate.vllm != "off"),
     ("Liger kernels", lambda candidate: candidate.use_liger_kernel),
     ("FlashAttention's package", lambda candidate: candidate.attn_implementation not in ("eager", "sdpa")),
     ("PPO", lambda candidate: candidate.method == "ppo"),
@@ -76,6 +75,7 @@ def recipe_of(candidate: Candidate) -> dict[str, object]:
     settings = {name: getattr(candidate, name) for name in RECIPE_FIELDS}
     settings["lora_target_modules"] = list(candidate.lora_target_modules) if candidate.tuning == "lora" else []
     settings["lora_dropout"] = candidate.tuning == "lora" and candidate.lora_dropout > 0
+    settings["engine"] = candidate.vllm != "off"
     settings["beta"] = candidate.beta > 0 if candidate.method in ("grpo", "rloo") else True
     return {"architecture": architecture(candidate.model), "settings": settings, "regime": regime(candidate)}
 
@@ -219,6 +219,6 @@ def beyond_window(candidate: Candidate) -> str:
         return "none"
     if window > candidate.row_tokens:
         return "longer"
-    if candidate.method_row.generates:
+    if candidate.method_row.generates and candidate.vllm == "off":
         raise NoProfile("A profile does not stand for caches as long as a window.")
     return "shorter"

@@ -11,10 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from planner.candidate import Candidate
-from planner.cluster import Gpu
-from planner.memory.communication import communication_bytes
-from planner.memory.runtime import fragmentation_bytes, runtime_bytes
-from planner.quantities import Component, PhaseMemory
+from planner.quantities import PhaseMemory
 from planner.trace.profile import PROFILE_SCHEMA, NoProfile, Profile, profile_from_json, profile_to_json
 from planner.trace.recipe import key_of, recipe_of, sizes_of
 
@@ -80,30 +77,21 @@ def _read(path: Path) -> Profile | None:
         return None
 
 
-def simulated_phases(candidate: Candidate, gpu: Gpu) -> tuple[PhaseMemory, ...] | None:
-    """Every phase of a training GPU by the profile of the candidate's recipe, None where there is none. Single GPU and data parallel.
+def simulated_phases(candidate: Candidate) -> tuple[PhaseMemory, ...] | None:
+    """What PyTorch allocates in each phase of one process, by the profile of the candidate's recipe; None where there is none.
 
-        a phase = what the profile's heaviest moment holds + runtime + DDP's buckets and NCCL + the allocator's slack on all but the runtime
-
-    The profile has what PyTorch allocates; the rest is that of the formulas (`memory/runtime.py`, `memory/communication.py`).
+    Of one process, alone or data parallel. What PyTorch does not allocate, or not for the trainer, is put beside it by `decide.py`.
     """
     profile = load_profile(candidate)
     if profile is None:
         return None
     try:
-        phases = profile.phases(sizes_of(candidate), _depth(candidate))
+        return profile.phases(sizes_of(candidate), _depth(candidate))
     except NoProfile:
         return None
-    beside: dict[Component, int] = {"runtime": runtime_bytes(gpu, candidate), "communication": communication_bytes(candidate, gpu)}
-    return tuple(_finished(phase, beside, candidate) for phase in phases)
 
 
 def _depth(candidate: Candidate) -> int:
     depth = candidate.model.config["num_hidden_layers"]
     assert isinstance(depth, int)
     return depth
-
-
-def _finished(phase: PhaseMemory, beside: dict[Component, int], candidate: Candidate) -> PhaseMemory:
-    slack = fragmentation_bytes(phase.total_bytes + beside["communication"], candidate)
-    return PhaseMemory(name=phase.name, components={**phase.components, **{name: size for name, size in (*beside.items(), ("fragmentation", slack)) if size}})
