@@ -1,20 +1,26 @@
 """The command: parses, calls, prints. The only printer and the only exit."""
 
+import contextlib
+import io
 import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, InputError, PlanError
+from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, DryRunUnsupported, InputError, PlanError
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+    from planner.quantities import Estimate
+    from planner.trace.compose import Simulation
 
 EPILOG = """\
 Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts the plan, 1 anything else.
@@ -23,6 +29,7 @@ Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts th
 plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo
 plan estimate --model Qwen2.5-0.5B --gpus 1xRTX-3090 --method sft --tuning lora --max-length 2048
 """
+DRY_RUN_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 PIPE_WIDTH = 100  # columns of the table where there is no terminal to ask
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -55,6 +62,10 @@ Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also w
 Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")]
 Optimize = Annotated[str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")]
 Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")]
+DryRun = Annotated[
+    bool | None, typer.Option("--dry-run/--no-dry-run", help="Check the answer by a dry run. Default: as PLAN_DRY_RUN says (0 or 1), else if trl is installed.")
+]
+Saved = Annotated[str | None, typer.Argument(metavar="[PLAN.json]", help="A saved report of plan or plan estimate; instead of the options below.")]
 # `estimate` does not search, so what is not said is TRL's.
 OneTuning = Annotated[str, typer.Option("--tuning", metavar="CLASS", help="full, lora or qlora; auto: as the settings say, full where they say nothing.")]
 OneBatchSize = Annotated[str | None, typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: TRL's, 8.")]
@@ -82,6 +93,7 @@ def search(
     json: Json = False,
     out: Out = None,
     html: Html = None,
+    dry_run: DryRun = None,
     quiet: Quiet = False,
 ) -> int:
     """Find the largest, fastest configuration of a TRL method that fits the GPUs."""
@@ -97,8 +109,9 @@ def search(
     question = read_question(ctx.params)
     _refuse_unwritable(ctx.params)
     answer = plan(question.job, question.cluster)
-    answer = replace(answer, warnings=(*question.warnings, *answer.warnings))
-    _answer(ctx.params, plan_report(answer), plan_table(answer, _width()), lambda: plan_html(answer))
+    checked, said = _dry_run_of(answer.best, ctx.params)
+    answer = replace(answer, warnings=(*question.warnings, *said, *answer.warnings))
+    _answer(ctx.params, plan_report(answer), plan_table(answer, _width(), checked), lambda: plan_html(answer))
     if answer.verdict == "fits":
         return EXIT_PLANNED
     _say_error(refusal(answer))
@@ -127,6 +140,7 @@ def estimate(
     json: Json = False,
     out: Out = None,
     html: Html = None,
+    dry_run: DryRun = None,
     quiet: Quiet = False,
 ) -> int:
     """One candidate, no search: what is not set is as TRL has it. Exit 3: it does not fit."""
@@ -141,13 +155,61 @@ def estimate(
     _refuse_unwritable(ctx.params)
     cluster = question.cluster
     answer = estimated(single_candidate(question), cluster, question.job.risk)
-    warnings = (*question.warnings, *notes(answer, of_one(question, answer)))
-    table = estimate_table(answer, cluster, warnings, _width())
+    checked, said = _dry_run_of(answer, ctx.params)
+    warnings = (*question.warnings, *said, *notes(answer, of_one(question, answer)))
+    table = estimate_table(answer, cluster, warnings, _width(), checked)
     _answer(ctx.params, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))
     if answer.fits:
         return EXIT_PLANNED
     _say_error(shortfall(answer, question.job.risk))
     return EXIT_NOTHING_FITS
+
+
+@app.command("dry-run", epilog=EPILOG)
+def dry_run(
+    ctx: typer.Context,
+    saved: Saved = None,
+    config: Config = None,
+    model: Model = None,
+    gpus: Gpus = None,
+    free_memory: FreeMemory = None,
+    method: Method = None,
+    tuning: OneTuning = "auto",
+    max_length: MaxLength = None,
+    prompt_length: PromptLength = None,
+    max_completion_length: MaxCompletionLength = None,
+    batch_size: OneBatchSize = None,
+    effective_batch_size: EffectiveBatchSize = None,
+    lora_r: LoraR = None,
+    set: Set = None,
+    padded: Padded = None,
+    risk: Risk = "0.01",
+    trl_version: TrlVersion = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Run one candidate's real trainer on fake tensors, without weights and GPU, beside the estimate."""
+    from rich.console import Console
+
+    from planner.estimate import estimate as estimated
+    from planner.question import read_question, single_candidate
+    from planner.report.json import json_text
+    from planner.report.simulated import disagreement, simulation_report, simulation_table
+    from planner.saved import read_plan
+
+    if saved is not None:
+        candidate, cluster = read_plan(Path(saved), gpus, free_memory)
+    else:
+        question = read_question(ctx.params)
+        candidate, cluster = single_candidate(question), question.cluster
+    simulation = _simulated(estimated(candidate, cluster), quiet)
+    if json:
+        print(json_text(simulation_report(simulation)))
+    else:
+        Console(width=_width(), highlight=False).print(simulation_table(simulation, cluster), soft_wrap=True)
+        for line in disagreement(simulation) if not quiet else ():
+            print(line, file=sys.stderr)
+    return EXIT_PLANNED
 
 
 @app.command()
@@ -205,6 +267,47 @@ def _with_commands(message: str) -> str:
         return message
     commands = [command.name or (command.callback.__name__ if command.callback else "") for command in app.registered_commands]
     return f"{message} There are {', '.join(commands)}, and plan alone."
+
+
+def _dry_run_of(answer: "Estimate", options: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """What a dry run says in the header and in a note; nothing where none is wanted. Where it fails the estimate stands, and a line says why."""
+    if not _wants_dry_run(answer, options):
+        return "", ()
+    from planner.report.simulated import agreement, disagreement
+
+    try:
+        simulation = _simulated(answer, options["quiet"])
+    except PlanError as error:
+        if not options["quiet"]:
+            print(f"no dry run: {error}", file=sys.stderr)
+        return "", ()
+    checked = agreement(simulation)
+    in_report = (checked.removeprefix("; "),) if checked and options["json"] else ()
+    return checked, (*in_report, *disagreement(simulation))
+
+
+def _wants_dry_run(answer: "Estimate", options: Mapping[str, Any]) -> bool:
+    """The flag decides, then the environment; else a table about something that fits is checked where the packages are."""
+    said: bool | None = options["dry_run"]
+    if said is None and os.environ.get("PLAN_DRY_RUN") in ("0", "1"):
+        said = os.environ["PLAN_DRY_RUN"] == "1"
+    if said is not None:
+        return said
+    return answer.fits and not options["json"] and all(find_spec(name) is not None for name in DRY_RUN_PACKAGES)
+
+
+def _simulated(answer: "Estimate", quiet: bool) -> "Simulation":
+    """The dry run, with what its libraries print kept from the streams."""
+    if not quiet:
+        print(f"simulating the step: {answer.candidate.method} of {answer.candidate.model.id} ...", file=sys.stderr)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            from probes.simulate import simulate
+        except Exception as error:
+            missing = [name for name in DRY_RUN_PACKAGES if find_spec(name) is None]
+            reason = f"{', '.join(missing)} not installed" if missing else f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise DryRunUnsupported(f"A dry run needs the extra dryrun (pip install 'finetune-plan[dryrun]'): {reason}.") from error
+        return simulate(answer)
 
 
 def _answer(options: Mapping[str, Any], report: "dict[str, object]", table: "Text", page: Callable[[], str]) -> None:

@@ -54,11 +54,11 @@ COUNTS = ("tokens", "sequences")
 STRUCTURE = ("tuning", "quantization", "precision", "sharding", "vllm")
 
 
-def plan_table(plan: Plan, width: int) -> Text:
-    """The whole answer to a job."""
+def plan_table(plan: Plan, width: int, checked: str = "") -> Text:
+    """The whole answer to a job. `checked`: what a dry run says of the estimate."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     lines = [
-        *_header(plan.best, plan.cluster, width),
+        *_header(plan.best, plan.cluster, width, checked),
         Text(),
         *_candidate_block("recommended" if plan.verdict == "fits" else "nearest", plan.best, width),
         Text(),
@@ -73,11 +73,11 @@ def plan_table(plan: Plan, width: int) -> Text:
     return _joined(lines)
 
 
-def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[str], width: int) -> Text:
-    """One candidate, without a search around it."""
+def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[str], width: int, checked: str = "") -> Text:
+    """One candidate, without a search around it. `checked`: what a dry run says of the estimate."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     lines = [
-        *_header(estimate, cluster, width),
+        *_header(estimate, cluster, width, checked),
         Text(),
         *_candidate_block("candidate", estimate, width),
         Text(),
@@ -146,12 +146,13 @@ def _generation_words(candidate: Candidate) -> str:
     return "generates with Transformers"
 
 
-def _header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
+def _header(estimate: Estimate, cluster: Cluster, width: int, checked: str) -> Iterator[Text]:
     candidate = estimate.candidate
     job, hardware = f"{candidate.model.id} · {candidate.method}", f"{cards(cluster)} · trl {candidate.trl_version}"
-    room = width - len(estimate.evidence) - 2
+    evidence = f"{estimate.evidence}{checked}"
+    room = width - len(evidence) - 2
     first = f"{job} · {hardware}" if len(f"{job} · {hardware}") <= room else job
-    yield Text.assemble((first, "bold"), " " * (room + 2 - len(first)), (estimate.evidence, "italic"))
+    yield Text.assemble((first, "bold"), " " * (room + 2 - len(first)), (evidence, "italic"))
     if first == job:
         yield Text(hardware, style="bold")
 

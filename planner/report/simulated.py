@@ -1,0 +1,129 @@
+"""A dry run beside the estimate: both rungs phase by phase, and what was alive at the peak."""
+
+import math
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from planner.cluster import Cluster
+from planner.quantities import Component, Evidence, Phase, PhaseMemory
+from planner.report.table import cards, describe
+from planner.settings import settings_of
+from planner.trace.compose import Simulation
+from planner.units import MIB, format_gib
+
+SCHEMA = 1
+WORTH_SAYING = 0.03  # of the peak: where the rungs differ by more, a line says where
+HOLDINGS = 15  # rows of the table of what was alive
+SIMULATED: Evidence = "simulated"
+PHASE_WIDTH, NUMBER_WIDTH, COUNT_WIDTH, COMPONENT_WIDTH = 20, 12, 7, 18
+
+
+def agreement(simulation: Simulation) -> str:
+    """The words behind `estimated` in the header: how near the dry run comes, rounded up; nothing where that is not near."""
+    if abs(simulation.difference) > WORTH_SAYING:
+        return ""
+    return f"; a dry run agrees within {max(math.ceil(abs(simulation.difference) * 1000), 1) / 10:.1f} %"
+
+
+def disagreement(simulation: Simulation) -> tuple[str, ...]:
+    """A line where the rungs differ: by how much, and in which phase most."""
+    if abs(simulation.difference) <= WORTH_SAYING:
+        return ()
+    estimated = {phase.name: phase.total_bytes for phase in simulation.estimated}
+    phase = max((phase for phase in simulation.simulated if phase.name in estimated), key=lambda phase: abs(phase.total_bytes - estimated[phase.name]))
+    more = "more" if simulation.difference < 0 else "less"
+    return (
+        f"a dry run of the step peaks at {format_gib(simulation.peak.total_bytes, 1)} in the {_words(simulation.peak.name)}, "
+        f"{abs(simulation.difference):.1%} {more} than estimated; they differ most in the {_words(phase.name)}: "
+        f"{format_gib(phase.total_bytes, 1)} simulated, {format_gib(estimated[phase.name], 1)} estimated",
+    )
+
+
+def simulation_table(simulation: Simulation, cluster: Cluster) -> Text:
+    """Phases with both rungs and their difference, then what was alive at the peak by module and operator."""
+    candidate = simulation.candidate
+    lines = [
+        Text.assemble((f"{candidate.model.id} · {candidate.method} · {cards(cluster)}", "bold"), "  ", (SIMULATED, "italic")),
+        Text(describe(candidate)),
+        Text(_stack(simulation), style="dim"),
+        Text(),
+        *_phases(simulation),
+        Text(),
+        *_holdings(simulation),
+    ]
+    return Text("\n").join(lines)
+
+
+def simulation_report(simulation: Simulation) -> dict[str, object]:
+    """What `plan dry-run --json` prints."""
+    return {
+        "schema": SCHEMA,
+        "evidence": SIMULATED,
+        "settings": settings_of(simulation.candidate),
+        "peak_bytes": simulation.peak.total_bytes,
+        "peak_phase": simulation.peak.name,
+        "phases": [_phase(phase) for phase in simulation.simulated],
+        "estimated": {"peak_bytes": simulation.estimated_peak.total_bytes, "phases": [_phase(phase) for phase in simulation.estimated]},
+        "difference": round(simulation.difference, 6),
+        "composed": simulation.composed,
+        "alive_at_peak": [
+            {
+                "component": holding.component, "phase": holding.phase, "module": holding.module, "operator": holding.operator, "count": holding.count,
+                "size_bytes": holding.size_bytes,
+            }
+            for holding in simulation.trace.holdings_at_peak(HOLDINGS)
+        ],
+        "substitutions": list(simulation.trace.substitutions),
+        "versions": dict(simulation.trace.versions),
+    }  # fmt: skip
+
+
+def _phase(phase: PhaseMemory) -> dict[str, object]:
+    return {"name": phase.name, "total_bytes": phase.total_bytes, "components": {name: size for name, size in phase.components.items() if size}}
+
+
+def _stack(simulation: Simulation) -> str:
+    versions = " ".join(f"{name} {version}" for name, version in simulation.trace.versions)
+    composed = "; sharding and engine composed onto one process' step" if simulation.composed else ""
+    return f"two steps of the installed trainer on fake tensors ({versions}){composed}"
+
+
+def _phases(simulation: Simulation) -> Iterator[Text]:
+    yield Text(f"{'GiB':<{PHASE_WIDTH}}{'simulated':>{NUMBER_WIDTH}}{'estimated':>{NUMBER_WIDTH}}{'difference':>{NUMBER_WIDTH}}", style="dim")
+    estimated = {phase.name: phase.total_bytes for phase in simulation.estimated}
+    for phase in simulation.simulated:
+        peak = phase.name == simulation.peak.name
+        other = estimated.get(phase.name, 0)
+        numbers = (
+            f"{_gib(phase.total_bytes):>{NUMBER_WIDTH}}{_gib(other) if other else '-':>{NUMBER_WIDTH}}{_percent(phase.total_bytes, other):>{NUMBER_WIDTH}}"
+        )
+        yield Text(f"{_words(phase.name):<{PHASE_WIDTH}}{numbers}{' ◂ peak' if peak else ''}", style="bold" if peak else "")
+    for component, size in _largest(simulation.peak):
+        yield Text(f"  {_words(component):<{PHASE_WIDTH - 2}}{_gib(size):>{NUMBER_WIDTH}}", style="dim")
+
+
+def _largest(phase: PhaseMemory) -> list[tuple[Component, int]]:
+    return sorted(((name, size) for name, size in phase.components.items() if size >= MIB), key=lambda item: -item[1])
+
+
+def _holdings(simulation: Simulation) -> Iterator[Text]:
+    """What one process held; of a composed candidate it is cut up afterwards."""
+    yield Text(f"alive at the peak of the step{' of one process' if simulation.composed else ''}", style="bold")
+    yield Text(f"{'MiB':>{NUMBER_WIDTH}}{'count':>{COUNT_WIDTH}}  {'component':<{COMPONENT_WIDTH}}module, operator", style="dim")
+    for holding in simulation.trace.holdings_at_peak(HOLDINGS):
+        size = f"{holding.size_bytes / MIB:,.1f}"
+        where = f"{holding.module or '-'}, {holding.operator}"
+        yield Text(f"{size:>{NUMBER_WIDTH}}{holding.count:>{COUNT_WIDTH}}  {_words(holding.component):<{COMPONENT_WIDTH}}{where}")
+
+
+def _gib(size_bytes: int) -> str:
+    return format_gib(size_bytes, 2).removesuffix(" GiB")
+
+
+def _percent(simulated: int, estimated: int) -> str:
+    return f"{estimated / simulated - 1:+.1%}" if estimated and simulated else "-"
+
+
+def _words(name: Phase | Component) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,156 @@
+"""`plan dry-run`, and the dry run that `plan` makes of its answer."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model, parse_cluster
+from planner.cli import run
+from planner.errors import DryRunUnsupported, InputError
+from planner.estimate import estimate
+from planner.quantities import Estimate, PhaseMemory
+from planner.report.simulated import agreement, disagreement
+from planner.saved import candidate_of
+from planner.settings import settings_of
+from planner.trace.compose import Simulation, single_process
+from planner.trace.timeline import Trace
+
+ONE = ["--model", "Qwen2.5-0.5B", "--gpus", "1xA100-40G", "--method", "sft", "--tuning", "lora", "--max-length", "256", "--batch-size", "2", "--no-padded"]
+MODEL = load_model("Qwen2.5-0.5B")
+CANDIDATES = [
+    Candidate(model=MODEL, method="sft"),
+    Candidate(model=MODEL, method="grpo", tuning="lora", vllm="colocate", sharding="zero3", num_processes=4, dtype="bfloat16"),
+    Candidate(model=MODEL, method="sft", tuning="lora", quantization="nf4", sharding="fsdp2", num_processes=8, num_nodes=2, offload_param=True),
+    Candidate(model=MODEL, method="grpo", reward_model=MODEL, vllm="server", sharding="ddp", num_processes=3),
+    Candidate(model=MODEL, method="dpo", checkpoint_every_n_layers=2, precision="fp16", beta=0.1),
+    Candidate(model=MODEL, method="sft", tuning="lora", lora_target_modules=("q_proj", "v_proj"), expandable_segments=True, checkpoint_offload=True),
+]
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda candidate: f"{candidate.method}-{candidate.sharding}")
+def test_a_saved_candidate_is_read_back_as_it_was(candidate: Candidate) -> None:
+    read = candidate_of(settings_of(candidate))
+    assert read.model.id == candidate.model.id
+    models = {"model": MODEL, "reward_model": candidate.reward_model, "teacher_model": candidate.teacher_model}
+    assert replace(read, **models) == candidate  # type: ignore[arg-type]
+
+
+def test_a_saved_estimate_needs_to_be_told_its_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", *ONE, "--json"]) == 0
+    path = tmp_path / "estimate.json"
+    path.write_text(capsys.readouterr().out)
+    assert run(["dry-run", str(path)]) == InputError.exit_code
+    assert "Give --gpus" in capsys.readouterr().err
+
+
+def simulation(simulated_bytes: int, estimated_bytes: int) -> Simulation:
+    def phases(size: int) -> tuple[PhaseMemory, ...]:
+        return (PhaseMemory(name="forward", components={"weights": 1000}), PhaseMemory(name="backward", components={"weights": size}))
+
+    return Simulation(
+        candidate=CANDIDATES[0],
+        trace=Trace(allocations=(), phase_starts=()),
+        estimated=phases(estimated_bytes),
+        simulated=phases(simulated_bytes),
+        composed=False,
+    )
+
+
+def test_what_agrees_is_said_in_the_header_and_what_does_not_in_a_note() -> None:
+    near, far = simulation(100_000, 101_010), simulation(100_000, 90_000)
+    assert agreement(near) == "; a dry run agrees within 1.1 %"
+    assert disagreement(near) == ()
+    assert agreement(far) == ""
+    assert "10.0% more than estimated; they differ most in the backward" in disagreement(far)[0]
+
+
+def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl")
+    import probes.simulate
+
+    def stops(_: Estimate) -> Simulation:
+        raise DryRunUnsupported("The installed libraries stop at it: KeyError: 'q'")
+
+    monkeypatch.setattr(probes.simulate, "simulate", stops)
+    assert run(["estimate", *ONE]) == 0
+    plain = capsys.readouterr()
+    assert run(["estimate", *ONE, "--dry-run"]) == 0
+    checked = capsys.readouterr()
+    assert checked.out == plain.out
+    assert checked.err.splitlines() == ["simulating the step: sft of Qwen/Qwen2.5-0.5B ...", "no dry run: The installed libraries stop at it: KeyError: 'q'"]
+
+
+@pytest.mark.parametrize(("said", "runs"), [("1", True), ("0", False)])
+def test_the_environment_decides_where_no_flag_does(said: str, runs: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import planner.cli
+
+    def refused(*_: object) -> Simulation:
+        raise DryRunUnsupported("not in this test")
+
+    monkeypatch.setenv("PLAN_DRY_RUN", said)
+    monkeypatch.setattr(planner.cli, "_simulated", refused)
+    assert run(["estimate", *ONE]) == 0
+    assert ("no dry run: not in this test" in capsys.readouterr().err) is runs
+
+
+def test_without_the_packages_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "probes.simulate", None)
+    assert run(["dry-run", *ONE]) == DryRunUnsupported.exit_code
+    assert "A dry run needs the extra dryrun" in capsys.readouterr().err
+
+
+def test_a_rank_of_deepspeed_computes_in_16_bits() -> None:
+    one = single_process(CANDIDATES[1])
+    assert (one.dtype, one.autocast_adapter_dtype, one.sharding, one.vllm) == ("bfloat16", False, "none", "colocate")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+class TestWithTheInstalledStack:
+    @pytest.fixture(autouse=True)
+    def stack(self) -> None:
+        pytest.importorskip("trl")
+
+    def test_both_rungs_stand_side_by_side(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(["dry-run", *ONE]) == 0
+        out, err = capsys.readouterr()
+        assert "simulated   estimated  difference" in out
+        assert "alive at the peak of the step" in out
+        assert err == "simulating the step: sft of Qwen/Qwen2.5-0.5B ...\n"
+
+    def test_json_says_that_it_is_simulated(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(["dry-run", *ONE, "--json", "--quiet"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["evidence"] == "simulated"
+        assert report["peak_bytes"] == max(phase["total_bytes"] for phase in report["phases"])
+
+    def test_an_estimate_is_checked_when_asked(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(["estimate", *ONE, "--dry-run", "--quiet"]) == 0
+        assert "estimated; a dry run agrees within" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "changes", [{"sharding": "zero2"}, {"sharding": "zero3"}, {"sharding": "fsdp2"}, {"sharding": "ddp", "tuning": "lora", "dtype": "bfloat16"}]
+    )
+    def test_a_composed_rank_agrees_with_its_estimate(self, changes: dict[str, object]) -> None:
+        from probes.few_layers import few_layers
+        from probes.simulate import simulate
+
+        settings = {"model": few_layers(MODEL), "method": "sft", "num_processes": 4, "max_length": 256, "padded": False, "per_device_train_batch_size": 2}
+        candidate = Candidate(**(settings | changes))  # type: ignore[arg-type]
+        assert abs(simulate(estimate(candidate, parse_cluster("4xA100-40G", None))).difference) < 0.03
+
+    def test_an_engine_is_composed_onto_the_trainers_step(self) -> None:
+        from probes.few_layers import few_layers
+        from probes.simulate import simulate
+
+        candidate = Candidate(
+            model=few_layers(MODEL), method="grpo", tuning="lora", dtype="bfloat16", vllm="colocate", prompt_length=64, max_completion_length=64,
+            num_generations=2, per_device_train_batch_size=2, vllm_max_model_length=128, padded=False,
+        )  # fmt: skip
+        answer = simulate(estimate(candidate, parse_cluster("1xA100-40G", None)))
+        assert all(phase.components.get("engine", 0) > 0 for phase in answer.simulated)
+        assert abs(answer.difference) < 0.03
