@@ -1,9 +1,9 @@
 """Every model of the catalogue through the dry run: which run, which cannot and why, and how far the formulas are from it.
 
-    python scripts/dry_run_catalogue.py [--fresh]     writes results/dry_runs.jsonl and results/dry_runs.md
+    python -m scripts.dry_run_catalogue [--again MODEL_TYPE ..] [--full]     writes results/dry_runs.jsonl and results/dry_runs.md
 
 SFT with LoRA on all linear layers of a bfloat16 base, rows of 512 tokens, with and without checkpointing. Needs the dryrun extra. A model is
-cut to a few layers, two of each kind that it has, at their real sizes; the smallest model of each type runs at its full depth too.
+cut to a few layers, two of each kind that it has, at their real sizes; with --full the smallest model of each type runs at its full depth too.
 Rows that are already in the .jsonl with the same versions are not run again.
 """
 
@@ -95,6 +95,7 @@ def ran_in_full(row: ModelRow) -> Row:
 
 def compared(candidate: Candidate) -> Row:
     from probes import fake_trainer
+    from probes.autocast import CudaAutocast
     from probes.dryrun import dry_run
 
     started = time.monotonic()
@@ -102,7 +103,7 @@ def compared(candidate: Candidate) -> Row:
     def policy(candidate: Candidate, device: Any) -> Any:
         return fake_trainer.build_model(candidate.model, candidate, device, candidate.model.auto_class)
 
-    with mock.patch.object(fake_trainer, "_policy", policy):
+    with mock.patch.object(fake_trainer, "_policy", policy), CudaAutocast():
         trace = dry_run(candidate)
     return {
         "checkpointing": candidate.gradient_checkpointing,
@@ -178,7 +179,7 @@ def table(rows: list[Row], full: list[Row]) -> str:
     lines = [
         "# Every model of the catalogue through the dry run",
         "",
-        "Made by `python scripts/dry_run_catalogue.py`: SFT, LoRA r 16 on all linear layers of a bfloat16 base, 4 rows of 512 tokens with padding,",
+        "Made by `python -m scripts.dry_run_catalogue --full`: SFT, LoRA r 16 on all linear layers of a bfloat16 base, 4 rows of 512 tokens with padding,",
         "sdpa, the installed TRL trainer on fake tensors as CUDA runs it. A model is cut to two layers of each kind that it has, at their real sizes.",
         f"{', '.join(f'{package} {number}' for package, number in versions().items())}.",
         "",
@@ -261,17 +262,19 @@ def cells_of(run: Row) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fresh", action="store_true", help="run every row again")
+    parser.add_argument("--again", nargs="*", default=[], metavar="MODEL_TYPE", help="run the models of these types again")
+    parser.add_argument("--full", action="store_true", help="run the smallest model of each type at its full depth (half an hour)")
     args = parser.parse_args()
     rows = model_rows()
     ran(rows[0])  # imports what all need, once, before the processes fork
     smallest: dict[str, ModelRow] = {}
     for row in rows:
         smallest[row.model_type] = min(smallest.get(row.model_type, row), row, key=lambda each: each.params)
-    kept = known_lines() if not args.fresh else {}
+    kept = {key: row for key, row in known_lines().items() if row["model_type"] not in args.again}
     cut = [with_estimates(line(kept, "cut", ran, row)) for row in rows]
     refused = {answer["model_type"] for answer in cut if "error" in answer}
-    full = [with_estimates(line(kept, "full", ran_in_full, row)) for model_type, row in smallest.items() if model_type not in refused]
+    wanted = [row for model_type, row in smallest.items() if model_type not in refused and (args.full or ("full", row.id) in kept)]
+    full = [with_estimates(line(kept, "full", ran_in_full, row)) for row in wanted]
     TABLE.write_text(table(cut, full))
 
 
