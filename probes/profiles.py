@@ -97,14 +97,20 @@ def _draws(candidate: Candidate) -> Iterator[Candidate]:
     used: set[int] = set()
     for _ in range(ATTEMPTS):
         case = _drawn(candidate, draw)
-        try:
-            if key_of(recipe_of(case)) != wanted or case.row_tokens in used or case.max_completion_length in used:
-                continue
-        except NoProfile:
+        lengths = [case.row_tokens, case.prompt_length, case.max_completion_length] if case.method_row.generates else [case.row_tokens]
+        if used & set(lengths) or len(set(lengths)) < len(lengths) or not _of(wanted, case):
             continue
-        used |= {case.row_tokens, case.max_completion_length} if case.method_row.generates else {case.row_tokens}
+        used.update(lengths)
         yield case
     raise NoProfile("No small sizes of the candidate's regime were found.")
+
+
+def _of(key: str, candidate: Candidate) -> bool:
+    """Whether a candidate is of a recipe."""
+    try:
+        return key_of(recipe_of(candidate)) == key
+    except NoProfile:
+        return False
 
 
 def _drawn(candidate: Candidate, draw: random.Random) -> Candidate:

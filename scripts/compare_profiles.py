@@ -1,9 +1,10 @@
 """Profiles against full traces: the same sizes through a profile and through a dry run of all layers, to the byte.
 
-    python scripts/compare_profiles.py [--count 200] [--minutes N]     writes results/profiles.jsonl and results/profiles.md
+    python scripts/compare_profiles.py [--count 200] [--minutes N] [--fresh]     writes results/profiles.jsonl and results/profiles.md
 
 Needs the dryrun extra. Sizes and models are a random draw, the same every time; most models are cut to a few layers more than the profile
 was traced with, every tenth keeps all of its own. Only recipes with a profile are compared; the profile is not made for the occasion.
+Traces that ran before are not run again unless --fresh says so, which it must when the dry run has changed.
 """
 
 import argparse
@@ -61,22 +62,25 @@ def drawn(draw: random.Random) -> Candidate:
     return replace(candidate, prompt_length=prompt, max_completion_length=completion, steps_per_generation=accumulation, num_generations=rows * accumulation)
 
 
-def compared(number: int, candidate: Candidate, profile: Profile) -> dict[str, object]:
+def compared(number: int, candidate: Candidate, profile: Profile, known: dict[tuple[object, object], object]) -> dict[str, object]:
+    """One row. `known`: peaks of traces that ran before, by candidate and layers."""
     from probes.dryrun import dry_run
     from probes.profiles import with_layers
 
     whole = numbers(candidate.model.config, "num_hidden_layers")[0]
     layers = whole if number % FULL_EVERY == FULL_EVERY - 1 else min(whole, base_layers(candidate.model) + FURTHER_PERIODS * period(candidate.model))
+    profile.peak_bytes(sizes_of(candidate), layers)  # the depth is laid out once for all its sizes
     began = time.process_time()
     peak_bytes = profile.peak_bytes(sizes_of(candidate), layers)
     seconds = time.process_time() - began
-    trace = dry_run(with_layers(candidate, layers))
-    return {"key": key(candidate), "layers": layers, "profile_bytes": peak_bytes, "trace_bytes": trace.peak_bytes, "profile_milliseconds": 1000 * seconds}
+    trace_bytes = known.get((key(candidate), layers)) or dry_run(with_layers(candidate, layers)).peak_bytes
+    return {"key": key(candidate), "layers": layers, "profile_bytes": peak_bytes, "trace_bytes": trace_bytes, "profile_milliseconds": 1000 * seconds}
 
 
 def key(candidate: Candidate) -> str:
     shown = ("method", "tuning", "lora_r", "per_device_train_batch_size", "gradient_accumulation_steps", "row_tokens", "gradient_checkpointing")
-    return " ".join([candidate.model.id, *(str(getattr(candidate, field)) for field in shown)])
+    of_prompt = [f"prompt {candidate.prompt_length}"] if candidate.method_row.generates else []
+    return " ".join([candidate.model.id, *(str(getattr(candidate, field)) for field in shown), *of_prompt])
 
 
 def table(rows: list[dict[str, object]]) -> str:
@@ -99,13 +103,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=600, help="stop after so many")
+    parser.add_argument("--fresh", action="store_true", help="run every trace again")
     args = parser.parse_args()
+    before = [] if args.fresh or not ROWS.exists() else [json.loads(line) for line in ROWS.read_text().splitlines()]
+    known = {(row["key"], row["layers"]): row["trace_bytes"] for row in before}
     rows: list[dict[str, object]] = []
     end = time.monotonic() + 60 * args.minutes
     for number, (candidate, profile) in enumerate(candidates()):
         if number == args.count or time.monotonic() > end:
             break
-        rows.append(compared(number, candidate, profile))
+        rows.append(compared(number, candidate, profile, known))
         print(f"{number + 1}/{args.count} {rows[-1]}", flush=True)
     ROWS.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
     TABLE.write_text(table(rows))

@@ -48,7 +48,10 @@ def size_terms(values: Values) -> dict[str, int]:
     terms["rows x tokens x tokens up to 16"] = rows * tokens * lengths["tokens up to 16"]
     terms["tokens x tokens"] = tokens * tokens
     terms["tokens x tokens up to 16"] = tokens * lengths["tokens up to 16"]
-    for name, scored in (("rows x tokens-1", rows * (tokens - 1)), ("rows x tokens", rows * tokens)):
+    for name, scored in (
+        ("rows x tokens-1", rows * (tokens - 1)), ("rows x tokens", rows * tokens),
+        ("pairs x tokens-1", 2 * rows * (tokens - 1)), ("pairs x tokens", 2 * rows * tokens),
+    ):  # fmt: skip
         terms[f"chunk of {name}"] = _chunk(scored)
         terms[f"last chunk of {name}"] = last_part(scored, TOKEN_CHUNK)
     return terms | _generating_terms(values) if "completion" in values else terms
