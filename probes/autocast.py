@@ -4,32 +4,39 @@ Source: pytorch v2.13, aten/src/ATen/autocast_mode.h, `AT_FORALL_FP32` and `AT_F
 names), of which here are the operators that Transformers' layers and TRL's losses call. `layer_norm` is in `substitutions.py`.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-_functional, _Tensor = torch.nn.functional, torch.Tensor
-IN_FLOAT32 = frozenset({
-    torch.pow, _Tensor.pow, _Tensor.__pow__, _Tensor.__rpow__, torch.exp, _Tensor.exp, torch.expm1, _Tensor.expm1, torch.log, _Tensor.log, torch.log1p,
-    _Tensor.log1p, torch.reciprocal, _Tensor.reciprocal, torch.rsqrt, _Tensor.rsqrt, torch.logsumexp, _Tensor.logsumexp, _functional.softplus,
-})  # fmt: skip
-IN_FLOAT32_UNLESS_SAID = frozenset({
-    torch.softmax, _Tensor.softmax, _functional.softmax, torch.log_softmax, _Tensor.log_softmax, _functional.log_softmax, torch.sum, _Tensor.sum, torch.cumsum,
-    _Tensor.cumsum, torch.prod, _Tensor.prod,
-})  # fmt: skip
+IN_FLOAT32: tuple[tuple[Any, str], ...] = (
+    *((torch, name) for name in ("pow", "exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "logsumexp")),
+    *((torch.Tensor, name) for name in ("pow", "__pow__", "exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "logsumexp")),
+    (torch.nn.functional, "softplus"),
+)
+IN_FLOAT32_UNLESS_SAID: tuple[tuple[Any, str], ...] = (
+    *((place, name) for place in (torch, torch.Tensor) for name in ("softmax", "log_softmax", "sum", "cumsum", "prod")),
+    *((torch.nn.functional, name) for name in ("softmax", "log_softmax")),
+)
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class CudaAutocast(TorchFunctionMode):
-    """While entered, these operators see their 16-bit arguments in float32 wherever autocast is on."""
+@contextlib.contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """While inside, these operators see a 16-bit argument in float32 wherever autocast is on."""
+    with contextlib.ExitStack() as stack:
+        for place, name in (*IN_FLOAT32, *IN_FLOAT32_UNLESS_SAID):
+            stack.enter_context(mock.patch.object(place, name, _widened(getattr(place, name), (place, name) in IN_FLOAT32_UNLESS_SAID)))
+        yield
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.is_autocast_enabled("cpu") and (func in IN_FLOAT32 or (func in IN_FLOAT32_UNLESS_SAID and kwargs.get("dtype") is None)):
-            args = tuple(_wide(argument) for argument in args)
-        return func(*args, **kwargs)
 
+def _widened(operator: Callable[..., Any], unless_said: bool) -> Callable[..., Any]:
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        wide = isinstance(x, torch.Tensor) and x.dtype in _HALF and torch.is_autocast_enabled("cpu")
+        if wide and not (unless_said and kwargs.get("dtype") is not None):
+            x = x.float()
+        return operator(x, *args, **kwargs)
 
-def _wide(argument: Any) -> Any:
-    return argument.float() if isinstance(argument, torch.Tensor) and argument.dtype in _HALF else argument
+    return run

@@ -55,7 +55,8 @@ def described(config: Config) -> Config:
     """All that transformers knows of the language model once its config class has filled in what the file leaves out."""
     fields = {key: value for key, value in config.items() if key != "model_type"}
     text = AutoConfig.for_model(config["model_type"], **fields).get_text_config()
-    return {**text.__dict__, **{usual: text.__dict__[own] for usual, own in text.attribute_map.items() if own in text.__dict__}}
+    mapped = {usual: text.__dict__[own] for usual, own in text.attribute_map.items() if own in text.__dict__}
+    return {**text.__dict__, **mapped, "num_hidden_layers": text.num_hidden_layers}
 
 
 def depth_of(config: Config) -> int:
