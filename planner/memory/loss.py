@@ -213,6 +213,7 @@ def log_softmax(head: Head) -> LossMemory:
     kept = head.final_norm_bytes + head.tokens * head.hidden_size * head.hidden_width + head.weight_cast_bytes
     every, completion, converted = head.tokens * head.vocab_size, head.labelled_tokens * head.vocab_size, FLOAT32 + head.compute_width
     gradient = head.weight_width * head.weight_elements + head.weight_cast_bytes if head.trainable else 0
+    kept += head.compute_width * every if head.softcapped else 0  # tanh's output
     return LossMemory(
         forward=kept + max(converted * every, FLOAT32 * (every + completion)),
         saved=kept + FLOAT32 * completion,
