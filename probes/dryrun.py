@@ -19,13 +19,18 @@ from probes.fake_tensors import FakeArithmetic
 from probes.fake_trainer import DTYPES, METHOD_STAGES, Device, Stage, adapters_without_weights, models_stay_where_they_are
 from probes.offloading import offloading, paged_states
 from probes.phases import phases_told
+from probes.priming import StatesFirst
 from probes.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
 from probes.tracker import Tracker, collector_off
 
 
-def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device: Device = "fake", block_bytes: int = CUDA_BLOCK_BYTES) -> Trace:
+def dry_run(
+    candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device: Device = "fake", block_bytes: int = CUDA_BLOCK_BYTES, steps: Literal[1, 2] = 2
+) -> Trace:
     """Two optimizer steps of the candidate's trainer as a trace, on one GPU; sizes are rounded up to `block_bytes`.
 
+    `steps=1` takes half the time: the optimizer makes its states on gradients that no pass has made, then one whole step runs beside them. Its peaks are
+    those of two steps but for the other step's batch.
     `ways="cpu"` leaves out what CUDA does otherwise; `device="real"` runs the steps with weights. Both are for tests.
     """
     refuse_unsupported(candidate, device)
@@ -39,6 +44,10 @@ def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device:
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
             stage = METHOD_STAGES[candidate.method](candidate, device)
         stage.trainer.remove_callback(PrinterCallback)
+        states = StatesFirst(tracker)
+        if steps == 1:
+            stage.trainer.args.max_steps = 1
+            stage.trainer.add_callback(states)
         if not candidate.autocast_adapter_dtype:
             _adapters_as_the_base(stage, DTYPES[candidate.dtype])
         statistics = _fake_stage(candidate, stage, arithmetic) if device == "fake" else []
@@ -53,7 +62,7 @@ def dry_run(candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device:
         if candidate.vllm != "off":
             stack.enter_context(completions_from_elsewhere(tracker, stage, candidate.max_completion_length))
         stage.trainer.train()
-        return tracker.trace(substitutions)
+    return tracker.trace(substitutions) if states.complete else dry_run(candidate, ways, device, block_bytes)
 
 
 def _in_bfloat16(candidate: Candidate) -> Candidate:

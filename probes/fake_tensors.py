@@ -62,9 +62,8 @@ class FakeArithmetic(TorchDispatchMode):
         return shaped if number or _bytes(shaped) > REAL_BYTES_LIMIT else func(*args, **kwargs)
 
     def _with_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args = _with_counted_indices(func, args)
-        with self.fake_mode:
-            result = func(*args, **kwargs)
+        # no `with self.fake_mode`: entering it for every operator costs as much as the operator
+        result = self.fake_mode.dispatch(func, (), _with_counted_indices(func, args), kwargs)
         if func._schema.is_mutable:
             target = kwargs.get("out", args[0] if args else None)
             real = isinstance(target, torch.Tensor) and not isinstance(target, FakeTensor)

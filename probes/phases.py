@@ -78,7 +78,9 @@ def phases_told(tracker: Tracker, stage: Stage, padded: bool) -> Iterator[None]:
     phases = Phases(tracker, stage)
     handles = [_plain(model).register_forward_pre_hook(_with_padding, with_kwargs=True) for model in stage.models if padded]
     handles.append(register_optimizer_step_post_hook(phases.after_optimizer_step))
-    handles += [parameter.register_post_accumulate_grad_hook(phases.after_gradient) for parameter in stage.trainer.model.parameters() if parameter.requires_grad]
+    handles += [
+        parameter.register_post_accumulate_grad_hook(phases.after_gradient) for parameter in stage.trainer.model.parameters() if parameter.requires_grad
+    ]
     try:
         with (
             mock.patch.object(stage.trainer.accelerator, "backward", phases.backward),

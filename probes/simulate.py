@@ -22,7 +22,7 @@ def simulate(estimate: Estimate) -> Simulation:
 
 def traced(candidate: Candidate) -> Trace:
     try:
-        return dry_run(candidate)
+        return dry_run(candidate, steps=1)
     except PlanError:
         raise
     except Exception as error:  # whatever the installed libraries raise is the answer that they cannot run this

@@ -15,6 +15,7 @@ from planner.quantities import Component, Phase
 from planner.trace.timeline import STAYS, Allocation, Trace
 
 aten = torch.ops.aten
+_DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")  # asked for twice an operator: answered before any mode is
 _ENGINE_FRAME = "_engine_run_backward"  # torch/autograd/graph.py: what stands under an operator that autograd's engine calls itself
 
 
@@ -142,6 +143,8 @@ class Tracker(TorchDispatchMode):
         self._clock = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is _DEVICE:
+            return _CPU
         if func is aten.add.Tensor and self._is_accumulation(args):
             return args[0].add_(args[1])
         result = func(*args, **(kwargs or {}))

@@ -92,3 +92,14 @@ def resident_weights(trace: object) -> int:
 
     assert isinstance(trace, Trace)
     return sum(allocation.size_bytes for allocation in trace.allocations if allocation.operator == "resident")
+
+
+BATCHES_BYTES = 2**16  # the batch of the step before or after, as numbers of tokens
+
+
+@pytest.mark.parametrize("changes", [{"tuning": "full"}, {"method": "grpo", "num_generations": 2, "prompt_length": 64, "max_completion_length": 64}])
+def test_one_step_beside_ready_states_peaks_as_two_steps_do(changes: dict[str, object]) -> None:
+    case = candidate(**changes)
+    two, one = ({phase.name: phase.total_bytes for phase in dry_run(case, steps=steps).phases} for steps in (2, 1))
+    assert two.keys() == one.keys()
+    assert all(abs(two[phase] - one[phase]) < BATCHES_BYTES for phase in ("forward", "loss", "backward", "optimizer_step"))

@@ -86,7 +86,7 @@ def _phase(phase: PhaseMemory) -> dict[str, object]:
 def _stack(simulation: Simulation) -> str:
     versions = " ".join(f"{name} {version}" for name, version in simulation.trace.versions)
     composed = "; sharding and engine composed onto one process' step" if simulation.composed else ""
-    return f"two steps of the installed trainer on fake tensors ({versions}){composed}"
+    return f"a step of the installed trainer on fake tensors ({versions}){composed}"
 
 
 def _phases(simulation: Simulation) -> Iterator[Text]:
