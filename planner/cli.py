@@ -300,7 +300,14 @@ def _simulated(answer: "Estimate", quiet: bool) -> "Simulation":
     """The dry run, with what its libraries print kept from the streams."""
     if not quiet:
         print(f"simulating the step: {answer.candidate.method} of {answer.candidate.model.id} ...", file=sys.stderr)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    import tempfile
+    from unittest import mock
+
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())  # torch's compiler makes one when it is imported, and leaves it
+        stack.enter_context(mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         try:
             from probes.simulate import simulate
         except Exception as error:
