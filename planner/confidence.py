@@ -14,7 +14,7 @@ from planner.quantities import Component, PhaseMemory
 # What a forward and backward pass allocates, and its standard deviation as a share of itself.
 # Source: results/published.md, the eleven rows of LoRA whose allocated bytes were published: (measured - computed) over these components has
 # a mean of 0.02 and a standard deviation of 0.05. Against the dry run it is less (results/estimated_vs_simulated.md).
-PASS: tuple[Component, ...] = ("activations", "attention_scores", "transients", "autocast_copies", "loss")
+PASS: frozenset[Component] = frozenset({"activations", "attention_scores", "transients", "autocast_copies", "loss"})
 PASS_SPREAD = 0.05
 
 # Standard deviation of the other parts; what is counted exactly has none.
@@ -26,9 +26,13 @@ LEAST_SIGMA_BYTES = 2**20  # an interval is never a point
 
 def sigma_bytes(phase: PhaseMemory) -> float:
     """Standard deviation of a phase's total, in bytes."""
-    known = phase.components.get
-    squares = (PASS_SPREAD * sum(known(component, 0) for component in PASS)) ** 2
-    squares += sum((share * known(component, 0)) ** 2 for component, share in SPREAD.items())
+    passed, squares = 0, 0.0
+    for component, size in phase.components.items():
+        if component in PASS:
+            passed += size
+        elif component in SPREAD:
+            squares += (SPREAD[component] * size) ** 2
+    squares += (PASS_SPREAD * passed) ** 2
     return max(math.sqrt(squares), LEAST_SIGMA_BYTES)
 
 

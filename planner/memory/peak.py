@@ -18,7 +18,7 @@ from planner.memory.stack import (
     compute_weight_width,
     frozen_recipe,
     stack_memory,
-    stack_recipe,
+    with_data,
     without_adapters,
 )
 from planner.memory.states import States, states_of
@@ -62,8 +62,8 @@ def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) ->
 
 
 def passes_of(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> Passes:
-    recipe = stack_recipe(candidate, gpu.supports_flash_attention_2)
     head, states = head_of(candidate), states_of(candidate, gpu)
+    recipe = with_data(states.recipe, candidate, gpu.supports_flash_attention_2)
     scores = head.tokens * candidate.attention_length
     trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
     stay = gradients_stay(candidate)
@@ -94,8 +94,10 @@ def gradients_stay(candidate: Candidate) -> bool:
 def finished(name: Phase, components: Components, candidate: Candidate) -> PhaseMemory:
     """A row of the table, with the allocator's slack on what PyTorch allocated in it."""
     outside = components.get("runtime", 0) + components.get("engine", 0)
-    slack = fragmentation_bytes(sum(components.values()) - outside, candidate)
-    return PhaseMemory(name=name, components={component: size for component, size in (*components.items(), ("fragmentation", slack)) if size})
+    components["fragmentation"] = fragmentation_bytes(sum(components.values()) - outside, candidate)
+    for component in [component for component, size in components.items() if not size]:
+        del components[component]
+    return PhaseMemory(name=name, components=components)
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------

@@ -70,8 +70,13 @@ FLASH_HEAD_DIM = 256  # pytorch aten/src/ATen/native/transformers/cuda/sdp_utils
 
 def stack_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
     """What `candidate` decides about the policy's passes."""
+    return with_data(policy_recipe(candidate), candidate, flash)
+
+
+def policy_recipe(candidate: Candidate) -> Recipe:
+    """How the policy's layers compute, whatever the data."""
     lora = candidate.tuning == "lora"
-    recipe = Recipe(
+    return Recipe(
         weight_width=compute_weight_width(candidate),
         autocast_width=autocast_width(candidate),
         trainable=not lora,
@@ -82,10 +87,8 @@ def stack_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         lora_dropout=lora and candidate.lora_dropout > 0,
         dropout=candidate.method not in WITHOUT_DROPOUT,
-        several_rows=candidate.rows > 1,
         liger=candidate.use_liger_kernel,
     )
-    return with_data(recipe, candidate, flash)
 
 
 def frozen_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
@@ -96,7 +99,6 @@ def frozen_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
         autocast_width=autocast_width(candidate),
         trainable=True,
         dropout=False,
-        several_rows=candidate.rows > 1,
         liger=candidate.use_liger_kernel,
     )
     return with_data(recipe, candidate, flash)

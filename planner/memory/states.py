@@ -12,8 +12,10 @@ from planner.cluster import Gpu
 from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import communication_bytes, gather_bytes, generation_gather_bytes, weight_sync_bytes
 from planner.memory.gradients import gradients_bytes, step_gradients_bytes
+from planner.memory.modules import Recipe
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.runtime import runtime_bytes
+from planner.memory.stack import policy_recipe
 from planner.memory.weights import weights_by_role
 from planner.quantities import Component
 
@@ -21,7 +23,7 @@ from planner.quantities import Component
 STRUCTURE = attrgetter(
     "model", "method", "trl_version", "tuning", "lora_r", "lora_target_modules", "autocast_adapter_dtype", "dtype", "precision", "quantization", "beta",
     "precompute_ref_log_probs", "gradient_checkpointing", "checkpoint_every_n_layers", "optim", "sharding", "num_processes", "num_nodes", "offload_optimizer",
-    "offload_param", "ds3_gather_for_generation", "vllm", "reward_model", "teacher_model",
+    "offload_param", "ds3_gather_for_generation", "vllm", "reward_model", "teacher_model", "lora_dropout", "use_liger_kernel",
 )  # fmt: skip
 
 
@@ -40,6 +42,7 @@ class States:
 
     resident: dict[Component, int]
     weights_by_role: dict[str, int]
+    recipe: Recipe  # of the policy's layers
     master_weights: int
     gradients: int
     step_gradients: int
@@ -67,6 +70,7 @@ def _states(structure: Structure) -> States:
             "runtime": runtime_bytes(gpu, candidate),
         },
         weights_by_role=roles,
+        recipe=policy_recipe(candidate),
         master_weights=master_weights_bytes(candidate),
         gradients=gradients_bytes(candidate),
         step_gradients=step_gradients_bytes(candidate),
