@@ -9,7 +9,7 @@ import math
 from functools import lru_cache
 from statistics import NormalDist
 
-from planner.quantities import Component, PhaseMemory
+from planner.quantities import Component, GpuMemory, PhaseMemory
 
 # What a forward and backward pass allocates, and its standard deviation as a share of itself.
 # Source: results/published.md, the eleven rows of LoRA whose allocated bytes were published: (measured - computed) over these components has
@@ -51,3 +51,9 @@ def interval_bytes(phase: PhaseMemory, risk: float) -> tuple[int, int]:
 def fit_probability(phase: PhaseMemory, capacity_bytes: int) -> float:
     """Probability that a phase stays within the card."""
     return 0.5 * math.erfc((phase.total_bytes - capacity_bytes) / (sigma_bytes(phase) * math.sqrt(2)))
+
+
+def fit_probability_of(gpu: GpuMemory, risk: float) -> float:
+    """The same from an interval that is there already: its upper end is `quantile(risk)` standard deviations above the peak."""
+    sigma = (gpu.interval_bytes[1] - gpu.peak_bytes) / quantile(risk)
+    return 0.5 * math.erfc((gpu.peak_bytes - gpu.capacity_bytes) / (sigma * math.sqrt(2)))

@@ -2,7 +2,7 @@
 
 from planner.candidate import Candidate
 from planner.cluster import Cluster, Gpu
-from planner.confidence import fit_probability, interval_bytes
+from planner.confidence import fit_probability_of, interval_bytes
 from planner.memory.engine import EngineMemory, engine_memory
 from planner.memory.engine_settings import engine_settings
 from planner.memory.host import host_peak_bytes
@@ -25,7 +25,7 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = RISK) -> Esti
     return Estimate(
         candidate=candidate,
         fits=all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in gpus),
-        fit_probability=min(fit_probability(gpu.peak, gpu.capacity_bytes) for gpu in gpus),
+        fit_probability=min(fit_probability_of(gpu, risk) for gpu in gpus),
         evidence="estimated",
         gpus=gpus,
         host_peak_bytes=host_peak_bytes(candidate, cluster),

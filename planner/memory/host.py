@@ -1,10 +1,13 @@
 """Host: main memory that one node needs while its processes load and train."""
 
+from functools import lru_cache
+
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.cluster import Cluster
 from planner.memory.optimizer import host_states_bytes, paged_states_bytes
 from planner.memory.parameters import BITSANDBYTES, parameters, policy_parameters
 from planner.memory.stack import stack_memory, stack_recipe
+from planner.memory.states import STRUCTURE, Structure
 from planner.memory.weights import base_dtype_bytes, reference_weights_bytes
 from planner.model import ModelShape
 
@@ -22,7 +25,13 @@ def host_peak_bytes(candidate: Candidate, cluster: Cluster) -> int:
     (its sleep level 2, which TRL uses, keeps no copy of the weights: trl 1.16, generation/vllm_generation.py:365).
     """
     processes = min(-(-candidate.num_processes // candidate.num_nodes), cluster.gpus_per_node)
-    return processes * PROCESS_BYTES + max(loading_bytes(candidate, processes), processes * training_bytes(candidate, cluster))
+    loading, kept = _of_structure(Structure((processes, *STRUCTURE(candidate)), cluster.gpu, candidate), processes)
+    return processes * PROCESS_BYTES + max(loading, processes * (kept + offloaded_activation_bytes(candidate, cluster)))
+
+
+@lru_cache(maxsize=8192)
+def _of_structure(structure: Structure, processes: int) -> tuple[int, int]:
+    return loading_bytes(structure.candidate, processes), training_bytes(structure.candidate)
 
 
 def loading_bytes(candidate: Candidate, processes: int) -> int:
@@ -42,15 +51,15 @@ def loading_bytes(candidate: Candidate, processes: int) -> int:
     return whole if candidate.sharding == "fsdp2" else whole * processes
 
 
-def training_bytes(candidate: Candidate, cluster: Cluster) -> int:
-    """Bytes that one process keeps in main memory while it trains: what is offloaded, and paged optimizer states.
+def training_bytes(candidate: Candidate) -> int:
+    """Bytes that one process keeps in main memory while it trains, without activations: what is offloaded, and paged optimizer states.
 
-    offloaded parameters: dtype x params / G | offloaded optimizer: see `host_states_bytes` | offloaded activations: all that is saved
+    offloaded parameters: dtype x params / G | offloaded optimizer: see `host_states_bytes`
     """
     found = host_states_bytes(candidate) + paged_states_bytes(candidate)
     if candidate.offload_param and candidate.sharding in ("zero3", "fsdp2"):
         found += -(-policy_parameters(candidate).total * base_dtype_bytes(candidate) // candidate.num_processes)
-    return found + offloaded_activation_bytes(candidate, cluster)
+    return found
 
 
 def offloaded_activation_bytes(candidate: Candidate, cluster: Cluster) -> int:
