@@ -277,7 +277,14 @@ def awake(passes: Passes) -> Components:
 
 
 def at_moment(passes: Passes, peaks: Peaks) -> Components:
-    return sizes(remaining(passes, peaks.at(passes.tokens, passes.scores)[1]), passes.tokens, passes.scores)
+    """The heaviest moment; with offloading, the one that is heaviest with what has moved to the host taken out."""
+    if not offloads(passes.candidate):
+        return at(peaks, passes.tokens, passes.scores)
+    return max((sizes(remaining(passes, moment), passes.tokens, passes.scores) for moment in peaks.moments), key=total)
+
+
+def offloads(candidate: Candidate) -> bool:
+    return candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)
 
 
 def at(peaks: Peaks, tokens: int, scores: int) -> Components:
@@ -294,8 +301,7 @@ def remaining(passes: Passes, moment: Moment) -> Moment:
     Source: trl 1.16, models/activation_offloading.py (up to five tensors wait for their copy); transformers 5.23, `offload` of
     activation_checkpointing_kwargs.
     """
-    candidate = passes.candidate
-    if not (candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)):
+    if not offloads(passes.candidate):
         return moment
     kinds = dict(moment.kinds)
     for kind in ("activations", "attention_scores"):
