@@ -206,9 +206,10 @@ def about_data(best: Estimate, question: Question) -> Iterator[str]:
 def about_batch(best: Estimate, question: Question) -> Iterator[str]:
     """A server takes GPUs from the trainer, and TRL's default batch counts the trainer's."""
     candidate, usual = best.candidate, effective_batch_size(question.job, question.cluster)
+    share = candidate.effective_batch_size // candidate.num_processes
     if question.job.optimize == "throughput" and candidate.effective_batch_size != usual:
         yield (
-            f"an optimizer step sees {format_count(candidate.effective_batch_size)} samples, 8 for each of {candidate.num_processes} processes; on all "
+            f"an optimizer step sees {format_count(candidate.effective_batch_size)} samples, {share} for each of {candidate.num_processes} processes; on all "
             f"{question.cluster.num_gpus} GPUs it would be {format_count(usual)}: say --effective-batch-size to keep one"
         )
 
