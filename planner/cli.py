@@ -5,16 +5,17 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, DryRunUnsupported, InputError, PlanError
+from planner.options import AskedOne, Checked, Printed, Saved, Searched, Written, given, grouped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,84 +35,27 @@ PIPE_WIDTH = 100  # columns of the table where there is no terminal to ask
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 
-Model = Annotated[str | None, typer.Option("--model", metavar="NAME", help="A name of `plan models`, a folder with a config.json, or a name on the Hub.")]
-Gpus = Annotated[str | None, typer.Option("--gpus", metavar="CLUSTER", help="2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB, or local (this machine's).")]
-FreeMemory = Annotated[str | None, typer.Option("--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all of it.")]
-Method = Annotated[
-    str | None, typer.Option("--method", metavar="METHOD", help="sft, dpo, kto, orpo, cpo, reward, grpo, rloo, online-dpo, gkd, distillation, ppo.")
-]
-Tuning = Annotated[str, typer.Option("--tuning", metavar="CLASS", help="auto, full, lora or qlora; auto takes the first of them that fits.")]
-MaxLength = Annotated[str | None, typer.Option("--max-length", metavar="TOKENS", help="Tokens of a whole row. Default: TRL's.")]
-PromptLength = Annotated[str | None, typer.Option("--prompt-length", metavar="TOKENS", help="Tokens of the longest prompt, for methods that generate.")]
-MaxCompletionLength = Annotated[str | None, typer.Option("--max-completion-length", metavar="TOKENS", help="Tokens of the longest completion. Default: TRL's.")]
-BatchSize = Annotated[str | None, typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: searched.")]
-EffectiveBatchSize = Annotated[
-    str | None,
-    typer.Option("--effective-batch-size", metavar="SAMPLES", help="Samples per optimizer step over all GPUs. Default: what TRL's defaults amount to."),
-]
-LoraR = Annotated[str | None, typer.Option("--lora-r", metavar="RANK", help="LoRA rank; several (16,32,64) to get the largest that fits. Default: TRL's, 16.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Pin any setting by its own name, such as vllm_gpu_memory_utilization=0.3. Repeatable.")
-]
-Padded = Annotated[bool | None, typer.Option("--padded/--no-padded", help="Do batches hold padding? Default: yes, real data does.")]
-Risk = Annotated[str, typer.Option("--risk", metavar="PROBABILITY", help="Accepted probability of running out of memory.")]
-TrlVersion = Annotated[str | None, typer.Option("--trl-version", metavar="VERSION", help="The TRL to plan for. Default: the newest that is known.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON (`plan schema`), bytes as integers.")]
-Out = Annotated[str | None, typer.Option("--out", metavar="DIR", help="Also write plan.json and plan.txt there.")]
-Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write the report as one HTML file.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")]
-Optimize = Annotated[str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")]
-Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")]
-DryRun = Annotated[
-    bool | None, typer.Option("--dry-run/--no-dry-run", help="Check the answer by a dry run. Default: as PLAN_DRY_RUN says (0 or 1), else if trl is installed.")
-]
-Saved = Annotated[str | None, typer.Argument(metavar="[PLAN.json]", help="A saved report of plan or plan estimate; instead of the options below.")]
-# `estimate` does not search, so what is not said is TRL's.
-OneTuning = Annotated[str, typer.Option("--tuning", metavar="CLASS", help="full, lora or qlora; auto: as the settings say, full where they say nothing.")]
-OneBatchSize = Annotated[str | None, typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: TRL's, 8.")]
-
 
 @app.callback(invoke_without_command=True, epilog=EPILOG)
-def search(
-    ctx: typer.Context,
-    model: Model = None,
-    gpus: Gpus = None,
-    free_memory: FreeMemory = None,
-    method: Method = None,
-    tuning: Tuning = "auto",
-    max_length: MaxLength = None,
-    prompt_length: PromptLength = None,
-    max_completion_length: MaxCompletionLength = None,
-    batch_size: BatchSize = None,
-    effective_batch_size: EffectiveBatchSize = None,
-    lora_r: LoraR = None,
-    set: Set = None,
-    padded: Padded = None,
-    optimize: Optimize = "throughput",
-    risk: Risk = "0.01",
-    trl_version: TrlVersion = None,
-    json: Json = False,
-    out: Out = None,
-    html: Html = None,
-    dry_run: DryRun = None,
-    quiet: Quiet = False,
-) -> int:
+@grouped
+def search(ctx: typer.Context, asked: Searched, printed: Checked) -> int:
     """Find the largest, fastest configuration of a TRL method that fits the GPUs."""
     if ctx.invoked_subcommand is not None:
         _refuse_leading_options(ctx)
         return EXIT_PLANNED
     from planner.plan import plan
     from planner.question import read_question
+    from planner.report.files import refuse_unwritable
     from planner.report.html import plan_html
     from planner.report.json import plan_report
     from planner.report.table import plan_table, refusal
 
-    question = read_question(ctx.params)
-    _refuse_unwritable(ctx.params)
+    question = read_question(given(asked, printed))
+    refuse_unwritable(printed.out, printed.html)
     answer = plan(question.job, question.cluster)
-    checked, said = _dry_run_of(answer.best, ctx.params)
+    checked, said = _dry_run_of(answer.best, printed)
     answer = replace(answer, warnings=(*question.warnings, *said, *answer.warnings))
-    _answer(ctx.params, plan_report(answer), plan_table(answer, _width(), checked), lambda: plan_html(answer))
+    _answer(printed, plan_report(answer), plan_table(answer, _width(), checked), lambda: plan_html(answer))
     if answer.verdict == "fits":
         return EXIT_PLANNED
     _say_error(refusal(answer))
@@ -119,46 +63,25 @@ def search(
 
 
 @app.command(epilog=EPILOG)
-def estimate(
-    ctx: typer.Context,
-    config: Config = None,
-    model: Model = None,
-    gpus: Gpus = None,
-    free_memory: FreeMemory = None,
-    method: Method = None,
-    tuning: OneTuning = "auto",
-    max_length: MaxLength = None,
-    prompt_length: PromptLength = None,
-    max_completion_length: MaxCompletionLength = None,
-    batch_size: OneBatchSize = None,
-    effective_batch_size: EffectiveBatchSize = None,
-    lora_r: LoraR = None,
-    set: Set = None,
-    padded: Padded = None,
-    risk: Risk = "0.01",
-    trl_version: TrlVersion = None,
-    json: Json = False,
-    out: Out = None,
-    html: Html = None,
-    dry_run: DryRun = None,
-    quiet: Quiet = False,
-) -> int:
+@grouped
+def estimate(asked: AskedOne, printed: Checked) -> int:
     """One candidate, no search: what is not set is as TRL has it. Exit 3: it does not fit."""
     from planner.estimate import estimate as estimated
     from planner.notes import notes
     from planner.question import of_one, read_question, single_candidate
+    from planner.report.files import refuse_unwritable
     from planner.report.html import estimate_html
     from planner.report.json import estimate_report
     from planner.report.table import estimate_table, shortfall
 
-    question = read_question(ctx.params)
-    _refuse_unwritable(ctx.params)
+    question = read_question(given(asked, printed))
+    refuse_unwritable(printed.out, printed.html)
     cluster = question.cluster
     answer = estimated(single_candidate(question), cluster, question.job.risk)
-    checked, said = _dry_run_of(answer, ctx.params)
+    checked, said = _dry_run_of(answer, printed)
     warnings = (*question.warnings, *said, *notes(answer, of_one(question, answer)))
     table = estimate_table(answer, cluster, warnings, _width(), checked)
-    _answer(ctx.params, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))
+    _answer(printed, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))
     if answer.fits:
         return EXIT_PLANNED
     _say_error(shortfall(answer, question.job.risk))
@@ -166,28 +89,8 @@ def estimate(
 
 
 @app.command("dry-run", epilog=EPILOG)
-def dry_run(
-    ctx: typer.Context,
-    saved: Saved = None,
-    config: Config = None,
-    model: Model = None,
-    gpus: Gpus = None,
-    free_memory: FreeMemory = None,
-    method: Method = None,
-    tuning: OneTuning = "auto",
-    max_length: MaxLength = None,
-    prompt_length: PromptLength = None,
-    max_completion_length: MaxCompletionLength = None,
-    batch_size: OneBatchSize = None,
-    effective_batch_size: EffectiveBatchSize = None,
-    lora_r: LoraR = None,
-    set: Set = None,
-    padded: Padded = None,
-    risk: Risk = "0.01",
-    trl_version: TrlVersion = None,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> int:
+@grouped
+def dry_run(report: Saved, asked: AskedOne, printed: Printed) -> int:
     """Run one candidate's real trainer on fake tensors, without weights and GPU, beside the estimate."""
     from rich.console import Console
 
@@ -197,17 +100,17 @@ def dry_run(
     from planner.report.simulated import disagreement, simulation_report, simulation_table
     from planner.saved import read_plan
 
-    if saved is not None:
-        candidate, cluster = read_plan(Path(saved), gpus, free_memory)
+    if report.saved is not None:
+        candidate, cluster = read_plan(Path(report.saved), asked.gpus, asked.free_memory)
     else:
-        question = read_question(ctx.params)
+        question = read_question(given(asked, printed))
         candidate, cluster = single_candidate(question), question.cluster
-    simulation = _simulated(estimated(candidate, cluster), quiet)
-    if json:
+    simulation = _simulated(estimated(candidate, cluster), printed.quiet)
+    if printed.json:
         print(json_text(simulation_report(simulation)))
     else:
         Console(width=_width(), highlight=False).print(simulation_table(simulation, cluster), soft_wrap=True)
-        for line in disagreement(simulation) if not quiet else ():
+        for line in disagreement(simulation) if not printed.quiet else ():
             print(line, file=sys.stderr)
     return EXIT_PLANNED
 
@@ -269,31 +172,31 @@ def _with_commands(message: str) -> str:
     return f"{message} There are {', '.join(commands)}, and plan alone."
 
 
-def _dry_run_of(answer: "Estimate", options: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+def _dry_run_of(answer: "Estimate", printed: Checked) -> tuple[str, tuple[str, ...]]:
     """What a dry run says in the header and in a note; nothing where none is wanted. Where it fails the estimate stands, and a line says why."""
-    if not _wants_dry_run(answer, options):
+    if not _wants_dry_run(answer, printed):
         return "", ()
     from planner.report.simulated import agreement, disagreement
 
     try:
-        simulation = _simulated(answer, options["quiet"])
+        simulation = _simulated(answer, printed.quiet)
     except PlanError as error:
-        if not options["quiet"]:
+        if not printed.quiet:
             print(f"no dry run: {error}", file=sys.stderr)
         return "", ()
     checked = agreement(simulation)
-    in_report = (checked.removeprefix("; "),) if checked and options["json"] else ()
+    in_report = (checked.removeprefix("; "),) if checked and printed.json else ()
     return checked, (*in_report, *disagreement(simulation))
 
 
-def _wants_dry_run(answer: "Estimate", options: Mapping[str, Any]) -> bool:
+def _wants_dry_run(answer: "Estimate", printed: Checked) -> bool:
     """The flag decides, then the environment; else a table about something that fits is checked where the packages are."""
-    said: bool | None = options["dry_run"]
+    said: bool | None = printed.dry_run
     if said is None and os.environ.get("PLAN_DRY_RUN") in ("0", "1"):
         said = os.environ["PLAN_DRY_RUN"] == "1"
     if said is not None:
         return said
-    return answer.fits and not options["json"] and all(find_spec(name) is not None for name in DRY_RUN_PACKAGES)
+    return answer.fits and not printed.json and all(find_spec(name) is not None for name in DRY_RUN_PACKAGES)
 
 
 def _simulated(answer: "Estimate", quiet: bool) -> "Simulation":
@@ -317,56 +220,26 @@ def _simulated(answer: "Estimate", quiet: bool) -> "Simulation":
         return simulate(answer)
 
 
-def _answer(options: Mapping[str, Any], report: "dict[str, object]", table: "Text", page: Callable[[], str]) -> None:
+def _answer(printed: Written, report: "dict[str, object]", table: "Text", page: Callable[[], str]) -> None:
     """Prints the answer in the form that was asked for, and writes it where --out and --html say."""
     from rich.console import Console
 
+    from planner.report.files import write_all
     from planner.report.json import json_text
 
     texts = {}
-    if options["out"] is not None:
-        folder = Path(options["out"])
+    if printed.out is not None:
+        folder = Path(printed.out)
         texts = {folder / "plan.json": json_text(report) + "\n", folder / "plan.txt": table.plain + "\n"}
-    if options["html"] is not None:
-        texts[Path(options["html"])] = page()
-    _write(texts, options["quiet"])
-    if options["json"]:
+    if printed.html is not None:
+        texts[Path(printed.html)] = page()
+    write_all(texts)
+    for path in texts if not printed.quiet else ():
+        print(f"wrote {path}", file=sys.stderr)
+    if printed.json:
         print(json_text(report))
     else:
         Console(width=_width(), highlight=False).print(table, soft_wrap=True)
-
-
-def _refuse_unwritable(options: Mapping[str, Any]) -> None:
-    """Before anything is computed: the folders that --out and --html need are there, or can be made."""
-    page = Path(options["html"]) if options["html"] is not None else None
-    folders = [Path(options["out"])] if options["out"] is not None else []
-    try:
-        if page is not None and page.is_dir():
-            raise InputError(f"--html {page} is a folder. Give a file, such as {page / 'plan.html'}.")
-        for folder in folders + ([page.parent] if page is not None else []):
-            there = next(each for each in (folder, *folder.parents) if each.exists())
-            if not there.is_dir() or not os.access(there, os.W_OK):
-                raise InputError(f"{folder} cannot be written: {there} is {'not writable' if there.is_dir() else 'no folder'}.")
-    except OSError as error:
-        raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
-
-
-def _write(texts: Mapping[Path, str], quiet: bool) -> None:
-    """All files or none: each is written beside its place and moved there when all are."""
-    parts = {path: path.with_name(f"{path.name}.part") for path in texts}
-    try:
-        for path, part in parts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(texts[path], encoding="utf-8")
-        for path, part in parts.items():
-            part.replace(path)
-    except OSError as error:
-        for part in filter(Path.is_file, parts.values()):
-            part.unlink()
-        raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
-    if not quiet:
-        for path in texts:
-            print(f"wrote {path}", file=sys.stderr)
 
 
 def _width() -> int:

@@ -1,0 +1,147 @@
+"""The options of the commands, in groups: a command takes the groups it reads, and Typer sees every field of them as an option.
+
+A new command is a function in `planner/cli.py` whose parameters are groups, such as `def probe(asked: AskedOne, printed: Written) -> int`,
+under `@app.command()` and `@grouped`; what only it reads is a group of its own here.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+Method = Annotated[
+    str | None, typer.Option("--method", metavar="METHOD", help="sft, dpo, kto, orpo, cpo, reward, grpo, rloo, online-dpo, gkd, distillation, ppo.")
+]
+EffectiveBatchSize = Annotated[
+    str | None,
+    typer.Option("--effective-batch-size", metavar="SAMPLES", help="Samples per optimizer step over all GPUs. Default: what TRL's defaults amount to."),
+]
+LoraR = Annotated[str | None, typer.Option("--lora-r", metavar="RANK", help="LoRA rank; several (16,32,64) to get the largest that fits. Default: TRL's, 16.")]
+MaxCompletionLength = Annotated[str | None, typer.Option("--max-completion-length", metavar="TOKENS", help="Tokens of the longest completion. Default: TRL's.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Pin any setting by its own name, such as vllm_gpu_memory_utilization=0.3. Repeatable.")
+]
+Tuning = Annotated[str, typer.Option("--tuning", metavar="CLASS", help="auto, full, lora or qlora; auto takes the first of them that fits.")]
+OneTuning = Annotated[str, typer.Option("--tuning", metavar="CLASS", help="full, lora or qlora; auto: as the settings say, full where they say nothing.")]
+DryRun = Annotated[
+    bool | None, typer.Option("--dry-run/--no-dry-run", help="Check the answer by a dry run. Default: as PLAN_DRY_RUN says (0 or 1), else if trl is installed.")
+]
+
+
+# No slots: groups are joined by inheritance from several.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is asked about."""
+
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="A name of `plan models`, a folder with a config.json, or a name on the Hub.")
+    ] = None
+    gpus: Annotated[str | None, typer.Option("--gpus", metavar="CLUSTER", help="2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB, or local (this machine's).")] = (
+        None
+    )
+    free_memory: Annotated[
+        str | None, typer.Option("--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all of it.")
+    ] = None
+    method: Method = None
+    tuning: Tuning = "auto"
+    max_length: Annotated[str | None, typer.Option("--max-length", metavar="TOKENS", help="Tokens of a whole row. Default: TRL's.")] = None
+    prompt_length: Annotated[str | None, typer.Option("--prompt-length", metavar="TOKENS", help="Tokens of the longest prompt, for methods that generate.")] = (
+        None
+    )
+    max_completion_length: MaxCompletionLength = None
+    batch_size: Annotated[str | None, typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: searched.")] = None
+    effective_batch_size: EffectiveBatchSize = None
+    lora_r: LoraR = None
+    set: Set = None
+    padded: Annotated[bool | None, typer.Option("--padded/--no-padded", help="Do batches hold padding? Default: yes, real data does.")] = None
+    risk: Annotated[str, typer.Option("--risk", metavar="PROBABILITY", help="Accepted probability of running out of memory.")] = "0.01"
+    trl_version: Annotated[str | None, typer.Option("--trl-version", metavar="VERSION", help="The TRL to plan for. Default: the newest that is known.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched(Asked):
+    """What is asked about where candidates are searched."""
+
+    optimize: Annotated[str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")] = "throughput"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A file beside the flags."""
+
+    config: Annotated[str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedOne(Asked, TrainConfig):
+    """One candidate, no search: what is not said is TRL's."""
+
+    tuning: OneTuning = "auto"
+    batch_size: Annotated[str | None, typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: TRL's, 8.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A report instead of a question."""
+
+    saved: Annotated[str | None, typer.Argument(metavar="PLAN.json", help="A saved report of plan or plan estimate; instead of the options below.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Printed:
+    """What is printed."""
+
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON (`plan schema`), bytes as integers.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written(Printed):
+    """What is printed, and written into files."""
+
+    out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Also write plan.json and plan.txt there.")] = None
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write the report as one HTML file.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked(Written):
+    """What is printed and written, after a check by the next rung."""
+
+    dry_run: DryRun = None
+
+
+def given(*groups: Asked | Printed) -> dict[str, Any]:
+    """The options of groups by their names."""
+    return {name: value for group in groups for name, value in asdict(group).items()}
+
+
+def grouped(command: Callable[..., int]) -> Callable[..., int]:
+    """A command as Typer reads it: for each parameter that is a group, the group's fields.
+
+    Typer takes a function's options from its signature, so the returned function gets one made of the fields; called by their names, it fills the
+    groups again. Parameters that are no group (`typer.Context`) stay as they are. mypy checks the command itself, against its groups.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
+    parameters = [option for name, hint in hints.items() if name != "return" for option in _parameters(name, hint)]
+
+    @functools.wraps(command)
+    def called(**options: Any) -> int:
+        filled = {name: group(**{field.name: options.pop(field.name) for field in fields(group)}) for name, group in groups.items()}
+        return command(**filled, **options)
+
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by `inspect.signature`, which Typer calls
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return called
+
+
+def _parameters(name: str, hint: Any) -> Iterator[inspect.Parameter]:
+    if not is_dataclass(hint):
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint)
+        return
+    types = get_type_hints(hint, include_extras=True)
+    for field in fields(hint):
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])

@@ -1,0 +1,45 @@
+"""Reports as files: all that were asked for, or none."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from planner.errors import InputError
+
+
+def refuse_unwritable(out: str | None, html: str | None) -> None:
+    """Before anything is computed: the folders that --out and --html need are there, or can be made.
+
+    Raises:
+        InputError: one of them is not, and cannot.
+    """
+    page = Path(html) if html is not None else None
+    folders = [Path(out)] if out is not None else []
+    try:
+        if page is not None and page.is_dir():
+            raise InputError(f"--html {page} is a folder. Give a file, such as {page / 'plan.html'}.")
+        for folder in folders + ([page.parent] if page is not None else []):
+            there = next(each for each in (folder, *folder.parents) if each.exists())
+            if not there.is_dir() or not os.access(there, os.W_OK):
+                raise InputError(f"{folder} cannot be written: {there} is {'not writable' if there.is_dir() else 'no folder'}.")
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
+
+
+def write_all(texts: Mapping[Path, str]) -> None:
+    """All files or none: each is written beside its place and moved there when all are.
+
+    Raises:
+        InputError: one of them cannot be written.
+    """
+    parts = {path: path.with_name(f"{path.name}.part") for path in texts}
+    try:
+        for path, part in parts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(texts[path], encoding="utf-8")
+        for path, part in parts.items():
+            part.replace(path)
+    except OSError as error:
+        for part in filter(Path.is_file, parts.values()):
+            part.unlink()
+        raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
