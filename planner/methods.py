@@ -35,7 +35,6 @@ class Method:
     reward_model: Literal["none", "optional", "always"] = "none"
     value_model: bool = False
     teacher: bool = False
-    default_beta: float = 0.0
     experimental: bool = False
     last_trl: str = "current"  # the last TRL release that has it
     extra_forward_rows: int = 0  # rows of a second, gradient-free forward beside the policy's (KTO's KL batch)
@@ -47,7 +46,7 @@ METHODS: dict[MethodName, Method] = {
     for method in (
         # Source: trl 1.16 trainer/*_trainer.py and experimental/*/; tabled in docs of each trainer. PPO: trl 1.12 experimental/ppo.
         Method(name="sft", trainer="SFTTrainer", config="SFTConfig", loss="fused", rows_per_sample=1, reference="never", generates=False),
-        Method(name="dpo", trainer="DPOTrainer", config="DPOConfig", loss="fused", rows_per_sample=2, reference="always", generates=False, default_beta=0.1),
+        Method(name="dpo", trainer="DPOTrainer", config="DPOConfig", loss="fused", rows_per_sample=2, reference="always", generates=False),
         Method(
             name="kto",
             trainer="KTOTrainer",
@@ -56,7 +55,6 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1,
             reference="always",
             generates=False,
-            default_beta=0.1,
             extra_forward_rows=1,
         ),
         Method(
@@ -84,7 +82,6 @@ METHODS: dict[MethodName, Method] = {
             reference="beta",
             generates=True,
             reward_model="optional",
-            default_beta=0.05,
             supports_vllm=True,
         ),
         Method(
@@ -96,7 +93,6 @@ METHODS: dict[MethodName, Method] = {
             reference="always",
             generates=True,
             reward_model="optional",
-            default_beta=0.1,
             experimental=True,
             supports_vllm=True,
         ),
@@ -132,7 +128,6 @@ METHODS: dict[MethodName, Method] = {
             generates=True,
             reward_model="always",
             value_model=True,
-            default_beta=0.05,
             experimental=True,
             last_trl="1.12",
         ),

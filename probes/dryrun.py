@@ -84,7 +84,7 @@ def _adapters_as_the_base(stage: Stage, dtype: torch.dtype) -> None:
 def _fake_stage(candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic) -> list[tuple[str, torch.Tensor]]:
     """Makes the models' tensors fake; returns those that are stored with quantized weights."""
     for model in stage.models:
-        _fake_weights(model, arithmetic)
+        fake_weights(model, arithmetic)
     if candidate.activation_offloading:
         stage.trainer.maybe_activation_offload_context.update_model_params(stage.trainer.model)
     return list(_fake_statistics(candidate, stage, arithmetic))
@@ -147,7 +147,7 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
+def fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
     """Swaps every parameter and buffer for a fake one; what is tied stays tied."""
     made: dict[int, torch.Tensor] = {}
 

@@ -20,7 +20,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from planner.candidate import Candidate
-from planner.methods import METHODS, MethodName
+from planner.job import METHOD_DEFAULTS
+from planner.methods import MethodName
 from planner.model import ModelShape
 
 STEPS = 2  # the first step makes the optimizer's states, the second runs beside them
@@ -79,7 +80,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def build_model(shape: ModelShape, candidate: Candidate, device: Device, auto_class: str = "AutoModelForCausalLM", **settings: Any) -> PreTrainedModel:
+def build_model(shape: ModelShape, candidate: Candidate, device: Device, auto_class: str, **settings: Any) -> PreTrainedModel:
     """The model of a shape's config in the candidate's dtype, on the meta device unless it shall be real."""
     fields = dict(shape.config)
     config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
@@ -137,14 +138,22 @@ def rows(candidate: Candidate, columns: dict[str, Any]) -> datasets.Dataset:
     return datasets.Dataset.from_dict({name: [value] * count for name, value in columns.items()})
 
 
-def _policy(candidate: Candidate, device: Device, auto_class: str = "AutoModelForCausalLM", **settings: Any) -> PreTrainedModel:
+def _policy(candidate: Candidate, device: Device) -> PreTrainedModel:
     """The model that is trained; it alone is quantized."""
-    model = build_model(candidate.model, candidate, device, auto_class, **settings)
+    if candidate.method == "reward":
+        model = _with_score(candidate.model, candidate, device)
+    else:
+        model = build_model(candidate.model, candidate, device, candidate.model.auto_class)
     if candidate.quantization != "none":
         from probes.quantized import quantize
 
         quantize(model, candidate.quantization, DTYPES[candidate.dtype])
     return model
+
+
+def _with_score(shape: ModelShape, candidate: Candidate, device: Device) -> PreTrainedModel:
+    """A model that says one number a row."""
+    return build_model(shape, candidate, device, "AutoModelForSequenceClassification", num_labels=1)
 
 
 def _stage(trainer: Any, *others: torch.nn.Module | None) -> Stage:
@@ -169,7 +178,7 @@ def dpo(candidate: Candidate, device: Device) -> Stage:
     """The prompt is one word, so that all the rest of the row is scored."""
     data = rows(candidate, {"prompt": "word", "chosen": _words(candidate.max_length - 2), "rejected": _words(candidate.max_length - 2)})
     args = trl.DPOConfig(
-        **common_settings(candidate), max_length=candidate.max_length, beta=candidate.beta or METHODS["dpo"].default_beta,
+        **common_settings(candidate), max_length=candidate.max_length, beta=_beta(candidate),
         precompute_ref_log_probs=candidate.precompute_ref_log_probs, activation_offloading=candidate.activation_offloading,
         padding_free=candidate.padding_free,
     )  # fmt: skip
@@ -182,7 +191,7 @@ def kto(candidate: Candidate, device: Device) -> Stage:
     data = rows(candidate, {"prompt": "word", "completion": _words(candidate.max_length - 2)})
     data = data.add_column("label", [index % 2 == 0 for index in range(len(data))])
     args = trl.KTOConfig(
-        **common_settings(candidate), max_length=candidate.max_length, beta=candidate.beta or METHODS["kto"].default_beta,
+        **common_settings(candidate), max_length=candidate.max_length, beta=_beta(candidate),
         precompute_ref_log_probs=candidate.precompute_ref_log_probs, activation_offloading=candidate.activation_offloading,
     )  # fmt: skip
     with _references(candidate, device, "kto_trainer"):
@@ -193,9 +202,8 @@ def kto(candidate: Candidate, device: Device) -> Stage:
 def reward(candidate: Candidate, device: Device) -> Stage:
     ids = [WORD] * candidate.max_length
     args = trl.RewardConfig(**common_settings(candidate), max_length=candidate.max_length, activation_offloading=candidate.activation_offloading)
-    model = _policy(candidate, device, "AutoModelForSequenceClassification", num_labels=1)
     trainer = trl.RewardTrainer(
-        model=model, args=args, train_dataset=rows(candidate, {"chosen_ids": ids, "rejected_ids": ids}), processing_class=tokenizer(),
+        model=_policy(candidate, device), args=args, train_dataset=rows(candidate, {"chosen_ids": ids, "rejected_ids": ids}), processing_class=tokenizer(),
         peft_config=lora(candidate),
     )  # fmt: skip
     return _stage(trainer)
@@ -245,7 +253,7 @@ def online_dpo(candidate: Candidate, device: Device) -> Stage:
 
     args = OnlineDPOConfig(
         **common_settings(candidate), max_length=candidate.prompt_length + candidate.max_completion_length, max_new_tokens=candidate.max_completion_length,
-        beta=candidate.beta or METHODS["online-dpo"].default_beta,
+        beta=_beta(candidate),
     )  # fmt: skip
     trainer = OnlineDPOTrainer(
         model=_policy(candidate, device), reward_funcs=_rewards(candidate, device), args=args, train_dataset=_prompts(candidate),
@@ -304,6 +312,11 @@ def gkd(candidate: Candidate, device: Device) -> Stage:
     return _stage(trainer, trainer.teacher_model)
 
 
+def _beta(candidate: Candidate) -> Any:
+    """Of methods that have no loss at a beta of 0, which here says that nobody has set it."""
+    return candidate.beta or METHOD_DEFAULTS[candidate.method]["beta"]
+
+
 def _words(count: int) -> str:
     return " word" * max(count, 1)
 
@@ -313,12 +326,13 @@ def _prompts(candidate: Candidate) -> datasets.Dataset:
 
 
 def _teacher(candidate: Candidate, device: Device) -> PreTrainedModel:
-    return build_model(candidate.teacher_model or candidate.model, candidate, device)
+    shape = candidate.teacher_model or candidate.model
+    return build_model(shape, candidate, device, shape.auto_class)
 
 
 def _rewards(candidate: Candidate, device: Device) -> list[Any]:
     if candidate.reward_model is not None:
-        return [build_model(candidate.reward_model, candidate, device, "AutoModelForSequenceClassification", num_labels=1)]
+        return [_with_score(candidate.reward_model, candidate, device)]
 
     def spread(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [float(index) for index in range(len(completions))]
@@ -335,7 +349,7 @@ def _references(candidate: Candidate, device: Device, module: str) -> Iterator[N
     """The reference model that the trainer would load from the policy's path is built without weights instead."""
 
     def load(_: str, **__: Any) -> PreTrainedModel:
-        return build_model(candidate.model, candidate, device)
+        return build_model(candidate.model, candidate, device, candidate.model.auto_class)
 
     with mock.patch.object(importlib.import_module(f"trl.trainer.{module}"), "create_model_from_path", load):
         yield

@@ -14,8 +14,7 @@ from planner.memory.autograd import Kind
 from planner.memory.modules import Recipe
 from planner.model import ModelShape
 from planner.trace.timeline import Allocation, Trace
-from probes.dryrun import _fake_weights as fake_weights
-from probes.dryrun import quiet
+from probes.dryrun import fake_weights, quiet
 from probes.fake_tensors import FakeArithmetic
 from probes.fake_trainer import adapters_without_weights, build_model, models_stay_where_they_are
 from probes.few_layers import few_layers, layer_kinds

@@ -8,7 +8,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -18,6 +18,7 @@ import trl.trainer.distillation_trainer
 import trl.trainer.utils
 from torch._subclasses.fake_tensor import FakeTensor
 
+from probes.autocast import cuda_autocast
 from probes.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
 
 aten = torch.ops.aten
@@ -29,6 +30,9 @@ FLASH_HEAD_DIM = 256
 # The memory-efficient kernel wants its bias aligned to 16 elements: pad_bias<16>, aten/src/ATen/native/transformers/attention.cpp.
 EFFICIENT_BIAS_ALIGNMENT = 16
 
+# Its heads are multiples of 16 bytes: check_head_dim_size_mem_efficient and minimum_gemm_alignment, sdp_utils.cpp.
+EFFICIENT_HEAD_ALIGNMENT = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -38,20 +42,40 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:  # fmt: skip
     """The kernel that CUDA picks and what it saves: flash without a mask, memory-efficient with one, else the composed form.
 
-    Source: `_fused_sdp_choice_cuda` and `sdp::select_sdp_backend`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (order flash, efficient, math);
-    `scaled_dot_product_attention`, aten/src/ATen/native/transformers/attention.cpp. Leaves out cuDNN's kernel, which newer cards may prefer.
+    Source: `sdp::select_sdp_backend`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (order flash, efficient, math), whose conditions are those of
+    `check_batch_size_and_num_heads_dense` and `check_attn_mask_shape` in sdp_utils_cpp.h: only flash takes fewer key heads, and only if told so.
+    `scaled_dot_product_attention`, aten/src/ATen/native/transformers/attention.cpp. Leaves out cuDNN's kernel, which Hopper and Blackwell prefer where
+    cuDNN is newer than 9.15 (`check_prefer_cudnn_attention`).
     """
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    head, heads_alike = query.size(-1), query.size(1) == key.size(1)
-    if attn_mask is None and query.dtype in _HALF and head <= FLASH_HEAD_DIM and head == value.size(-1):
+    head = query.size(-1)
+    kernel = _kernel(query, key, value, attn_mask, is_causal, enable_gqa)
+    if kernel == "flash":
         padded = (_padded(tensor, 8) for tensor in (query, key, value))
         result = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale or 1 / math.sqrt(head))
         return result[0][..., :head]
-    if heads_alike and query.dtype in (*_HALF, torch.float32):
+    if kernel == "efficient":
         bias = _bias(attn_mask, query)
         saved = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
         return aten._scaled_dot_product_efficient_attention(query, key, value, bias, saved, dropout_p, is_causal, scale=scale)[0]
-    return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    with torch.autocast("cpu", enabled=False):  # autocast has cast what it casts: below its key it is off, and the products are in float32
+        return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def _kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, enable_gqa: bool
+) -> Literal["flash", "efficient", "math"]:
+    """`use_flash_attention` and `use_mem_efficient_attention` of sdp_utils.cpp, on a card that has both (compute capability 8.0)."""
+    head, heads_alike = query.size(-1), query.size(1) == key.size(1)
+    same_head = head == key.size(-1) == value.size(-1)
+    square = not is_causal or query.size(2) == key.size(2)  # check_flash_causal_non_square_seqlens
+    if attn_mask is None and query.dtype in _HALF and same_head and head <= FLASH_HEAD_DIM and square and (heads_alike or enable_gqa):
+        return "flash"
+    aligned = head % EFFICIENT_HEAD_ALIGNMENT.get(query.dtype, 1) == 0 == value.size(-1) % EFFICIENT_HEAD_ALIGNMENT.get(query.dtype, 1)
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if query.dtype in EFFICIENT_HEAD_ALIGNMENT and heads_alike and head == key.size(-1) and aligned and not learned:
+        return "efficient"
+    return "math"
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,6 +201,7 @@ def cuda_ways() -> Iterator[tuple[str, ...]]:
     with (
         triton_kernels(),
         flash_attention(),
+        cuda_autocast(),
         mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
         mock.patch.object(functional, "layer_norm", layer_norm),
         mock.patch.object(functional, "dropout", dropout),
@@ -187,7 +212,8 @@ def cuda_ways() -> Iterator[tuple[str, ...]]:
 
 
 SUBSTITUTIONS = (
-    "scaled_dot_product_attention", "flash_attention", "layer_norm", "dropout", "triton_kernels", "foreach optimizers", "512-byte blocks", "kernel workspaces",
+    "scaled_dot_product_attention", "flash_attention", "layer_norm", "float32 under autocast", "dropout", "triton_kernels", "foreach optimizers",
+    "512-byte blocks", "kernel workspaces",
 )  # fmt: skip
 
 

@@ -94,17 +94,10 @@ def ran_in_full(row: ModelRow) -> Row:
 
 
 def compared(candidate: Candidate) -> Row:
-    from probes import fake_trainer
-    from probes.autocast import cuda_autocast
     from probes.dryrun import dry_run
 
     started = time.monotonic()
-
-    def policy(candidate: Candidate, device: Any) -> Any:
-        return fake_trainer.build_model(candidate.model, candidate, device, candidate.model.auto_class)
-
-    with mock.patch.object(fake_trainer, "_policy", policy), cuda_autocast():
-        trace = dry_run(candidate)
+    trace = dry_run(candidate)
     return {
         "checkpointing": candidate.gradient_checkpointing,
         "seconds": round(time.monotonic() - started, 1),
