@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner.candidate import Candidate
+from planner.estimate import estimate
 from planner.job import effective_batch_size
 from planner.knobs import Question
 from planner.memory.parameters import BITSANDBYTES
@@ -37,7 +38,7 @@ def reasons(best: Estimate, question: Question) -> tuple[str, ...]:
         if other is None or name in question.job.pinned or not matters(name, best.candidate):
             continue
         answer = attempt(replace(best.candidate, **{name: other}), question)  # type: ignore[arg-type]
-        if answer is not None and (said := difference(best, answer)):
+        if answer is not None and (said := difference(best, answer, question)):
             found.append(f"{name} {text(value)} instead of {text(other)}: {said}{gathered(name, answer)}")
     return tuple(found)
 
@@ -59,10 +60,10 @@ def matters(name: str, candidate: Candidate) -> bool:
     return needs.get(name, True)
 
 
-def difference(best: Estimate, other: Estimate) -> str:
+def difference(best: Estimate, other: Estimate, question: Question) -> str:
     """What the best has over the other, in memory and speed; empty where neither is worth a line."""
     parts = []
-    saved = max(gpu.peak_bytes for gpu in other.gpus) - max(gpu.peak_bytes for gpu in best.gpus)
+    saved = saved_bytes(best, other, question)
     if abs(saved) >= WORTH_SAYING_BYTES:
         parts.append(f"{'saves' if saved > 0 else 'takes'} {format_gib(abs(saved), 1)}")
     faster = best.throughput.tokens_per_second / other.throughput.tokens_per_second
@@ -71,6 +72,13 @@ def difference(best: Estimate, other: Estimate) -> str:
     if parts and best.fits and not other.fits:
         parts.append("and does not fit without")
     return ", ".join(parts)
+
+
+def saved_bytes(best: Estimate, other: Estimate, question: Question) -> int:
+    """By how much the other peaks higher, both on one rung: what lies between rungs is no difference between candidates."""
+    if best.evidence != other.evidence:
+        best, other = (estimate(answer.candidate, question.cluster, question.job.risk) for answer in (best, other))
+    return max(gpu.peak_bytes for gpu in other.gpus) - max(gpu.peak_bytes for gpu in best.gpus)
 
 
 def text(value: object) -> str:
@@ -99,9 +107,8 @@ def longest_line(best: Estimate, question: Question) -> str:
     steps = largest(-(-length // LENGTH_STEP), room // LENGTH_STEP, fits)
     if steps * LENGTH_STEP <= length:
         return f"{name} {format_count(length)} is as long as this batch allows; {stop(at(-(-length // LENGTH_STEP) + 1))}"
-    if (steps + 1) * LENGTH_STEP > room:
-        return f"{name} up to {format_count(steps * LENGTH_STEP)} at this batch, which is as far as the model goes"
-    return f"{name} up to {format_count(steps * LENGTH_STEP)} at this batch; {stop(at(steps + 1))}"
+    reached = f"{name} up to {format_count(steps * LENGTH_STEP)} at this batch{rung(at(steps), best)}"
+    return f"{reached}, which is as far as the model goes" if (steps + 1) * LENGTH_STEP > room else f"{reached}; {stop(at(steps + 1))}"
 
 
 def batch_line(best: Estimate, question: Question) -> str:
@@ -113,8 +120,13 @@ def batch_line(best: Estimate, question: Question) -> str:
     following = choices.at(larger[0])
     answer = attempt(following, question)
     if answer is not None and answer.fits:
-        return f"per_device_train_batch_size {following.per_device_train_batch_size} fits too and is no faster"
-    return f"per_device_train_batch_size {following.per_device_train_batch_size} does not fit: {stop(answer)}"
+        return f"per_device_train_batch_size {following.per_device_train_batch_size} fits too and is no faster{rung(answer, best)}"
+    return f"per_device_train_batch_size {following.per_device_train_batch_size} does not fit: {stop(answer)}{rung(answer, best)}"
+
+
+def rung(answer: Estimate | None, best: Estimate) -> str:
+    """What an answer stands on, where that is not what the recommended one stands on."""
+    return "" if answer is None or answer.evidence == best.evidence else f" ({answer.evidence})"
 
 
 def stop(answer: Estimate | None) -> str:
@@ -138,7 +150,7 @@ def about_dtype(best: Estimate, question: Question) -> Iterator[str]:
     if candidate.dtype == "float32" or "dtype" in question.job.pinned:
         return
     other = attempt(replace(candidate, dtype="float32"), question)
-    more = max(gpu.peak_bytes for gpu in other.gpus) - max(gpu.peak_bytes for gpu in best.gpus) if other is not None else 0
+    more = saved_bytes(best, other, question) if other is not None else 0
     if more >= WORTH_SAYING_BYTES:
         yield f"TRL loads in float32 unless dtype is set: that would need {format_gib(more, 1)} more; the plan sets {candidate.dtype}"
     if candidate.tuning == "full":
@@ -155,7 +167,8 @@ def about_attention(best: Estimate, question: Question) -> Iterator[str]:
     candidate = best.candidate
     if candidate.attn_implementation == "flash_attention_2" and "attn_implementation" not in question.job.pinned:
         yield "attn_implementation flash_attention_2 needs the flash-attn package; kernels-community/flash-attn2 does the same through the kernels package"
-    if candidate.attn_implementation == "sdpa" and candidate.padded and best.gpus[0].peak.components.get("attention_scores", 0) >= WORTH_SAYING_BYTES:
+    masked = candidate.attn_implementation == "sdpa" and candidate.padded
+    if masked and estimate(candidate, question.cluster).gpus[0].peak.components.get("attention_scores", 0) >= WORTH_SAYING_BYTES:
         yield "batches with padding make sdpa build a mask of rows x length squared in every layer; --no-padded if yours have none"
 
 

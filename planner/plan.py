@@ -82,7 +82,7 @@ def plan(job: Job, cluster: Cluster) -> Plan:
         remedies=() if best.fits else remedies(job, cluster, question, best),
         more=limits(best, question) if best.fits else (),
         warnings=notes(best, question),
-        versions={"trl": best.candidate.trl_version, **VERSIONS},
+        versions={"trl": best.candidate.trl_version, **VERSIONS, **dict(best.versions)},
     )
 
 

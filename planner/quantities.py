@@ -88,6 +88,7 @@ class Estimate:
     host_peak_bytes: int  # on one node
     throughput: Throughput
     reasons: tuple[str, ...]
+    versions: tuple[tuple[str, str], ...] = ()  # of the libraries that a simulated answer comes from
 
     @property
     def over_bytes(self) -> int:

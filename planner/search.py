@@ -6,12 +6,13 @@ from math import isqrt
 from typing import Any
 
 from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
-from planner.estimate import estimate
+from planner.errors import NotMeasured
 from planner.job import DEFAULT_BATCH_SIZE, SMALLEST_BATCH, Job
 from planner.knobs import Question, completed, structures
 from planner.memory.engine import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine_settings import engine_settings
 from planner.quantities import Estimate
+from planner.trace.decide import answer_of
 
 LARGEST_UTILIZATION = 95  # hundredths; vLLM's own default is 0.92, and a colocated trainer needs room besides
 LENGTH_STEP = 256  # tokens
@@ -81,10 +82,10 @@ def splits(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
 
 
 def attempt(candidate: Candidate, question: Question) -> Estimate | None:
-    """The candidate's estimate, None where its engine would not start."""
+    """The candidate's answer, of the highest rung that it has; None where its engine would not start, or its layers are not measured."""
     try:
-        return estimate(candidate, question.cluster, question.job.risk)
-    except EngineDoesNotFit:
+        return answer_of(candidate, question.cluster, question.job.risk)
+    except (EngineDoesNotFit, NotMeasured):
         return None
 
 

@@ -1,5 +1,7 @@
-"""What all tests share: the command does not dry-run by itself, which takes seconds; the tests of the dry run ask for it."""
+"""What all tests share: the command does not dry-run by itself, which takes seconds, and no profile of whoever runs the tests answers."""
 
 import os
+import tempfile
 
 os.environ.setdefault("PLAN_DRY_RUN", "0")
+os.environ["PLAN_CACHE"] = os.path.join(tempfile.gettempdir(), "plan-tests-keep-nothing-here")

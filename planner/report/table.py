@@ -26,6 +26,8 @@ SECONDS_IN_WORDS = 600  # from here on in minutes
 MIN_WIDTH, MAX_WIDTH = 80, 120  # columns; wider lines are hard to follow back
 LABEL_WIDTH, PHASE_WIDTH, NUMBER_WIDTH = 13, 16, 8
 
+PROFILED = ("torch", "trl")  # of the libraries that a profile comes from, those whose own code allocates
+
 SHARDING_WORDS = {"none": "one GPU", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 QUANTIZATION_WORDS = {"nf4": "4-bit nf4", "nf4-double": "double-quantized nf4", "int8": "int8", "gptq": "GPTQ", "awq": "AWQ", "fp8": "fp8", "mxfp4": "mxfp4"}
 
@@ -64,8 +66,8 @@ def plan_table(plan: Plan, width: int, checked: str = "") -> Text:
         Text(),
         *_bars(plan.best, width),
         Text(),
-        *_listed("to fit", [_remedy(remedy) for remedy in plan.remedies], width),
-        *_listed("also", [_alternative(other) for other in plan.alternatives], width),
+        *_listed("to fit", [_remedy(remedy, plan.best) for remedy in plan.remedies], width),
+        *_listed("also", [_alternative(other, plan.best) for other in plan.alternatives], width),
         *_listed("more", plan.more, width),
         *_listed("why", plan.best.reasons, width),
         *_listed("note", plan.warnings, width),
@@ -149,12 +151,18 @@ def _generation_words(candidate: Candidate) -> str:
 def _header(estimate: Estimate, cluster: Cluster, width: int, checked: str) -> Iterator[Text]:
     candidate = estimate.candidate
     job, hardware = f"{candidate.model.id} · {candidate.method}", f"{cards(cluster)} · trl {candidate.trl_version}"
-    evidence = f"{estimate.evidence}{checked}"
+    evidence = f"{rung(estimate)}{checked}"
     room = width - len(evidence) - 2
     first = f"{job} · {hardware}" if len(f"{job} · {hardware}") <= room else job
     yield Text.assemble((first, "bold"), " " * (room + 2 - len(first)), (evidence, "italic"))
     if first == job:
         yield Text(hardware, style="bold")
+
+
+def rung(estimate: Estimate) -> str:
+    """What an answer stands on: `simulated (profile of torch 2.13, trl 1.16)`."""
+    stack = ", ".join(f"{name} {'.'.join(version.split('.')[:2])}" for name, version in estimate.versions if name in PROFILED)
+    return f"{estimate.evidence} (profile of {stack})" if stack else estimate.evidence
 
 
 def _candidate_block(label: str, estimate: Estimate, width: int) -> Iterator[Text]:
@@ -293,19 +301,22 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _alternative(other: Alternative) -> str:
-    return f"{other.label}: {_outcome(other.estimate)}" + (f"; {other.note}" if other.note else "")
+def _alternative(other: Alternative, best: Estimate) -> str:
+    return f"{other.label}: {_outcome(other.estimate, best)}" + (f"; {other.note}" if other.note else "")
 
 
-def _remedy(remedy: Remedy) -> str:
-    return f"{remedy.change}: {_outcome(remedy.estimate)}" + (f"; {remedy.note}" if remedy.note else "")
+def _remedy(remedy: Remedy, best: Estimate) -> str:
+    return f"{remedy.change}: {_outcome(remedy.estimate, best)}" + (f"; {remedy.note}" if remedy.note else "")
 
 
-def _outcome(estimate: Estimate) -> str:
+def _outcome(estimate: Estimate, best: Estimate) -> str:
+    """What another answer comes to, and what it stands on where that is not what the recommended one stands on."""
     gpu = _tightest(estimate)
+    evidence = "" if estimate.evidence == best.evidence else f" ({estimate.evidence})"
     if not estimate.fits:
-        return f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over in the {_phase_word(gpu.peak)}"
-    return f"fits in {_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}, about {tokens_per_second(estimate.throughput.tokens_per_second)}"
+        return f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over in the {_phase_word(gpu.peak)}{evidence}"
+    speed = tokens_per_second(estimate.throughput.tokens_per_second)
+    return f"fits in {_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}, about {speed}{evidence}"
 
 
 def _tightest(estimate: Estimate) -> GpuMemory:

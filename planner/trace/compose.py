@@ -61,59 +61,51 @@ def single_process(candidate: Candidate) -> Candidate:
 def compose(candidate: Candidate, trace: Trace, estimated: GpuMemory) -> Simulation:
     """The simulated phases of a training GPU beside its estimated ones."""
     sharded = candidate.sharding in SHARDED
-    phases = {phase.name: phase.components for phase in (without_states(trace) if sharded else trace.phases)}
     return Simulation(
         candidate=candidate,
         trace=trace,
         estimated=estimated.phases,
-        simulated=tuple(_phases(candidate, phases, estimated)),
+        simulated=composed(candidate, (without_states(trace) if sharded else trace).phases, estimated.phases),
         composed=sharded or candidate.vllm != "off",
     )
 
 
-def _phases(candidate: Candidate, traced: dict[Phase, Components], estimated: GpuMemory) -> Iterator[PhaseMemory]:
+def composed(candidate: Candidate, traced: tuple[PhaseMemory, ...], estimated: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
+    """The phases of one process as a rank has them. `traced` are without states where the candidate shards them."""
+    return tuple(_phases(candidate, {phase.name: phase.components for phase in traced}, {phase.name: phase for phase in estimated}))
+
+
+def _phases(candidate: Candidate, traced: dict[Phase, Components], rows: dict[Phase, PhaseMemory]) -> Iterator[PhaseMemory]:
     sharded = candidate.sharding in SHARDED
     replaced = (*(OF_THE_RANK if sharded else ()), *(OF_THE_ENGINE if candidate.vllm != "off" else ()))
     kept = OUTSIDE | STATES if sharded else OUTSIDE
-    rows = {phase.name: phase.components for phase in estimated.phases}
     usual = rows["forward"]
-    names = [*rows, *(name for name in traced if name not in rows)]
-    for name in names:
+    for name in (*rows, *(name for name in traced if name not in rows)):
         if name in replaced or name not in traced:
             if name in rows:
-                yield PhaseMemory(name=name, components=rows[name])
+                yield rows[name]
             continue
-        around = {component: size for component, size in rows.get(name, usual).items() if component in kept}
+        around = {component: size for component, size in rows.get(name, usual).components.items() if component in kept}
         yield PhaseMemory(name=name, components={**traced[name], **around})
 
 
-def without_states(trace: Trace) -> tuple[PhaseMemory, ...]:
-    """For each phase what is alive besides weights, gradients and optimizer states at the moment when that is most.
+def without_states(trace: Trace) -> Trace:
+    """The trace without weights, adapters and optimizer states, and with gradients as temporaries.
 
-    A parameter's gradient is there until it is whole: only then it is reduced to the rank that keeps it. It counts as a temporary.
+    A parameter's gradient is there until it is whole: only then it is reduced to the rank that keeps it.
     """
-    total, current = 0, dict[Component, int]()
-    heaviest: dict[Phase, tuple[int, Components]] = {}
-    for index, size_bytes in _events_without_states(trace):
-        allocation = trace.allocations[index]
-        component: Component = "transients" if allocation.component == "gradients" else allocation.component
-        total += size_bytes
-        current[component] = current.get(component, 0) + size_bytes
-        if size_bytes > 0 and (allocation.phase not in heaviest or total > heaviest[allocation.phase][0]):
-            heaviest[allocation.phase] = (total, dict(current))
-    return tuple(PhaseMemory(name=phase, components={name: size for name, size in parts.items() if size}) for phase, (_, parts) in heaviest.items())
-
-
-def _events_without_states(trace: Trace) -> Iterator[tuple[int, int]]:
-    """(allocation, +bytes or -bytes), in order; the end of a gradient is where it is whole."""
-    found: list[tuple[int, int, int]] = []
+    events: list[tuple[int, int, int]] = []
     for index, allocation in enumerate(trace.allocations):
         gradient = allocation.component == "gradients"
         if allocation.component in STATES and not gradient:
             continue
         died = min(allocation.died, allocation.accumulated) if gradient else allocation.died
-        found.append((allocation.born, index, allocation.size_bytes))
+        events.append((allocation.born, index, 1))
         if died < STAYS:
-            found.append((died, index, -allocation.size_bytes))
-    for _, index, size_bytes in sorted(found):
-        yield index, size_bytes
+            events.append((died, index, -1))
+    times: dict[int, list[int]] = {}
+    for time, (_, index, sign) in enumerate(sorted(events)):
+        times.setdefault(index, [time, STAYS])[0 if sign > 0 else 1] = time
+    kept = (replace(trace.allocations[index], born=born, died=died) for index, (born, died) in times.items())
+    allocations = tuple(replace(allocation, component="transients") if allocation.component == "gradients" else allocation for allocation in kept)
+    return Trace(allocations=allocations, phase_starts=(), substitutions=trace.substitutions, versions=trace.versions)

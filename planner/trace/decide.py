@@ -1,48 +1,60 @@
-"""The deciding rung of a search: an estimate whose training GPU is as its recipe's profile has it, where there is a profile."""
+"""The deciding rung: the answer of a candidate is the estimate, its training GPUs as the profile of its recipe has them where there is one."""
 
 from dataclasses import replace
 
+from planner.candidate import Candidate
+from planner.cluster import Cluster
 from planner.confidence import fit_probability, quantile, sigma_bytes
-from planner.quantities import TOTAL_BYTES, Estimate, GpuMemory, Phase, PhaseMemory
-from planner.trace.compose import OF_THE_ENGINE, OUTSIDE
-from planner.trace.store import simulated_phases
+from planner.estimate import estimate
+from planner.quantities import TOTAL_BYTES, Estimate, PhaseMemory
+from planner.trace.compose import OUTSIDE, composed
+from planner.trace.profile import NoProfile, Profile
+from planner.trace.recipe import numbers, sizes_of
+from planner.trace.store import load_profile
+
+
+def answer_of(candidate: Candidate, cluster: Cluster, risk: float) -> Estimate:
+    """What the planner says of a candidate: simulated where a profile speaks of it, else estimated. Takes a millisecond at most, no torch.
+
+    Raises:
+        EngineDoesNotFit: the vLLM engine would refuse to start.
+    """
+    return decided(estimate(candidate, cluster, risk), risk)
 
 
 def decided(answer: Estimate, risk: float) -> Estimate:
     """The estimate with its training GPUs simulated; the estimate itself where no profile speaks of the candidate.
 
-        a phase = what the profile's heaviest moment holds + the estimate's components outside the trainer's tensors (compose.OUTSIDE)
+        a phase = what the profile's heaviest moment holds + the estimate's components outside the trainer's tensors (compose.OUTSIDE);
+                  where states are sharded the moment is the heaviest without them, and the estimate's states are put in (compose.STATES)
 
-    Those stay estimates, with their spread; what is simulated has none. Takes a millisecond, no torch. Phases that one process does not
-    go through, and those of a vLLM engine, stay as estimated.
+    What stays estimated keeps its spread; what is simulated has none. Phases that one process does not go through, and those of a vLLM
+    engine, stay as estimated.
     """
-    simulated = simulated_phases(answer.candidate)
-    if simulated is None:
+    profile = load_profile(answer.candidate)
+    return answer if profile is None else simulated(answer, profile, risk)
+
+
+def simulated(answer: Estimate, profile: Profile, risk: float) -> Estimate:
+    """The estimate as its candidate's profile decides it; the estimate itself where the profile does not speak of the model's depth."""
+    candidate, (train, *others) = answer.candidate, answer.gpus
+    try:
+        phases = profile.phases(sizes_of(candidate), numbers(candidate.model.config, "num_hidden_layers")[0])
+    except NoProfile:
         return answer
-    train, *others = answer.gpus
-    gpu = _simulated(train, simulated, OF_THE_ENGINE if answer.candidate.vllm != "off" else (), risk)
-    probabilities = [_fit_probability(gpu), *(fit_probability(other.peak, other.capacity_bytes) for other in others)]
+    rows = composed(candidate, phases, train.phases)
+    heaviest = max(rows, key=TOTAL_BYTES)
+    uncertain = _uncertain(heaviest, train.phases)
+    reach = quantile(risk) * sigma_bytes(uncertain)
+    gpu = replace(train, phases=rows, interval_bytes=(max(0, int(heaviest.total_bytes - reach)), int(heaviest.total_bytes + reach)))
+    room_bytes = gpu.capacity_bytes - (heaviest.total_bytes - uncertain.total_bytes)
+    probabilities = [fit_probability(uncertain, room_bytes), *(fit_probability(other.peak, other.capacity_bytes) for other in others)]
     fits = all(each.interval_bytes[1] <= each.capacity_bytes for each in (gpu, *others))
-    return replace(answer, gpus=(gpu, *others), evidence="simulated", fit_probability=min(probabilities), fits=fits)
+    return replace(answer, gpus=(gpu, *others), evidence="simulated", versions=profile.versions, fit_probability=min(probabilities), fits=fits)
 
 
-def _simulated(gpu: GpuMemory, simulated: tuple[PhaseMemory, ...], estimated_only: tuple[Phase, ...], risk: float) -> GpuMemory:
-    rows = {phase.name: phase for phase in gpu.phases}
-    for phase in simulated:
-        if phase.name not in estimated_only:
-            around = _outside(rows.get(phase.name, rows["forward"])).components
-            rows[phase.name] = PhaseMemory(name=phase.name, components=phase.components | around)
-    heaviest = max(rows.values(), key=TOTAL_BYTES)
-    reach = quantile(risk) * sigma_bytes(_outside(heaviest))
-    interval_bytes = max(0, int(heaviest.total_bytes - reach)), int(heaviest.total_bytes + reach)
-    return replace(gpu, phases=tuple(rows.values()), interval_bytes=interval_bytes)
-
-
-def _outside(phase: PhaseMemory) -> PhaseMemory:
+def _uncertain(phase: PhaseMemory, estimated: tuple[PhaseMemory, ...]) -> PhaseMemory:
+    """What of a phase can be otherwise: all of it where it stayed as estimated, else what lies outside the trainer's tensors."""
+    if any(phase is row for row in estimated):
+        return phase
     return PhaseMemory(name=phase.name, components={name: size for name, size in phase.components.items() if name in OUTSIDE})
-
-
-def _fit_probability(gpu: GpuMemory) -> float:
-    """Probability that the heaviest phase stays within the card."""
-    outside = _outside(gpu.peak)
-    return fit_probability(outside, gpu.capacity_bytes - (gpu.peak_bytes - outside.total_bytes))

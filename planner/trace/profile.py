@@ -13,9 +13,10 @@ from functools import cached_property
 from operator import itemgetter, mul
 
 from planner.quantities import Component, Phase, PhaseMemory
-from planner.trace.terms import FURTHER_LAYERS, ONE, Values, size_terms, width_terms
+from planner.trace.terms import FURTHER_LAYERS, ONE, WIDTHS, Values, size_terms, width_terms
 
-PROFILE_SCHEMA = 2
+PROFILE_SCHEMA = 3
+MANY_ANSWERS = 4096  # a profile remembers so many
 
 
 class NoProfile(Exception):
@@ -27,9 +28,6 @@ class Expression:
     """A size in bytes: a sum of coefficients times a size term and a width term of `terms.py`, by name."""
 
     parts: tuple[tuple[str, str, int, int], ...]  # size term, width term, numerator, denominator
-
-    def size_bytes(self, sizes: Mapping[str, int], widths: Mapping[str, int]) -> int:
-        return sum(sizes[size] * widths[width] * numerator // denominator for size, width, numerator, denominator in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +50,14 @@ class Profile:
     versions: tuple[tuple[str, str], ...] = ()
 
     @cached_property
-    def _scaled(self) -> dict[int, list["_Sum"]]:
-        """The moments' sums by further periods, filled in as they are asked for: a search asks for many sizes of one depth."""
+    def _models(self) -> dict[tuple[int, ...], "_OfModel"]:
+        """The profile at the widths and depths that were asked for: a search asks for many sizes of one model."""
         return {}
 
-    def _sums(self, further: int) -> list["_Sum"]:
-        if further not in self._scaled:
-            self._scaled[further] = [_sum_of(moment, further) for moment in self.moments]
-        return self._scaled[further]
+    @cached_property
+    def _answers(self) -> dict[tuple[int, ...], tuple[PhaseMemory, ...]]:
+        """What was answered: a search asks again for one size beside engines of many shares."""
+        return {}
 
     def further(self, layers: int) -> int:
         """Periods of layers beyond the traced ones.
@@ -72,30 +70,66 @@ class Profile:
             raise NoProfile(f"The profile is of {self.layers} layers and multiples of {self.period} more, not of {layers}.")
         return further
 
-    def _sizes(self, values: Values, further: int) -> list[int]:
-        sizes, widths, block = {**size_terms(values), FURTHER_LAYERS: further}, width_terms(values), self.block_bytes
-        return [-(-expression.size_bytes(sizes, widths) // block) * block for expression in self.expressions]
-
-    def _totals(self, sizes: list[int], further: int) -> list[int]:
-        return [sum(map(mul, counts, picked(sizes))) for picked, counts in self._sums(further)]
+    def _of_model(self, values: Values, layers: int) -> "_OfModel":
+        key = (layers, *(values.get(width, 0) for width in WIDTHS))
+        if key not in self._models:
+            further = self.further(layers)
+            self._models[key] = _OfModel(
+                parts=tuple(_scaled(expression, width_terms(values)) for expression in self.expressions),
+                sums=tuple(_sum_of(moment, further) for moment in self.moments),
+                further=further,
+                block_bytes=self.block_bytes,
+            )
+        return self._models[key]
 
     def peak_bytes(self, values: Values, layers: int) -> int:
         """The peak of a step of these sizes in a model of so many layers."""
-        further = self.further(layers)
-        return max(self._totals(self._sizes(values, further), further))
+        model = self._of_model(values, layers)
+        return max(model.totals(model.sizes(values)))
 
     def phases(self, values: Values, layers: int) -> tuple[PhaseMemory, ...]:
         """As `Trace.phases`: for each phase the components at its heaviest moment."""
-        further = self.further(layers)
-        sizes = self._sizes(values, further)
-        totals, heaviest = self._totals(sizes, further), dict[Phase, int]()
+        key = (layers, *values.values())
+        if key not in self._answers:
+            if len(self._answers) >= MANY_ANSWERS:
+                self._answers.clear()
+            self._answers[key] = self._phases(self._of_model(values, layers), values)
+        return self._answers[key]
+
+    def _phases(self, model: "_OfModel", values: Values) -> tuple[PhaseMemory, ...]:
+        sizes, heaviest = model.sizes(values), dict[Phase, int]()
+        totals = model.totals(sizes)
         for index, moment in enumerate(self.moments):
             if moment.phase not in heaviest or totals[index] > totals[heaviest[moment.phase]]:
                 heaviest[moment.phase] = index
-        return tuple(PhaseMemory(name=phase, components=_components(self.moments[index], sizes, further)) for phase, index in heaviest.items())
+        return tuple(PhaseMemory(name=phase, components=_components(self.moments[index], sizes, model.further)) for phase, index in heaviest.items())
 
 
+_Part = tuple[str, int, int]  # size term, numerator with the width in it, denominator
 _Sum = tuple[Callable[[list[int]], tuple[int, ...]], tuple[int, ...]]  # picks a moment's sizes; how many there are of each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OfModel:
+    """A profile at a model's widths and depth: what is left are rows and lengths."""
+
+    parts: tuple[tuple[_Part, ...], ...]  # of each expression
+    sums: tuple[_Sum, ...]  # of each moment
+    further: int
+    block_bytes: int
+
+    def sizes(self, values: Values) -> list[int]:
+        """The bytes of every expression, in whole blocks."""
+        terms, block = size_terms(values), self.block_bytes
+        terms[FURTHER_LAYERS] = self.further
+        return [-(-sum([terms[term] * top // bottom for term, top, bottom in parts]) // block) * block for parts in self.parts]
+
+    def totals(self, sizes: list[int]) -> list[int]:
+        return [sum(map(mul, counts, picked(sizes))) for picked, counts in self.sums]
+
+
+def _scaled(expression: Expression, widths: Mapping[str, int]) -> tuple[_Part, ...]:
+    return tuple((size, widths[width] * top, bottom) for size, width, top, bottom in expression.parts)
 
 
 def _sum_of(moment: Moment, further: int) -> _Sum:

@@ -6,10 +6,14 @@ row, chunks of tokens, tiles of the vocabulary, lengths that kernels pad) is the
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import attrgetter
 
 from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
 from planner.model import ModelShape
+from planner.trace.compose import SHARDED, single_process
 from planner.trace.profile import NoProfile
 from planner.trace.terms import TOKEN_CHUNK, VOCAB_CHUNK
 
@@ -38,21 +42,27 @@ PERIODS: dict[str, int] = {"gemma3_text": 6, "smollm3": 4, "gemma2": 2, "cohere2
 
 # Fields of a candidate that change which allocations there are, not only their sizes.
 RECIPE_FIELDS = (
-    "method", "trl_version", "tuning", "lora_target_modules", "autocast_adapter_dtype", "dtype", "precision", "num_iterations", "padded", "packing",
-    "padding_free", "precompute_ref_log_probs", "gradient_checkpointing", "checkpoint_every_n_layers", "checkpoint_offload", "activation_offloading",
-    "attn_implementation", "optim",
+    "method", "trl_version", "tuning", "autocast_adapter_dtype", "dtype", "precision", "num_iterations", "padded", "packing", "padding_free",
+    "precompute_ref_log_probs", "gradient_checkpointing", "checkpoint_every_n_layers", "checkpoint_offload", "activation_offloading", "attn_implementation",
+    "optim",
+)  # fmt: skip
+# What a family of recipes is found by: the fields above, and those that become words of it or refuse it.
+FAMILY = attrgetter(
+    *RECIPE_FIELDS, "model", "lora_target_modules", "lora_dropout", "vllm", "beta", "sharding", "offload_optimizer", "offload_param", "quantization",
+    "use_liger_kernel", "reward_model", "teacher_model",
 )  # fmt: skip
 
-# Candidates that the traces do not stand for, and why.
+# Candidates that the traces do not stand for, and why; of the second kind are those that sizes decide.
 REFUSALS: tuple[tuple[str, Callable[[Candidate], bool]], ...] = (
     ("quantized weights", lambda candidate: candidate.quantization != "none"),
-    ("sharded states", lambda candidate: candidate.sharding not in ("none", "ddp")),
-    ("states on the host", lambda candidate: candidate.offload_optimizer or candidate.offload_param),
+    ("states on the host", lambda candidate: candidate.sharding not in SHARDED and (candidate.offload_optimizer or candidate.offload_param)),
     ("Liger kernels", lambda candidate: candidate.use_liger_kernel),
     ("FlashAttention's package", lambda candidate: candidate.attn_implementation not in ("eager", "sdpa")),
     ("PPO", lambda candidate: candidate.method == "ppo"),
     ("a reward model", lambda candidate: candidate.reward_model is not None),
     ("a teacher of another shape", lambda candidate: candidate.teacher_model is not None and candidate.teacher_model.config != candidate.model.config),
+)
+REFUSED_SIZES: tuple[tuple[str, Callable[[Candidate], bool]], ...] = (
     ("rows cut at max_length", lambda candidate: candidate.method in ROWS_OF_MAX_LENGTH and candidate.row_tokens < _whole_row(candidate)),
     ("rollouts of a few tokens", lambda candidate: candidate.method_row.generates and candidate.max_completion_length < SHORTEST_ROLLOUT),
     ("unfinished groups", lambda candidate: candidate.method in ("grpo", "rloo") and candidate.generation_rows % candidate.num_generations != 0),
@@ -67,22 +77,67 @@ def recipe_of(candidate: Candidate) -> dict[str, object]:
     """All that a candidate's profile depends on: architecture, settings, regime.
 
     Raises:
-        NoProfile: the candidate is one of `REFUSALS`, or its architecture has no layers that repeat.
+        NoProfile: the candidate is one of the refused, or its architecture has no layers that repeat.
     """
-    for what, applies in REFUSALS:
+    return {**_of_family(candidate), "regime": regime(candidate)}
+
+
+def _of_family(candidate: Candidate) -> dict[str, object]:
+    """The part of a recipe that sizes have no say in. Where states are sharded, the step is one of 16-bit layers without them (compose.py)."""
+    _refuse(REFUSALS, candidate)
+    one = single_process(candidate)
+    settings = {name: getattr(one, name) for name in RECIPE_FIELDS}
+    settings["lora_target_modules"] = list(one.lora_target_modules) if one.tuning == "lora" else []
+    settings["lora_dropout"] = one.tuning == "lora" and one.lora_dropout > 0
+    settings["engine"] = one.vllm != "off"
+    settings["beta"] = one.beta > 0 if one.method in ("grpo", "rloo") else True
+    settings["states"] = "elsewhere" if candidate.sharding in SHARDED else "here"
+    return {"architecture": architecture(one.model), "settings": settings}
+
+
+def _refuse(refusals: tuple[tuple[str, Callable[[Candidate], bool]], ...], candidate: Candidate) -> None:
+    for what, applies in refusals:
         if applies(candidate):
             raise NoProfile(f"A profile does not stand for {what}.")
-    settings = {name: getattr(candidate, name) for name in RECIPE_FIELDS}
-    settings["lora_target_modules"] = list(candidate.lora_target_modules) if candidate.tuning == "lora" else []
-    settings["lora_dropout"] = candidate.tuning == "lora" and candidate.lora_dropout > 0
-    settings["engine"] = candidate.vllm != "off"
-    settings["beta"] = candidate.beta > 0 if candidate.method in ("grpo", "rloo") else True
-    return {"architecture": architecture(candidate.model), "settings": settings, "regime": regime(candidate)}
 
 
-def key_of(recipe: dict[str, object]) -> str:
-    """A file name for a recipe."""
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:24]
+def key_of(recipe: Mapping[str, object]) -> str:
+    """A file name for a recipe: that of its family, then that of its regime."""
+    return f"{_digest({name: recipe[name] for name in ('architecture', 'settings')})[:16]}-{_digest(recipe['regime'])[:8]}"
+
+
+def _digest(part: object) -> str:
+    return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A candidate seen without its sizes: equal where `fields` are."""
+
+    fields: tuple[object, ...]
+    candidate: Candidate = field(compare=False)
+
+
+def family_key(candidate: Candidate) -> str:
+    """The first part of a candidate's key, empty where profiles do not stand for it. Remembered: a search asks for many sizes of one family."""
+    return _family_key(_Asked(FAMILY(candidate), candidate))
+
+
+@lru_cache(maxsize=4096)
+def _family_key(asked: _Asked) -> str:
+    try:
+        return _digest(_of_family(asked.candidate))[:16]
+    except NoProfile:
+        return ""
+
+
+def regime_key(candidate: Candidate) -> str:
+    """The second part.
+
+    Raises:
+        NoProfile: the candidate's sizes are of no regime.
+    """
+    return _digest(regime(candidate))[:8]
 
 
 def architecture(model: ModelShape) -> dict[str, object]:
@@ -170,7 +225,11 @@ def regime(candidate: Candidate) -> dict[str, object]:
 
     One row copies less than two; more tokens than a chunk of TRL's loss are scored in a loop; a mask whose length is no multiple of 16
     is padded for the memory-efficient kernel; what accumulates stays. Trainers that generate keep lists with a tensor a row: there rows count.
+
+    Raises:
+        NoProfile: it is not one of the sizes that traces stand for.
     """
+    _refuse(REFUSED_SIZES, candidate)
     found: dict[str, object] = {
         "one row": candidate.per_device_train_batch_size == 1,
         "chunks": chunks(candidate),

@@ -11,9 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from planner.candidate import Candidate
-from planner.quantities import PhaseMemory
 from planner.trace.profile import PROFILE_SCHEMA, NoProfile, Profile, profile_from_json, profile_to_json
-from planner.trace.recipe import key_of, recipe_of, sizes_of
+from planner.trace.recipe import family_key, key_of, recipe_of, regime_key
 
 SHIPPED = Path(__file__).resolve().parents[1] / "data" / "profiles"
 SUFFIX = ".json.z"
@@ -21,11 +20,19 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 def load_profile(candidate: Candidate) -> Profile | None:
-    """The profile that answers for a candidate: the user's own of the installed libraries, else a shipped one, else None."""
+    """The profile that answers for a candidate: the user's own of the installed libraries, else a shipped one, else None.
+
+    Takes microseconds where there is none: a search asks for every candidate.
+    """
+    families = _families(_folders())
+    family = family_key(candidate)
+    if family not in families:
+        return None
     try:
-        return _loaded(key_of(recipe_of(candidate)), cache_folder())
+        path = families[family].get(regime_key(candidate))
     except NoProfile:
         return None
+    return None if path is None else _loaded(path)
 
 
 def save_profile(candidate: Candidate, profile: Profile) -> Path:
@@ -33,6 +40,7 @@ def save_profile(candidate: Candidate, profile: Profile) -> Path:
     path = cache_folder() / (key_of(recipe_of(candidate)) + SUFFIX)
     write_profile(profile, path)
     _loaded.cache_clear()
+    _families.cache_clear()
     return path
 
 
@@ -47,8 +55,29 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 def cache_folder() -> Path:
     """The user's own profiles: $PLAN_CACHE, else $XDG_CACHE_HOME/plan, else ~/.cache/plan; within it by schema and libraries."""
-    root = os.environ.get("PLAN_CACHE") or str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plan")
-    return Path(root) / "profiles" / f"schema-{PROFILE_SCHEMA}" / (_installed() or "no-libraries")
+    return _cache_folder(os.environ.get("PLAN_CACHE"), os.environ.get("XDG_CACHE_HOME"))
+
+
+@lru_cache(maxsize=16)
+def _cache_folder(own: str | None, of_all: str | None) -> Path:
+    root = Path(own) if own else Path(of_all or Path.home() / ".cache") / "plan"
+    return root / "profiles" / f"schema-{PROFILE_SCHEMA}" / (_installed() or "no-libraries")
+
+
+def _folders() -> tuple[Path, ...]:
+    """Where profiles are looked for, in this order."""
+    return cache_folder(), SHIPPED
+
+
+@lru_cache(maxsize=16)
+def _families(folders: tuple[Path, ...]) -> dict[str, dict[str, Path]]:
+    """The files of every family by regime; of two of one name the first folder's."""
+    found: dict[str, dict[str, Path]] = {}
+    for folder in folders:
+        for path in sorted(folder.glob(f"*{SUFFIX}")):
+            family, _, rest = path.name.removesuffix(SUFFIX).partition("-")
+            found.setdefault(family, {}).setdefault(rest, path)
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -60,38 +89,10 @@ def _installed() -> str:
         return ""
 
 
-@lru_cache(maxsize=256)
-def _loaded(key: str, cache: Path) -> Profile | None:
-    for folder in (cache, SHIPPED):
-        profile = _read(folder / (key + SUFFIX))
-        if profile is not None:
-            return profile
-    return None
-
-
-def _read(path: Path) -> Profile | None:
-    """The profile in a file; None where there is no file, and where it is broken or of another schema, so that it is made anew."""
+@lru_cache(maxsize=1024)
+def _loaded(path: Path) -> Profile | None:
+    """The profile in a file; None where it is broken or of another schema, so that it is made anew."""
     try:
         return profile_from_json(zlib.decompress(path.read_bytes()).decode())
     except (OSError, ValueError, zlib.error, KeyError, TypeError, NoProfile):
         return None
-
-
-def simulated_phases(candidate: Candidate) -> tuple[PhaseMemory, ...] | None:
-    """What PyTorch allocates in each phase of one process, by the profile of the candidate's recipe; None where there is none.
-
-    Of one process, alone or data parallel. What PyTorch does not allocate, or not for the trainer, is put beside it by `decide.py`.
-    """
-    profile = load_profile(candidate)
-    if profile is None:
-        return None
-    try:
-        return profile.phases(sizes_of(candidate), _depth(candidate))
-    except NoProfile:
-        return None
-
-
-def _depth(candidate: Candidate) -> int:
-    depth = candidate.model.config["num_hidden_layers"]
-    assert isinstance(depth, int)
-    return depth
