@@ -62,6 +62,8 @@ class FakeArithmetic(TorchDispatchMode):
         return shaped if number or _bytes(shaped) > REAL_BYTES_LIMIT else func(*args, **kwargs)
 
     def _with_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is aten._grouped_mm.default:
+            return self._grouped_products(*args, **kwargs)
         # no `with self.fake_mode`: entering it for every operator costs as much as the operator
         result = self.fake_mode.dispatch(func, (), _with_counted_indices(func, args), kwargs)
         if func._schema.is_mutable:
@@ -71,6 +73,17 @@ class FakeArithmetic(TorchDispatchMode):
         if _makes_nothing(func):
             return result
         return tree_map_only(FakeTensor, _with_data_if_whole, result)
+
+    def _grouped_products(self, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Products of groups of rows (experts'): PyTorch's own fake kernel knows them in bfloat16 only, the real ones take what they are given.
+
+        Autocast leaves them as they are: with float32 weights they are in float32.
+        Source: `create_grouped_gemm_output_tensor` and `_grouped_mm_cuda`, aten/src/ATen/native/GroupedMMUtils.h and cuda/GroupedBlas.cpp;
+        `_grouped_mm`, transformers 5.23 integrations/moe.py. Leaves out that CUDA rounds rows up to 16 bytes.
+        """
+        groups = (offs.size(0),) if a.dim() == b.dim() == 2 else ()
+        with self.fake_mode:
+            return torch.empty((*groups, a.size(-2), b.size(-1)), dtype=a.dtype)
 
 
 def tensors_in(items: Any) -> list[torch.Tensor]:
