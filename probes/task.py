@@ -11,6 +11,8 @@ from planner.measurement import candidate_of_report, candidate_report
 
 # A worker's answer is the last line of its stdout that starts so; what libraries print besides is only logged.
 ANSWER_PREFIX = "@plan-measurement "
+# In its folder a worker writes here the name of each phase when it enters it: where a worker was that did not come to answer.
+PHASE_FILE = "phase"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
