@@ -32,8 +32,11 @@ class Task:
 
 
 def write_task(task: Task, path: Path) -> None:
+    """The whole file or none."""
     values: dict[str, object] = {field.name: getattr(task, field.name) for field in fields(Task)}
-    path.write_text(json.dumps({**values, "candidate": candidate_report(task.candidate)}, sort_keys=True), encoding="utf-8")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps({**values, "candidate": candidate_report(task.candidate)}, sort_keys=True), encoding="utf-8")
+    part.replace(path)
 
 
 def read_task(path: Path) -> Task:
