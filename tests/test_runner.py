@@ -5,43 +5,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage, measurement_line
+from planner.measurement import Shortage, measurement_line
 
 pytest.importorskip("psutil")
 
+from script_workers import ANSWER, CANDIDATE, LIMITS, RANK, TASK, run, script
+
 from probes.gpus_in_use import Card, Holder
-from probes.runner import Limits, environment, run_probe
-from probes.task import ANSWER_PREFIX, Task, read_task
-
-CANDIDATE = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft")
-TASK = Task(candidate=CANDIDATE, device="cpu", folder="")
-LIMITS = Limits(seconds=20.0, grace_seconds=0.3, host_reserve_share=0.0, disk_reserve_bytes=0)
-RANK = RankMemory(
-    rank=0, phases=(PhasePeak(name="backward", allocated_bytes=5, reserved_bytes=0, driver_bytes=0, seconds=0.5),), state_bytes={"weights": 4},
-    capacity_bytes=10, allocator={},
-)  # fmt: skip
-ANSWER = Measurement(
-    candidate=CANDIDATE, device="cpu", outcome="fits", ranks=(RANK,), shortage=None, step_seconds=0.5, tokens_per_second=10.0, wall_seconds=0.1, message="",
-    log="", versions={"trl": "1.16"},
-)  # fmt: skip
-
-
-def script(text: str) -> Callable[[Task, Path], list[str]]:
-    """A worker that runs a few lines of Python instead; they know `task_file` and what to `answer`."""
-    head = f"import os, signal, subprocess, sys, time\ntask_file = sys.argv[1]\nanswer = {ANSWER_PREFIX + measurement_line(ANSWER)!r}\n"
-    return lambda task, task_file: [sys.executable, "-I", "-S", "-c", head + text, str(task_file)]
-
-
-def run(text: str, tmp_path: Path, limits: Limits = LIMITS) -> Measurement:
-    return run_probe(replace(TASK, folder=str(tmp_path)), limits, tmp_path / "logs", script(text))
+from probes.runner import environment, run_probe
+from probes.task import ANSWER_PREFIX, read_task
 
 
 def test_a_workers_answer_is_its_measurement(tmp_path: Path) -> None:
@@ -151,7 +128,8 @@ def test_ctrl_c_ends_the_worker_and_goes_on(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
-        "from test_runner import LIMITS, TASK, run_probe, script\n"
+        "from probes.runner import run_probe\n"
+        "from script_workers import LIMITS, TASK, script\n"
         "folder = Path(sys.argv[3])\n"
         "run_probe(TASK, LIMITS, folder, script(f\"open({str(folder / 'up')!r}, 'w').write(str(os.getpid())); time.sleep(60)\"))\n"
     )

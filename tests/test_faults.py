@@ -1,0 +1,261 @@
+"""Each way in which a probe can go wrong is told from the others, and leaves no process, no folder and no half-written file.
+
+The workers are scripts without the libraries; where they say so they are the real one.
+"""
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from planner.quantities import Phase
+from planner.units import MIB
+
+pytest.importorskip("psutil")
+
+from script_workers import LIMITS, TASK, run
+
+from probes.host import with_environment
+from probes.runner import KEPT_LOG_BYTES, Limits, run_probe
+
+SOON_SECONDS = 10.0  # an end that takes longer is none; two busy cores take a while
+OURS = "PLAN_TEST_OF_FAULTS"
+PATHS = [str(path) for path in Path(__file__).parents[:2]]
+
+
+def wait_until(true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SOON_SECONDS
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
+@pytest.fixture(autouse=True)
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Afterwards nothing of the test's workers lives, and only whole files of the runner are there."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(OURS, mark)
+    yield mark
+    assert wait_until(lambda: not with_environment(OURS, mark))
+    assert [path for folder in tmp_path.glob("plan-probe-*") for path in folder.rglob("*")] == []
+    for told in tmp_path.rglob("*.json"):
+        json.loads(told.read_text())
+    assert {path.suffix for path in (tmp_path / "logs").glob("*")} <= {".json", ".out", ".err"}
+
+
+def fault(text: str, tmp_path: Path, limits: Limits = LIMITS) -> tuple[str, str]:
+    measured = run(text, tmp_path, limits)
+    assert (measured.ranks, measured.shortage, measured.step_seconds) == ((), None, 0.0)
+    assert not measured.decided or measured.outcome == "out_of_memory"
+    return measured.outcome, measured.message
+
+
+# -- ended by others ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", get_args(Phase))
+def test_a_worker_killed_in_a_phase_is_killed_there(phase: Phase, tmp_path: Path) -> None:
+    outcome = fault(f"open('phase', 'w').write({phase!r}); os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    assert outcome == ("killed", f"it was ended by SIGKILL that was not ours (in the {phase.replace('_', ' ')})")
+
+
+def test_a_process_of_several_that_is_killed_is_told_through_its_launcher(tmp_path: Path) -> None:
+    summary = "Root Cause (first observed failure):\\n[0]:\\n  time      : 2026\\n  rank      : 1\\n  exitcode  : -9 (pid: 7)\\n"
+    failed = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
+    assert fault(f"sys.stderr.write('{failed}\\n{summary}'); sys.exit(1)", tmp_path) == ("killed", "it was ended by SIGKILL that was not ours")
+
+
+def test_a_killed_guard_leaves_nothing_either(tmp_path: Path) -> None:
+    assert fault("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)", tmp_path)[0] == "killed"
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.05, 0.1, 0.2, 0.4])
+def test_a_runner_that_is_killed_takes_its_worker_with_it(moment: float, tmp_path: Path, mark: str) -> None:
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "from pathlib import Path\n"
+        "from script_workers import run\n"
+        "text = '''subprocess.Popen(['sleep', '60'], start_new_session=True); open('../up', 'w').close(); time.sleep(60)'''\n"
+        "print('ready', flush=True)\n"
+        "run(text, Path(sys.argv[3]))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, *PATHS, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    if moment:
+        assert wait_until((tmp_path / "up").exists)
+        time.sleep(moment)
+    process.kill()
+    process.communicate()
+    # the guard is marked too: when nothing is left it has removed the folder
+    assert wait_until(lambda: not with_environment(OURS, mark))
+
+
+# -- its own fault -----------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_is_told_by_its_last_line(tmp_path: Path) -> None:
+    text = "def backward():\n    raise RuntimeError('mat1 and mat2 shapes cannot be multiplied')\nbackward()"
+    assert fault(text, tmp_path) == ("crashed", "RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_of_several_processes_the_exception_is_told_not_the_launchers(tmp_path: Path) -> None:
+    said = "[rank1]: ValueError: no such layer\\nsubprocess.CalledProcessError: Command failed\\n"
+    assert fault(f"sys.stderr.write('{said}'); sys.exit(1)", tmp_path) == ("crashed", "ValueError: no such layer")
+
+
+def test_a_crash_below_python_is_no_foreign_signal(tmp_path: Path) -> None:
+    outcome, message = fault("os.kill(os.getpid(), signal.SIGSEGV)", tmp_path)
+    assert (outcome, message.split(":")[0]) == ("crashed", "it was ended by SIGSEGV")
+
+
+def test_an_exit_code_without_a_word_is_a_crash(tmp_path: Path) -> None:
+    assert fault("sys.exit(7)", tmp_path) == ("crashed", "it ended with exit code 7")
+
+
+def test_a_command_that_does_not_exist_is_a_crash(tmp_path: Path) -> None:
+    measured = run_probe(TASK, LIMITS, tmp_path / "logs", lambda task, file: ["/no/such/python"])
+    assert (measured.outcome, measured.message) == ("crashed", "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/python'")
+
+
+# -- hanging -----------------------------------------------------------------------------------------------------------
+
+SHORT = replace(LIMITS, seconds=0.5)
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "time.sleep(60)",
+        "while True: pass",
+        f"{DEAF} time.sleep(60)",
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "subprocess.Popen(['sleep', '60'], start_new_session=True); time.sleep(60)",
+        "subprocess.run(['sh', '-c', 'setsid sh -c \"trap : TERM; sleep 60; sleep 60\" & sleep 60'])",
+        "os.fork() or (os.setsid(), os.fork() and os._exit(0)); time.sleep(60)",
+    ],
+    ids=["sleeps", "spins", "deaf", "stopped", "own-session", "deaf-grandchild", "daemon"],
+)
+def test_a_worker_that_does_not_end_is_ended_with_all_that_it_started(text: str, tmp_path: Path) -> None:
+    assert fault(f"open('phase', 'w').write('rollout')\n{text}", tmp_path, SHORT) == ("hung", "it had not ended after 0.50 s (in the rollout)")
+
+
+def test_what_a_worker_leaves_running_is_ended_though_it_answered(tmp_path: Path) -> None:
+    started = time.monotonic()
+    measured = run("subprocess.Popen(['sleep', '60'], start_new_session=True); print(answer)", tmp_path)
+    assert measured.outcome == "fits"
+    assert time.monotonic() - started < SOON_SECONDS
+
+
+def test_a_worker_has_time_to_tidy_up(tmp_path: Path) -> None:
+    text = "signal.signal(signal.SIGTERM, lambda *_: (print('bye', file=sys.stderr), sys.exit(0))); time.sleep(60)"
+    assert Path(run(text, tmp_path, replace(SHORT, grace_seconds=5.0)).log).read_text() == "bye\n"
+
+
+# -- garbage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print('done')", "it printed no measurement"),
+        ("print(answer[:-20])", "its measurement cannot be read: "),
+        ("print(answer.replace('\"schema\": 1', '\"schema\": 2'))", "its measurement cannot be read: A measurement of schema 2"),
+        ("print('@plan-measurement []')", "its measurement cannot be read: "),
+        ("print(answer.replace('\"max_length\": 1024', '\"max_length\": 8'))", "it measured another candidate or device than it was told"),
+        ("sys.stdout.buffer.write(bytes(range(256)) * 100)", "it printed no measurement"),
+    ],
+    ids=["nothing", "cut", "schema", "list", "another", "binary"],
+)
+def test_a_worker_that_ends_well_and_says_nothing_of_use_is_garbage(text: str, message: str, tmp_path: Path) -> None:
+    outcome, said = fault(text, tmp_path)
+    assert (outcome, said[: len(message)]) == ("garbage", message)
+
+
+def test_a_worker_that_prints_without_end_is_garbage_and_its_log_is_cut(tmp_path: Path) -> None:
+    outcome, message = fault("while True: sys.stdout.write('x' * 2**20)", tmp_path, replace(LIMITS, log_bytes=8 * MIB))
+    assert (outcome, message) == ("garbage", "it printed more than 0.01 GiB")
+    assert next((tmp_path / "logs").glob("*.out")).stat().st_size == KEPT_LOG_BYTES
+
+
+# -- the disk ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_told_by_its_error(tmp_path: Path) -> None:
+    text = "open('phase', 'w').write('save'); file = open('/dev/full', 'w'); file.write('x'); file.flush()"
+    assert fault(text, tmp_path) == ("disk_full", "OSError: [Errno 28] No space left on device (in the save)")
+
+
+def test_a_checkpoint_that_could_not_be_written_whole_is_a_full_disk(tmp_path: Path) -> None:
+    said = "RuntimeError: [enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/3: file write failed"
+    assert fault(f"raise RuntimeError({said.removeprefix('RuntimeError: ')!r})", tmp_path) == ("disk_full", said)
+
+
+def test_a_worker_that_fills_its_folder_is_ended(tmp_path: Path) -> None:
+    text = "open('a', 'wb').write(bytes(4 * 2**20)); os.mkdir('b'); open('b/c', 'wb').write(bytes(4 * 2**20)); time.sleep(60)"
+    outcome, message = fault(text, tmp_path, replace(LIMITS, disk_bytes=6 * MIB))
+    assert (outcome, message) == ("disk_full", "it held 0.01 GiB of disk, 0.01 GiB were allowed")
+
+
+def test_the_host_keeps_some_of_its_disk(tmp_path: Path) -> None:
+    outcome, message = fault("time.sleep(60)", tmp_path, replace(LIMITS, disk_reserve_bytes=2**60))
+    assert outcome == "disk_full"
+    assert message.endswith("GiB of disk were left, 1,073,741,824.00 GiB must be")
+
+
+# -- main memory -------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_holds_too_much_main_memory_is_ended(tmp_path: Path) -> None:
+    text = "held = b'x' * (96 * 2**20); open('phase', 'w').write('load'); time.sleep(60)"
+    outcome, message = fault(text, tmp_path, replace(LIMITS, host_bytes=64 * MIB))
+    assert outcome == "host_out_of_memory"
+    assert message.endswith("of main memory, 0.06 GiB were allowed (in the load)")
+
+
+def test_the_memory_of_all_its_processes_counts(tmp_path: Path) -> None:
+    text = "subprocess.Popen([sys.executable, '-c', \"import time; held = b'x' * (48 * 2**20); time.sleep(60)\"]); held = b'x' * (48 * 2**20); time.sleep(60)"
+    assert fault(text, tmp_path, replace(LIMITS, host_bytes=80 * MIB))[0] == "host_out_of_memory"
+
+
+def test_the_host_keeps_some_of_its_memory(tmp_path: Path) -> None:
+    outcome, message = fault("time.sleep(60)", tmp_path, replace(LIMITS, host_reserve_share=2.0))
+    assert outcome == "host_out_of_memory"
+    assert "of main memory were left to the host" in message
+
+
+def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_no_foreign_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter([3, 4])
+    monkeypatch.setattr("probes.runner.kernel_kills", lambda: next(kills))
+    outcome = fault("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    assert outcome == ("host_out_of_memory", "the kernel ended it with SIGKILL: the host had no memory left")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "MemoryError",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:126] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. Error code 12",
+        "OSError: [Errno 12] Cannot allocate memory",
+    ],
+)
+def test_main_memory_that_is_refused_is_told_from_the_gpus(said: str, tmp_path: Path) -> None:
+    assert fault(f"print({said!r}, file=sys.stderr); sys.exit(1)", tmp_path) == ("host_out_of_memory", said)
+
+
+def test_a_gpu_out_of_memory_that_nobody_caught_is_still_one(tmp_path: Path) -> None:
+    said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert fault(f"print({said!r}, file=sys.stderr); sys.exit(1)", tmp_path) == ("out_of_memory", said)
+
+
+def test_a_kernel_prefers_to_end_a_worker(tmp_path: Path) -> None:
+    measured = run("print(open('/proc/self/oom_score_adj').read(), file=sys.stderr); print(answer)", tmp_path)
+    assert Path(measured.log).read_text().strip() == "1000"
