@@ -9,6 +9,7 @@ from planner.job import DEQUANTIZED, Job
 from planner.knobs import CLASSES, Question, TuningClass, structures
 from planner.memory.engine import EngineRefusal, engine_or_refusal
 from planner.memory.engine_settings import engine_settings
+from planner.proof import Proof
 from planner.quantities import Estimate
 from planner.search import search
 from planner.settings import settings_of_fields, settings_text
@@ -35,7 +36,7 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What `plan` answers. `more`: what limits more, one line each; `versions`: of the libraries the estimate stands for."""
+    """What `plan` answers. `more`: what limits more, one line each; `versions`: of the libraries the estimate stands for; `proof`: what probes said."""
 
     job: Job
     cluster: Cluster
@@ -46,6 +47,7 @@ class Plan:
     more: tuple[str, ...]
     warnings: tuple[str, ...]
     versions: dict[str, str]
+    proof: Proof | None = None  # None: nothing was probed
 
 
 CLASS_LABELS: dict[TuningClass, str] = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}

@@ -23,6 +23,7 @@ Component = Literal[
     "communication",  # gathered parameters, buckets, NCCL
     "fragmentation",  # reserved by the allocator, not allocated
     "runtime",  # CUDA context, cuBLAS workspaces
+    "unexplained",  # measured, and in none of the others as the lower rung has them
 ]
 GpuRole = Literal["train", "vllm", "train+vllm"]
 
@@ -88,7 +89,8 @@ class Estimate:
     host_peak_bytes: int  # on one node
     throughput: Throughput
     reasons: tuple[str, ...]
-    versions: tuple[tuple[str, str], ...] = ()  # of the libraries that a simulated answer comes from
+    versions: tuple[tuple[str, str], ...] = ()  # of the libraries that a simulated or measured answer comes from
+    device: Literal["none", "cuda", "cpu", "simulated"] = "none"  # what a probe of it ran on
 
     @property
     def over_bytes(self) -> int:

@@ -11,7 +11,7 @@ from planner.errors import PlanError
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.report.json import Json, estimate_report, plan_report
-from planner.report.table import COUNTS, SMALLEST_BYTES, cards, describe, shown_settings, speed, tokens_per_second, verdict
+from planner.report.table import COUNTS, SMALLEST_BYTES, cards, describe, rung, shown_settings, speed, tokens_per_second, verdict
 from planner.units import format_count, format_gib
 
 # A colour a component, neighbours in a bar told apart.
@@ -30,6 +30,7 @@ COLOURS: dict[str, str] = {
     "communication": "#a0563b",
     "fragmentation": "#d39b86",
     "runtime": "#8a8f98",
+    "unexplained": "#c23b3b",
 }
 
 
@@ -59,7 +60,7 @@ def _page(best: Estimate, cluster: Cluster, report: Json, others: list[tuple[str
     present = {name for gpu in best.gpus for phase in gpu.phases for name, size in phase.components.items() if size >= SMALLEST_BYTES}
     colours = {component: colour for component, colour in COLOURS.items() if component in present}
     title = f"{best.candidate.model.id} · {best.candidate.method}"
-    said = {"words": describe(best.candidate), "verdict": verdict(best), "speed": speed(best), "lines": shown_settings(best.candidate)}
+    said = {"words": describe(best.candidate), "verdict": verdict(best), "speed": speed(best), "lines": shown_settings(best.candidate), "rung": rung(best)}
     text: str = template.render(title=title, cards=cards(cluster), said=said, report=report, others=others, colours=colours)
     return text
 

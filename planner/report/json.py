@@ -7,6 +7,7 @@ from planner.cluster import Cluster
 from planner.job import Job
 from planner.plan import Plan
 from planner.quantities import Estimate, GpuMemory, Throughput
+from planner.report.proof import proof_report
 from planner.settings import settings_of, settings_of_fields
 
 SCHEMA = 1
@@ -29,6 +30,7 @@ def plan_report(plan: Plan) -> Json:
         "more": list(plan.more),
         "warnings": list(plan.warnings),
         "versions": dict(plan.versions),
+        **({"proof": proof_report(plan.proof)} if plan.proof is not None else {}),
     }
 
 
@@ -52,6 +54,7 @@ def _estimate(estimate: Estimate) -> Json:
         "host": {"peak_bytes": estimate.host_peak_bytes},
         "throughput": _throughput(estimate.throughput),
         "reasons": list(estimate.reasons),
+        **({"device": estimate.device} if estimate.device != "none" else {}),
     }
 
 

@@ -10,6 +10,7 @@ from planner.candidate import Candidate
 from planner.cluster import Cluster
 from planner.plan import Alternative, Plan, Remedy
 from planner.quantities import Component, Estimate, GpuMemory, PhaseMemory
+from planner.report.proof import difference_lines, proof_lines
 from planner.settings import SPELLINGS, settings_of
 from planner.units import GIB, format_count, format_gib
 
@@ -20,13 +21,14 @@ GROUPS: tuple[tuple[str, str, str, tuple[Component, ...]], ...] = (
     ("activations", "▒", "green", ("activations", "attention_scores", "transients")),
     ("loss", "▚", "yellow", ("loss",)),
     ("generation", "░", "cyan", ("engine", "kv_cache")),
-    ("runtime", "·", "bright_black", ("communication", "fragmentation", "runtime")),
+    ("runtime", "·", "bright_black", ("communication", "fragmentation", "runtime", "unexplained")),
 )
 SECONDS_IN_WORDS = 600  # from here on in minutes
 MIN_WIDTH, MAX_WIDTH = 80, 120  # columns; wider lines are hard to follow back
 LABEL_WIDTH, PHASE_WIDTH, NUMBER_WIDTH = 13, 16, 8
 
-PROFILED = ("torch", "trl")  # of the libraries that a profile comes from, those whose own code allocates
+PROFILED = ("torch", "trl")  # of the libraries that a profile or a probe comes from, those whose own code allocates
+PROBED_WORDS = {"cuda": "", "cpu": " on the CPU", "simulated": " by probes of a simulated card"}
 
 SHARDING_WORDS = {"none": "one GPU", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 QUANTIZATION_WORDS = {"nf4": "4-bit nf4", "nf4-double": "double-quantized nf4", "int8": "int8", "gptq": "GPTQ", "awq": "AWQ", "fp8": "fp8", "mxfp4": "mxfp4"}
@@ -66,6 +68,7 @@ def plan_table(plan: Plan, width: int, checked: str = "") -> Text:
         Text(),
         *_bars(plan.best, width),
         Text(),
+        *_proof(plan, width),
         *_listed("to fit", [_remedy(remedy, plan.best) for remedy in plan.remedies], width),
         *_listed("also", [_alternative(other, plan.best) for other in plan.alternatives], width),
         *_listed("more", plan.more, width),
@@ -148,6 +151,15 @@ def _generation_words(candidate: Candidate) -> str:
     return "generates with Transformers"
 
 
+def _proof(plan: Plan, width: int) -> Iterator[Text]:
+    """What the probes said, and how far they and the answer before them are apart."""
+    if plan.proof is None:
+        return
+    yield from _listed("proof", proof_lines(plan.proof), width)
+    yield from _listed("seen", difference_lines(plan.proof), width)
+    yield Text()
+
+
 def _header(estimate: Estimate, cluster: Cluster, width: int, checked: str) -> Iterator[Text]:
     candidate = estimate.candidate
     job, hardware = f"{candidate.model.id} · {candidate.method}", f"{cards(cluster)} · trl {candidate.trl_version}"
@@ -162,6 +174,8 @@ def _header(estimate: Estimate, cluster: Cluster, width: int, checked: str) -> I
 def rung(estimate: Estimate) -> str:
     """What an answer stands on: `simulated (profile of torch 2.13, trl 1.16)`."""
     stack = ", ".join(f"{name} {'.'.join(version.split('.')[:2])}" for name, version in estimate.versions if name in PROFILED)
+    if estimate.device != "none":
+        return f"{estimate.evidence}{PROBED_WORDS[estimate.device]}" + (f" ({stack})" if stack else "")
     return f"{estimate.evidence} (profile of {stack})" if stack else estimate.evidence
 
 
@@ -213,7 +227,8 @@ def verdict(estimate: Estimate) -> str:
     low, high = gpu.interval_bytes
     peak = f"peak {_gib(gpu.peak_bytes)} ({_gib(low)} to {_gib(high)}) of {format_gib(gpu.capacity_bytes, 1)} in the {_phase_word(gpu.peak)}"
     if estimate.fits:
-        return f"fits with {_percent(estimate.fit_probability)} · {peak}"
+        sure = "fits, as a probe showed" if estimate.device == "cuda" else f"fits with {_percent(estimate.fit_probability)}"
+        return f"{sure} · {peak}"
     return f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over · {peak}"
 
 

@@ -1,0 +1,45 @@
+"""What probes said of a plan, as lines of the table and as a part of the JSON report."""
+
+from planner.proof import PhaseDifference, Proof
+from planner.units import format_gib
+
+DECIMALS = 6
+
+
+def proof_lines(proof: Proof) -> tuple[str, ...]:
+    """The certificate; a simulated one says so in its first line."""
+    first = ("nothing here was measured: the probes ran in simulated cards",) if proof.evidence == "simulated" else ()
+    return (*first, *proof.lines)
+
+
+def difference_lines(proof: Proof) -> tuple[str, ...]:
+    """A line a phase: as it was seen, without what the allocator kept to spare, and as it was expected."""
+    return tuple(_difference(proof, each) for each in proof.differences)
+
+
+def proof_report(proof: Proof) -> dict[str, object]:
+    return {
+        "evidence": proof.evidence,
+        "expected": proof.expected,
+        "lines": list(proof_lines(proof)),
+        "differences": [
+            {
+                "name": each.name, "expected_bytes": each.expected_bytes, "measured_bytes": each.measured_bytes, "needed_bytes": each.needed_bytes,
+                "error": round(each.error, DECIMALS),
+            }
+            for each in proof.differences
+        ],
+        "report": dict(proof.report),
+    }  # fmt: skip
+
+
+def _difference(proof: Proof, each: PhaseDifference) -> str:
+    spare = each.measured_bytes - each.needed_bytes
+    kept = f" and {format_gib(spare, 2)} kept to spare" if format_gib(spare, 2) != format_gib(0, 2) else ""
+    needed, expected = format_gib(each.needed_bytes, 2), format_gib(each.expected_bytes, 2)
+    return f"{each.name.replace('_', ' ')} {needed} {proof.evidence}{kept}; {expected} {expected_words(proof)} ({each.error:+.1%})"
+
+
+def expected_words(proof: Proof) -> str:
+    """The lower rung's word; where both have the same one, which of them it was."""
+    return f"{proof.expected} before" if proof.expected == proof.evidence else proof.expected

@@ -1,0 +1,315 @@
+"""A measurement over an estimate: the measured rung, and a plan corrected by its probes."""
+
+import json
+from dataclasses import replace
+from importlib.resources import files
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_samples import ESTIMATE, PLAN, TOO_LARGE
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model
+from planner.cluster import Cluster
+from planner.confirmed import confirmed, contradiction, contradicts
+from planner.errors import PlanError
+from planner.estimate import estimate
+from planner.fingerprint import candidate_key
+from planner.gpus import parse_cluster
+from planner.job import Job
+from planner.measured import LEAST_SURE_FIRST, RUN_TO_RUN_BYTES, differences, measured_estimate, needed_bytes
+from planner.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage, candidate_of_report, candidate_report
+from planner.plan import Alternative, Plan
+from planner.quantities import Component, Estimate, PhaseMemory
+from planner.report.html import plan_html
+from planner.report.json import estimate_report, json_text, plan_report
+from planner.report.table import estimate_table, plan_table
+from planner.units import GIB, MIB
+
+VALIDATOR = jsonschema.Draft202012Validator(json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8")))
+MODEL = load_model("Qwen2.5-0.5B")
+CANDIDATE = Candidate(model=MODEL, method="sft", tuning="lora", dtype="bfloat16", per_device_train_batch_size=4, max_length=2048)
+CLUSTER: Cluster = parse_cluster("1xRTX-3090")
+EXPECTED: Estimate = estimate(CANDIDATE, CLUSTER)
+CAPACITY = CLUSTER.gpu.free_bytes
+
+
+def peak_of(phase: PhaseMemory, *, more: int = 0, spare: int = 0, driver: bool = True, reserved: bool = True) -> PhasePeak:
+    """A phase as it would be seen if it held `more` bytes of tensors than expected, with `spare` ones kept by the allocator."""
+    outside, slack = phase.components["runtime"], phase.components.get("fragmentation", 0)
+    allocated = phase.total_bytes - outside - slack + more
+    kept = allocated + slack + spare
+    return PhasePeak(
+        name=phase.name, allocated_bytes=allocated, reserved_bytes=kept if reserved else 0, driver_bytes=kept + outside if driver else 0, seconds=0.25
+    )
+
+
+def seen(
+    answer: Estimate = EXPECTED,
+    *,
+    device: DeviceName = "cuda",
+    outcome: Outcome = "fits",
+    more: int = 0,
+    spare: int = 0,
+    capacity: int = CAPACITY,
+    shortage: Shortage | None = None,
+) -> Measurement:
+    phases = tuple(peak_of(phase, more=more, spare=spare, driver=device == "cuda", reserved=device != "cpu") for phase in answer.gpus[0].phases)
+    return Measurement(
+        candidate=answer.candidate,
+        device=device,
+        outcome=outcome,
+        ranks=(RankMemory(rank=0, phases=phases, state_bytes={}, capacity_bytes=capacity, allocator={}),),
+        shortage=shortage,
+        step_seconds=0.5,
+        tokens_per_second=16_000.0,
+        wall_seconds=30.0,
+        message="",
+        log="",
+        versions={"torch": "2.13.0", "trl": "1.16.0"},
+    )
+
+
+SHORT = Shortage(rank=0, phase="backward", tried_bytes=2 * GIB, free_bytes=GIB, allocated_bytes=20 * GIB, reserved_bytes=21 * GIB)
+PLANNED = Plan(
+    job=Job(model=MODEL, method="sft"),
+    cluster=CLUSTER,
+    verdict="fits",
+    best=EXPECTED,
+    alternatives=(),
+    remedies=(),
+    more=(),
+    warnings=("a note",),
+    versions={"trl": "1.16"},
+)
+
+
+class TestMeasuredEstimate:
+    def test_what_is_seen_as_expected_has_the_expected_phases(self):
+        answer = measured_estimate(EXPECTED, seen())
+        assert answer.gpus[0].phases == EXPECTED.gpus[0].phases
+        assert answer.evidence == answer.throughput.evidence == "measured"
+        assert answer.throughput.step_seconds == 0.5 and answer.throughput.tokens_per_second == 16_000.0
+
+    def test_the_total_is_the_drivers(self):
+        answer = measured_estimate(EXPECTED, seen(more=GIB, spare=GIB))
+        assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 2 * GIB
+
+    def test_more_than_expected_is_unexplained_and_spare_is_fragmentation(self):
+        before, after = EXPECTED.gpus[0].peak.components, measured_estimate(EXPECTED, seen(more=GIB, spare=GIB)).gpus[0].peak.components
+        assert after["unexplained"] == GIB
+        assert after["fragmentation"] == before["fragmentation"] + GIB
+        assert {name: size for name, size in after.items() if name not in ("unexplained", "fragmentation")} == {
+            name: size for name, size in before.items() if name != "fragmentation"
+        }
+
+    def test_less_than_expected_is_cut_from_what_is_least_sure(self):
+        before, after = EXPECTED.gpus[0].peak.components, measured_estimate(EXPECTED, seen(more=-MIB)).gpus[0].peak.components
+        first = next(name for name in LEAST_SURE_FIRST if before.get(name))
+        assert after[first] == before[first] - MIB
+        assert "unexplained" not in after and after["weights"] == before["weights"]
+
+    @given(st.integers(-2 * GIB, 2 * GIB), st.integers(0, GIB), st.sampled_from(["cuda", "cpu", "simulated"]))
+    def test_components_sum_to_the_total_and_none_is_negative(self, more, spare, device):
+        measurement = seen(device=device, more=more, spare=spare)
+        for phase in measured_estimate(EXPECTED, measurement).gpus[0].phases:
+            assert sum(phase.components.values()) == phase.total_bytes and min(phase.components.values()) > 0
+            assert phase.total_bytes >= next(peak.allocated_bytes for peak in measurement.ranks[0].phases if peak.name == phase.name)
+
+    def test_every_component_can_be_cut(self):
+        assert set(LEAST_SURE_FIRST) == set(Component.__args__)
+
+    def test_the_interval_is_the_run_to_run_spread_and_stays_within_the_card_it_ran_on(self):
+        gpu = measured_estimate(EXPECTED, seen()).gpus[0]
+        assert gpu.interval_bytes == (gpu.peak_bytes - RUN_TO_RUN_BYTES, gpu.peak_bytes + RUN_TO_RUN_BYTES)
+        full = measured_estimate(EXPECTED, seen(spare=CAPACITY - EXPECTED.gpus[0].peak_bytes - MIB))
+        assert full.gpus[0].interval_bytes[1] == CAPACITY and full.fits and full.fit_probability == 1.0
+
+    def test_on_a_larger_card_what_was_kept_to_spare_does_not_count(self):
+        roomy = seen(spare=30 * GIB, capacity=80 * GIB)
+        answer = measured_estimate(EXPECTED, roomy)
+        assert answer.fits and answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes
+        assert not measured_estimate(EXPECTED, seen(more=30 * GIB, capacity=80 * GIB)).fits
+
+    def test_out_of_memory_is_the_measured_answer_that_it_does_not_fit(self):
+        answer = measured_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT))
+        gpu = answer.gpus[0]
+        assert (answer.fits, answer.fit_probability, answer.evidence) == (False, 0.0, "measured")
+        assert (gpu.peak_phase, gpu.peak_bytes) == ("backward", CAPACITY + GIB)
+        assert answer.over_bytes == GIB
+
+    def test_out_of_memory_whose_message_is_lost_is_over_by_a_byte_at_least(self):
+        lost = replace(seen(outcome="out_of_memory"), ranks=())
+        gpu = measured_estimate(EXPECTED, lost).gpus[0]
+        assert (gpu.peak_bytes, gpu.peak_phase) == (CAPACITY + 1, EXPECTED.gpus[0].peak_phase)
+
+    @pytest.mark.parametrize("outcome", ["hung", "killed", "crashed", "disk_full", "garbage", "gpu_in_use", "host_out_of_memory"])
+    def test_a_probe_that_ended_otherwise_measures_nothing(self, outcome):
+        with pytest.raises(PlanError, match="says nothing about memory"):
+            measured_estimate(EXPECTED, seen(outcome=outcome))
+
+    def test_out_of_memory_on_a_smaller_card_says_nothing_about_this_one(self):
+        with pytest.raises(PlanError, match="smaller card"):
+            measured_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=8 * GIB))
+
+    def test_the_heaviest_process_counts(self):
+        light, heavy = seen().ranks[0], replace(seen(more=GIB).ranks[0], rank=1)
+        answer = measured_estimate(EXPECTED, replace(seen(), ranks=(light, heavy)))
+        assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + GIB
+
+    def test_a_phase_that_nobody_expected_holds_what_stays(self):
+        save = PhasePeak(name="save", allocated_bytes=30 * GIB, reserved_bytes=30 * GIB, driver_bytes=31 * GIB, seconds=1.0)
+        rank = replace(seen().ranks[0], phases=(save,))
+        components = measured_estimate(EXPECTED, replace(seen(), ranks=(rank,))).gpus[0].phases[0].components
+        assert components["weights"] == EXPECTED.gpus[0].peak.components["weights"] and components["unexplained"] > 0
+
+    def test_a_server_stays_as_it_was_expected(self):
+        server = replace(TOO_LARGE.gpus[0], role="vllm", phases=(PhaseMemory(name="rollout", components={"engine": GIB, "runtime": MIB}),))
+        expected = replace(EXPECTED, gpus=(*EXPECTED.gpus, server))
+        answer = measured_estimate(expected, seen())
+        assert answer.gpus[1] is server and "the vLLM server's cards are still estimated" in answer.reasons
+
+
+class TestOtherDevices:
+    def test_a_simulated_probe_never_looks_measured(self):
+        plan = confirmed(PLANNED, CANDIDATE, [seen(device="simulated")], ["it fits"], {})
+        report = plan_report(plan)
+        best, proof = report["best"], report["proof"]
+        assert isinstance(best, dict) and isinstance(proof, dict)
+        assert best["evidence"] == proof["evidence"] == "simulated" and best["throughput"]["evidence"] == "estimated"
+        for text in (plan_table(plan, 100).plain, plan_html(plan)):
+            assert "measured" not in text.replace("nothing here was measured", "")
+            assert "nothing here was measured: the probes ran in simulated cards" in text
+
+    def test_the_cpu_measures_tensors_and_nothing_else(self):
+        answer = measured_estimate(EXPECTED, seen(device="cpu", capacity=0))
+        assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes
+        assert answer.throughput is EXPECTED.throughput
+        assert 0 < answer.gpus[0].interval_bytes[1] - answer.gpus[0].peak_bytes < EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
+        assert "the probe ran on the CPU, where tensors' bytes are counted" in answer.reasons[-1]
+        assert "measured on the CPU (torch 2.13, trl 1.16)" in estimate_table(answer, CLUSTER, (), 120).plain
+
+
+class TestDifferences:
+    def test_what_is_kept_to_spare_is_measured_and_not_needed(self):
+        heaviest = max(differences(EXPECTED, seen(spare=GIB)), key=lambda each: each.expected_bytes)
+        assert heaviest.measured_bytes == heaviest.needed_bytes + GIB
+        assert heaviest.error == 0.0
+
+    def test_too_little_expected_is_negative(self):
+        assert all(each.error < 0 for each in differences(EXPECTED, seen(more=GIB)))
+
+    def test_need_is_tensors_slack_and_what_is_outside_pytorch(self):
+        expected = PhaseMemory(name="backward", components={"weights": 100, "fragmentation": 10, "runtime": 7})
+        peak = PhasePeak(name="backward", allocated_bytes=120, reserved_bytes=125, driver_bytes=130, seconds=0.0)
+        assert needed_bytes(peak, expected) == 120 + 5 + 5
+        assert needed_bytes(replace(peak, reserved_bytes=0, driver_bytes=0), expected) == 120 + 10 + 7
+        assert needed_bytes(replace(peak, reserved_bytes=200, driver_bytes=0), expected) == 120 + 10 + 7
+
+    def test_a_run_that_ended_early_has_none(self):
+        assert differences(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT)) == ()
+
+
+class TestContradiction:
+    def test_out_of_memory_contradicts_a_plan_that_fits(self):
+        assert contradicts(PLANNED, [seen(outcome="out_of_memory", shortage=SHORT)])
+
+    def test_more_than_the_interval_contradicts(self):
+        reach = EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
+        assert not contradicts(PLANNED, [seen(more=reach)])
+        assert contradicts(PLANNED, [seen(more=reach + 2)])
+
+    def test_what_the_allocator_keeps_to_spare_does_not(self):
+        assert not contradicts(PLANNED, [seen(spare=2 * GIB)])
+
+    def test_fitting_contradicts_a_plan_that_had_denied_it(self):
+        denied = replace(EXPECTED, fits=False)
+        assert contradiction(denied, seen()) == "the candidate fits on the GPU, which the plan had denied"
+        assert not contradiction(denied, seen(outcome="out_of_memory", shortage=SHORT))
+
+    @pytest.mark.parametrize("outcome", ["hung", "crashed"])
+    def test_a_probe_that_says_nothing_does_not(self, outcome):
+        assert not contradicts(PLANNED, [seen(outcome=outcome)])
+
+    def test_another_candidate_does_not(self):
+        other = replace(seen(outcome="out_of_memory", shortage=SHORT), candidate=replace(CANDIDATE, max_length=4096))
+        assert not contradicts(PLANNED, [other])
+
+
+class TestConfirmed:
+    def test_the_best_is_measured_and_the_proof_is_kept(self):
+        plan = confirmed(PLANNED, CANDIDATE, [seen(more=100 * MIB)], ["1 probe"], {"probes": 1})
+        assert plan.best.evidence == "measured" and plan.verdict == "fits"
+        assert plan.proof is not None and plan.proof.lines == ("1 probe",) and plan.proof.expected == "estimated"
+        assert plan.warnings[0].startswith("the probe on the GPU needed ") and plan.warnings[-1] == "a note"
+        assert plan.versions["torch"] == "2.13.0"
+
+    def test_the_proven_candidate_takes_the_place_of_one_that_ran_out(self):
+        smaller = replace(CANDIDATE, per_device_train_batch_size=2)
+        measurements = [seen(outcome="out_of_memory", shortage=SHORT), seen(estimate(smaller, CLUSTER))]
+        plan = confirmed(PLANNED, smaller, measurements, [], {})
+        assert plan.best.candidate == smaller and plan.best.evidence == "measured"
+        assert "ran out of memory on the GPU in the backward" in plan.warnings[0]
+        assert plan.warnings[1] == "proven instead of what was recommended: per_device_train_batch_size=2"
+
+    def test_where_nothing_was_proven_the_plan_says_that_it_does_not_fit(self):
+        plan = confirmed(PLANNED, None, [seen(outcome="out_of_memory", shortage=SHORT)], [], {})
+        assert plan.verdict == "does_not_fit" and not plan.best.fits
+
+    def test_a_crash_leaves_the_estimate(self):
+        plan = confirmed(PLANNED, None, [seen(outcome="crashed")], ["the probe crashed"], {})
+        assert plan.best == EXPECTED and plan.proof is not None and plan.proof.evidence == "estimated"
+
+    def test_an_alternative_that_was_probed_is_measured_too(self):
+        other = estimate(replace(CANDIDATE, tuning="full"), CLUSTER)
+        plan = replace(PLANNED, alternatives=(Alternative(label="full fine-tuning", estimate=other, note=""),))
+        shown = confirmed(plan, CANDIDATE, [seen(), seen(other)], [], {})
+        assert shown.alternatives[0].estimate.evidence == "measured"
+
+    def test_a_measurement_from_another_process_is_of_the_same_candidate(self):
+        read = candidate_of_report(json.loads(json.dumps(candidate_report(CANDIDATE))))
+        assert read != CANDIDATE and candidate_key(read) == candidate_key(CANDIDATE)
+        assert confirmed(PLANNED, read, [replace(seen(), candidate=read)], [], {}).best.evidence == "measured"
+
+
+class TestReports:
+    PROVEN = confirmed(
+        PLANNED, CANDIDATE, [seen(more=GIB, spare=GIB)], ["3 probes: the next larger batch ran out of memory"], {"probes": 3, "learned": {"runtime": 1}}
+    )
+
+    def test_the_json_follows_the_schema(self):
+        VALIDATOR.validate(json.loads(json_text(plan_report(self.PROVEN))))
+        VALIDATOR.validate(json.loads(json_text(estimate_report(self.PROVEN.best))))
+
+    def test_the_table_shows_the_rung_the_proof_and_the_difference(self):
+        text = plan_table(self.PROVEN, 120).plain
+        assert "measured (torch 2.13, trl 1.16)" in text
+        assert "fits, as a probe showed" in text
+        assert "proof        3 probes: the next larger batch ran out of memory" in text
+        assert "GiB measured and 1.00 GiB kept to spare; " in text and "GiB estimated (-" in text
+
+    def test_the_page_shows_the_proof(self):
+        page = plan_html(self.PROVEN)
+        assert "Proof (measured)" in page and "3 probes: the next larger batch ran out of memory" in page
+
+    def test_a_plan_without_probes_has_no_proof(self):
+        assert "proof" not in plan_report(PLAN) and "device" not in estimate_report(ESTIMATE)
+        assert "Proof" not in plan_html(PLAN)
+
+
+class TestSameCandidate:
+    def test_the_name_of_a_checkpoint_makes_no_difference(self):
+        instruct = load_model("Qwen2.5-0.5B-Instruct")
+        assert candidate_key(replace(CANDIDATE, model=instruct)) == candidate_key(CANDIDATE)
+
+    def test_another_depth_or_a_setting_does(self):
+        shallow = {**MODEL.config, "num_hidden_layers": 2, "max_window_layers": 2}
+        from planner.architectures import shape_of
+
+        others = [replace(CANDIDATE, model=shape_of(shallow, id="x")), replace(CANDIDATE, lora_r=8), replace(CANDIDATE, max_length=1024)]
+        assert len({candidate_key(each) for each in (CANDIDATE, *others)}) == 4
+
+    def test_a_setting_that_the_method_does_not_read_makes_no_difference(self):
+        assert candidate_key(replace(CANDIDATE, num_generations=4)) == candidate_key(CANDIDATE)
