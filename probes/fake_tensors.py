@@ -10,11 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from probes.fake_results import FakeResults
+
 aten = torch.ops.aten
 _DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")
 
 # Integers and booleans above this are fake as well: a trainer reads no value from as large a mask.
 REAL_BYTES_LIMIT = 2**26
+# Floating numbers above this, computed from whole masks, are fake: an additive mask of every pair of tokens, but no weights of a row's tokens.
+REAL_NUMBERS_BYTES = 2**20
 # Arguments up to this are not asked what they would grow into: an outer product of two such masks stays within memory.
 SMALL_BYTES = 2**14
 # What a fake number is read as, and the token that is "sampled" from fake logits. The dry run's tokenizer gives it no meaning.
@@ -27,6 +31,7 @@ class FakeArithmetic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._results = FakeResults(self.fake_mode)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -54,18 +59,16 @@ class FakeArithmetic(TorchDispatchMode):
     def _without_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         if tensors and (all(_bytes(tensor) <= SMALL_BYTES for tensor in tensors) or _reads_data(func) or _makes_nothing(func)):
             return func(*args, **kwargs)
-        with self.fake_mode:
-            shaped = func(*args, **kwargs)
+        shaped = self._results.of(func, args, kwargs)
         if not isinstance(shaped, torch.Tensor):
             return func(*args, **kwargs)
-        number = shaped.is_floating_point() and shaped.numel() > 1 and not tensors
+        number = shaped.is_floating_point() and shaped.numel() > 1 and (not tensors or _bytes(shaped) > REAL_NUMBERS_BYTES)
         return shaped if number or _bytes(shaped) > REAL_BYTES_LIMIT else func(*args, **kwargs)
 
     def _with_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten._grouped_mm.default:
             return self._grouped_products(*args, **kwargs)
-        # no `with self.fake_mode`: entering it for every operator costs as much as the operator
-        result = self.fake_mode.dispatch(func, (), _with_counted_indices(func, args), kwargs)
+        result = self._results.of(func, _with_counted_indices(func, args), kwargs)
         if func._schema.is_mutable:
             target = kwargs.get("out", args[0] if args else None)
             real = isinstance(target, torch.Tensor) and not isinstance(target, FakeTensor)

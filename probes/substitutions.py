@@ -243,8 +243,17 @@ def efficient_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -
     return int(4 * batch * heads * length * (1 + (head if query.dtype in _HALF else 0)))
 
 
+def safe_softmax_workspace_bytes(scores: torch.Tensor) -> int:
+    """What `_safe_softmax` makes besides its result: the softmax before rows of nothing but -inf become zero, and a boolean an element, on one GPU.
+
+    Source: `_safe_softmax`, aten/src/ATen/native/transformers/attention.cpp.
+    """
+    return int(scores.numel() * (scores.element_size() + 1))
+
+
 # Operators that allocate inside themselves on CUDA, where the mode does not see it: function of the operator's arguments.
 WORKSPACES: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: lambda grad, query, key, *_, **__: flash_backward_workspace_bytes(query, key),
     aten._scaled_dot_product_efficient_attention_backward.default: lambda grad, query, key, *_, **__: efficient_backward_workspace_bytes(query, key),
+    aten._safe_softmax.default: lambda scores, *_, **__: safe_softmax_workspace_bytes(scores),
 }

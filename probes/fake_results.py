@@ -1,0 +1,107 @@
+"""What operators return on fake tensors: asked of PyTorch's fake mode once for each shape of the arguments, and made again from then on.
+
+PyTorch's own cache of such answers hashes and checks more than one fake mode of plain tensors on one device needs: it takes half of a dry run.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_CPU = torch.device("cpu")
+_NUMBERS = (bool, int, float, complex)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that an operator makes, or a view of the `base`th tensor of its arguments, or, without a shape, that tensor itself."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    base: int = -1
+
+
+class FakeResults:
+    """The results of operators on fake tensors of one mode."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Any, tuple[_Made, ...] | _Made | None] = {}
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`func(*args, **kwargs)`. No dispatch mode may be on: call it from within one."""
+        tensors: list[torch.Tensor] = []
+        try:
+            key = (func, _described(args, tensors), _described(tuple(kwargs.items()), tensors) if kwargs else ())
+            known = self._known.get(key, self)
+        except TypeError:  # an argument that cannot be hashed
+            return self._mode.dispatch(func, (), args, kwargs)
+        if known is None:
+            return self._mode.dispatch(func, (), args, kwargs)
+        if isinstance(known, _Made):
+            return self._make(known, tensors)
+        if isinstance(known, tuple):
+            return tuple(self._make(each, tensors) for each in known)
+        return self._asked(key, func, args, kwargs, tensors)
+
+    def _asked(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        result = self._mode.dispatch(func, (), args, kwargs)
+        before = key[1:]
+        unchanged = before == (_described(args, []), _described(tuple(kwargs.items()), []) if kwargs else ())
+        self._known[key] = _answer(result, tensors) if unchanged else None
+        return result
+
+    def _make(self, made: _Made, tensors: list[torch.Tensor]) -> torch.Tensor:
+        if made.shape is None:
+            return tensors[made.base]
+        if made.base < 0:
+            return FakeTensor(self._mode, torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta"), _CPU)
+        view = torch.empty(0, dtype=made.dtype, device="meta").set_(tensors[made.base].untyped_storage(), made.offset, made.shape, made.stride)
+        return FakeTensor(self._mode, view, _CPU)
+
+
+def _described(items: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Arguments as far as results depend on them; their tensors are appended to `tensors`."""
+    found: list[Any] = []
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+            found.append((item.shape, item.stride(), item.dtype, item.storage_offset()))
+        elif isinstance(item, (list, tuple)):
+            found.append(_described(item, tensors))
+        elif isinstance(item, _NUMBERS):
+            found.append((type(item), item))  # 1, 1.0 and True are equal, but not the same to an operator
+        else:
+            found.append(item)
+    return tuple(found)
+
+
+def _answer(result: Any, tensors: list[torch.Tensor]) -> tuple[_Made, ...] | _Made | None:
+    """How to make the result again; None where that is not known."""
+    if isinstance(result, torch.Tensor):
+        return _made(result, tensors)
+    if not isinstance(result, tuple) or not result:
+        return None
+    each = [_made(item, tensors) if isinstance(item, torch.Tensor) else None for item in result]
+    whole = tuple(made for made in each if made is not None)
+    return whole if len(whole) == len(result) else None
+
+
+def _made(result: torch.Tensor, tensors: list[torch.Tensor]) -> _Made | None:
+    if not isinstance(result, FakeTensor) or result.fake_device != _CPU or result.constant is not None or result.dtype.is_complex:
+        return None
+    for index, tensor in enumerate(tensors):
+        if tensor is result:
+            return _Made(result.dtype, None, base=index)
+    if result.layout is not torch.strided or result.is_neg() or result.requires_grad:
+        return None
+    storage = result.untyped_storage()
+    shape, stride, offset = tuple(result.shape), result.stride(), result.storage_offset()
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata == storage._cdata:
+            return _Made(result.dtype, shape, stride, offset, index)
+    extent = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return _Made(result.dtype, shape, stride) if offset == 0 and storage.nbytes() == extent * result.element_size() else None
