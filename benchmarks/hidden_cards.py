@@ -1,0 +1,229 @@
+"""Simulated cards whose context, slack, activations and kernels are not what the estimate says: the truth that a search has to find.
+
+The truth of a candidate is its estimate with offsets that no sampler is told:
+
+    phase = estimate + context + slack x allocated + (activations + structure) x training pass + kernel x (activations and attention scores)
+
+drawn once for each card, uniformly: context -300..+300 MB, slack 0..6 % of what is allocated, activations -6..+6 % (of the components of a
+training pass, planner/confidence.py `PASS`), each attention implementation 0..+5 %, each structure -0.5..+0.5 % of its pass besides, which
+no constant of a device explains, and speed -20..+20 %. Everything here is simulated; nothing ran on a GPU.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.candidate import Candidate
+from planner.confidence import PASS
+from planner.estimate import estimate
+from planner.knobs import Question
+from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage
+from planner.memory.communication import nccl_bytes
+from planner.memory.engine import EngineDoesNotFit
+from planner.quantities import Estimate, GpuMemory, PhaseMemory
+from planner.search import largest
+from planner.units import MIB
+from probes.space import FEW_SIZES, Place, Space
+
+CONTEXT_BYTES = 300_000_000
+SLACK = 0.06
+ACTIVATIONS = 0.06
+KERNEL = 0.05
+STRUCTURE = 0.005
+SPEED = 0.20
+# What the allocator keeps of a run that has room and would give back, of what is allocated: the "typically 3-15 %" between reserved and allocated.
+CACHE = 0.10
+OUTSIDE_TORCH = ("runtime", "engine", "fragmentation")
+ATTEMPT_SECONDS = 60.0  # a probe's wall time, which nothing here reads
+
+
+def formulas_alone(candidate: Candidate, question: Question) -> Estimate | None:
+    """The lowest rung only: the same in every release of the libraries, and quick."""
+    try:
+        return estimate(candidate, question.cluster, question.job.risk)
+    except EngineDoesNotFit:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HiddenCard:
+    """One card's secrets."""
+
+    seed: int
+    context_bytes: float
+    slack: float
+    activations: float
+    speed: float
+
+    def kernel(self, name: str) -> float:
+        return random.Random(f"{self.seed} kernel {name}").uniform(0, KERNEL)
+
+    def structure(self, name: str) -> float:
+        return random.Random(f"{self.seed} structure {name}").uniform(-STRUCTURE, STRUCTURE)
+
+
+def hidden_card(seed: int) -> HiddenCard:
+    draw = random.Random(f"card {seed}")
+    return HiddenCard(
+        seed=seed,
+        context_bytes=draw.uniform(-CONTEXT_BYTES, CONTEXT_BYTES),
+        slack=draw.uniform(0, SLACK),
+        activations=draw.uniform(-ACTIVATIONS, ACTIVATIONS),
+        speed=draw.uniform(1 - SPEED, 1 + SPEED),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TruePhase:
+    """One phase as the card has it, in bytes."""
+
+    memory: PhaseMemory
+    allocated: float  # the trainer's tensors
+    kept: float  # by the allocator, not to be had
+    outside: float  # of torch: context and NCCL
+    engine: float
+    capacity: int
+
+    @property
+    def total(self) -> float:
+        return self.allocated + self.kept + self.outside + self.engine
+
+
+def true_phase(card: HiddenCard, phase: PhaseMemory, gpu: GpuMemory, structure: str, kernel: str, nccl: int, states: bool = True) -> TruePhase:
+    """`states`: whether there are optimizer states yet."""
+    parts = phase.components
+    allocated = sum(size for name, size in parts.items() if name not in OUTSIDE_TORCH) - nccl
+    allocated += (card.activations + card.structure(structure)) * sum(parts.get(name, 0) for name in PASS)
+    allocated += card.kernel(kernel) * (parts.get("activations", 0) + parts.get("attention_scores", 0))
+    if not states:
+        allocated -= parts.get("optimizer_states", 0)
+    return TruePhase(
+        memory=phase,
+        allocated=allocated,
+        kept=parts.get("fragmentation", 0) + card.slack * allocated,
+        outside=max(parts.get("runtime", 0) + card.context_bytes, 0) + nccl,
+        engine=parts.get("engine", 0),
+        capacity=gpu.capacity_bytes,
+    )
+
+
+def true_phases(card: HiddenCard, space: Space, place: Place, states: bool = True) -> list[list[TruePhase]]:
+    """Of each role's GPUs."""
+    answer = space.estimate(place)
+    assert answer is not None
+    nccl, kernel, structure = nccl_bytes(answer.candidate, space.question.cluster.gpu), answer.candidate.attn_implementation, space.lines[place.line].name
+    return [
+        [true_phase(card, phase, gpu, structure, kernel, nccl if gpu.role != "vllm" else 0, states or phase.name == "optimizer_step") for phase in gpu.phases]
+        for gpu in answer.gpus
+    ]
+
+
+def truly_fits(card: HiddenCard, space: Space, place: Place) -> bool:
+    return space.starts(place) and all(phase.total <= phase.capacity for gpu in true_phases(card, space, place) for phase in gpu)
+
+
+def exhaustive_best(space: Space, fits: Callable[[Place], bool]) -> Place | None:
+    """The candidate of most merit that fits, of all there are. Exact: every structure, and every size where they are few; what is skipped
+    lies beyond a size or a share that does not fit, and memory and merit grow with both."""
+    best: Place | None = None
+    for line in range(len(space.lines)):
+        for place in best_of_line(space, line, fits):
+            if best is None or space.merit(place) > space.merit(best):
+                best = place
+    return best
+
+
+def best_of_line(space: Space, line: int, fits: Callable[[Place], bool]) -> list[Place]:
+    count = len(space.lines[line].sizes)
+    sizes: list[int] = list(range(count))
+    if count > FEW_SIZES:
+        top = largest(0, count - 1, lambda size: fits(space.leanest(line, size)))
+        sizes = [top] if top >= 0 else []
+    found = []
+    for size in sizes:
+        low, high = space.shares(line, size)
+        share = largest(low, high, lambda share: fits(Place(line, size, share)))  # noqa: B023
+        found += [Place(line, size, share)] if share >= low else []
+    return found
+
+
+# -- the probe ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HiddenProbe:
+    """Runs candidates of a space on a hidden card. What it says has the form and the holes of a real probe's answer."""
+
+    card: HiddenCard
+    space: Space
+    places: dict[Candidate, Place]
+
+    def __call__(self, candidate: Candidate) -> Measurement:
+        return self.at(self.places[candidate])
+
+    def at(self, place: Place) -> Measurement:
+        answer = self.space.estimate(place)
+        assert answer is not None
+        first = true_phases(self.card, self.space, place, states=False)
+        second = true_phases(self.card, self.space, place)
+        draw = random.Random(f"{self.card.seed} {place}")
+        failed = next((phase for step in (first, second) for phase in step[0] if phase.total > phase.capacity), None)
+        if failed is None and len(second) > 1:
+            failed = next((phase for phase in second[1] if phase.total > phase.capacity), None)
+        measured = first[0] if failed is not None else second[0]
+        if failed is not None and failed in first[0]:
+            measured = first[0][: first[0].index(failed)]
+        colocated = answer.candidate.vllm == "colocate"
+        rank = RankMemory(
+            rank=0,
+            phases=tuple(_peak(phase, colocated, draw) for phase in measured),
+            state_bytes={},
+            capacity_bytes=second[0][0].capacity,
+            allocator={},
+        )
+        speed = 0.0 if failed is not None else answer.throughput.tokens_per_second * self.card.speed
+        return Measurement(
+            candidate=answer.candidate,
+            device="cuda",
+            outcome="fits" if failed is None else "out_of_memory",
+            ranks=(rank,),
+            shortage=None if failed is None else _shortage(failed, self.card.slack, draw),
+            step_seconds=0.0 if failed is not None else answer.throughput.step_seconds / self.card.speed,
+            tokens_per_second=speed,
+            wall_seconds=ATTEMPT_SECONDS,
+            message="",
+            log="",
+            versions={"device": "hidden card, simulated"},
+        )
+
+
+def _peak(phase: TruePhase, colocated: bool, draw: random.Random) -> PhasePeak:
+    """With some cache that the allocator would have given back; torch counts an engine's tensors, the driver counts all."""
+    room = max(phase.capacity - phase.total, 0)
+    cache = min(draw.uniform(0, CACHE) * phase.allocated, room)
+    engine = phase.engine if colocated else 0
+    reserved = phase.allocated + phase.kept + cache
+    return PhasePeak(
+        name=phase.memory.name,
+        allocated_bytes=int(phase.allocated + engine),
+        reserved_bytes=int(reserved + engine),
+        driver_bytes=int(reserved + phase.outside + phase.engine),
+        seconds=1.0,
+    )
+
+
+def _shortage(phase: TruePhase, slack: float, draw: random.Random) -> Shortage:
+    """The message: what was there is full, and what was asked for leads towards what the phase needs."""
+    reserved = phase.capacity - phase.outside - phase.engine - draw.uniform(0, 20 * MIB)
+    fixed = phase.kept - slack * phase.allocated
+    allocated = (reserved - fixed) / (1 + slack)
+    tried = draw.uniform(0.3, 1.0) * (phase.allocated - allocated)
+    free = min(phase.capacity - phase.outside - phase.engine - reserved, tried / 2)
+    return Shortage(
+        rank=0,
+        phase=phase.memory.name,
+        tried_bytes=int(tried) + 1,
+        free_bytes=int(free),
+        allocated_bytes=int(allocated),
+        reserved_bytes=int(reserved),
+    )

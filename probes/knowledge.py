@@ -1,0 +1,147 @@
+"""What a study knows: which candidates ran, which cannot run, and which could still be better than the best that ran."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.measurement import Measurement
+from planner.search import largest
+from probes.belief import Belief, Draws, believed, draws
+from probes.lessons import observations
+from probes.space import FEW_SIZES, Place, Space
+
+# A candidate is excluded when the belief gives it less than this chance of fitting, and taken to fit when it leaves no more than this.
+LEAST_CHANCE = 0.005
+WORLDS = 400  # samples of the belief in which the best candidate is sought
+SEED = 0
+# Of the merit that the best candidate may have, the share of worlds that offer at least as much as the one asked for: with one half a
+# probe halves what is open, as bisection does; a little more, since a probe that fits teaches more than one that runs out.
+AIMED = 0.6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Knowledge:
+    """Of one study. `set_aside`: candidates that failed twice for another reason than memory, and why."""
+
+    space: Space
+    belief: Belief
+    measured: Mapping[Place, Measurement]
+    set_aside: Mapping[Place, str]
+
+    @property
+    def ran(self) -> list[Place]:
+        """Candidates that fit, the best by what the job asks for first."""
+        fitting = [place for place, measurement in self.measured.items() if measurement.outcome == "fits"]
+        return sorted(fitting, key=self.space.merit, reverse=True)
+
+    @property
+    def floor(self) -> tuple[float, ...]:
+        """What a candidate must exceed to be worth a probe."""
+        return self.space.merit(self.ran[0]) if self.ran else ()
+
+    def decided(self, place: Place) -> bool:
+        return place in self.measured or place in self.set_aside
+
+    def chance(self, place: Place) -> float:
+        """That a candidate fits: at most so much."""
+        for ran, measurement in self.measured.items():
+            if measurement.outcome == "fits" and self.space.within(place, ran):
+                return 1.0
+            if measurement.outcome == "out_of_memory" and self.space.within(ran, place):
+                return 0.0
+        return self.belief.fit_probability(self.space.heavy_rows(place)) if self.space.starts(place) else 0.0
+
+    def may_fit(self, place: Place) -> bool:
+        return self.chance(place) > LEAST_CHANCE
+
+    def surely_fits(self, place: Place) -> bool:
+        return self.chance(place) >= 1 - LEAST_CHANCE
+
+
+def known(space: Space, measured: Mapping[Place, Measurement], set_aside: Mapping[Place, str]) -> Knowledge:
+    """Everything that the measurements of a study say, in the order in which they came."""
+    lessons = [
+        observations(measurement, space.rows_at(place), str(number))
+        for number, (place, measurement) in enumerate(measured.items())
+        if measurement.decided and space.starts(place)
+    ]
+    return Knowledge(space=space, belief=believed([each for lesson in lessons for each in lesson]), measured=measured, set_aside=set_aside)
+
+
+# -- what is open ------------------------------------------------------------------------------------------------------
+
+
+def open_places(knowledge: Knowledge) -> list[Place]:
+    """Candidates that are better than the best that ran, that may fit and of which no probe has said, best first.
+
+    Where one is sure to fit, those of less merit are left out: it will be asked first.
+    """
+    space = knowledge.space
+    found = [place for line in range(len(space.lines)) for place in _of_line(knowledge, line) if not knowledge.decided(place)]
+    ordered = sorted(found, key=lambda place: (space.merit(place), -knowledge.chance(place)), reverse=True)
+    sure = next((index for index, place in enumerate(ordered) if knowledge.surely_fits(place)), len(ordered))
+    return ordered[: sure + 1]
+
+
+def _of_line(knowledge: Knowledge, line: int) -> Iterator[Place]:
+    for size in sizes_that_may_fit(knowledge, line):
+        yield from shares_that_may_fit(knowledge, line, size)
+
+
+def sizes_that_may_fit(knowledge: Knowledge, line: int) -> Iterator[int]:
+    """Largest first. Where sizes are many, none below one that is sure to fit: it has less of what is asked for."""
+    space, count = knowledge.space, len(knowledge.space.lines[line].sizes)
+    if count <= FEW_SIZES:
+        yield from (size for size in range(count - 1, -1, -1) if knowledge.may_fit(space.leanest(line, size)))
+        return
+    top = largest(0, count - 1, lambda size: knowledge.may_fit(space.leanest(line, size)))
+    for size in range(top, -1, -1):
+        yield size
+        if knowledge.surely_fits(space.leanest(line, size)):
+            return
+
+
+def shares_that_may_fit(knowledge: Knowledge, line: int, size: int) -> Iterator[Place]:
+    """Places of more merit than the floor, the largest share first; a share that gains nothing over the next smaller one is left out."""
+    space, (low, high) = knowledge.space, knowledge.space.shares(line, size)
+    top = largest(low, high, lambda share: knowledge.may_fit(Place(line, size, share)))
+    for share in range(top, low - 1, -1):
+        place = Place(line, size, share)
+        if space.merit(place) <= knowledge.floor:
+            return
+        if share > low and space.merit(Place(line, size, share - 1)) >= space.merit(place):
+            continue
+        yield place
+        if knowledge.surely_fits(place):
+            return
+
+
+# -- what to ask next --------------------------------------------------------------------------------------------------
+
+
+def next_place(knowledge: Knowledge, worlds: int = WORLDS, seed: int = SEED) -> Place | None:
+    """The candidate whose probe decides most; None when nothing open is left.
+
+    In each world that the belief allows one open candidate is the best that fits. The one asked for has as much merit as is reached in
+    `AIMED` of the worlds in which any of them fits.
+    """
+    places = open_places(knowledge)
+    if not places:
+        return None
+    best = best_in_worlds(knowledge, places, draws(knowledge.belief, worlds, seed))
+    total = sum(best)
+    if not total:
+        return max(places, key=knowledge.chance)
+    reached = np.cumsum(best) >= AIMED * total
+    return places[int(np.argmax(reached))]
+
+
+def best_in_worlds(knowledge: Knowledge, places: Sequence[Place], worlds: Draws) -> list[int]:
+    """In how many worlds each place, ordered by merit, is the first that fits."""
+    left, counts = np.ones(worlds.count, dtype=bool), []
+    for place in places:
+        fitting = left & worlds.fit(knowledge.space.heavy_rows(place))
+        counts.append(int(fitting.sum()))
+        left &= ~fitting
+    return counts
