@@ -1,17 +1,25 @@
 """Profiles from dry runs: the few small traces that answer for every size of a recipe."""
 
+import gc
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 
 from planner.candidate import Candidate
+from planner.errors import DryRunUnsupported, PlanError
 from planner.model import ModelShape
+from planner.quantities import Estimate
+from planner.trace.compose import SHARDED, single_process, without_states
+from planner.trace.decide import simulated
 from planner.trace.fit import Sample, fit_profile
 from planner.trace.profile import NoProfile, Profile
 from planner.trace.recipe import MANY_TILES, base_layers, key_of, numbers, period, recipe_of, sizes_of
-from planner.trace.store import load_profile, save_profile
+from planner.trace.store import LIBRARIES, load_profile, save_profile
 from planner.trace.terms import VOCAB_CHUNK
 from probes.dryrun import dry_run
+from probes.simulate import REASON_LENGTH
 from probes.substitutions import CUDA_BLOCK_BYTES
 
 # Widths that are no multiples of one another nor, but for what kernels want of a head, of what they round to; hidden is one of heads, as
@@ -20,6 +28,12 @@ WIDTHS: tuple[tuple[int, int, int, int, int, int, int], ...] = (
     (6, 2, 40, 186, 440, 11000, 12),
     (12, 3, 24, 228, 616, 17416, 20),
     (10, 5, 56, 310, 712, 23560, 28),
+)
+# The same where weights are quantized: products of two are whole blocks of statistics (probes/quantized.py, BLOCK x NESTED_BLOCK).
+QUANTIZED_WIDTHS: tuple[tuple[int, int, int, int, int, int, int], ...] = (
+    (48, 16, 40, 2688, 2176, 11000, 12),
+    (64, 32, 24, 896, 3712, 17416, 20),
+    (80, 16, 56, 1920, 2432, 23560, 28),
 )
 ATTEMPTS = 20_000  # draws of rows and lengths before a regime is given up
 SEED = 20261120
@@ -33,31 +47,63 @@ def profile_of(candidate: Candidate) -> Profile:
     Raises:
         NoProfile: the recipe is not one that a profile stands for, its allocations do not follow the terms, or a held-back trace is not reproduced.
     """
-    candidate = replace(candidate, sharding="none", num_processes=1, num_nodes=1)
     layers, repeat = base_layers(candidate.model), period(candidate.model)
     draws = _draws(candidate)
-    cases = [_narrowed(next(draws), widths) for widths in WIDTHS]
-    samples = tuple(_sample(case, layers) for case in cases)
-    deeper = (_sample(cases[0], layers + repeat), _sample(cases[0], layers + 2 * repeat))
-    return fit_profile(samples, deeper, (_sample(next(draws), layers + 3 * repeat),), CUDA_BLOCK_BYTES)
+    cases = [_narrowed(next(draws), widths) for widths in (WIDTHS if candidate.quantization == "none" else QUANTIZED_WIDTHS)]
+    with _little_to_collect():
+        samples = tuple(_sample(case, layers) for case in cases)
+        deeper = (_sample(cases[0], layers + repeat), _sample(cases[0], layers + 2 * repeat))
+        held_back = _sample(next(draws), layers + 3 * repeat)
+    return fit_profile(samples, deeper, (held_back,), CUDA_BLOCK_BYTES)
+
+
+@contextmanager
+def _little_to_collect() -> Iterator[None]:
+    """Trainers run Python's cyclic collector before they train; what there was before the traces is no work for it."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def kept_profile(candidate: Candidate) -> Profile:
-    """The profile of a candidate's recipe from the user's cache or the package; made and kept where there is none.
+    """The profile of a candidate's recipe from the user's cache or the package; made and kept where there is none of the installed libraries.
 
     Raises:
         NoProfile: as `profile_of`.
     """
     profile = load_profile(candidate)
-    if profile is None:
+    if profile is None or dict(profile.versions) != {name: version(name) for name in LIBRARIES}:
         profile = profile_of(candidate)
         save_profile(candidate, profile)
     return profile
 
 
+def simulated_answer(answer: Estimate, risk: float) -> Estimate:
+    """An estimate as the profile of its candidate's recipe decides it, which is made and kept where there is none yet: seconds, then milliseconds.
+
+    An answer that stands on a profile of the installed libraries is as it was.
+
+    Raises:
+        DryRunUnsupported: no profile stands for the candidate, or the installed libraries stop at it.
+    """
+    try:
+        return simulated(answer, kept_profile(answer.candidate), risk)
+    except NoProfile as error:
+        raise DryRunUnsupported(str(error)) from error
+    except PlanError:
+        raise
+    except Exception as error:  # whatever the installed libraries raise is the answer that they cannot run this
+        reason = " ".join(str(error).split())[:REASON_LENGTH]
+        raise DryRunUnsupported(f"The installed libraries stop at it: {type(error).__name__}: {reason}") from error
+
+
 def _sample(candidate: Candidate, layers: int) -> Sample:
+    """A trace of one process; without states where the candidate shards them."""
     case = with_layers(candidate, layers)
-    return Sample(values=tuple(sizes_of(case).items()), layers=layers, trace=dry_run(case, block_bytes=1))
+    trace = dry_run(single_process(case), block_bytes=1, steps=1)
+    return Sample(values=tuple(sizes_of(case).items()), layers=layers, trace=without_states(trace) if case.sharding in SHARDED else trace)
 
 
 def with_layers(candidate: Candidate, layers: int) -> Candidate:
@@ -132,4 +178,5 @@ def _accumulation(candidate: Candidate) -> int:
 
 
 def _up(length: int) -> int:
-    return -(-length // 16) * 16
+    """An odd multiple of 16, so that what rounds up to 32 or more can be told from the length."""
+    return length // 32 * 32 + 16

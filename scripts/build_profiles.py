@@ -10,58 +10,78 @@ import argparse
 import json
 import time
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import product
-from typing import Literal
+from unittest import mock
 
-from planner.candidate import Candidate, Dtype
+from planner import search
+from planner.candidate import Candidate
 from planner.catalogue import load_model
+from planner.cluster import Cluster
+from planner.estimate import estimate
+from planner.gpus import parse_cluster
+from planner.job import Job
 from planner.methods import MethodName
+from planner.plan import plan
+from planner.quantities import Estimate
 from planner.trace.profile import NoProfile, profile_from_json
-from planner.trace.recipe import key_of, recipe_of
+from planner.trace.recipe import key_of, period, recipe_of
 from planner.trace.store import LIBRARIES, SHIPPED, SUFFIX, write_profile
 
 # Models of every architecture, in order of use; what is in brackets shares the profiles of the one before it.
 MODELS: tuple[str, ...] = (
     "Qwen2.5-7B",  # (14B, 32B, 72B, Coder, Math)
     "Llama-3.1-8B",  # (70B, 3.3-70B, Llama-3)
+    "Qwen3-8B",  # (14B, 32B)
     "Qwen2.5-0.5B",  # (1.5B, 3B)
     "Llama-3.2-1B",  # (3B)
-    "Qwen3-8B",  # (14B, 32B)
     "Qwen3-0.6B",  # (1.7B, 4B)
     "Mistral-7B-v0.3",  # (Instruct v0.2, Small 2409)
-    "Mistral-7B-v0.1", "Mistral-Nemo-Base-2407", "Phi-3.5-mini-instruct", "phi-4", "Phi-4-mini-instruct", "SmolLM3-3B", "gemma-3-1b-pt", "gemma-3-270m",
+    "Mistral-7B-v0.1", "Mistral-Nemo-Base-2407", "phi-4", "Phi-4-mini-instruct", "Phi-3.5-mini-instruct", "SmolLM3-3B", "gemma-3-1b-pt", "gemma-3-270m",
 )  # fmt: skip
-METHODS: tuple[MethodName, ...] = ("sft", "dpo", "reward", "grpo")
-TUNINGS: tuple[tuple[Literal["full", "lora"], Dtype], ...] = (("lora", "bfloat16"), ("full", "float32"))
-# (rows, tokens, accumulation): one of each regime that a search over an effective batch of 8 meets, lengths as people set them.
-SIZES: tuple[tuple[int, int, int], ...] = (
-    (4, 512, 1), (8, 512, 1), (2, 512, 4), (1, 512, 8), (8, 2048, 1), (4, 1024, 2), (4, 2048, 2), (1, 512, 1), (1, 4096, 8), (2, 4096, 4), (1, 8192, 8)
-)  # fmt: skip
-PROMPT = 512
-BEGINNING = 4  # so many models and sizes come before the next so many
+METHODS: dict[MethodName, float] = {"sft": 1.0, "grpo": 0.8, "dpo": 0.6, "reward": 0.3, "rloo": 0.2, "orpo": 0.1}  # by use
+CLUSTERS: tuple[str, ...] = ("1xRTX-4090", "1xA100-80G", "8xH100", "2xA100-40G")
+LENGTHS: tuple[tuple[int, float], ...] = ((0, 1.0), (2048, 0.4))  # of a row (0: TRL's default), by use
+RECOMMENDED = 20  # a recommended candidate is worth so many that a search only passes by
+SECONDS_A_STEP = 3  # of a profile of one micro-step; what accumulates or generates takes longer
 
 
-def candidates() -> Iterator[Candidate]:
-    """The most used first: the first models' recipes at the sizes that a search begins with, then further models, methods and sizes."""
-    sizes = [(size, number // BEGINNING) for number, size in enumerate(SIZES)]
-    models = [(name, number // BEGINNING) for number, name in enumerate(MODELS)]
-    methods = [(method, number // 2) for number, method in enumerate(METHODS)]
-    choices = product(((True, 0), (False, 2)), sizes, models, methods, ((tuning, 0) for tuning in TUNINGS))
-    for ranked in sorted(choices, key=lambda choice: sum(rank for _, rank in choice)):
-        (checkpointing, _), (size, _), (name, _), (method, _), ((tuning, dtype), _) = ranked
-        candidate = Candidate(model=load_model(name), method=method, tuning=tuning, dtype=dtype, gradient_checkpointing=checkpointing)
-        yield sized(candidate, size)
+def wanted() -> dict[str, Candidate]:
+    """A candidate of every recipe that `plan` meets on the questions above, by key: the most worth for its time first."""
+    worth: dict[str, float] = {}
+    of_key: dict[str, Candidate] = {}
+    for (rank, name), (method, use), gpus, (length, share) in product(enumerate(MODELS), METHODS.items(), CLUSTERS, LENGTHS):
+        for candidate, times in met(name, method, gpus, length).items():
+            try:
+                key = key_of(recipe_of(candidate))
+            except NoProfile:
+                continue
+            worth[key] = worth.get(key, 0.0) + use * share * times / (rank + 1) / cost(candidate)
+            of_key.setdefault(key, candidate)
+    return {key: of_key[key] for key in sorted(worth, key=lambda each: (-worth[each], each))}
 
 
-def sized(candidate: Candidate, size: tuple[int, int, int]) -> Candidate:
-    rows, tokens, accumulation = size
-    batch = replace(candidate, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, max_length=tokens)
-    if candidate.method != "grpo":
-        return batch
-    return replace(batch, prompt_length=PROMPT, max_completion_length=tokens, steps_per_generation=accumulation, num_generations=rows * accumulation)
+def met(name: str, method: MethodName, gpus: str, length: int) -> dict[Candidate, float]:
+    """The candidates that a search asks about, each size of them once, and how much they are worth to its answer."""
+    asked: dict[Candidate, float] = {}
+
+    def noted(candidate: Candidate, cluster: Cluster, risk: float) -> Estimate:
+        asked[replace(candidate, vllm_gpu_memory_utilization=0.3, lora_r=16)] = 1.0
+        return estimate(candidate, cluster, risk)
+
+    pinned = {"max_length": length} if length and method not in ("grpo", "rloo") else {}
+    with mock.patch.object(search, "answer_of", noted):
+        answer = plan(Job(model=load_model(name), method=method, pinned=pinned), parse_cluster(gpus, None))
+    for best in (answer.best, *(other.estimate for other in answer.alternatives)):
+        asked[replace(best.candidate, vllm_gpu_memory_utilization=0.3, lora_r=16)] = RECOMMENDED
+    return asked
+
+
+def cost(candidate: Candidate) -> float:
+    """Seconds to make a profile, about: small sizes are traced, but as many micro-steps as there are."""
+    steps = candidate.gradient_accumulation_steps if candidate.method_row.generates else min(candidate.gradient_accumulation_steps, 2)
+    return SECONDS_A_STEP * (steps + (candidate.method_row.generates and candidate.vllm == "off")) * period(candidate.model)
 
 
 def current(path_text: bytes) -> bool:
@@ -119,16 +139,9 @@ def main() -> None:
     args = parser.parse_args()
     part, parts = map(int, args.part.split("/"))
     SHIPPED.mkdir(parents=True, exist_ok=True)
-    wanted: dict[str, Candidate] = {}
-    refused: set[str] = set()
-    for candidate in candidates():
-        try:
-            wanted.setdefault(key_of(recipe_of(candidate)), candidate)
-        except NoProfile as error:
-            refused.add(f"{candidate.model.id} {candidate.method}: {error}")
-    print("\n".join(sorted(refused)), flush=True)
+    recipes = wanted()
     end = time.monotonic() + 60 * args.minutes
-    for number, (key, candidate) in enumerate(wanted.items()):
+    for number, (key, candidate) in enumerate(recipes.items()):
         path, failed = SHIPPED / (key + SUFFIX), SHIPPED / (key + ".failed.json")
         known = not args.fresh and (failed.exists() or (path.exists() and current(path.read_bytes())))
         if time.monotonic() > end or known or number % parts != part - 1:
@@ -137,19 +150,19 @@ def main() -> None:
         row = made(candidate)
         if "error" in row:
             failed.write_text(json.dumps(row, sort_keys=True) + "\n")
-        print(f"{number + 1}/{len(wanted)} {line(row)} {row.get('error', '')} {time.monotonic() - began:.0f} s", flush=True)
-    write_index(wanted)
+        print(f"{number + 1}/{len(recipes)} {line(row)} {row.get('error', '')} {time.monotonic() - began:.0f} s", flush=True)
+    write_index(recipes)
 
 
-def write_index(wanted: dict[str, Candidate]) -> None:
+def write_index(recipes: dict[str, Candidate]) -> None:
     rows: list[dict[str, object]] = []
-    for key, candidate in wanted.items():
+    for key, candidate in recipes.items():
         failed = SHIPPED / (key + ".failed.json")
         if (SHIPPED / (key + SUFFIX)).exists():
             rows.append({"key": key, "model": candidate.model.id, **recipe_of(candidate)})
         elif failed.exists():
             rows.append(json.loads(failed.read_text()))
-    (SHIPPED / "README.md").write_text(readme(rows, len(wanted)))
+    (SHIPPED / "README.md").write_text(readme(rows, len(recipes)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from planner.trace.timeline import Allocation, Trace
 
 # Two sequences that agree on so many births are in step again after an inserted layer; more than a layer has of equal ones in a row.
 AGREEING_BIRTHS = 256
+NUMBER_BYTES = (4, 8)  # of a float32 and an int64
 _LAYER = re.compile(r"\.\d+")
 
 
@@ -112,6 +113,7 @@ class _Expressions:
     def __init__(self, samples: tuple[Sample, ...]) -> None:
         self._terms = _Terms([term_values(sample.sizes) for sample in samples])
         self._traces = [sample.trace for sample in samples]
+        self._rows = [sample.sizes["rows"] for sample in samples]
         self._by_sizes: dict[tuple[int, ...], int] = {}
         self.found: list[Expression] = []
 
@@ -119,14 +121,26 @@ class _Expressions:
         """The number of the expression of an allocation, by its sizes in all the samples."""
         sizes = tuple(trace.allocations[allocation].size_bytes for trace in self._traces)
         if sizes not in self._by_sizes:
-            try:
-                expression = self._terms.fitted(sizes)
-            except NoProfile as error:
-                made = self._traces[0].allocations[allocation]
-                raise NoProfile(f"{error} They are of {made.operator} in {made.module or 'no module'}, {made.phase}.") from None
             self._by_sizes[sizes] = len(self.found)
-            self.found.append(expression)
+            self.found.append(self._fitted(sizes, allocation))
         return self._by_sizes[sizes]
+
+    def _fitted(self, sizes: tuple[int, ...], allocation: int) -> Expression:
+        try:
+            return self._terms.fitted(sizes)
+        except NoProfile as error:
+            expression = self._of_some_rows(sizes)
+            if expression is not None:
+                return expression
+            made = self._traces[0].allocations[allocation]
+            raise NoProfile(f"{error} They are of {made.operator} in {made.module or 'no module'}, {made.phase}.") from None
+
+    def _of_some_rows(self, sizes: tuple[int, ...]) -> Expression | None:
+        """A number for each row of one kind, such as those that KTO wants: at most for all of them, which is the same block up to 64 rows."""
+        for width in NUMBER_BYTES:
+            if all(size % width == 0 and 0 < size < width * rows for size, rows in zip(sizes, self._rows, strict=True)):
+                return Expression(parts=(("rows", ONE, width, 1),))
+        return None
 
     def growing(self, expression: int, bytes_per_period: int) -> int:
         """The number of an expression that grows with every further layer, such as a stack of one norm a parameter."""

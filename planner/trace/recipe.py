@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from operator import attrgetter
 
 from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
@@ -44,20 +45,23 @@ PERIODS: dict[str, int] = {"gemma3_text": 6, "smollm3": 4, "gemma2": 2, "cohere2
 RECIPE_FIELDS = (
     "method", "trl_version", "tuning", "autocast_adapter_dtype", "dtype", "precision", "num_iterations", "padded", "packing", "padding_free",
     "precompute_ref_log_probs", "gradient_checkpointing", "checkpoint_every_n_layers", "checkpoint_offload", "activation_offloading", "attn_implementation",
-    "optim",
+    "optim", "quantization",
 )  # fmt: skip
 # What a family of recipes is found by: the fields above, and those that become words of it or refuse it.
 FAMILY = attrgetter(
-    *RECIPE_FIELDS, "model", "lora_target_modules", "lora_dropout", "vllm", "beta", "sharding", "offload_optimizer", "offload_param", "quantization",
+    *RECIPE_FIELDS, "model", "lora_target_modules", "lora_dropout", "vllm", "beta", "sharding", "offload_optimizer", "offload_param",
     "use_liger_kernel", "reward_model", "teacher_model",
 )  # fmt: skip
 
+BLOCKED_WEIGHTS = 64 * 256  # that share a nested absmax: probes/quantized.py, BLOCK and NESTED_BLOCK
+HEAD_ALIGNMENT = 8  # heads of other sizes are padded for the flash kernel: probes/substitutions.py
+QUANTIZED = ("none", "nf4", "nf4-double", "int8")  # whose kernels a dry run knows: probes/quantized.py
+
 # Candidates that the traces do not stand for, and why; of the second kind are those that sizes decide.
 REFUSALS: tuple[tuple[str, Callable[[Candidate], bool]], ...] = (
-    ("quantized weights", lambda candidate: candidate.quantization != "none"),
     ("states on the host", lambda candidate: candidate.sharding not in SHARDED and (candidate.offload_optimizer or candidate.offload_param)),
     ("Liger kernels", lambda candidate: candidate.use_liger_kernel),
-    ("FlashAttention's package", lambda candidate: candidate.attn_implementation not in ("eager", "sdpa")),
+    ("quantized weights of that kind", lambda candidate: candidate.quantization not in QUANTIZED),
     ("PPO", lambda candidate: candidate.method == "ppo"),
     ("a reward model", lambda candidate: candidate.reward_model is not None),
     ("a teacher of another shape", lambda candidate: candidate.teacher_model is not None and candidate.teacher_model.config != candidate.model.config),
@@ -86,6 +90,8 @@ def _of_family(candidate: Candidate) -> dict[str, object]:
     """The part of a recipe that sizes have no say in. Where states are sharded, the step is one of 16-bit layers without them (compose.py)."""
     _refuse(REFUSALS, candidate)
     one = single_process(candidate)
+    if one.quantization != "none" and any(first * second % BLOCKED_WEIGHTS for first, second in product(_features(one.model), repeat=2)):
+        raise NoProfile(f"The weights of {one.model.id} are no whole blocks of quantization statistics.")
     settings = {name: getattr(one, name) for name in RECIPE_FIELDS}
     settings["lora_target_modules"] = list(one.lora_target_modules) if one.tuning == "lora" else []
     settings["lora_dropout"] = one.tuning == "lora" and one.lora_dropout > 0
@@ -150,6 +156,8 @@ def architecture(model: ModelShape) -> dict[str, object]:
     if any(not isinstance(config.get(name), int) for name in (*WIDTH_FIELDS, "num_hidden_layers")):
         raise NoProfile(f"The config of {model.id} does not name its widths as a profile's terms do.")
     heads, key_heads = numbers(config, "num_attention_heads", "num_key_value_heads")
+    if head_of(config) % HEAD_ALIGNMENT:
+        raise NoProfile(f"The heads of {model.id} have {head_of(config)} features, which kernels pad.")
     kept = {
         name: value
         for name, value in config.items()
@@ -174,6 +182,20 @@ def numbers(config: dict[str, object], *names: str) -> list[int]:
     found = [config[name] for name in names]
     assert all(isinstance(number, int) for number in found)
     return found  # type: ignore[return-value]
+
+
+def head_of(config: dict[str, object]) -> int:
+    """Features of an attention head."""
+    hidden, heads = numbers(config, "hidden_size", "num_attention_heads")
+    head = config.get("head_dim") or hidden // heads
+    assert isinstance(head, int)
+    return head
+
+
+def _features(model: ModelShape) -> tuple[int, ...]:
+    """Inputs and outputs of the linear layers."""
+    hidden, intermediate, heads, key_heads = numbers(model.config, *WIDTH_FIELDS[:4])
+    return hidden, intermediate, heads * head_of(model.config), key_heads * head_of(model.config)
 
 
 def period(model: ModelShape) -> int:
@@ -206,11 +228,9 @@ def sizes_of(candidate: Candidate) -> dict[str, int]:
     """What a profile is asked with: the values of `terms.py`."""
     config = candidate.model.config
     hidden, intermediate, heads, key_heads, vocabulary = numbers(config, *WIDTH_FIELDS)
-    head = config.get("head_dim") or hidden // heads
-    assert isinstance(head, int)
     sizes = {
         "rows": candidate.per_device_train_batch_size, "tokens": candidate.row_tokens, "hidden": hidden, "intermediate": intermediate, "heads": heads,
-        "key heads": key_heads, "head": head, "vocabulary": vocabulary, "rank": candidate.lora_r,
+        "key heads": key_heads, "head": head_of(config), "vocabulary": vocabulary, "rank": candidate.lora_r,
     }  # fmt: skip
     if not candidate.method_row.generates:
         return sizes

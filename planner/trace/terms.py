@@ -8,6 +8,8 @@ Values = Mapping[str, int]
 TOKEN_CHUNK = 4096
 VOCAB_CHUNK = 32768
 
+FLASH_BLOCK, WIDE_HEAD = 128, 128  # tokens, features: probes/flash_attention.py, LENGTH_BLOCK and WIDE_HEAD
+
 FURTHER_LAYERS = "further layers"  # periods of layers beyond those that a profile was traced with; not a term of sizes
 ONE = "1"
 
@@ -35,6 +37,12 @@ def last_part(whole: int, part: int) -> int:
     return whole - part * ((whole - 1) // part)
 
 
+def _of_real_tokens(name: str, rows: int, length: int) -> dict[str, int]:
+    """Rows without their padding, laid end to end: a batch has one token of it (probes/phases.py); the flash kernel's sums are of a block more a row."""
+    real = rows * length - 1
+    return {f"real {name}": real, f"real {name} and a block a row": real + FLASH_BLOCK * rows}
+
+
 def size_terms(values: Values) -> dict[str, int]:
     """Every product of rows and lengths. `rows` and `tokens`; where a method generates also `prompt`, `completion`, `generated` and `groups`."""
     rows, tokens = values["rows"], values["tokens"]
@@ -54,6 +62,7 @@ def size_terms(values: Values) -> dict[str, int]:
     ):  # fmt: skip
         terms[f"chunk of {name}"] = _chunk(scored)
         terms[f"last chunk of {name}"] = last_part(scored, TOKEN_CHUNK)
+    terms |= _of_real_tokens("rows x tokens", rows, tokens) | _of_real_tokens("pairs x tokens", 2 * rows, tokens)
     return terms | _generating_terms(values) if "completion" in values else terms
 
 
@@ -82,10 +91,17 @@ def _generating_terms(values: Values) -> dict[str, int]:
         terms[f"{name} x {name}"] = length * length
         for multiple in (32, 128):
             terms[f"generated x {name} up to {multiple}"] = generated * _up(multiple)(length)
+    for name in ("prompt", "tokens"):
+        terms |= _of_real_tokens(f"generated x {name}", generated, lengths[name])
     scored = rows * completion
     terms["chunk of rows x completion"] = _chunk(scored)
     terms["last chunk of rows x completion"] = last_part(scored, TOKEN_CHUNK)
     return terms
+
+
+def rounded_head(head: int) -> int:
+    """As the flash kernel rounds it: probes/flash_attention.py."""
+    return _up(32)(head) if head <= WIDE_HEAD else _up(64)(head)
 
 
 WIDTHS = ("hidden", "intermediate", "heads", "key heads", "head", "vocabulary", "rank")
@@ -104,7 +120,8 @@ def width_terms(values: Values) -> dict[str, int]:
     terms = {ONE: 1, **features, "heads": heads, "key heads": key_heads, "head": head, "vocabulary": vocabulary, "rank": rank}
     terms["vocabulary tile"], terms["last vocabulary tile"] = min(vocabulary, VOCAB_CHUNK), last_tile
     terms["heads and query"] = heads + query  # the memory-efficient kernel's backward
-    terms["heads of the flash kernel"] = heads * (1 + _up(32)(head))
+    terms["heads x rounded head"] = heads * rounded_head(head)  # the flash kernel's backward: sums of the query's gradient; with a number a head
+    terms["heads of the flash kernel"] = heads * (1 + rounded_head(head))
     for name, width in (*features.items(), ("vocabulary", vocabulary), ("vocabulary tile", terms["vocabulary tile"]), ("last vocabulary tile", last_tile)):
         terms[f"hidden x {name}"] = hidden * width
         terms[f"rank x {name}"] = rank * width
