@@ -1,0 +1,62 @@
+"""The DeepSpeed configuration: with it the run has the buckets and the pieces that the estimate counts."""
+
+import json
+
+from planner.candidate import Candidate, Optimizer, Sharding
+from planner.memory.sharding import DEEPSPEED, MAX_REUSE_DISTANCE, SUB_GROUP_SIZE
+
+FILE = "deepspeed.json"
+STAGES: dict[Sharding, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
+
+# Filled in by Transformers from its arguments and the model's hidden_size (transformers 5.23, integrations/deepspeed.py:130-242). Without
+# "auto" the buckets are DeepSpeed's own 5e8 elements, 1 GB each, whatever the model.
+AUTO = "auto"
+
+# Settings of zero_optimization that memory depends on; what is not "auto" is DeepSpeed's default, written out (deepspeed 0.19.8,
+# runtime/zero/config.py). overlap_comm would double the bucket of stages 1 and 2 (zero/stage_1_and_2.py `setup_buckets`).
+EVERY_STAGE: dict[str, object] = {"contiguous_gradients": True, "reduce_bucket_size": AUTO}
+BY_STAGE: dict[int, dict[str, object]] = {
+    1: {"overlap_comm": False},
+    2: {"overlap_comm": False},
+    3: {
+        "overlap_comm": True,
+        "stage3_prefetch_bucket_size": AUTO,
+        "stage3_param_persistence_threshold": AUTO,
+        "stage3_max_live_parameters": 10**9,
+        "stage3_max_reuse_distance": MAX_REUSE_DISTANCE,
+        "sub_group_size": SUB_GROUP_SIZE,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+# Offloaded, accelerate turns these into DeepSpeed's CPU Adam; another one steps on the host by itself, and DeepSpeed wants to be told so.
+# Source: accelerate 1.15, accelerator.py:2370-2379, utils/deepspeed.py `map_pytorch_optim_to_deepspeed`.
+CPU_ADAM: frozenset[Optimizer] = frozenset({"adamw_torch", "adamw_torch_fused"})
+
+
+def deepspeed_config(candidate: Candidate) -> dict[str, object]:
+    """The configuration as DeepSpeed reads it; empty where the candidate is not sharded by it."""
+    if candidate.sharding not in DEEPSPEED:
+        return {}
+    stage = STAGES[candidate.sharding]
+    zero: dict[str, object] = {"stage": stage, **EVERY_STAGE, **BY_STAGE[stage]}
+    host = {"device": "cpu", "pin_memory": True}
+    if candidate.offload_optimizer:
+        zero["offload_optimizer"] = host
+    if candidate.offload_param:
+        zero["offload_param"] = host
+    forced = {} if candidate.optim in CPU_ADAM or not candidate.offload_optimizer else {"zero_force_ds_cpu_optimizer": False}
+    return {
+        "bf16": {"enabled": AUTO},
+        "fp16": {"enabled": AUTO},
+        "zero_optimization": zero,
+        "gradient_accumulation_steps": AUTO,
+        "gradient_clipping": AUTO,
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        **forced,
+    }
+
+
+def deepspeed_json(candidate: Candidate) -> str:
+    return json.dumps(deepspeed_config(candidate), indent=2) + "\n"

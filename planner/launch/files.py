@@ -1,0 +1,29 @@
+"""All launch files of a candidate, by name."""
+
+from planner.candidate import Candidate
+from planner.launch import accelerate, deepspeed, requirements, trl_config
+from planner.launch.command import SCRIPT_FILE, TRL_COMMANDS
+from planner.launch.script import REWARDS, train_script
+from planner.launch.shell import LAUNCH_FILE, README_FILE, SLURM_FILE, launch_script, readme, slurm_script
+from planner.memory.sharding import DEEPSPEED
+
+
+def launch_files(candidate: Candidate) -> dict[str, str]:
+    """The files by name, each a text.
+
+    Raises:
+        InputError: a setting that TRL has no argument for, or processes that the nodes cannot share evenly.
+    """
+    files = {trl_config.FILE: trl_config.train_yaml(candidate), accelerate.FILE: accelerate.accelerate_yaml(candidate)}
+    if candidate.sharding in DEEPSPEED:
+        files[deepspeed.FILE] = deepspeed.deepspeed_json(candidate)
+    if candidate.method not in TRL_COMMANDS:
+        files[SCRIPT_FILE] = train_script(candidate)
+    if trl_config.needs_reward_function(candidate):
+        files[f"{trl_config.REWARD_MODULE}.py"] = REWARDS
+    files[requirements.FILE] = requirements.requirements(candidate)
+    if candidate.num_nodes > 1:
+        files[SLURM_FILE] = slurm_script(candidate)
+    else:
+        files[LAUNCH_FILE] = launch_script(candidate)
+    return {**files, README_FILE: readme(candidate, list(files))}

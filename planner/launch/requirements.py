@@ -1,0 +1,50 @@
+"""What must be installed, and in which release: the figures of a plan are those of the libraries that they were read from."""
+
+from planner.candidate import AttentionImplementation, Candidate, Optimizer, Quantization
+from planner.memory.parameters import BITSANDBYTES
+from planner.memory.sharding import DEEPSPEED
+
+FILE = "requirements.txt"
+
+# The releases whose sources the formulas name. vLLM has its own bounds on transformers (vllm 0.33: <5.21), so that nothing of it is pinned beside vLLM.
+READ_FROM: dict[str, str] = {"transformers": "5.23.*", "peft": "0.21.*", "accelerate": "1.15.*", "bitsandbytes": "0.50.*", "deepspeed": "0.19.*"}
+CURRENT_TRL = "1.16"  # the others go with it; an older TRL takes what it asks for
+
+# Optimizers from packages of their own. Source: transformers 5.23, trainer_optimizer.py. adamw_anyprecision (torchdistx) is on no index.
+OPTIMIZER_PACKAGES: dict[Optimizer, str] = {
+    "galore_adamw": "galore-torch", "apollo_adamw": "apollo-torch", "lomo": "lomo-optim", "adalomo": "lomo-optim", "grokadamw": "grokadamw",
+    "schedule_free_adamw": "schedulefree", "schedule_free_sgd": "schedulefree", "adamw_torch_8bit": "torchao", "adamw_torch_4bit": "torchao",
+    "stable_adamw": "torch-optimi",
+}  # fmt: skip
+ATTENTION_PACKAGES: dict[AttentionImplementation, str] = {"flash_attention_2": "flash-attn", "flash_attention_3": "kernels"}
+# Source: transformers 5.23, quantizers/quantizer_gptq.py:53-71, quantizer_awq.py:47, quantizer_mxfp4.py.
+QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {"gptq": ("optimum", "gptqmodel"), "awq": ("gptqmodel",), "mxfp4": ("kernels",)}
+BITSANDBYTES_OPTIMIZERS = ("bnb", "8bit", "32bit", "ademamix")  # parts of the names of those that bitsandbytes has
+
+
+def requirements(candidate: Candidate) -> str:
+    """Lines for `pip install -r`, one package each."""
+    # the extra carries TRL's own bounds on vLLM
+    lines = [f"trl{'' if candidate.vllm == 'off' else '[vllm]'}=={candidate.trl_version}.*"]
+    pinned = candidate.vllm == "off" and candidate.trl_version == CURRENT_TRL
+    lines += [f"{package}=={READ_FROM[package]}" if pinned else package for package in _packages(candidate)]
+    lines += QUANTIZATION_PACKAGES.get(candidate.quantization, ())
+    if candidate.optim in OPTIMIZER_PACKAGES:
+        lines.append(OPTIMIZER_PACKAGES[candidate.optim])
+    if candidate.attn_implementation in ATTENTION_PACKAGES:
+        lines.append(ATTENTION_PACKAGES[candidate.attn_implementation])
+    if candidate.use_liger_kernel:
+        lines.append("liger-kernel")
+    return "\n".join(lines) + "\n"
+
+
+def _packages(candidate: Candidate) -> list[str]:
+    of_optimizer = candidate.optim not in OPTIMIZER_PACKAGES and any(part in candidate.optim for part in BITSANDBYTES_OPTIMIZERS)
+    wanted = {
+        "transformers": True,
+        "accelerate": True,
+        "peft": candidate.tuning == "lora",
+        "bitsandbytes": candidate.quantization in BITSANDBYTES or of_optimizer,
+        "deepspeed": candidate.sharding in DEEPSPEED,
+    }
+    return [package for package, needed in wanted.items() if needed]

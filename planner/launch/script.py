@@ -1,0 +1,89 @@
+"""A training script for the methods that TRL has a trainer for and no command; its settings are those of train.yaml."""
+
+from planner.candidate import Candidate
+from planner.launch.trl_config import REWARD_FUNCTION, REWARD_MODULE, needs_reward_function
+from planner.methods import MethodName
+
+# Where TRL keeps the trainer. Source: trl 1.16, trl/experimental/; ppo: trl 1.12, trl/experimental/ppo.
+MODULES: dict[MethodName, str] = {
+    "orpo": "trl.experimental.orpo", "cpo": "trl.experimental.cpo", "online-dpo": "trl.experimental.online_dpo", "gkd": "trl.experimental.gkd",
+    "ppo": "trl.experimental.ppo",
+}  # fmt: skip
+
+# What a trainer takes beside model, arguments, data, tokenizer and adapters.
+EXTRA_ARGUMENTS: dict[MethodName, str] = {
+    "orpo": "",
+    "cpo": "",
+    "online-dpo": "\n        reward_funcs=script.reward_model_name_or_path or {rewards},",
+    "gkd": "\n        teacher_model=training.teacher_model_name_or_path,",
+    "ppo": "\n        ref_model=None if model.use_peft else load(AutoModelForCausalLM),"
+    "\n        reward_model=load(AutoModelForSequenceClassification, training.reward_model_path),"
+    "\n        value_model=load(AutoModelForSequenceClassification, training.reward_model_path),",
+}
+# Lines before the trainer is made.
+PREPARED: dict[MethodName, str] = {
+    "gkd": '    training.teacher_model_init_kwargs = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}\n',
+    # trl 1.12's trainer reads tokens: experimental/ppo/ppo_trainer.py `queries = data["input_ids"]`
+    "ppo": '    rows = rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, remove_columns=rows.column_names)\n',
+}
+
+SCRIPT = '''"""{trainer} on the settings of train.yaml; launch.sh starts it."""
+
+from datasets import load_dataset
+from transformers import {autos}, AutoTokenizer
+from trl import ModelConfig, {script_class}TrlParser, get_peft_config, get_quantization_config
+from {module} import {config}, {trainer}
+{imports}
+
+def main() -> None:
+    script, training, model = TrlParser(({script_name}, {config}, ModelConfig)).parse_args_and_config()
+
+    def load(auto, path=model.model_name_or_path, **settings):
+        kwargs = {{"dtype": model.dtype, "attn_implementation": model.attn_implementation, **settings}}
+        if auto is not AutoModelForCausalLM:
+            kwargs["num_labels"] = 1
+        return auto.from_pretrained(path, **kwargs)
+
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    rows = load_dataset(script.dataset_name, name=script.dataset_config)[script.dataset_train_split]
+{prepared}    trainer = {trainer}(
+        model=load(AutoModelForCausalLM, quantization_config=get_quantization_config(model)),
+        args=training,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model),{extra}
+    )
+    trainer.train()
+    trainer.save_model(training.output_dir)
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+REWARDS = f'''"""FILL IN: what a completion is worth."""
+
+
+def {REWARD_FUNCTION}(completions, **columns):
+    """One number for each completion; `columns` holds the prompts and the dataset's other columns. Here: shorter is better."""
+    return [-float(len(str(completion))) for completion in completions]
+'''
+
+
+def train_script(candidate: Candidate) -> str:
+    """The text of train.py."""
+    method, row = candidate.method, candidate.method_row
+    rewarded = needs_reward_function(candidate)
+    of_grpo = method == "online-dpo"  # its script's arguments are grpo's: reward_model_name_or_path and reward_funcs
+    return SCRIPT.format(
+        trainer=row.trainer,
+        config=row.config,
+        module=MODULES[method],
+        autos="AutoModelForCausalLM, AutoModelForSequenceClassification" if method == "ppo" else "AutoModelForCausalLM",
+        script_class="" if of_grpo else "ScriptArguments, ",
+        script_name="GRPOScriptArguments" if of_grpo else "ScriptArguments",
+        imports="from trl.scripts.grpo import GRPOScriptArguments\n" * of_grpo + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * rewarded,
+        prepared=PREPARED.get(method, ""),
+        extra=EXTRA_ARGUMENTS[method].format(rewards=REWARD_FUNCTION if rewarded else "None"),
+    )

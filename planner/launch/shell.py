@@ -1,0 +1,130 @@
+"""Shell scripts: one for a node, one for SLURM; and a page that says what each file is."""
+
+import shlex
+
+from planner.candidate import Candidate
+from planner.launch import accelerate
+from planner.launch.command import SERVER_PORT, launch_command, server_command
+from planner.launch.placement import placement
+from planner.launch.trl_config import FILL_IN
+from planner.settings import settings_of, settings_text
+
+LAUNCH_FILE, SLURM_FILE, README_FILE = "launch.sh", "slurm.sh", "README.md"
+
+HEAD = """#!/usr/bin/env bash
+# {title}
+# {fill_in} what train.yaml marks so, then: bash {file}
+set -euo pipefail
+cd "$(dirname "$0")"
+"""
+SERVER = """
+{devices}{command} &
+server=$!
+trap 'kill "$server" 2> /dev/null || true' EXIT
+until curl --silent --fail http://127.0.0.1:{port}/health > /dev/null; do
+  kill -0 "$server" # stops here when the server has ended
+  sleep 2
+done
+"""
+SLURM = """#!/usr/bin/env bash
+# {title}
+# {fill_in} what train.yaml marks so, and your partition and time; then: sbatch {file}
+#SBATCH --job-name=finetune
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --time=24:00:00  # {fill_in}
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR"
+nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+{server}
+trainers=$(IFS=,; echo "${{nodes[*]:0:{train_nodes}}}")
+srun --nodes={train_nodes} --ntasks={train_nodes} --ntasks-per-node=1 --nodelist="$trainers" bash -c '{command}' launch "${{nodes[0]}}"{server_host}
+"""
+SLURM_SERVER = """
+# the server has the last node to itself
+srun --nodes=1 --ntasks=1 --nodelist="${{nodes[{index}]}}" {command} &
+server=$!
+trap 'kill "$server" 2> /dev/null || true' EXIT
+until curl --silent --fail "http://${{nodes[{index}]}}:{port}/health" > /dev/null; do
+  kill -0 "$server" # stops here when the server has ended
+  sleep 2
+done
+"""
+
+
+def title(candidate: Candidate) -> str:
+    processes = f"{candidate.num_processes} process{'es' if candidate.num_processes > 1 else ''}"
+    return f"{candidate.method} of {candidate.model.id} with trl {candidate.trl_version}, {processes}"
+
+
+def launch_script(candidate: Candidate) -> str:
+    """The script for one node: the server if there is one, then the training."""
+    placed = placement(candidate)
+    text = HEAD.format(title=title(candidate), fill_in=FILL_IN, file=LAUNCH_FILE)
+    if placed.server_gpus:
+        text += SERVER.format(devices=_devices(placed.server_devices), command=shlex.join(server_command(candidate)), port=SERVER_PORT)
+    return f'{text}\n{_devices(placed.train_devices)}{shlex.join(launch_command(candidate))} "$@"\n'
+
+
+def slurm_script(candidate: Candidate) -> str:
+    """The script for several nodes: one task on each starts that node's processes."""
+    placed = placement(candidate)
+    ranks = f'--machine_rank "$SLURM_PROCID" --main_process_ip "$1" --main_process_port {accelerate.PORT}'
+    server = ""
+    if placed.server_gpus:
+        command = shlex.join(server_command(candidate))
+        server = SLURM_SERVER.format(index=placed.train_nodes, command=command, port=SERVER_PORT)
+    return SLURM.format(
+        title=title(candidate),
+        fill_in=FILL_IN,
+        file=SLURM_FILE,
+        nodes=candidate.num_nodes,
+        gpus=placed.gpus_per_node,
+        train_nodes=placed.train_nodes,
+        server=server,
+        command=_ranked(candidate, ranks, bool(placed.server_gpus)),
+        server_host=f' "${{nodes[{placed.train_nodes}]}}"' if placed.server_gpus else "",
+    )
+
+
+def _ranked(candidate: Candidate, ranks: str, server: bool) -> str:
+    """The command of one node. Launch arguments stand before a script's name, and anywhere after `trl <method>`."""
+    command = launch_command(candidate)
+    host = ' --vllm_server_host "$2"' if server else ""
+    split = len(command) if command[0] == "trl" else len(command) - 3  # train.py --config train.yaml
+    before, after = shlex.join(command[:split]), shlex.join(command[split:])
+    return f"{before} {ranks} {after}".rstrip() + host
+
+
+def _devices(visible: str) -> str:
+    return f"CUDA_VISIBLE_DEVICES={visible} " if visible else ""
+
+
+ABOUT: dict[str, str] = {
+    "train.yaml": "the training's settings, named as TRL names them",
+    "accelerate.yaml": "the processes, for `accelerate launch`",
+    "deepspeed.json": "what DeepSpeed shards and its buckets",
+    "train.py": "the training script: TRL has the trainer, and no command for it",
+    "rewards.py": f"the reward function: {FILL_IN}",
+    "requirements.txt": "`pip install -r requirements.txt`",
+    LAUNCH_FILE: "starts it on one node",
+    SLURM_FILE: "starts it on several nodes under SLURM",
+}
+
+
+def readme(candidate: Candidate, names: list[str]) -> str:
+    """What each file is and which command to give."""
+    files = "\n".join(f"- `{name}`: {ABOUT[name]}" for name in names)
+    start = f"sbatch {SLURM_FILE}" if candidate.num_nodes > 1 else f"bash {LAUNCH_FILE}"
+    said = {name: value for name, value in settings_of(candidate).items() if not isinstance(value, (dict, list)) and value is not None}
+    return (
+        f"# {title(candidate)}\n\nComplete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`), then:\n\n    pip install -r requirements.txt\n    {start}\n\n"
+        f"{files}\n\nThe plan counts with the data's longest rows: {_lengths(candidate)}.\n\nAll settings: `{settings_text(said)}`\n"
+    )
+
+
+def _lengths(candidate: Candidate) -> str:
+    if not candidate.method_row.generates:
+        return f"{candidate.max_length} tokens a row (`max_length`)"
+    return f"prompts of {candidate.prompt_length} tokens, which TRL does not cut, and completions of {candidate.max_completion_length}"

@@ -1,0 +1,312 @@
+"""Launch files, read back by the programs that they are for."""
+
+import argparse
+import ast
+import importlib
+import json
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model
+from planner.errors import InputError
+from planner.gpus import parse_cluster
+from planner.job import Job, base_candidate
+from planner.launch import export, launch_command, launch_files, server_command
+from planner.launch.accelerate import accelerate_config
+from planner.launch.command import TRL_COMMANDS
+from planner.launch.deepspeed import deepspeed_config
+from planner.launch.trl_config import DATASET, trl_config
+from planner.methods import METHODS, MethodName
+from planner.settings import candidate_fields
+from planner.train_config import load_train_config
+
+# The libraries' own deprecations are theirs to mend; those of our code stay errors.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+MODEL, REWARD = load_model("Qwen/Qwen2.5-0.5B"), load_model("Qwen/Qwen2.5-1.5B")
+METHODS_NOW = [name for name, method in METHODS.items() if method.last_trl == "current"]
+SCRIPTED = [name for name in METHODS_NOW if name not in TRL_COMMANDS]
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "full": {"dtype": "bfloat16", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "gradient_checkpointing": False},
+    "qlora": {"tuning": "lora", "quantization": "nf4-double", "lora_r": 8, "lora_target_modules": ("q_proj", "v_proj"), "lora_dropout": 0.05},
+    "lora": {"tuning": "lora", "dtype": "bfloat16", "num_processes": 2, "sharding": "ddp", "attn_implementation": "eager", "use_liger_kernel": True},
+    "zero2": {"num_processes": 4, "sharding": "zero2", "offload_optimizer": True, "optim": "adamw_torch", "expandable_segments": True},
+    "zero3": {"num_processes": 4, "sharding": "zero3", "offload_param": True, "precision": "fp16", "checkpoint_every_n_layers": 2},
+    "fsdp2": {"num_processes": 8, "num_nodes": 2, "sharding": "fsdp2", "offload_param": True, "precision": "no", "padded": False},
+    "projected": {"optim": "galore_adamw", "checkpoint_offload": True},
+}
+ENGINES: dict[str, dict[str, object]] = {
+    "colocate": {"vllm": "colocate", "num_processes": 2, "sharding": "ddp", "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.25},
+    "server": {"vllm": "server", "num_processes": 6, "sharding": "zero3", "vllm_tensor_parallel_size": 2, "vllm_max_model_length": 1024},
+}
+OF_A_METHOD: dict[MethodName, dict[str, object]] = {
+    "sft": {"packing": True, "max_length": 512},
+    "dpo": {"padding_free": True, "beta": 0.2},
+    "kto": {"precompute_ref_log_probs": True},
+    "grpo": {"beta": 0.04, "num_generations": 4, "steps_per_generation": 2, "num_iterations": 2, "max_completion_length": 128, "reward_model": REWARD},
+    "online-dpo": {"reward_model": REWARD, "max_length": 600, "max_completion_length": 100},
+}
+
+
+def candidate(method: MethodName, **settings: object) -> Candidate:
+    """What `plan` makes of these settings on a cluster that is large enough."""
+    nodes = settings.get("num_nodes", 1)
+    return base_candidate(Job(model=MODEL, method=method, pinned={"num_processes": 1, **settings}), parse_cluster(f"{nodes}x8xH100"))
+
+
+CASES = [(method, name, settings) for method in METHODS_NOW for name, settings in VARIANTS.items()]
+CASES += [(method, name, settings) for method in METHODS_NOW if METHODS[method].supports_vllm for name, settings in ENGINES.items()]
+CASES += [(method, "its own", settings) for method, settings in OF_A_METHOD.items()]
+each_case = pytest.mark.parametrize(("method", "settings"), [pytest.param(method, settings, id=f"{method} {name}") for method, name, settings in CASES])
+
+
+def written(held: Candidate, folder: Path) -> Path:
+    export(held, folder)
+    return folder
+
+
+def parsed(held: Candidate, folder: Path) -> argparse.Namespace:
+    """The file's settings as the trainer's script gets them, all arguments in one."""
+    import trl
+    from trl.scripts.grpo import GRPOScriptArguments
+
+    if held.method in TRL_COMMANDS:
+        parser = importlib.import_module(f"trl.scripts.{held.method}").make_parser()
+    else:
+        module = importlib.import_module(f"trl.experimental.{held.method.replace('-', '_')}")
+        script = GRPOScriptArguments if held.method == "online-dpo" else trl.ScriptArguments
+        parser = trl.TrlParser((script, getattr(module, held.method_row.config), trl.ModelConfig))
+    arguments = parser.parse_args_and_config(["--config", str(folder / "train.yaml"), "--use_cpu", "true"])
+    return argparse.Namespace(**{name: value for part in arguments for name, value in vars(part).items()})
+
+
+class TestTheTrainer:
+    @each_case
+    def test_it_takes_every_setting_of_the_file(self, method: MethodName, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # the parser sets it, and the test takes it back
+        held = candidate(method, **settings)
+        arguments = parsed(held, written(held, tmp_path))
+        for name, value in trl_config(held).items():
+            if name == "env":
+                continue
+            assert plain(getattr(arguments, name)) == value, name
+        assert arguments.dataset_name == DATASET
+
+    @each_case
+    def test_plan_reads_the_same_candidate_from_it(self, method: MethodName, settings: dict[str, Any], tmp_path: Path) -> None:
+        held = candidate(method, **settings)
+        read = candidate_fields(load_train_config(written(held, tmp_path) / "train.yaml").settings, "bfloat16")
+        assert read.pop("model") == MODEL.id
+        for role in ("reward_model", "teacher_model"):
+            if role in read:
+                read[role] = load_model(str(read[role]))  # type: ignore[assignment]
+        launched = {name: getattr(held, name) for name in ("sharding", "num_processes", "num_nodes", "offload_optimizer", "offload_param")}
+        of_the_data = {name: getattr(held, name) for name in ("padded", "prompt_length", "vllm_data_parallel_size")}
+        unread = {"vllm_max_model_length": held.vllm_max_model_length} if method == "online-dpo" else {}
+        assert candidate(method, **{**read, **launched, **of_the_data, **unread}) == held
+
+    def test_no_argument_of_trl_changes_the_dtype_of_adapters(self) -> None:
+        with pytest.raises(InputError, match=r"^TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it\. Use .*$"):
+            launch_files(candidate("sft", tuning="lora", autocast_adapter_dtype=False))
+
+    @pytest.mark.parametrize("method", [*SCRIPTED, "ppo"])
+    def test_a_method_without_a_command_gets_a_script(self, method: MethodName) -> None:
+        files = launch_files(candidate(method))
+        names = {node.id for node in ast.walk(ast.parse(files["train.py"])) if isinstance(node, ast.Name)}
+        assert {METHODS[method].trainer, METHODS[method].config} <= names
+        assert "train.py --config train.yaml" in files["launch.sh"]
+
+    @pytest.mark.parametrize("method", SCRIPTED)
+    def test_the_script_hands_its_trainer_what_the_trainer_takes(self, method: MethodName) -> None:
+        import inspect
+
+        module = importlib.import_module(f"trl.experimental.{method.replace('-', '_')}")
+        takes = inspect.signature(getattr(module, METHODS[method].trainer).__init__).parameters
+        tree = ast.parse(launch_files(candidate(method))["train.py"])
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == METHODS[method].trainer]
+        assert {keyword.arg for keyword in calls[0].keywords} <= takes.keys()
+
+
+def plain(value: object) -> object:
+    """An argument as YAML has it: the text of an enum."""
+    return getattr(value, "value", value)
+
+
+class TestAccelerate:
+    @each_case
+    def test_it_reads_the_launch_file(self, method: MethodName, settings: dict[str, Any], tmp_path: Path) -> None:
+        from accelerate.commands.config.config_args import load_config_from_file
+
+        held = candidate(method, **settings)
+        read = load_config_from_file(str(written(held, tmp_path) / "accelerate.yaml"))
+        assert read.num_processes == held.num_processes
+        assert read.distributed_type.value == accelerate_config(held)["distributed_type"]
+
+    @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+    def test_its_launcher_takes_the_file_and_our_command(self, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+        held = candidate("sft", **settings)
+        monkeypatch.chdir(written(held, tmp_path))
+        arguments = launch_command_parser().parse_args([*launch_command(held, "train.py")[2:], "--max_steps", "2"])
+        launched, _, _ = _validate_launch_command(arguments)
+        assert (launched.num_processes, launched.training_script, launched.training_script_args) == (held.num_processes, "train.py", ["--max_steps", "2"])
+        assert (launched.use_deepspeed, launched.use_fsdp) == (held.sharding.startswith("zero"), held.sharding == "fsdp2")
+
+    def test_fsdp_is_version_2(self, tmp_path: Path) -> None:
+        config = yaml.safe_load(launch_files(candidate("sft", **VARIANTS["fsdp2"]))["accelerate.yaml"])
+        assert (config["fsdp_config"]["fsdp_version"], config["fsdp_config"]["fsdp_offload_params"]) == (2, True)
+
+    def test_with_a_deepspeed_file_nothing_is_said_twice(self) -> None:
+        config = accelerate_config(candidate("sft", **VARIANTS["zero3"]))
+        assert "mixed_precision" not in config
+        assert config["deepspeed_config"] == {
+            "deepspeed_config_file": "deepspeed.json", "deepspeed_multinode_launcher": "standard", "zero3_init_flag": True,
+        }  # fmt: skip
+
+
+class TestDeepSpeed:
+    @pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+    def test_transformers_fills_in_the_buckets_that_the_estimate_counts(self, sharding: str, tmp_path: Path) -> None:
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+        import trl
+        from transformers import AutoConfig
+        from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+        held = candidate("sft", num_processes=2, sharding=sharding)
+        filled = HfTrainerDeepSpeedConfig(str(written(held, tmp_path) / "deepspeed.json"))
+        arguments = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+        filled.trainer_config_process(arguments)
+        fields = dict(MODEL.config)
+        model = argparse.Namespace(config=AutoConfig.for_model(str(fields.pop("model_type")), **fields))
+        filled.trainer_config_finalize(arguments, model, 10)
+        zero = filled.config["zero_optimization"]
+        assert zero["reduce_bucket_size"] == MODEL.hidden_size**2
+        assert zero.get("stage3_param_persistence_threshold", 10 * MODEL.hidden_size) == 10 * MODEL.hidden_size
+        assert "auto" not in json.dumps(zero)
+
+    def test_accelerate_takes_the_file(self, tmp_path: Path) -> None:
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+        from accelerate import DeepSpeedPlugin
+
+        plugin = DeepSpeedPlugin(hf_ds_config=str(written(candidate("sft", **VARIANTS["zero3"]), tmp_path) / "deepspeed.json"))
+        assert plugin.zero_stage == 3
+        assert plugin.hf_ds_config.is_offload()
+
+    def test_offloading_goes_to_the_host(self) -> None:
+        zero = deepspeed_config(candidate("sft", num_processes=2, sharding="zero3", offload_optimizer=True))["zero_optimization"]
+        assert isinstance(zero, dict)
+        assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+        assert "offload_param" not in zero
+
+    def test_another_optimizer_on_the_host_than_adam_is_said_to_be_meant(self) -> None:
+        held = candidate("sft", num_processes=2, sharding="zero2", offload_optimizer=True)
+        assert "zero_force_ds_cpu_optimizer" not in deepspeed_config(held)
+        assert deepspeed_config(replace(held, optim="adafactor"))["zero_force_ds_cpu_optimizer"] is False
+
+    def test_nothing_without_it(self) -> None:
+        assert deepspeed_config(candidate("sft")) == {}
+
+
+class TestCommands:
+    def test_a_method_with_a_command_is_run_by_trl(self) -> None:
+        assert launch_command(candidate("grpo")) == ["trl", "grpo", "--config", "train.yaml", "--accelerate_config", "accelerate.yaml"]
+
+    def test_a_script_is_run_by_accelerate_in_as_many_processes(self) -> None:
+        held = candidate("grpo", num_processes=4, sharding="ddp")
+        assert launch_command(held, "worker.py") == ["accelerate", "launch", "--config_file", "accelerate.yaml", "--num_processes", "4", "worker.py"]
+        assert launch_command(held, "w.py", ("python", "-m", "x"))[:3] == ["python", "-m", "x"]
+
+    def test_the_server_takes_its_arguments(self) -> None:
+        from trl.scripts.vllm_serve import make_parser
+
+        (read,) = make_parser().parse_args_and_config(server_command(candidate("grpo", **ENGINES["server"]))[2:])
+        assert (read.model, read.tensor_parallel_size, read.data_parallel_size, read.max_model_len) == (MODEL.id, 2, 1, 1024)
+
+    def test_server_and_trainer_have_cards_of_their_own(self) -> None:
+        script = launch_files(candidate("grpo", **ENGINES["server"]))["launch.sh"]
+        assert "CUDA_VISIBLE_DEVICES=6,7 trl vllm-serve" in script
+        assert "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 trl grpo" in script
+
+    def test_without_a_server_there_is_no_command_for_one(self) -> None:
+        assert server_command(candidate("grpo")) == []
+
+    def test_on_several_nodes_a_server_has_the_last_one(self) -> None:
+        files = launch_files(candidate("grpo", num_nodes=2, vllm="server", vllm_tensor_parallel_size=8, num_processes=8, sharding="ddp"))
+        assert yaml.safe_load(files["accelerate.yaml"])["num_machines"] == 1
+        assert "#SBATCH --nodes=2" in files["slurm.sh"]
+        assert '--vllm_server_host "$2"' in files["slurm.sh"]
+
+    def test_processes_that_the_nodes_cannot_share_evenly_are_refused(self) -> None:
+        message = r"^num_processes 15 is not the same number on each of 2 nodes\. Use num_processes=14\.$"
+        with pytest.raises(InputError, match=message):
+            launch_files(candidate("sft", num_nodes=2, num_processes=15, sharding="ddp"))
+
+    @pytest.mark.parametrize("settings", [{}, ENGINES["server"], VARIANTS["fsdp2"], {"num_nodes": 2, "num_processes": 8, "sharding": "ddp", "vllm": "server"}])
+    def test_the_scripts_are_shell(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        files = launch_files(candidate("grpo", **settings))
+        for name in ("launch.sh", "slurm.sh"):
+            if name in files:
+                subprocess.run(["bash", "-n"], input=files[name], text=True, check=True)
+                assert shlex.join(launch_command(candidate("grpo", **settings))[:2]) in files[name]
+
+
+class TestRequirements:
+    @pytest.mark.parametrize(
+        ("settings", "wanted"),
+        [
+            ({}, {"trl==1.16.*", "transformers==5.23.*", "accelerate==1.15.*"}),
+            ({"tuning": "lora", "quantization": "nf4"}, {"peft==0.21.*", "bitsandbytes==0.50.*"}),
+            ({"optim": "paged_adamw_8bit"}, {"bitsandbytes==0.50.*"}),
+            ({"optim": "adamw_torch_8bit"}, {"torchao"}),
+            ({"sharding": "zero3", "num_processes": 2}, {"deepspeed==0.19.*"}),
+            ({"attn_implementation": "flash_attention_2"}, {"flash-attn"}),
+        ],
+    )
+    def test_they_name_what_the_candidate_needs(self, settings: dict[str, Any], wanted: set[str]) -> None:
+        assert wanted <= set(launch_files(candidate("sft", **settings))["requirements.txt"].splitlines())
+
+    def test_vllm_has_its_own_bounds(self) -> None:
+        lines = launch_files(candidate("grpo", **ENGINES["colocate"]))["requirements.txt"].splitlines()
+        assert lines[:2] == ["trl[vllm]==1.16.*", "transformers"]
+
+    def test_a_method_that_has_left_pins_the_last_release_that_has_it(self) -> None:
+        assert launch_files(candidate("ppo"))["requirements.txt"].startswith("trl==1.12.*\n")
+
+
+class TestExport:
+    def test_every_file_is_in_the_readme(self, tmp_path: Path) -> None:
+        paths = export(candidate("online-dpo", **VARIANTS["zero2"]), tmp_path / "run")
+        page = (tmp_path / "run" / "README.md").read_text()
+        assert {path.name for path in paths} == {path.name for path in (tmp_path / "run").iterdir()}
+        assert all(f"`{path.name}`" in page for path in paths if path.name != "README.md")
+
+    def test_what_the_user_has_changed_stays(self, tmp_path: Path) -> None:
+        held = candidate("sft")
+        export(held, tmp_path)
+        export(held, tmp_path)  # the same again is no change
+        (tmp_path / "train.yaml").write_text("mine")
+        with pytest.raises(InputError, match=r"^\S*train\.yaml, \S*README\.md would be overwritten and say something else\. Use --overwrite\.$"):
+            export(replace(held, max_length=2048), tmp_path)
+        assert (tmp_path / "train.yaml").read_text() == "mine"
+        assert "max_length=1024" in (tmp_path / "README.md").read_text()
+
+    def test_unless_it_is_told(self, tmp_path: Path) -> None:
+        export(candidate("sft"), tmp_path)
+        export(candidate("sft", max_length=2048), tmp_path, overwrite=True)
+        assert "max_length: 2048" in (tmp_path / "train.yaml").read_text()
+
+    def test_the_same_candidate_gives_the_same_bytes(self) -> None:
+        assert launch_files(candidate("grpo", **ENGINES["server"])) == launch_files(candidate("grpo", **ENGINES["server"]))
