@@ -5,7 +5,10 @@ from planner.errors import DryRunUnsupported, PlanError
 from planner.quantities import Estimate
 from planner.trace.compose import Simulation, compose, single_process
 from planner.trace.timeline import Trace
-from probes.dryrun import dry_run
+from probes.imports import quick_imports
+
+with quick_imports():
+    from probes.dryrun import dry_run
 
 REASON_LENGTH = 200  # characters of a library's message that are shown
 
