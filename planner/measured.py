@@ -105,9 +105,10 @@ def needed_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
     tensors no more counts than the lower rung's fragmentation. Leaves nothing else out.
     """
     slack = expected.components.get("fragmentation", 0)
+    engine = _engine_bytes(peak, expected)
     if peak.reserved_bytes:
-        slack = min(slack, max(peak.reserved_bytes - peak.allocated_bytes, 0))
-    outside = peak.driver_bytes - peak.reserved_bytes if peak.driver_bytes else expected.components.get("runtime", 0)
+        slack = min(slack, max(peak.reserved_bytes - peak.allocated_bytes - engine, 0))
+    outside = peak.driver_bytes - peak.reserved_bytes if peak.driver_bytes else engine + expected.components.get("runtime", 0)
     return peak.allocated_bytes + slack + outside
 
 
@@ -148,7 +149,7 @@ def _phases(train: GpuMemory, measurement: Measurement) -> Iterator[PhaseMemory]
 def _phase(peak: PhasePeak, expected: PhaseMemory, total_bytes: int) -> PhaseMemory:
     parts = dict(expected.components)
     if peak.reserved_bytes:
-        parts["fragmentation"] = min(max(peak.reserved_bytes - peak.allocated_bytes, 0), total_bytes)
+        parts["fragmentation"] = min(max(peak.reserved_bytes - peak.allocated_bytes - _engine_bytes(peak, expected), 0), total_bytes)
     missing = sum(parts.values()) - total_bytes
     if missing < 0:
         parts["unexplained"] = -missing
@@ -172,6 +173,11 @@ def _total_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
     if peak.driver_bytes:
         return peak.driver_bytes
     return (peak.reserved_bytes or peak.allocated_bytes + expected.components.get("fragmentation", 0)) + runtime
+
+
+def _engine_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
+    """The engine of a simulated card: reserved, and of no tensor (probes/simulated.py). A driver counts a real one by itself."""
+    return 0 if peak.driver_bytes or not peak.reserved_bytes else expected.components.get("engine", 0)
 
 
 # -- how sure ----------------------------------------------------------------------------------------------------------

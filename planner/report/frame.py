@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from planner.errors import PlanError
 from planner.plan import Plan
 from planner.quantities import Estimate
+from planner.report.validation import csv_rows
 from planner.settings import settings_of
+from planner.validate import Validation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +28,11 @@ def candidates(plan: Plan) -> "pd.DataFrame":
     """One row a candidate of the plan, the best first: what it needs and gives, then its settings."""
     labelled = [("best", plan.best), *((other.label, other.estimate) for other in plan.alternatives), *((r.change, r.estimate) for r in plan.remedies)]
     return _pandas().DataFrame([_row(label, estimate) for label, estimate in labelled]).set_index("label")
+
+
+def validation_frame(validation: Validation) -> "pd.DataFrame":
+    """Predicted against measured, one row a figure."""
+    return _pandas().DataFrame(csv_rows(validation))
 
 
 def _row(label: str, estimate: Estimate) -> dict[str, object]:

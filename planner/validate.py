@@ -1,0 +1,254 @@
+"""Predicted against measured: what both lower rungs say of cases whose memory somebody has measured, or that a device measures now."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from planner.candidate import Candidate
+from planner.cases import Case, Cases, LeftOut, Quantity, case_of_measurement
+from planner.cluster import Cluster, Gpu
+from planner.errors import InputError, PlanError
+from planner.estimate import RISK, estimate
+from planner.fingerprint import candidate_key
+from planner.gpus import load_gpu
+from planner.journal import append_line, lines_of
+from planner.measurement import Measurement, measurement_line, measurement_of
+from planner.memory.communication import nccl_bytes
+from planner.memory.runtime import context_bytes
+from planner.quantities import Estimate, Evidence, PhaseMemory
+from planner.trace.compose import Simulation
+from planner.trace.decide import decided
+
+Probe = Callable[[Candidate], Measurement]
+Simulate = Callable[[Estimate], Simulation]
+Say = Callable[[str], None]
+
+UNDER = 0.03  # what is predicted too small by more than this share is counted: that is what runs out of memory
+ANY_CARD = "A100-80G"  # where only tensors are compared, which are the same on every card
+ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measured figure and what each rung says of it; `simulated` is not in `predicted` where neither a dry run nor a profile speaks of it."""
+
+    case: Case
+    quantity: Quantity
+    measured_bytes: int
+    predicted: Mapping[Evidence, int]
+
+    def error(self, rung: Evidence) -> float:
+        """Predicted over measured, less one: below 0 too little."""
+        return self.predicted[rung] / self.measured_bytes - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """A case that ran out of memory: whether each rung had said that it does not fit."""
+
+    case: Case
+    foreseen: Mapping[Evidence, bool]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    rows: tuple[Row, ...]
+    endings: tuple[Ending, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """The signed errors of one group, quantity and rung. `under`: how many were predicted too small by more than `UNDER`."""
+
+    group: str
+    quantity: Quantity
+    rung: Evidence
+    count: int
+    mean: float
+    mean_absolute: float
+    worst: float
+    under: int
+
+
+def validate(
+    cases: Cases,
+    cluster: Cluster | None = None,
+    *,
+    probe: Probe | None = None,
+    simulate: Simulate | None = None,
+    record: Path | None = None,
+    say: Say = lambda line: None,
+) -> Validation:
+    """Compares every case; those that nobody has measured are measured first.
+
+    Args:
+        cluster: the card of cases that name none; None: they must.
+        probe: a device that measures a candidate; None: what is not measured is left out.
+        simulate: a dry run of an estimate; None: simulated is what a profile says, where there is one.
+        record: the file that each new measurement is added to, and in which those of an earlier, interrupted run are found.
+        say: told of the progress, a line each.
+
+    Raises:
+        InputError: a case names no card, and there is no cluster.
+    """
+    measured, left_out = _measured(cases, cluster, probe, record, say)
+    placed = [(case, _cluster_of(case, cluster)) for case in measured]
+    rows: list[Row] = []
+    endings: list[Ending] = []
+    for number, (case, its_cluster) in enumerate(placed, 1):
+        say(f"{number}/{len(placed)} {case.label}")
+        try:
+            phases, fits = _predicted(case, its_cluster, simulate, say)
+        except PlanError as error:
+            left_out.append(LeftOut(line=case.line, why=str(error)))
+            continue
+        rows += _rows(case, phases, its_cluster.gpu)
+        endings += [Ending(case=case, foreseen={rung: not fit for rung, fit in fits.items()})] if case.outcome == "out_of_memory" else []
+    return Validation(rows=tuple(rows), endings=tuple(endings), left_out=tuple(left_out))
+
+
+def part_bytes(phase: PhaseMemory, quantity: Quantity, candidate: Candidate, gpu: Gpu) -> int:
+    """What of a phase on one GPU a measured quantity contains.
+
+        driver = all; reserved = less the CUDA context and NCCL; allocated = less the allocator's slack too; tensors = less cuBLAS workspaces too
+
+    Source: PyTorch's torch.cuda.memory_stats counts what its allocator gives out; cuBLAS workspaces are given out by it
+    (planner/memory/runtime.py), contexts and NCCL's buffers are not.
+    """
+    if quantity == "driver":
+        return phase.total_bytes
+    slack = phase.components.get("fragmentation", 0)
+    if quantity == "tensors":
+        return phase.total_bytes - slack - phase.components.get("runtime", 0)
+    outside = context_bytes(gpu) + nccl_bytes(candidate, gpu)
+    return phase.total_bytes - outside - (slack if quantity == "allocated" else 0)
+
+
+def summaries(validation: Validation) -> list[Summary]:
+    """Per method and tuning, then over all, for each quantity and rung."""
+    groups: dict[tuple[Quantity, str], list[Row]] = {}
+    for row in validation.rows:
+        groups.setdefault((row.quantity, group_of(row.case.candidate)), []).append(row)
+    for quantity in dict.fromkeys(row.quantity for row in validation.rows):
+        groups[quantity, ALL] = [row for row in validation.rows if row.quantity == quantity]
+    return [summary for (quantity, group), rows in groups.items() for summary in _summaries(group, quantity, rows)]
+
+
+def group_of(candidate: Candidate) -> str:
+    tuning = "qlora" if candidate.tuning == "lora" and candidate.quantization != "none" else candidate.tuning
+    return f"{candidate.method} {tuning}"
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def _measured(cases: Cases, cluster: Cluster | None, probe: Probe | None, record: Path | None, say: Say) -> tuple[list[Case], list[LeftOut]]:
+    """The cases with their figures; each that a device measures is written down before the next one begins."""
+    known = _recorded(record)
+    found: list[Case] = []
+    left_out = list(cases.left_out)
+    for case in cases.cases:
+        seen: Case | LeftOut = case
+        if case.outcome == "not measured":
+            key = candidate_key(case.candidate)
+            if key not in known and probe is not None:
+                say(f"measuring {case.label}")
+                known[key] = _probed(case.candidate, probe, record)
+            seen = _filled(case, known.get(key), cluster)
+        if isinstance(seen, LeftOut):
+            left_out.append(seen)
+        else:
+            found.append(seen)
+    return found, left_out
+
+
+def _probed(candidate: Candidate, probe: Probe, record: Path | None) -> Measurement:
+    """One measurement, written down; a card that was in use has measured nothing, and is asked again another time."""
+    measurement = probe(candidate)
+    if record is not None and measurement.outcome != "gpu_in_use":
+        append_line(record, measurement_line(measurement))
+    return measurement
+
+
+def _recorded(record: Path | None) -> dict[str, Measurement]:
+    """What an earlier run has measured, by candidate. A line that was cut off is none.
+
+    Raises:
+        InputError: the file holds something else; nothing is added to such a file.
+    """
+    found: dict[str, Measurement] = {}
+    for number, line in enumerate(lines_of(record) if record is not None else (), 1):
+        try:
+            measurement = measurement_of(json.loads(line))
+        except ValueError:
+            continue
+        except InputError as error:
+            raise InputError(f"{record}, line {number}: {error}") from error
+        found[candidate_key(measurement.candidate)] = measurement
+    return found
+
+
+def _filled(case: Case, measurement: Measurement | None, cluster: Cluster | None) -> Case | LeftOut:
+    if measurement is None:
+        return LeftOut(line=case.line, why="not measured, and there is no device to measure it on")
+    seen = case_of_measurement(measurement, case.line, case.gpu or (cluster.gpu if cluster is not None else None))
+    return replace(seen, label=case.label, candidate=case.candidate) if isinstance(seen, Case) else seen
+
+
+# -- predicting --------------------------------------------------------------------------------------------------------
+
+
+def _predicted(case: Case, cluster: Cluster, simulate: Simulate | None, say: Say) -> tuple[dict[Evidence, tuple[PhaseMemory, ...]], dict[Evidence, bool]]:
+    """What each rung that speaks of a case says: the phases of the training GPU, and whether the candidate fits."""
+    answer = estimate(case.candidate, cluster)
+    profiled = decided(answer, RISK)
+    phases: dict[Evidence, tuple[PhaseMemory, ...]] = {"estimated": answer.gpus[0].phases}
+    fits: dict[Evidence, bool] = {"estimated": answer.fits}
+    if profiled.evidence == "simulated":
+        phases["simulated"], fits["simulated"] = profiled.gpus[0].phases, profiled.fits
+    if simulate is not None:
+        try:
+            simulation = simulate(answer)
+        except PlanError as error:
+            say(f"line {case.line} is not simulated: {error}")
+        else:
+            phases["simulated"], fits["simulated"] = simulation.simulated, simulation.peak.total_bytes <= cluster.gpu.free_bytes
+    return phases, fits
+
+
+def _rows(case: Case, phases: Mapping[Evidence, tuple[PhaseMemory, ...]], gpu: Gpu) -> Iterator[Row]:
+    for quantity, size in case.measured.items():
+        sizes = {rung: max(part_bytes(phase, quantity, case.candidate, gpu) for phase in found) for rung, found in phases.items()}
+        yield Row(case=case, quantity=quantity, measured_bytes=size, predicted=sizes)
+
+
+def _cluster_of(case: Case, cluster: Cluster | None) -> Cluster:
+    """As many of the case's cards as it needs."""
+    gpu = case.gpu or (cluster.gpu if cluster is not None else None)
+    if gpu is None and case.measured.keys() <= {"tensors"} and case.outcome == "fits":
+        gpu = load_gpu(ANY_CARD)
+    if gpu is None:
+        raise InputError(f"Line {case.line} names no GPU. Say which one with --gpus, such as --gpus 1xA100-80G.")
+    candidate = case.candidate
+    server = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
+    return Cluster(gpu=gpu, nodes=candidate.num_nodes, gpus_per_node=-(-candidate.num_processes // candidate.num_nodes) + server)
+
+
+def _summaries(group: str, quantity: Quantity, rows: list[Row]) -> Iterator[Summary]:
+    rungs: tuple[Evidence, ...] = ("estimated", "simulated")
+    for rung in rungs:
+        errors = [row.error(rung) for row in rows if rung in row.predicted]
+        if errors:
+            yield Summary(
+                group=group,
+                quantity=quantity,
+                rung=rung,
+                count=len(errors),
+                mean=fmean(errors),
+                mean_absolute=fmean(map(abs, errors)),
+                worst=max(errors, key=abs),
+                under=sum(error < -UNDER for error in errors),
+            )
