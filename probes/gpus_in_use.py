@@ -8,7 +8,6 @@ from types import ModuleType
 
 import psutil
 
-from planner.candidate import Candidate
 from planner.memory.runtime import SLACK_THOUSANDTHS
 from planner.units import format_gib
 
@@ -45,11 +44,11 @@ class Card:
 
 def in_use(cards: tuple[Card, ...], free_bytes: int) -> tuple[Card, ...]:
     """The cards that others use: less is free than a probe was promised, which is never more than the card has."""
-    return tuple(card for card in cards if card.free_bytes < _promised(card, free_bytes))
+    return tuple(card for card in cards if card.free_bytes < min(free_bytes, card.total_bytes) - unnoticed_bytes(card))
 
 
-def _promised(card: Card, free_bytes: int) -> int:
-    return min(free_bytes, card.total_bytes) - card.total_bytes * UNNOTICED_THOUSANDTHS // 1000
+def unnoticed_bytes(card: Card) -> int:
+    return card.total_bytes * UNNOTICED_THOUSANDTHS // 1000
 
 
 def wait_until_free(read: Callable[[], tuple[Card, ...]], free_bytes: int, seconds: float) -> tuple[Card, ...]:
@@ -60,12 +59,6 @@ def wait_until_free(read: Callable[[], tuple[Card, ...]], free_bytes: int, secon
         time.sleep(LOOK_SECONDS)
         cards = read()
     return cards
-
-
-def cards_of(candidate: Candidate) -> int:
-    """GPUs of one node that a candidate's processes use, those of a vLLM server included."""
-    serving = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
-    return -(-candidate.num_processes // candidate.num_nodes) + serving
 
 
 def visible_cards(count: int) -> tuple[Card, ...]:

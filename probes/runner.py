@@ -22,6 +22,7 @@ import psutil
 from planner.measurement import Measurement, candidate_report
 from planner.settings import settings_of
 from planner.units import GIB, MIB, format_gib, format_seconds
+from probes.command import worker_command
 from probes.gpus_in_use import Card, in_use, wait_until_free
 from probes.guard import END, END_NOW
 from probes.host import available_bytes, family, held_bytes, kernel_kills, with_environment
@@ -60,11 +61,6 @@ class Limits:
 
 Command = Callable[[Task, Path], list[str]]
 Cards = Callable[[Task], tuple[Card, ...]]
-
-
-def worker_command(task: Task, task_file: Path) -> list[str]:
-    """What runs a task: one process of this Python, or as many as the candidate has."""
-    return [sys.executable, "-m", "probes.worker", str(task_file)]
 
 
 def no_cards(task: Task) -> tuple[Card, ...]:
@@ -158,8 +154,9 @@ def _watch(process: subprocess.Popen[bytes], worker: _Worker) -> Stop | None:
             return None
         except subprocess.TimeoutExpired:
             pass
-        if _phase(worker.folder) != phase:
-            phase = _phase(worker.folder)
+        entered = _phase(worker.folder)
+        if entered not in ("", phase):
+            phase = entered
             worker.say(phase)
         stop = _over_time(worker) or _over_memory(process, worker.limits)
         if stop is None and time.monotonic() >= look_at_disk:

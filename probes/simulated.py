@@ -19,7 +19,7 @@ from planner.quantities import Component, Phase, PhaseMemory
 from planner.trace.allocator import Allocator, AllocatorSettings, Block, OutOfMemory
 from planner.trace.compose import OUTSIDE, SHARDED, STATES, Simulation, without_states
 from planner.trace.timeline import STAYS, Trace
-from planner.units import format_gib
+from planner.units import format_size
 from probes.simulate import simulate
 
 Components = dict[Component, int]
@@ -53,7 +53,7 @@ def on_card(simulation: Simulation, card_bytes: int) -> Measurement:
         "num_ooms": int(shortage is not None),
     }
     rank = RankMemory(rank=0, phases=peaks, state_bytes=card.state_bytes, capacity_bytes=card_bytes, allocator=statistics)
-    message = "" if shortage is None else f"a dry run needs at least {format_gib(shortage.over_bytes)} more in the {shortage.phase.replace('_', ' ')}"
+    message = "" if shortage is None else f"a dry run needs at least {format_size(shortage.over_bytes)} more in the {shortage.phase.replace('_', ' ')}"
     found = _without_memory(simulation.candidate, "fits" if shortage is None else "out_of_memory", message)
     return replace(found, ranks=(rank,), shortage=shortage, versions=dict(simulation.trace.versions))
 

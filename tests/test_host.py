@@ -7,10 +7,8 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from planner.candidate import Candidate
-from planner.catalogue import load_model
 from planner.units import GIB
-from probes.gpus_in_use import Card, Holder, cards_of, in_use, visible_handles
+from probes.gpus_in_use import Card, Holder, in_use, visible_handles
 from probes.host import available_bytes, kernel_kills
 
 SMALL = 10**6  # bytes: less than any machine has available
@@ -84,12 +82,6 @@ def test_a_card_in_use_says_how_much_is_free_and_who_holds_the_rest() -> None:
         "GPU 1 has 30.00 GiB of 40.00 GiB free; python (process 7) holds 9.00 GiB, Xorg (process 8) holds some of it"
     )
     assert card(30 * GIB).description.endswith("; no process that can be seen from here holds the rest")
-
-
-def test_a_node_uses_a_card_for_each_process_and_those_of_its_server() -> None:
-    candidate = Candidate(model=load_model("Qwen2.5-0.5B"), method="grpo", sharding="zero3", num_processes=8, num_nodes=2)
-    server = Candidate(model=candidate.model, method="grpo", num_processes=3, sharding="ddp", vllm="server", vllm_tensor_parallel_size=2)
-    assert (cards_of(candidate), cards_of(server)) == (4, 5)
 
 
 NVML = SimpleNamespace(nvmlDeviceGetCount=lambda: 3, nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetHandleByUUID=lambda name: name)

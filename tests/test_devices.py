@@ -1,0 +1,205 @@
+"""One contract, held by every device: the same candidate in, a measurement of the same kind out. And what is each device's own."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("psutil")
+pytest.importorskip("trl")
+
+from script_workers import script
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model
+from planner.cluster import Cluster
+from planner.errors import InputError
+from planner.estimate import estimate
+from planner.gpus import parse_cluster
+from planner.measurement import EVIDENCE, DeviceName, Measurement, measurement_line, measurement_of
+from planner.units import GIB, MIB
+from probes.devices import DeviceOptions, Probe, capacity_to_keep_to, device
+from probes.gpus_in_use import Card
+from probes.runner import Limits
+
+# The libraries' own deprecations are theirs to mend; those of our code stay errors.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+CLUSTER = parse_cluster("1xA100-40G", None)
+MODEL = load_model(str(Path(__file__).parent / "models" / "tiny-qwen2"))
+SFT = Candidate(model=MODEL, method="sft", max_length=64, per_device_train_batch_size=2, dtype="bfloat16")
+TOO_SMALL_BYTES = 100 * 1024  # the model's weights alone are twice as much
+
+
+def with_cards_of(card_bytes: int) -> Cluster:
+    return replace(CLUSTER, gpu=replace(CLUSTER.gpu, free_bytes=card_bytes))
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+@pytest.fixture(scope="module", params=["simulated", "cpu", "cuda"])
+def name(request: pytest.FixtureRequest) -> DeviceName:
+    if request.param == "cuda" and not has_gpu():
+        pytest.skip("no GPU")
+    found: DeviceName = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> DeviceOptions:
+    return DeviceOptions(logs=tmp_path_factory.mktemp("logs"), limits=Limits(host_reserve_share=0.0, disk_reserve_bytes=0), resume=False, save=False)
+
+
+@pytest.fixture(scope="module")
+def measured(name: DeviceName, options: DeviceOptions) -> Callable[[], Measurement]:
+    """A candidate that fits; run once for all tests of a device, and once more for the one that asks twice."""
+    probe = device(name, CLUSTER, options)
+    return cache(lambda: probe(SFT))
+
+
+class TestContract:
+    def test_a_candidate_that_fits_is_measured_phase_by_phase(self, measured: Callable[[], Measurement]) -> None:
+        (rank,) = measured().ranks
+        names = [phase.name for phase in rank.phases]
+        assert (measured().outcome, measured().shortage, measured().message) == ("fits", None, "")
+        assert {"forward", "backward", "optimizer_step"} <= set(names)
+        assert len(names) == len(set(names))
+        assert all(phase.allocated_bytes > 0 for phase in rank.phases)
+        assert rank.peak_phase in names
+        assert 0 < rank.peak_bytes <= rank.capacity_bytes
+
+    def test_states_are_the_bytes_of_their_tensors(self, measured: Callable[[], Measurement]) -> None:
+        """Of every parameter in two bytes: the weights, and two moments in the optimizer; blocks and scalars besides."""
+        states = measured().ranks[0].state_bytes
+        assert 2 * MODEL.params <= states["weights"] <= 2 * MODEL.params + 64 * 1024
+        assert 2 * states["weights"] <= states["optimizer_states"] + 64 * 1024 <= 2 * states["weights"] + 128 * 1024
+
+    def test_the_same_candidate_needs_the_same_bytes_again(self, name: DeviceName, options: DeviceOptions, measured: Callable[[], Measurement]) -> None:
+        again = device(name, CLUSTER, options)(SFT)
+        assert [replace(phase, seconds=0.0) for phase in again.ranks[0].phases] == [replace(phase, seconds=0.0) for phase in measured().ranks[0].phases]
+        assert again.ranks[0].state_bytes == measured().ranks[0].state_bytes
+
+    def test_it_says_on_which_rung_it_stands(self, name: DeviceName, measured: Callable[[], Measurement]) -> None:
+        assert (measured().device, measured().evidence) == (name, EVIDENCE[name])
+        assert {"torch", "transformers", "trl"} <= measured().versions.keys()
+
+    def test_it_measured_the_candidate_that_it_was_given(self, measured: Callable[[], Measurement]) -> None:
+        assert measured().candidate == SFT
+
+    def test_it_goes_through_json_and_back(self, measured: Callable[[], Measurement]) -> None:
+        read = measurement_of(json.loads(measurement_line(measured())))
+        assert replace(read, candidate=SFT) == measured()
+
+    def test_a_card_that_is_too_small_runs_out_of_memory(self, name: DeviceName, options: DeviceOptions) -> None:
+        short = device(name, with_cards_of(TOO_SMALL_BYTES), options)(SFT)
+        assert (short.outcome, short.decided, short.evidence) == ("out_of_memory", True, EVIDENCE[name])
+        assert short.shortage is not None
+        assert short.shortage.phase == "load"
+        assert short.shortage.over_bytes > 0
+        assert short.shortage.free_bytes <= TOO_SMALL_BYTES
+        assert short.step_seconds == 0.0
+        assert short.message
+
+    def test_what_a_device_does_not_have_is_nothing(self, name: DeviceName, measured: Callable[[], Measurement]) -> None:
+        (rank,) = measured().ranks
+        assert bool(rank.driver_bytes) == (name == "cuda")
+        assert bool(rank.reserved_bytes) == (name in ("cuda", "simulated"))
+        assert bool(measured().step_seconds) == (name in ("cuda", "cpu"))
+        assert bool(measured().tokens_per_second) == bool(measured().step_seconds)
+
+
+# -- simulated ---------------------------------------------------------------------------------------------------------
+
+
+def simulated(candidate: Candidate, cluster: Cluster = CLUSTER) -> Measurement:
+    probe: Probe = device("simulated", cluster, DeviceOptions(logs=Path()))
+    return probe(candidate)
+
+
+def test_a_simulated_card_is_large_enough_to_the_byte() -> None:
+    from planner.memory.runtime import runtime_bytes
+
+    whole = simulated(SFT).peak_bytes + runtime_bytes(CLUSTER.gpu, SFT)
+    assert simulated(SFT, with_cards_of(whole)).outcome == "fits"
+    short = simulated(SFT, with_cards_of(whole - 1))
+    assert short.outcome == "out_of_memory"
+    assert short.shortage is not None
+    assert short.message == f"a dry run needs at least 1 bytes more in the {short.shortage.phase.replace('_', ' ')}"
+
+
+def test_the_states_of_a_simulated_rank_are_those_of_its_estimate() -> None:
+    candidate = replace(SFT, sharding="zero3", num_processes=4)
+    found = simulated(candidate)
+    forward = next(phase for phase in estimate(candidate, CLUSTER).gpus[0].phases if phase.name == "forward")
+    assert found.outcome == "fits"
+    assert found.ranks[0].state_bytes == {name: forward.components[name] for name in ("weights", "gradients", "optimizer_states")}
+
+
+def test_a_phase_that_only_the_estimate_knows_can_run_out_too() -> None:
+    candidate = replace(
+        SFT, method="grpo", tuning="lora", vllm="colocate", prompt_length=32, max_completion_length=32, num_generations=2, vllm_max_model_length=64
+    )  # fmt: skip
+    whole = simulated(candidate)
+    assert {"rollout", "weight_sync"} <= {phase.name for phase in whole.ranks[0].phases}
+    engine_bytes = int(CLUSTER.gpu.total_bytes * candidate.vllm_gpu_memory_utilization)
+    short = simulated(candidate, with_cards_of(engine_bytes))
+    assert short.outcome == "out_of_memory"
+
+
+def test_an_engine_that_would_not_start_is_out_of_memory_and_says_why() -> None:
+    refused = simulated(replace(SFT, method="grpo", vllm="colocate", vllm_gpu_memory_utilization=0.001))
+    assert (refused.outcome, refused.shortage, refused.ranks) == ("out_of_memory", None, ())
+    assert refused.message
+
+
+def test_what_cannot_be_simulated_decides_nothing() -> None:
+    refused = simulated(replace(SFT, use_liger_kernel=True))
+    assert (refused.outcome, refused.decided) == ("crashed", False)
+    assert refused.message == "A dry run does not run Liger's Triton kernels (use_liger_kernel)."
+
+
+# -- cuda and cpu ------------------------------------------------------------------------------------------------------
+
+
+def card(total_bytes: int) -> Card:
+    return Card(index=0, total_bytes=total_bytes, free_bytes=total_bytes, holders=())
+
+
+def test_a_worker_keeps_to_the_plans_card_on_a_larger_one() -> None:
+    wanted = CLUSTER.gpu.free_bytes
+    assert capacity_to_keep_to(CLUSTER, (card(wanted),)) == 0
+    assert capacity_to_keep_to(CLUSTER, (card(wanted - 4 * MIB),)) == 0
+    assert capacity_to_keep_to(CLUSTER, (card(80 * GIB),)) == wanted
+
+
+def test_too_small_and_too_few_gpus_are_refused() -> None:
+    with pytest.raises(InputError, match=r"The plan is for GPUs with 39\.\d\d GiB, GPU 0 of this machine has 24\.00 GiB\. Plan with --gpus local\."):
+        capacity_to_keep_to(CLUSTER, (card(24 * GIB),))
+    with pytest.raises(InputError, match=r"The plan is for 1 GPUs, this machine shows 0\. Plan with --gpus local\."):
+        capacity_to_keep_to(CLUSTER, ())
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu"])
+def test_several_nodes_are_refused(name: DeviceName) -> None:
+    with pytest.raises(InputError, match=r"A probe runs on one machine, the cluster has 2\. Probe one node with --gpus 8xA100-40G, or .*--machine_rank\."):
+        device(name, parse_cluster("2x8xA100-40G", None), DeviceOptions(logs=Path()))
+
+
+def test_a_device_gives_its_options_to_the_worker(tmp_path: Path) -> None:
+    text = "import json; told = json.load(open(task_file)); print({name: told[name] for name in sorted(told) if name not in ('candidate', 'folder')})"
+    options = DeviceOptions(logs=tmp_path, limits=Limits(host_reserve_share=0.0), steps=3, evaluate=True, seed=7, command=script(text))
+    found = device("cpu", with_cards_of(GIB), options)(SFT)
+    assert Path(found.log).with_suffix(".out").read_text().strip() == str({
+        "capacity_bytes": GIB, "device": "cpu", "evaluate": True, "resume": True, "save": True, "seed": 7, "steps": 3, "weights": "random",
+    })  # fmt: skip
