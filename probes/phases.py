@@ -13,20 +13,30 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from probes.fake_trainer import WORD, Stage
 from probes.rollout import generate_shortened
-from probes.tracker import Tracker, modules_named
+from probes.tracker import Told, modules_named
+
+# A way to run `generate(model, **arguments)`; it says which tensors it puts into the cache.
+Rollout = Callable[[Callable[..., Any], Any, Callable[[list[torch.Tensor]], None], dict[str, Any]], Any]
+
+
+def one_word_shortened(generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]) -> Any:
+    """Every sampled token is the same, none ends its row early, and what lies between the first tokens and the last is left out."""
+    multinomial = torch.multinomial
+    with mock.patch.object(torch, "multinomial", lambda probabilities, num_samples: multinomial(probabilities, num_samples).fill_(WORD)):
+        return generate_shortened(generate, model, on_cached, arguments)
 
 
 class Phases:
     """The moments at which a phase begins, as callbacks of one trainer."""
 
-    def __init__(self, tracker: Tracker, stage: Stage) -> None:
+    def __init__(self, tracker: Told, stage: Stage, rollout: Rollout = one_word_shortened) -> None:
         self._tracker = tracker
+        self._rollout = rollout
         self._policy = stage.trainer.accelerator.unwrap_model(stage.trainer.model)
         self._tops = set(stage.models)
         self._backbones = {_plain(model).base_model for model in stage.models}
         self._backward = stage.trainer.accelerator.backward
         self._generate = GenerationMixin.generate
-        self._multinomial = torch.multinomial
 
     def on_enter(self, module: torch.nn.Module) -> None:
         if module in self._tops and self._tracker.phase not in ("rollout", "backward"):
@@ -45,10 +55,8 @@ class Phases:
         self._tracker.enter_phase("optimizer_step")
 
     def generate(self, model: Any, **arguments: Any) -> Any:
-        """Every sampled token is the same, none ends its row early."""
         self._tracker.enter_phase("rollout")
-        with mock.patch.object(torch, "multinomial", lambda probabilities, num_samples: self._multinomial(probabilities, num_samples).fill_(WORD)):
-            result = generate_shortened(self._generate, model, lambda cached: self._tracker.mark(cached, "kv_cache"), arguments)
+        result = self._rollout(self._generate, model, lambda cached: self._tracker.mark(cached, "kv_cache"), arguments)
         self._tracker.enter_phase("score")
         return result
 
@@ -73,9 +81,9 @@ class Phases:
 
 
 @contextlib.contextmanager
-def phases_told(tracker: Tracker, stage: Stage, padded: bool) -> Iterator[None]:
+def phases_told(tracker: Told, stage: Stage, padded: bool, rollout: Rollout = one_word_shortened) -> Iterator[None]:
     """While inside, the tracker is told. `padded`: every batch holds one token of padding, though its rows are all of full length."""
-    phases = Phases(tracker, stage)
+    phases = Phases(tracker, stage, rollout)
     handles = [_plain(model).register_forward_pre_hook(_with_padding, with_kwargs=True) for model in stage.models if padded]
     handles.append(register_optimizer_step_post_hook(phases.after_optimizer_step))
     handles += [

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +17,26 @@ from planner.trace.timeline import STAYS, Allocation, Trace
 aten = torch.ops.aten
 _DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")  # asked for twice an operator: answered before any mode is
 _ENGINE_FRAME = "_engine_run_backward"  # torch/autograd/graph.py: what stands under an operator that autograd's engine calls itself
+
+
+class Told(Protocol):
+    """Whoever is told of a step's phases and tensors: a tracker, or what reads a device's own counters."""
+
+    phase: Phase
+    module: str
+
+    def enter_phase(self, phase: Phase) -> None: ...
+    def mark(self, tensors: Iterable[torch.Tensor], component: Component) -> None: ...
+    def mark_saved(self) -> None: ...
+    def mark_accumulated(self, gradient: torch.Tensor) -> None: ...
+
+
+class DeviceFull(torch.OutOfMemoryError):
+    """A tracker's device has no room for what was asked: the figures of PyTorch's own message."""
+
+    def __init__(self, tried_bytes: int, capacity_bytes: int, held_bytes: int) -> None:
+        super().__init__(f"Tried to allocate {tried_bytes} bytes. Of {capacity_bytes} bytes {held_bytes} are allocated.")
+        self.tried_bytes, self.capacity_bytes, self.held_bytes = tried_bytes, capacity_bytes, held_bytes
 
 
 @dataclass(slots=True)
@@ -41,9 +61,14 @@ class Tracker(TorchDispatchMode):
     functions/accumulate_grad.h); the tracker adds them in place where the engine would have.
     """
 
-    def __init__(self, block_bytes: int = 1, workspaces: Mapping[Any, Callable[..., int]] | None = None) -> None:
-        """`block_bytes`: sizes are rounded up to multiples of it. `workspaces`: what operators allocate inside themselves for a moment."""
+    def __init__(self, block_bytes: int = 1, workspaces: Mapping[Any, Callable[..., int]] | None = None, capacity_bytes: int = 0) -> None:
+        """`block_bytes`: sizes are rounded up to multiples of it. `workspaces`: what operators allocate inside themselves for a moment.
+
+        `capacity_bytes`: `DeviceFull` is raised where more would be held; 0 is no limit.
+        """
         super().__init__()
+        self._capacity_bytes = capacity_bytes
+        self._held_bytes = 0
         self._block_bytes = block_bytes
         self._workspaces = dict(workspaces or {})
         self.records: list[_Record] = []
@@ -141,6 +166,7 @@ class Tracker(TorchDispatchMode):
         self.records.clear()
         self._alive.clear()
         self._clock = 0
+        self._held_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is _DEVICE:
@@ -200,11 +226,15 @@ class Tracker(TorchDispatchMode):
             _Record(size_bytes=size_bytes, born=self._clock, died=STAYS, phase=self.phase, operator=str(operator), module=module, component=component)
         )
         self._clock += 1
+        self._held_bytes += size_bytes
         weakref.finalize(storage, self._died, key, index).atexit = False
+        if 0 < self._capacity_bytes < self._held_bytes:
+            raise DeviceFull(size_bytes, self._capacity_bytes, self._held_bytes - size_bytes)
 
     def _died(self, key: int, index: int) -> None:
         if self._alive.get(key) == index:
             del self._alive[key]
+            self._held_bytes -= self.records[index].size_bytes
             self.records[index].died = self._clock
             self._clock += 1
 
@@ -245,7 +275,7 @@ def collector_off() -> Iterator[None]:
 
 @contextmanager
 def modules_named(
-    tracker: Tracker, model: torch.nn.Module, on_enter: Callable[[torch.nn.Module], None], on_exit: Callable[[torch.nn.Module], None]
+    tracker: Told, model: torch.nn.Module, on_enter: Callable[[torch.nn.Module], None], on_exit: Callable[[torch.nn.Module], None]
 ) -> Iterator[None]:
     """While inside, the tracker knows which module of `model` runs, and is told of every entry and exit."""
     names = {module: name for name, module in model.named_modules()}
