@@ -29,6 +29,8 @@ class FakeResults:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        # What the constructor sets, one property at a time, on every fake tensor alike.
+        self._attributes = dict(vars(FakeTensor(mode, torch.empty(0, device="meta"), _CPU)))
         self._known: dict[Any, tuple[_Made, ...] | _Made | None] = {}
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,9 +60,15 @@ class FakeResults:
         if made.shape is None:
             return tensors[made.base]
         if made.base < 0:
-            return FakeTensor(self._mode, torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta"), _CPU)
-        view = torch.empty(0, dtype=made.dtype, device="meta").set_(tensors[made.base].untyped_storage(), made.offset, made.shape, made.stride)
-        return FakeTensor(self._mode, view, _CPU)
+            return self._fake(torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta"))
+        return self._fake(torch.empty(0, dtype=made.dtype, device="meta").set_(tensors[made.base].untyped_storage(), made.offset, made.shape, made.stride))
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`FakeTensor(mode, tensor, cpu)` (torch 2.13, torch/_subclasses/fake_tensor.py `FakeTensor.__new__`)."""
+        made: torch.Tensor = torch.Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=_CPU)
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes)
+        return made
 
 
 def _described(items: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:

@@ -75,7 +75,7 @@ class FakeArithmetic(TorchDispatchMode):
             return target if real else result
         if _makes_nothing(func):
             return result
-        return tree_map_only(FakeTensor, _with_data_if_whole, result)
+        return _with_data_if_whole(result) if isinstance(result, FakeTensor) else tree_map_only(FakeTensor, _with_data_if_whole, result)
 
     def _grouped_products(self, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
         """Products of groups of rows (experts'): PyTorch's own fake kernel knows them in bfloat16 only, the real ones take what they are given.
