@@ -5,7 +5,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, DryRunUnsupported, InputError, PlanError
+from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, DryRunUnsupported, InputError, PlanError, UnknownArchitecture
 from planner.options import AskedOne, Checked, Printed, Saved, Searched, Written, given, grouped
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from planner.model import ModelShape
     from planner.quantities import Estimate
     from planner.trace.compose import Simulation
 
@@ -50,7 +51,7 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked) -> int:
     from planner.report.json import plan_report
     from planner.report.table import plan_table, refusal
 
-    question = read_question(given(asked, printed))
+    question = read_question(given(asked, printed), _with_layers(printed.quiet))
     refuse_unwritable(printed.out, printed.html)
     answer = plan(question.job, question.cluster)
     checked, said = _dry_run_of(answer.best, printed)
@@ -74,7 +75,7 @@ def estimate(asked: AskedOne, printed: Checked) -> int:
     from planner.report.json import estimate_report
     from planner.report.table import estimate_table, shortfall
 
-    question = read_question(given(asked, printed))
+    question = read_question(given(asked, printed), _with_layers(printed.quiet))
     refuse_unwritable(printed.out, printed.html)
     cluster = question.cluster
     answer = estimated(single_candidate(question), cluster, question.job.risk)
@@ -101,9 +102,9 @@ def dry_run(report: Saved, asked: AskedOne, printed: Printed) -> int:
     from planner.saved import read_plan
 
     if report.saved is not None:
-        candidate, cluster = read_plan(Path(report.saved), asked.gpus, asked.free_memory)
+        candidate, cluster = read_plan(Path(report.saved), asked.gpus, asked.free_memory, _with_layers(printed.quiet))
     else:
-        question = read_question(given(asked, printed))
+        question = read_question(given(asked, printed), _with_layers(printed.quiet))
         candidate, cluster = single_candidate(question), question.cluster
     simulation = _simulated(estimated(candidate, cluster), printed.quiet)
     if printed.json:
@@ -203,21 +204,58 @@ def _simulated(answer: "Estimate", quiet: bool) -> "Simulation":
     """The dry run, with what its libraries print kept from the streams."""
     if not quiet:
         print(f"simulating the step: {answer.candidate.method} of {answer.candidate.model.id} ...", file=sys.stderr)
+    with _libraries_kept_silent():
+        try:
+            from probes.simulate import simulate
+        except Exception as error:
+            raise DryRunUnsupported(f"A dry run needs {_missing_extra(error)}") from error
+        return simulate(answer)
+
+
+def _with_layers(quiet: bool) -> "Callable[[ModelShape], ModelShape]":
+    """What completes a model whose layers have no formulas: they are measured on fake tensors, where that was not done before."""
+    announced = set[str]()
+
+    def completed(model: "ModelShape") -> "ModelShape":
+        @contextlib.contextmanager
+        def measuring() -> Iterator[None]:
+            if not quiet and model.id not in announced:
+                print(f"no formulas for {model.model_type}: measuring the layers of {model.id} ...", file=sys.stderr)
+            announced.add(model.id)
+            with _libraries_kept_silent():
+                yield
+
+        if model.known:
+            return model
+        try:
+            from probes.coefficients import measured
+
+            return measured(model, measuring)
+        except ImportError as error:
+            reason = f"{model.id} ({model.model_type}) has no formulas here, and measuring its layers needs {_missing_extra(error)}"
+            raise UnknownArchitecture(reason) from error
+
+    return completed
+
+
+def _missing_extra(error: Exception) -> str:
+    missing = [name for name in DRY_RUN_PACKAGES if find_spec(name) is None]
+    reason = f"{', '.join(missing)} not installed" if missing else f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"the extra dryrun (pip install 'finetune-plan[dryrun]'): {reason}."
+
+
+@contextlib.contextmanager
+def _libraries_kept_silent() -> Iterator[None]:
+    """What the libraries print is kept from the streams, and torch's compiler from leaving the folder that it makes when it is imported."""
     import tempfile
     from unittest import mock
 
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())  # torch's compiler makes one when it is imported, and leaves it
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        try:
-            from probes.simulate import simulate
-        except Exception as error:
-            missing = [name for name in DRY_RUN_PACKAGES if find_spec(name) is None]
-            reason = f"{', '.join(missing)} not installed" if missing else f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise DryRunUnsupported(f"A dry run needs the extra dryrun (pip install 'finetune-plan[dryrun]'): {reason}.") from error
-        return simulate(answer)
+        yield
 
 
 def _answer(printed: Written, report: "dict[str, object]", table: "Text", page: Callable[[], str]) -> None:

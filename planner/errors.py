@@ -4,6 +4,7 @@
     ├── InputError       the question is wrong                          exit 2
     │   ├── UnknownName  a model, GPU, method or setting nobody knows   exit 2
     │   └── UnknownArchitecture  its activations have no formula here   exit 2
+    │       └── NotMeasured  nor are they measured with such settings   exit 2
     ├── DryRunUnsupported  what a dry run cannot simulate           exit 2
     └── NothingFits      the question is right, the answer is no        exit 3
 
@@ -43,6 +44,10 @@ class UnknownName(InputError):
 
 class UnknownArchitecture(InputError):
     """A model whose layers have no formula here: its parameters are counted, its activations are not known."""
+
+
+class NotMeasured(UnknownArchitecture):
+    """A layer without formulas whose passes cannot be run with a candidate's settings. A search takes such a candidate for refused."""
 
 
 class DryRunUnsupported(PlanError):

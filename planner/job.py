@@ -67,7 +67,7 @@ class Job:
         if not self.model.known:
             raise UnknownArchitecture(
                 f"The activations of {self.model.id} ({self.model.model_type}) are not known by formula; its {self.model.params:,} parameters are "
-                f"{format_gib(2 * self.model.params)} in bfloat16. Plan a model of a known family, or see plan models."
+                f"{format_gib(2 * self.model.params)} in bfloat16. The extra dryrun measures such layers (probes.coefficients.measured)."
             )
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.cluster import Cluster
-from planner.errors import NothingFits
+from planner.errors import NothingFits, NotMeasured
+from planner.estimate import estimate
 from planner.job import DEQUANTIZED, Job
 from planner.knobs import CLASSES, Question, TuningClass, structures
 from planner.memory.engine import EngineRefusal, engine_or_refusal
@@ -83,7 +84,7 @@ def plan(job: Job, cluster: Cluster) -> Plan:
         alternatives=alternatives(found, question) + unpinned(best, question),
         remedies=() if best.fits else remedies(job, cluster, question, best),
         more=limits(best, question) if best.fits else (),
-        warnings=notes(best, question),
+        warnings=(*notes(best, question), *refused(found)),
         versions={"trl": best.candidate.trl_version, **VERSIONS, **dict(best.versions)},
     )
 
@@ -166,9 +167,28 @@ def unpinned(best: Estimate, question: Question) -> tuple[Alternative, ...]:
     return (Alternative(label="without those pins", estimate=free, note=f"with {found}"),)
 
 
+def refused(found: Found) -> tuple[str, ...]:
+    """The classes of which no candidate could be measured, where the layers have no formulas."""
+    missing = {question: not_measured(question) for question, answer in found.items() if answer is None}
+    return tuple(f"{CLASS_LABELS[question.tuning_class]} is not planned: {reason}" for question, reason in missing.items() if reason)
+
+
+def not_measured(question: Question) -> str:
+    """Why the first candidate of a class could not be measured, empty where it could."""
+    for candidate in structures(question):
+        try:
+            estimate(replace(candidate, vllm="off"), question.cluster)
+        except NotMeasured as error:
+            return str(error)
+        return ""
+    return ""
+
+
 def no_candidate(question: Question) -> str:
     """Why not a single candidate could be built or started."""
     job, cluster = question.job, question.cluster
+    if reason := not_measured(question):
+        return reason
     for candidate in structures(question):
         answer = engine_or_refusal(candidate.model, cluster.gpu, engine_settings(candidate, cluster.gpu)) if candidate.vllm != "off" else None
         if isinstance(answer, EngineRefusal):

@@ -1,6 +1,6 @@
 """The options of the command -> the job and the cluster they ask about."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -51,8 +51,10 @@ class Question:
     warnings: tuple[str, ...]
 
 
-def read_question(options: Mapping[str, Any]) -> Question:
+def read_question(options: Mapping[str, Any], with_layers: Callable[[ModelShape], ModelShape]) -> Question:
     """The question in a command's options, by the names of its parameters; `config` and `optimize` are not in all of them.
+
+    `with_layers` completes a model whose layers have no formulas.
 
     Raises:
         InputError: something is missing, is no number, or contradicts something else.
@@ -69,14 +71,14 @@ def read_question(options: Mapping[str, Any]) -> Question:
     _complain_if_missing({"--model": name, "--gpus": options["gpus"], "--method": options["method"]})
     method = _one_of("method", options["method"], tuple(METHODS))
     settings, unread = _read_by(method, settings, in_file.keys() - flags.keys())
-    model = load_model(name)
+    model = with_layers(load_model(name))
     cluster = parse_cluster(options["gpus"], options["free_memory"])
     version, older = _trl_version(options["trl_version"])
     job = Job(
         model=model,
         method=method,
         tuning=tuning,
-        pinned=_pins(settings, model, tuning, from_file=bool(in_file)),
+        pinned=_pins(settings, model, tuning, with_layers, from_file=bool(in_file)),
         optimize=_one_of("goal", options.get("optimize", "throughput"), get_args(Goal)),
         risk=_probability(options["risk"]),
         effective_batch_size=_count("--effective-batch-size", options["effective_batch_size"]),
@@ -177,12 +179,14 @@ def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[s
     return flag
 
 
-def _pins(settings: Mapping[str, Value], model: ModelShape, tuning: TuningClass, from_file: bool) -> dict[str, Any]:
+def _pins(
+    settings: Mapping[str, Value], model: ModelShape, tuning: TuningClass, with_layers: Callable[[ModelShape], ModelShape], from_file: bool
+) -> dict[str, Any]:
     """Settings as Candidate fields with their models loaded; the policy is the job's own."""
     pinned: dict[str, Any] = candidate_fields(settings, model.dtype)
     for role in ("reward_model", "teacher_model"):
         if role in pinned:
-            pinned[role] = load_model(pinned[role])
+            pinned[role] = with_layers(load_model(pinned[role]))
     if tuning == "auto" and not pinned.keys().isdisjoint(LORA_FIELDS):
         pinned.setdefault("tuning", "lora")  # whoever names a rank wants adapters
     adapters = tuning in ("lora", "qlora") or pinned.get("tuning") == "lora"

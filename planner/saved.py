@@ -1,7 +1,7 @@
 """A saved report -> the candidate and the cluster it was about."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from planner.catalogue import load_model
 from planner.cluster import Cluster, Gpu
 from planner.errors import InputError, PlanError
 from planner.gpus import parse_cluster
+from planner.model import ModelShape
 from planner.settings import candidate_fields
 
 MODELS = {"reward_model_name_or_path": "reward_model", "teacher_model_name_or_path": "teacher_model"}
@@ -18,10 +19,11 @@ MODELS = {"reward_model_name_or_path": "reward_model", "teacher_model_name_or_pa
 ABOUT = ("model_name_or_path", "method", "trl_version", "environment", "gradient_checkpointing_kwargs", "fsdp_offload_params")
 
 
-def read_plan(path: Path, gpus: str | None, free_memory: str | None) -> tuple[Candidate, Cluster]:
+def read_plan(path: Path, gpus: str | None, free_memory: str | None, with_layers: Callable[[ModelShape], ModelShape]) -> tuple[Candidate, Cluster]:
     """The best candidate of a plan, or the candidate of an estimate, as `--json` and `--out` write them.
 
-    An estimate does not say which GPUs it was about: `gpus` does, and wins over what a plan says.
+    An estimate does not say which GPUs it was about: `gpus` does, and wins over what a plan says. `with_layers` completes a model whose layers
+    have no formulas.
 
     Raises:
         InputError: the file cannot be read, or is no report.
@@ -29,7 +31,7 @@ def read_plan(path: Path, gpus: str | None, free_memory: str | None) -> tuple[Ca
     report = _report(path)
     best = report.get("best", report)
     try:
-        candidate = candidate_of(best["settings"])
+        candidate = candidate_of(best["settings"], with_layers)
         cluster = parse_cluster(gpus, free_memory) if gpus is not None else _cluster(report["cluster"])
     except PlanError:
         raise
@@ -39,20 +41,21 @@ def read_plan(path: Path, gpus: str | None, free_memory: str | None) -> tuple[Ca
     return candidate, cluster
 
 
-def candidate_of(settings: Mapping[str, Any]) -> Candidate:
+def candidate_of(settings: Mapping[str, Any], with_layers: Callable[[ModelShape], ModelShape]) -> Candidate:
     """The candidate that `settings_of` has spelled."""
     plain = {name: value for name, value in settings.items() if name not in ABOUT and name not in MODELS and value is not None}
     chosen: dict[str, Any] = dict(candidate_fields({name: _text(value) for name, value in plain.items()}, "bfloat16"))
     for name, field in MODELS.items():
         if settings.get(name):
-            chosen[field] = load_model(settings[name])
+            chosen[field] = with_layers(load_model(settings[name]))
     checkpointing = settings.get("gradient_checkpointing_kwargs", {})
     chosen["checkpoint_every_n_layers"] = checkpointing.get("every_n_layers", 1)
     chosen["checkpoint_offload"] = checkpointing.get("offload", False)
     if settings.get("fsdp_offload_params"):
         chosen["offload_param"] = True
     chosen["expandable_segments"] = "expandable_segments:True" in settings.get("environment", {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return Candidate(model=load_model(settings["model_name_or_path"]), method=settings["method"], trl_version=settings["trl_version"], **chosen)
+    model = with_layers(load_model(settings["model_name_or_path"]))
+    return Candidate(model=model, method=settings["method"], trl_version=settings["trl_version"], **chosen)
 
 
 def _text(value: Any) -> Any:

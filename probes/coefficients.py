@@ -1,21 +1,27 @@
 """Architectures without formulas: the shapes of their layers from the real modules, their memory from the layers' own passes on fake tensors.
 
 One layer of each kind runs forward and backward at four small batches: three give bytes per token, per score and constant, the fourth is
-held back and must come out. `layer_memory` then answers for them as it does for the families it has formulas for.
+held back and must come out. `layer_memory` then answers for them as it does for the families it has formulas for. What was found is kept
+(`coefficient_store.py`); torch is imported only where something has to be measured.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
-from planner.errors import UnknownArchitecture
+from planner.errors import NotMeasured
 from planner.memory.activations import LayerMemory, Peaks, envelope
 from planner.memory.autograd import Moment, Size
 from planner.memory.modules import Recipe
 from planner.model import ModelShape
-from probes.layer_passes import Bytes, Seen, layer_stage
-from probes.layer_shapes import with_shapes
+from probes.coefficient_store import Layers, Measured, Refused, load_layers, load_measured, save_layers, save_measured
+
+if TYPE_CHECKING:
+    from probes.layer_passes import Bytes, Seen
 
 # (rows, length) of the passes. Lengths are multiples of what kernels round them to (128), long enough for the layer to be
 # the peak and not its weights' copies. One row is a regime of its own: views stand where several rows need copies.
@@ -24,52 +30,103 @@ ONE_ROW = ((1, 512), (1, 1024), (1, 1536), (1, 1280))
 HELD_BACK_WITHIN = 0.02  # chunked kernels loop over blocks of tokens, whose last one is smaller
 
 Sizes = tuple[tuple[int, int], ...]
+Measuring = Callable[[], AbstractContextManager[None]]
 
 
-class NotMeasured(UnknownArchitecture):
-    """A layer's passes cannot be run, or do not grow with tokens and scores."""
-
-
-def measured(model: ModelShape) -> ModelShape:
+def measured(model: ModelShape, measuring: Measuring) -> ModelShape:
     """A model without formulas with the layers that its own modules show; their memory is measured when it is asked for.
+
+    `measuring` is entered around what takes seconds.
 
     Raises:
         UnknownArchitecture: transformers cannot build it, or its layers are no list of modules.
+        ImportError: the extra dryrun is not installed.
     """
-    return model if model.known else with_shapes(model, lambda kind: partial(measured_layer, model, kind))
+    if model.known:
+        return model
+    found = load_layers(model)
+    if found is None:
+        with measuring():
+            from probes.layer_shapes import layers_of
+
+            found = layers_of(_own(model))
+        save_layers(model, found)
+    return _with_layers(model, found, measuring)
 
 
-def measured_layer(model: ModelShape, kind: int, recipe: Recipe, gradients_exist: bool) -> LayerMemory:
+def _own(model: ModelShape) -> ModelShape:
+    """The model with a config of its own: transformers' config classes write into the dicts that they are given."""
+    return replace(model, config=deepcopy(model.config))
+
+
+def _with_layers(model: ModelShape, found: Layers, measuring: Measuring) -> ModelShape:
+    layers = [replace(layer, measure=partial(measured_layer, model, measuring, kind)) for kind, layer in enumerate(found.of_each_kind)]
+    kinds = {place: layer for layer, places in zip(layers, found.places, strict=True) for place in places}
+    in_order = tuple(kinds[place] for place in sorted(kinds))
+    rest = model.params - model.embed_params - model.lm_head_params - model.vision_params - sum(layer.params for layer in in_order)
+    note = (
+        f"no formulas for the layers of {model.model_type}: their activations were measured by running one of each kind on fake tensors here, "
+        "as PyTorch's own kernels compute them"
+    )
+    return replace(model, layers=in_order, other_params=max(rest, 0), notes=(note,))
+
+
+def measured_layer(model: ModelShape, measuring: Measuring, kind: int, recipe: Recipe, gradients_exist: bool) -> LayerMemory:
     """What `planner.memory.activations.layer_memory` answers, for the layers of a kind.
 
     Raises:
         NotMeasured: the layers cannot be run so.
     """
-    return _layers(model, replace(recipe, lora_targets=frozenset(recipe.lora_targets)), gradients_exist)[kind]
+    answer = _layers(model, measuring, replace(recipe, lora_targets=frozenset(recipe.lora_targets)))
+    if isinstance(answer, Refused):
+        raise NotMeasured(answer.reason)
+    return answer.with_gradients[kind] if gradients_exist else answer.without_gradients[kind]
 
 
 @lru_cache(maxsize=256)
-def _layers(model: ModelShape, recipe: Recipe, gradients_exist: bool) -> tuple[LayerMemory, ...]:
+def _layers(model: ModelShape, measuring: Measuring, recipe: Recipe) -> Measured | Refused:
     """One layer of each kind, measured together: the model is built once."""
     if recipe.quantized != "none" or recipe.liger or recipe.kernel == "flash_varlen":
-        raise NotMeasured(f"{model.id} has no formulas, and its layers are not measured with quantized weights, Liger's kernels or flash-attention's package.")
+        return Refused(reason=f"The layers of {model.id} have no formulas and are not measured with {_unlike(recipe)}.")
+    found = load_measured(model, recipe)
+    if found is None:
+        with measuring():
+            found = _measured_now(_own(model), recipe)
+        save_measured(model, recipe, found)
+    return found
+
+
+def _unlike(recipe: Recipe) -> str:
+    return "quantized weights" if recipe.quantized != "none" else "Liger's kernels" if recipe.liger else "flash-attention's package"
+
+
+def _measured_now(model: ModelShape, recipe: Recipe) -> Measured | Refused:
+    from probes.layer_passes import layer_stage
+
+    sizes = SEVERAL_ROWS if recipe.several_rows else ONE_ROW
     try:
         with layer_stage(model, recipe) as run:
-            sizes = SEVERAL_ROWS if recipe.several_rows else ONE_ROW
-            seen = [run.layers(rows, length, gradients_exist) for rows, length in sizes]
+            seen = [run.layers(rows, length) for rows, length in sizes]
+        kinds = range(len(seen[0]))
+        return Measured(
+            without_gradients=tuple(_fitted(model, sizes, [layers[kind][0] for layers in seen]) for kind in kinds),
+            with_gradients=tuple(_fitted(model, sizes, [layers[kind][1] for layers in seen]) for kind in kinds),
+        )
+    except NotMeasured as error:
+        return Refused(reason=str(error))
     except (RuntimeError, ValueError, AttributeError, TypeError, KeyError, IndexError, NotImplementedError) as error:
-        raise NotMeasured(f"The layers of {model.id} do not run here: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
-    return tuple(_fitted(model, sizes, [layers[kind] for layers in seen]) for kind in range(len(seen[0])))
+        said = (str(error).splitlines() or [""])[0][:200]
+        return Refused(reason=f"The layers of {model.id} do not run here: {type(error).__name__}: {said}")
 
 
 # -- from bytes to coefficients ------------------------------------------------------------------------------------------
 
 
-def _fitted(model: ModelShape, sizes: Sizes, seen: list[Seen]) -> LayerMemory:
-    def moment(of: Callable[[Seen], Bytes]) -> Moment:
+def _fitted(model: ModelShape, sizes: Sizes, seen: "list[Seen]") -> LayerMemory:
+    def moment(of: "Callable[[Seen], Bytes]") -> Moment:
         return _checked(model, sizes, Peaks((_moment(sizes, [of(each) for each in seen]),)), of(seen[3])).moments[0]
 
-    def peaks(of: Callable[[Seen], list[Bytes]]) -> Peaks:
+    def peaks(of: "Callable[[Seen], list[Bytes]]") -> Peaks:
         return _peaks(model, sizes, [of(each) for each in seen])
 
     return LayerMemory(
@@ -83,7 +140,7 @@ def _fitted(model: ModelShape, sizes: Sizes, seen: list[Seen]) -> LayerMemory:
     )
 
 
-def _peaks(model: ModelShape, sizes: Sizes, passes: list[list[Bytes]]) -> Peaks:
+def _peaks(model: ModelShape, sizes: Sizes, passes: "list[list[Bytes]]") -> Peaks:
     """All moments that can be the peak, where the passes of all sizes have the same; where they loop over tokens, each one's heaviest."""
     if len({len(moments) for moments in passes}) > 1:
         passes = [[max(moments, key=_total)] for moments in passes]
@@ -91,7 +148,7 @@ def _peaks(model: ModelShape, sizes: Sizes, passes: list[list[Bytes]]) -> Peaks:
     return _checked(model, sizes, fitted, max(passes[3], key=_total))
 
 
-def _moment(sizes: Sizes, seen: list[Bytes]) -> Moment:
+def _moment(sizes: Sizes, seen: "list[Bytes]") -> Moment:
     """The coefficients that the first three sizes determine."""
     kinds = tuple(dict.fromkeys(kind for each in seen for kind in each))
     coefficients = tuple((kind, _coefficients(sizes[:3], [each.get(kind, 0) for each in seen[:3]])) for kind in kinds)
@@ -99,7 +156,7 @@ def _moment(sizes: Sizes, seen: list[Bytes]) -> Moment:
     return Moment(total, coefficients)
 
 
-def _checked(model: ModelShape, sizes: Sizes, fitted: Peaks, held_back: Bytes) -> Peaks:
+def _checked(model: ModelShape, sizes: Sizes, fitted: Peaks, held_back: "Bytes") -> Peaks:
     rows, length = sizes[3]
     found, expected = fitted.at(rows * length, rows * length**2)[0], _total(held_back)
     if abs(found - expected) > HELD_BACK_WITHIN * expected:
@@ -107,7 +164,7 @@ def _checked(model: ModelShape, sizes: Sizes, fitted: Peaks, held_back: Bytes) -
     return fitted
 
 
-def _total(alive: Bytes) -> int:
+def _total(alive: "Bytes") -> int:
     return sum(alive.values())
 
 

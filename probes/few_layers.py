@@ -28,7 +28,11 @@ def few_layers(model: ModelShape, of_a_kind: int = LAYERS_OF_A_KIND) -> ModelSha
     config = dict(model.config)
     kept = [index for places in layer_kinds(config) for index in places[:of_a_kind]]
     cut = with_layers(config, sorted(kept))
-    return shape_of(cut, id=model.id, auto_class=model.auto_class) if model.known else replace(model, config=cut)
+    return shape_of(cut, id=model.id, auto_class=model.auto_class) if _has_formulas(model) else replace(model, config=cut)
+
+
+def _has_formulas(model: ModelShape) -> bool:
+    return model.known and all(layer.measure is None for layer, _ in model.layer_kinds)
 
 
 def layer_kinds(config: Config) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,9 +72,10 @@ class Stage:
     one_of_each: tuple[torch.nn.Module, ...]
     recipe: Recipe
 
-    def layers(self, rows: int, length: int, gradients_exist: bool) -> list[Seen]:
+    def layers(self, rows: int, length: int) -> list[tuple[Seen, Seen]]:
+        """For each kind of layer what is seen of its passes, before any gradient exists and after."""
         calls = self._calls(rows, length)
-        return [self._seen(layer, calls[layer], gradients_exist) for layer in self.one_of_each]
+        return [self._seen(layer, calls[layer]) for layer in self.one_of_each]
 
     def _autocast(self) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if self.recipe.autocast_width else contextlib.nullcontext()
@@ -99,27 +100,18 @@ class Stage:
                 handle.remove()
         return calls
 
-    def _seen(self, layer: torch.nn.Module, call: Call, gradients_exist: bool) -> Seen:
-        plain = self._pass(layer, call, gradients_exist, checkpointing=False)
-        checkpointed = self._pass(layer, call, gradients_exist, checkpointing=True)
-        return Seen(
-            saved=plain.at_end_of_forward(with_copies=False),
-            checkpoint=checkpointed.at_end_of_forward(with_copies=True),
-            forward=plain.moments("forward"),
-            checkpointed_forward=checkpointed.moments("forward"),
-            backward=plain.moments("backward"),
-            checkpointed_backward=checkpointed.moments("backward"),
-            inference=self._inference(layer, call).moments("forward"),
-        )
+    def _seen(self, layer: torch.nn.Module, call: Call) -> tuple[Seen, Seen]:
+        plain = self._pass(layer, call, checkpointing=False)
+        checkpointed = self._pass(layer, call, checkpointing=True)
+        inference = _Watched(self._inference(layer, call)).moments("forward")
+        return _seen(plain, checkpointed, inference, gradients_exist=False), _seen(plain, checkpointed, inference, gradients_exist=True)
 
-    def _pass(self, layer: torch.nn.Module, call: Call, gradients_exist: bool, checkpointing: bool) -> "_Watched":
-        """Forward and backward, the layer's output gone when the latter begins."""
+    def _pass(self, layer: torch.nn.Module, call: Call, checkpointing: bool) -> Trace:
+        """Forward and backward, the layer's output gone when the latter begins. No gradient exists before."""
         layer.gradient_checkpointing = checkpointing
         learned = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-        for parameter in learned:
-            parameter.grad = torch.empty_like(parameter) if gradients_exist else None
         x = _input(call).requires_grad_()
-        with self._tracker(layer, (x, call)) as tracker:
+        with self._tracker(layer, (x, call)) as tracker, _told_of_gradients(learned, tracker):
             with self._autocast():
                 out = _output(_called(layer, _Begin.apply(x), call))
                 tracker.enter_phase("loss")  # the forward pass is done, autocast's copies are still there
@@ -128,19 +120,18 @@ class Stage:
             tracker.mark_saved()
             tracker.enter_phase("backward")
             loss.backward()
-            if not gradients_exist:
-                tracker.mark((parameter.grad for parameter in learned if parameter.grad is not None), "gradients")
+            tracker.mark((parameter.grad for parameter in learned if parameter.grad is not None), "gradients")
         for parameter in learned:
             parameter.grad = None
-        return _Watched(tracker.trace())
+        return tracker.trace()
 
-    def _inference(self, layer: torch.nn.Module, call: Call) -> "_Watched":
+    def _inference(self, layer: torch.nn.Module, call: Call) -> Trace:
         layer.gradient_checkpointing = False
         x = _input(call)
         with self._tracker(layer, (x, call)) as tracker, torch.no_grad(), self._autocast():
             out = _called(layer, x, call)
             del out
-        return _Watched(tracker.trace())
+        return tracker.trace()
 
     @contextlib.contextmanager
     def _tracker(self, layer: torch.nn.Module, given: Any) -> Iterator[Tracker]:
@@ -154,6 +145,36 @@ class Stage:
                     tracker.add_resident(tensor, "transients", "")
             tracker.enter_phase("forward")
             yield tracker
+
+
+@contextlib.contextmanager
+def _told_of_gradients(learned: list[torch.nn.Parameter], tracker: Tracker) -> Iterator[None]:
+    """The tracker hears when a parameter's gradient is whole."""
+
+    def told(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.mark_accumulated(parameter.grad)
+
+    handles = [parameter.register_post_accumulate_grad_hook(told) for parameter in learned]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _seen(plain: Trace, checkpointed: Trace, inference: list[Bytes], gradients_exist: bool) -> Seen:
+    """Where gradients exist already, a new one is added to its like and goes as soon as it is whole (torch/csrc/autograd/functions/accumulate_grad.h)."""
+    one, again = _Watched(plain, gradients_exist), _Watched(checkpointed, gradients_exist)
+    return Seen(
+        saved=one.at_end_of_forward(with_copies=False),
+        checkpoint=again.at_end_of_forward(with_copies=True),
+        forward=one.moments("forward"),
+        checkpointed_forward=again.moments("forward"),
+        backward=one.moments("backward"),
+        checkpointed_backward=again.moments("backward"),
+        inference=inference,
+    )
 
 
 def _input(call: Call) -> torch.Tensor:
@@ -173,8 +194,9 @@ def _output(result: Any) -> Any:
 class _Watched:
     """What was alive when, in one run of a layer."""
 
-    def __init__(self, trace: Trace) -> None:
-        self._made = [allocation for allocation in trace.allocations if allocation.phase != "load"]
+    def __init__(self, trace: Trace, gradients_exist: bool = False) -> None:
+        made = [allocation for allocation in trace.allocations if allocation.phase != "load"]
+        self._made = [_added(each) if gradients_exist else each for each in made]
         self._starts = {phase: event for event, phase in trace.phase_starts}
 
     def moments(self, phase: str) -> list[Bytes]:
@@ -207,6 +229,13 @@ class _Watched:
             return allocation.component
         stays = allocation.phase == "forward" and allocation.died >= self._starts.get("loss", 0)
         return "activations" if stays else "transients"
+
+
+def _added(allocation: Allocation) -> Allocation:
+    """A gradient that is added to its like; anything else as it is."""
+    if allocation.component != "gradients":
+        return allocation
+    return replace(allocation, died=min(allocation.died, allocation.accumulated), component="transients")
 
 
 @contextlib.contextmanager

@@ -1,25 +1,29 @@
 """The layers of an architecture without formulas as `planner.model` describes layers: read off the modules that transformers builds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from planner.candidate import Candidate
 from planner.errors import UnknownArchitecture
 from planner.model import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
+from probes.coefficient_store import Layers
 from probes.dryrun import quiet
 from probes.fake_trainer import build_model
-from probes.few_layers import Config, depth_of, described, few_layers, layer_kinds
+from probes.few_layers import Config, described, few_layers, layer_kinds
 
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "expert", "moe")  # what the names of a feed-forward block's modules have in them
 WINDOWED = ("sliding_attention", "local", "chunked_attention")  # kinds of layers that see a window of tokens
+# Kinds of layers that keep keys and values, by their names in configs. Source: transformers 5.23, configuration_utils.py, ALLOWED_LAYER_TYPES, and gpt_neo.
+ATTENDING = ("full_attention", "attention", "global", *WINDOWED)
+INDEXERS = ("index_head_dim", "index_n_heads")  # deepseek_v32, glm_moe_dsa: the indexer's keys are cached beside the latent
+ROTARY = ("rope_parameters", "rope_theta", "rotary_dim")
 EXPERT_DIMENSIONS = 3  # experts are fused parameters [experts, out, in] (transformers 5.23, integrations/moe.py)
 
 
-def with_shapes(model: ModelShape, measure: Callable[[int], Callable[..., Any]]) -> ModelShape:
-    """The model with its layers. `measure` gives the layers of each kind what answers for their memory.
+def layers_of(model: ModelShape) -> Layers:
+    """The model's layers, without what answers for their memory.
 
     Raises:
         UnknownArchitecture: transformers cannot build the model, or it has no list of layers.
@@ -31,14 +35,8 @@ def with_shapes(model: ModelShape, measure: Callable[[int], Callable[..., Any]])
             built = build_model(few_layers(model, of_a_kind=1), Candidate(model=model, method="sft", dtype="bfloat16"), "fake", model.auto_class)
     except (ValueError, AttributeError, TypeError, KeyError, StopIteration) as error:
         raise UnknownArchitecture(f"{model.id} ({model.model_type}) cannot be built here: {(str(error).splitlines() or [''])[0][:200]}") from error
-    shapes = [
-        _layer(module, full, places[0], measure(kind)) for kind, (module, places) in enumerate(zip(decoder_layers(built, len(kinds)), kinds, strict=True))
-    ]
-    of_place = {place: shape for shape, places in zip(shapes, kinds, strict=True) for place in places}
-    layers = tuple(of_place[place] for place in range(depth_of(full)))
-    rest = model.params - model.embed_params - model.lm_head_params - model.vision_params - sum(layer.params for layer in layers)
-    note = f"Its layers ({model.model_type}) have no formulas: their memory is measured on fake tensors, with the installed transformers."
-    return replace(model, layers=layers, other_params=max(rest, 0), notes=(note,))
+    modules = decoder_layers(built, len(kinds))
+    return Layers(of_each_kind=tuple(_layer(module, full, places[0]) for module, places in zip(modules, kinds, strict=True)), places=kinds)
 
 
 def decoder_layers(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
@@ -53,7 +51,7 @@ def _weight(module: torch.nn.Module) -> int:
     return sum(int(parameter.numel()) for parameter in module.parameters())
 
 
-def _layer(module: torch.nn.Module, config: Config, index: int, measure: Callable[..., Any]) -> Layer:
+def _layer(module: torch.nn.Module, config: Config, index: int) -> Layer:
     hidden_size = int(config["hidden_size"])
     linears = dict(_linears(module))
     dense = tuple(linear for path, linear in linears.items() if _feeds_forward(path))
@@ -69,7 +67,7 @@ def _layer(module: torch.nn.Module, config: Config, index: int, measure: Callabl
         )  # fmt: skip
     layer = Layer(
         program="measured", hidden_size=hidden_size, attention=_attention(config, index, tuple(linears[path] for path in linears if not _feeds_forward(path))),
-        feed_forward=block, norms=(), measure=measure,
+        feed_forward=block, norms=(),
     )  # fmt: skip
     rest = sum(parameter.numel() for parameter in module.parameters()) - layer.params
     return replace(layer, norms=(Norm(kind="none", features=rest, params=rest),) if rest > 0 else ())
@@ -97,16 +95,20 @@ def _widest(linears: tuple[Linear, ...]) -> int:
 
 
 def _attention(config: Config, index: int, linears: tuple[Linear, ...]) -> Attention:
-    """Heads as the config names them, for the KV cache; a layer that the config says is no attention keeps none."""
+    """Heads for the KV cache: as the config and the width of the projections say. 0 where a layer keeps something else, or something more."""
     heads = int(config.get("num_attention_heads") or config["n_head"])
     kind = _kind(config, index)
-    attends = kind is None or ("attention" in kind and not kind.startswith("linear"))
+    attends = (kind is None or kind in ATTENDING) and not any(config.get(key) for key in INDEXERS)
     key_heads = int(config.get("num_key_value_heads") or heads) if attends else 0
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    widths = {linear.name: linear.out_features for linear in linears}
+    usual = int(config.get("head_dim") or config["hidden_size"] // heads)
+    head_dim = widths.get("k_proj", usual * key_heads) // key_heads if key_heads else usual
     window = config.get("sliding_window") or config.get("window_size")
     return Attention(
-        num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=head_dim, v_head_dim=head_dim, linears=linears,
-        sliding_window=int(window) if kind in WINDOWED and isinstance(window, int) else None, rotary=False,
+        num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=head_dim,
+        v_head_dim=widths.get("v_proj", head_dim * key_heads) // key_heads if key_heads else usual, linears=linears,
+        sliding_window=int(window) if kind in WINDOWED and isinstance(window, int) else None, rotary=any(key in config for key in ROTARY),
+        kv_latent_dim=int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]) if attends and config.get("kv_lora_rank") else 0,
     )  # fmt: skip
 
 

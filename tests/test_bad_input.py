@@ -1,6 +1,7 @@
 """What cannot be answered is said in one line that names what works: nothing on stdout, nothing written, exit 2."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,8 +161,10 @@ def test_a_file_that_is_no_config_json_is_refused(content, message, tmp_path, ca
     assert message in refused(asked(model=str(tmp_path)), capsys)
 
 
-def test_a_model_whose_activations_have_no_formula_is_refused_with_what_is_known(capsys):
-    assert "are not known by formula; its " in refused(asked(model="google/gemma-4-12B", method="sft"), capsys)
+def test_a_model_without_formulas_needs_the_extra_that_measures_its_layers(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "probes.coefficients", None)
+    said = refused(asked(model="google/gemma-4-12B", method="sft"), capsys)
+    assert "google/gemma-4-12B (gemma4_unified) has no formulas here, and measuring its layers needs the extra dryrun (pip install" in said
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Cluster]]:
         questions.append((job, cluster))
         return NOTHING_FITS if cluster.gpu.name == "T4" else PLAN
 
-    def estimate(candidate: Candidate, cluster: Cluster, risk: float) -> Estimate:
+    def estimate(candidate: Candidate, cluster: Cluster, risk: float = 0.01) -> Estimate:
         return replace(ESTIMATE, candidate=candidate, fits=cluster.gpu.name != "T4")
 
     # by import_module: the package's own names `plan` and `estimate` are the functions

@@ -1,6 +1,8 @@
 """Layers that nobody wrote a formula for: measured on fake tensors, held against the formulas of a family that has them."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +10,11 @@ pytest.importorskip("trl")
 
 from planner.architectures import shape_of
 from planner.candidate import Candidate
+from planner.errors import NotMeasured
 from planner.memory.activations import Peaks
 from planner.memory.stack import StackMemory, stack_memory, stack_recipe
 from planner.model import ModelShape
-from probes.coefficients import NotMeasured, measured
+from probes.coefficients import measured
 from probes.few_layers import few_layers, layer_kinds
 
 LLAMA: dict[str, object] = {
@@ -21,6 +24,11 @@ LLAMA: dict[str, object] = {
 GEMMA: dict[str, object] = {**LLAMA, "model_type": "gemma3_text", "head_dim": 64, "num_hidden_layers": 13, "sliding_window": 128, "sliding_window_pattern": 6}
 SCALARS = 64  # bytes: numbers such as the mask's minus infinity, which formulas leave out
 SIZES = ((2, 512), (4, 1024), (3, 256), (8, 2048))
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PLAN_CACHE", str(tmp_path))
 
 
 def stack(model: ModelShape, **settings: object) -> StackMemory:
@@ -35,7 +43,7 @@ def bytes_at(peaks: Peaks) -> list[int]:
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_measured_layer_needs_what_its_formulas_say(padded: bool) -> None:
     model = shape_of(LLAMA, id="llama")
-    found, expected = stack(measured(replace(model, layers=())), padded=padded), stack(model, padded=padded)
+    found, expected = stack(measured(replace(model, layers=()), nullcontext), padded=padded), stack(model, padded=padded)
     assert found.saved.total == expected.saved.total
     assert bytes_at(found.forward) == pytest.approx(bytes_at(expected.forward), abs=SCALARS)
     assert bytes_at(found.backward) == pytest.approx(bytes_at(expected.backward), abs=SCALARS)
@@ -43,7 +51,7 @@ def test_a_measured_layer_needs_what_its_formulas_say(padded: bool) -> None:
 
 def test_a_measured_model_has_the_parameters_that_its_formulas_count() -> None:
     model = shape_of(LLAMA, id="llama")
-    layer = measured(replace(model, layers=())).layers[0]
+    layer = measured(replace(model, layers=()), nullcontext).layers[0]
     assert layer.params == model.layers[0].params
     assert [linear.name for linear in layer.linears] == [linear.name for linear in model.layers[0].linears]
 
@@ -54,6 +62,6 @@ def test_a_cut_model_keeps_two_layers_of_each_kind() -> None:
 
 
 def test_quantized_layers_are_not_measured() -> None:
-    model = measured(replace(shape_of(LLAMA, id="llama"), layers=()))
+    model = measured(replace(shape_of(LLAMA, id="llama"), layers=()), nullcontext)
     with pytest.raises(NotMeasured, match="not measured with quantized weights"):
         stack(model, quantization="nf4")

@@ -32,7 +32,7 @@ CANDIDATES = [
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda candidate: f"{candidate.method}-{candidate.sharding}")
 def test_a_saved_candidate_is_read_back_as_it_was(candidate: Candidate) -> None:
-    read = candidate_of(settings_of(candidate))
+    read = candidate_of(settings_of(candidate), lambda model: model)
     assert read.model.id == candidate.model.id
     models = {"model": MODEL, "reward_model": candidate.reward_model, "teacher_model": candidate.teacher_model}
     assert replace(read, **models) == candidate  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from planner.errors import NothingFits, UnknownArchitecture
 from planner.memory.engine_blocks import BLOCK_SIZE, BlockLayout, block_layout
 from planner.memory.engine_profile import RUNNERS, activation_peak_bytes, cuda_graph_bytes, non_torch_bytes, persistent_buffer_bytes
 from planner.memory.engine_weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
+from planner.memory.kv_cache import cache_is_known
 from planner.model import ModelShape
 from planner.units import format_count, format_gib
 
@@ -192,6 +193,9 @@ def _asleep_bytes(outside_torch_bytes: int, graphs_bytes: int, tables_bytes: int
 def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> EngineRefusal | None:
     if not model.known:
         raise UnknownArchitecture(f"The KV cache of {model.id} has no formula here. Try --set use_vllm=false.")
+    if not cache_is_known(model):
+        reason = f"{model.id} ({model.model_type}) has layers that keep no keys and values; what vLLM keeps for them has no formula here."
+        return EngineRefusal(reason=reason)
     if settings.quantization == "int8":  # trl/generation/vllm_generation.py:344
         return EngineRefusal(reason="vLLM does not quantize to 8 bits in flight. Try load_in_4bit, or no quantization.")
     if reason := _uneven_heads(model, settings.tensor_parallel_size):

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+from planner.errors import NotMeasured
 from planner.model import Attention, ModelShape
 
 # Copies of the next token's logits that are float32 whatever the model's dtype. When they are made: the copy itself, the copy and the
@@ -97,8 +98,19 @@ def kv_cache_dtype_bytes(model: ModelShape, weight_dtype_bytes: int, autocast: b
 
 
 @lru_cache(maxsize=1024)
+def cache_is_known(model: ModelShape) -> bool:
+    """Whether every layer keeps keys and values, or a latent: state spaces, linear attention and indexers keep what has no formula here."""
+    return all(_layer_elements(layer.attention) > 0 for layer, _ in model.layer_kinds)
+
+
+@lru_cache(maxsize=1024)
 def _elements_per_token(model: ModelShape) -> tuple[tuple[tuple[int, int], ...], int]:
     """Cached numbers a token: ((window, of all layers with that window), ...) and of all full layers."""
+    if not cache_is_known(model):
+        raise NotMeasured(
+            f"{model.id} ({model.model_type}) has layers that keep no keys and values; what `generate` keeps for them has no formula here. "
+            "A method that does not generate can be planned: sft, dpo, kto, reward."
+        )
     windowed: dict[int, int] = {}
     full = 0
     for layer, count in model.layer_kinds:
