@@ -54,13 +54,22 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """The user's own profiles: $PLAN_CACHE, else $XDG_CACHE_HOME/plan, else ~/.cache/plan; within it by schema and libraries."""
-    return _cache_folder(os.environ.get("PLAN_CACHE"), os.environ.get("XDG_CACHE_HOME"))
+    """The user's own profiles: within the user's cache by schema and libraries."""
+    return _cache_folder(cache_root())
+
+
+def cache_root() -> Path:
+    """All that is the user's own: $PLAN_CACHE, else $XDG_CACHE_HOME/plan, else ~/.cache/plan."""
+    return _cache_root(os.environ.get("PLAN_CACHE"), os.environ.get("XDG_CACHE_HOME"))
 
 
 @lru_cache(maxsize=16)
-def _cache_folder(own: str | None, of_all: str | None) -> Path:
-    root = Path(own) if own else Path(of_all or Path.home() / ".cache") / "plan"
+def _cache_root(own: str | None, of_all: str | None) -> Path:
+    return Path(own) if own else Path(of_all or Path.home() / ".cache") / "plan"
+
+
+@lru_cache(maxsize=16)
+def _cache_folder(root: Path) -> Path:
     return root / "profiles" / f"schema-{PROFILE_SCHEMA}" / (_installed() or "no-libraries")
 
 

@@ -1,0 +1,170 @@
+"""The user's own measurements: kept from probe to plan, and what a plan makes of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, seen
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model
+from planner.errors import InputError
+from planner.estimate import estimate
+from planner.gpus import parse_cluster
+from planner.job import Job
+from planner.journal import append_line, lines_of
+from planner.memory.runtime import context_bytes
+from planner.own_results import keep, kind_of, own_answer, own_notes, own_results, results_file, with_own_results
+from planner.plan import plan
+from planner.report.json import json_text, plan_report
+from planner.units import GIB, MIB
+
+GPU = CLUSTER.gpu
+CARD = "NVIDIA GeForce RTX 3090"
+IMPORTS = "import sys\nfrom pathlib import Path\nfrom planner.journal import append_line\n"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PLAN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class TestTheFile:
+    def test_it_is_in_the_users_cache(self, own_cache):
+        assert results_file() == own_cache / "measurements" / "schema-1.jsonl"
+
+    def test_what_is_kept_is_read_back(self):
+        keep(seen(), CARD, "probe")
+        keep(seen(more=MIB), CARD, "run")
+        found = own_results()
+        assert [result.source for result in found.results] == ["probe", "run"]
+        assert [result.gpu for result in found.results] == ["RTX-3090", "RTX-3090"]
+        first = found.results[0].measurement
+        assert replace(first, candidate=CANDIDATE) == seen() and found.unread == 0
+
+    def test_without_a_file_there_is_nothing(self):
+        assert own_results().results == ()
+
+    def test_a_simulated_measurement_is_never_kept(self):
+        with pytest.raises(ValueError, match="only what was measured is kept"):
+            keep(seen(device="simulated"), CARD, "probe")
+        assert not results_file().exists()
+
+    def test_lines_that_cannot_be_read_are_counted_and_the_others_read(self):
+        keep(seen(), CARD, "probe")
+        with results_file().open("a", encoding="utf-8") as file:
+            file.write('{"schema": 99}\n{"schema": 1}\nnot json\n{"torn": ')
+        keep(seen(), CARD, "probe")
+        found = own_results()
+        assert len(found.results) == 2 and found.unread == 4
+        assert any("4 lines of" in note and "cannot be read" in note for note in own_notes(EXPECTED, GPU, found))
+
+    def test_a_measurement_that_is_none_names_the_file(self):
+        keep(seen(), CARD, "probe")
+        row = json.loads(results_file().read_text(encoding="utf-8"))
+        del row["measurement"]["ranks"]
+        results_file().write_text(json.dumps(row) + "\n", encoding="utf-8")
+        with pytest.raises(InputError, match=r"One of your own measurements of RTX-3090 cannot be read .* Remove its line from .*schema-1\.jsonl"):
+            own_answer(EXPECTED, GPU, own_results(), 0.01)
+
+    def test_lines_of_several_processes_do_not_mix(self, tmp_path):
+        path = tmp_path / "lines"
+        script = IMPORTS + "for _ in range(50): append_line(Path(sys.argv[1]), sys.argv[2] * 9000)"
+        workers = [subprocess.Popen([sys.executable, "-c", script, str(path), letter]) for letter in "ab"]
+        assert [worker.wait() for worker in workers] == [0, 0]
+        assert sorted(path.read_text(encoding="utf-8").split()) == ["a" * 9000] * 50 + ["b" * 9000] * 50
+
+    def test_a_writer_that_is_killed_costs_no_other_line(self, tmp_path):
+        path = tmp_path / "lines"
+        script = IMPORTS + "print('go', flush=True)\nwhile True: append_line(Path(sys.argv[1]), 'x' * 9000)"
+        worker = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE)
+        assert worker.stdout is not None and worker.stdout.readline() == b"go\n"
+        while not path.exists():
+            pass
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait()
+        worker.stdout.close()
+        append_line(path, "after")
+        assert list(lines_of(path))[-1] == "after"
+
+
+class TestPlans:
+    def test_a_candidate_that_was_probed_on_such_a_card_is_measured(self):
+        keep(seen(more=100 * MIB), CARD, "probe")
+        found = with_own_results(PLANNED, own_results())
+        assert found.best.evidence == "measured" and found.verdict == "fits"
+        assert found.best.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 100 * MIB
+        assert found.warnings[0].startswith("measured by 1 probe of your own on RTX-3090: ")
+
+    def test_the_heaviest_of_several_probes_counts_in_whatever_order(self):
+        for more in (MIB, 200 * MIB, 100 * MIB):
+            keep(seen(more=more), CARD, "probe")
+        found = with_own_results(PLANNED, own_results())
+        assert found.best.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 200 * MIB
+        assert "measured by 3 probes of your own" in found.warnings[0]
+
+    @pytest.mark.parametrize(
+        ("card", "candidate"),
+        [("NVIDIA A100-SXM4-40GB", CANDIDATE), (CARD, replace(CANDIDATE, max_length=1024)), (CARD, replace(CANDIDATE, trl_version="1.15"))],
+    )
+    def test_another_card_candidate_or_release_is_not_used(self, card, candidate):
+        keep(replace(seen(), candidate=candidate), card, "probe")
+        found = with_own_results(PLANNED, own_results())
+        assert found.best == EXPECTED and found.warnings == PLANNED.warnings
+
+    def test_a_cpu_says_nothing_about_a_card(self):
+        keep(seen(device="cpu"), CARD, "probe")
+        assert with_own_results(PLANNED, own_results()).best == EXPECTED
+
+    def test_a_run_with_the_users_data_is_a_note_and_no_figure(self):
+        keep(seen(more=-GIB), CARD, "run")
+        found = with_own_results(PLANNED, own_results())
+        assert found.best == EXPECTED
+        assert "1 run of your own on RTX-3090 needed" in found.warnings[0] and "with your data" in found.warnings[0]
+
+    def test_out_of_memory_is_a_note_that_says_what_to_do(self):
+        keep(seen(), CARD, "probe")
+        keep(seen(outcome="out_of_memory", shortage=SHORT), CARD, "probe")
+        found = with_own_results(PLANNED, own_results())
+        assert found.best == EXPECTED
+        assert found.warnings[0].startswith("your own probe of this candidate on RTX-3090 ran out of memory in the backward")
+
+    def test_a_context_of_another_size_is_told(self):
+        measurement = seen()
+        phases = tuple(replace(peak, driver_bytes=peak.reserved_bytes + context_bytes(GPU) + 300 * MIB) for peak in measurement.ranks[0].phases)
+        other = replace(measurement, candidate=replace(CANDIDATE, lora_r=8), ranks=(replace(measurement.ranks[0], phases=phases),))
+        keep(other, CARD, "run")
+        (note,) = own_notes(EXPECTED, GPU, own_results())
+        assert note == "CUDA took 0.77 GiB beside PyTorch on your RTX-3090 (median of 1 measurement); 0.47 GiB are estimated"
+
+    def test_a_crash_is_not_used(self):
+        keep(seen(outcome="crashed"), CARD, "probe")
+        assert own_answer(EXPECTED, GPU, own_results(), 0.01) == EXPECTED
+
+    def test_an_instruct_model_of_the_same_layers_is_the_same_candidate(self):
+        keep(seen(), CARD, "probe")
+        instruct = estimate(replace(CANDIDATE, model=load_model("Qwen2.5-0.5B-Instruct")), CLUSTER)
+        assert own_answer(instruct, GPU, own_results(), 0.01).evidence == "measured"
+
+    def test_the_same_measurements_make_the_same_report(self):
+        keep(seen(more=MIB), CARD, "probe")
+        texts = {json_text(plan_report(with_own_results(PLANNED, own_results()))) for _ in range(2)}
+        assert len(texts) == 1
+
+    def test_a_plan_itself_reads_no_measurements(self):
+        job = Job(model=MODEL, method="sft", tuning="lora", pinned={"max_length": 512})
+        before = plan(job, parse_cluster("1xRTX-3090"))
+        candidate: Candidate = before.best.candidate
+        keep(replace(seen(), candidate=candidate), CARD, "probe")
+        assert plan(job, parse_cluster("1xRTX-3090")) == before
+
+
+def test_a_card_is_kept_under_the_catalogues_name() -> None:
+    assert kind_of("NVIDIA A100-SXM4-40GB") == "A100-40G"
+    assert kind_of("Some Card 3000") == "Some Card 3000"
