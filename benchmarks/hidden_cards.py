@@ -5,8 +5,8 @@ The truth of a candidate is its estimate with offsets that no sampler is told:
     phase = estimate + context + slack x allocated + (activations + structure) x training pass + kernel x (activations and attention scores)
 
 drawn once for each card, uniformly: context -300..+300 MB, slack 0..6 % of what is allocated, activations -6..+6 % (of the components of a
-training pass, planner/confidence.py `PASS`), each attention implementation 0..+5 %, each structure -0.5..+0.5 % of its pass besides, which
-no constant of a device explains, and speed -20..+20 %. Everything here is simulated; nothing ran on a GPU.
+training pass, planner/confidence.py `PASS`), each attention implementation 0..+5 %, each structure of the training pass (checkpointing,
+attention, sharding, dtype) -0.5..+0.5 % of it besides, which no constant of a device explains, and speed -20..+20 %. Everything here is simulated; nothing ran on a GPU.
 """
 
 import random
@@ -167,9 +167,7 @@ class HiddenProbe:
         first = true_phases(self.card, self.space, place, states=False)
         second = true_phases(self.card, self.space, place)
         draw = random.Random(f"{self.card.seed} {place}")
-        failed = next((phase for step in (first, second) for phase in step[0] if phase.total > phase.capacity), None)
-        if failed is None and len(second) > 1:
-            failed = next((phase for phase in second[1] if phase.total > phase.capacity), None)
+        failed = next((phase for step in (*second[1:], first[0], second[0]) for phase in step if phase.total > phase.capacity), None)  # servers start first
         measured = first[0] if failed is not None else second[0]
         if failed is not None and failed in first[0]:
             measured = first[0][: first[0].index(failed)]
@@ -187,7 +185,7 @@ class HiddenProbe:
             device="cuda",
             outcome="fits" if failed is None else "out_of_memory",
             ranks=(rank,),
-            shortage=None if failed is None else _shortage(failed, self.card.slack, draw),
+            shortage=None if failed is None else _shortage(failed, 0 if failed in (*first[0], *second[0]) else answer.candidate.num_processes, self.card.slack, draw),
             step_seconds=0.0 if failed is not None else answer.throughput.step_seconds / self.card.speed,
             tokens_per_second=speed,
             wall_seconds=ATTEMPT_SECONDS,
@@ -212,7 +210,7 @@ def _peak(phase: TruePhase, colocated: bool, draw: random.Random) -> PhasePeak:
     )
 
 
-def _shortage(phase: TruePhase, slack: float, draw: random.Random) -> Shortage:
+def _shortage(phase: TruePhase, rank: int, slack: float, draw: random.Random) -> Shortage:
     """The message: what was there is full, and what was asked for leads towards what the phase needs."""
     reserved = phase.capacity - phase.outside - phase.engine - draw.uniform(0, 20 * MIB)
     fixed = phase.kept - slack * phase.allocated
@@ -220,7 +218,7 @@ def _shortage(phase: TruePhase, slack: float, draw: random.Random) -> Shortage:
     tried = draw.uniform(0.3, 1.0) * (phase.allocated - allocated)
     free = min(phase.capacity - phase.outside - phase.engine - reserved, tried / 2)
     return Shortage(
-        rank=0,
+        rank=rank,
         phase=phase.memory.name,
         tried_bytes=int(tried) + 1,
         free_bytes=int(free),

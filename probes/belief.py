@@ -8,7 +8,8 @@ one with the same mean and covariance as the cut one (assumed density filtering;
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -76,6 +77,10 @@ class Row:
     capacity_bytes: int
     coefficients: Coefficients
 
+    def covers(self, other: "Row") -> bool:
+        """Whether this phase needs at least as much as another of the same structure, whatever the constants are."""
+        return self.total_bytes >= other.total_bytes and all(self.coefficients.get(name, 0) >= size for name, size in other.coefficients.items())
+
 
 def rows_of(estimate: Estimate, structure: str, nccl: int, device: DeviceName) -> tuple[Row, ...]:
     """The phases of an estimate that count on a device. `nccl`: bytes of NCCL's buffers in the estimate."""
@@ -138,6 +143,7 @@ class Observation:
     noise: float
 
 
+@lru_cache(maxsize=1024)
 def prior_of(name: str) -> Prior:
     return PRIORS[name.partition(":")[0]]
 
@@ -149,14 +155,19 @@ class Belief:
     names: tuple[str, ...] = ()
     mean: Vector
     covariance: Vector
+    at: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", {name: index for index, name in enumerate(self.names)})
 
     def split(self, coefficients: Coefficients) -> tuple[Vector, float, float]:
         """What was seen as a vector; mean and variance of what was not."""
         seen = np.zeros(len(self.names))
         mean = variance = 0.0
         for name, size in coefficients.items():
-            if name in self.names:
-                seen[self.names.index(name)] = size
+            index = self.at.get(name)
+            if index is not None:
+                seen[index] = size
             else:
                 prior = prior_of(name)
                 mean, variance = mean + size * prior.mean, variance + (size * prior.deviation) ** 2
@@ -249,8 +260,8 @@ class Draws:
     seen: Vector  # names x worlds
 
     def of(self, name: str) -> Vector:
-        if name in self.belief.names:
-            return self.seen[self.belief.names.index(name)]
+        if name in self.belief.at:
+            return self.seen[self.belief.at[name]]
         prior = prior_of(name)
         noise = np.random.default_rng((self.seed, zlib.crc32(name.encode()))).standard_normal(self.count)
         return prior.mean + prior.deviation * noise

@@ -8,13 +8,15 @@ import numpy as np
 from planner.measurement import Measurement
 from planner.search import largest
 from probes.belief import Belief, Draws, believed, draws
-from probes.lessons import observations
+from probes.lessons import gpus_of_rank, observations
 from probes.space import FEW_SIZES, Place, Space
 
 # A candidate is excluded when the belief gives it less than this chance of fitting, and taken to fit when it leaves no more than this.
 LEAST_CHANCE = 0.005
 WORLDS = 400  # samples of the belief in which the best candidate is sought
 SEED = 0
+MOST_SIZES = 12  # looked at in one line
+MOST_SHARES = 8  # looked at for one size
 # Of the merit that the best candidate may have, the share of worlds that offer at least as much as the one asked for: with one half a
 # probe halves what is open, as bisection does; a little more, since a probe that fits teaches more than one that runs out.
 AIMED = 0.6
@@ -50,7 +52,18 @@ class Knowledge:
                 return 1.0
             if measurement.outcome == "out_of_memory" and self.space.within(ran, place):
                 return 0.0
-        return self.belief.fit_probability(self.space.heavy_rows(place)) if self.space.starts(place) else 0.0
+        if not self.space.starts(place) or any(self._runs_out_as(ran, place) for ran in self.measured):
+            return 0.0
+        return self.belief.fit_probability(self.space.heavy_rows(place))
+
+    def _runs_out_as(self, ran: Place, place: Place) -> bool:
+        """Whether the phase in which a candidate of the same structure ran out of memory needs at least as much here."""
+        shortage = self.measured[ran].shortage
+        if shortage is None or ran.line != place.line:
+            return False
+        gpus = gpus_of_rank(self.measured[ran], shortage.rank)
+        there, here = (next((row for row in self.space.rows_at(each) if (row.phase, row.gpus) == (shortage.phase, gpus)), None) for each in (ran, place))
+        return there is not None and here is not None and here.covers(there)
 
     def may_fit(self, place: Place) -> bool:
         return self.chance(place) > LEAST_CHANCE
@@ -75,46 +88,54 @@ def known(space: Space, measured: Mapping[Place, Measurement], set_aside: Mappin
 def open_places(knowledge: Knowledge) -> list[Place]:
     """Candidates that are better than the best that ran, that may fit and of which no probe has said, best first.
 
-    Where one is sure to fit, those of less merit are left out: it will be asked first.
+    Where one is sure to fit, those of less merit are left out: it will be asked first. Of many sizes or shares in a row some stand for all,
+    the largest that may fit always among them; so nothing is left out of an answer that there are none.
     """
-    space = knowledge.space
-    found = [place for line in range(len(space.lines)) for place in _of_line(knowledge, line) if not knowledge.decided(place)]
+    space, floor = knowledge.space, knowledge.floor
+    found: list[Place] = []
+    for line in range(len(space.lines)):
+        for place in _of_line(knowledge, line, floor):
+            found.append(place)
+            if knowledge.surely_fits(place):
+                floor = max(floor, space.merit(place))
     ordered = sorted(found, key=lambda place: (space.merit(place), -knowledge.chance(place)), reverse=True)
     sure = next((index for index, place in enumerate(ordered) if knowledge.surely_fits(place)), len(ordered))
     return ordered[: sure + 1]
 
 
-def _of_line(knowledge: Knowledge, line: int) -> Iterator[Place]:
+def _of_line(knowledge: Knowledge, line: int, floor: tuple[float, ...]) -> Iterator[Place]:
     for size in sizes_that_may_fit(knowledge, line):
-        yield from shares_that_may_fit(knowledge, line, size)
+        yield from (place for place in shares_that_may_fit(knowledge, line, size, floor) if not knowledge.decided(place))
 
 
-def sizes_that_may_fit(knowledge: Knowledge, line: int) -> Iterator[int]:
+def sizes_that_may_fit(knowledge: Knowledge, line: int) -> Sequence[int]:
     """Largest first. Where sizes are many, none below one that is sure to fit: it has less of what is asked for."""
     space, count = knowledge.space, len(knowledge.space.lines[line].sizes)
     if count <= FEW_SIZES:
-        yield from (size for size in range(count - 1, -1, -1) if knowledge.may_fit(space.leanest(line, size)))
-        return
+        return [size for size in range(count - 1, -1, -1) if knowledge.may_fit(space.leanest(line, size))]
     top = largest(0, count - 1, lambda size: knowledge.may_fit(space.leanest(line, size)))
-    for size in range(top, -1, -1):
-        yield size
-        if knowledge.surely_fits(space.leanest(line, size)):
-            return
+    sure = largest(0, top, lambda size: knowledge.surely_fits(space.leanest(line, size)))
+    return thinned(range(top, max(sure, 0) - 1, -1), MOST_SIZES)
 
 
-def shares_that_may_fit(knowledge: Knowledge, line: int, size: int) -> Iterator[Place]:
-    """Places of more merit than the floor, the largest share first; a share that gains nothing over the next smaller one is left out."""
+def shares_that_may_fit(knowledge: Knowledge, line: int, size: int, floor: tuple[float, ...]) -> list[Place]:
+    """Places of more merit than the floor, the largest share that gains something first, down to one that is sure to fit."""
     space, (low, high) = knowledge.space, knowledge.space.shares(line, size)
     top = largest(low, high, lambda share: knowledge.may_fit(Place(line, size, share)))
-    for share in range(top, low - 1, -1):
-        place = Place(line, size, share)
-        if space.merit(place) <= knowledge.floor:
-            return
-        if share > low and space.merit(Place(line, size, share - 1)) >= space.merit(place):
-            continue
-        yield place
-        if knowledge.surely_fits(place):
-            return
+    if top < low or space.merit(Place(line, size, top)) <= floor:
+        return []
+    most = space.merit(Place(line, size, top))
+    top = 1 + largest(low, top, lambda share: space.merit(Place(line, size, share)) < most)
+    sure = largest(low, top, lambda share: knowledge.surely_fits(Place(line, size, share)))
+    places = [Place(line, size, share) for share in thinned(range(top, max(sure, low) - 1, -1), MOST_SHARES)]
+    return [place for place in places if space.merit(place) > floor]
+
+
+def thinned(values: Sequence[int], most: int) -> Sequence[int]:
+    """At most so many of them, evenly, the first and the last always."""
+    if len(values) <= most:
+        return values
+    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
 
 
 # -- what to ask next --------------------------------------------------------------------------------------------------

@@ -26,9 +26,16 @@ def observations(measurement: Measurement, rows: tuple[Row, ...], label: str) ->
     apart = f"counted:{label}" if measurement.candidate.vllm == "colocate" else ""
     found = list(_of_phases(heaviest, trainer, measurement.outcome == "fits", apart))
     if measurement.shortage is not None:
-        found += _of_shortage(measurement.shortage, heaviest, trainer, apart)
+        gpus = gpus_of_rank(measurement, measurement.shortage.rank)
+        short = {row.phase: row for row in rows if row.gpus == gpus}
+        found += _of_shortage(measurement.shortage, heaviest, short, apart or ("server" if gpus else ""))
     known = KNOWN[measurement.device]
     return tuple(_without(each, known) for each in found)
+
+
+def gpus_of_rank(measurement: Measurement, rank: int) -> int:
+    """Index in an estimate's gpus: ranks after the trainer's are a server's."""
+    return 0 if rank < measurement.candidate.num_processes else 1
 
 
 def _of_phases(rank: RankMemory | None, rows: Mapping[Phase, Row], whole: bool, apart: str) -> Iterator[Observation]:

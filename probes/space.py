@@ -21,7 +21,8 @@ FEW_SIZES = 16  # so many are looked at one by one; more are halved, since memor
 ALWAYS_NAMED = ("gradient_checkpointing", "attn_implementation", "sharding")
 SIZE_KNOBS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 SHARE_KNOB = "vllm_gpu_memory_utilization"
-# What follows from sizes (planner/knobs.py `completed`, planner/search.py `with_batch`) or is one of them.
+# What a training pass does not depend on; and what follows from sizes (planner/knobs.py `completed`, planner/search.py `with_batch`) or is one of them.
+NOT_THE_PASS = ("vllm", "num_processes", "expandable_segments", "ds3_gather")
 DERIVED = frozenset({*SIZE_KNOBS, SHARE_KNOB, "max_length", "prompt_length", "max_completion_length", "steps_per_generation", "vllm_max_model_length"})
 
 
@@ -37,7 +38,7 @@ class Place(NamedTuple):
 class Line:
     """One structure with every size it can have, smallest first."""
 
-    name: str
+    name: str  # its training pass: structures that only generate differently share it
     structure: Candidate
     sizes: Choices
 
@@ -138,4 +139,4 @@ def space_of(question: Question, device: DeviceName, attempt: Attempt = attempt)
 
 
 def _name(structure: Candidate, named: tuple[str, ...]) -> str:
-    return " ".join(f"{name}={getattr(structure, name)}" for name in named)
+    return " ".join(f"{name}={getattr(structure, name)}" for name in named if not name.startswith(NOT_THE_PASS))
