@@ -16,6 +16,10 @@ from probes.command import worker_command
 from probes.gpus_in_use import Card, unnoticed_bytes, visible_cards
 from probes.runner import Command, Limits, no_cards, run_probe
 from probes.task import Task
+from probes.verdict import Stop, nothing_measured
+
+# Source: accelerate 1.15, state.py:986-1013: `fsdp_plugin` counts where `distributed_type` is that of several accelerators; else every process has all.
+NOT_SHARDED = Stop(outcome="crashed", message="accelerate shards with FSDP2 on accelerators only, not on the CPU: probe zero3 instead, or on the GPUs")
 
 Probe = Callable[[Candidate], Measurement]
 
@@ -68,6 +72,8 @@ def cpu(cluster: Cluster, options: DeviceOptions) -> Probe:
 
     def probe(candidate: Candidate) -> Measurement:
         task = _task(candidate, "cpu", cluster.gpu.free_bytes, options)
+        if candidate.sharding == "fsdp2":
+            return nothing_measured(task, NOT_SHARDED, 0.0, "")
         return run_probe(task, options.limits, options.logs, options.command, no_cards, options.say)
 
     return probe

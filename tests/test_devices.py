@@ -196,6 +196,12 @@ def test_several_nodes_are_refused(name: DeviceName) -> None:
         device(name, parse_cluster("2x8xA100-40G", None), DeviceOptions(logs=Path()))
 
 
+def test_what_accelerate_does_not_shard_on_the_cpu_is_not_measured_there() -> None:
+    refused = device("cpu", CLUSTER, DeviceOptions(logs=Path()))(replace(SFT, sharding="fsdp2", num_processes=2))
+    assert (refused.outcome, refused.decided) == ("crashed", False)
+    assert "FSDP2" in refused.message
+
+
 def test_a_device_gives_its_options_to_the_worker(tmp_path: Path) -> None:
     text = "import json; told = json.load(open(task_file)); print({name: told[name] for name in sorted(told) if name not in ('candidate', 'folder')})"
     options = DeviceOptions(logs=tmp_path, limits=Limits(host_reserve_share=0.0), steps=3, evaluate=True, seed=7, command=script(text))

@@ -4,6 +4,7 @@ The workers are scripts without the libraries; where they say so they are the re
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from typing import get_args
 
 import pytest
 
+from planner.candidate import Candidate
+from planner.catalogue import load_model
 from planner.quantities import Phase
 from planner.units import MIB
 
@@ -259,3 +262,45 @@ def test_a_gpu_out_of_memory_that_nobody_caught_is_still_one(tmp_path: Path) -> 
 def test_a_kernel_prefers_to_end_a_worker(tmp_path: Path) -> None:
     measured = run("print(open('/proc/self/oom_score_adj').read(), file=sys.stderr); print(answer)", tmp_path)
     assert Path(measured.log).read_text().strip() == "1000"
+
+
+# -- the real worker ---------------------------------------------------------------------------------------------------
+
+KILLED_AT = """
+import os, runpy, signal, sys
+from probes.watch import Clock
+enter = Clock.enter
+def entered(clock, phase):
+    enter(clock, phase)
+    if phase == {phase!r}:
+        os.kill(os.getpid(), signal.SIGKILL)
+Clock.enter = entered
+sys.argv = ["worker", sys.argv[1]]
+runpy.run_module("probes.worker", run_name="__main__")
+"""
+PHASES = [phase for phase in get_args(Phase) if phase != "weight_sync"] if os.environ.get("PLAN_ALL_FAULTS") == "1" else ["backward"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_real_worker_killed_in_a_phase_is_killed_there(phase: Phase, tmp_path: Path) -> None:
+    """All phases where PLAN_ALL_FAULTS=1: each costs the imports of a trainer."""
+    pytest.importorskip("trl")
+    model = load_model(str(Path(__file__).parent / "models" / "tiny-qwen2"))
+    candidate = Candidate(model=model, method="grpo", prompt_length=8, max_completion_length=8, num_generations=2, per_device_train_batch_size=2, beta=0.1)
+    limits = replace(LIMITS, seconds=120.0)
+    killed = run_probe(
+        replace(TASK, candidate=candidate), limits, tmp_path / "logs", lambda _, file: [sys.executable, "-c", KILLED_AT.format(phase=phase), str(file)]
+    )
+    assert (killed.outcome, killed.message) == ("killed", f"it was ended by SIGKILL that was not ours (in the {phase.replace('_', ' ')})")
+
+
+def test_the_real_worker_is_ended_while_it_imports(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    hung = run_probe(replace(TASK, folder=str(tmp_path)), replace(LIMITS, seconds=1.0), tmp_path / "logs")
+    assert (hung.outcome, hung.message) == ("hung", "it had not ended after 1.00 s")
+
+
+def test_the_real_workers_libraries_alone_are_more_than_little_memory(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    ended = run_probe(replace(TASK, folder=str(tmp_path)), replace(LIMITS, host_bytes=64 * MIB), tmp_path / "logs")
+    assert ended.outcome == "host_out_of_memory"
