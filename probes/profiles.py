@@ -53,8 +53,14 @@ def profile_of(candidate: Candidate) -> Profile:
     with _little_to_collect():
         samples = tuple(_sample(case, layers) for case in cases)
         deeper = (_sample(cases[0], layers + repeat), _sample(cases[0], layers + 2 * repeat))
-        held_back = _sample(next(draws), layers + 3 * repeat)
+        held_back = _sample(_with_more_steps(next(draws)), layers + 3 * repeat)
     return fit_profile(samples, deeper, (held_back,), CUDA_BLOCK_BYTES)
+
+
+def _with_more_steps(candidate: Candidate) -> Candidate:
+    """One micro-step more than the traces have, where any number of them has one profile."""
+    steps = candidate.gradient_accumulation_steps
+    return candidate if steps == 1 or candidate.method_row.generates else replace(candidate, gradient_accumulation_steps=steps + 1)
 
 
 @contextmanager
@@ -140,11 +146,12 @@ def _narrowed(candidate: Candidate, widths: tuple[int, int, int, int, int, int, 
 def _draws(candidate: Candidate) -> Iterator[Candidate]:
     """The candidate with other rows and lengths of the same regime, no two alike."""
     wanted, draw = key_of(recipe_of(candidate)), random.Random(SEED)
-    used: set[int] = set()
+    used = {width for widths in (*WIDTHS, *QUANTIZED_WIDTHS) for width in widths}
     for _ in range(ATTEMPTS):
         case = _drawn(candidate, draw)
         lengths = [case.row_tokens, case.prompt_length, case.max_completion_length] if case.method_row.generates else [case.row_tokens]
-        if used & set(lengths) or len(set(lengths)) < len(lengths) or not _of(wanted, case):
+        counts = {times * length for length in lengths for times in (1, case.per_device_train_batch_size, case.rows, case.generation_rows)}
+        if used & counts or len(set(lengths)) < len(lengths) or not _of(wanted, case):
             continue
         used.update(lengths)
         yield case
@@ -166,7 +173,7 @@ def _drawn(candidate: Candidate, draw: random.Random) -> Candidate:
     scored = int(2 ** draw.uniform(8, 14.2)) // (rows * candidate.method_row.rows_per_sample)
     prompt = draw.randint(80, 300)
     if draw.random() < 0.5:
-        scored, prompt = _up(scored), _up(prompt)
+        scored, prompt = (scored // 32 * 32 if candidate.method_row.generates else _odd(scored)), _odd(prompt)  # so that all of a row is odd as well
     scored = max(scored, 24)
     if not candidate.method_row.generates:
         return replace(candidate, per_device_train_batch_size=rows, max_length=scored, gradient_accumulation_steps=_accumulation(candidate))
@@ -177,6 +184,6 @@ def _accumulation(candidate: Candidate) -> int:
     return min(candidate.gradient_accumulation_steps, 2)
 
 
-def _up(length: int) -> int:
+def _odd(length: int) -> int:
     """An odd multiple of 16, so that what rounds up to 32 or more can be told from the length."""
     return length // 32 * 32 + 16

@@ -22,8 +22,9 @@ from planner.cluster import Cluster
 from planner.estimate import estimate
 from planner.gpus import parse_cluster
 from planner.job import Job
+from planner.knobs import Question
 from planner.methods import MethodName
-from planner.plan import plan
+from planner.plan import classes
 from planner.quantities import Estimate
 from planner.trace.profile import NoProfile, profile_from_json
 from planner.trace.recipe import key_of, period, recipe_of
@@ -43,6 +44,7 @@ MODELS: tuple[str, ...] = (
 METHODS: dict[MethodName, float] = {"sft": 1.0, "grpo": 0.8, "dpo": 0.6, "reward": 0.3, "rloo": 0.2, "orpo": 0.1}  # by use
 CLUSTERS: tuple[str, ...] = ("1xRTX-4090", "1xA100-80G", "8xH100", "2xA100-40G")
 LENGTHS: tuple[tuple[int, float], ...] = ((0, 1.0), (2048, 0.4))  # of a row (0: TRL's default), by use
+LONGER: tuple[MethodName, ...] = ("sft", "dpo")  # whose rows people make longer than TRL's default
 RECOMMENDED = 20  # a recommended candidate is worth so many that a search only passes by
 SECONDS_A_STEP = 3  # of a profile of one micro-step; what accumulates or generates takes longer
 
@@ -52,6 +54,8 @@ def wanted() -> dict[str, Candidate]:
     worth: dict[str, float] = {}
     of_key: dict[str, Candidate] = {}
     for (rank, name), (method, use), gpus, (length, share) in product(enumerate(MODELS), METHODS.items(), CLUSTERS, LENGTHS):
+        if length and method not in LONGER:
+            continue
         for candidate, times in met(name, method, gpus, length).items():
             try:
                 key = key_of(recipe_of(candidate))
@@ -70,11 +74,12 @@ def met(name: str, method: MethodName, gpus: str, length: int) -> dict[Candidate
         asked[replace(candidate, vllm_gpu_memory_utilization=0.3, lora_r=16)] = 1.0
         return estimate(candidate, cluster, risk)
 
-    pinned = {"max_length": length} if length and method not in ("grpo", "rloo") else {}
+    job = Job(model=load_model(name), method=method, pinned={"max_length": length} if length else {})
     with mock.patch.object(search, "answer_of", noted):
-        answer = plan(Job(model=load_model(name), method=method, pinned=pinned), parse_cluster(gpus, None))
-    for best in (answer.best, *(other.estimate for other in answer.alternatives)):
-        asked[replace(best.candidate, vllm_gpu_memory_utilization=0.3, lora_r=16)] = RECOMMENDED
+        found = [search.search(Question(job=job, cluster=parse_cluster(gpus, None), tuning_class=tuning)) for tuning in classes(job)]
+    for best in found:
+        if best is not None and best.fits:
+            asked[replace(best.candidate, vllm_gpu_memory_utilization=0.3, lora_r=16)] = RECOMMENDED
     return asked
 
 

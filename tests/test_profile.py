@@ -212,7 +212,7 @@ def heavy(bytes_per_row: int) -> Profile:
     return Profile(
         layers=2, block_bytes=BLOCK_BYTES, versions=(("torch", "2.13.0+cpu"), ("trl", "1.16.0")),
         expressions=(Expression(parts=(("rows", "1", bytes_per_row, 1),)), constant(2**30)),
-        moments=tuple(Moment(phase=phase, alive=(("activations", 0, count, 0), ("weights", 1, 1, 0))) for phase, count in born.items()),
+        moments=tuple(Moment(phase=phase, alive=(("activations", 0, count, 0, 0), ("weights", 1, 1, 0, 0))) for phase, count in born.items()),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from planner.trace.timeline import Allocation, Trace
 # Two sequences that agree on so many births are in step again after an inserted layer; more than a layer has of equal ones in a row.
 AGREEING_BIRTHS = 256
 NUMBER_BYTES = (4, 8)  # of a float32 and an int64
+BATCH = "batch"  # probes/tracker.py, `add_batch`
 _LAYER = re.compile(r"\.\d+")
 
 
@@ -28,6 +29,10 @@ class Sample:
     def sizes(self) -> Values:
         return dict(self.values)
 
+    @property
+    def accumulation(self) -> int:
+        return self.sizes.get("accumulation", 1)
+
 
 def fit_profile(samples: tuple[Sample, ...], deeper: tuple[Sample, Sample], held_back: tuple[Sample, ...], block_bytes: int) -> Profile:
     """A profile from traces of one depth at several sizes, and of one and two periods of layers more at the first sample's sizes.
@@ -42,10 +47,10 @@ def fit_profile(samples: tuple[Sample, ...], deeper: tuple[Sample, Sample], held
         raise NoProfile("The deeper traces must be of one and two periods more, at the sizes of the first sample.")
     expressions = _Expressions(samples)
     traces = (first.trace, deeper[0].trace, deeper[1].trace)
-    moments = _moments(traces, _keys(traces, expressions))
+    moments = _moments(traces, _keys(traces, expressions), first.accumulation)
     profile = Profile(
-        layers=first.layers, period=period, block_bytes=block_bytes, expressions=tuple(expressions.found), moments=tuple(moments),
-        versions=first.trace.versions,
+        layers=first.layers, period=period, accumulation=first.accumulation, block_bytes=block_bytes, expressions=tuple(expressions.found),
+        moments=tuple(moments), versions=first.trace.versions,
     )  # fmt: skip
     for sample in (*samples, *deeper, *held_back):
         check(profile, sample)
@@ -233,19 +238,36 @@ def _signature(allocation: Allocation) -> _Signature:
     return allocation.operator, _LAYER.sub(".*", allocation.module), allocation.phase, allocation.component, allocation.size_bytes
 
 
-def _moments(traces: _Traces, keys: list[list[_Key]]) -> list[Moment]:
+def _moments(traces: _Traces, keys: list[list[_Key]], accumulation: int) -> list[Moment]:
     """Every birth beside the same birth with more layers, the dominated left out. Only a birth can be a peak.
 
     What is no straight line over the three depths is another moment each time, and is left to those that are.
     """
     births = [_birth_keys(trace, of_trace) for trace, of_trace in zip(traces, keys, strict=True)]
     counts = [_after_births(trace, of_trace) for trace, of_trace in zip(traces, keys, strict=True)]
+    batches = _batches(traces[0], keys[0], accumulation)
     by_phase: dict[Phase, list[_Entry]] = {}
     for i, j, k in sorted(_from_left(births) | _from_right(births)):
         further, furthest = _difference(counts[1][j], counts[0][i]), _difference(counts[2][k], counts[1][j])
         if further == furthest:
-            by_phase.setdefault(births[0][i][0], []).append((counts[0][i], further))
-    return [_moment(phase, *entry) for phase, entries in by_phase.items() for entry in _frontier(entries)]
+            by_phase.setdefault(births[0][i][0], []).append((counts[0][i], further, batches[i]))
+    return [_moment(phase, entry) for phase, entries in by_phase.items() for entry in _frontier(entries)]
+
+
+def _batches(trace: Trace, keys: list[_Key], accumulation: int) -> list[dict[_Key, int]]:
+    """What a further micro-step has alive after each birth of the first depth: its batch.
+
+    All batches of an optimizer step are on the device from its start, and the next step's first (transformers 5.23, trainer.py `get_batch_samples`;
+    accelerate 1.15, data_loader.py, `DataLoaderShard.__iter__`). One that accumulates not at all has no further one.
+    """
+    held: dict[_Key, int] = {}
+    found: list[dict[_Key, int]] = []
+    for index, size_bytes in trace.events:
+        if accumulation > 1 and trace.allocations[index].operator == BATCH:
+            held[keys[index]] = held.get(keys[index], 0) + (1 if size_bytes > 0 else -1)
+        if size_bytes > 0:
+            found.append({key: count // (accumulation + 1) for key, count in held.items() if count > accumulation})
+    return found
 
 
 def _from_left(births: list[list[_Birth]]) -> set[tuple[int, int, int]]:
@@ -315,44 +337,44 @@ def _common_length(low: list[_Birth], high: list[_Birth], i: int, j: int) -> int
     return length
 
 
-_Entry = tuple[dict[_Key, int], dict[_Key, int]]
+_Entry = tuple[dict[_Key, int], dict[_Key, int], dict[_Key, int]]  # counts, those of a further period, those of a further micro-step
+_Counts = tuple[int, int, int]
 
 
 def _frontier(entries: Iterable[_Entry]) -> list[_Entry]:
-    """The entries that no other dominates, in counts of every expression and in what a layer adds."""
-    unique: dict[tuple[tuple[int, int, int], ...], _Entry] = {}
+    """The entries that no other dominates, in counts of every expression and in what a period and a micro-step add."""
+    unique: dict[tuple[tuple[int, _Counts], ...], _Entry] = {}
     for entry in entries:
         unique.setdefault(_summed(entry), entry)
-    frontier: list[tuple[dict[int, tuple[int, int]], _Entry]] = []
-    for summed, entry in sorted(unique.items(), key=lambda item: -sum(abs(count) + abs(further) for _, count, further in item[0])):
-        counts = {expression: (count, further) for expression, count, further in summed}
+    frontier: list[tuple[dict[int, _Counts], _Entry]] = []
+    for summed, entry in sorted(unique.items(), key=lambda item: -sum(abs(count) + abs(further) for _, (count, further, _) in item[0])):
+        counts = dict(summed)
         if not any(_dominates(other, counts) for other, _ in frontier):
             frontier = [(other, kept) for other, kept in frontier if not _dominates(counts, other)] + [(counts, entry)]
     return [entry for _, entry in frontier]
 
 
-def _summed(entry: _Entry) -> tuple[tuple[int, int, int], ...]:
-    """(expression, count, per layer) with the components taken together."""
+def _summed(entry: _Entry) -> tuple[tuple[int, _Counts], ...]:
+    """Counts by expression, the components taken together."""
     totals: dict[int, list[int]] = {}
     for index, side in enumerate(entry):
         for (_, expression), count in side.items():
-            totals.setdefault(expression, [0, 0])[index] += count
-    return tuple(sorted((expression, count, further) for expression, (count, further) in totals.items() if count or further))
+            totals.setdefault(expression, [0, 0, 0])[index] += count
+    return tuple(sorted((expression, (count, further, batches)) for expression, (count, further, batches) in totals.items() if count or further or batches))
 
 
-def _dominates(one: Mapping[int, tuple[int, int]], other: Mapping[int, tuple[int, int]]) -> bool:
-    for expression, (count, further) in other.items():
-        mine = one.get(expression, (0, 0))
-        if mine[0] < count or mine[1] < further:
+NONE_OF_IT = (0, 0, 0)
+
+
+def _dominates(one: Mapping[int, _Counts], other: Mapping[int, _Counts]) -> bool:
+    for expression, (count, further, batches) in other.items():
+        mine = one.get(expression, NONE_OF_IT)
+        if mine[0] < count or mine[1] < further or mine[2] < batches:
             return False
     return all(expression in other or (mine[0] >= 0 and mine[1] >= 0) for expression, mine in one.items())
 
 
-def _moment(phase: Phase, counts: dict[_Key, int], further: dict[_Key, int]) -> Moment:
-    keys = {key for side in (counts, further) for key, count in side.items() if count}
-    return Moment(
-        phase=phase,
-        alive=tuple(
-            (component, expression, counts.get((component, expression), 0), further.get((component, expression), 0)) for component, expression in sorted(keys)
-        ),
-    )
+def _moment(phase: Phase, entry: _Entry) -> Moment:
+    keys = {key for side in entry for key, count in side.items() if count}
+    counts, further, batches = entry
+    return Moment(phase=phase, alive=tuple((*key, counts.get(key, 0), further.get(key, 0), batches.get(key, 0)) for key in sorted(keys)))

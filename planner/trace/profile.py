@@ -32,10 +32,10 @@ class Expression:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """What is alive at a moment of the step: for each (component, expression) a count at `Profile.layers` layers and one a period more."""
+    """What is alive at a moment of the step: for each (component, expression) a count, one a period of layers more, one a micro-step more."""
 
     phase: Phase
-    alive: tuple[tuple[Component, int, int, int], ...]  # component, expression, count, count per further period
+    alive: tuple[tuple[Component, int, int, int, int], ...]  # component, expression, count, count per further period, per further micro-step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class Profile:
     expressions: tuple[Expression, ...]
     moments: tuple[Moment, ...]
     period: int = 1
+    accumulation: int = 1  # micro-steps that were traced
     versions: tuple[tuple[str, str], ...] = ()
 
     @cached_property
@@ -71,13 +72,15 @@ class Profile:
         return further
 
     def _of_model(self, values: Values, layers: int) -> "_OfModel":
-        key = (layers, *(values.get(width, 0) for width in WIDTHS))
+        micro_steps = values.get("accumulation", self.accumulation) - self.accumulation
+        key = (layers, micro_steps, *(values.get(width, 0) for width in WIDTHS))
         if key not in self._models:
             further = self.further(layers)
             self._models[key] = _OfModel(
                 parts=tuple(_scaled(expression, width_terms(values)) for expression in self.expressions),
-                sums=tuple(_sum_of(moment, further) for moment in self.moments),
+                sums=tuple(_sum_of(moment, further, micro_steps) for moment in self.moments),
                 further=further,
+                micro_steps=micro_steps,
                 block_bytes=self.block_bytes,
             )
         return self._models[key]
@@ -102,7 +105,7 @@ class Profile:
         for index, moment in enumerate(self.moments):
             if moment.phase not in heaviest or totals[index] > totals[heaviest[moment.phase]]:
                 heaviest[moment.phase] = index
-        return tuple(PhaseMemory(name=phase, components=_components(self.moments[index], sizes, model.further)) for phase, index in heaviest.items())
+        return tuple(PhaseMemory(name=phase, components=_components(self.moments[index], sizes, model)) for phase, index in heaviest.items())
 
 
 _Part = tuple[str, int, int]  # size term, numerator with the width in it, denominator
@@ -115,7 +118,8 @@ class _OfModel:
 
     parts: tuple[tuple[_Part, ...], ...]  # of each expression
     sums: tuple[_Sum, ...]  # of each moment
-    further: int
+    further: int  # periods of layers
+    micro_steps: int  # further ones
     block_bytes: int
 
     def sizes(self, values: Values) -> list[int]:
@@ -132,27 +136,28 @@ def _scaled(expression: Expression, widths: Mapping[str, int]) -> tuple[_Part, .
     return tuple((size, widths[width] * top, bottom) for size, width, top, bottom in expression.parts)
 
 
-def _sum_of(moment: Moment, further: int) -> _Sum:
-    """A moment at one depth, components taken together."""
+def _sum_of(moment: Moment, further: int, micro_steps: int) -> _Sum:
+    """A moment at one depth and accumulation, components taken together."""
     counts = {0: 0, 1: 0}  # `itemgetter` of two or more gives a tuple
-    for _, expression, count, per_period in moment.alive:
-        counts[expression] = counts.get(expression, 0) + count + per_period * further
+    for _, expression, count, per_period, per_step in moment.alive:
+        counts[expression] = counts.get(expression, 0) + count + per_period * further + per_step * micro_steps
     return itemgetter(*counts), tuple(counts.values())
 
 
-def _components(moment: Moment, sizes: list[int], further: int) -> dict[Component, int]:
+def _components(moment: Moment, sizes: list[int], model: _OfModel) -> dict[Component, int]:
     components: dict[Component, int] = {}
-    for component, expression, count, per_period in moment.alive:
-        size_bytes = (count + per_period * further) * sizes[expression]
+    for component, expression, count, per_period, per_step in moment.alive:
+        size_bytes = (count + per_period * model.further + per_step * model.micro_steps) * sizes[expression]
         components[component] = components.get(component, 0) + size_bytes
     return {component: size_bytes for component, size_bytes in components.items() if size_bytes}
 
 
 def profile_to_json(profile: Profile) -> str:
-    """A profile as one line of JSON, the same for the same profile. What is alive is four columns, which compress well."""
+    """A profile as one line of JSON, the same for the same profile. What is alive is five columns, which compress well."""
     return json.dumps(
         {
-            "schema": PROFILE_SCHEMA, "layers": profile.layers, "period": profile.period, "block_bytes": profile.block_bytes, "versions": profile.versions,
+            "schema": PROFILE_SCHEMA, "layers": profile.layers, "period": profile.period, "accumulation": profile.accumulation,
+            "block_bytes": profile.block_bytes, "versions": profile.versions,
             "expressions": [expression.parts for expression in profile.expressions],
             "moments": [[moment.phase, *zip(*moment.alive, strict=True)] for moment in profile.moments],
         },
@@ -170,7 +175,7 @@ def profile_from_json(text: str) -> Profile:
     if held["schema"] != PROFILE_SCHEMA:
         raise NoProfile(f"The profile is of schema {held['schema']}, this program reads {PROFILE_SCHEMA}.")
     return Profile(
-        layers=held["layers"], period=held["period"], block_bytes=held["block_bytes"],
+        layers=held["layers"], period=held["period"], accumulation=held["accumulation"], block_bytes=held["block_bytes"],
         versions=tuple((name, version) for name, version in held["versions"]),
         expressions=tuple(Expression(parts=tuple((size, width, top, bottom) for size, width, top, bottom in parts)) for parts in held["expressions"]),
         moments=tuple(Moment(phase=phase, alive=tuple(zip(*columns, strict=True))) for phase, *columns in held["moments"]),

@@ -231,6 +231,7 @@ def sizes_of(candidate: Candidate) -> dict[str, int]:
     sizes = {
         "rows": candidate.per_device_train_batch_size, "tokens": candidate.row_tokens, "hidden": hidden, "intermediate": intermediate, "heads": heads,
         "key heads": key_heads, "head": head_of(config), "vocabulary": vocabulary, "rank": candidate.lora_r,
+        "accumulation": candidate.gradient_accumulation_steps,
     }  # fmt: skip
     if not candidate.method_row.generates:
         return sizes
