@@ -23,7 +23,7 @@ from planner.memory.engine import EngineDoesNotFit
 from planner.quantities import Estimate, GpuMemory, PhaseMemory
 from planner.search import largest
 from planner.units import MIB
-from probes.space import FEW_SIZES, Place, Space
+from probes.space import FEW_SIZES, NO_SHARE, Place, Space
 
 CONTEXT_BYTES = 300_000_000
 SLACK = 0.06
@@ -156,10 +156,9 @@ class HiddenProbe:
 
     card: HiddenCard
     space: Space
-    places: dict[Candidate, Place]
 
     def __call__(self, candidate: Candidate) -> Measurement:
-        return self.at(self.places[candidate])
+        return self.at(place_of(self.space, candidate))
 
     def at(self, place: Place) -> Measurement:
         answer = self.space.estimate(place)
@@ -193,6 +192,17 @@ class HiddenProbe:
             log="",
             versions={"device": "hidden card, simulated"},
         )
+
+
+def place_of(space: Space, candidate: Candidate) -> Place:
+    share = round(100 * candidate.vllm_gpu_memory_utilization) if candidate.vllm == "colocate" else NO_SHARE
+    return next(
+        Place(line, size, share)
+        for line, each in enumerate(space.lines)
+        if all(getattr(each.structure, name) == getattr(candidate, name) for name in space.named)
+        for size in range(len(each.sizes))
+        if space.candidate(Place(line, size, share)) == candidate
+    )
 
 
 def _peak(phase: TruePhase, colocated: bool, draw: random.Random) -> PhasePeak:

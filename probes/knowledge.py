@@ -45,14 +45,17 @@ class Knowledge:
     def decided(self, place: Place) -> bool:
         return place in self.measured or place in self.set_aside
 
+    def refuted(self, place: Place) -> bool:
+        """Whether a probe ran out of memory with it, or with one of its structure that needs no more."""
+        return any(measurement.outcome == "out_of_memory" and self.space.within(ran, place) for ran, measurement in self.measured.items()) or any(
+            self._runs_out_as(ran, place) for ran in self.measured
+        )
+
     def chance(self, place: Place) -> float:
         """That a candidate fits: at most so much."""
-        for ran, measurement in self.measured.items():
-            if measurement.outcome == "fits" and self.space.within(place, ran):
-                return 1.0
-            if measurement.outcome == "out_of_memory" and self.space.within(ran, place):
-                return 0.0
-        if not self.space.starts(place) or any(self._runs_out_as(ran, place) for ran in self.measured):
+        if any(measurement.outcome == "fits" and self.space.within(place, ran) for ran, measurement in self.measured.items()):
+            return 1.0
+        if not self.space.starts(place) or self.refuted(place):
             return 0.0
         return self.belief.fit_probability(self.space.heavy_rows(place))
 
