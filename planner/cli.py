@@ -20,6 +20,7 @@ from planner.options import AskedOne, Checked, Printed, Saved, Searched, Written
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from planner.cluster import Cluster
     from planner.model import ModelShape
     from planner.quantities import Estimate
     from planner.trace.compose import Simulation
@@ -54,7 +55,7 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked) -> int:
     question = read_question(given(asked, printed), _with_layers(printed.quiet))
     refuse_unwritable(printed.out, printed.html)
     answer = plan(question.job, question.cluster)
-    checked, said = _dry_run_of(answer.best, printed)
+    checked, said = _dry_run_of(answer.best, question.cluster, printed)
     answer = replace(answer, warnings=(*question.warnings, *said, *answer.warnings))
     _answer(printed, plan_report(answer), plan_table(answer, _width(), checked), lambda: plan_html(answer))
     if answer.verdict == "fits":
@@ -79,7 +80,7 @@ def estimate(asked: AskedOne, printed: Checked) -> int:
     refuse_unwritable(printed.out, printed.html)
     cluster = question.cluster
     answer = estimated(single_candidate(question), cluster, question.job.risk)
-    checked, said = _dry_run_of(answer, printed)
+    checked, said = _dry_run_of(answer, cluster, printed)
     warnings = (*question.warnings, *said, *notes(answer, of_one(question, answer)))
     table = estimate_table(answer, cluster, warnings, _width(), checked)
     _answer(printed, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))
@@ -106,7 +107,7 @@ def dry_run(report: Saved, asked: AskedOne, printed: Printed) -> int:
     else:
         question = read_question(given(asked, printed), _with_layers(printed.quiet))
         candidate, cluster = single_candidate(question), question.cluster
-    simulation = _simulated(estimated(candidate, cluster), printed.quiet)
+    simulation = _simulated(estimated(candidate, cluster), cluster, printed.quiet)
     if printed.json:
         print(json_text(simulation_report(simulation)))
     else:
@@ -173,14 +174,14 @@ def _with_commands(message: str) -> str:
     return f"{message} There are {', '.join(commands)}, and plan alone."
 
 
-def _dry_run_of(answer: "Estimate", printed: Checked) -> tuple[str, tuple[str, ...]]:
+def _dry_run_of(answer: "Estimate", cluster: "Cluster", printed: Checked) -> tuple[str, tuple[str, ...]]:
     """What a dry run says in the header and in a note; nothing where none is wanted. Where it fails the estimate stands, and a line says why."""
     if not _wants_dry_run(answer, printed):
         return "", ()
     from planner.report.simulated import agreement, disagreement
 
     try:
-        simulation = _simulated(answer, printed.quiet)
+        simulation = _simulated(answer, cluster, printed.quiet)
     except PlanError as error:
         if not printed.quiet:
             print(f"no dry run: {error}", file=sys.stderr)
@@ -200,8 +201,10 @@ def _wants_dry_run(answer: "Estimate", printed: Checked) -> bool:
     return answer.fits and not printed.json and all(find_spec(name) is not None for name in DRY_RUN_PACKAGES)
 
 
-def _simulated(answer: "Estimate", quiet: bool) -> "Simulation":
-    """The dry run, with what its libraries print kept from the streams."""
+def _simulated(answer: "Estimate", cluster: "Cluster", quiet: bool) -> "Simulation":
+    """The dry run on a card of the cluster, with what its libraries print kept from the streams."""
+    from planner.trace.compose import with_reserved
+
     if not quiet:
         print(f"simulating the step: {answer.candidate.method} of {answer.candidate.model.id} ...", file=sys.stderr)
     with _libraries_kept_silent():
@@ -209,7 +212,7 @@ def _simulated(answer: "Estimate", quiet: bool) -> "Simulation":
             from probes.simulate import simulate
         except Exception as error:
             raise DryRunUnsupported(f"A dry run needs {_missing_extra(error)}") from error
-        return simulate(answer)
+        return with_reserved(simulate(answer), cluster.gpu)
 
 
 def _with_layers(quiet: bool) -> "Callable[[ModelShape], ModelShape]":

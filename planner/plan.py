@@ -73,7 +73,8 @@ def plan(job: Job, cluster: Cluster) -> Plan:
     chosen = recommended(found) or least_of_the_host(offloaded(found))
     nearest = min((answer for answer in found.values() if answer is not None), key=lambda answer: answer.over_bytes, default=None)
     if chosen is None and nearest is None:
-        raise NothingFits(no_candidate(questions[-1]))
+        unmeasured = (reason for question in questions if (reason := not_measured(question)))
+        raise NothingFits(next(unmeasured, "") or no_candidate(questions[-1]))
     question, best = chosen or next((each, answer) for each, answer in found.items() if answer is nearest and answer is not None)
     best = replace(best, reasons=reasons(best, question))
     return Plan(
@@ -187,8 +188,6 @@ def not_measured(question: Question) -> str:
 def no_candidate(question: Question) -> str:
     """Why not a single candidate could be built or started."""
     job, cluster = question.job, question.cluster
-    if reason := not_measured(question):
-        return reason
     for candidate in structures(question):
         answer = engine_or_refusal(candidate.model, cluster.gpu, engine_settings(candidate, cluster.gpu)) if candidate.vllm != "off" else None
         if isinstance(answer, EngineRefusal):

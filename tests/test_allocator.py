@@ -1,9 +1,16 @@
 """Facts of the caching allocator, worked out by hand from c10/cuda/CUDACachingAllocator.cpp, and laws over any sequence."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.cluster import Gpu
+from planner.gpus import load_gpu
+from planner.quantities import Phase
 from planner.trace.allocator import Allocator, AllocatorSettings, replay
+from planner.trace.reserved import reserved_of
+from planner.trace.timeline import STAYS, Allocation, Trace
 from planner.units import GIB, MIB
 
 PLAIN = AllocatorSettings()
@@ -84,6 +91,54 @@ def test_garbage_is_collected_above_the_threshold() -> None:
     events = ((0, 40 * MIB), (1, 40 * MIB), (0, -40 * MIB), (2, 60 * MIB))
     assert reserved(*events, card_bytes=150 * MIB, settings=settings)[-1] == 100 * MIB
     assert reserved(*events, card_bytes=150 * MIB)[-1] == 140 * MIB
+
+
+def test_slack_is_what_no_free_segment_gives_back() -> None:
+    # 4 of 20 MiB used: the rest of the segment stays; the free segment of 30 MiB could be given back, so it does not count
+    events = ((0, 4 * MIB), (1, 30 * MIB), (1, -30 * MIB))
+    replayed = replay(events, GIB, PLAIN, frozenset({0, 1, 2}))
+    assert replayed.slack == {0: 16 * MIB, 1: 16 * MIB, 2: 16 * MIB}
+    assert replayed.reserved[-1] == 50 * MIB
+
+
+def test_slack_of_expandable_segments_is_less_than_a_page() -> None:
+    # 50 MiB on three pages of 20 leave 10; when 20 MiB of them are free, their whole page can be given back
+    events = ((0, 30 * MIB), (1, 20 * MIB), (1, -20 * MIB))
+    assert replay(events, GIB, EXPANDABLE, frozenset({1, 2})).slack == {1: 10 * MIB, 2: 10 * MIB}
+
+
+def made(index: int, mebibytes: int, phase: Phase, died: int = STAYS) -> Allocation:
+    return Allocation(size_bytes=mebibytes * MIB, born=index, died=died, phase=phase, component="transients", operator="aten.mm.default", module="")
+
+
+# weights of 60 MiB, 30 MiB in the forward that die with it (event 3), 48 MiB in the backward
+STEP = Trace(allocations=(made(0, 60, "load"), made(1, 30, "forward", died=2), made(3, 48, "backward")), phase_starts=())
+
+
+def card(mebibytes: int) -> Gpu:
+    return replace(load_gpu("A100-40G"), total_bytes=2 * mebibytes * MIB, free_bytes=mebibytes * MIB)
+
+
+def test_each_phase_reserves_what_the_ones_before_have_left() -> None:
+    found = reserved_of(STEP, card(1000), 0, expandable_segments=False)
+    assert found.most == {"load": 60 * MIB, "forward": 90 * MIB, "backward": 138 * MIB}
+    assert found.slack == {"load": 0, "forward": 0, "backward": 0}
+    assert found.peak_bytes == 138 * MIB
+    assert found.shortfall is None
+
+
+def test_a_card_that_gives_its_cache_back_is_large_enough() -> None:
+    assert reserved_of(STEP, card(110), 0, expandable_segments=False).shortfall is None
+
+
+def test_a_card_that_runs_out_says_where_and_counts_all_of_itself() -> None:
+    shortfall = reserved_of(STEP, card(110), 5 * MIB, expandable_segments=False).shortfall
+    assert shortfall is not None
+    assert shortfall.phase == "backward"
+    assert shortfall.figures.message == (
+        "CUDA out of memory. Tried to allocate 48.00 MiB. GPU 0 has a total capacity of 220.00 MiB of which 45.00 MiB is free. "
+        "Of the allocated memory 60.00 MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
+    )
 
 
 sizes = st.integers(min_value=1, max_value=64 * MIB)

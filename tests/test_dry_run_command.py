@@ -2,23 +2,29 @@
 
 import json
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from planner.candidate import Candidate
 from planner.catalogue import load_model, parse_cluster
 from planner.cli import run
+from planner.cluster import Cluster
 from planner.errors import DryRunUnsupported, InputError
 from planner.estimate import estimate
+from planner.gpus import load_gpu
 from planner.quantities import Estimate, PhaseMemory
-from planner.report.simulated import agreement, disagreement
+from planner.report.simulated import agreement, disagreement, simulation_report, simulation_table
 from planner.saved import candidate_of
 from planner.settings import settings_of
-from planner.trace.compose import Simulation, single_process
-from planner.trace.timeline import Trace
+from planner.trace.compose import Simulation, single_process, with_reserved
+from planner.trace.timeline import STAYS, Allocation, Trace
+from planner.units import GIB, MIB
 
 ONE = ["--model", "Qwen2.5-0.5B", "--gpus", "1xA100-40G", "--method", "sft", "--tuning", "lora", "--max-length", "256", "--batch-size", "2", "--no-padded"]
+SEGMENTS = ["--set", "expandable_segments=true"]  # small tensors leave holes otherwise, which the estimate takes for 1.1 %
 MODEL = load_model("Qwen2.5-0.5B")
 CANDIDATES = [
     Candidate(model=MODEL, method="sft"),
@@ -65,6 +71,27 @@ def test_what_agrees_is_said_in_the_header_and_what_does_not_in_a_note() -> None
     assert disagreement(near) == ()
     assert agreement(far) == ""
     assert "10.0% more than estimated; they differ most in the backward" in disagreement(far)[0]
+
+
+def test_the_steps_own_fragmentation_stands_in_the_place_of_the_estimated_one() -> None:
+    made = Allocation(size_bytes=4 * MIB, born=0, died=STAYS, phase="backward", component="weights", operator="resident", module="")
+    phases = (PhaseMemory(name="backward", components={"weights": 4 * MIB, "fragmentation": 1, "runtime": 100}),)
+    one = replace(simulation(1, 1), trace=Trace(allocations=(made,), phase_starts=()), simulated=phases)
+    found = with_reserved(one, load_gpu("A100-40G"))
+    assert found.simulated[0].components == {"weights": 4 * MIB, "fragmentation": 16 * MIB, "runtime": 100}
+    assert with_reserved(replace(one, composed=True), load_gpu("A100-40G")).reserved is None
+
+
+def test_a_step_that_runs_out_says_so_in_pytorchs_words() -> None:
+    made = Allocation(size_bytes=GIB, born=0, died=STAYS, phase="backward", component="weights", operator="resident", module="")
+    one = replace(simulation(GIB, GIB), trace=Trace(allocations=(made,), phase_starts=()))
+    small = replace(load_gpu("A100-40G"), total_bytes=GIB, free_bytes=GIB // 2)
+    found = with_reserved(one, small)
+    report = simulation_report(found)
+    jsonschema.validate(report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8")))
+    assert report["out_of_memory"]["phase"] == "backward"  # type: ignore[index]
+    table = simulation_table(found, Cluster(gpu=small, nodes=1, gpus_per_node=1)).plain
+    assert "runs out in the backward: CUDA out of memory. Tried to allocate 1024.00 MiB." in table or "Tried to allocate 1.00 GiB." in table
 
 
 def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +143,7 @@ class TestWithTheInstalledStack:
         pytest.importorskip("trl")
 
     def test_both_rungs_stand_side_by_side(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run(["dry-run", *ONE]) == 0
+        assert run(["dry-run", *ONE, *SEGMENTS]) == 0
         out, err = capsys.readouterr()
         assert "simulated   estimated  difference" in out
         assert "alive at the peak of the step" in out
@@ -125,11 +152,13 @@ class TestWithTheInstalledStack:
     def test_json_says_that_it_is_simulated(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run(["dry-run", *ONE, "--json", "--quiet"]) == 0
         report = json.loads(capsys.readouterr().out)
+        jsonschema.validate(report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8")))
         assert report["evidence"] == "simulated"
+        assert report["reserved_peak_bytes"] == max(phase.get("reserved_bytes", 0) for phase in report["phases"])
         assert report["peak_bytes"] == max(phase["total_bytes"] for phase in report["phases"])
 
     def test_an_estimate_is_checked_when_asked(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run(["estimate", *ONE, "--dry-run", "--quiet"]) == 0
+        assert run(["estimate", *ONE, *SEGMENTS, "--dry-run", "--quiet"]) == 0
         assert "estimated; a dry run agrees within" in capsys.readouterr().out
 
     @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from planner.quantities import Component, Evidence, Phase, PhaseMemory
 from planner.report.table import cards, describe
 from planner.settings import settings_of
 from planner.trace.compose import Simulation
+from planner.trace.reserved import Reserved
 from planner.units import MIB, format_gib
 
 SCHEMA = 1
@@ -49,6 +50,7 @@ def simulation_table(simulation: Simulation, cluster: Cluster) -> Text:
         Text(_stack(simulation), style="dim"),
         Text(),
         *_phases(simulation),
+        *_shortfall(simulation.reserved),
         Text(),
         *_holdings(simulation),
     ]
@@ -63,7 +65,9 @@ def simulation_report(simulation: Simulation) -> dict[str, object]:
         "settings": settings_of(simulation.candidate),
         "peak_bytes": simulation.peak.total_bytes,
         "peak_phase": simulation.peak.name,
-        "phases": [_phase(phase) for phase in simulation.simulated],
+        "phases": [_phase(phase) | _reserved(simulation.reserved, phase.name) for phase in simulation.simulated],
+        "reserved_peak_bytes": simulation.reserved.peak_bytes if simulation.reserved is not None else None,
+        "out_of_memory": _out_of_memory(simulation.reserved),
         "estimated": {"peak_bytes": simulation.estimated_peak.total_bytes, "phases": [_phase(phase) for phase in simulation.estimated]},
         "difference": round(simulation.difference, 6),
         "composed": simulation.composed,
@@ -83,6 +87,21 @@ def _phase(phase: PhaseMemory) -> dict[str, object]:
     return {"name": phase.name, "total_bytes": phase.total_bytes, "components": {name: size for name, size in phase.components.items() if size}}
 
 
+def _reserved(reserved: Reserved | None, phase: Phase) -> dict[str, object]:
+    return {"reserved_bytes": reserved.most[phase]} if reserved is not None and phase in reserved.most else {}
+
+
+def _out_of_memory(reserved: Reserved | None) -> dict[str, object] | None:
+    """The figures of the message that PyTorch would raise; None where the step fits, or has no order in which all is allocated."""
+    if reserved is None or reserved.shortfall is None:
+        return None
+    figures = reserved.shortfall.figures
+    return {
+        "phase": reserved.shortfall.phase, "tried_bytes": figures.tried_bytes, "total_bytes": figures.total_bytes, "free_bytes": figures.free_bytes,
+        "allocated_bytes": figures.allocated_bytes, "unallocated_bytes": figures.unallocated_bytes, "message": figures.message,
+    }  # fmt: skip
+
+
 def _stack(simulation: Simulation) -> str:
     versions = " ".join(f"{name} {version}" for name, version in simulation.trace.versions)
     composed = "; sharding and engine composed onto one process' step" if simulation.composed else ""
@@ -90,7 +109,9 @@ def _stack(simulation: Simulation) -> str:
 
 
 def _phases(simulation: Simulation) -> Iterator[Text]:
-    yield Text(f"{'GiB':<{PHASE_WIDTH}}{'simulated':>{NUMBER_WIDTH}}{'estimated':>{NUMBER_WIDTH}}{'difference':>{NUMBER_WIDTH}}", style="dim")
+    reserved = simulation.reserved
+    column = f"{'reserved':>{NUMBER_WIDTH}}" if reserved is not None else ""
+    yield Text(f"{'GiB':<{PHASE_WIDTH}}{'simulated':>{NUMBER_WIDTH}}{'estimated':>{NUMBER_WIDTH}}{'difference':>{NUMBER_WIDTH}}{column}", style="dim")
     estimated = {phase.name: phase.total_bytes for phase in simulation.estimated}
     for phase in simulation.simulated:
         peak = phase.name == simulation.peak.name
@@ -98,9 +119,16 @@ def _phases(simulation: Simulation) -> Iterator[Text]:
         numbers = (
             f"{_gib(phase.total_bytes):>{NUMBER_WIDTH}}{_gib(other) if other else '-':>{NUMBER_WIDTH}}{_percent(phase.total_bytes, other):>{NUMBER_WIDTH}}"
         )
+        if reserved is not None:
+            numbers += f"{_gib(reserved.most[phase.name]) if phase.name in reserved.most else '-':>{NUMBER_WIDTH}}"
         yield Text(f"{_words(phase.name):<{PHASE_WIDTH}}{numbers}{' ◂ peak' if peak else ''}", style="bold" if peak else "")
     for component, size in _largest(simulation.peak):
         yield Text(f"  {_words(component):<{PHASE_WIDTH - 2}}{_gib(size):>{NUMBER_WIDTH}}", style="dim")
+
+
+def _shortfall(reserved: Reserved | None) -> Iterator[Text]:
+    if reserved is not None and reserved.shortfall is not None:
+        yield Text(f"runs out in the {_words(reserved.shortfall.phase)}: {reserved.shortfall.figures.message}", style="red")
 
 
 def _largest(phase: PhaseMemory) -> list[tuple[Component, int]]:

@@ -59,35 +59,39 @@ class Replay:
     peak_reserved_bytes: int
     fragmentation_bytes: int  # reserved beyond what was allocated when most was reserved
     out_of_memory: OutOfMemory | None  # None: the card was large enough
+    slack: dict[int, int]  # after the events that were asked about: reserved, in no tensor, and in no segment that could be given back
 
 
-def replay(events: Iterable[tuple[int, int]], card_bytes: int, settings: AllocatorSettings | None = None) -> Replay:
+def replay(events: Iterable[tuple[int, int]], card_bytes: int, settings: AllocatorSettings | None = None, slack_at: frozenset[int] = frozenset()) -> Replay:
     """Events of (allocation, +bytes or -bytes) run on a card that has `card_bytes` for the allocator.
 
-    An allocation is identified by its number; its sign says whether it is born or dies, as in `Trace.events`.
+    An allocation is identified by its number; its sign says whether it is born or dies, as in `Trace.events`. `slack_at`: events to be asked about.
     """
     allocator = Allocator(card_bytes, settings or AllocatorSettings())
     live: dict[int, Block] = {}
     reserved: list[int] = []
-    peak_allocated, unused_at_peak, peak_reserved = 0, 0, 0
+    slack: dict[int, int] = {}
+    failure: OutOfMemory | None = None
+    peak_allocated, unused_at_peak, peak_reserved, requested = 0, 0, 0, 0
     for event, (allocation, size_bytes) in enumerate(events):
         if size_bytes > 0:
             block = allocator.allocate(size_bytes)
             if block is None:
-                return Replay(
-                    reserved=tuple(reserved), peak_allocated_bytes=peak_allocated, peak_reserved_bytes=peak_reserved,
-                    fragmentation_bytes=unused_at_peak, out_of_memory=allocator.out_of_memory(event, size_bytes),
-                )  # fmt: skip
+                failure = allocator.out_of_memory(event, size_bytes)
+                break
             live[allocation] = block
         else:
             allocator.free(live.pop(allocation))
+        requested += size_bytes
         reserved.append(allocator.reserved_bytes)
         peak_allocated = max(peak_allocated, allocator.allocated_bytes)
         if allocator.reserved_bytes > peak_reserved:
             peak_reserved, unused_at_peak = allocator.reserved_bytes, allocator.reserved_bytes - allocator.allocated_bytes
+        if event in slack_at:
+            slack[event] = allocator.reserved_bytes - allocator.idle_bytes() - requested
     return Replay(
         reserved=tuple(reserved), peak_allocated_bytes=peak_allocated, peak_reserved_bytes=peak_reserved, fragmentation_bytes=unused_at_peak,
-        out_of_memory=None,
+        out_of_memory=failure, slack=slack,
     )  # fmt: skip
 
 
@@ -179,6 +183,13 @@ class Allocator:
                 elif block.previous is None and block.following is None:
                     pool.remove(block)
                     self.reserved_bytes -= block.size_bytes
+
+    def idle_bytes(self) -> int:
+        """What could be given back: segments that are wholly free; of expandable ones whole pages of free blocks (`unmap_block`)."""
+        free = [block for pool in self._pools.values() for block in pool.blocks.values()]
+        if self.settings.expandable_segments:
+            return sum(block.size_bytes - block.size_bytes % EXPANDABLE_PAGE_BYTES[block.small] for block in free)
+        return sum(block.size_bytes for block in free if block.previous is None and block.following is None)
 
     def out_of_memory(self, event: int, size_bytes: int) -> OutOfMemory:
         return OutOfMemory(

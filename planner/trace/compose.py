@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner.candidate import Candidate
+from planner.cluster import Gpu
 from planner.memory.sharding import DEEPSPEED
 from planner.quantities import Component, GpuMemory, Phase, PhaseMemory
+from planner.trace.reserved import Reserved, reserved_of
 from planner.trace.timeline import STAYS, Trace
 
 Components = dict[Component, int]
@@ -32,6 +34,7 @@ class Simulation:
     estimated: tuple[PhaseMemory, ...]
     simulated: tuple[PhaseMemory, ...]
     composed: bool  # whether the planner's components stand in for sharding or an engine
+    reserved: Reserved | None = None  # by the allocator; None where it is composed, which has no order in which all is allocated
 
     @property
     def peak(self) -> PhaseMemory:
@@ -68,6 +71,19 @@ def compose(candidate: Candidate, trace: Trace, estimated: GpuMemory) -> Simulat
         simulated=composed(candidate, (without_states(trace) if sharded else trace).phases, estimated.phases),
         composed=sharded or candidate.vllm != "off",
     )
+
+
+def with_reserved(simulation: Simulation, gpu: Gpu) -> Simulation:
+    """The simulation with what its step reserves on a card, and the step's own fragmentation in the place of the estimated one."""
+    if simulation.composed:
+        return simulation
+    outside = max(phase.components.get("runtime", 0) + phase.components.get("communication", 0) for phase in simulation.simulated)
+    reserved = reserved_of(simulation.trace, gpu, outside, simulation.candidate.expandable_segments)
+    phases = (
+        PhaseMemory(name=phase.name, components={**phase.components, "fragmentation": reserved.slack[phase.name]}) if phase.name in reserved.slack else phase
+        for phase in simulation.simulated
+    )
+    return replace(simulation, simulated=tuple(phases), reserved=reserved)
 
 
 def composed(candidate: Candidate, traced: tuple[PhaseMemory, ...], estimated: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:

@@ -83,12 +83,17 @@ class Trace:
     @cached_property
     def phases(self) -> tuple[PhaseMemory, ...]:
         """For each phase the components at its own heaviest moment, which is a birth, over all the steps of the trace."""
+        return tuple(PhaseMemory(name=phase, components=_by_component(self.alive(event))) for phase, event in self.heaviest_events.items())
+
+    @cached_property
+    def heaviest_events(self) -> dict[Phase, int]:
+        """The event of each phase's heaviest moment, the first of equals."""
         heaviest: dict[Phase, tuple[int, int]] = {}
         for event, (index, size_bytes) in enumerate(self.events):
             phase = self.allocations[index].phase
             if size_bytes > 0 and (phase not in heaviest or self._totals[event] > heaviest[phase][0]):
                 heaviest[phase] = (self._totals[event], event)
-        return tuple(PhaseMemory(name=phase, components=_by_component(self.alive(event))) for phase, (_, event) in heaviest.items())
+        return {phase: event for phase, (_, event) in heaviest.items()}
 
     def alive(self, event: int) -> list[Allocation]:
         """What is allocated right after an event."""
