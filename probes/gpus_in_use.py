@@ -8,10 +8,12 @@ from types import ModuleType
 
 import psutil
 
+from planner.errors import InputError
 from planner.memory.runtime import SLACK_THOUSANDTHS
 from planner.units import format_gib
 
 LOOK_SECONDS = 0.2
+OTHER_DEVICES = "Without a GPU: --device cpu for a small model, --device simulated for any."
 # A card of which others hold less than the allocator's own slack counts as free: the driver keeps a few MiB of an idle card, too.
 UNNOTICED_THOUSANDTHS = SLACK_THOUSANDTHS
 
@@ -65,16 +67,22 @@ def visible_cards(count: int) -> tuple[Card, ...]:
     """The first cards that a worker would see, as they are now.
 
     Not yet run on a GPU. Parts of a card (MIG) are read where CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+        InputError: the driver does not answer.
     """
     import pynvml
 
     nvml: ModuleType = pynvml
-    nvml.nvmlInit()
     try:
-        handles = list(visible_handles(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))[:count]
-        return tuple(_card(nvml, index, handle) for index, handle in enumerate(handles))
-    finally:
-        nvml.nvmlShutdown()
+        nvml.nvmlInit()
+        try:
+            handles = list(visible_handles(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))[:count]
+            return tuple(_card(nvml, index, handle) for index, handle in enumerate(handles))
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        raise InputError(f"--device cuda needs an NVIDIA driver of 510 or newer, which does not answer here ({error}). {OTHER_DEVICES}") from error
 
 
 def visible_handles(nvml: ModuleType, listed: str | None) -> Iterator[object]:

@@ -190,6 +190,12 @@ def test_too_small_and_too_few_gpus_are_refused() -> None:
         capacity_to_keep_to(CLUSTER, ())
 
 
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU")
+def test_without_a_driver_the_devices_that_need_none_are_named() -> None:
+    with pytest.raises(InputError, match=r"--device cuda needs an NVIDIA driver of 510 or newer, .*--device cpu for a small model"):
+        device("cuda", CLUSTER, DeviceOptions(logs=Path()))
+
+
 @pytest.mark.parametrize("name", ["cuda", "cpu"])
 def test_several_nodes_are_refused(name: DeviceName) -> None:
     with pytest.raises(InputError, match=r"A probe runs on one machine, the cluster has 2\. Probe one node with --gpus 8xA100-40G, or .*--machine_rank\."):
