@@ -15,20 +15,35 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
-from planner.candidate import Candidate
+from planner.candidate import Candidate, Sharding
 from planner.catalogue import load_model
 from planner.methods import MethodName
+from planner.trace.compose import SHARDED, single_process, without_states
 from planner.trace.profile import Profile
 from planner.trace.recipe import base_layers, numbers, period, sizes_of
 from planner.trace.store import LIBRARIES, load_profile
+
+Tuning = Literal["lora", "qlora", "full", "full in 16 bits"]
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, TABLE = RESULTS / "profiles.jsonl", RESULTS / "profiles.md"
 MODELS = (
     "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-8B", "Qwen3-14B",
 )  # fmt: skip
-METHODS: tuple[MethodName, ...] = ("sft", "dpo", "reward", "grpo")
+METHODS: tuple[MethodName, ...] = ("sft", "dpo", "reward", "grpo", "rloo", "orpo")
+TUNINGS: tuple[Tuning, ...] = ("lora", "qlora", "full", "full in 16 bits")
+SETTINGS: dict[Tuning, dict[str, str]] = {
+    "lora": {"tuning": "lora", "dtype": "bfloat16"},
+    "qlora": {"tuning": "lora", "dtype": "bfloat16", "quantization": "nf4"},
+    "full": {"tuning": "full", "dtype": "float32"},
+    "full in 16 bits": {"tuning": "full", "dtype": "bfloat16"},
+}
+SHARDINGS: dict[Tuning, tuple[Sharding, ...]] = {
+    "lora": ("ddp", "zero2", "zero3", "fsdp2"), "qlora": ("ddp",), "full": ("ddp", "zero2", "zero3", "fsdp2"), "full in 16 bits": ("ddp",)
+}  # fmt: skip
+ALIGNED = 0.7  # of the lengths are multiples of 16
 SEED = 20261120
 FULL_EVERY = 10  # so often a model keeps all its layers
 FURTHER_PERIODS = 5  # of layers in a model that is cut
@@ -46,39 +61,51 @@ def candidates() -> Iterator[tuple[Candidate, Profile]]:
 
 
 def drawn(draw: random.Random) -> Candidate:
-    method, lora = draw.choice(METHODS), draw.random() < 0.5
-    rows, accumulation, tokens = draw.randint(1, 12), draw.choice((1, 1, 2, 4)), draw.randint(16, 4096)
-    if draw.random() < 0.5:
+    """A candidate of any recipe that searches meet; most have no profile and are passed over."""
+    method, tuning, processes = draw.choice(METHODS), draw.choice(TUNINGS), draw.choice((1, 8))
+    rows, accumulation, tokens = draw.randint(1, 12), draw.choice((1, 1, 2, 3, 4, 8)), draw.randint(16, 4096)
+    if draw.random() < ALIGNED:
         tokens = -(-tokens // 16) * 16
     candidate = Candidate(
-        model=load_model(draw.choice(MODELS)), method=method, tuning="lora" if lora else "full", dtype="bfloat16" if lora else "float32",
-        lora_r=draw.choice((4, 8, 16, 64)), per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, max_length=tokens,
-        gradient_checkpointing=draw.random() < 0.8,
+        model=load_model(draw.choice(MODELS)), method=method, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, max_length=tokens,
+        lora_r=draw.choice((4, 8, 16, 64)), gradient_checkpointing=draw.random() < 0.5, attn_implementation=draw.choice(("sdpa", "flash_attention_2")),
+        sharding=draw.choice(SHARDINGS[tuning]) if processes > 1 else "none", num_processes=processes, beta=draw.choice((0.0, 0.1)), **SETTINGS[tuning],  # type: ignore[arg-type]
     )  # fmt: skip
-    if method != "grpo":
+    if not candidate.method_row.generates:
         return candidate
-    prompt = 16 * draw.randint(2, 64)
-    completion = 16 * draw.randint(2, 64)
-    return replace(candidate, prompt_length=prompt, max_completion_length=completion, steps_per_generation=accumulation, num_generations=rows * accumulation)
+    prompt, completion = (16 * draw.randint(2, 64) for _ in range(2))
+    return replace(
+        candidate, prompt_length=prompt, max_completion_length=completion, steps_per_generation=accumulation, num_generations=draw.choice((2, 8)),
+        vllm=draw.choice(("off", "colocate")),
+    )  # fmt: skip
 
 
 def compared(number: int, candidate: Candidate, profile: Profile, known: dict[tuple[object, object], object]) -> dict[str, object]:
     """One row. `known`: peaks of traces that ran before, by candidate and layers."""
-    from probes.dryrun import dry_run
-    from probes.profiles import with_layers
-
     whole = numbers(candidate.model.config, "num_hidden_layers")[0]
     layers = whole if number % FULL_EVERY == FULL_EVERY - 1 else min(whole, base_layers(candidate.model) + FURTHER_PERIODS * period(candidate.model))
     profile.peak_bytes(sizes_of(candidate), layers)  # the depth is laid out once for all its sizes
     began = time.process_time()
     peak_bytes = profile.peak_bytes(sizes_of(candidate), layers)
     seconds = time.process_time() - began
-    trace_bytes = known.get((key(candidate), layers)) or dry_run(with_layers(candidate, layers), steps=1).peak_bytes
+    trace_bytes = known.get((key(candidate), layers)) or traced(candidate, layers)
     return {"key": key(candidate), "layers": layers, "profile_bytes": peak_bytes, "trace_bytes": trace_bytes, "profile_milliseconds": 1000 * seconds}
 
 
+def traced(candidate: Candidate, layers: int) -> int:
+    """The peak of the dry run of so many layers; without states where the candidate shards them."""
+    from probes.dryrun import dry_run
+    from probes.profiles import with_layers
+
+    trace = dry_run(single_process(with_layers(candidate, layers)), steps=1)
+    return (without_states(trace) if candidate.sharding in SHARDED else trace).peak_bytes
+
+
 def key(candidate: Candidate) -> str:
-    shown = ("method", "tuning", "lora_r", "per_device_train_batch_size", "gradient_accumulation_steps", "row_tokens", "gradient_checkpointing")
+    shown = (
+        "method", "tuning", "quantization", "dtype", "lora_r", "sharding", "attn_implementation", "vllm", "per_device_train_batch_size",
+        "gradient_accumulation_steps", "row_tokens", "gradient_checkpointing",
+    )  # fmt: skip
     of_prompt = [f"prompt {candidate.prompt_length}"] if candidate.method_row.generates else []
     return " ".join([candidate.model.id, *(str(getattr(candidate, field)) for field in shown), *of_prompt])
 
@@ -92,7 +119,9 @@ def table(rows: list[dict[str, object]]) -> str:
         f"{len(equal)} of {len(rows)} random sizes have the same peak in the profile as in the dry run of all layers, to the byte; the slowest took",
         f"{slowest:.1f} ms. {', '.join(f'{name} {version(name)}' for name in LIBRARIES)}. Made by `python scripts/compare_profiles.py`.",
         "",
-        "| model, method, tuning, rank, rows, accumulation, tokens, checkpointing | layers | profile bytes | trace bytes |",
+        "Each row: model, method, tuning, quantization, dtype, rank, sharding, attention, engine, rows, accumulation, tokens, checkpointing, prompt.",
+        "",
+        "| size | layers | profile bytes | trace bytes |",
         "|---|---|---|---|",
         *(f"| {row['key']} | {row['layers']} | {row['profile_bytes']:,} | {row['trace_bytes']:,} |" for row in rows),
     ]

@@ -17,6 +17,10 @@ BATCH = "batch"  # probes/tracker.py, `add_batch`
 _LAYER = re.compile(r"\.\d+")
 
 
+class Ambiguous(NoProfile):
+    """At the sizes that were drawn two expressions have one value, so that another trace tells otherwise: other sizes may tell them apart."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """A trace of `layers` layers at given sizes (`rows`, `tokens`, ..), in bytes as asked for, not rounded to blocks."""
@@ -61,12 +65,12 @@ def check(profile: Profile, sample: Sample) -> None:
     """That the profile gives a trace's peak in every phase.
 
     Raises:
-        NoProfile: it does not.
+        Ambiguous: it does not.
     """
     expected = rounded_phase_peaks(sample.trace, profile.block_bytes)
     for phase in profile.phases(sample.sizes, sample.layers):
         if phase.total_bytes != expected.get(phase.name, 0):
-            raise NoProfile(
+            raise Ambiguous(
                 f"At {sample.sizes} and {sample.layers} layers the profile's {phase.name} peaks at {phase.total_bytes:,} bytes, "
                 f"the trace's at {expected.get(phase.name, 0):,}."
             )
@@ -208,7 +212,7 @@ def _keys(traces: _Traces, expressions: _Expressions) -> list[list[_Key]]:
     for index, allocation in enumerate(first.allocations):
         expression = expressions.of(index)
         if known.setdefault(_signature(allocation), expression) != expression:
-            raise NoProfile(f"Two sizes cannot be told apart: {allocation.operator} of {allocation.size_bytes} bytes.")
+            raise Ambiguous(f"Two sizes cannot be told apart: {allocation.operator} of {allocation.size_bytes} bytes.")
     tables = [dict(known) for _ in traces]
     grown = [_missing(first, deep) for deep in deeper]
     longer = [_missing(deep, first) for deep in deeper]

@@ -269,8 +269,11 @@ def regime(candidate: Candidate) -> dict[str, object]:
 
 
 def _masked_lengths(candidate: Candidate) -> list[int]:
+    """The lengths of masks that attention is given; FlashAttention is given none."""
+    if candidate.attn_implementation == "flash_attention_2":
+        return []
     tokens, prompt = candidate.row_tokens, candidate.prompt_length
-    return [tokens, tokens - 1, prompt, prompt + 1, prompt + 2] if candidate.method_row.generates else [tokens]
+    return [tokens, tokens - 1, prompt, prompt + 1, prompt + 2] if candidate.method_row.generates and candidate.vllm == "off" else [tokens]
 
 
 def chunks(candidate: Candidate) -> int:
