@@ -108,7 +108,7 @@ def _corrections(plan: Plan, expected: Estimate, seen: Measurement | None, measu
     of_best = decided_of(plan.best, measurements)
     said = [wrong] if of_best is not None and (wrong := contradiction(plan.best, of_best)) else []
     if expected is not plan.best:
-        said.append(f"proven instead of what was recommended: {_changed(plan.best.candidate, expected.candidate)}")
+        said.append(f"proven instead of what was recommended: {changed(plan.best.candidate, expected.candidate)}")
     return said + ([_agreement(expected, seen)] if seen is not None and seen.outcome == "fits" else [])
 
 
@@ -122,6 +122,7 @@ def _agreement(expected: Estimate, seen: Measurement) -> str:
     )
 
 
-def _changed(before: Candidate, after: Candidate) -> str:
+def changed(before: Candidate, after: Candidate) -> str:
+    """The settings of the second candidate that the first one has otherwise."""
     names = [field.name for field in fields(Candidate) if getattr(before, field.name) != getattr(after, field.name)]
-    return settings_text(settings_of_fields({name: getattr(after, name) for name in names})) or "another candidate"
+    return settings_text(settings_of_fields({name: getattr(after, name) for name in names}))
