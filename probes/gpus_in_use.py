@@ -78,7 +78,7 @@ def visible_cards(count: int) -> tuple[Card, ...]:
         nvml.nvmlInit()
         try:
             handles = list(visible_handles(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))[:count]
-            return tuple(_card(nvml, index, handle) for index, handle in enumerate(handles))
+            return tuple(card_of(nvml, index, handle) for index, handle in enumerate(handles))
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
@@ -104,7 +104,7 @@ def visible_handles(nvml: ModuleType, listed: str | None) -> Iterator[object]:
             return
 
 
-def _card(nvml: ModuleType, index: int, handle: object) -> Card:
+def card_of(nvml: ModuleType, index: int, handle: object) -> Card:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     running = [*nvml.nvmlDeviceGetComputeRunningProcesses(handle), *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)]
     used = {each.pid: int(each.usedGpuMemory or 0) for each in running}  # a process that computes and draws is in both

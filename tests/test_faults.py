@@ -130,7 +130,7 @@ def test_a_command_that_does_not_exist_is_a_crash(tmp_path: Path) -> None:
 
 # -- hanging -----------------------------------------------------------------------------------------------------------
 
-SHORT = replace(LIMITS, seconds=0.5)
+SHORT = replace(LIMITS, seconds=1.0)
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
 
 
@@ -148,7 +148,10 @@ DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     ids=["sleeps", "spins", "deaf", "stopped", "own-session", "deaf-grandchild", "daemon"],
 )
 def test_a_worker_that_does_not_end_is_ended_with_all_that_it_started(text: str, tmp_path: Path) -> None:
-    assert fault(f"open('phase', 'w').write('rollout')\n{text}", tmp_path, SHORT) == ("hung", "it had not ended after 0.50 s (in the rollout)")
+    assert fault(f"open('phase', 'w').write('rollout')\n{text}", tmp_path, SHORT) == (
+        "hung",
+        "it had not ended after 1.00 s (in the rollout)",
+    )
 
 
 def test_what_a_worker_leaves_running_is_ended_though_it_answered(tmp_path: Path) -> None:
@@ -160,7 +163,7 @@ def test_what_a_worker_leaves_running_is_ended_though_it_answered(tmp_path: Path
 
 def test_a_worker_has_time_to_tidy_up(tmp_path: Path) -> None:
     text = "signal.signal(signal.SIGTERM, lambda *_: (print('bye', file=sys.stderr), sys.exit(0))); time.sleep(60)"
-    assert Path(run(text, tmp_path, replace(SHORT, grace_seconds=5.0)).log).read_text() == "bye\n"
+    assert Path(run(text, tmp_path, replace(LIMITS, seconds=2.0, grace_seconds=5.0)).log).read_text() == "bye\n"
 
 
 # -- garbage -----------------------------------------------------------------------------------------------------------
@@ -218,7 +221,7 @@ def test_the_host_keeps_some_of_its_disk(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_holds_too_much_main_memory_is_ended(tmp_path: Path) -> None:
-    text = "held = b'x' * (96 * 2**20); open('phase', 'w').write('load'); time.sleep(60)"
+    text = "open('phase', 'w').write('load'); held = b'x' * (96 * 2**20); time.sleep(60)"
     outcome, message = fault(text, tmp_path, replace(LIMITS, host_bytes=64 * MIB))
     assert outcome == "host_out_of_memory"
     assert message.endswith("of main memory, 0.06 GiB were allowed (in the load)")

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("psutil")
 
 from planner.units import GIB
-from probes.gpus_in_use import Card, Holder, in_use, visible_handles
+from probes.gpus_in_use import Card, Holder, card_of, in_use, visible_handles
 from probes.host import available_bytes, kernel_kills
 
 SMALL = 10**6  # bytes: less than any machine has available
@@ -93,3 +93,18 @@ NVML = SimpleNamespace(nvmlDeviceGetCount=lambda: 3, nvmlDeviceGetHandleByIndex=
 )
 def test_the_cards_are_those_that_cuda_shows(listed: str | None, handles: list[object]) -> None:
     assert list(visible_handles(NVML, listed)) == handles  # type: ignore[arg-type]
+
+
+def test_a_card_is_what_the_driver_counts_without_its_own_share() -> None:
+    """A process that computes and draws is one holder; what the driver does not say (in a container) is nothing."""
+    processes = [SimpleNamespace(pid=10**9, usedGpuMemory=5), SimpleNamespace(pid=10**9 + 1, usedGpuMemory=None)]
+    nvml = SimpleNamespace(
+        nvmlMemory_v2=2,
+        nvmlDeviceGetMemoryInfo=lambda handle, version: SimpleNamespace(total=100, reserved=10, free=60),
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: processes,
+        nvmlDeviceGetGraphicsRunningProcesses=lambda handle: processes[:1],
+    )
+    found = card_of(nvml, 3, "handle")  # type: ignore[arg-type]
+    assert (found.index, found.total_bytes, found.free_bytes) == (3, 90, 60)
+    assert [(holder.process, holder.used_bytes) for holder in found.holders] == [(10**9, 5), (10**9 + 1, 0)]
+    assert found.holders[0].name == "a process not seen from here"
