@@ -21,18 +21,18 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from planner.model import ModelShape
 from probes.fake_trainer import EOS, PAD, WORD
 
-WORDS = 1000  # of the tokenizer at most: enough that the tokens of a row differ
+UNKNOWN = "<unknown>"
 SPREAD = 0.02  # standard deviation of the weights: `initializer_range`, as most configs have it
 STEP = 7  # between the first elements of two rows of a weight: rows differ, and one short line of numbers holds them all
 NOT_FOUND: tuple[None, None] = (None, None)  # checkpoint files and their index, where nobody has looked
 
 
 def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer in which every word is one token; its words are `w3`, `w4` and so on, named by their id."""
-    words = {f"w{index}": index for index in range(WORD, min(vocab_size, WORDS))}
-    made = Tokenizer(WordLevel({"<pad>": PAD, "<unused>": 1, "<eos>": EOS} | words, unk_token=f"w{WORD}"))
+    """A tokenizer in which every token is one word, so that what a model has sampled can be read again; its words are `w3`, `w4` and so on."""
+    words = {f"w{index}": index for index in range(WORD, vocab_size)}
+    made = Tokenizer(WordLevel({"<pad>": PAD, UNKNOWN: PAD + 1, "<eos>": EOS} | words, unk_token=UNKNOWN))
     made.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token=f"w{WORD}", padding_side="left")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token=UNKNOWN, padding_side="left")
 
 
 def model_folder(shape: ModelShape, parent: Path) -> Path:

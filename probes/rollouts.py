@@ -1,4 +1,4 @@
-"""Rollouts of full length: no completion ends by itself, and where batches are padded every second one ends a token early."""
+"""Rollouts of full length: no completion ends by itself, and where batches are padded one of each batch ends a token early."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,20 +11,26 @@ from probes.phases import Rollout
 
 
 def whole_rollout(candidate: Candidate) -> Rollout:
-    """`generate` as it is, whose completions are then made whole: an end that was sampled by chance becomes a word."""
+    """`generate` as it is, whose completions are then made whole: an end or padding that was sampled by chance becomes a word."""
 
     def run(generate: Callable[..., Any], model: Any, _: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]) -> Any:
         result = generate(model, **arguments)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        make_whole(sequences[:, arguments["input_ids"].size(1) :], model.generation_config.eos_token_id, candidate.padded)
+        make_whole(sequences[:, arguments["input_ids"].size(1) :], model.generation_config.eos_token_id, short_row(candidate))
         return result
 
     return run
 
 
-def make_whole(completions: torch.Tensor, ends: int | list[int] | None, padded: bool) -> None:
+def short_row(candidate: Candidate) -> int:
+    """Of so many completions the last one is short; 0: none is. A row alone cannot be padded."""
+    return max(2, candidate.per_device_train_batch_size) if candidate.padded else 0
+
+
+def make_whole(completions: torch.Tensor, ends: int | list[int] | None, short: int) -> None:
     """Changes completions in place. `ends`: the token ids that the model may end with; the trainer's tokenizer has another one."""
-    for end in {EOS, *([ends] if isinstance(ends, int) else ends or ())}:
+    completions[completions < WORD] = WORD
+    for end in [ends] if isinstance(ends, int) else ends or ():
         completions[completions == end] = WORD
-    if padded and completions.size(1) > 1:
-        completions[1::2, -2] = EOS
+    if short and completions.size(1) > 1:
+        completions[short - 1 :: short, -2] = EOS

@@ -263,12 +263,17 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Python's cyclic collector runs at its own times, which would reorder the deaths."""
+    """Python's cyclic collector runs at its own times, which would reorder the deaths.
+
+    A trainer also calls it, which is kept, but what was there before is not walked through.
+    """
     was_on = gc.isenabled()
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         if was_on:
             gc.enable()
 

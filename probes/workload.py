@@ -19,7 +19,7 @@ from planner.methods import MethodName
 from planner.model import ModelShape
 from planner.settings import settings_of
 from probes.fake_trainer import DTYPES, WORD, Stage
-from probes.random_weights import WORDS, model_folder, tokenizer
+from probes.random_weights import model_folder, tokenizer
 from probes.task import Task
 
 # Settings that whoever launches the worker reads, those that only say what data is like, and names for what is passed otherwise.
@@ -184,10 +184,10 @@ class _Text:
     """Words that differ, the same ones for the same seed. Each is one token."""
 
     def __init__(self, load: _Workload) -> None:
-        self._random, self._count = random.Random(load.task.seed), min(load.candidate.model.vocab_size, WORDS)
+        self._random, self._vocab_size = random.Random(load.task.seed), load.candidate.model.vocab_size
 
     def ids(self, count: int) -> list[int]:
-        return [self._random.randrange(WORD, self._count) for _ in range(max(count, 1))]
+        return [self._random.randrange(WORD, self._vocab_size) for _ in range(max(count, 1))]
 
     def __call__(self, count: int) -> str:
         return " ".join(f"w{token}" for token in self.ids(count))
