@@ -153,6 +153,11 @@ class Candidate:
         return self.tokens
 
     @property
+    def accumulates(self) -> bool:
+        """Whether an optimizer step is made of several backward passes."""
+        return self.gradient_accumulation_steps > 1
+
+    @property
     def effective_batch_size(self) -> int:
         """Samples of one optimizer step over all processes."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_processes

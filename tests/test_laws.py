@@ -105,6 +105,7 @@ def test_a_larger_rank_never_needs_less(candidate: Candidate, more: int) -> None
 @laws
 @given(candidates(), st.integers(1, 6))
 def test_more_parameters_never_need_less(candidate: Candidate, more: int) -> None:
+    assume(candidate.sharding not in ("zero1", "zero2"))  # where a piece ends decides how many whole gradients a rank has
     config = {key: value for key, value in load_model("Llama-3.2-1B").config.items()}
     models = [shape_of({**config, "num_hidden_layers": layers}, id=f"{layers} layers") for layers in (4, 4 + more)]
     smaller, larger = (peak_bytes(replace(candidate, model=model, teacher_model=None)) for model in models)

@@ -329,6 +329,12 @@ class TestHost:
 SHARDINGS: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 
+# A flat buffer is padded to equal pieces: 2 elements on each of at most 128 ranks, in each of two groups, 512 bytes an allocation, up to four of them.
+PADDED_BYTES = 4 * 2 * (2 * 128 * 4 + 512)
+# Where a piece ends, ZeRO-1 and 2 have the gradient of the whole tensor: of the SMALL model's embedding at most, in bfloat16.
+ENDS_BYTES = 2 * 151_936 * 896 + PADDED_BYTES
+
+
 class TestLaws:
     @settings(max_examples=30, deadline=None)
     @given(rank=st.integers(1, 256), more=st.integers(1, 256))
@@ -343,5 +349,7 @@ class TestLaws:
     def test_more_shards_never_hold_more(self, sharding: Sharding, processes: int, more: int) -> None:
         few = candidate(model=load_model(SMALL), sharding=sharding, num_processes=processes)
         many = replace(few, num_processes=processes + more)
-        for size in (policy_weights_bytes, gradients_bytes, step_gradients_bytes, optimizer_states_bytes):
-            assert size(many) <= size(few)
+        for size in (policy_weights_bytes, optimizer_states_bytes):
+            assert size(many) <= size(few) + PADDED_BYTES
+        for size in (gradients_bytes, step_gradients_bytes):
+            assert size(many) <= size(few) + (ENDS_BYTES if sharding in ("zero1", "zero2") else PADDED_BYTES)

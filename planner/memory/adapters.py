@@ -50,8 +50,8 @@ def adapters_bytes(candidate: Candidate) -> int:
         return 0
     counted = policy_parameters(candidate)
     size = adapter_dtype_bytes(candidate)
-    copied = sharded_bytes(counted.copied_tensors, copied_dtype_bytes(candidate), candidate)
-    return sharded_bytes(counted.adapter_tensors, size, candidate) + copied
+    copied = sharded_bytes(counted.copied_tensors, copied_dtype_bytes(candidate), candidate, trained=True)
+    return sharded_bytes(counted.adapter_tensors, size, candidate, trained=True) + copied
 
 
 def copied_dtype_bytes(candidate: Candidate) -> int:

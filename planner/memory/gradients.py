@@ -1,11 +1,15 @@
 """Gradients: `.grad` of what is trained, from the backward pass to the end of the optimizer step."""
 
+from functools import lru_cache
+
 from planner.candidate import Candidate
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
-from planner.memory.parameters import policy_parameters
-from planner.memory.sharding import DEEPSPEED, flat_shard, fsdp2_shards
-from planner.memory.tensors import TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.lora import lora_in_order
+from planner.memory.parameters import Head, policy_parameters
+from planner.memory.sharding import decay_groups, flat_elements, fsdp2_shards, zero3_elements
+from planner.memory.tensors import TensorSet, rounded_bytes, tensor_bytes, tensors_in_order
 from planner.memory.weights import base_dtype_bytes, value_parameters
+from planner.model import ModelShape
 
 # Optimizers that update each parameter inside the backward pass and drop its gradient: one gradient is being used and the next being
 # made. Source: lomo-optim 0.1.1, lomo.py and adalomo.py `fuse_update`.
@@ -26,20 +30,30 @@ def trained_groups(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
 
 
 def gradients_bytes(candidate: Candidate) -> int:
-    """Bytes of gradients on one GPU when the backward pass ends.
+    """Bytes of gradients on one GPU when the backward pass ends, on the rank that has most.
 
-        one GPU, DDP, ZeRO-1: trained x dtype | ZeRO-2, ZeRO-3: that / G | FSDP2: float32 shards | fused backward: two largest tensors
+        one GPU, DDP: trained x dtype | ZeRO-1: the same | ZeRO-2: every tensor that the rank's piece touches, whole |
+        ZeRO-3: sum of ceil(n / G) | FSDP2: shards in the parameter's dtype | fused backward: two largest tensors;
+        accumulating, ZeRO-1 and 2 make the new ones of that piece beside the sum of the earlier ones
 
     A gradient has its parameter's dtype, bfloat16 under DeepSpeed (`grad_accum_dtype` unset). Offloaded optimizers take it to the host
     (ZeRO: only a bucket stays, see communication.py).
 
-    Source: deepspeed 0.19.8, runtime/engine.py:1806, zero/stage_1_and_2.py:3070-3142, zero/stage3.py:791.
+    Source: deepspeed 0.19.8, runtime/engine.py:1806, zero/stage_1_and_2.py:2184-2199 (`grads_in_partition`), :1040-1046
+    (`all_grad_tensors`), zero/stage3.py:791.
 
-    Example: Qwen2.5-7B in full, float32: 30.46 GB = 28.37 GiB; LoRA r 16 on it: 161 MB.
-    Leaves out DDP's second copy (communication.py).
+    Example: Qwen2.5-7B in full, float32: 30.46 GB = 28.37 GiB; LoRA r 16 on it: 161 MB. ZeRO-2 in bfloat16 on 64 GPUs: a piece is
+    119 million parameters, but one that lies partly in the embedding has its 545 million too: 1.28 GB instead of 0.24, 2.57 when accumulating.
+    Leaves out DDP's second copy (communication.py); that ZeRO-1 has dropped other ranks' small gradients by then.
     """
     if candidate.optim in FUSED_BACKWARD:
         return sum(FUSED_GRADIENTS_ALIVE * rounded_bytes(tensors.largest * size) for tensors, size in trained_groups(candidate))
+    kept = accumulated_gradients_bytes(candidate)
+    return kept + touched_gradients_bytes(candidate) if candidate.accumulates else kept
+
+
+def accumulated_gradients_bytes(candidate: Candidate) -> int:
+    """Bytes of gradients on one GPU between two backward passes of a step: all of them under ZeRO-1, which reduces at the last."""
     if candidate.sharding == "zero1" and not candidate.offload_optimizer:
         return sum(tensor_bytes(tensors, size) for tensors, size in trained_groups(candidate))
     return step_gradients_bytes(candidate)
@@ -48,16 +62,47 @@ def gradients_bytes(candidate: Candidate) -> int:
 def step_gradients_bytes(candidate: Candidate) -> int:
     """Bytes of gradients on one GPU while the optimizer steps: ZeRO-1 has dropped those of the other ranks' pieces by then.
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:3097 (`free_grad_in_param_list(self.params_not_in_partition[i])`).
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:3097 (`free_grad_in_param_list(self.params_not_in_partition[i])`); FSDP2's lie in
+    one buffer a layer, torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py `foreach_reduce`.
     """
     if candidate.optim in FUSED_BACKWARD:
         return 0
-    if candidate.sharding in DEEPSPEED:
-        if candidate.offload_optimizer:
-            return 0
-        return sum(tensor_bytes(flat_shard(tensors, candidate.num_processes), size) for tensors, size in trained_groups(candidate))
+    groups, processes = trained_groups(candidate), candidate.num_processes
+    if candidate.sharding in ("zero1", "zero2"):
+        return touched_gradients_bytes(candidate)
+    if candidate.sharding == "zero3":
+        return 0 if candidate.offload_optimizer else sum(rounded_bytes(zero3_elements(tensors, processes) * size) for tensors, size in groups)
     if candidate.sharding == "fsdp2":
-        if candidate.offload_param:
-            return 0
-        return sum(tensor_bytes(fsdp2_shards(tensors, candidate.num_processes), size) for tensors, size in trained_groups(candidate))
-    return sum(tensor_bytes(tensors, size) for tensors, size in trained_groups(candidate))
+        return 0 if candidate.offload_param else sum(rounded_bytes(fsdp2_shards(tensors, processes).params * size) for tensors, size in groups)
+    return sum(tensor_bytes(tensors, size) for tensors, size in groups)
+
+
+def touched_gradients_bytes(candidate: Candidate) -> int:
+    """Bytes of ZeRO-1's and 2's buffer for the gradients of one piece: of every tensor that lies in it in part, the whole.
+
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:2184-2199 and `get_partition_info`. Example: see `gradients_bytes`.
+    """
+    if candidate.sharding not in ("zero1", "zero2") or candidate.offload_optimizer:
+        return 0
+    others = tuple(tensors for tensors, _ in trained_groups(candidate)[1:])
+    size = adapter_dtype_bytes(candidate) if candidate.tuning == "lora" else base_dtype_bytes(candidate)
+    lora = (candidate.lora_r, candidate.lora_target_modules) if candidate.tuning == "lora" else ()
+    head: Head = "score" if candidate.method == "reward" else "lm_head"
+    return rounded_bytes(_touched_elements(candidate.model, head, lora, others, candidate.num_processes) * size)
+
+
+@lru_cache(maxsize=1024)
+def _touched_elements(model: ModelShape, head: Head, lora: tuple[int, tuple[str, ...]] | tuple[()], others: tuple[TensorSet, ...], num_processes: int) -> int:
+    """Of the rank that has most; the optimizer's groups are cut each by itself."""
+    ordered = lora_in_order(model, *lora) if lora else tensors_in_order(model, head)
+    ranks = [0] * num_processes
+    every = TensorSet(kinds=(*ordered, *(kind for tensors in others for kind in tensors.kinds)))
+    for group in decay_groups(every):
+        piece, start = flat_elements(group.params, num_processes) // num_processes, 0
+        for kind in group.kinds:
+            whole = len(kind.shape) > 1 or kind.part == "vector"  # what is only counted has no shape, and is taken as fine-grained
+            for _ in range(kind.count):
+                for rank in range(start // piece, (start + kind.elements - 1) // piece + 1):
+                    ranks[rank] += kind.elements if whole else min(start + kind.elements, (rank + 1) * piece) - max(start, rank * piece)
+                start += kind.elements
+    return max(ranks)

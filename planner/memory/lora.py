@@ -88,6 +88,20 @@ def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tu
     return tuple(Tensors(part="adapter", shape=shape, count=count) for shape, count in found.items())
 
 
+@lru_cache(maxsize=256)
+def lora_in_order(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tuple[Tensors, ...]:
+    """The same matrices one layer after the other, as `named_parameters` has them; those of fused experts behind all others."""
+    converted = CONVERTED_NAMES.get(model.model_type, {})
+    names = _names(model, targets)
+    linears = [(linear, 1) for layer in model.layers for linear in decoder_linears(layer)]
+    shapes: list[tuple[tuple[int, int], int]] = []
+    for linear, count in (*linears, *outer_linears(model)):
+        if linear.name in names - converted.keys():
+            shapes += [((lora_r, linear.in_features), count), ((linear.out_features, lora_r), count)]
+    shapes += _expert_matrices(model, lora_r, names, converted)
+    return tuple(Tensors(part="adapter", shape=shape, count=count) for shape, count in shapes)
+
+
 @lru_cache(maxsize=4096)
 def target_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
     """The names of the plain projections that PEFT wraps for `targets`; fused experts are not among them (`targets_experts`)."""

@@ -7,7 +7,7 @@ from typing import Literal
 from planner.candidate import Candidate, Optimizer, Sharding
 from planner.memory.gradients import trained_groups
 from planner.memory.sharding import DEEPSPEED, SUB_GROUP_SIZE, optimized_tensors
-from planner.memory.tensors import Tensors, TensorSet, rounded_bytes
+from planner.memory.tensors import Tensors, TensorSet, rounded_bytes, tensor_bytes
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
@@ -124,7 +124,7 @@ def master_weights_bytes(candidate: Candidate) -> int:
     """
     if candidate.sharding not in DEEPSPEED or candidate.offload_optimizer:
         return 0
-    return sum(rounded_bytes(tensors.params * FLOAT32_BYTES) for tensors, _ in _optimized(candidate))
+    return sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in _optimized(candidate))
 
 
 def paged_states_bytes(candidate: Candidate) -> int:

@@ -70,7 +70,7 @@ def passes_of(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> Pa
     idle = dict(states.resident)
     if engine is not None:
         idle["engine"] = engine.asleep_bytes
-    training: Components = {"gradients": states.gradients if stay else 0, "attention_scores": recipe.mask_widths * scores}
+    training: Components = {"gradients": states.accumulated_gradients if stay else 0, "attention_scores": recipe.mask_widths * scores}
     return Passes(
         candidate=candidate,
         tokens=head.tokens,
@@ -234,8 +234,14 @@ def value_graph(candidate: Candidate, recipe: StackRecipe, tokens: int, scores: 
 
 
 def backward(passes: Passes) -> Components:
-    """Layer by layer from the last; before them the head's own backward, after them the embedding's."""
-    gather: Components = {"communication": passes.states.backward_gather}
+    """Layer by layer from the last; before them the head's own backward, after them the embedding's.
+
+    Where gradients stay, the rest of them is one buffer, made with the first gradient that goes there (ZeRO-1 and 2, accumulating).
+    """
+    states = passes.states
+    gather: Components = {"communication": states.backward_gather}
+    if gradients_stay(passes.candidate):
+        gather["gradients"] = states.gradients - states.accumulated_gradients
     layers = together(gather, at_moment(passes, passes.stack.backward))
     return together(passes.training, max(layers, together(gather, head_backward(passes)), embedding_backward(passes), key=total))
 

@@ -11,7 +11,7 @@ from planner.candidate import Candidate
 from planner.cluster import Gpu
 from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import communication_bytes, gather_bytes, generation_gather_bytes, weight_sync_bytes
-from planner.memory.gradients import gradients_bytes, step_gradients_bytes
+from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
 from planner.memory.modules import Recipe
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.runtime import runtime_bytes
@@ -23,7 +23,7 @@ from planner.quantities import Component
 STRUCTURE = attrgetter(
     "model", "method", "trl_version", "tuning", "lora_r", "lora_target_modules", "autocast_adapter_dtype", "dtype", "precision", "quantization", "beta",
     "precompute_ref_log_probs", "gradient_checkpointing", "checkpoint_every_n_layers", "optim", "sharding", "num_processes", "num_nodes", "offload_optimizer",
-    "offload_param", "ds3_gather_for_generation", "vllm", "reward_model", "teacher_model", "lora_dropout", "use_liger_kernel",
+    "offload_param", "ds3_gather_for_generation", "vllm", "reward_model", "teacher_model", "lora_dropout", "use_liger_kernel", "accumulates",
 )  # fmt: skip
 
 
@@ -45,6 +45,7 @@ class States:
     recipe: Recipe  # of the policy's layers
     master_weights: int
     gradients: int
+    accumulated_gradients: int
     step_gradients: int
     step_temporaries: int
     forward_gather: int
@@ -73,6 +74,7 @@ def _states(structure: Structure) -> States:
         recipe=policy_recipe(candidate),
         master_weights=master_weights_bytes(candidate),
         gradients=gradients_bytes(candidate),
+        accumulated_gradients=accumulated_gradients_bytes(candidate),
         step_gradients=step_gradients_bytes(candidate),
         step_temporaries=step_temporaries_bytes(candidate),
         forward_gather=gather_bytes(candidate, "forward"),

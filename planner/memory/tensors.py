@@ -94,10 +94,20 @@ def model_tensors(model: ModelShape, head: Literal["lm_head", "score"]) -> tuple
     Source: transformers 5.23, modeling_layers.py `GenericForSequenceClassification` (score is nn.Linear(hidden_size, num_labels,
     bias=False)). The sum equals `model.params` for the language-model head, to the unit.
     """
+    return _tensors(model, head, model.layer_kinds)
+
+
+@lru_cache(maxsize=256)
+def tensors_in_order(model: ModelShape, head: Literal["lm_head", "score"]) -> tuple[Tensors, ...]:
+    """The same tensors one layer after the other, as `named_parameters` has them."""
+    return _tensors(model, head, tuple((layer, 1) for layer in model.layers))
+
+
+def _tensors(model: ModelShape, head: Literal["lm_head", "score"], layers: tuple[tuple[Layer, int], ...]) -> tuple[Tensors, ...]:
     found = [Tensors(part="embedding", shape=_matrix(model.embed_params, model.vocab_size))]
     if model.position_params:
         found.append(Tensors(part="position", shape=_matrix(model.position_params, model.position_params // model.hidden_size)))
-    for layer, count in model.layer_kinds:
+    for layer, count in layers:
         found.extend(tensors.times(count) for tensors in _layer_tensors(layer))
     norms = (model.final_norm,) if model.embed_norm is None else (model.final_norm, model.embed_norm)
     found.extend(tensors for norm in norms for tensors in _norm_tensors(norm))

@@ -63,7 +63,7 @@ def policy_weights_bytes(candidate: Candidate) -> int:
     Leaves out what loading needs on top (host.py).
     """
     counted = policy_parameters(candidate)
-    kept = sharded_bytes(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate)
+    kept = sharded_bytes(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate, trained=candidate.tuning == "full")
     if candidate.quantization in BITSANDBYTES and candidate.method in KBIT_PREPARED:
         kept = _kbit_prepared_bytes(counted, candidate)
     return kept + quantized_bytes(counted.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size)
@@ -100,7 +100,7 @@ def value_weights_bytes(candidate: Candidate) -> int:
     if not candidate.method_row.value_model:
         return 0
     size = SIXTEEN_BIT_BYTES if candidate.sharding in DEEPSPEED and candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
-    return sharded_bytes(value_parameters(candidate).base_tensors, size, candidate)
+    return sharded_bytes(value_parameters(candidate).base_tensors, size, candidate, trained=True)
 
 
 def value_parameters(candidate: Candidate) -> Parameters:
