@@ -6,7 +6,8 @@ The truth of a candidate is its estimate with offsets that no sampler is told:
 
 drawn once for each card, uniformly: context -300..+300 MB, slack 0..6 % of what is allocated, activations -6..+6 % (of the components of a
 training pass, planner/confidence.py `PASS`), each attention implementation 0..+5 %, each structure of the training pass (checkpointing,
-attention, sharding, dtype) -0.5..+0.5 % of it besides, which no constant of a device explains, and speed -20..+20 %. Everything here is simulated; nothing ran on a GPU.
+attention, sharding, dtype) -0.5..+0.5 % of it besides, which no constant of a device explains, and speed -20..+20 %.
+Everything here is simulated; nothing ran on a GPU.
 """
 
 import random
@@ -161,32 +162,31 @@ class HiddenProbe:
         return self.at(place_of(self.space, candidate))
 
     def at(self, place: Place) -> Measurement:
+        """A server's cards fill up first, then the first step runs, without optimizer states yet, then the second."""
         answer = self.space.estimate(place)
         assert answer is not None
-        first = true_phases(self.card, self.space, place, states=False)
-        second = true_phases(self.card, self.space, place)
-        draw = random.Random(f"{self.card.seed} {place}")
-        failed = next((phase for step in (*second[1:], first[0], second[0]) for phase in step if phase.total > phase.capacity), None)  # servers start first
-        measured = first[0] if failed is not None else second[0]
-        if failed is not None and failed in first[0]:
-            measured = first[0][: first[0].index(failed)]
-        colocated = answer.candidate.vllm == "colocate"
-        rank = RankMemory(
-            rank=0,
-            phases=tuple(_peak(phase, colocated, draw) for phase in measured),
-            state_bytes={},
-            capacity_bytes=second[0][0].capacity,
-            allocator={},
-        )
-        speed = 0.0 if failed is not None else answer.throughput.tokens_per_second * self.card.speed
+        first, second = (true_phases(self.card, self.space, place, states) for states in (False, True))
+        failed = next((phase for step in (*second[1:], first[0], second[0]) for phase in step if phase.total > phase.capacity), None)
+        if failed is None:
+            return self._measurement(answer, place, second[0], None)
+        of_trainer = failed in (*first[0], *second[0])
+        seen = first[0][: first[0].index(failed)] if failed in first[0] else first[0]
+        draw = random.Random(f"{self.card.seed} {place} short")
+        return self._measurement(answer, place, seen, _shortage(failed, 0 if of_trainer else answer.candidate.num_processes, self.card.slack, draw))
+
+    def _measurement(self, answer: Estimate, place: Place, seen: list[TruePhase], shortage: Shortage | None) -> Measurement:
+        candidate, draw = answer.candidate, random.Random(f"{self.card.seed} {place}")
+        peaks = tuple(_peak(phase, candidate.vllm == "colocate", draw) for phase in seen)
+        rank = RankMemory(rank=0, phases=peaks, state_bytes={}, capacity_bytes=answer.gpus[0].capacity_bytes, allocator={})
+        speed = self.card.speed if shortage is None else 0.0
         return Measurement(
-            candidate=answer.candidate,
+            candidate=candidate,
             device="cuda",
-            outcome="fits" if failed is None else "out_of_memory",
+            outcome="fits" if shortage is None else "out_of_memory",
             ranks=(rank,),
-            shortage=None if failed is None else _shortage(failed, 0 if failed in (*first[0], *second[0]) else answer.candidate.num_processes, self.card.slack, draw),
-            step_seconds=0.0 if failed is not None else answer.throughput.step_seconds / self.card.speed,
-            tokens_per_second=speed,
+            shortage=shortage,
+            step_seconds=answer.throughput.step_seconds / speed if speed else 0.0,
+            tokens_per_second=answer.throughput.tokens_per_second * speed,
             wall_seconds=ATTEMPT_SECONDS,
             message="",
             log="",

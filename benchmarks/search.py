@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from planner.knobs import Question
 from planner.search import largest
 from probes.certificate import certificate
 from probes.sampler import PlanSampler
-from probes.space import NO_SHARE, Place, Space, space_of
+from probes.space import Place, Space, space_of
 from probes.study import Session, StudyOptions, over_bytes
 
 PEER_PROBES = 30  # at most, for each of the others
@@ -135,10 +136,8 @@ PEERS: dict[str, Ask] = {
 
 def peer(name: str, space: Space, card: HiddenCard, best: Place, seed: int) -> dict[str, int]:
     counted = Counted(card, space, best)
-    try:
+    with suppress(Found):
         PEERS[name](space, counted, seed)
-    except Found:
-        pass
     return {"found_at": counted.found_at, "close_at": counted.close_at, "probes": len(counted.seen)}
 
 
@@ -275,7 +274,8 @@ def our_line(name: str, rows: Sequence[dict[str, Any]]) -> str:
     probes = [row["ours"]["probes"] for row in rows]
     right = sum(row["ours"]["correct"] for row in rows)
     short = sum(row["ours"]["out_of_memory"] for row in rows) / max(sum(probes), 1)
-    return f"| {name} | {len(rows)} | {right} ({right / len(rows):.1%}) | {statistics.median(probes):g} | {percentile(probes, 0.95)} | {max(probes)} | {short:.0%} |"
+    middle, most = statistics.median(probes), percentile(probes, 0.95)
+    return f"| {name} | {len(rows)} | {right} ({right / len(rows):.1%}) | {middle:g} | {most} | {max(probes)} | {short:.0%} |"
 
 
 def facts(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -289,8 +289,9 @@ def facts(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"- The exhaustive search was checked candidate by candidate in the {len(checked)} jobs with at most {FEW_CANDIDATES} of them: {sum(checked)} agree.",
         f"- Jobs whose certified candidate is not the best: {', '.join(wrong) or 'none'}.",
         f"- Speeds are one factor off here, which keeps their order. Where instead every cause of a step (compute, communication, generation ..) is off by "
-        f"±{CAUSE_SPREAD:.0%} on its own, the certified candidate's speed is {statistics.mean(lost):.1%} below the best there is in the mean, "
-        f"{lost[int(0.95 * (len(lost) - 1))]:.1%} at the 95th percentile, over the {len(lost)} jobs that ask for throughput: what the certificate is about is memory.",
+        f"±{CAUSE_SPREAD:.0%} on its own, the certified candidate's speed is {statistics.mean(lost):.1%} below the best there is "
+        f"in the mean, {lost[int(0.95 * (len(lost) - 1))]:.1%} at the 95th percentile, over the {len(lost)} jobs that ask for throughput: "
+        "what the certificate is about is memory.",
         f"- Of a study the sampler itself takes {statistics.median(row['ours']['seconds'] for row in rows):.2f} s in the median, "
         f"{max(row['ours']['seconds'] for row in rows):.0f} s at most.",
     ]

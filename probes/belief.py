@@ -19,6 +19,7 @@ from planner.measurement import DeviceName
 from planner.quantities import Component, Estimate, Phase, PhaseMemory
 from planner.units import GIB, MIB
 
+Kind = Literal["equal", "at_least", "at_most"]
 Coefficients = Mapping[str, float]  # constant -> bytes for one of it
 Vector = Any  # a numpy array of floats
 
@@ -137,7 +138,7 @@ def heavy(rows: Sequence[Row]) -> list[Row]:
 class Observation:
     """`sum of (coefficient x constant)` is, is at least or is at most `value`, give or take `noise`: all in bytes."""
 
-    kind: Literal["equal", "at_least", "at_most"]
+    kind: Kind
     coefficients: Coefficients
     value: float
     noise: float
@@ -268,7 +269,7 @@ class Draws:
 
     def fit(self, rows: Sequence[Row]) -> Vector:
         """In which worlds all these phases stay within their cards."""
-        within = np.ones(self.count, dtype=bool)
+        within: Vector = np.ones(self.count, dtype=bool)
         for each in rows:
             total = each.total_bytes + sum(size * self.of(name) for name, size in each.coefficients.items())
             within &= total <= each.capacity_bytes

@@ -69,7 +69,7 @@ def certificate(knowledge: Knowledge) -> Certificate:
         excluded_by_probe=by_probe,
         excluded_by_belief=sum(count for _, count in better) - by_probe,
         still_open=still_open,
-        set_aside=tuple(f"{_text(knowledge.space.knobs(place))}: {reason}" for place, reason in knowledge.set_aside.items()),
+        set_aside=tuple(f"{knowledge.space.shown(place)}: {reason}" for place, reason in knowledge.set_aside.items()),
         learned=learned(knowledge.belief),
     )
 
@@ -125,7 +125,7 @@ def _neighbours(knowledge: Knowledge, best: Place | None, excluded: list[Place])
         if place.line not in nearest or _over_bytes(knowledge, place) < _over_bytes(knowledge, nearest[place.line]):
             nearest[place.line] = place
     for place in sorted(nearest.values(), key=lambda place: _over_bytes(knowledge, place)):
-        yield _neighbour(knowledge, place, "structure", _text(knowledge.space.knobs(place)))
+        yield _neighbour(knowledge, place, "structure", knowledge.space.shown(place, best))
 
 
 def _larger_size(knowledge: Knowledge, best: Place) -> Neighbour:
@@ -146,9 +146,7 @@ def _larger_share(knowledge: Knowledge, best: Place) -> Neighbour:
 
 
 def _not_computed(knob: str, value: str, verdict: Verdict) -> Neighbour:
-    return Neighbour(
-        knob=knob, value=value, settings={}, verdict=verdict, phase="", needs_bytes=0, interval_bytes=(0, 0), capacity_bytes=0, fit_chance=0.0
-    )
+    return Neighbour(knob=knob, value=value, settings={}, verdict=verdict, phase="", needs_bytes=0, interval_bytes=(0, 0), capacity_bytes=0, fit_chance=0.0)
 
 
 def _neighbour(knowledge: Knowledge, place: Place, knob: str, value: str) -> Neighbour:
@@ -202,12 +200,12 @@ def certificate_report(found: Certificate) -> dict[str, object]:
 
 SENTENCES: dict[Verdict, str] = {
     "probe": "ran out of memory in a probe",
-    "belief": "excluded: needs {low} to {high} of {capacity} in the {phase} phase, by what the probes taught",
+    "belief": "excluded: {low} to {high} in the {phase} phase, of {capacity}",
     "no start": "its engine would not start",
     "limit": "is as large as it goes",
     "no gain": "would gain nothing",
     "set aside": "set aside: its probes failed for another reason than memory",
-    "open": "open: needs {low} to {high} of {capacity} in the {phase} phase; fits with {chance:.0%}",
+    "open": "open: {low} to {high} in the {phase} phase, of {capacity}; fits with {chance:.0%}",
 }
 
 
@@ -245,7 +243,3 @@ def learned_line(known: Mapping[str, tuple[float, float]]) -> str:
         else:
             parts.append(f"{name} {mean:+.1%} ± {deviation:.1%}")
     return "learned of the device: " + (", ".join(parts) if parts else "nothing certain yet")
-
-
-def _text(settings: Mapping[str, object]) -> str:
-    return " ".join(f"{name}={value}" for name, value in settings.items())

@@ -7,7 +7,7 @@ import numpy as np
 
 from planner.measurement import Measurement
 from planner.search import largest
-from probes.belief import Belief, Draws, believed, draws
+from probes.belief import Belief, Draws, Vector, believed, draws
 from probes.lessons import gpus_of_rank, observations
 from probes.space import FEW_SIZES, Place, Space
 
@@ -163,7 +163,8 @@ def next_place(knowledge: Knowledge, worlds: int = WORLDS, seed: int = SEED) -> 
 
 def best_in_worlds(knowledge: Knowledge, places: Sequence[Place], worlds: Draws) -> list[int]:
     """In how many worlds each place, ordered by merit, is the first that fits."""
-    left, counts = np.ones(worlds.count, dtype=bool), []
+    left: Vector = np.ones(worlds.count, dtype=bool)
+    counts = []
     for place in places:
         fitting = left & worlds.fit(knowledge.space.heavy_rows(place))
         counts.append(int(fitting.sum()))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage
 from planner.quantities import Phase
 from planner.units import MIB
-from probes.belief import KNOWN, RESIDUAL_BYTES, Coefficients, Observation, Row, residual_bytes
+from probes.belief import KNOWN, RESIDUAL_BYTES, Coefficients, Kind, Observation, Row, residual_bytes
 
 # How far apart two readings of the driver may be: other processes' and libraries' small change.
 DRIVER_NOISE_BYTES = 16 * MIB
@@ -45,7 +45,7 @@ def _of_phases(rank: RankMemory | None, rows: Mapping[Phase, Row], whole: bool, 
         row = rows[peak.name]
         if peak.allocated_bytes and (whole or not apart):
             value = peak.allocated_bytes - row.allocated_bytes
-            kind = "equal" if whole else "at_least"
+            kind: Kind = "equal" if whole else "at_least"
             yield Observation(
                 kind=kind,
                 coefficients=_tensors(row, f"{apart}:{row.engine_bytes:.0f}" if apart else ""),
@@ -61,7 +61,7 @@ def _of_phases(rank: RankMemory | None, rows: Mapping[Phase, Row], whole: bool, 
 def _of_reserved(peak: PhasePeak, row: Row, whole: bool) -> Iterator[Observation]:
     if peak.driver_bytes and peak.reserved_bytes:
         outside = peak.driver_bytes - peak.reserved_bytes - row.outside_bytes
-        kind = "equal" if whole else "at_least"  # kernels are loaded when they are first used
+        kind: Kind = "equal" if whole else "at_least"  # kernels are loaded when they are first used
         yield Observation(kind=kind, coefficients={"runtime": 1.0}, value=outside, noise=DRIVER_NOISE_BYTES)
     if peak.reserved_bytes and peak.allocated_bytes:
         kept = peak.reserved_bytes - peak.allocated_bytes - row.slack_bytes

@@ -19,7 +19,7 @@ TRIES = 2  # of a candidate whose probe ends without saying anything about memor
 INTERRUPTED = "interrupted"  # by whoever ran the study: says nothing about the candidate
 
 
-class PlanSampler(BaseSampler):  # type: ignore[misc]
+class PlanSampler(BaseSampler):
     """Proposes, of a space's open candidates, the one whose probe decides most. Holds nothing that the study's trials do not say.
 
     Parameters that are no knobs of the space are drawn at random, as Optuna's own samplers draw what they have no model of.

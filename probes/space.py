@@ -115,6 +115,19 @@ class Space:
         shown = {name: getattr(candidate, name) for name in (*self.named, *SIZE_KNOBS, length_field(candidate))}
         return {**shown, SHARE_KNOB: candidate.vllm_gpu_memory_utilization} if place.share else shown
 
+    def shown(self, place: Place, beside: Place | None = None) -> str:
+        """The settings of a candidate as text: those of its size, and of its structure those that others have otherwise; or that `beside` has otherwise."""
+        knobs, other = self.knobs(place), {} if beside is None else self.knobs(beside)
+        off = () if knobs.get("vllm", "off") != "off" else ("vllm_", "ds3_")
+        told = {name: value for name, value in knobs.items() if name in self.varying and not name.startswith((*off, "expandable_segments"))}
+        return " ".join(f"{name}={value}" for name, value in told.items() if name not in other or other[name] != value)
+
+    @property
+    def varying(self) -> frozenset[str]:
+        """Knobs that are not the same in every candidate."""
+        of_structure = {name for name in self.named if len({getattr(line.structure, name) for line in self.lines}) > 1}
+        return frozenset({*of_structure, *SIZE_KNOBS, length_field(self.lines[0].structure), SHARE_KNOB})
+
     def place(self, knobs: Knobs) -> Place | None:
         """The candidate with these settings; None where there is none."""
         for line, each in enumerate(self.lines):

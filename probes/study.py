@@ -258,8 +258,7 @@ def measurement_of_trial(trial: FrozenTrial) -> Measurement:
 
 
 def asked_line(knowledge: Knowledge, place: Place) -> str:
-    settings = " ".join(f"{name}={value}" for name, value in knowledge.space.knobs(place).items())
-    return f"{settings} (fits with {knowledge.chance(place):.0%})"
+    return f"{knowledge.space.shown(place)} (fits with {knowledge.chance(place):.0%})"
 
 
 def seen_line(measurement: Measurement) -> str:
