@@ -5,3 +5,5 @@ import tempfile
 
 os.environ.setdefault("PLAN_DRY_RUN", "0")
 os.environ["PLAN_CACHE"] = os.path.join(tempfile.gettempdir(), "plan-tests-keep-nothing-here")
+# Real steps of small models: beside other workers, threads wait for one another ten times as long as they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
