@@ -1,0 +1,94 @@
+"""Architectures without formulas: the estimate from layers measured on fake tensors against the dry run of the whole model.
+
+    python scripts/compare_measured.py [MODEL ...]     writes results/measured_architectures.md
+
+Needs the dryrun extra. Errors are of the peak of what PyTorch allocates, at full depth; runtime, fragmentation and communication are left out.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model, parse_cluster
+from planner.errors import PlanError
+from planner.estimate import estimate
+from planner.model import ModelShape
+from planner.quantities import PhaseMemory
+from probes.coefficients import measured
+from probes.simulate import traced
+
+TABLE = Path(__file__).resolve().parents[1] / "results" / "measured_architectures.md"
+CLUSTER = parse_cluster("1xH200", None)
+VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate")
+OUTSIDE_THE_TRACE = ("runtime", "fragmentation", "communication")  # a dry run sees what PyTorch allocates
+MODELS = (
+    "LiquidAI/LFM2-350M", "Qwen/Qwen3.5-0.8B", "ibm-granite/granite-4.0-h-micro", "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "Qwen/Qwen2.5-VL-3B-Instruct",
+    "bigscience/bloom-560m", "swiss-ai/Apertus-8B-2509", "baidu/ERNIE-4.5-21B-A3B-PT", "google/gemma-4-12B", "zai-org/GLM-4.5-Air",
+)  # fmt: skip
+SETTINGS: dict[str, dict[str, object]] = {
+    "LoRA, checkpointed": {"tuning": "lora", "dtype": "bfloat16"},
+    "LoRA": {"tuning": "lora", "dtype": "bfloat16", "gradient_checkpointing": False},
+    "full, checkpointed": {"tuning": "full", "dtype": "float32"},
+}
+# PEFT takes these by name only: its all-linear stops at modules of theirs (results/dry_runs.md).
+TARGETS = {"nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")}
+HEAD = """# Architectures without formulas: measured layers against the dry run of the whole model
+
+Made by `python scripts/compare_measured.py`: SFT, 4 rows of 512 tokens with padding, sdpa, at full depth. The estimate's activations come from
+one layer of each kind on fake tensors (`probes/coefficients.py`); the dry run is the trainer's whole step. {versions}.
+
+| model | type | settings | simulated GiB | estimated GiB | error | without weights | seconds to measure | to dry-run |
+|---|---|---|---|---|---|---|---|---|
+"""
+GIB = 1 << 30
+
+
+def allocated_bytes(phases: tuple[PhaseMemory, ...]) -> tuple[int, int]:
+    """The heaviest phase of what PyTorch allocates, and its weights."""
+    totals = [(sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_TRACE), phase.components.get("weights", 0)) for phase in phases]
+    return max(totals)
+
+
+def compared(model: ModelShape, name: str) -> str:
+    candidate = Candidate(
+        model=model, method="sft", per_device_train_batch_size=4, max_length=512, padded=True,
+        lora_target_modules=TARGETS.get(model.model_type, ("all-linear",)), **SETTINGS[name],
+    )  # type: ignore[arg-type]  # fmt: skip
+    try:
+        start = time.process_time()
+        found, weights = allocated_bytes(estimate(candidate, CLUSTER).gpus[0].phases)
+        between = time.process_time()
+        expected, _ = allocated_bytes(traced(candidate).phases)
+        end = time.process_time()
+    except PlanError as error:
+        return f"| {model.id} | {model.model_type} | {name} | {str(error)[:160]} | | | | | |"
+    return (
+        f"| {model.id} | {model.model_type} | {name} | {expected / GIB:.3f} | {found / GIB:.3f} | {found / expected - 1:+.2%} | "
+        f"{(found - expected) / (expected - weights):+.2%} | {between - start:.1f} | {end - between:.1f} |"
+    )
+
+
+def rows(names: list[str]) -> Iterator[str]:
+    for name in names:
+        model = measured(load_model(name), nullcontext)
+        for settings in SETTINGS:
+            row = compared(model, settings)
+            print(row, flush=True)
+            yield row
+            gc.collect()
+
+
+def main() -> None:
+    found = list(rows(sys.argv[1:] or list(MODELS)))
+    versions = ", ".join(f"{name} {version(name)}" for name in VERSIONS)
+    if len(sys.argv) == 1:
+        TABLE.write_text(HEAD.format(versions=versions) + "\n".join(found) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
