@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from planner.candidate import Candidate
 from planner.errors import PlanError
 from planner.fingerprint import candidate_key
-from planner.measured import DEVICE_WORDS, differences, heaviest_rank, measured_estimate, needed_peak_bytes
+from planner.measured import DEVICE_WORDS, differences, measured_estimate, needed_peak_bytes
 from planner.measurement import Measurement
 from planner.plan import Plan
 from planner.proof import Proof
@@ -58,6 +58,7 @@ def confirmed(plan: Plan, best: Candidate | None, measurements: Sequence[Measure
     answer = measured_estimate(expected, seen, plan.job.risk) if seen is not None else expected
     proof = Proof(
         evidence=seen.evidence if seen is not None else expected.evidence,
+        device=seen.device if seen is not None else "none",
         lines=tuple(lines),
         report=report,
         expected=expected.evidence,
@@ -113,12 +114,15 @@ def _corrections(plan: Plan, expected: Estimate, seen: Measurement | None, measu
 
 
 def _agreement(expected: Estimate, seen: Measurement) -> str:
-    gpu = expected.gpus[0]
-    needed = needed_peak_bytes(gpu, seen)
-    phase = heaviest_rank(seen).peak_phase.replace("_", " ")
+    """Peak against peak, in whichever phases they are."""
+    found = differences(expected, seen)
+    if not found:
+        return f"the probe {DEVICE_WORDS[seen.device]} has no phase that was expected"
+    heaviest, before = max(found, key=lambda each: each.needed_bytes), max(each.expected_bytes for each in found)
+    what = " of tensors" if seen.device == "cpu" else ""
     return (
-        f"the probe {DEVICE_WORDS[seen.device]} needed {format_gib(needed, 2)}, its peak in the {phase}; {expected.evidence}: "
-        f"{format_gib(gpu.peak_bytes, 2)} ({gpu.peak_bytes / needed - 1:+.1%})"
+        f"the probe {DEVICE_WORDS[seen.device]} needed {format_gib(heaviest.needed_bytes, 2)}{what}, its peak in the {heaviest.name.replace('_', ' ')}; "
+        f"{expected.evidence}: {format_gib(before, 2)} ({before / heaviest.needed_bytes - 1:+.1%})"
     )
 
 

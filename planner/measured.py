@@ -77,20 +77,22 @@ def refuse_silent(gpu: GpuMemory, measurement: Measurement) -> None:
 
 
 def differences(estimate: Estimate, measurement: Measurement) -> tuple[PhaseDifference, ...]:
-    """The phases that the estimate and the measurement both have; those of a run that ended early are no full ones."""
+    """The phases that the estimate and the measurement both have; those of a run that ended early are no full ones. On the CPU, of tensors alone."""
     if measurement.outcome != "fits":
         return ()
-    train = estimate.gpus[0]
-    expected = {phase.name: phase for phase in train.phases}
-    return tuple(
-        PhaseDifference(
-            name=peak.name,
-            expected_bytes=expected[peak.name].total_bytes,
-            measured_bytes=_total_bytes(peak, expected[peak.name]),
-            needed_bytes=needed_bytes(peak, expected[peak.name]),
-        )
-        for peak in heaviest_rank(measurement).phases
-        if peak.name in expected
+    expected = {phase.name: phase for phase in estimate.gpus[0].phases}
+    return tuple(_difference(peak, expected[peak.name], measurement) for peak in heaviest_rank(measurement).phases if peak.name in expected)
+
+
+def _difference(peak: PhasePeak, expected: PhaseMemory, measurement: Measurement) -> PhaseDifference:
+    if measurement.device == "cpu":
+        tensors = expected.total_bytes - _unseen(expected).total_bytes
+        return PhaseDifference(name=peak.name, expected_bytes=tensors, measured_bytes=peak.allocated_bytes, needed_bytes=peak.allocated_bytes)
+    return PhaseDifference(
+        name=peak.name,
+        expected_bytes=expected.total_bytes,
+        measured_bytes=_total_bytes(peak, expected),
+        needed_bytes=needed_bytes(peak, expected),
     )
 
 

@@ -19,7 +19,7 @@ from planner.gpus import load_gpu
 from planner.journal import append_line, lines_of
 from planner.measured import heaviest_rank, measured_estimate, needed_peak_bytes
 from planner.measurement import SCHEMA as MEASUREMENT_SCHEMA
-from planner.measurement import Measurement, measurement_of, measurement_report
+from planner.measurement import Measurement, measurement_line, measurement_of, measurement_report
 from planner.memory.runtime import context_bytes
 from planner.plan import Plan
 from planner.quantities import Estimate
@@ -85,6 +85,15 @@ def keep(measurement: Measurement, gpu: str, source: Source) -> Path:
     }
     append_line(path, json.dumps(line, sort_keys=True, allow_nan=False))
     return path
+
+
+def keep_new(measurements: Iterable[Measurement], gpu: str) -> int:
+    """Adds a study's measurements of a card that are not there yet, as they are when it goes on; returns how many. What was not measured is passed over."""
+    there = {json.dumps(result.report, sort_keys=True) for result in own_results().results}
+    new = [each for each in measurements if each.evidence == "measured" and each.decided and measurement_line(each) not in there]
+    for measurement in new:
+        keep(measurement, gpu, "probe")
+    return len(new)
 
 
 def own_results(path: Path | None = None) -> OwnResults:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from planner.quantities import Evidence, Phase
 
@@ -30,6 +31,7 @@ class Proof:
     """Why a plan is believed. `lines` are for people, `report` is the study's own JSON object; `expected` names the rung of `expected_bytes`."""
 
     evidence: Evidence  # "simulated" where the probes were
+    device: Literal["none", "cuda", "cpu", "simulated"]  # what the best candidate's probe ran on; "none": it was not probed
     lines: tuple[str, ...]
     report: Mapping[str, object]
     expected: Evidence

@@ -190,9 +190,19 @@ class TestOtherDevices:
         assert 0 < answer.gpus[0].interval_bytes[1] - answer.gpus[0].peak_bytes < EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
         assert "the probe ran on the CPU, where tensors' bytes are counted" in answer.reasons[-1]
         assert "measured on the CPU (torch 2.13, trl 1.16)" in estimate_table(answer, CLUSTER, (), 120).plain
+        plan = confirmed(PLANNED, CANDIDATE, [seen(device="cpu", capacity=0)], ["it ran"], {})
+        assert "no GPU was measured: the probes ran on the CPU" in plan_table(plan, 120).plain
+        assert " of tensors, its peak in the " in plan.warnings[0]
 
 
 class TestDifferences:
+    def test_on_the_cpu_tensors_are_compared_with_tensors(self):
+        found = differences(EXPECTED, seen(device="cpu"))
+        assert all(each.error == 0.0 for each in found)
+        heaviest = max(found, key=lambda each: each.expected_bytes)
+        unseen = sum(EXPECTED.gpus[0].peak.components[name] for name in ("runtime", "fragmentation"))
+        assert heaviest.expected_bytes == EXPECTED.gpus[0].peak_bytes - unseen
+
     def test_what_is_kept_to_spare_is_measured_and_not_needed(self):
         heaviest = max(differences(EXPECTED, seen(spare=GIB)), key=lambda each: each.expected_bytes)
         assert heaviest.measured_bytes == heaviest.needed_bytes + GIB

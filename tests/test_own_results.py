@@ -19,7 +19,7 @@ from planner.gpus import parse_cluster
 from planner.job import Job
 from planner.journal import append_line, lines_of
 from planner.memory.runtime import context_bytes
-from planner.own_results import keep, kind_of, own_answer, own_notes, own_results, results_file, with_own_results
+from planner.own_results import keep, keep_new, kind_of, own_answer, own_notes, own_results, results_file, with_own_results
 from planner.plan import plan
 from planner.report.json import json_text, plan_report
 from planner.units import GIB, MIB
@@ -55,6 +55,12 @@ class TestTheFile:
         with pytest.raises(ValueError, match="only what was measured is kept"):
             keep(seen(device="simulated"), CARD, "probe")
         assert not results_file().exists()
+
+    def test_a_study_that_goes_on_adds_what_is_new(self):
+        crashed, simulated = seen(outcome="crashed"), seen(device="simulated")
+        assert keep_new([seen(), crashed, simulated], CARD) == 1
+        assert keep_new([seen(), seen(more=MIB)], CARD) == 1
+        assert [result.source for result in own_results().results] == ["probe", "probe"]
 
     def test_lines_that_cannot_be_read_are_counted_and_the_others_read(self):
         keep(seen(), CARD, "probe")

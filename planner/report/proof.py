@@ -4,12 +4,15 @@ from planner.proof import PhaseDifference, Proof
 from planner.units import format_gib
 
 DECIMALS = 6
+FIRST_LINES = {
+    "simulated": ("nothing here was measured: the probes ran in simulated cards",),
+    "cpu": ("no GPU was measured: the probes ran on the CPU, where the bytes of tensors are counted",),
+}
 
 
 def proof_lines(proof: Proof) -> tuple[str, ...]:
-    """The certificate; a simulated one says so in its first line."""
-    first = ("nothing here was measured: the probes ran in simulated cards",) if proof.evidence == "simulated" else ()
-    return (*first, *proof.lines)
+    """The certificate; one that is not a GPU's says so in its first line."""
+    return (*FIRST_LINES.get(proof.device, ()), *proof.lines)
 
 
 def difference_lines(proof: Proof) -> tuple[str, ...]:
@@ -20,6 +23,7 @@ def difference_lines(proof: Proof) -> tuple[str, ...]:
 def proof_report(proof: Proof) -> dict[str, object]:
     return {
         "evidence": proof.evidence,
+        "device": proof.device,
         "expected": proof.expected,
         "lines": list(proof_lines(proof)),
         "differences": [
