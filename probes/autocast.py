@@ -25,18 +25,34 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """While inside, these operators see a 16-bit argument in float32 wherever autocast is on."""
+    """While inside, these operators compute in float32 from a 16-bit argument wherever autocast is on."""
     with contextlib.ExitStack() as stack:
-        for place, name in (*IN_FLOAT32, *IN_FLOAT32_UNLESS_SAID):
-            stack.enter_context(mock.patch.object(place, name, _widened(getattr(place, name), (place, name) in IN_FLOAT32_UNLESS_SAID)))
+        for place, name in IN_FLOAT32:
+            stack.enter_context(mock.patch.object(place, name, _widened(getattr(place, name))))
+        for place, name in IN_FLOAT32_UNLESS_SAID:
+            stack.enter_context(mock.patch.object(place, name, _told_float32(getattr(place, name))))
         yield
 
 
-def _widened(operator: Callable[..., Any], unless_said: bool) -> Callable[..., Any]:
+def _widened(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """`CastPolicy::fp32`: the argument is copied."""
+
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        wide = isinstance(x, torch.Tensor) and x.dtype in _HALF and torch.is_autocast_enabled("cpu")
-        if wide and not (unless_said and kwargs.get("dtype") is not None):
-            x = x.float()
+        return operator(x.float() if _narrow(x) else x, *args, **kwargs)
+
+    return run
+
+
+def _told_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """`CastPolicy::fp32_set_opt_dtype`: the operator is told a dtype, and copies the argument or not: a sum does not."""
+
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if _narrow(x) and kwargs.get("dtype") is None and not any(isinstance(arg, torch.dtype) for arg in args):
+            kwargs = {**kwargs, "dtype": torch.float32}
         return operator(x, *args, **kwargs)
 
     return run
+
+
+def _narrow(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype in _HALF and torch.is_autocast_enabled("cpu")
