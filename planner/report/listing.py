@@ -10,8 +10,8 @@ BILLION = 1e9
 
 
 def models_listing(rows: Iterable[ModelRow]) -> str:
-    """A line a model. `formula`: activations are computed; `count only`: parameters are known, activations are not."""
-    lines = [(row.id, f"{row.params / BILLION:.2f} B", row.dtype, row.model_type, "formula" if row.known else "count only") for row in rows]
+    """A line a model. `formula`: activations are computed; `dry run`: the extra dryrun measures a layer of each kind."""
+    lines = [(row.id, f"{row.params / BILLION:.2f} B", row.dtype, row.model_type, "formula" if row.known else "dry run") for row in rows]
     return _columns(("model", "parameters", "dtype", "model_type", "activations"), lines)
 
 
