@@ -1,0 +1,228 @@
+"""What one of several CPU processes really keeps under ZeRO and FSDP2: a TRL trainer's steps, and the storages alive between them.
+
+    python tests/sharded_worker.py CASES.json FOLDER    every case in two forked processes (the imports are made once)
+    accelerate launch ... tests/sharded_worker.py CASES.json FOLDER    the first case, in the processes that accelerate has started
+
+A case is a candidate and the environment that `accelerate launch` gives its processes. Each rank writes FOLDER/<name>.<rank>.json: for
+each part the bytes of every distinct storage.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import datasets
+import torch
+import transformers
+import trl
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from peft import LoraConfig
+
+from planner.candidate import Candidate
+from planner.measurement import candidate_of_report
+from probes.fake_trainer import WORD, tokenizer
+
+PROCESSES = 2
+STEPS = 2
+SCALARS_BYTES = 512  # losses, norms of gradients, the rotary frequencies
+LIMIT_SECONDS = 120  # of a case: 3 s on an idle core
+
+Storages = dict[int, int]  # address -> bytes
+
+
+def storages(tensors: Iterable[torch.Tensor | None]) -> Storages:
+    """The memory that the tensors stand on, each piece once; of a DTensor its local part."""
+    found: Storages = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local is None or local.device.type == "meta":
+            continue
+        memory = local.untyped_storage()
+        if memory.nbytes():
+            found[memory.data_ptr()] = memory.nbytes()
+    return found
+
+
+def numbers() -> Storages:
+    """Every storage of this process that Python knows of and that holds more floating-point numbers than a few scalars."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.is_floating_point()]
+    return {address: size for address, size in storages(tensors).items() if size > SCALARS_BYTES}
+
+
+class Watch(transformers.TrainerCallback):  # type: ignore[misc]
+    """Takes the storages before every optimizer step, and after it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.kept_gradients: Storages = {}  # ZeRO-3's, whose buffer stays
+        self.parts: dict[str, list[int]] = {}
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if self.trainer.accelerator.distributed_type != DistributedType.DEEPSPEED:  # DeepSpeed steps in its backward
+            self.look("gradients", storages(parameter.grad for parameter in self.trainer.model.parameters()))
+
+    def backward_ends(self, optimizer: Any) -> None:
+        """The last gradients are about to be reduced: those that stay, and those that stood on the bucket left out."""
+        held = [parameter.grad for parameter in self.trainer.model.parameters()]
+        held += [optimizer.grads_in_partition, *(gradient for group in optimizer.all_grad_tensors.values() for gradient in group or ())]
+        found = storages(held)
+        for address in storages(buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer):
+            found.pop(address, None)
+        self.look("gradients_in_backward", found)
+
+    def before_deepspeed_steps(self, optimizer: Any) -> None:
+        held = [parameter.grad for parameter in self.trainer.model.parameters()]
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            held.append(optimizer.grad_partitions_flat_buffer)
+            self.kept_gradients = storages(held)
+        else:
+            held += [gradient for group in optimizer.averaged_gradients.values() for gradient in group or ()]
+        self.look("gradients", storages(held))
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        model, optimizer = self.trainer.model, self.trainer.optimizer
+        inner = optimizer.optimizer if self.trainer.accelerator.distributed_type != DistributedType.DEEPSPEED else self.trainer.model_wrapped.optimizer
+        parameters = list(model.parameters())
+        trained = storages(each for one in parameters if one.requires_grad for each in (one.data, getattr(one, "ds_tensor", None)))
+        frozen = storages(each for one in parameters if not one.requires_grad for each in (one.data, getattr(one, "ds_tensor", None)))
+        masters = [*getattr(inner, "single_partition_of_fp32_groups", ()), *getattr(inner, "fp32_partitioned_groups_flat", ())]
+        state = getattr(inner, "optimizer", inner).state
+        states = storages([*masters, *(value for row in state.values() for value in row.values() if isinstance(value, torch.Tensor))])
+        buckets = storages(bucket.buffer for bucket in getattr(inner, "ipg_buckets", {}).values() if isinstance(getattr(bucket, "buffer", None), torch.Tensor))
+        others = {address: size for address, size in numbers().items() if address not in trained | frozen | states | buckets | self.kept_gradients}
+        for name, found in {"trained": trained, "frozen": frozen, "optimizer_states": states, "buckets": buckets, "others": others}.items():
+            self.look(name, found)
+
+    def look(self, name: str, found: Storages) -> None:
+        self.parts[name] = sorted(found.values(), reverse=True)
+
+
+def built(candidate: Candidate) -> Any:
+    fields = dict(candidate.model.config)
+    config = transformers.AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, candidate.dtype))
+
+
+def trainer_of(candidate: Candidate, folder: Path) -> Any:
+    ids = [WORD] * candidate.max_length
+    rows = [ids] * (STEPS * candidate.effective_batch_size)
+    args = trl.SFTConfig(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=candidate.per_device_train_batch_size,
+        gradient_accumulation_steps=candidate.gradient_accumulation_steps, gradient_checkpointing=candidate.gradient_checkpointing,
+        bf16=candidate.precision == "bf16", optim=candidate.optim, max_length=candidate.max_length, dataset_kwargs={"skip_prepare_dataset": True},
+        report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    adapters = LoraConfig(r=candidate.lora_r, target_modules="all-linear", task_type="CAUSAL_LM") if candidate.tuning == "lora" else None
+    data = datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
+    return trl.SFTTrainer(model=built(candidate), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters)
+
+
+def run(candidate: Candidate, folder: Path) -> dict[str, list[int]]:
+    """Trains, as on a GPU whose memory is the host's: accelerate shards on accelerators only, and is told that these are two."""
+
+    def two_accelerators(*_: Any, **__: Any) -> tuple[str, DistributedType]:
+        return "gloo", DistributedType.MULTI_GPU
+
+    with (
+        mock.patch.object(PartialState, "_prepare_backend", two_accelerators),
+        mock.patch.object(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True),
+        mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        mock.patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None),  # it would be compiled; gloo does without
+    ):
+        trainer = trainer_of(candidate, folder)
+        watch = Watch(trainer)
+        trainer.add_callback(watch)
+        for optimizer in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+            optimizer.step = watched(optimizer.step, watch.before_deepspeed_steps)
+        reduce_last = DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue
+        DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue = watched(reduce_last, watch.backward_ends)
+        trainer.train()
+    return watch.parts
+
+
+def watched(method: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
+    def look_and_call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        look(optimizer)
+        return method(optimizer, *args, **kwargs)
+
+    return look_and_call
+
+
+def run_case(case: dict[str, Any], folder: Path) -> None:
+    signal.alarm(LIMIT_SECONDS)  # torchrun's processes are of a session of their own, and outlive whoever ends theirs
+    rank = int(os.environ["RANK"])
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    torch.manual_seed(0)
+    parts = run(candidate_of_report(case["candidate"]), folder)
+    (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(parts))
+    torch.distributed.destroy_process_group()
+
+
+def forked(case: dict[str, Any], folder: Path) -> list[int]:
+    """The two processes of a case; a port of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(PROCESSES):
+        child = os.fork()
+        if child == 0:
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update(case["environment"] | {name: str(value) for name, value in world.items()})
+            code = 1
+            try:
+                run_case(case, folder)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    return children
+
+
+def wait(children: list[int]) -> bool:
+    """Whether all ended well; one that fails or lasts too long takes the others with it."""
+    end, left = time.monotonic() + LIMIT_SECONDS, set(children)
+    well = True
+    while left and well and time.monotonic() < end:
+        for child in tuple(left):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                left.remove(child)
+                well = well and status == 0
+        time.sleep(0.05)
+    for child in left:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return well and not left
+
+
+def main(cases: list[dict[str, Any]], folder: Path) -> int:
+    if "RANK" in os.environ:
+        run_case(cases[0], folder)
+        return 0
+    gc.freeze()
+    return 0 if all(wait(forked(case, folder)) for case in cases) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])))

@@ -1,0 +1,178 @@
+"""ZeRO and FSDP2 for real: a TRL trainer in two CPU processes over gloo, started as our launch files say; every rank's states, to the byte.
+
+Bytes are those of a GPU: each storage rounded up to what the allocator hands out.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from planner.architectures import shape_of
+from planner.candidate import Candidate
+from planner.gpus import load_gpu
+from planner.launch import export, launch_command
+from planner.measurement import candidate_report
+from planner.memory.adapters import adapters_bytes
+from planner.memory.communication import communication_bytes, nccl_bytes
+from planner.memory.gradients import gradients_bytes, step_gradients_bytes
+from planner.memory.optimizer import optimizer_states_bytes
+from planner.memory.tensors import rounded_bytes
+from planner.memory.weights import policy_weights_bytes
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+ROOT = Path(__file__).parent.parent
+WORKER = ROOT / "tests" / "sharded_worker.py"
+LIMIT_SECONDS = 300  # of the whole set: 40 s on two busy cores
+
+# Odd sizes, so that nothing divides by chance; matrices above and below ZeRO-3's threshold of 10 hidden_size elements.
+CONFIG: dict[str, object] = {
+    "model_type": "qwen2", "hidden_size": 56, "intermediate_size": 177, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 643, "tie_word_embeddings": False, "max_position_embeddings": 1024,
+}  # fmt: skip
+MODEL = shape_of(CONFIG, id="tiny", dtype="float32")
+
+
+def candidate(**settings: object) -> Candidate:
+    return Candidate(
+        **{"model": MODEL, "method": "sft", "num_processes": 2, "per_device_train_batch_size": 2, "max_length": 32, "dtype": "bfloat16", **settings}
+    )  # type: ignore[arg-type]
+
+
+CANDIDATES: dict[str, Candidate] = {
+    "zero2": candidate(sharding="zero2"),
+    "zero2 lora": candidate(sharding="zero2", tuning="lora"),
+    "zero2 accumulating": candidate(sharding="zero2", gradient_accumulation_steps=2, dtype="float32"),
+    "zero1 accumulating": candidate(sharding="zero1", gradient_accumulation_steps=2),
+    "zero3": candidate(sharding="zero3"),
+    "zero3 lora": candidate(sharding="zero3", tuning="lora", gradient_accumulation_steps=2),
+    "fsdp2": candidate(sharding="fsdp2"),
+    "fsdp2 lora": candidate(sharding="fsdp2", tuning="lora"),
+    "fsdp2 float32": candidate(sharding="fsdp2", precision="no", dtype="float32", gradient_accumulation_steps=2),
+}
+each = pytest.mark.parametrize("name", CANDIDATES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What one process kept: for each part the bytes of its storages."""
+
+    parts: dict[str, list[int]]
+
+    def held_bytes(self, *names: str) -> int:
+        return sum(rounded_bytes(size) for name in names for size in self.parts[name])
+
+
+def environment(held: Candidate, folder: Path) -> dict[str, str]:
+    """What `accelerate launch` tells each process after it has read our file."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    with inside(folder):
+        arguments = launch_command_parser().parse_args([*launch_command(held, str(WORKER))[2:]])
+        arguments, defaults, from_file = _validate_launch_command(arguments)
+        if arguments.use_deepspeed:
+            arguments.deepspeed_fields_from_accelerate_config = ",".join([*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])])
+            told = prepare_deepspeed_cmd_env(arguments)[1]
+        else:
+            told = prepare_multi_gpu_env(arguments)
+    told["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder / "deepspeed.json")  # the processes run elsewhere
+    return {name: value for name, value in told.items() if os.environ.get(name) != value}
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def finished(command: list[str], folder: Path, settings: dict[str, str]) -> str:
+    """Runs a command in a process group of its own, which ends with it; what it printed."""
+    log = folder / "log"
+    told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **settings}
+    with log.open("w") as sink:
+        started = subprocess.Popen(command, cwd=folder, env=told, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = started.wait(LIMIT_SECONDS)
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+                started.wait()
+    said = log.read_text()
+    assert code == 0, said
+    return said
+
+
+def ranks_of(name: str, folder: Path) -> tuple[Rank, ...]:
+    return tuple(Rank(parts=json.loads((folder / f"{name}.{rank}.json").read_text())) for rank in range(2))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Rank, ...]]:
+    """Every candidate once, all in one set of imports."""
+    folder = tmp_path_factory.mktemp("sharded")
+    cases = []
+    for name, held in CANDIDATES.items():
+        export(held, folder / name)
+        cases.append({"name": name, "candidate": candidate_report(held), "environment": environment(held, folder / name)})
+    (folder / "cases.json").write_text(json.dumps(cases))
+    finished([sys.executable, str(WORKER), "cases.json", str(folder)], folder, {})
+    return {name: ranks_of(name, folder) for name in CANDIDATES}
+
+
+class TestEveryRankKeepsWhatTheFormulasSay:
+    @each
+    def test_weights(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
+        for rank in runs[name]:
+            assert rank.held_bytes("trained", "frozen") == policy_weights_bytes(CANDIDATES[name]) + adapters_bytes(CANDIDATES[name])
+
+    @each
+    def test_optimizer_states(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
+        """Of the heaviest rank: FSDP2's last shards are smaller, and optimizer states are not padded."""
+        assert max(rank.held_bytes("optimizer_states") for rank in runs[name]) == optimizer_states_bytes(CANDIDATES[name])
+
+    @each
+    def test_gradients_when_the_optimizer_steps(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
+        """FSDP2 has one buffer a layer, which the formula rounds as one."""
+        measured = [rounded_bytes(sum(rank.parts["gradients"])) for rank in runs[name]]
+        assert max(measured) == step_gradients_bytes(CANDIDATES[name])
+
+    @pytest.mark.parametrize("name", [name for name in CANDIDATES if name.startswith("zero2")])
+    def test_gradients_when_the_backward_pass_ends(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
+        """Besides those that stay, the one that was made last and is not yet reduced, the embedding's, which the formula has apart."""
+        last = 0 if CANDIDATES[name].tuning == "lora" else rounded_bytes(2 * 643 * 56)
+        measured = [rank.held_bytes("gradients_in_backward") - last for rank in runs[name]]
+        assert max(measured) == gradients_bytes(CANDIDATES[name])
+
+    @pytest.mark.parametrize("name", ["zero3", "zero3 lora"])
+    def test_the_bucket_that_zero_3_keeps(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
+        gpu = load_gpu("A100-80G")
+        for rank in runs[name]:
+            assert rank.held_bytes("buckets") == rounded_bytes(communication_bytes(CANDIDATES[name], gpu) - nccl_bytes(CANDIDATES[name], gpu))
+
+    @each
+    def test_nothing_else_stays(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
+        for rank in runs[name]:
+            assert rank.parts["others"] == []
+
+
+class TestTheCommand:
+    def test_accelerate_launch_starts_it_with_our_files(self, runs: dict[str, tuple[Rank, ...]], tmp_path: Path) -> None:
+        held = CANDIDATES["zero2"]
+        export(held, tmp_path)
+        (tmp_path / "cases.json").write_text(json.dumps([{"name": "zero2", "candidate": candidate_report(held)}]))
+        command = launch_command(held, str(WORKER), (sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"))
+        finished([*command, "cases.json", str(tmp_path)], tmp_path, {})
+        assert [rank.parts for rank in ranks_of("zero2", tmp_path)] == [rank.parts for rank in runs["zero2"]]
