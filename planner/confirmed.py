@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 from planner.candidate import Candidate
-from planner.errors import PlanError
 from planner.fingerprint import candidate_key
-from planner.measured import DEVICE_WORDS, differences, measured_estimate, needed_peak_bytes
+from planner.measured import DEVICE_WORDS, differences, measured_estimate, needed_peak_bytes, silence
 from planner.measurement import Measurement
 from planner.plan import Plan
 from planner.proof import Proof
@@ -27,10 +26,9 @@ def contradiction(answer: Estimate, measurement: Measurement) -> str:
     It does where one says that the candidate fits and the other that it does not, and where more was needed than the interval allows. What the
     allocator kept to spare is no need (`measured.needed_bytes`). That less was needed than the interval's lower end is no contradiction of "fits".
     """
-    try:
-        seen = measured_estimate(answer, measurement)
-    except PlanError:
+    if silence(answer, measurement):
         return ""
+    seen = measured_estimate(answer, measurement)
     device = DEVICE_WORDS[measurement.device]
     expected = answer.gpus[0]
     if measurement.outcome == "out_of_memory":
@@ -70,6 +68,7 @@ def confirmed(plan: Plan, best: Candidate | None, measurements: Sequence[Measure
         best=answer,
         alternatives=tuple(replace(other, estimate=_over(other.estimate, measurements, plan.job.risk)) for other in plan.alternatives),
         remedies=() if answer.fits else tuple(replace(other, estimate=_over(other.estimate, measurements, plan.job.risk)) for other in plan.remedies),
+        more=plan.more if expected is plan.best else (),  # it spoke of what was recommended; the certificate speaks of what is proven
         warnings=(*_corrections(plan, expected, seen, measurements), *plan.warnings),
         versions={**plan.versions, **dict(answer.versions)},
         proof=proof,
@@ -78,20 +77,14 @@ def confirmed(plan: Plan, best: Candidate | None, measurements: Sequence[Measure
 
 def decided_of(answer: Estimate, measurements: Sequence[Measurement]) -> Measurement | None:
     """The last measurement of an answer's candidate that says something about its card; None where none does."""
-    for measurement in reversed(_of(answer.candidate, measurements)):
-        try:
-            measured_estimate(answer, measurement)
-        except PlanError:
-            continue
-        return measurement
-    return None
+    return next((each for each in reversed(_of(answer.candidate, measurements)) if not silence(answer, each)), None)
 
 
 def _expected(plan: Plan, best: Candidate) -> Estimate:
     """What the plan says of the proven candidate, or would have said."""
     others = [other.estimate for other in plan.alternatives] + [remedy.estimate for remedy in plan.remedies]
     known = next((other for other in others if candidate_key(other.candidate) == candidate_key(best)), None)
-    return known or replace(answer_of(best, plan.cluster, plan.job.risk), reasons=plan.best.reasons)
+    return known or answer_of(best, plan.cluster, plan.job.risk)
 
 
 def _of(candidate: Candidate, measurements: Sequence[Measurement]) -> list[Measurement]:

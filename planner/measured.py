@@ -16,6 +16,7 @@ from planner.confidence import fit_probability, quantile, sigma_bytes
 from planner.errors import PlanError
 from planner.estimate import RISK
 from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage
+from planner.memory.runtime import SLACK_THOUSANDTHS
 from planner.proof import PhaseDifference
 from planner.quantities import Component, Estimate, GpuMemory, PhaseMemory, Throughput
 from planner.units import MIB, format_gib
@@ -48,7 +49,8 @@ def measured_estimate(estimate: Estimate, measurement: Measurement, risk: float 
         PlanError: the probe says nothing about memory on such a card.
     """
     train, *others = estimate.gpus
-    refuse_silent(train, measurement)
+    if said := silence(estimate, measurement):
+        raise PlanError(said)
     phases = tuple(_phases(train, measurement))
     heaviest = max(phases, key=lambda phase: phase.total_bytes)
     gpu = replace(train, phases=phases, interval_bytes=_interval(train, measurement, heaviest, risk))
@@ -66,14 +68,16 @@ def measured_estimate(estimate: Estimate, measurement: Measurement, risk: float 
     )
 
 
-def refuse_silent(gpu: GpuMemory, measurement: Measurement) -> None:
-    """Raises PlanError where a measurement says nothing about a card: it ended otherwise, or ran out of memory on a smaller one."""
+def silence(estimate: Estimate, measurement: Measurement) -> str:
+    """Why a measurement says nothing about an answer's card; empty where it says something."""
+    gpu = estimate.gpus[0]
     if not measurement.decided:
-        raise PlanError(f"The probe says nothing about memory ({measurement.outcome.replace('_', ' ')}): {measurement.message}")
-    if measurement.outcome == "fits" and not measurement.ranks:
-        raise PlanError("The probe ran to its end and has measured no process.")
+        return f"The probe says nothing about memory ({measurement.outcome.replace('_', ' ')}): {measurement.message}"
+    if measurement.outcome == "fits" and not any(rank.phases for rank in measurement.ranks):
+        return "The probe ran to its end and has measured no process."
     if measurement.outcome == "out_of_memory" and lacking_bytes(gpu, measurement) <= gpu.capacity_bytes:
-        raise PlanError(f"The probe ran out of memory on a smaller card than one of {format_gib(gpu.capacity_bytes, 1)}.")
+        return f"The probe ran out of memory on a smaller card than one of {format_gib(gpu.capacity_bytes, 1)}."
+    return ""
 
 
 def differences(estimate: Estimate, measurement: Measurement) -> tuple[PhaseDifference, ...]:
@@ -123,7 +127,8 @@ def lacking_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
     """How large a card would have to be at least for what did not fit."""
     shortage = shortage_of(gpu, measurement)
     capacities = [rank.capacity_bytes for rank in measurement.ranks if rank.rank == shortage.rank and rank.capacity_bytes]
-    return (capacities[0] if capacities else gpu.capacity_bytes) + shortage.over_bytes
+    alike = not capacities or abs(capacities[0] - gpu.capacity_bytes) <= _unnoticed_bytes(gpu)
+    return (gpu.capacity_bytes if alike else capacities[0]) + shortage.over_bytes
 
 
 def shortage_of(gpu: GpuMemory, measurement: Measurement) -> Shortage:
@@ -187,7 +192,12 @@ def _engine_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
 
 def _larger_card(gpu: GpuMemory, measurement: Measurement) -> bool:
     """Whether the probe had more room than the card has, and so may have kept what it would give back there."""
-    return any(rank.capacity_bytes > gpu.capacity_bytes for rank in measurement.ranks)
+    return any(rank.capacity_bytes - gpu.capacity_bytes > _unnoticed_bytes(gpu) for rank in measurement.ranks)
+
+
+def _unnoticed_bytes(gpu: GpuMemory) -> int:
+    """Cards of one kind differ by what their drivers keep; less than the allocator's own slack is no other card."""
+    return gpu.capacity_bytes * SLACK_THOUSANDTHS // 1000
 
 
 def _interval(gpu: GpuMemory, measurement: Measurement, heaviest: PhaseMemory, risk: float) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from planner.errors import InputError, UnknownName
 from planner.fingerprint import candidate_key
 from planner.gpus import load_gpu
 from planner.journal import append_line, lines_of
-from planner.measured import heaviest_rank, measured_estimate, needed_peak_bytes
+from planner.measured import heaviest_rank, measured_estimate, needed_peak_bytes, silence
 from planner.measurement import SCHEMA as MEASUREMENT_SCHEMA
 from planner.measurement import Measurement, measurement_line, measurement_of, measurement_report
 from planner.memory.runtime import context_bytes
@@ -181,14 +181,8 @@ def _about_the_context(gpu: Gpu, own: OwnResults) -> Iterator[str]:
 
 def _probed(answer: Estimate, gpu: Gpu, own: OwnResults) -> tuple[list[Measurement], list[Measurement]]:
     """The user's probes of an answer's candidate that fitted such a card, and those that ran out of its memory."""
-    probes = [probe for probe in _of(answer, gpu, own, "probe") if _as_large(probe, answer)]
-    return [probe for probe in probes if probe.outcome == "fits" and probe.ranks], [probe for probe in probes if probe.outcome == "out_of_memory"]
-
-
-def _as_large(probe: Measurement, answer: Estimate) -> bool:
-    """Out of memory says something where the card had at least what this plan may use of it."""
-    smallest = min((rank.capacity_bytes for rank in probe.ranks), default=0)
-    return probe.outcome != "out_of_memory" or not smallest or smallest >= answer.gpus[0].capacity_bytes
+    probes = [probe for probe in _of(answer, gpu, own, "probe") if not silence(answer, probe)]
+    return [probe for probe in probes if probe.outcome == "fits"], [probe for probe in probes if probe.outcome == "out_of_memory"]
 
 
 def _of(answer: Estimate, gpu: Gpu, own: OwnResults, source: Source) -> list[Measurement]:

@@ -154,6 +154,11 @@ class TestMeasuredEstimate:
         with pytest.raises(PlanError, match="smaller card"):
             measured_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=8 * GIB))
 
+    def test_a_card_that_differs_by_what_its_driver_keeps_is_no_other_card(self):
+        for capacity in (CAPACITY - CAPACITY // 200, CAPACITY + CAPACITY // 200):
+            assert not measured_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=capacity)).fits
+            assert measured_estimate(EXPECTED, seen(spare=GIB, capacity=capacity)).gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + GIB
+
     def test_the_heaviest_process_counts(self):
         light, heavy = seen().ranks[0], replace(seen(more=GIB).ranks[0], rank=1)
         answer = measured_estimate(EXPECTED, replace(seen(), ranks=(light, heavy)))
