@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,18 @@ from transformers import TrainerCallback
 
 from planner.candidate import Candidate
 from planner.measurement import Measurement, RankMemory, Shortage, measurement_line
-from planner.quantities import Component
 from planner.units import format_gib
 from probes.fake_trainer import Stage
 from probes.phases import phases_told
 from probes.random_weights import random_weights
 from probes.rollouts import whole_rollout
-from probes.states import state_bytes
+from probes.states import States, zero_steps_told
 from probes.task import ANSWER_PREFIX, Task, read_task
 from probes.watch import Clock, Watch, watch_of
 from probes.workload import workload
 
+# Methods whose trainer has no evaluation of its own: transformers' is not one for rows of text (trl 1.16, online_dpo_trainer.py has no `prediction_step`).
+NOT_EVALUATED = frozenset({"online-dpo"})
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "vllm")
 
 
@@ -68,7 +69,7 @@ class _Probe(TrainerCallback):
     def __init__(self, task: Task, watch: Watch) -> None:
         self._task, self._watch = task, watch
         self._stage: Stage | None = None
-        self._states: dict[Component, int] = {}
+        self._states = States()
 
     def run(self) -> None:
         self._train(self._task, None)
@@ -83,9 +84,13 @@ class _Probe(TrainerCallback):
     def _train(self, task: Task, checkpoint: Path | None) -> None:
         self._stage = stage = workload(task)
         stage.trainer.add_callback(self)
-        with self._watch.watching(stage), phases_told(self._watch, stage, padded=False, rollout=whole_rollout(task.candidate)), _saving(stage, self._watch):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._watch.watching(stage))
+            stack.enter_context(phases_told(self._watch, stage, padded=False, rollout=whole_rollout(task.candidate)))
+            stack.enter_context(_saving(stage, self._watch))
+            stack.enter_context(zero_steps_told(stage, self._zero_steps))
             stage.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            if task.evaluate:
+            if task.evaluate and task.candidate.method not in NOT_EVALUATED:
                 stage.trainer.evaluate()
         self._watch.clock.step_begins()
 
@@ -98,11 +103,15 @@ class _Probe(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The states are made, the gradients not yet gone."""
         if self._stage is not None:
-            self._states = state_bytes(self._stage)
+            self._states.count(self._stage)
+
+    def _zero_steps(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        self._watch.enter_phase("optimizer_step")
+        self._states.count_gradients(gradients)
 
     def memory(self) -> RankMemory:
         return RankMemory(
-            rank=PartialState().process_index, phases=self._watch.peaks, state_bytes=self._states, capacity_bytes=self._watch.capacity_bytes,
+            rank=PartialState().process_index, phases=self._watch.peaks, state_bytes=self._states.bytes, capacity_bytes=self._watch.capacity_bytes,
             allocator=self._watch.allocator,
         )  # fmt: skip
 

@@ -72,6 +72,8 @@ def workload(task: Task) -> Stage:
     candidate = task.candidate
     if candidate.method not in TRAINERS:
         raise InputError(f"The installed TRL has no {candidate.method} trainer to run.")
+    if PartialState().num_processes != candidate.num_processes:
+        raise InputError(f"The candidate has num_processes {candidate.num_processes}, and {PartialState().num_processes} were launched.")
     if candidate.quantization in ("gptq", "awq", "fp8", "mxfp4") and task.weights == "random":
         raise InputError(f"Weights of {candidate.quantization} are published so and cannot be made up: probe with --weights hub.")
     set_seed(task.seed)
@@ -119,7 +121,7 @@ def run_arguments(task: Task) -> dict[str, Any]:
         "output_dir": str(Path(task.folder) / "checkpoints"),
         "max_steps": task.steps,
         "save_strategy": "steps" if task.save else "no",
-        "save_steps": task.steps,
+        "save_steps": task.steps if task.save else task.steps - 1,  # a run that resumes says what the one that saved has said
         "per_device_eval_batch_size": evaluation_rows(candidate),
         "train_sampling_strategy": "sequential",  # of one batch's rows the last is the short one
         "shuffle_dataset": False,
@@ -197,7 +199,7 @@ def data(load: _Workload, row: Callable[[_Text, int, int], dict[str, Any]]) -> d
     """`row(text, index, short)` for all steps of all processes; the last row of each process' batch is one token short where batches are padded."""
     task, candidate, text = load.task, load.candidate, _Text(load)
     batch = candidate.per_device_train_batch_size
-    count = (task.steps + task.resume) * batch * candidate.gradient_accumulation_steps * candidate.num_processes
+    count = (task.steps + 1) * batch * candidate.gradient_accumulation_steps * candidate.num_processes
     found = [row(text, index, int(candidate.padded and index % batch == batch - 1)) for index in range(count)]
     one_batch = evaluation_rows(candidate) * candidate.num_processes
     rows = datasets.Dataset.from_list(found)
