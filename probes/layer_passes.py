@@ -39,6 +39,10 @@ class Seen:
     inference: list[Bytes]
 
 
+# A layer that text alone does not pass: cross-attention to images (transformers 5.23, models/mllama/modeling_mllama.py, MllamaTextModel.forward).
+SKIPPED = Seen(saved={}, checkpoint={}, forward=[{}], checkpointed_forward=[{}], backward=[{}], checkpointed_backward=[{}], inference=[{}])
+
+
 class _Begin(torch.autograd.Function):
     """Before the layer: its input, whose gradient ends here."""
 
@@ -75,7 +79,7 @@ class Stage:
     def layers(self, rows: int, length: int) -> list[tuple[Seen, Seen]]:
         """For each kind of layer what is seen of its passes, before any gradient exists and after."""
         calls = self._calls(rows, length)
-        return [self._seen(layer, calls[layer]) for layer in self.one_of_each]
+        return [self._seen(layer, calls[layer]) if layer in calls else (SKIPPED, SKIPPED) for layer in self.one_of_each]
 
     def _autocast(self) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if self.recipe.autocast_width else contextlib.nullcontext()
