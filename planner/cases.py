@@ -163,7 +163,7 @@ def _published(row: Mapping[str, Any], number: int) -> Case | LeftOut:
     quantity = row.get("quantity")
     if quantity not in (*PUBLISHED_QUANTITIES, "over"):
         return LeftOut(line=number, why=f"what was published ({quantity}) is no peak of a step")
-    candidate = Candidate(model=_published_model(row), **_published_settings(row["settings"]))
+    candidate = Candidate(model=published_model(row), **_published_settings(row["settings"]))
     case = Case(
         line=number,
         label=f"{row.get('id') or label_of(candidate)}",
@@ -275,7 +275,8 @@ def _published_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _value(value) for key, value in settings.items()}
 
 
-def _published_model(row: Mapping[str, Any]) -> ModelShape:
+def published_model(row: Mapping[str, Any]) -> ModelShape:
+    """The model of a row: from the catalogue, with what the row changes of its config, or of a config of the row's own."""
     if "config" in row:
         return shape_of(row["config"], id=row["model"])
     model = load_model(row["model"])

@@ -57,6 +57,7 @@ class Validation:
     rows: tuple[Row, ...]
     endings: tuple[Ending, ...]
     left_out: tuple[LeftOut, ...]
+    interrupted: bool  # by Ctrl-C: what was not measured by then is left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +90,13 @@ def validate(
         probe: a device that measures a candidate; None: what is not measured is left out.
         simulate: a dry run of an estimate; None: simulated is what a profile says, where there is one.
         record: the file that each new measurement is added to, and in which those of an earlier, interrupted run are found.
-        say: told of the progress, a line each.
+        say: told of the progress, a line each. Ctrl-C ends the measuring, not the comparison.
 
     Raises:
         InputError: a case names no card, and there is no cluster.
     """
-    measured, left_out = _measured(cases, cluster, probe, record, say)
+    known, interrupted = _probed(cases, probe, record, say)
+    measured, left_out = _filled(cases, known, cluster)
     placed = [(case, _cluster_of(case, cluster)) for case in measured]
     rows: list[Row] = []
     endings: list[Ending] = []
@@ -107,7 +109,7 @@ def validate(
             continue
         rows += _rows(case, phases, its_cluster.gpu)
         endings += [Ending(case=case, foreseen={rung: not fit for rung, fit in fits.items()})] if case.outcome == "out_of_memory" else []
-    return Validation(rows=tuple(rows), endings=tuple(endings), left_out=tuple(left_out))
+    return Validation(rows=tuple(rows), endings=tuple(endings), left_out=tuple(left_out), interrupted=interrupted)
 
 
 def part_bytes(phase: PhaseMemory, quantity: Quantity, candidate: Candidate, gpu: Gpu) -> int:
@@ -145,32 +147,30 @@ def group_of(candidate: Candidate) -> str:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def _measured(cases: Cases, cluster: Cluster | None, probe: Probe | None, record: Path | None, say: Say) -> tuple[list[Case], list[LeftOut]]:
-    """The cases with their figures; each that a device measures is written down before the next one begins."""
+def _probed(cases: Cases, probe: Probe | None, record: Path | None, say: Say) -> tuple[dict[str, Measurement], bool]:
+    """What there is of the cases that nobody has measured, by candidate, and whether Ctrl-C ended it. Each is written down before the next one begins."""
     known = _recorded(record)
-    found: list[Case] = []
-    left_out = list(cases.left_out)
+    if probe is None:
+        return known, False
     for case in cases.cases:
-        seen: Case | LeftOut = case
-        if case.outcome == "not measured":
-            key = candidate_key(case.candidate)
-            if key not in known and probe is not None:
-                say(f"measuring {case.label}")
-                known[key] = _probed(case.candidate, probe, record)
-            seen = _filled(case, known.get(key), cluster)
-        if isinstance(seen, LeftOut):
-            left_out.append(seen)
-        else:
-            found.append(seen)
-    return found, left_out
+        key = candidate_key(case.candidate)
+        if case.outcome != "not measured" or key in known:
+            continue
+        say(f"measuring {case.label}")
+        try:
+            known[key] = probe(case.candidate)
+        except KeyboardInterrupt:
+            say("interrupted: the same command goes on from here" if record is not None else "interrupted")
+            return known, True
+        if record is not None and known[key].outcome != "gpu_in_use":  # nothing was measured, so it is asked again another time
+            append_line(record, measurement_line(known[key]))
+    return known, False
 
 
-def _probed(candidate: Candidate, probe: Probe, record: Path | None) -> Measurement:
-    """One measurement, written down; a card that was in use has measured nothing, and is asked again another time."""
-    measurement = probe(candidate)
-    if record is not None and measurement.outcome != "gpu_in_use":
-        append_line(record, measurement_line(measurement))
-    return measurement
+def _filled(cases: Cases, known: Mapping[str, Measurement], cluster: Cluster | None) -> tuple[list[Case], list[LeftOut]]:
+    """The cases with their figures, and what is left out because it has none."""
+    read = [_with_figures(case, known, cluster) if case.outcome == "not measured" else case for case in cases.cases]
+    return [case for case in read if isinstance(case, Case)], [*cases.left_out, *(case for case in read if isinstance(case, LeftOut))]
 
 
 def _recorded(record: Path | None) -> dict[str, Measurement]:
@@ -191,9 +191,10 @@ def _recorded(record: Path | None) -> dict[str, Measurement]:
     return found
 
 
-def _filled(case: Case, measurement: Measurement | None, cluster: Cluster | None) -> Case | LeftOut:
+def _with_figures(case: Case, known: Mapping[str, Measurement], cluster: Cluster | None) -> Case | LeftOut:
+    measurement = known.get(candidate_key(case.candidate))
     if measurement is None:
-        return LeftOut(line=case.line, why="not measured, and there is no device to measure it on")
+        return LeftOut(line=case.line, why="not measured")
     seen = case_of_measurement(measurement, case.line, case.gpu or (cluster.gpu if cluster is not None else None))
     return replace(seen, label=case.label, candidate=case.candidate) if isinstance(seen, Case) else seen
 

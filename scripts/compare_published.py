@@ -11,16 +11,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from planner.architectures import shape_of
 from planner.candidate import DTYPE_BYTES, Candidate
-from planner.catalogue import load_model, parse_cluster
+from planner.cases import published_model
 from planner.cluster import Cluster
 from planner.errors import PlanError
 from planner.estimate import estimate
+from planner.gpus import parse_cluster
 from planner.memory.communication import nccl_bytes
 from planner.memory.kv_cache import kv_cache_bytes
 from planner.memory.runtime import context_bytes
-from planner.model import ModelShape
 from planner.quantities import Component, PhaseMemory
 from planner.units import GIB
 
@@ -106,7 +105,7 @@ def _row(row: dict[str, Any]) -> Row:
     settings = dict(row["settings"])
     if "lora_target_modules" in settings:
         settings["lora_target_modules"] = tuple(settings["lora_target_modules"])
-    candidate = Candidate(model=_model(row), **settings)
+    candidate = Candidate(model=published_model(row), **settings)
     return Row(
         id=row["id"],
         source=row["source"],
@@ -118,13 +117,6 @@ def _row(row: dict[str, Any]) -> Row:
         assumptions=tuple(row["assumptions"]),
         held_tokens=row.get("held_tokens", 0),
     )
-
-
-def _model(row: dict[str, Any]) -> ModelShape:
-    if "config" in row:
-        return shape_of(row["config"], id=row["model"])
-    model = load_model(row["model"])
-    return shape_of({**model.config, **row["config_changes"]}, id=model.id) if "config_changes" in row else model
 
 
 def compared(row: Row) -> Compared:

@@ -43,6 +43,7 @@ def validation_report(validation: Validation) -> dict[str, object]:
     """What `plan validate --json` prints: bytes as integers, errors as shares."""
     return {
         "schema": SCHEMA,
+        "interrupted": validation.interrupted,
         "under_share": UNDER,
         "summaries": [
             {
@@ -100,6 +101,7 @@ def _headline(validation: Validation) -> str:
     parts = [f"{format_count(cases)} cases measured"]
     parts += [f"{len(validation.endings)} out of memory"] if validation.endings else []
     parts += [f"{len(validation.left_out)} left out"] if validation.left_out else []
+    parts += ["interrupted"] if validation.interrupted else []
     return " · ".join(parts)
 
 
