@@ -98,6 +98,28 @@ def test_another_order_at_another_size_makes_no_profile() -> None:
         fit_profile((sample(7, 203, 3), shorter), (sample(7, 203, 4), sample(7, 203, 5)), (), BLOCK_BYTES)
 
 
+def test_a_further_micro_step_holds_its_batch_and_no_more() -> None:
+    """The batches of a step are there before its first forward pass, and the next step's first."""
+
+    def accumulated(rows: int, tokens: int, layers: int, steps: int) -> Sample:
+        held = range(steps + 1)
+        batches = tuple(
+            Allocation(
+                size_bytes=8 * rows * tokens, born=index, died=STAYS, phase="forward", component="activations", operator="batch", module=""
+            ) for index in held
+        )  # fmt: skip
+        stepped = tuple(
+            replace(allocation, born=allocation.born + len(held), died=min(allocation.died + len(held), STAYS))
+            for allocation in step(rows, tokens, layers).allocations
+        )
+        values = (("rows", rows), ("tokens", tokens), ("accumulation", steps))
+        return Sample(values=values, layers=layers, trace=Trace(allocations=batches + stepped, phase_starts=()))
+
+    samples = tuple(accumulated(*size, 3, 2) for size in SIZES)
+    profile = fit_profile(samples, (accumulated(7, 203, 4, 2), accumulated(7, 203, 5, 2)), (accumulated(4, 250, 7, 3),), BLOCK_BYTES)
+    assert profile.peak_bytes({"rows": 4, "tokens": 250, "accumulation": 9}, 7) == rounded(accumulated(4, 250, 7, 9).trace).peak_bytes
+
+
 def test_a_profile_survives_its_file() -> None:
     assert profile_from_json(profile_to_json(toy())) == toy()
 
@@ -123,6 +145,16 @@ def test_models_of_one_architecture_share_a_profile_whatever_their_widths_and_de
 )  # fmt: skip
 def test_another_regime_is_another_recipe(changes: dict[str, object]) -> None:
     assert key_of(recipe_of(job(**changes))) != key_of(recipe_of(job()))
+
+
+@pytest.mark.parametrize(
+    ("own", "changes"),
+    [({}, {"per_device_train_batch_size": 5}), ({}, {"max_length": 480}), ({}, {"lora_r": 64}), ({}, {"num_processes": 8, "sharding": "ddp"}),
+     ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 64}), ({"attn_implementation": "flash_attention_2"}, {"max_length": 500}),
+     ({"sharding": "zero2", "num_processes": 2}, {"sharding": "zero2", "num_processes": 2, "offload_optimizer": True})],
+)  # fmt: skip
+def test_one_recipe_answers_for_all_its_sizes(own: dict[str, object], changes: dict[str, object]) -> None:
+    assert key_of(recipe_of(job(**(own | changes)))) == key_of(recipe_of(job(**own)))
 
 
 @pytest.mark.parametrize(

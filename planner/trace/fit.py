@@ -1,9 +1,9 @@
 """Traces -> profile: sizes fitted as products of terms, moments as straight lines in the number of layers, both checked on every trace."""
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import ge
 
 from planner.quantities import Component, Phase
 from planner.trace.profile import Expression, Moment, NoProfile, Profile, constant
@@ -342,40 +342,32 @@ def _common_length(low: list[_Birth], high: list[_Birth], i: int, j: int) -> int
 
 
 _Entry = tuple[dict[_Key, int], dict[_Key, int], dict[_Key, int]]  # counts, those of a further period, those of a further micro-step
-_Counts = tuple[int, int, int]
 
 
-def _frontier(entries: Iterable[_Entry]) -> list[_Entry]:
+def _frontier(entries: list[_Entry]) -> list[_Entry]:
     """The entries that no other dominates, in counts of every expression and in what a period and a micro-step add."""
-    unique: dict[tuple[tuple[int, _Counts], ...], _Entry] = {}
+    expressions = 1 + max((expression for entry in entries for side in entry for _, expression in side), default=0)
+    unique: dict[tuple[int, ...], _Entry] = {}
     for entry in entries:
-        unique.setdefault(_summed(entry), entry)
-    frontier: list[tuple[dict[int, _Counts], _Entry]] = []
-    for summed, entry in sorted(unique.items(), key=lambda item: -sum(abs(count) + abs(further) for _, (count, further, _) in item[0])):
-        counts = dict(summed)
-        if not any(_dominates(other, counts) for other, _ in frontier):
-            frontier = [(other, kept) for other, kept in frontier if not _dominates(counts, other)] + [(counts, entry)]
-    return [entry for _, entry in frontier]
+        unique.setdefault(_summed(entry, expressions), entry)
+    frontier: list[tuple[int, ...]] = []
+    for counts in sorted(unique, key=lambda each: (-sum(map(abs, each)), each)):
+        if not any(_dominates(other, counts) for other in frontier):
+            frontier = [other for other in frontier if not _dominates(counts, other)] + [counts]
+    return [unique[counts] for counts in frontier]
 
 
-def _summed(entry: _Entry) -> tuple[tuple[int, _Counts], ...]:
-    """Counts by expression, the components taken together."""
-    totals: dict[int, list[int]] = {}
+def _summed(entry: _Entry, expressions: int) -> tuple[int, ...]:
+    """An entry's counts of every expression, the components taken together."""
+    totals = [0] * (len(entry) * expressions)
     for index, side in enumerate(entry):
         for (_, expression), count in side.items():
-            totals.setdefault(expression, [0, 0, 0])[index] += count
-    return tuple(sorted((expression, (count, further, batches)) for expression, (count, further, batches) in totals.items() if count or further or batches))
+            totals[index * expressions + expression] += count
+    return tuple(totals)
 
 
-NONE_OF_IT = (0, 0, 0)
-
-
-def _dominates(one: Mapping[int, _Counts], other: Mapping[int, _Counts]) -> bool:
-    for expression, (count, further, batches) in other.items():
-        mine = one.get(expression, NONE_OF_IT)
-        if mine[0] < count or mine[1] < further or mine[2] < batches:
-            return False
-    return all(expression in other or (mine[0] >= 0 and mine[1] >= 0) for expression, mine in one.items())
+def _dominates(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(map(ge, one, other))
 
 
 def _moment(phase: Phase, entry: _Entry) -> Moment:
