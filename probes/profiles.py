@@ -1,9 +1,7 @@
 """Profiles from dry runs: the few small traces that answer for every size of a recipe."""
 
-import gc
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -62,10 +60,9 @@ def _fitted(candidate: Candidate, draw: random.Random) -> Profile:
     layers, repeat = base_layers(candidate.model), period(candidate.model)
     draws = _draws(candidate, draw)
     cases = [_narrowed(next(draws), widths) for widths in (WIDTHS if candidate.quantization == "none" else QUANTIZED_WIDTHS)]
-    with _little_to_collect():
-        samples = tuple(_sample(case, layers) for case in cases)
-        deeper = (_sample(cases[0], layers + repeat), _sample(cases[0], layers + 2 * repeat))
-        held_back = _sample(_with_more_steps(next(draws)), layers + 3 * repeat)
+    samples = tuple(_sample(case, layers) for case in cases)
+    deeper = (_sample(cases[0], layers + repeat), _sample(cases[0], layers + 2 * repeat))
+    held_back = _sample(_with_more_steps(next(draws)), layers + 3 * repeat)
     return fit_profile(samples, deeper, (held_back,), CUDA_BLOCK_BYTES)
 
 
@@ -73,16 +70,6 @@ def _with_more_steps(candidate: Candidate) -> Candidate:
     """One micro-step more than the traces have, where any number of them has one profile."""
     steps = candidate.gradient_accumulation_steps
     return candidate if steps == 1 or candidate.method_row.generates else replace(candidate, gradient_accumulation_steps=steps + 1)
-
-
-@contextmanager
-def _little_to_collect() -> Iterator[None]:
-    """Trainers run Python's cyclic collector before they train; what there was before the traces is no work for it."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def kept_profile(candidate: Candidate) -> Profile:
