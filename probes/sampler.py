@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -54,12 +55,13 @@ class PlanSampler(BaseSampler):
         for trial in trials:
             place = self.space.place(trial.params) if trial.state == TrialState.COMPLETE else None
             if place is not None and MEASUREMENT in trial.user_attrs and self.space.starts(place):
-                found[place] = self._measurement(trial.user_attrs[MEASUREMENT])
+                found[place] = self._measurement(trial.user_attrs[MEASUREMENT], place)
         return found
 
-    def _measurement(self, line: str) -> Measurement:
+    def _measurement(self, line: str, place: Place) -> Measurement:
+        """With the space's own candidate: models are compared by identity."""
         if line not in self._read:
-            self._read[line] = measurement_of(json.loads(line))
+            self._read[line] = replace(measurement_of(json.loads(line)), candidate=self.space.candidate(place))
         return self._read[line]
 
     # -- Optuna's interface

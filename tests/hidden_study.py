@@ -1,0 +1,89 @@
+"""A question and a hidden card for the tests of the study; run as a script, a session that is killed at one of its stages.
+
+python tests/hidden_study.py STORAGE STAGE COUNT    kills itself at the COUNT-th time that it comes to STAGE
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import optuna  # noqa: E402
+from hidden_cards import HiddenCard, HiddenProbe, formulas_alone  # noqa: E402
+
+from planner.candidate import Candidate  # noqa: E402
+from planner.catalogue import load_model  # noqa: E402
+from planner.gpus import parse_cluster  # noqa: E402
+from planner.job import Job  # noqa: E402
+from planner.knobs import Question  # noqa: E402
+from planner.measurement import Measurement  # noqa: E402
+from probes.sampler import MEASUREMENT  # noqa: E402
+from probes.space import Space, space_of  # noqa: E402
+from probes.study import Proven, StudyOptions, prove  # noqa: E402
+
+# Its best length needs an out-of-memory probe and two that fit.
+CARD = HiddenCard(seed=7, context_bytes=180e6, slack=0.03, activations=0.04, speed=0.9)
+VERSIONS = {"hidden card": "1"}
+
+
+def question() -> Question:
+    job = Job(model=load_model("Qwen2.5-7B"), method="sft", pinned={"lora_r": 16, "gradient_checkpointing": True}, optimize="max-length")
+    return Question(job=job, cluster=parse_cluster("1xA100-40G", None), tuning_class="lora")
+
+
+def space(asked: Question) -> Space:
+    return space_of(asked, "cuda", formulas_alone)
+
+
+def options(storage: str, **others: Any) -> StudyOptions:
+    return StudyOptions(storage=storage, versions=VERSIONS, attempt=formulas_alone, **others)
+
+
+def proven(storage: str, probe: Callable[[Candidate], Measurement] | None = None, **others: Any) -> Proven:
+    asked = question()
+    return prove(asked, probe or HiddenProbe(card=CARD, space=space(asked)), options(storage, **others))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(function: Callable[..., Any], count: int, wanted: Callable[..., bool] = lambda *_: True, before: bool = False) -> Callable[..., Any]:
+    """The function, whose caller is killed before or after the count-th call that is wanted."""
+    calls = [0]
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        calls[0] += wanted(*arguments)
+        last = calls[0] == count and wanted(*arguments)
+        if last and before:
+            die()
+        answer = function(*arguments, **named)
+        if last:
+            die()
+        return answer
+
+    return wrapped
+
+
+def is_measurement(trial: object, key: str, *_: object) -> bool:
+    return key == MEASUREMENT
+
+
+STAGES: dict[str, Callable[[int], None]] = {
+    "created": lambda count: setattr(optuna.Trial, "__init__", dying(optuna.Trial.__init__, count)),
+    "suggested": lambda count: setattr(optuna.Trial, "_suggest", dying(optuna.Trial._suggest, 6 * count - 3)),
+    "before it was written": lambda count: setattr(optuna.Trial, "set_user_attr", dying(optuna.Trial.set_user_attr, count, is_measurement, before=True)),
+    "written": lambda count: setattr(optuna.Trial, "set_user_attr", dying(optuna.Trial.set_user_attr, count, is_measurement)),
+    "constrained": lambda count: setattr(optuna.Trial, "set_constraint", dying(optuna.Trial.set_constraint, count)),
+    "told": lambda count: setattr(optuna.Study, "tell", dying(optuna.Study.tell, count)),
+}
+
+
+if __name__ == "__main__":
+    STAGES[sys.argv[2]](int(sys.argv[3]))
+    proven(sys.argv[1])

@@ -1,0 +1,273 @@
+"""The study: what it asks, what it learns, what it certifies; on cards that are simulated and whose offsets it is not told."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+optuna = pytest.importorskip("optuna", minversion="5.0")
+contract = pytest.importorskip("optuna.testing.pytest_samplers")
+
+import hidden_study  # noqa: E402
+from hidden_cards import HiddenProbe, exhaustive_best, formulas_alone, hidden_card, truly_fits  # noqa: E402
+from hidden_study import CARD, VERSIONS, proven, question, space  # noqa: E402
+from optuna.trial import TrialState  # noqa: E402
+from random_jobs import random_questions  # noqa: E402
+from search import job_row  # noqa: E402
+
+from planner.candidate import Candidate  # noqa: E402
+from planner.job import Job  # noqa: E402
+from planner.measurement import Measurement  # noqa: E402
+from planner.plan import plan  # noqa: E402
+from probes.belief import PRIORS, Observation, believed, chance, draws, no_belief  # noqa: E402
+from probes.certificate import certificate, certificate_lines, certificate_report  # noqa: E402
+from probes.knowledge import known, next_place, open_places  # noqa: E402
+from probes.sampler import MEASUREMENT, PlanSampler, distributions_of  # noqa: E402
+from probes.space import Place, space_of  # noqa: E402
+from probes.storage import study_name  # noqa: E402
+from probes.study import BYTES_OVER, question_of  # noqa: E402
+
+
+def storage(folder: Path) -> str:
+    return f"sqlite:///{folder / 'study.db'}"
+
+
+# -- what is certified -------------------------------------------------------------------------------------------------
+
+
+def test_the_certified_candidate_is_the_best_that_truly_fits(tmp_path: Path) -> None:
+    answer = proven(storage(tmp_path))
+    candidates = space(question())
+    best = exhaustive_best(candidates, lambda place: truly_fits(CARD, candidates, place))
+    assert answer.ending == "certified" and answer.certificate.holds
+    assert best is not None and answer.best is not None and answer.best.candidate == candidates.candidate(best)
+
+
+def test_no_candidate_of_more_merit_that_truly_fits_is_excluded_by_a_certificate_of_twenty_random_jobs() -> None:
+    rows = []
+    for number, asked in random_questions(seed=11):
+        row = job_row(number, asked, 11, ())
+        rows += [row] if row is not None else []
+        if len(rows) == 20:
+            break
+    assert [row["number"] for row in rows if not row["ours"]["correct"]] == []
+    assert [row["number"] for row in rows if row["verified"] is False] == []
+    assert sorted(row["ours"]["probes"] for row in rows)[10] <= 2
+    assert max(row["ours"]["probes"] for row in rows) <= 8
+
+
+def test_a_certificate_says_of_each_larger_neighbour_how_it_is_known_not_to_fit(tmp_path: Path) -> None:
+    found = proven(storage(tmp_path)).certificate
+    assert found.neighbours[0].knob == "max_length"
+    assert {each.verdict for each in found.neighbours} <= {"probe", "belief", "no start", "limit", "no gain"}
+    for each in found.neighbours:
+        if each.verdict == "belief":
+            assert each.interval_bytes[0] > each.capacity_bytes
+    assert found.excluded_by_probe + found.excluded_by_belief > 0 and found.still_open == 0
+    assert json.loads(json.dumps(certificate_report(found)))["holds"] is True
+    assert certificate_lines(found)[0] == f"certified: the best candidate ran, after {found.probes} probes"
+
+
+def test_where_nothing_fits_the_study_ends_and_says_so(tmp_path: Path) -> None:
+    asked = replace(question(), cluster=replace(question().cluster, gpu=replace(question().cluster.gpu, total_bytes=2**33, free_bytes=2**33)))
+    candidates = space_of(asked, "cuda", formulas_alone)
+    knowledge = known(candidates, {}, {})
+    assert open_places(knowledge) == [] and next_place(knowledge) is None
+    assert certificate_lines(certificate(knowledge)) == ("no candidate fits: all are excluded",)
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_is_a_completed_trial_that_breaks_a_constraint(tmp_path: Path) -> None:
+    answer = proven(storage(tmp_path))
+    trials = optuna.load_study(study_name=answer.study_name, storage=answer.storage).trials
+    short = [trial for trial in trials if json.loads(trial.user_attrs[MEASUREMENT])["outcome"] == "out_of_memory"]
+    assert short and {trial.state for trial in trials} == {TrialState.COMPLETE}
+    assert all(trial.constraints[BYTES_OVER] > 0 and trial.value == 0 for trial in short)
+    assert all(trial.constraints[BYTES_OVER] <= 0 for trial in trials if trial not in short)
+
+
+def test_optunas_best_trial_is_the_certified_candidate(tmp_path: Path) -> None:
+    answer = proven(storage(tmp_path))
+    best = optuna.load_study(study_name=answer.study_name, storage=answer.storage).best_trial
+    assert answer.best is not None
+    assert best.params["max_length"] == best.value == answer.best.candidate.max_length
+    assert best.params["attn_implementation"] == answer.best.candidate.attn_implementation
+
+
+def test_a_trials_parameters_are_the_settings_of_its_candidate(tmp_path: Path) -> None:
+    answer = proven(storage(tmp_path))
+    params = optuna.load_study(study_name=answer.study_name, storage=answer.storage).trials[0].params
+    assert set(params) == {
+        "gradient_checkpointing", "attn_implementation", "sharding", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length",
+    }  # fmt: skip
+
+
+def test_every_candidate_is_found_again_by_its_settings() -> None:
+    asked = replace(question(), job=Job(model=question().job.model, method="grpo", pinned={"max_completion_length": 512}), cluster=question().cluster)
+    candidates = space_of(asked, "cuda", formulas_alone)
+    distributions = distributions_of(candidates)
+    draw = random.Random(0)
+    for _ in range(50):
+        line = draw.randrange(len(candidates.lines))
+        size = draw.randrange(len(candidates.lines[line].sizes))
+        low, high = candidates.shares(line, size)
+        place = Place(line, size, draw.randint(low, max(high, low)))
+        knobs = candidates.knobs(place)
+        assert candidates.place(knobs) == place
+        assert all(distributions[name]._contains(distributions[name].to_internal_repr(value)) for name, value in knobs.items())
+
+
+def test_a_trial_that_somebody_queued_is_probed_first(tmp_path: Path) -> None:
+    answer = proven(storage(tmp_path), budget_seconds=-1.0)
+    assert answer.ending == "budget" and answer.probes == 0
+    queued = {"max_length": 1024}
+    optuna.load_study(study_name=answer.study_name, storage=answer.storage).enqueue_trial(queued)
+    assert proven(storage(tmp_path)).measurements[0].candidate.max_length == 1024
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_question_again_probes_nothing(tmp_path: Path) -> None:
+    first, second = proven(storage(tmp_path)), proven(storage(tmp_path))
+    assert (first.probes > 1, second.probes) == (True, 0)
+    assert second.best == first.best or (
+        second.best is not None and first.best is not None and second.best.candidate.max_length == first.best.candidate.max_length
+    )
+    assert certificate_report(second.certificate) == certificate_report(first.certificate)
+
+
+def test_other_libraries_are_another_study() -> None:
+    names = {study_name(question(), "cuda", versions) for versions in (VERSIONS, {"torch": "2.13"}, {"torch": "2.14"})}
+    assert len(names) == 3
+    assert study_name(question(), "cuda", VERSIONS) == study_name(question(), "cuda", VERSIONS)
+    assert all(name.startswith("Qwen2.5-7B-sft-1xA100-40G-lora-max-length-cuda-") for name in names)
+
+
+def test_a_spent_budget_leaves_the_best_so_far(tmp_path: Path) -> None:
+    now = [0.0]
+    asked = question()
+    card = HiddenProbe(card=CARD, space=space(asked))
+
+    def probe(candidate: Candidate) -> Measurement:
+        now[0] += 60.0
+        return card(candidate)
+
+    short = proven(storage(tmp_path), probe, budget_seconds=130.0, clock=lambda: now[0])
+    assert (short.ending, short.probes) == ("budget", 2)
+    assert not short.certificate.holds and short.certificate.still_open > 0
+    assert proven(storage(tmp_path), probe, clock=lambda: now[0]).ending == "certified"
+
+
+def test_ctrl_c_leaves_the_best_so_far_and_a_study_that_goes_on(tmp_path: Path) -> None:
+    asked, calls = question(), []
+    card = HiddenProbe(card=CARD, space=space(asked))
+
+    def interrupted(candidate: Candidate) -> Measurement:
+        calls.append(candidate.max_length)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return card(candidate)
+
+    stopped = proven(storage(tmp_path), interrupted)
+    assert (stopped.ending, stopped.probes, len(stopped.measurements)) == ("interrupted", 1, 1)
+    whole = proven(storage(tmp_path))
+    assert whole.ending == "certified" and whole.measurements[0].candidate.max_length == calls[0]
+    assert whole.measurements[1].candidate.max_length == calls[1]  # it says nothing of the candidate that was interrupted
+
+
+def test_a_plan_is_asked_about_the_class_that_it_recommends() -> None:
+    job = Job(model=question().job.model, method="sft", pinned={"max_length": 1024}, lora_ranks=(16, 64))
+    answer = plan(job, question().cluster)
+    asked = question_of(answer)
+    assert (asked.tuning_class, asked.offload, asked.job.lora_ranks) == ("lora", False, ())
+    assert asked.job.pinned["lora_r"] == answer.best.candidate.lora_r
+
+
+# -- the belief --------------------------------------------------------------------------------------------------------
+
+
+def test_an_equality_leaves_its_noise_of_a_constant() -> None:
+    belief = believed([Observation(kind="equal", coefficients={"runtime": 1.0}, value=1e8, noise=1e6)])
+    mean, deviation = belief.constant("runtime")
+    assert abs(mean - 1e8) < 1e6 and 0.9e6 < deviation <= 1e6
+
+
+def test_what_two_constants_share_is_left_undecided_between_them() -> None:
+    belief = believed([Observation(kind="equal", coefficients={"activations": 1e10, "kernel:sdpa": 1e10}, value=5e8, noise=1e6)])
+    activations, kernel = belief.constant("activations"), belief.constant("kernel:sdpa")
+    assert math.isclose(activations[0] + kernel[0], 0.05, rel_tol=1e-3)
+    assert activations[0] > kernel[0] > 0 and activations[1] > 0.01
+    assert belief.predicted({"activations": 1e10, "kernel:sdpa": 1e10})[1] < 1.1e6
+
+
+@pytest.mark.parametrize(("kind", "sign"), [("at_least", 1), ("at_most", -1)])
+def test_an_inequality_cuts_the_normal_distribution(kind: str, sign: int) -> None:
+    """Cut at its mean, its mean moves by sqrt(2 / pi) deviations and its variance is 1 - 2 / pi of what it was."""
+    belief = believed([Observation(kind=kind, coefficients={"activations": 1.0}, value=0.0, noise=1e-9)])  # type: ignore[arg-type]
+    mean, deviation = belief.constant("activations")
+    prior = PRIORS["activations"].deviation
+    assert math.isclose(mean, sign * math.sqrt(2 / math.pi) * prior, rel_tol=1e-6)
+    assert math.isclose(deviation, math.sqrt(1 - 2 / math.pi) * prior, rel_tol=1e-6)
+
+
+def test_a_surprise_moves_a_constant_by_no_more_than_four_deviations() -> None:
+    belief = believed([Observation(kind="equal", coefficients={"activations": 1.0}, value=3.0, noise=1e-6)])
+    assert belief.constant("activations")[0] <= 4.01 * PRIORS["activations"].deviation
+
+
+def test_nothing_seen_is_the_prior() -> None:
+    assert no_belief().constant("slack") == (PRIORS["slack"].mean, PRIORS["slack"].deviation)
+
+
+def test_worlds_are_as_the_belief_says() -> None:
+    belief = believed([Observation(kind="equal", coefficients={"activations": 1e10, "runtime": 1.0}, value=5e8, noise=1e7)])
+    worlds = draws(belief, 20_000, 0)
+    for name in ("activations", "runtime", "slack"):
+        mean, deviation = belief.constant(name)
+        assert abs(float(worlds.of(name).mean()) - mean) < 0.05 * deviation
+        assert abs(float(worlds.of(name).std()) / deviation - 1) < 0.05
+
+
+def test_a_probe_teaches_the_context_and_the_activations_of_the_card() -> None:
+    candidates = space(question())
+    best = exhaustive_best(candidates, lambda place: truly_fits(CARD, candidates, place))
+    assert best is not None
+    knowledge = known(candidates, {best: HiddenProbe(card=CARD, space=candidates).at(best)}, {})
+    runtime, kernel = knowledge.belief.constant("runtime"), f"kernel:{candidates.candidate(best).attn_implementation}"
+    assert abs(runtime[0] - CARD.context_bytes) < 16 * 2**20
+    seen = knowledge.belief.predicted({"activations": 1.0, kernel: 1.0})
+    assert abs(seen[0] - CARD.activations - CARD.kernel(kernel.partition(":")[2])) < 3 * max(seen[1], 0.01)
+
+
+def test_what_the_prior_excludes_fits_on_hardly_any_card() -> None:
+    """Of the candidates that the prior excludes before any probe, the likeliest of each structure: on less than one of a hundred hidden cards."""
+    candidates = space(question())
+    knowledge = known(candidates, {}, {})
+    places = [next(Place(line, size, 0) for size in range(512) if not knowledge.may_fit(Place(line, size, 0))) for line in range(len(candidates.lines))]
+    cards = [hidden_card(seed) for seed in range(300)]
+    assert sum(truly_fits(card, candidates, place) for card in cards for place in places) < len(cards) * len(places) / 100
+    assert chance(0.0) == 0.5
+
+
+# -- Optuna's own contract for samplers --------------------------------------------------------------------------------
+
+
+def make() -> PlanSampler:
+    return PlanSampler(space(question()))
+
+
+class TestSampler(contract.BasicSamplerTestCase, contract.RelativeSamplerTestCase, contract.SingleOnlySamplerTestCase):  # type: ignore[misc]
+    @pytest.fixture
+    def sampler(self) -> Callable[[], PlanSampler]:
+        return make
+
+
+def test_the_script_of_the_faults_asks_the_same_question() -> None:
+    assert study_name(hidden_study.question(), "cuda", VERSIONS) == study_name(question(), "cuda", VERSIONS)

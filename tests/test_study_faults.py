@@ -1,0 +1,205 @@
+"""What can happen to a study: killed at any moment, its storage locked, its probes crashing, somebody else at it."""
+
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+optuna = pytest.importorskip("optuna", minversion="5.0")
+
+from hidden_study import CARD, STAGES, HiddenProbe, proven, question, space  # noqa: E402
+from optuna.trial import TrialState  # noqa: E402
+
+import probes.storage  # noqa: E402
+from planner.candidate import Candidate  # noqa: E402
+from planner.errors import InputError, PlanError  # noqa: E402
+from planner.measurement import Measurement, Outcome  # noqa: E402
+from probes.certificate import certificate_report  # noqa: E402
+from probes.sampler import MEASUREMENT, OWNER, REASON  # noqa: E402
+from probes.storage import alive, this_process  # noqa: E402
+
+SCRIPT = Path(__file__).with_name("hidden_study.py")
+SIGKILL = -9
+
+
+class Card:
+    """The hidden card, which remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self._probe = HiddenProbe(card=CARD, space=space(question()))
+
+    def __call__(self, candidate: Candidate) -> Measurement:
+        self.asked.append(candidate.max_length)
+        return self._probe(candidate)
+
+
+def ends_as(outcome: Outcome, message: str) -> Measurement:
+    card = HiddenProbe(card=CARD, space=space(question()))
+    fits = card(space(question()).candidate(space(question()).leanest(0, 0)))
+    return replace(fits, outcome=outcome, ranks=(), message=message, tokens_per_second=0.0, step_seconds=0.0)
+
+
+def trials(storage: str, name: str) -> list[optuna.trial.FrozenTrial]:
+    return list(optuna.load_study(study_name=name, storage=storage).trials)
+
+
+def storage(folder: Path) -> str:
+    return f"sqlite:///{folder / 'study.db'}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    answer = proven(storage(tmp_path_factory.mktemp("undisturbed")))
+    assert answer.ending == "certified" and answer.probes >= 3
+    return certificate_report(answer.certificate)
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_a_study_killed_at_any_stage_goes_on_repeats_nothing_and_answers_the_same(stage: str, tmp_path: Path, undisturbed: dict[str, object]) -> None:
+    killed = subprocess.run([sys.executable, str(SCRIPT), storage(tmp_path), stage, "2"], capture_output=True, text=True, check=False)
+    assert killed.returncode == SIGKILL, killed.stderr
+    (name,) = optuna.study.get_all_study_names(storage(tmp_path))
+    written = [trial.params["max_length"] for trial in trials(storage(tmp_path), name) if MEASUREMENT in trial.user_attrs]
+    card = Card()
+    answer = proven(storage(tmp_path), card)
+    assert certificate_report(answer.certificate) == undisturbed
+    assert not set(written) & set(card.asked)
+    assert len(card.asked) == len(set(card.asked))
+    assert {trial.state for trial in trials(storage(tmp_path), name)} <= {TrialState.COMPLETE, TrialState.FAIL}
+
+
+@pytest.mark.parametrize("seconds", [0.4, 1.2])
+def test_a_study_killed_from_outside_goes_on(seconds: float, tmp_path: Path, undisturbed: dict[str, object]) -> None:
+    process = subprocess.Popen([sys.executable, str(SCRIPT), storage(tmp_path), "told", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(seconds)
+    process.kill()
+    process.wait()
+    assert certificate_report(proven(storage(tmp_path)).certificate) == undisturbed
+
+
+# -- storage -----------------------------------------------------------------------------------------------------------
+
+
+def locked(path: Path, seconds: float) -> threading.Thread:
+    """Holds the file for so long, from before this returns."""
+    holds = threading.Event()
+
+    def hold() -> None:
+        connection = sqlite3.connect(path)
+        connection.execute("BEGIN EXCLUSIVE")
+        holds.set()
+        time.sleep(seconds)
+        connection.rollback()
+        connection.close()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holds.wait()
+    return thread
+
+
+def test_a_locked_storage_is_waited_for(tmp_path: Path) -> None:
+    proven(storage(tmp_path), budget_seconds=-1.0)
+    thread = locked(tmp_path / "study.db", 1.0)
+    assert proven(storage(tmp_path)).ending == "certified"
+    thread.join()
+
+
+def test_a_storage_that_stays_locked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes.storage, "LOCK_SECONDS", 0.2)
+    proven(storage(tmp_path), budget_seconds=-1.0)
+    thread = locked(tmp_path / "study.db", 2.0)
+    said = r"^The study in sqlite:///\S+ is locked by another process, for more than 0 s\. End that one, or give another --storage\.$"
+    with pytest.raises(PlanError, match=said):
+        proven(storage(tmp_path))
+    thread.join()
+
+
+@pytest.mark.parametrize("url", ["nonsense", "nosuch://x"])
+def test_a_storage_that_is_none_is_wrong_input(url: str) -> None:
+    with pytest.raises(InputError, match=rf"^--storage {url} is no storage that Optuna can open: "):
+        proven(url)
+
+
+def test_a_file_that_is_no_database_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "study.db").write_text("not a database, " * 100, encoding="utf-8")
+    with pytest.raises(PlanError, match=r"^The study in sqlite:///\S+ cannot be read or written: .*not a database"):
+        proven(storage(tmp_path))
+
+
+# -- probes that say nothing -------------------------------------------------------------------------------------------
+
+
+def test_a_candidate_that_crashes_twice_is_set_aside_and_the_certificate_says_so(tmp_path: Path) -> None:
+    card = Card()
+
+    def probe(candidate: Candidate) -> Measurement:
+        measured = card(candidate)
+        return (
+            replace(measured, outcome="crashed", ranks=(), shortage=None, message="RuntimeError: boom") if card.asked[0] == candidate.max_length else measured
+        )
+
+    answer = proven(storage(tmp_path), probe)
+    assert answer.ending == "set aside" and not answer.certificate.holds
+    (aside,) = answer.certificate.set_aside
+    assert aside.endswith("crashed RuntimeError: boom") and f"max_length={card.asked[0]}" in aside
+    failed = [trial for trial in trials(storage(tmp_path), answer.study_name) if trial.state == TrialState.FAIL]
+    assert [trial.user_attrs[REASON] for trial in failed] == ["crashed RuntimeError: boom"] * 2
+
+
+def test_probes_that_always_crash_end_the_study(tmp_path: Path) -> None:
+    broken = ends_as("crashed", "ImportError: no module")
+    answer = proven(storage(tmp_path), lambda candidate: replace(broken, candidate=candidate))
+    assert (answer.ending, answer.probes, answer.best) == ("failing", 6, None)
+    assert answer.reason == "6 probes said nothing about memory; the last one: crashed ImportError: no module"
+
+
+@pytest.mark.parametrize("outcome", ["gpu_in_use", "disk_full"])
+def test_what_would_happen_to_every_candidate_ends_the_study_at_once(outcome: Outcome, tmp_path: Path) -> None:
+    answer = proven(storage(tmp_path), lambda candidate: replace(ends_as(outcome, "somebody has it"), candidate=candidate))
+    assert (answer.ending, answer.probes) == ("environment", 1)
+    assert answer.reason.endswith(": somebody has it")
+
+
+def test_a_bug_in_the_probe_is_raised_and_the_study_goes_on_later(tmp_path: Path, undisturbed: dict[str, object]) -> None:
+    def broken(candidate: Candidate) -> Measurement:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError, match="^a bug$"):
+        proven(storage(tmp_path), broken)
+    assert certificate_report(proven(storage(tmp_path)).certificate) == undisturbed
+
+
+# -- somebody else -----------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_are_not_at_one_study(tmp_path: Path) -> None:
+    name = proven(storage(tmp_path), budget_seconds=-1.0).study_name
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        began = probes.storage._began(other.pid)
+        trial = optuna.load_study(study_name=name, storage=storage(tmp_path)).ask()
+        trial.set_user_attr(OWNER, f"{socket.gethostname()}:{other.pid}:{began}")
+        with pytest.raises(PlanError, match=rf"^Process {other.pid} on \S+ is at this study\. Wait for it, end it, or give another --storage\.$"):
+            proven(storage(tmp_path))
+    finally:
+        other.kill()
+        other.wait()
+    assert proven(storage(tmp_path)).ending == "certified"
+
+
+def test_a_process_is_not_taken_for_another_one_of_its_number() -> None:
+    host, process, began = this_process().split(":")
+    assert alive(this_process())
+    assert not alive(f"{host}:{process}:{began}1")
+    assert alive(f"elsewhere:{process}:{began}")
