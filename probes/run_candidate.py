@@ -1,5 +1,6 @@
 """A trainer that is about to train -> the candidate that it is: from its arguments, its model's config and its adapters."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
 from planner.architectures import shape_of
 from planner.candidate import Candidate
@@ -82,18 +83,24 @@ def _of_model(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
     if weight.dtype not in DTYPES:
         raise InputError(f"Weights of {weight.dtype} are not counted. {GIVE_A_PLAN}")
     found: dict[str, Any] = {"dtype": DTYPES[weight.dtype], "attn_implementation": config._attn_implementation}
-    return found | _quantization(config.to_dict())
+    return found | quantization_of(_plain(config))
 
 
-def _quantization(config: Mapping[str, Any]) -> dict[str, str]:
+def quantization_of(config: Mapping[str, Any]) -> dict[str, str]:
     """How the weights are quantized, as a setting: bitsandbytes' is one of the run, the others are the checkpoint's."""
     said = config.get("quantization_config")
     shape = shape_of(dict(config), id="the model") if said else None
     return {"quantization": shape.quantization} if shape is not None else {}
 
 
+def _plain(config: PretrainedConfig) -> dict[str, Any]:
+    """A config as its file would have it, every name a text."""
+    written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return written
+
+
 def _shape(model: PreTrainedModel | PeftModel) -> ModelShape:
-    config = model.config.to_dict()
+    config = _plain(model.config)
     if (config.get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
         del config["quantization_config"]  # done while loading: the checkpoint is not quantized
     return shape_of(config, id=str(model.config._name_or_path or config["model_type"]))

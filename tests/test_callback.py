@@ -251,6 +251,20 @@ class TestCandidate:
         with pytest.raises(InputError, match=message):
             candidate_of_run(sft_arguments(tmp_path), peft.get_peft_model(small_model(), config), {})
 
+    @pytest.mark.parametrize(
+        ("quantized", "name"),
+        [
+            ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
+            ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, "nf4-double"),
+            ({"load_in_8bit": True}, "int8"),
+        ],
+    )
+    def test_a_base_that_was_quantized_while_loading_is_a_setting_of_the_run(self, tmp_path, quantized, name):
+        model = peft.get_peft_model(small_model(), peft.LoraConfig(target_modules="all-linear"))
+        model.config.quantization_config = transformers.BitsAndBytesConfig(**quantized)
+        found = candidate_of_run(sft_arguments(tmp_path), model, {})
+        assert (found.quantization, found.model.quantization) == (name, "none")
+
     def test_a_part_that_is_frozen_by_hand_is_refused(self, tmp_path):
         model = small_model()
         model.model.layers[0].requires_grad_(False)

@@ -21,7 +21,7 @@ from planner.gpus import parse_cluster
 from planner.job import Job
 from planner.measured import LEAST_SURE_FIRST, RUN_TO_RUN_BYTES, differences, measured_estimate, needed_bytes
 from planner.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage, candidate_of_report, candidate_report
-from planner.plan import Alternative, Plan
+from planner.plan import Alternative, Plan, plan
 from planner.quantities import Component, Estimate, PhaseMemory
 from planner.report.html import plan_html
 from planner.report.json import estimate_report, json_text, plan_report
@@ -39,8 +39,9 @@ CAPACITY = CLUSTER.gpu.free_bytes
 def peak_of(phase: PhaseMemory, *, more: int = 0, spare: int = 0, driver: bool = True, reserved: bool = True) -> PhasePeak:
     """A phase as it would be seen if it held `more` bytes of tensors than expected, with `spare` ones kept by the allocator."""
     outside, slack = phase.components["runtime"], phase.components.get("fragmentation", 0)
-    allocated = phase.total_bytes - outside - slack + more
-    kept = allocated + slack + spare
+    engine = 0 if driver else phase.components.get("engine", 0)  # of a simulated card: reserved, and of no tensor
+    allocated = phase.total_bytes - outside - slack - engine + more
+    kept = allocated + slack + engine + spare
     return PhasePeak(
         name=phase.name, allocated_bytes=allocated, reserved_bytes=kept if reserved else 0, driver_bytes=kept + outside if driver else 0, seconds=0.25
     )
@@ -178,6 +179,13 @@ class TestMeasuredEstimate:
 
 
 class TestOtherDevices:
+    def test_the_engine_of_a_simulated_card_is_needed_and_no_slack(self):
+        job = Job(model=MODEL, method="grpo", tuning="lora", pinned={"vllm": "colocate"})
+        answer = plan(job, parse_cluster("1xRTX-3090")).best
+        measured = measured_estimate(answer, seen(answer, device="simulated"))
+        assert measured.gpus[0].phases == answer.gpus[0].phases
+        assert all(each.error == 0.0 for each in differences(answer, seen(answer, device="simulated", spare=GIB)))
+
     def test_a_simulated_probe_never_looks_measured(self):
         plan = confirmed(PLANNED, CANDIDATE, [seen(device="simulated")], ["it fits"], {})
         report = plan_report(plan)
