@@ -258,10 +258,7 @@ What is known of the differences:
 
 - Without checkpointing, the first layer under adapters keeps less than the others, since its input needs no gradient; the formulas count it
   as one of the others. It is one layer's inputs at any depth: 1 to 3 % of the peak of two layers.
-- The rows of phi, gpt2, gptj, gpt_neo, bloom, granitemoehybrid and nemotron_h ran with `probes/autocast.py`, those of the other types, which
-  were run first, without it.
 - gemma3: batches of text leave the adapters on its vision tower without gradients and optimizer states, which the formulas count.
-- falcon-7b: the formulas take PyTorch's fallback for its one key head in float32, as CUDA's autocast leaves it; the dry run took 16 bits.
 - granite with adapters and checkpointing: the embedding's output is a leaf that stays beside its scaled copy, which the formulas leave out."""
 
 
