@@ -10,7 +10,6 @@ each part the bytes of every distinct storage.
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import signal
@@ -21,13 +20,11 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import datasets
 import torch
 import transformers
 import trl
-from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -35,6 +32,7 @@ from peft import LoraConfig
 
 from planner.candidate import Candidate
 from planner.measurement import candidate_of_report
+from probes.cpu_accelerators import cpu_accelerators
 from probes.fake_trainer import WORD, tokenizer
 
 PROCESSES = 2
@@ -134,17 +132,7 @@ def trainer_of(candidate: Candidate, folder: Path) -> Any:
 
 
 def run(candidate: Candidate, folder: Path) -> dict[str, list[int]]:
-    """Trains, as on a GPU whose memory is the host's: accelerate shards on accelerators only, and is told that these are two."""
-
-    def two_accelerators(*_: Any, **__: Any) -> tuple[str, DistributedType]:
-        return "gloo", DistributedType.MULTI_GPU
-
-    with (
-        mock.patch.object(PartialState, "_prepare_backend", two_accelerators),
-        mock.patch.object(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True),
-        mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
-        mock.patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None),  # it would be compiled; gloo does without
-    ):
+    with cpu_accelerators():
         trainer = trainer_of(candidate, folder)
         watch = Watch(trainer)
         trainer.add_callback(watch)
@@ -167,7 +155,6 @@ def watched(method: Callable[..., Any], look: Callable[[Any], None]) -> Callable
 def run_case(case: dict[str, Any], folder: Path) -> None:
     signal.alarm(LIMIT_SECONDS)  # torchrun's processes are of a session of their own, and outlive whoever ends theirs
     rank = int(os.environ["RANK"])
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     torch.manual_seed(0)
     parts = run(candidate_of_report(case["candidate"]), folder)
     (folder / f"{case['name']}.{rank}.json").write_text(json.dumps(parts))

@@ -1,0 +1,44 @@
+"""Processes without GPUs that accelerate and DeepSpeed take for as many accelerators: ZeRO and FSDP2 over gloo, each rank's memory the host's."""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+from planner.candidate import Candidate
+
+SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
+
+
+def needs_accelerators(candidate: Candidate) -> bool:
+    """Whether accelerate would not shard the candidate's model on CPUs: it knows DDP there and nothing else (accelerate 1.15, state.py:922-990)."""
+    return candidate.sharding in SHARDED
+
+
+@contextlib.contextmanager
+def cpu_accelerators() -> Iterator[None]:
+    """While inside, training arguments without `use_cpu` make processes of distributed type MULTI_GPU on the device "cpu".
+
+    Transformers asks a GPU whether it has bfloat16 (5.23, training_args.py:1778), which is answered for it. DeepSpeed's own all-reduce in shared
+    memory would be compiled first (0.19.8, comm/torch.py:47); gloo does without.
+    """
+
+    def backend(*_: Any, **__: Any) -> tuple[str, DistributedType]:
+        return "gloo", DistributedType.MULTI_GPU
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "cpu"}))
+        stack.enter_context(mock.patch.object(PartialState, "_prepare_backend", backend))
+        stack.enter_context(mock.patch.object(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True))
+        stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True))
+        if importlib.util.find_spec("deepspeed") is not None:
+            stack.enter_context(mock.patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None))
+        yield
