@@ -21,10 +21,14 @@ def candidate_key(candidate: Candidate) -> str:
 
 @lru_cache(maxsize=256)
 def model_key(model: ModelShape) -> str:
-    """The same text for models of the same layers: a checkpoint's name, its tokens and its dtype as published change no tensor."""
+    """The same text for models of the same layers: a checkpoint's name, its tokens and its dtype as published change no tensor.
+
+    How it is published quantized is in the candidate, as it is loaded; only the groups of GPTQ and AWQ are the checkpoint's own.
+    """
+    group_size = model.quantization_group_size if model.quantization in ("gptq", "awq") else 0
     kinds = [layer for layer, _ in model.layer_kinds]
     shape = (
-        model.model_type, model.params, model.embed_params, model.lm_head_params, model.vocab_size, model.quantization, model.vision_params,
+        model.model_type, model.params, model.embed_params, model.lm_head_params, model.vocab_size, group_size, model.vision_params,
         [repr(replace(layer, measure=None)) for layer in kinds], [kinds.index(layer) for layer in model.layers],
     )  # fmt: skip
     return hashlib.sha256(repr(shape).encode()).hexdigest()[:24]

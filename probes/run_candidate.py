@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
 from planner.architectures import shape_of
-from planner.candidate import Candidate
+from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
 from planner.errors import InputError
 from planner.memory.loss import release
 from planner.methods import METHODS, MethodName
@@ -50,13 +50,16 @@ def candidate_of_run(args: TrainingArguments, model: PreTrainedModel | PeftModel
         InputError: something that memory depends on cannot be told from the trainer; the message says what.
     """
     method = method_of(args)
-    if METHODS[method].generates and "prompt_length" not in settings:
+    if METHODS[method].generates and method not in ROWS_OF_MAX_LENGTH and "prompt_length" not in settings:
         raise InputError(f"How long prompts are is in no {type(args).__name__}. Give it as settings={{'prompt_length': 512}}, or a plan.")
     if METHODS[method].teacher:
         raise InputError(f"A {METHODS[method].trainer} does not show its teacher to a callback. {GIVE_A_PLAN}")
     shape = _shape(model)
     given: dict[str, Any] = {**_arguments(args), **_of_model(model), **_adapters(model, shape), **_sharding(args), **settings}
-    return Candidate(model=shape, method=method, trl_version=_trl_version(), **candidate_fields(given, shape.dtype), **_environment(args))  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {**candidate_fields(given, shape.dtype), **_environment(args)}
+    if method in ROWS_OF_MAX_LENGTH:
+        chosen.setdefault("prompt_length", max(chosen["max_length"] - chosen["max_completion_length"], 1))
+    return Candidate(model=shape, method=method, trl_version=_trl_version(), **chosen)
 
 
 def method_of(args: TrainingArguments) -> MethodName:
@@ -83,7 +86,7 @@ def _of_model(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
     if weight.dtype not in DTYPES:
         raise InputError(f"Weights of {weight.dtype} are not counted. {GIVE_A_PLAN}")
     found: dict[str, Any] = {"dtype": DTYPES[weight.dtype], "attn_implementation": config._attn_implementation}
-    return found | quantization_of(_plain(config))
+    return found | quantization_of(plain(config))
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -93,14 +96,14 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, str]:
     return {"quantization": shape.quantization} if shape is not None else {}
 
 
-def _plain(config: PretrainedConfig) -> dict[str, Any]:
+def plain(config: PretrainedConfig) -> dict[str, Any]:
     """A config as its file would have it, every name a text."""
     written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return written
 
 
 def _shape(model: PreTrainedModel | PeftModel) -> ModelShape:
-    config = _plain(model.config)
+    config = plain(model.config)
     if (config.get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
         del config["quantization_config"]  # done while loading: the checkpoint is not quantized
     return shape_of(config, id=str(model.config._name_or_path or config["model_type"]))

@@ -17,10 +17,14 @@ import datasets  # noqa: E402
 import peft  # noqa: E402
 import transformers  # noqa: E402
 
+from planner.architectures import shape_of  # noqa: E402
 from planner.candidate import Candidate  # noqa: E402
+from planner.catalogue import load_model  # noqa: E402
 from planner.cluster import Cluster  # noqa: E402
 from planner.errors import InputError  # noqa: E402
+from planner.fingerprint import candidate_key, model_key  # noqa: E402
 from planner.gpus import load_gpu  # noqa: E402
+from planner.job import Job, base_candidate  # noqa: E402
 from planner.own_results import own_results, results_file  # noqa: E402
 from planner.quantities import Estimate  # noqa: E402
 from planner.report.json import estimate_report, json_text  # noqa: E402
@@ -28,7 +32,7 @@ from planner.trace.decide import answer_of  # noqa: E402
 from planner.units import GIB, MIB  # noqa: E402
 from probes import MemoryPlanCallback  # noqa: E402
 from probes.random_weights import tokenizer  # noqa: E402
-from probes.run_candidate import candidate_of_run, method_of, zero_of  # noqa: E402
+from probes.run_candidate import candidate_of_run, method_of, plain, zero_of  # noqa: E402
 from probes.run_memory import Reading, RunMemory, gpu_of, reading_of  # noqa: E402
 
 pytestmark = [  # what the libraries warn of is theirs
@@ -146,8 +150,6 @@ class TestRuns:
 
     def test_a_plan_is_read_from_its_file(self, tmp_path, said):
         model = "Qwen2.5-0.5B"
-        from planner.catalogue import load_model
-
         planned = Candidate(model=load_model(model), method="sft", dtype="bfloat16", max_length=LENGTH, per_device_train_batch_size=4)
         path = tmp_path / "estimate.json"
         path.write_text(json_text(estimate_report(answer_of(planned, Cluster(gpu=GPU, nodes=1, gpus_per_node=1), 0.01))), encoding="utf-8")
@@ -226,6 +228,18 @@ class TestCandidate:
     def test_an_argument_is_a_setting(self, tmp_path, settings, field, value):
         run = trainer(tmp_path, MemoryPlanCallback(say=lambda line: None), **settings)
         assert getattr(candidate_of_run(run.args, run.model, {}), field) == value
+
+    def test_a_run_as_planned_is_the_planned_candidate(self, candidate):
+        pinned = {"tuning": "full", "per_device_train_batch_size": BATCH, "max_length": LENGTH}
+        job = Job(model=candidate.model, method="sft", pinned=pinned)
+        assert candidate_key(base_candidate(job, Cluster(gpu=GPU, nodes=1, gpus_per_node=1))) == candidate_key(candidate)
+
+    def test_the_config_of_a_model_in_memory_makes_its_checkpoints_layers(self):
+        """Transformers adds keys to a config that its file does not have."""
+        known = load_model("Qwen2.5-0.5B")
+        fields = dict(known.config)
+        config = transformers.AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+        assert model_key(shape_of(plain(config), id="in memory")) == model_key(known)
 
     def test_what_the_user_knows_wins(self, candidate, tmp_path):
         run = trainer(tmp_path, MemoryPlanCallback(say=lambda line: None))
