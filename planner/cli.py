@@ -1,29 +1,25 @@
 """The command: parses, calls, prints. The only printer and the only exit."""
 
-import contextlib
-import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, DryRunUnsupported, InputError, PlanError, UnknownArchitecture
-from planner.options import AskedOne, Checked, Printed, Saved, Searched, Written, given, grouped
+from planner.errors import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, EXIT_WRONG_INPUT, InputError, PlanError
+from planner.options import AskedOne, Checked, Compared, Exported, Printed, Probing, Proving, Saved, Searched, Written, given, grouped
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from planner.candidate import Candidate
     from planner.cluster import Cluster
-    from planner.model import ModelShape
     from planner.quantities import Estimate
-    from planner.trace.compose import Simulation
 
 EPILOG = """\
 Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts the plan, 1 anything else.
@@ -32,7 +28,7 @@ Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts th
 plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo
 plan estimate --model Qwen2.5-0.5B --gpus 1xRTX-3090 --method sft --tuning lora --max-length 2048
 """
-DRY_RUN_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+PHASE_WIDTH = 20  # columns that wipe the phase before
 PIPE_WIDTH = 100  # columns of the table where there is no terminal to ask
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,24 +36,34 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.callback(invoke_without_command=True, epilog=EPILOG)
 @grouped
-def search(ctx: typer.Context, asked: Searched, printed: Checked) -> int:
+def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Proving) -> int:
     """Find the largest, fastest configuration of a TRL method that fits the GPUs."""
     if ctx.invoked_subcommand is not None:
         _refuse_leading_options(ctx)
         return EXIT_PLANNED
+    from planner.own_results import own_results, with_own_results
     from planner.plan import plan
     from planner.question import read_question
     from planner.report.files import refuse_unwritable
     from planner.report.html import plan_html
     from planner.report.json import plan_report
     from planner.report.table import plan_table, refusal
+    from planner.rungs import prober, proven, runnable_here, with_layers
 
-    question = read_question(given(asked, printed), _with_layers(printed.quiet))
+    say = _sayer(printed)
+    question = read_question(given(asked, printed), with_layers(say))
     refuse_unwritable(printed.out, printed.html)
-    answer = plan(question.job, question.cluster)
-    checked, said = _dry_run_of(answer.best, question.cluster, printed)
-    answer = replace(answer, warnings=(*question.warnings, *said, *answer.warnings))
+    probe = prober(question.cluster, proving, _ticker(printed)) if proving.probe else None
+    job, unable = runnable_here(question.job, question.cluster, proving) if proving.probe else (question.job, ())
+    answer = with_own_results(plan(job, question.cluster), own_results())
+    checked, said = _dry_run_of(answer.best, question.cluster, printed) if probe is None else ("", ())
+    answer = replace(answer, warnings=(*question.warnings, *unable, *said, *answer.warnings))
+    proof = proven(answer, probe, proving, say) if probe is not None else None
+    answer = proof.plan if proof is not None else answer
     _answer(printed, plan_report(answer), plan_table(answer, _width(), checked), lambda: plan_html(answer))
+    if proof is not None and proof.exit_code != EXIT_PLANNED:
+        _say_error(proof.reason)
+        return proof.exit_code
     if answer.verdict == "fits":
         return EXIT_PLANNED
     _say_error(refusal(answer))
@@ -75,8 +81,9 @@ def estimate(asked: AskedOne, printed: Checked) -> int:
     from planner.report.html import estimate_html
     from planner.report.json import estimate_report
     from planner.report.table import estimate_table, shortfall
+    from planner.rungs import with_layers
 
-    question = read_question(given(asked, printed), _with_layers(printed.quiet))
+    question = read_question(given(asked, printed), with_layers(_sayer(printed)))
     refuse_unwritable(printed.out, printed.html)
     cluster = question.cluster
     answer = estimated(single_candidate(question), cluster, question.job.risk)
@@ -97,23 +104,95 @@ def dry_run(report: Saved, asked: AskedOne, printed: Printed) -> int:
     from rich.console import Console
 
     from planner.estimate import estimate as estimated
-    from planner.question import read_question, single_candidate
     from planner.report.json import json_text
     from planner.report.simulated import disagreement, simulation_report, simulation_table
-    from planner.saved import read_plan
+    from planner.rungs import simulated
 
-    if report.saved is not None:
-        candidate, cluster = read_plan(Path(report.saved), asked.gpus, asked.free_memory, _with_layers(printed.quiet))
-    else:
-        question = read_question(given(asked, printed), _with_layers(printed.quiet))
-        candidate, cluster = single_candidate(question), question.cluster
-    simulation = _simulated(estimated(candidate, cluster), cluster, printed.quiet)
+    say = _sayer(printed)
+    candidate, cluster, _ = _candidate_of(report, asked, printed)
+    simulation = simulated(estimated(candidate, cluster), cluster, say)
     if printed.json:
         print(json_text(simulation_report(simulation)))
     else:
         Console(width=_width(), highlight=False).print(simulation_table(simulation, cluster), soft_wrap=True)
         for line in disagreement(simulation) if not printed.quiet else ():
             print(line, file=sys.stderr)
+    return EXIT_PLANNED
+
+
+@app.command(epilog=EPILOG)
+@grouped
+def probe(report: Saved, asked: AskedOne, printed: Written, probing: Probing) -> int:
+    """Run one candidate's real trainer for a few steps in a process of its own, beside what was expected. Exit 4: it contradicts that."""
+    from planner.confirmed import contradiction
+    from planner.measured import measured_estimate
+    from planner.report.files import refuse_unwritable
+    from planner.report.html import estimate_html
+    from planner.report.json import estimate_report
+    from planner.report.proof import seen_lines
+    from planner.report.table import estimate_table, shortfall
+    from planner.rungs import probed, prober
+    from planner.trace.decide import answer_of
+
+    candidate, cluster, risk = _candidate_of(report, asked, printed)
+    refuse_unwritable(printed.out, printed.html)
+    expected = answer_of(candidate, cluster, risk)
+    measurement = probed(candidate, prober(cluster, probing, _ticker(printed)), cluster.gpu.name)
+    answer = measured_estimate(expected, measurement, risk)
+    lines = seen_lines(expected, measurement)
+    _answer(printed, estimate_report(answer, lines), estimate_table(answer, cluster, lines, _width()), lambda: estimate_html(answer, cluster, lines))
+    if wrong := contradiction(expected, measurement):
+        _say_error(wrong)
+        return EXIT_PROBE_CONTRADICTS
+    if answer.fits:
+        return EXIT_PLANNED
+    _say_error(shortfall(answer, risk))
+    return EXIT_NOTHING_FITS
+
+
+@app.command(epilog=EPILOG)
+@grouped
+def validate(compared: Compared, printed: Printed, probing: Probing) -> int:
+    """Compare what is predicted with what was measured, for a file of cases; with --measure, measure first what nobody has."""
+    from rich.console import Console
+
+    from planner.cases import read_cases
+    from planner.gpus import parse_cluster
+    from planner.report.files import write_all
+    from planner.report.json import json_text
+    from planner.report.validation import validation_csv, validation_report, validation_table
+    from planner.rungs import prober, traced, with_layers
+    from planner.validate import validate as validated
+
+    say = _sayer(printed)
+    cluster = parse_cluster(compared.gpus, compared.free_memory) if compared.gpus is not None else None
+    cases = read_cases(Path(compared.cases), with_layers(say))
+    if compared.measure and cluster is None:
+        raise InputError("--measure needs --gpus: the cards that probes run on, such as --gpus local.")
+    probe = prober(cluster, probing, _ticker(printed)) if compared.measure and cluster is not None else None
+    simulate = (lambda answer: traced(answer, say)) if compared.dry_run else None
+    record = Path(compared.record) if compared.record is not None else None
+    found = validated(cases, cluster, probe=probe, simulate=simulate, record=record, say=say)
+    if compared.csv is not None:
+        write_all({Path(compared.csv): validation_csv(found)})
+    if printed.json:
+        print(json_text(validation_report(found)))
+    else:
+        Console(width=_width(), highlight=False).print(validation_table(found), soft_wrap=True)
+    return EXIT_OTHER if found.interrupted else EXIT_PLANNED
+
+
+@app.command(epilog=EPILOG)
+@grouped
+def export(written: Exported) -> int:
+    """Write the files that run a plan's candidate: accelerate, DeepSpeed, TRL, vLLM, SLURM, requirements. Prints their paths."""
+    from planner.launch.export import export as write_launch_files
+    from planner.rungs import with_layers
+    from planner.saved import read_candidate
+
+    candidate = read_candidate(Path(written.saved), with_layers(lambda line: print(line, file=sys.stderr)))
+    for path in write_launch_files(candidate, Path(written.folder), written.overwrite):
+        print(path)
     return EXIT_PLANNED
 
 
@@ -179,12 +258,13 @@ def _dry_run_of(answer: "Estimate", cluster: "Cluster", printed: Checked) -> tup
     if not _wants_dry_run(answer, printed):
         return "", ()
     from planner.report.simulated import agreement, disagreement
+    from planner.rungs import simulated
 
+    say = _sayer(printed)
     try:
-        simulation = _simulated(answer, cluster, printed.quiet)
+        simulation = simulated(answer, cluster, say)
     except PlanError as error:
-        if not printed.quiet:
-            print(f"no dry run: {error}", file=sys.stderr)
+        say(f"no dry run: {error}")
         return "", ()
     checked = agreement(simulation)
     in_report = (checked.removeprefix("; "),) if checked and printed.json else ()
@@ -193,72 +273,39 @@ def _dry_run_of(answer: "Estimate", cluster: "Cluster", printed: Checked) -> tup
 
 def _wants_dry_run(answer: "Estimate", printed: Checked) -> bool:
     """The flag decides, then the environment; else a table about something that fits is checked where the packages are."""
+    from planner.rungs import can_dry_run
+
     said: bool | None = printed.dry_run
     if said is None and os.environ.get("PLAN_DRY_RUN") in ("0", "1"):
         said = os.environ["PLAN_DRY_RUN"] == "1"
     if said is not None:
         return said
-    return answer.fits and not printed.json and all(find_spec(name) is not None for name in DRY_RUN_PACKAGES)
+    return answer.fits and not printed.json and can_dry_run()
 
 
-def _simulated(answer: "Estimate", cluster: "Cluster", quiet: bool) -> "Simulation":
-    """The dry run on a card of the cluster, with what its libraries print kept from the streams."""
-    from planner.trace.compose import with_reserved
+def _candidate_of(report: Saved, asked: AskedOne, printed: Printed) -> "tuple[Candidate, Cluster, float]":
+    """The candidate that a saved report or the options speak of, its cluster, and the accepted risk."""
+    from planner.question import read_question, read_risk, single_candidate
+    from planner.rungs import with_layers
+    from planner.saved import read_plan
 
-    if not quiet:
-        print(f"simulating the step: {answer.candidate.method} of {answer.candidate.model.id} ...", file=sys.stderr)
-    with _libraries_kept_silent():
-        try:
-            from probes.simulate import simulate
-        except Exception as error:
-            raise DryRunUnsupported(f"A dry run needs {_missing_extra(error)}") from error
-        return with_reserved(simulate(answer), cluster.gpu)
-
-
-def _with_layers(quiet: bool) -> "Callable[[ModelShape], ModelShape]":
-    """What completes a model whose layers have no formulas: they are measured on fake tensors, where that was not done before."""
-    announced = set[str]()
-
-    def completed(model: "ModelShape") -> "ModelShape":
-        @contextlib.contextmanager
-        def measuring() -> Iterator[None]:
-            if not quiet and model.id not in announced:
-                print(f"no formulas for {model.model_type}: measuring the layers of {model.id} ...", file=sys.stderr)
-            announced.add(model.id)
-            with _libraries_kept_silent():
-                yield
-
-        if model.known:
-            return model
-        try:
-            from probes.coefficients import measured
-
-            return measured(model, measuring)
-        except ImportError as error:
-            reason = f"{model.id} ({model.model_type}) has no formulas here, and measuring its layers needs {_missing_extra(error)}"
-            raise UnknownArchitecture(reason) from error
-
-    return completed
+    complete = with_layers(_sayer(printed))
+    if report.saved is not None:
+        return *read_plan(Path(report.saved), asked.gpus, asked.free_memory, complete), read_risk(asked.risk)
+    question = read_question(given(asked, printed), complete)
+    return single_candidate(question), question.cluster, question.job.risk
 
 
-def _missing_extra(error: Exception) -> str:
-    missing = [name for name in DRY_RUN_PACKAGES if find_spec(name) is None]
-    reason = f"{', '.join(missing)} not installed" if missing else f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return f"the extra dryrun (pip install 'finetune-plan[dryrun]'): {reason}."
+def _sayer(printed: Printed) -> Callable[[str], None]:
+    """Progress, on stderr; nowhere where it is not wanted."""
+    return (lambda line: None) if printed.quiet else (lambda line: print(line, file=sys.stderr))
 
 
-@contextlib.contextmanager
-def _libraries_kept_silent() -> Iterator[None]:
-    """What the libraries print is kept from the streams, and torch's compiler from leaving the folder that it makes when it is imported."""
-    import tempfile
-    from unittest import mock
-
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        yield
+def _ticker(printed: Printed) -> Callable[[str], None]:
+    """What a probe is at, on a line that the next one overwrites; only where somebody watches."""
+    if printed.quiet or not sys.stderr.isatty():
+        return lambda phase: None
+    return lambda phase: print(f"  {phase.replace('_', ' '):<{PHASE_WIDTH}}", end="\r", file=sys.stderr, flush=True)
 
 
 def _answer(printed: Written, report: "dict[str, object]", table: "Text", page: Callable[[], str]) -> None:

@@ -103,10 +103,10 @@ def _corrections(plan: Plan, expected: Estimate, seen: Measurement | None, measu
     said = [wrong] if of_best is not None and (wrong := contradiction(plan.best, of_best)) else []
     if expected is not plan.best:
         said.append(f"proven instead of what was recommended: {changed(plan.best.candidate, expected.candidate)}")
-    return said + ([_agreement(expected, seen)] if seen is not None and seen.outcome == "fits" else [])
+    return said + ([agreement(expected, seen)] if seen is not None and seen.outcome == "fits" else [])
 
 
-def _agreement(expected: Estimate, seen: Measurement) -> str:
+def agreement(expected: Estimate, seen: Measurement) -> str:
     """Peak against peak, in whichever phases they are."""
     found = differences(expected, seen)
     if not found:

@@ -6,6 +6,7 @@
     │   └── UnknownArchitecture  its activations have no formula here   exit 2
     │       └── NotMeasured  nor are they measured with such settings   exit 2
     ├── DryRunUnsupported  what a dry run cannot simulate           exit 2
+    ├── ProbeFailed      a probe ended and says nothing about memory   exit 1
     └── NothingFits      the question is right, the answer is no        exit 3
 
 Everything else is a bug of ours and keeps its traceback (exit 1).
@@ -54,6 +55,10 @@ class DryRunUnsupported(PlanError):
     """A setting that a dry run cannot simulate. The message names it."""
 
     exit_code = EXIT_WRONG_INPUT
+
+
+class ProbeFailed(PlanError):
+    """A probe that ended without saying whether its candidate fits. The message says how it ended."""
 
 
 class NothingFits(PlanError):

@@ -7,7 +7,7 @@ under `@app.command()` and `@grouped`; what only it reads is a group of its own 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -113,6 +113,54 @@ class Checked(Written):
     dry_run: DryRun = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Probing:
+    """How a probe runs."""
+
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="cuda: the GPUs here. cpu: real runs of small models. simulated: dry runs on such cards.")
+    ] = "cuda"
+    time_limit: Annotated[str, typer.Option("--time-limit", metavar="DURATION", help="A probe that takes longer is ended, such as 90s, 30m, 1h.")] = "30m"
+    evaluate: Annotated[bool, typer.Option("--evaluate", help="A probe also runs one evaluation batch.")] = False
+    hub_weights: Annotated[bool, typer.Option("--hub-weights", help="Load the model's real weights from the Hub. Default: random ones, made here.")] = False
+    logs: Annotated[str | None, typer.Option("--logs", metavar="DIR", help="Where the workers' logs are kept. Default: the user's cache.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proving(Probing):
+    """Whether and how a plan is proven."""
+
+    probe: Annotated[bool, typer.Option("--probe", help="Prove the answer by probes: short real runs. Exit 4: they contradict the plan.")] = False
+    budget: Annotated[str | None, typer.Option("--budget", metavar="DURATION", help="With --probe: time for all probes, such as 10m. Default: no limit.")] = (
+        None
+    )
+    storage: Annotated[
+        str | None, typer.Option("--storage", metavar="URL", help="With --probe: an Optuna storage. Default: a file in the user's cache; it is resumed.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What is compared, and what is measured for it."""
+
+    cases: Annotated[str, typer.Argument(metavar="CASES.jsonl", help="Grid points, measurements or published figures, one JSON object a line.")]
+    gpus: Annotated[str | None, typer.Option("--gpus", metavar="CLUSTER", help="The card of cases that name none; with --measure, those to run on.")] = None
+    free_memory: Annotated[str | None, typer.Option("--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all.")] = None
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the cases that nobody has, on --device.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Compare a dry run of each case too. Default: a profile where there is one.")] = False
+    record: Annotated[str | None, typer.Option("--record", metavar="FILE", help="Add each measurement to this file, and go on from what is in it.")] = None
+    csv: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Also write the rows as CSV.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What is written, and where."""
+
+    saved: Annotated[str, typer.Argument(metavar="PLAN.json", help="A saved report of plan or plan estimate.")]
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder for the files.")]
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files of the same names that say something else.")] = False
+
+
 def given(*groups: Asked | Printed) -> dict[str, Any]:
     """The options of groups by their names."""
     return {name: value for group in groups for name, value in asdict(group).items()}
@@ -144,4 +192,5 @@ def _parameters(name: str, hint: Any) -> Iterator[inspect.Parameter]:
         return
     types = get_type_hints(hint, include_extras=True)
     for field in fields(hint):
-        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name])

@@ -80,7 +80,7 @@ def read_question(options: Mapping[str, Any], with_layers: Callable[[ModelShape]
         tuning=tuning,
         pinned=_pins(settings, model, tuning, with_layers, from_file=bool(in_file)),
         optimize=_one_of("goal", options.get("optimize", "throughput"), get_args(Goal)),
-        risk=_probability(options["risk"]),
+        risk=read_risk(options["risk"]),
         effective_batch_size=_count("--effective-batch-size", options["effective_batch_size"]),
         trl_version=version,
         lora_ranks=ranks,
@@ -232,7 +232,7 @@ def _one_of(kind: str, name: str, known: tuple[str, ...]) -> Any:
     return plain
 
 
-def _probability(text: str) -> float:
+def read_risk(text: str) -> float:
     try:
         risk = float(text)
     except ValueError:

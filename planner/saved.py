@@ -41,6 +41,19 @@ def read_plan(path: Path, gpus: str | None, free_memory: str | None, with_layers
     return candidate, cluster
 
 
+def read_candidate(path: Path, with_layers: Callable[[ModelShape], ModelShape]) -> Candidate:
+    """The same candidate where no cluster is wanted.
+
+    Raises:
+        InputError: the file cannot be read, or is no report.
+    """
+    report = _report(path)
+    try:
+        return candidate_of(report.get("best", report)["settings"], with_layers)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is no report of plan. It lacks {error}.") from error
+
+
 def candidate_of(settings: Mapping[str, Any], with_layers: Callable[[ModelShape], ModelShape]) -> Candidate:
     """The candidate that `settings_of` has spelled."""
     plain = {name: value for name, value in settings.items() if name not in ABOUT and name not in MODELS and value is not None}

@@ -47,3 +47,19 @@ def parse_bytes(text: str) -> int:
     if match is None or suffix not in _SUFFIXES:
         raise InputError(f"{text!r} is not a size. Write it in GiB or MiB, such as 24GiB.")
     return int(float(match.group(1)) * _SUFFIXES[suffix])
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from text: `"90s"`, `"10m"`, `"1.5h"` or a plain number of seconds.
+
+    Raises:
+        InputError: the text is no duration, or is none at all.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    suffix = match.group(2).lower() if match else "?"
+    if match is None or suffix not in _SECONDS or float(match.group(1)) == 0:
+        raise InputError(f"{text!r} is not a duration. Write it in seconds, minutes or hours, such as 90s, 10m or 1h.")
+    return float(match.group(1)) * _SECONDS[suffix]

@@ -1,6 +1,10 @@
 """What probes said of a plan, as lines of the table and as a part of the JSON report."""
 
+from planner.confirmed import agreement
+from planner.measured import differences
+from planner.measurement import Measurement
 from planner.proof import PhaseDifference, Proof
+from planner.quantities import Estimate
 from planner.units import format_gib
 
 DECIMALS = 6
@@ -18,6 +22,15 @@ def proof_lines(proof: Proof) -> tuple[str, ...]:
 def difference_lines(proof: Proof) -> tuple[str, ...]:
     """A line a phase: as it was seen, without what the allocator kept to spare, and as it was expected."""
     return tuple(_difference(proof, each) for each in proof.differences)
+
+
+def seen_lines(expected: Estimate, seen: Measurement) -> tuple[str, ...]:
+    """A single probe beside what was expected of its candidate: peak against peak, then a line a phase."""
+    if seen.outcome != "fits":
+        return ()
+    phases = differences(expected, seen)
+    proof = Proof(evidence=seen.evidence, device=seen.device, lines=(), report={}, expected=expected.evidence, differences=phases)
+    return (agreement(expected, seen), *difference_lines(proof))
 
 
 def proof_report(proof: Proof) -> dict[str, object]:
