@@ -308,3 +308,17 @@ def test_a_real_recipes_profile_gives_the_full_traces_peak(settings: dict[str, o
         full = dry_run(with_layers(size, layers), steps=1)
         assert profile.peak_bytes(sizes_of(size), layers) == full.peak_bytes
         assert profile.phases(sizes_of(size), layers) == full.phases
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_rank_by_its_profile_is_a_rank_by_its_dry_run(cache: Path) -> None:
+    pytest.importorskip("trl")
+    from probes.profiles import simulated_answer
+    from probes.simulate import simulate
+
+    two, attention = {"sharding": "zero2", "num_processes": 2}, "flash_attention_2"
+    answer = estimate(job(**two, model=model(num_hidden_layers=6), attn_implementation=attention), parse_cluster("2xA100-40G", None))
+    by_profile = simulated_answer(answer, 0.01)
+    assert by_profile.evidence == "simulated" and load_profile(answer.candidate) is not None
+    shown, run = ({phase.name: phase.total_bytes for phase in phases} for phases in (by_profile.gpus[0].phases, simulate(answer).simulated))
+    assert shown == run
