@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 trl = pytest.importorskip("trl")
 
+import accelerate  # noqa: E402
 import datasets  # noqa: E402
 import peft  # noqa: E402
 import transformers  # noqa: E402
@@ -67,15 +68,26 @@ def small_model() -> Any:
     return transformers.Qwen2ForCausalLM(config)
 
 
-def trainer(tmp_path: Path, callback: MemoryPlanCallback, lora: bool = False, **settings: Any) -> Any:
-    rows = [{"input_ids": [3 + (row + place) % 60 for place in range(LENGTH)]} for row in range(BATCH * STEPS)]
-    args = {
+def arguments(tmp_path: Path, **settings: Any) -> Any:
+    usual = {
         "output_dir": str(tmp_path / "run"), "max_steps": STEPS, "per_device_train_batch_size": BATCH, "max_length": LENGTH, "report_to": "none",
         "save_strategy": "no", "use_cpu": True, "logging_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
     }  # fmt: skip
+    return trl.SFTConfig(**(usual | settings))
+
+
+def sft_arguments(tmp_path: Path, **settings: Any) -> Any:
+    """Arguments of a run whose accelerator is there, as it is when training begins."""
+    args = arguments(tmp_path, **settings)
+    accelerate.Accelerator(cpu=True)
+    return args
+
+
+def trainer(tmp_path: Path, callback: MemoryPlanCallback, lora: bool = False) -> Any:
+    rows = [{"input_ids": [3 + (row + place) % 60 for place in range(LENGTH)]} for row in range(BATCH * STEPS)]
     return trl.SFTTrainer(
         model=small_model(),
-        args=trl.SFTConfig(**(args | settings)),
+        args=arguments(tmp_path),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer(64),
         peft_config=peft.LoraConfig(r=4, target_modules="all-linear") if lora else None,
@@ -103,8 +115,7 @@ def expected_of(peak: int, interval: tuple[int, int], candidate: Candidate) -> E
 @pytest.fixture(scope="module")
 def candidate(tmp_path_factory: pytest.TempPathFactory) -> Candidate:
     """What the small trainer is."""
-    run = trainer(tmp_path_factory.mktemp("candidate"), MemoryPlanCallback(say=lambda line: None))
-    return candidate_of_run(run.args, run.model, {})
+    return candidate_of_run(sft_arguments(tmp_path_factory.mktemp("candidate")), small_model(), {})
 
 
 @pytest.fixture
@@ -226,8 +237,7 @@ class TestCandidate:
         ],
     )
     def test_an_argument_is_a_setting(self, tmp_path, settings, field, value):
-        run = trainer(tmp_path, MemoryPlanCallback(say=lambda line: None), **settings)
-        assert getattr(candidate_of_run(run.args, run.model, {}), field) == value
+        assert getattr(candidate_of_run(sft_arguments(tmp_path, **settings), small_model(), {}), field) == value
 
     def test_a_run_as_planned_is_the_planned_candidate(self, candidate):
         pinned = {"tuning": "full", "per_device_train_batch_size": BATCH, "max_length": LENGTH}
@@ -242,8 +252,7 @@ class TestCandidate:
         assert model_key(shape_of(plain(config), id="in memory")) == model_key(known)
 
     def test_what_the_user_knows_wins(self, candidate, tmp_path):
-        run = trainer(tmp_path, MemoryPlanCallback(say=lambda line: None))
-        assert candidate.padded and not candidate_of_run(run.args, run.model, {"padded": False}).padded
+        assert candidate.padded and not candidate_of_run(sft_arguments(tmp_path), small_model(), {"padded": False}).padded
 
     @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*\.(q|v)_proj"])
     def test_adapters_on_some_kinds_of_layers_are_those(self, tmp_path, targets):
@@ -294,7 +303,7 @@ class TestCandidate:
         args = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", per_device_train_batch_size=8)
         with pytest.raises(InputError, match="How long prompts are is in no GRPOConfig"):
             candidate_of_run(args, small_model(), {})
-        sft_arguments(tmp_path)
+        accelerate.Accelerator(cpu=True)
         found = candidate_of_run(args, small_model(), {"prompt_length": 20})
         assert (found.method, found.prompt_length, found.vllm, found.steps_per_generation) == ("grpo", 20, "off", 1)
 
@@ -308,11 +317,6 @@ class TestCandidate:
         assert zero_of({}) == {"sharding": "ddp", "offload_optimizer": False, "offload_param": False}
         zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
         assert zero_of({"zero_optimization": zero}) == {"sharding": "zero3", "offload_optimizer": True, "offload_param": False}
-
-
-def sft_arguments(tmp_path: Path) -> Any:
-    """Arguments of a run whose accelerator is there, as it is when training begins."""
-    return trainer(tmp_path, MemoryPlanCallback(say=lambda line: None)).args
 
 
 class TestCounters:
