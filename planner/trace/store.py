@@ -39,9 +39,14 @@ def save_profile(candidate: Candidate, profile: Profile) -> Path:
     """Keeps a profile in the user's cache; whoever reads meanwhile sees the whole file or none."""
     path = cache_folder() / (key_of(recipe_of(candidate)) + SUFFIX)
     write_profile(profile, path)
+    forget()
+    return path
+
+
+def forget() -> None:
+    """Lets go of what was read: files may have come since."""
     _loaded.cache_clear()
     _families.cache_clear()
-    return path
 
 
 def write_profile(profile: Profile, path: Path) -> None:
