@@ -17,7 +17,21 @@ from planner.units import format_gib
 
 def contradicts(plan: Plan, measurements: Sequence[Measurement]) -> bool:
     """Whether a probe of the recommended candidate says otherwise than the plan: exit code 4."""
-    return any(contradiction(plan.best, measurement) for measurement in _of(plan.best.candidate, measurements))
+    return bool(contradiction_of(plan, measurements))
+
+
+def contradiction_of(plan: Plan, measurements: Sequence[Measurement]) -> str:
+    """The first contradiction between a plan and the probes of what it recommends, in a line; empty where there is none."""
+    best = as_expected(plan).best
+    return next(filter(None, (contradiction(best, measurement) for measurement in _of(best.candidate, measurements))), "")
+
+
+def as_expected(plan: Plan) -> Plan:
+    """The plan as the rungs below probes have it: with the user's earlier measurements in it, a proof would compare them with themselves."""
+    if plan.best.device == "none":
+        return plan
+    best = replace(answer_of(plan.best.candidate, plan.cluster, plan.job.risk), reasons=plan.best.reasons)
+    return replace(plan, best=best, verdict="fits" if best.fits else "does_not_fit")
 
 
 def contradiction(answer: Estimate, measurement: Measurement) -> str:
@@ -51,6 +65,7 @@ def confirmed(plan: Plan, best: Candidate | None, measurements: Sequence[Measure
         lines: the certificate, for people.
         report: the certificate, as a JSON object.
     """
+    plan = as_expected(plan)
     expected = plan.best if best is None or candidate_key(best) == candidate_key(plan.best.candidate) else _expected(plan, best)
     seen = decided_of(expected, measurements)
     answer = measured_estimate(expected, seen, plan.job.risk) if seen is not None else expected

@@ -88,9 +88,12 @@ def keep(measurement: Measurement, gpu: str, source: Source) -> Path:
 
 
 def keep_new(measurements: Iterable[Measurement], gpu: str) -> int:
-    """Adds a study's measurements of a card that are not there yet, as they are when it goes on; returns how many. What was not measured is passed over."""
+    """Adds a study's measurements of a card that are not there yet, as they are when it goes on; returns how many.
+
+    What says nothing about a card is passed over: CPUs, simulated cards, probes that ended otherwise.
+    """
     there = {json.dumps(result.report, sort_keys=True) for result in own_results().results}
-    new = [each for each in measurements if each.evidence == "measured" and each.decided and measurement_line(each) not in there]
+    new = [each for each in measurements if each.device == "cuda" and each.decided and measurement_line(each) not in there]
     for measurement in new:
         keep(measurement, gpu, "probe")
     return len(new)

@@ -13,6 +13,7 @@ from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, s
 
 from planner.candidate import Candidate
 from planner.catalogue import load_model
+from planner.confirmed import confirmed, contradicts
 from planner.errors import InputError
 from planner.estimate import estimate
 from planner.gpus import parse_cluster
@@ -57,8 +58,8 @@ class TestTheFile:
         assert not results_file().exists()
 
     def test_a_study_that_goes_on_adds_what_is_new(self):
-        crashed, simulated = seen(outcome="crashed"), seen(device="simulated")
-        assert keep_new([seen(), crashed, simulated], CARD) == 1
+        of_no_card = [seen(outcome="crashed"), seen(device="simulated"), seen(device="cpu")]
+        assert keep_new([seen(), *of_no_card], CARD) == 1
         assert keep_new([seen(), seen(more=MIB)], CARD) == 1
         assert [result.source for result in own_results().results] == ["probe", "probe"]
 
@@ -162,6 +163,16 @@ class TestPlans:
         keep(seen(more=MIB), CARD, "probe")
         texts = {json_text(plan_report(with_own_results(PLANNED, own_results()))) for _ in range(2)}
         assert len(texts) == 1
+
+    def test_a_proof_is_beside_what_was_expected_and_not_beside_itself(self):
+        reach = EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
+        again = seen(more=reach + GIB)
+        keep(again, CARD, "probe")
+        resumed = with_own_results(PLANNED, own_results())
+        assert resumed.best.evidence == "measured" and contradicts(resumed, [again])
+        proven = confirmed(resumed, CANDIDATE, [again], [], {})
+        assert proven.proof is not None and proven.proof.expected == EXPECTED.evidence
+        assert proven.best == confirmed(PLANNED, CANDIDATE, [again], [], {}).best
 
     def test_a_plan_itself_reads_no_measurements(self):
         job = Job(model=MODEL, method="sft", tuning="lora", pinned={"max_length": 512})
