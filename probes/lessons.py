@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Mapping
 
 from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage
+from planner.memory.runtime import EXPANDABLE_SLACK_BYTES
 from planner.quantities import Phase
 from planner.units import MIB
-from probes.belief import KNOWN, RESIDUAL_BYTES, Coefficients, Kind, Observation, Row, residual_bytes
+from probes.belief import KNOWN, LIGHT, RESIDUAL_BYTES, Coefficients, Kind, Observation, Row, residual_bytes
 
 # How far apart two readings of the driver may be: other processes' and libraries' small change.
 DRIVER_NOISE_BYTES = 16 * MIB
-SLACK_NOISE_SHARE = 0.002  # of what is allocated: the slack at one moment is not that at the next
+SLACK_NOISE_SHARE = 0.002  # of what is allocated, beside the last pages of the pools: the slack at one moment is not that at the next
+UNIFORM = 12**0.5  # a range over the standard deviation of what may lie anywhere in it
 NOT_TENSORS = frozenset({"runtime", "slack", "engine"})
 
 
@@ -30,7 +32,8 @@ def observations(measurement: Measurement, rows: tuple[Row, ...], label: str) ->
         short = {row.phase: row for row in rows if row.gpus == gpus}
         found += _of_shortage(measurement.shortage, heaviest, short, apart or ("server" if gpus else ""))
     known = KNOWN[measurement.device]
-    return tuple(_without(each, known) for each in found)
+    kept = (_without(each, known) for each in found)
+    return tuple(each for each in kept if each.coefficients)
 
 
 def gpus_of_rank(measurement: Measurement, rank: int) -> int:
@@ -39,6 +42,7 @@ def gpus_of_rank(measurement: Measurement, rank: int) -> int:
 
 
 def _of_phases(rank: RankMemory | None, rows: Mapping[Phase, Row], whole: bool, apart: str) -> Iterator[Observation]:
+    heaviest_bytes = max(row.total_bytes for row in rows.values())
     for peak in rank.phases if rank is not None else ():
         if peak.name not in rows:
             continue
@@ -55,15 +59,16 @@ def _of_phases(rank: RankMemory | None, rows: Mapping[Phase, Row], whole: bool, 
         if whole:
             yield Observation(kind="at_most", coefficients=row.coefficients, value=row.capacity_bytes - row.total_bytes, noise=RESIDUAL_BYTES)
         if not apart:
-            yield from _of_reserved(peak, row, whole)
+            yield from _of_reserved(peak, row, whole, row.total_bytes >= LIGHT * heaviest_bytes)
 
 
-def _of_reserved(peak: PhasePeak, row: Row, whole: bool) -> Iterator[Observation]:
+def _of_reserved(peak: PhasePeak, row: Row, whole: bool, heavy: bool) -> Iterator[Observation]:
+    """Slack is a share of what is allocated where much is; the last pages of a light phase say nothing about it."""
     if peak.driver_bytes and peak.reserved_bytes:
         outside = peak.driver_bytes - peak.reserved_bytes - row.outside_bytes
         kind: Kind = "equal" if whole else "at_least"  # kernels are loaded when they are first used
         yield Observation(kind=kind, coefficients={"runtime": 1.0}, value=outside, noise=DRIVER_NOISE_BYTES)
-    if peak.reserved_bytes and peak.allocated_bytes:
+    if heavy and peak.reserved_bytes and peak.allocated_bytes:
         kept = peak.reserved_bytes - peak.allocated_bytes - row.slack_bytes
         yield Observation(kind="at_most", coefficients={"slack": peak.allocated_bytes}, value=kept, noise=_slack_noise_bytes(peak.allocated_bytes))
 
@@ -80,9 +85,10 @@ def _of_shortage(shortage: Shortage, rank: RankMemory | None, rows: Mapping[Phas
     yield Observation(kind="at_least", coefficients=_tensors(row, ""), value=asked, noise=residual_bytes(row.allocated_bytes))
     slack = shortage.reserved_bytes - allocated - row.slack_bytes
     yield Observation(kind="equal", coefficients={"slack": allocated}, value=slack, noise=_slack_noise_bytes(allocated))
-    capacity = rank.capacity_bytes if rank is not None and rank.capacity_bytes else row.capacity_bytes
-    outside = capacity - shortage.free_bytes - shortage.reserved_bytes - row.outside_bytes
-    yield Observation(kind="equal", coefficients={"runtime": 1.0}, value=outside, noise=DRIVER_NOISE_BYTES)
+    capacity = min(rank.capacity_bytes, row.capacity_bytes) if rank is not None and rank.capacity_bytes else row.capacity_bytes
+    outside = capacity - shortage.free_bytes - shortage.reserved_bytes
+    if outside > 0:  # else torch kept to a limit of its own (torch.cuda.set_per_process_memory_fraction), which does not count what is not torch's
+        yield Observation(kind="equal", coefficients={"runtime": 1.0}, value=outside - row.outside_bytes, noise=DRIVER_NOISE_BYTES)
 
 
 def _tensors(row: Row, apart: str) -> Coefficients:
@@ -91,7 +97,7 @@ def _tensors(row: Row, apart: str) -> Coefficients:
 
 
 def _slack_noise_bytes(allocated_bytes: float) -> float:
-    return RESIDUAL_BYTES + SLACK_NOISE_SHARE * allocated_bytes
+    return EXPANDABLE_SLACK_BYTES / UNIFORM + SLACK_NOISE_SHARE * allocated_bytes
 
 
 def _without(seen: Observation, known: frozenset[str]) -> Observation:

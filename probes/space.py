@@ -71,7 +71,8 @@ class Space:
         if place not in self.rows:
             answer = self.estimate(place)
             assert answer is not None
-            nccl = nccl_bytes(answer.candidate, self.question.cluster.gpu)
+            # the simulated device counts NCCL's buffers as torch's (probes/simulated.py, NOT_RESERVED)
+            nccl = 0 if self.device == "simulated" else nccl_bytes(answer.candidate, self.question.cluster.gpu)
             self.rows[place] = rows_of(answer, self.lines[place.line].name, nccl, self.device)
         return self.rows[place]
 

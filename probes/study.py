@@ -113,8 +113,7 @@ def best_measurement(knowledge: Knowledge) -> Measurement | None:
 
     def worth(place: Place) -> tuple[float, ...]:
         precise, *asked = space.merit(place)
-        measured = knowledge.measured[place].tokens_per_second
-        return (precise, measured, *asked) if goal == "throughput" else (precise, *asked)
+        return (precise, speed(knowledge.measured[place], space, place), *asked) if goal == "throughput" else (precise, *asked)
 
     return knowledge.measured[max(knowledge.ran, key=worth)] if knowledge.ran else None
 
@@ -204,7 +203,9 @@ def finish(study: optuna.Study, trial: Trial, measurement: Measurement, space: S
         return
     if BYTES_OVER not in trial.constraints:
         trial.set_constraint(BYTES_OVER, float(over_bytes(measurement, space)))
-    study.tell(trial.number, objective(measurement, space))
+    place = space.place(trial.params)
+    assert place is not None
+    study.tell(trial.number, objective(measurement, space, place))
 
 
 def fail(study: optuna.Study, trial: Trial, reason: str) -> None:
@@ -212,22 +213,27 @@ def fail(study: optuna.Study, trial: Trial, reason: str) -> None:
     study.tell(trial.number, state=TrialState.FAIL)
 
 
-def objective(measurement: Measurement, space: Space) -> float:
+def objective(measurement: Measurement, space: Space, place: Place) -> float:
     """What the job asks for, of a candidate that ran; nothing of one that did not."""
     if measurement.outcome != "fits":
         return 0.0
     goal, candidate = space.question.job.optimize, measurement.candidate
     if goal == "max-length":
         return float(candidate.row_tokens)
-    return float(candidate.per_device_train_batch_size) if goal == "batch-size" else measurement.tokens_per_second
+    return float(candidate.per_device_train_batch_size) if goal == "batch-size" else speed(measurement, space, place)
+
+
+def speed(measurement: Measurement, space: Space, place: Place) -> float:
+    """Tokens per second: measured, or estimated where a device has no time (`simulated`)."""
+    answer = space.estimate(place)
+    return measurement.tokens_per_second or (answer.throughput.tokens_per_second if answer is not None else 0.0)
 
 
 def over_bytes(measurement: Measurement, space: Space) -> int:
     """Bytes over the card: what was missing at least, or the most that was taken less what there is. Never above 0 for what ran."""
     if measurement.outcome == "out_of_memory":
         return measurement.shortage.over_bytes if measurement.shortage is not None else 1
-    capacity = max((rank.capacity_bytes for rank in measurement.ranks), default=0) or space.question.cluster.gpu.free_bytes
-    return min(measurement.peak_bytes - capacity, 0)
+    return min(measurement.peak_bytes - space.question.cluster.gpu.free_bytes, 0)
 
 
 def adopt(study: optuna.Study, space: Space, say: Say) -> None:
@@ -264,7 +270,8 @@ def asked_line(knowledge: Knowledge, place: Place) -> str:
 def seen_line(measurement: Measurement) -> str:
     took = format_seconds(measurement.wall_seconds)
     if measurement.outcome == "fits":
-        return f"fits, {format_gib(measurement.peak_bytes)} at its peak, {format_count(round(measurement.tokens_per_second))} tokens/s ({took})"
+        rate = f", {format_count(round(measurement.tokens_per_second))} tokens/s" if measurement.tokens_per_second else ""
+        return f"fits, {format_gib(measurement.peak_bytes)} at its peak{rate} ({took})"
     if measurement.shortage is not None:
         shortage = measurement.shortage
         return f"out of memory in the {shortage.phase.replace('_', ' ')} phase, {format_gib(shortage.over_bytes)} too much at least ({took})"

@@ -175,7 +175,7 @@ def test_a_bug_in_the_probe_is_raised_and_the_study_goes_on_later(tmp_path: Path
     def broken(candidate: Candidate) -> Measurement:
         raise ZeroDivisionError("a bug")
 
-    with pytest.raises(ZeroDivisionError, match="^a bug$"):
+    with pytest.raises(ZeroDivisionError, match=r"^a bug$"):
         proven(storage(tmp_path), broken)
     assert certificate_report(proven(storage(tmp_path)).certificate) == undisturbed
 
