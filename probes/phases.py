@@ -84,7 +84,9 @@ class Phases:
 def phases_told(tracker: Told, stage: Stage, padded: bool, rollout: Rollout = one_word_shortened) -> Iterator[None]:
     """While inside, the tracker is told. `padded`: every batch holds one token of padding, though its rows are all of full length."""
     phases = Phases(tracker, stage, rollout)
-    handles = [_plain(model).register_forward_pre_hook(_with_padding, with_kwargs=True) for model in stage.models if padded]
+    # some trainers call the backbone past the model (trl 1.16, distillation_trainer.py, `_get_last_hidden_state`)
+    called = {module for model in stage.models for module in (_plain(model), _plain(model).base_model) if padded}
+    handles = [module.register_forward_pre_hook(_with_padding, with_kwargs=True) for module in called]
     handles.append(register_optimizer_step_post_hook(phases.after_optimizer_step))
     handles += [
         parameter.register_post_accumulate_grad_hook(phases.after_gradient) for parameter in stage.trainer.model.parameters() if parameter.requires_grad

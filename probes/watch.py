@@ -96,15 +96,17 @@ class CpuWatch(Tracker):
 
     def __init__(self, clock: Clock, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes=capacity_bytes)
+        PartialState(cpu=True)  # before anybody asks which process this is
         self.clock = clock
         self.capacity_bytes = capacity_bytes
         self._before: dict[Phase, int] = {}  # of the trainer before
-        self._entered: dict[Phase, int] = {}  # what was held where a phase began: all there is of one in which nothing is made
+        self._saving: dict[Phase, int] = {}  # what is held while a checkpoint is written, in which nothing needs to be made
 
     def enter_phase(self, phase: Phase) -> None:
         if phase != self.phase:
             self.clock.enter(phase)
-            self._entered[phase] = max(self._held_bytes, self._entered.get(phase, 0))
+        if phase == "save":
+            self._saving = {phase: self._held_bytes}
         super().enter_phase(phase)
 
     @contextmanager
@@ -128,14 +130,13 @@ class CpuWatch(Tracker):
 
     def forget(self) -> None:
         self._before = {peak.name: peak.allocated_bytes for peak in self.peaks}
-        self._entered = {}
 
     @property
     def peaks(self) -> tuple[PhasePeak, ...]:
         found = dict(self._before)
         for phase in self.trace().phases:
             found[phase.name] = max(phase.total_bytes, found.get(phase.name, 0))
-        found = self._entered | found
+        found = self._saving | found
         return tuple(
             PhasePeak(name=name, allocated_bytes=held, reserved_bytes=0, driver_bytes=0, seconds=self.clock.seconds.get(name, 0.0))
             for name, held in found.items()

@@ -20,6 +20,7 @@ from planner.model import ModelShape
 from planner.settings import settings_of
 from probes.fake_trainer import DTYPES, WORD, Stage
 from probes.random_weights import model_folder, tokenizer
+from probes.rollouts import prompts_differ
 from probes.task import Task
 
 # Settings that whoever launches the worker reads, those that only say what data is like, and names for what is passed otherwise.
@@ -199,7 +200,7 @@ def data(load: _Workload, row: Callable[[_Text, int, int], dict[str, Any]]) -> d
     """`row(text, index, short)` for all steps of all processes; the last row of each process' batch is one token short where batches are padded."""
     task, candidate, text = load.task, load.candidate, _Text(load)
     batch = candidate.per_device_train_batch_size
-    count = (task.steps + 1) * batch * candidate.gradient_accumulation_steps * candidate.num_processes
+    count = (task.steps + (task.save and task.resume)) * batch * candidate.gradient_accumulation_steps * candidate.num_processes
     found = [row(text, index, int(candidate.padded and index % batch == batch - 1)) for index in range(count)]
     one_batch = evaluation_rows(candidate) * candidate.num_processes
     rows = datasets.Dataset.from_list(found)
@@ -216,10 +217,11 @@ def _pair(candidate: Candidate) -> Callable[[_Text, int, int], dict[str, Any]]:
 
 
 def _prompt(candidate: Candidate) -> Callable[[_Text, int, int], dict[str, Any]]:
-    """Prompts of one length, where batches are padded every second of them one token short."""
+    """Prompts of one length, every second of them one token short where that pads a batch."""
+    differ = prompts_differ(candidate)
 
     def row(text: _Text, index: int, _: int) -> dict[str, Any]:
-        return {"prompt": text(candidate.prompt_length - int(candidate.padded and index % 2))}
+        return {"prompt": text(candidate.prompt_length - int(differ and index % 2))}
 
     return row
 
@@ -310,7 +312,7 @@ def gkd(load: _Workload) -> Stage:
     completion = candidate.row_tokens - candidate.prompt_length
 
     def row(text: _Text, index: int, _: int) -> dict[str, Any]:
-        prompt = text.ids(candidate.prompt_length - int(candidate.padded and index % 2))
+        prompt = text.ids(candidate.prompt_length - int(prompts_differ(candidate) and index % 2))
         mask = [0] * len(prompt) + [1] * completion
         return {"prompt": " ".join(f"w{token}" for token in prompt), "input_ids": prompt + text.ids(completion), "completion_mask": mask}
 

@@ -1,0 +1,177 @@
+"""Contract of the worker on `cpu`: a real trainer with real weights, measured, is what the dry run has said, and running out of memory is a measurement."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model
+from planner.measurement import Measurement, measurement_of
+from planner.methods import MethodName
+
+pytest.importorskip("trl")
+
+import torch
+
+from probes.dryrun import dry_run
+from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, write_task
+from probes.watch import shortage_of_message
+from probes.worker import measure, step_seconds
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+ROOT = Path(__file__).parents[1]
+METHODS: tuple[MethodName, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation", "online-dpo")
+# Phases that differ, and why: the peak is in none of them.
+ROLLOUT = "prompts of two lengths are masked in a rollout; a dry run's are of one length, and without a cache it gives no positions"
+NAMED: dict[MethodName, dict[str, str]] = {
+    "grpo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
+    "rloo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
+    "distillation": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
+    "online-dpo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> object:
+    """Operators as small as these only wait for other threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def candidate(method: MethodName = "sft", model: str = "tiny-qwen2", **changes: object) -> Candidate:
+    shape = load_model(str(ROOT / "tests" / "models" / model))
+    settings: dict[str, object] = {
+        "model": shape, "per_device_train_batch_size": 4, "max_length": 32, "prompt_length": 8, "max_completion_length": 5, "num_generations": 2,
+        "dtype": "bfloat16", "teacher_model": shape if method == "distillation" else None,
+    }  # fmt: skip
+    return Candidate(method=method, **(settings | changes))  # type: ignore[arg-type]
+
+
+def measured(case: Candidate, folder: Path, **changes: object) -> Measurement:
+    settings: dict[str, object] = {"save": False, "resume": False}
+    return measure(Task(candidate=case, device="cpu", folder=str(folder), **(settings | changes)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_measured_peak_is_the_dry_runs(method: MethodName, tmp_path: Path) -> None:
+    case = candidate(method)
+    found, dry = measured(case, tmp_path), dry_run(case, "cpu")
+    assert found.outcome == "fits"
+    assert found.peak_bytes == dry.peak_bytes
+    (rank,) = found.ranks
+    phases = {phase.name: phase.allocated_bytes for phase in rank.phases}
+    different = {phase.name for phase in dry.phases if phases[phase.name] != phase.total_bytes}
+    assert different <= NAMED.get(method, {}).keys()
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_path: Path) -> None:
+    case = candidate(method, "tiny-gemma3", tuning="lora", dtype="float32", gradient_checkpointing=False, gradient_accumulation_steps=2)
+    found, dry = measured(case, tmp_path), dry_run(case, "cpu")
+    assert found.peak_bytes == dry.peak_bytes
+
+
+def test_completions_of_one_prompt_are_padded_by_one_that_ends_early(tmp_path: Path) -> None:
+    padded = candidate("grpo", per_device_train_batch_size=2)
+    found, without = measured(padded, tmp_path), measured(replace(padded, padded=False), tmp_path)
+    assert found.peak_bytes == dry_run(padded, "cpu").peak_bytes
+    assert found.peak_bytes > without.peak_bytes
+
+
+def test_states_are_those_of_the_formulas(tmp_path: Path) -> None:
+    full = measured(candidate(), tmp_path).ranks[0].state_bytes
+    assert full == {"weights": 267_392, "gradients": 267_392, "optimizer_states": 2 * 267_392}
+    adapters = measured(candidate(tuning="lora"), tmp_path).ranks[0].state_bytes
+    assert adapters == {"weights": 267_392, "adapters": 149_504, "gradients": 149_504, "optimizer_states": 2 * 149_504}
+
+
+def test_a_run_with_a_byte_too_little_is_out_of_memory_where_it_peaks(tmp_path: Path) -> None:
+    case = candidate()
+    fits = measured(case, tmp_path)
+    short = measured(case, tmp_path, capacity_bytes=fits.peak_bytes - 1)
+    assert short.outcome == "out_of_memory"
+    assert short.shortage is not None
+    assert short.shortage.phase == fits.ranks[0].peak_phase == "backward"
+    assert short.shortage.over_bytes == 1
+    assert short.shortage.allocated_bytes + short.shortage.tried_bytes == fits.peak_bytes
+    assert measured(case, tmp_path, capacity_bytes=fits.peak_bytes).outcome == "fits"
+
+
+def test_models_that_do_not_fit_run_out_of_memory_while_loading(tmp_path: Path) -> None:
+    short = measured(candidate(), tmp_path, capacity_bytes=100_000)
+    assert short.shortage is not None
+    assert short.shortage.phase == "load"
+
+
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_a_probe_saves_evaluates_and_goes_on_from_its_checkpoint(method: MethodName, tmp_path: Path) -> None:
+    case = candidate(method, tuning="lora")
+    whole, alone = measured(case, tmp_path, save=True, evaluate=True, resume=True), measured(case, tmp_path)
+    assert {phase.name for phase in whole.ranks[0].phases} >= {"load", "forward", "loss", "backward", "optimizer_step", "save", "score"}
+    assert all(phase.seconds > 0 for phase in whole.ranks[0].phases)
+    assert whole.peak_bytes >= alone.peak_bytes
+    assert whole.step_seconds > 0
+    assert (tmp_path / PHASE_FILE).read_text() in ("optimizer_step", "score")
+
+
+def test_a_worker_prints_its_measurement_last_and_leaves_nothing(tmp_path: Path) -> None:
+    task = Task(candidate=candidate("reward", "tiny-mixtral"), device="cpu", folder=str(tmp_path))
+    write_task(task, tmp_path / "task.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "probes.worker", str(tmp_path / "task.json")], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    found = measurement_of(json.loads(line.removeprefix(ANSWER_PREFIX)))
+    assert found.outcome == "fits"
+    assert "train_runtime" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [PHASE_FILE, "task.json"]
+
+
+def test_a_worker_refuses_what_it_was_not_launched_for(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"^The candidate has num_processes 2, and 1 were launched\.$"):
+        measured(candidate(num_processes=2, sharding="ddp"), tmp_path)
+    with pytest.raises(Exception, match=r"^Weights of gptq are published so and cannot be made up: probe with --weights hub\.$"):
+        measured(candidate(quantization="gptq", tuning="lora"), tmp_path)
+
+
+def test_figures_of_the_allocators_message_are_those_of_the_moment() -> None:
+    message = (
+        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.25 GiB is free. Including non-PyTorch memory, "
+        "this process has 78.00 GiB memory in use. Of the allocated memory 76.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but "
+        "unallocated."
+    )
+    found = shortage_of_message(message, 3, "backward", 1, 2, 3)
+    gib = 2**30
+    assert (found.rank, found.phase, found.tried_bytes, found.free_bytes) == (3, "backward", 5 * gib // 2, 5 * gib // 4)
+    assert (found.allocated_bytes, found.reserved_bytes) == (76 * gib, 76 * gib + gib // 2)
+    assert found.over_bytes == 5 * gib // 4
+    capped = message.replace("in use. Of", "in use. 77.00 GiB allowed; Of")
+    assert shortage_of_message(capped, 0, "loss", 1, 2, 3).free_bytes == gib // 2
+    assert shortage_of_message("CUDA driver says no", 0, "loss", 1, 2, 3).allocated_bytes == 2
+
+
+def test_a_steps_seconds_hold_their_share_of_a_rollout(tmp_path: Path) -> None:
+    from probes.watch import Clock
+
+    clock = Clock(tmp_path / "phase")
+    clock.steps = [(90.0, 40.0), (10.0, 0.0), (12.0, 0.0)]
+    case = replace(candidate("grpo"), steps_per_generation=4, gradient_accumulation_steps=1)
+    assert step_seconds(case, clock) == 11.0 + 40.0 / 4
+    clock.steps = [(90.0, 60.0), (30.0, 20.0)]
+    assert step_seconds(replace(case, steps_per_generation=1), clock) == 30.0
+    clock.steps = []
+    assert step_seconds(case, clock) == 0.0
