@@ -11,6 +11,7 @@ Nothing is scaled. `simulated` probes give a simulated answer, never a measured 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 from planner.confidence import fit_probability, quantile, sigma_bytes
 from planner.errors import PlanError
@@ -18,7 +19,7 @@ from planner.estimate import RISK
 from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage
 from planner.memory.runtime import SLACK_THOUSANDTHS
 from planner.proof import PhaseDifference
-from planner.quantities import Component, Estimate, GpuMemory, PhaseMemory, Throughput
+from planner.quantities import Component, Estimate, GpuMemory, Phase, PhaseMemory, Throughput
 from planner.units import MIB, format_gib
 
 # How far apart the peaks of two runs of one candidate may be: the last segment of the allocator's small and of its large pool, which another
@@ -35,6 +36,7 @@ LEAST_SURE_FIRST: tuple[Component, ...] = (
 )  # fmt: skip
 # What a phase holds that the lower rung does not have: it stays through the whole run.
 STAYS: tuple[Component, ...] = ("weights", "adapters", "optimizer_states", "runtime")
+IN_ORDER: tuple[Phase, ...] = get_args(Phase)
 DEVICE_WORDS = {"cuda": "on the GPU", "cpu": "on the CPU", "simulated": "in a simulated card"}
 CPU_REASON = "the probe ran on the CPU, where tensors' bytes are counted: what CUDA takes besides ({}) and the speed are still {}"
 
@@ -51,7 +53,7 @@ def measured_estimate(estimate: Estimate, measurement: Measurement, risk: float 
     train, *others = estimate.gpus
     if said := silence(estimate, measurement):
         raise PlanError(said)
-    phases = tuple(_phases(train, measurement))
+    phases = tuple(sorted(_phases(train, measurement), key=lambda phase: IN_ORDER.index(phase.name)))
     heaviest = max(phases, key=lambda phase: phase.total_bytes)
     gpu = replace(train, phases=phases, interval_bytes=_interval(train, measurement, heaviest, risk))
     ran = measurement.outcome == "fits" and gpu.interval_bytes[1] <= gpu.capacity_bytes
@@ -85,7 +87,8 @@ def differences(estimate: Estimate, measurement: Measurement) -> tuple[PhaseDiff
     if measurement.outcome != "fits":
         return ()
     expected = {phase.name: phase for phase in estimate.gpus[0].phases}
-    return tuple(_difference(peak, expected[peak.name], measurement) for peak in heaviest_rank(measurement).phases if peak.name in expected)
+    peaks = sorted(heaviest_rank(measurement).phases, key=lambda peak: IN_ORDER.index(peak.name))
+    return tuple(_difference(peak, expected[peak.name], measurement) for peak in peaks if peak.name in expected)
 
 
 def _difference(peak: PhasePeak, expected: PhaseMemory, measurement: Measurement) -> PhaseDifference:

@@ -160,6 +160,12 @@ class TestMeasuredEstimate:
             assert not measured_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=capacity)).fits
             assert measured_estimate(EXPECTED, seen(spare=GIB, capacity=capacity)).gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + GIB
 
+    def test_phases_are_told_in_the_order_of_a_run(self):
+        rank = seen().ranks[0]
+        backwards = replace(seen(), ranks=(replace(rank, phases=rank.phases[::-1]),))
+        assert measured_estimate(EXPECTED, backwards).gpus == measured_estimate(EXPECTED, seen()).gpus
+        assert differences(EXPECTED, backwards) == differences(EXPECTED, seen())
+
     def test_the_heaviest_process_counts(self):
         light, heavy = seen().ranks[0], replace(seen(more=GIB).ranks[0], rank=1)
         answer = measured_estimate(EXPECTED, replace(seen(), ranks=(light, heavy)))
