@@ -25,7 +25,7 @@ def needs_accelerators(candidate: Candidate) -> bool:
 
 @contextlib.contextmanager
 def cpu_accelerators() -> Iterator[None]:
-    """While inside, training arguments without `use_cpu` make processes of distributed type MULTI_GPU on the device "cpu".
+    """While inside, processes are of distributed type MULTI_GPU on the device "cpu", whether or not they say `use_cpu`.
 
     Transformers asks a GPU whether it has bfloat16 (5.23, training_args.py:1778), which is answered for it. DeepSpeed's own all-reduce in shared
     memory would be compiled first (0.19.8, comm/torch.py:47); gloo does without.
@@ -34,9 +34,15 @@ def cpu_accelerators() -> Iterator[None]:
     def backend(*_: Any, **__: Any) -> tuple[str, DistributedType]:
         return "gloo", DistributedType.MULTI_GPU
 
+    made = PartialState.__init__
+
+    def not_on_a_cpu(state: PartialState, cpu: bool = False, **settings: Any) -> None:
+        made(state, False, **settings)
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "cpu"}))
         stack.enter_context(mock.patch.object(PartialState, "_prepare_backend", backend))
+        stack.enter_context(mock.patch.object(PartialState, "__init__", not_on_a_cpu))
         stack.enter_context(mock.patch.object(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True))
         stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True))
         if importlib.util.find_spec("deepspeed") is not None:
