@@ -36,7 +36,6 @@ LEAST_SURE_FIRST: tuple[Component, ...] = (
 )  # fmt: skip
 # What a phase holds that the lower rung does not have: it stays through the whole run.
 STAYS: tuple[Component, ...] = ("weights", "adapters", "optimizer_states", "runtime")
-IN_ORDER: tuple[Phase, ...] = get_args(Phase)
 DEVICE_WORDS = {"cuda": "on the GPU", "cpu": "on the CPU", "simulated": "in a simulated card"}
 CPU_REASON = "the probe ran on the CPU, where tensors' bytes are counted: what CUDA takes besides ({}) and the speed are still {}"
 
@@ -53,7 +52,8 @@ def measured_estimate(estimate: Estimate, measurement: Measurement, risk: float 
     train, *others = estimate.gpus
     if said := silence(estimate, measurement):
         raise PlanError(said)
-    phases = tuple(sorted(_phases(train, measurement), key=lambda phase: IN_ORDER.index(phase.name)))
+    order = in_order(train)
+    phases = tuple(sorted(_phases(train, measurement), key=lambda phase: order.index(phase.name)))
     heaviest = max(phases, key=lambda phase: phase.total_bytes)
     gpu = replace(train, phases=phases, interval_bytes=_interval(train, measurement, heaviest, risk))
     ran = measurement.outcome == "fits" and gpu.interval_bytes[1] <= gpu.capacity_bytes
@@ -87,7 +87,8 @@ def differences(estimate: Estimate, measurement: Measurement) -> tuple[PhaseDiff
     if measurement.outcome != "fits":
         return ()
     expected = {phase.name: phase for phase in estimate.gpus[0].phases}
-    peaks = sorted(heaviest_rank(measurement).phases, key=lambda peak: IN_ORDER.index(peak.name))
+    order = in_order(estimate.gpus[0])
+    peaks = sorted(heaviest_rank(measurement).phases, key=lambda peak: order.index(peak.name))
     return tuple(_difference(peak, expected[peak.name], measurement) for peak in peaks if peak.name in expected)
 
 
@@ -101,6 +102,11 @@ def _difference(peak: PhasePeak, expected: PhaseMemory, measurement: Measurement
         measured_bytes=_total_bytes(peak, expected),
         needed_bytes=needed_bytes(peak, expected),
     )
+
+
+def in_order(gpu: GpuMemory) -> tuple[Phase, ...]:
+    """Every phase, in the order that was expected."""
+    return tuple(dict.fromkeys((*(phase.name for phase in gpu.phases), *get_args(Phase))))
 
 
 def heaviest_rank(measurement: Measurement) -> RankMemory:
