@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from planner.measurement import DeviceName
 from planner.quantities import Phase
 from planner.search import largest, length_field
 from planner.units import format_count, format_gib
@@ -45,6 +46,7 @@ class Certificate:
     """`holds`: the best candidate ran and nothing better is open. Counts are of candidates of more merit than the best."""
 
     holds: bool
+    device: DeviceName  # "simulated": nothing ran
     best: Mapping[str, bool | int | float | str]
     probes: int
     neighbours: tuple[Neighbour, ...]
@@ -62,6 +64,7 @@ def certificate(knowledge: Knowledge) -> Certificate:
     still_open = len(open_places(knowledge))
     by_probe = sum(count for place, count in better if knowledge.refuted(place))
     return Certificate(
+        device=knowledge.space.device,
         holds=best is not None and not still_open and not knowledge.set_aside,
         best={} if best is None else knowledge.space.knobs(best),
         probes=len(knowledge.measured),
@@ -213,7 +216,7 @@ def certificate_lines(found: Certificate) -> tuple[str, ...]:
     """For people: a few lines."""
     if not found.best:
         return (f"no candidate has run; {found.still_open} are open",) if found.still_open else ("no candidate fits: all are excluded",)
-    state = "certified" if found.holds else "not certified"
+    state = ("certified" if found.holds else "not certified") + ("" if found.device == "cuda" else f" ({found.device})")
     ran = f"{state}: the best candidate ran, after {format_count(found.probes)} probe{'s' if found.probes != 1 else ''}"
     counts = f"better ones: {format_count(found.excluded_by_probe)} excluded by probe, {format_count(found.excluded_by_belief)} by belief"
     counts += f", {found.still_open} open" if found.still_open else ""

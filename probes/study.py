@@ -135,15 +135,18 @@ class Session:
     seconds: float = 0.0  # of the longest probe
 
     def run(self) -> tuple[Ending, str]:
-        """Probe after probe, to the end and its reason."""
+        """Probe after probe, to the end and its reason. Ctrl-C ends it wherever it comes; a trial that it leaves behind is adopted next time."""
+        try:
+            return self._probe_after_probe()
+        except KeyboardInterrupt:
+            return "interrupted", "the same command goes on from here"
+
+    def _probe_after_probe(self) -> tuple[Ending, str]:
         while (place := self.sampler.propose(self.study)) is not None:
             if not self._affordable():
                 return "budget", f"{format_seconds(self.options.budget_seconds)} are spent, or the next probe would not fit into what is left"
             began = self.options.clock()
-            try:
-                measurement = self._probed(place)
-            except KeyboardInterrupt:
-                return "interrupted", "the same command goes on from here"
+            measurement = self._probed(place)
             self.count, self.seconds = self.count + 1, max(self.seconds, self.options.clock() - began)
             if measurement is None or measurement.decided:
                 continue

@@ -72,6 +72,13 @@ def test_a_certificate_says_of_each_larger_neighbour_how_it_is_known_not_to_fit(
     assert certificate_lines(found)[0] == f"certified: the best candidate ran, after {found.probes} probes"
 
 
+def test_a_certificate_of_a_simulated_device_says_so() -> None:
+    candidates = space_of(question(), "simulated", formulas_alone)
+    place = Place(0, 0, 0)
+    measured = replace(HiddenProbe(card=CARD, space=candidates).at(place), device="simulated")
+    assert certificate_lines(certificate(known(candidates, {place: measured}, {})))[0].startswith("not certified (simulated): ")
+
+
 def test_where_nothing_fits_the_study_ends_and_says_so(tmp_path: Path) -> None:
     asked = replace(question(), cluster=replace(question().cluster, gpu=replace(question().cluster.gpu, total_bytes=2**33, free_bytes=2**33)))
     candidates = space_of(asked, "cuda", formulas_alone)
@@ -148,6 +155,12 @@ def test_other_libraries_are_another_study() -> None:
     assert len(names) == 3
     assert study_name(question(), "cuda", VERSIONS) == study_name(question(), "cuda", VERSIONS)
     assert all(name.startswith("Qwen2.5-7B-sft-1xA100-40G-lora-max-length-cuda-") for name in names)
+
+
+def test_a_study_is_kept_with_what_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLAN_CACHE", str(tmp_path / "own"))
+    answer = proven("", budget_seconds=-1.0)
+    assert answer.storage == f"sqlite:///{tmp_path / 'own' / 'probes.db'}" and (tmp_path / "own" / "probes.db").exists()
 
 
 def test_a_spent_budget_leaves_the_best_so_far(tmp_path: Path) -> None:
