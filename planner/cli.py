@@ -74,26 +74,29 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
 @grouped
 def estimate(asked: AskedOne, printed: Checked) -> int:
     """One candidate, no search: what is not set is as TRL has it. Exit 3: it does not fit."""
-    from planner.estimate import estimate as estimated
     from planner.notes import notes
+    from planner.own_results import own_answer, own_notes, own_results
     from planner.question import of_one, read_question, single_candidate
     from planner.report.files import refuse_unwritable
     from planner.report.html import estimate_html
     from planner.report.json import estimate_report
     from planner.report.table import estimate_table, shortfall
     from planner.rungs import with_layers
+    from planner.trace.decide import answer_of
 
     question = read_question(given(asked, printed), with_layers(_sayer(printed)))
     refuse_unwritable(printed.out, printed.html)
     cluster = question.cluster
-    answer = estimated(single_candidate(question), cluster, question.job.risk)
+    risk, own = question.job.risk, own_results()
+    expected = answer_of(single_candidate(question), cluster, risk)
+    answer = own_answer(expected, cluster.gpu, own, risk)
     checked, said = _dry_run_of(answer, cluster, printed)
-    warnings = (*question.warnings, *said, *notes(answer, of_one(question, answer)))
+    warnings = (*question.warnings, *said, *own_notes(expected, cluster.gpu, own), *notes(answer, of_one(question, answer)))
     table = estimate_table(answer, cluster, warnings, _width(), checked)
     _answer(printed, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))
     if answer.fits:
         return EXIT_PLANNED
-    _say_error(shortfall(answer, question.job.risk))
+    _say_error(shortfall(answer, risk))
     return EXIT_NOTHING_FITS
 
 
@@ -272,7 +275,7 @@ def _dry_run_of(answer: "Estimate", cluster: "Cluster", printed: Checked) -> tup
 
 
 def _wants_dry_run(answer: "Estimate", printed: Checked) -> bool:
-    """The flag decides, then the environment; else a table about something that fits is checked where the packages are."""
+    """The flag decides, then the environment; else a table about an estimate that fits is checked where the packages are."""
     from planner.rungs import can_dry_run
 
     said: bool | None = printed.dry_run
@@ -280,7 +283,7 @@ def _wants_dry_run(answer: "Estimate", printed: Checked) -> bool:
         said = os.environ["PLAN_DRY_RUN"] == "1"
     if said is not None:
         return said
-    return answer.fits and not printed.json and can_dry_run()
+    return answer.fits and answer.evidence == "estimated" and not printed.json and can_dry_run()
 
 
 def _candidate_of(report: Saved, asked: AskedOne, printed: Printed) -> "tuple[Candidate, Cluster, float]":

@@ -13,9 +13,8 @@ from unittest import mock
 
 from planner.candidate import Candidate
 from planner.cluster import Cluster
-from planner.confirmed import confirmed, contradiction
+from planner.confirmed import confirmed, contradiction_of
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, DryRunUnsupported, InputError, ProbeFailed, UnknownArchitecture
-from planner.fingerprint import candidate_key
 from planner.job import Job
 from planner.knobs import Question, attention
 from planner.measurement import DeviceName, Measurement
@@ -182,8 +181,7 @@ def proven(plan: Plan, probe: Probe, options: Proving, say: Say) -> ProvenPlan:
     lines = (*certificate_lines(study.certificate), *([f"{study.ending}: {study.reason}"] if study.reason else []))
     best = study.best.candidate if study.best is not None else None
     corrected = confirmed(plan, best, study.measurements, lines, report)
-    of_best = [each for each in study.measurements if candidate_key(each.candidate) == candidate_key(plan.best.candidate)]
-    wrong = next(filter(None, (contradiction(plan.best, each) for each in of_best)), "")
+    wrong = contradiction_of(plan, study.measurements)
     if study.ending in BROKEN_OFF:
         return ProvenPlan(plan=corrected, exit_code=EXIT_OTHER, reason=f"The probes ended early ({study.ending}): {study.reason or SET_ASIDE}.")
     if wrong:

@@ -112,13 +112,13 @@ def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(monkeypatch: pytest
 
 @pytest.mark.parametrize(("said", "runs"), [("1", True), ("0", False)])
 def test_the_environment_decides_where_no_flag_does(said: str, runs: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import planner.cli
+    import planner.rungs
 
     def refused(*_: object) -> Simulation:
         raise DryRunUnsupported("not in this test")
 
     monkeypatch.setenv("PLAN_DRY_RUN", said)
-    monkeypatch.setattr(planner.cli, "_simulated", refused)
+    monkeypatch.setattr(planner.rungs, "simulated", refused)
     assert run(["estimate", *ONE]) == 0
     assert ("no dry run: not in this test" in capsys.readouterr().err) is runs
 
