@@ -36,7 +36,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Cluster]]:
 
     # by import_module: the package's own names `plan` and `estimate` are the functions
     monkeypatch.setattr(import_module("planner.plan"), "plan", plan)
-    monkeypatch.setattr(import_module("planner.estimate"), "estimate", estimate)
+    monkeypatch.setattr(import_module("planner.trace.decide"), "answer_of", estimate)
     monkeypatch.setenv("COLUMNS", "100")
     return questions
 
