@@ -53,10 +53,10 @@ def storages(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.UntypedSt
 def _weights(stage: Stage) -> Iterator[tuple[Component, Iterable[torch.Tensor | None]]]:
     for model in stage.models:
         for name, parameter in model.named_parameters():
-            yield "adapters" if "lora_" in name else "weights", (parameter.data, *_belongings(parameter))
+            yield "adapters" if "lora_" in name else "weights", (parameter.data, *belongings(parameter))
 
 
-def _belongings(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+def belongings(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """What a parameter stands for besides its own data: ZeRO-3's part of it, bitsandbytes' statistics.
 
     Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py (`ds_tensor`); bitsandbytes 0.50.2, nn/modules.py (`quant_state`, `SCB`).

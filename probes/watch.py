@@ -16,6 +16,7 @@ from planner.measurement import PhasePeak, Shortage
 from planner.quantities import Component, Phase
 from planner.units import GIB, MIB
 from probes.fake_trainer import Stage
+from probes.states import belongings
 from probes.task import PHASE_FILE, Task
 from probes.tracker import DeviceFull, Told, Tracker, collector_off
 
@@ -159,6 +160,7 @@ def residents(stage: Stage) -> Iterator[tuple[Component, str, torch.Tensor]]:
     for model in stage.models:
         for name, parameter in model.named_parameters():
             yield "adapters" if "lora_" in name else "weights", name, parameter
+            yield from (("weights", name, tensor) for tensor in belongings(parameter))
         for name, buffer in model.named_buffers():
             yield "weights", name, buffer
 

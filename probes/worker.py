@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from planner.candidate import Candidate
 from planner.measurement import Measurement, RankMemory, Shortage, measurement_line
 from planner.units import format_gib
+from probes.engines import engine, engine_phases_told, keep_own_gpus
 from probes.fake_trainer import Stage
 from probes.phases import phases_told
 from probes.random_weights import random_weights
@@ -32,7 +33,7 @@ from probes.rollouts import whole_rollout
 from probes.states import States, zero_steps_told
 from probes.task import ANSWER_PREFIX, Task, read_task
 from probes.watch import Clock, Watch, watch_of
-from probes.workload import workload
+from probes.workload import model_path, workload
 
 # Methods whose trainer has no evaluation of its own: transformers' is not one for rows of text (trl 1.16, online_dpo_trainer.py has no `prediction_step`).
 NOT_EVALUATED = frozenset({"online-dpo"})
@@ -74,7 +75,7 @@ class _Probe(TrainerCallback):
     def run(self) -> None:
         self._train(self._task, None)
         checkpoint = Path(self._task.folder) / "checkpoints" / f"checkpoint-{self._task.steps}"
-        if self._task.save and self._task.resume:
+        if self._task.save and self._task.resume and self._task.candidate.vllm == "off":  # a process has room for one engine only
             self._stage = None
             gc.collect()
             self._watch.forget()
@@ -82,15 +83,18 @@ class _Probe(TrainerCallback):
             self._train(replace(self._task, steps=self._task.steps + 1, save=False, evaluate=False), checkpoint)
 
     def _train(self, task: Task, checkpoint: Path | None) -> None:
-        self._stage = stage = workload(task)
-        stage.trainer.add_callback(self)
+        candidate = task.candidate
         with contextlib.ExitStack() as stack:
+            found = stack.enter_context(engine(candidate, model_path(task, candidate.model), task.weights == "random"))
+            self._stage = stage = workload(task, found)
+            stage.trainer.add_callback(self)
             stack.enter_context(self._watch.watching(stage))
-            stack.enter_context(phases_told(self._watch, stage, padded=False, rollout=whole_rollout(task.candidate)))
+            stack.enter_context(engine_phases_told(self._watch, stage, candidate))
+            stack.enter_context(phases_told(self._watch, stage, padded=False, rollout=whole_rollout(candidate)))
             stack.enter_context(_saving(stage, self._watch))
             stack.enter_context(zero_steps_told(stage, self._zero_steps))
             stage.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            if task.evaluate and task.candidate.method not in NOT_EVALUATED:
+            if task.evaluate and candidate.method not in NOT_EVALUATED:
                 stage.trainer.evaluate()
         self._watch.clock.step_begins()
 
@@ -191,6 +195,8 @@ def main(task_file: str) -> int:
     """The exit code: that of a process that ran out of memory is 0, unless others wait for it, which only its failure ends."""
     with answer_only() as answer:
         task = read_task(Path(task_file))
+        if task.device == "cuda":
+            keep_own_gpus(task.candidate)
         try:
             measurement = measure(task)
         finally:

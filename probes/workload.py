@@ -27,7 +27,7 @@ from probes.task import Task
 ELSEWHERE = frozenset({
     "model_name_or_path", "reward_model_name_or_path", "teacher_model_name_or_path", "method", "trl_version", "distributed_type", "zero_stage", "num_processes",
     "num_machines", "fsdp_version", "fsdp_offload_params", "offload_optimizer_device", "offload_param_device", "environment", "prompt_length", "padded",
-    "vllm_data_parallel_size", "autocast_adapter_dtype", "use_vllm", "quant_method",
+    "vllm_data_parallel_size", "autocast_adapter_dtype", "quant_method",
 })  # fmt: skip
 # Methods whose trainer takes a quantization apart from `model_init_kwargs` (trl 1.16, `quantization_config` of the trainers of trl/trainer).
 TAKES_QUANTIZATION = frozenset({"sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation"})
@@ -42,6 +42,7 @@ class _Workload:
 
     task: Task
     words: PreTrainedTokenizerFast
+    engine: dict[str, Any]  # settings that say where the vLLM engine is
 
     @property
     def candidate(self) -> Candidate:
@@ -52,8 +53,7 @@ class _Workload:
         return self.path(self.candidate.model)
 
     def path(self, shape: ModelShape) -> str:
-        """Where a trainer loads a model from."""
-        return shape.id if self.task.weights == "hub" else str(model_folder(shape, Path(self.task.folder) / "models" / str(PartialState().process_index)))
+        return model_path(self.task, shape)
 
     @property
     def rewards(self) -> list[Any]:
@@ -64,7 +64,12 @@ class _Workload:
         return None if self.candidate.reward_model is None else [self.words]
 
 
-def workload(task: Task) -> Stage:
+def model_path(task: Task, shape: ModelShape) -> str:
+    """Where a trainer loads a model from."""
+    return shape.id if task.weights == "hub" else str(model_folder(shape, Path(task.folder) / "models" / str(PartialState().process_index)))
+
+
+def workload(task: Task, engine: dict[str, Any]) -> Stage:
     """A trainer ready to train. What it loads, and how, is TRL's own doing; random weights need `random_weights()` around it.
 
     Raises:
@@ -78,7 +83,7 @@ def workload(task: Task) -> Stage:
     if candidate.quantization in ("gptq", "awq", "fp8", "mxfp4") and task.weights == "random":
         raise InputError(f"Weights of {candidate.quantization} are published so and cannot be made up: probe with --weights hub.")
     set_seed(task.seed)
-    stage = TRAINERS[candidate.method](_Workload(task=task, words=tokenizer(candidate.model.vocab_size)))
+    stage = TRAINERS[candidate.method](_Workload(task=task, words=tokenizer(candidate.model.vocab_size), engine=engine))
     if candidate.tuning == "lora" and not candidate.autocast_adapter_dtype:
         adapters_as_the_base(stage.models[0], DTYPES[candidate.dtype])
     return stage
@@ -105,13 +110,11 @@ def arguments(load: _Workload, config: Any, **more: Any) -> Any:
     settings = {name: value for name, value in settings_of(candidate).items() if name not in ELSEWHERE}
     if candidate.method in NEEDS_BETA and not candidate.beta:
         settings.pop("beta", None)
-    if candidate.vllm != "off":
-        settings["use_vllm"] = True
     of_models = {field.name for field in fields(ModelConfig)}
     lost = {name for name, value in settings.items() if value} - known - of_models
     if lost:
         raise InputError(f"{config.__name__} of the installed TRL has no setting {', '.join(sorted(lost))}.")
-    ours = run_arguments(load.task) | {"model_init_kwargs": model_arguments(load)} | more
+    ours = run_arguments(load.task) | load.engine | {"model_init_kwargs": model_arguments(load)} | more
     return config(**{name: value for name, value in settings.items() if name in known} | {name: value for name, value in ours.items() if name in known})
 
 

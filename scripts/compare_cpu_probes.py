@@ -26,7 +26,7 @@ MODELS = ("tiny-qwen2", "tiny-llama", "tiny-gemma3", "tiny-mixtral")
 LENGTHS = {"max_length": 128, "prompt_length": 32, "max_completion_length": 32, "num_generations": 2, "per_device_train_batch_size": 4}
 # Phases in which a measurement and its dry run differ, and why.
 NAMES: dict[str, str] = {
-    "rollout": "prompts are of two lengths, so that a rollout masks; those of the dry run are of one, and where it generates without a cache it gives no positions",
+    "rollout": "prompts are of two lengths, so that a rollout masks; the dry run's are of one, and where it generates without a cache it gives no positions",
     "load": "a prompt that is a token shorter; GKD's own collator brings byte offsets, which the dry run's does not",
 }
 HEAD = f"""# Probes on the CPU against dry runs

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ pytest.importorskip("trl")
 import torch
 
 from probes.dryrun import dry_run
+from probes.engines import command_on, free_port, served, server_environment
 from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, write_task
 from probes.watch import shortage_of_message
 from probes.worker import measure, step_seconds
@@ -81,6 +83,13 @@ def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_p
     case = candidate(method, "tiny-gemma3", tuning="lora", dtype="float32", gradient_checkpointing=False, gradient_accumulation_steps=2)
     found, dry = measured(case, tmp_path), dry_run(case, "cpu")
     assert found.peak_bytes == dry.peak_bytes
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
+def test_a_quantized_base_is_loaded_and_quantized_as_from_the_hub(quantization: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    case = candidate("sft", "tiny-llama", tuning="lora", quantization=quantization)
+    assert measured(case, tmp_path).peak_bytes == dry_run(case, "cpu").peak_bytes
 
 
 def test_completions_of_one_prompt_are_padded_by_one_that_ends_early(tmp_path: Path) -> None:
@@ -162,6 +171,39 @@ def test_figures_of_the_allocators_message_are_those_of_the_moment() -> None:
     capped = message.replace("in use. Of", "in use. 77.00 GiB allowed; Of")
     assert shortage_of_message(capped, 0, "loss", 1, 2, 3).free_bytes == gib // 2
     assert shortage_of_message("CUDA driver says no", 0, "loss", 1, 2, 3).allocated_bytes == 2
+
+
+SERVER = """
+import http.server, sys, time
+time.sleep(0.5)
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+def test_a_server_is_waited_for_and_ended() -> None:
+    port = free_port()
+    with served([sys.executable, "-c", SERVER, str(port)], port, {}):
+        socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    ended = pytest.raises(RuntimeError, match=r"^The vLLM server has ended with exit code 3 before it was healthy\.$")
+    with ended, served([sys.executable, "-c", "raise SystemExit(3)"], port, {}):
+        pass
+
+
+def test_a_server_gets_the_model_folder_and_the_gpus_behind_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = candidate("grpo", vllm="server", num_processes=2, sharding="ddp", vllm_tensor_parallel_size=2)
+    command = command_on(case, "/models/here", 1234, random=True)
+    assert command[:6] == ["trl", "vllm-serve", "--model", "/models/here", "--port", "1234"]
+    assert command[-2:] == ["--load-format", "dummy"]
+    monkeypatch.setenv("PLAN_GIVEN_GPUS", "")
+    assert server_environment(case) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    monkeypatch.setenv("PLAN_GIVEN_GPUS", "4,5,6,7")
+    assert server_environment(case) == {"CUDA_VISIBLE_DEVICES": "6,7"}
 
 
 def test_a_steps_seconds_hold_their_share_of_a_rollout(tmp_path: Path) -> None:
