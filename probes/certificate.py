@@ -54,6 +54,7 @@ class Certificate:
     excluded_by_belief: int
     still_open: int
     set_aside: tuple[str, ...]
+    unavailable: tuple[str, ...]  # why some structures cannot run here; the certificate is about the others
     learned: Mapping[str, tuple[float, float]]  # constants: mean and standard deviation
 
 
@@ -73,6 +74,7 @@ def certificate(knowledge: Knowledge) -> Certificate:
         excluded_by_belief=sum(count for _, count in better) - by_probe,
         still_open=still_open,
         set_aside=tuple(f"{knowledge.space.shown(place)}: {reason}" for place, reason in knowledge.set_aside.items()),
+        unavailable=tuple(dict.fromkeys(knowledge.unavailable.values())),
         learned=learned(knowledge.belief),
     )
 
@@ -87,8 +89,8 @@ def learned(belief: Belief) -> dict[str, tuple[float, float]]:
 
 def _frontier(knowledge: Knowledge) -> Iterator[tuple[Place, int]]:
     """Of each line the smallest candidates of more merit that are excluded, and how many stand behind each."""
-    for line, each in enumerate(knowledge.space.lines):
-        count = len(each.sizes)
+    for line in (line for line in range(len(knowledge.space.lines)) if line not in knowledge.unavailable):
+        count = len(knowledge.space.lines[line].sizes)
         if count <= FEW_SIZES:
             for size in range(count):
                 yield from _of_shares(knowledge, line, size)
@@ -222,7 +224,8 @@ def certificate_lines(found: Certificate) -> tuple[str, ...]:
     counts += f", {found.still_open} open" if found.still_open else ""
     shown = [neighbour_line(each) for each in found.neighbours[:SHOWN]]
     more = [f"and {len(found.neighbours) - SHOWN} structures that miss by more"] if len(found.neighbours) > SHOWN else []
-    return (ran, counts, *shown, *more, *(f"set aside: {each}" for each in found.set_aside), learned_line(found.learned))
+    apart = [*(f"set aside: {each}" for each in found.set_aside), *(f"cannot run here: {each}" for each in found.unavailable)]
+    return (ran, counts, *shown, *more, *apart, learned_line(found.learned))
 
 
 def neighbour_line(each: Neighbour) -> str:

@@ -1,7 +1,7 @@
 """What a study knows: which candidates ran, which cannot run, and which could still be better than the best that ran."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from probes.space import FEW_SIZES, Place, Space
 LEAST_CHANCE = 0.005
 WORLDS = 400  # samples of the belief in which the best candidate is sought
 SEED = 0
+FAILED_CANDIDATES = 2  # of one structure, after which its others are not asked
 MOST_SIZES = 12  # looked at in one line
 MOST_SHARES = 8  # looked at for one size
 # Of the merit that the best candidate may have, the share of worlds that offer at least as much as the one asked for: with one half a
@@ -24,12 +25,13 @@ AIMED = 0.6
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Knowledge:
-    """Of one study. `set_aside`: candidates that failed twice for another reason than memory, and why."""
+    """Of one study. `set_aside`: candidates that failed twice for another reason than memory, and why; `unavailable`: lines that cannot run here."""
 
     space: Space
     belief: Belief
     measured: Mapping[Place, Measurement]
     set_aside: Mapping[Place, str]
+    unavailable: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def ran(self) -> list[Place]:
@@ -43,7 +45,9 @@ class Knowledge:
         return self.space.merit(self.ran[0]) if self.ran else ()
 
     def decided(self, place: Place) -> bool:
-        return place in self.measured or place in self.set_aside
+        if place in self.measured or place in self.set_aside or place.line in self.unavailable:
+            return True
+        return sum(each.line == place.line for each in self.set_aside) >= FAILED_CANDIDATES
 
     def refuted(self, place: Place) -> bool:
         """Whether a probe ran out of memory with it, or with one of its structure that needs no more."""
@@ -75,14 +79,16 @@ class Knowledge:
         return self.chance(place) >= 1 - LEAST_CHANCE
 
 
-def known(space: Space, measured: Mapping[Place, Measurement], set_aside: Mapping[Place, str]) -> Knowledge:
+def known(space: Space, measured: Mapping[Place, Measurement], set_aside: Mapping[Place, str], unavailable: Mapping[int, str] | None = None) -> Knowledge:
     """Everything that the measurements of a study say, in the order in which they came."""
     lessons = [
         observations(measurement, space.rows_at(place), str(number))
         for number, (place, measurement) in enumerate(measured.items())
         if measurement.decided and space.starts(place)
     ]
-    return Knowledge(space=space, belief=believed([each for lesson in lessons for each in lesson]), measured=measured, set_aside=set_aside)
+    return Knowledge(
+        space=space, belief=believed([each for lesson in lessons for each in lesson]), measured=measured, set_aside=set_aside, unavailable=unavailable or {}
+    )
 
 
 # -- what is open ------------------------------------------------------------------------------------------------------
@@ -96,7 +102,7 @@ def open_places(knowledge: Knowledge) -> list[Place]:
     """
     space, floor = knowledge.space, knowledge.floor
     found: list[Place] = []
-    for line in range(len(space.lines)):
+    for line in (line for line in range(len(space.lines)) if line not in knowledge.unavailable):
         for place in _of_line(knowledge, line, floor):
             found.append(place)
             if knowledge.surely_fits(place):

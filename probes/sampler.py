@@ -1,6 +1,7 @@
 """A sampler for Optuna that knows what it asks about: the estimate is its prior, the device's constants are what it learns."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,13 @@ from probes.space import NO_SHARE, SHARE_KNOB, Place, Space
 # A trial's attributes. The measurement is written first: a trial that has one was probed, whatever else is missing.
 MEASUREMENT, REASON, OWNER = "measurement", "reason", "owner"
 TRIES = 2  # of a candidate whose probe ends without saying anything about memory
+# How a missing package says so, and which candidates need it: by a word of the message, a field and its values.
+MISSING = r"ImportError|ModuleNotFoundError|PackageNotFoundError"
+PACKAGES: dict[str, tuple[str, frozenset[str]]] = {
+    r"flash.?att": ("attn_implementation", frozenset({"flash_attention_2", "flash_attention_3"})),
+    r"deepspeed": ("sharding", frozenset({"zero1", "zero2", "zero3"})),
+    r"\bvllm\b": ("vllm", frozenset({"colocate", "server"})),
+}
 INTERRUPTED = "interrupted"  # by whoever ran the study: says nothing about the candidate
 
 
@@ -37,7 +45,7 @@ class PlanSampler(BaseSampler):
     def knowledge(self, study: Study) -> Knowledge:
         """What the finished trials of a study say."""
         trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL))
-        return known(self.space, self._measured(trials), set_aside(self.space, trials))
+        return known(self.space, self._measured(trials), set_aside(self.space, trials), unavailable(self.space, trials))
 
     def propose(self, study: Study) -> Place | None:
         """The candidate to probe next; None: nothing that is open could be better."""
@@ -99,6 +107,17 @@ def set_aside(space: Space, trials: Sequence[FrozenTrial]) -> dict[Place, str]:
         if place is not None:
             failed.setdefault(place, []).append(reason)
     return {place: reasons[-1] for place, reasons in failed.items() if len(reasons) >= TRIES}
+
+
+def unavailable(space: Space, trials: Sequence[FrozenTrial]) -> dict[int, str]:
+    """Lines of a space that need a package which a probe has missed, and how it said so."""
+    found: dict[int, str] = {}
+    for trial in trials:
+        reason = trial.user_attrs.get(REASON, "")
+        for package, (field, values) in PACKAGES.items():
+            if trial.state == TrialState.FAIL and re.search(MISSING, reason) and re.search(package, reason, re.IGNORECASE):
+                found |= {number: reason for number, line in enumerate(space.lines) if getattr(line.structure, field) in values}
+    return found
 
 
 def distributions_of(space: Space) -> dict[str, BaseDistribution]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from planner.candidate import Candidate
+from planner.errors import InputError
 from planner.knobs import Question, structures
 from planner.measurement import DeviceName
 from planner.memory.communication import nccl_bytes
@@ -24,6 +25,18 @@ SHARE_KNOB = "vllm_gpu_memory_utilization"
 # What a training pass does not depend on; and what follows from sizes (planner/knobs.py `completed`, planner/search.py `with_batch`) or is one of them.
 NOT_THE_PASS = ("vllm", "num_processes", "expandable_segments", "ds3_gather")
 DERIVED = frozenset({*SIZE_KNOBS, SHARE_KNOB, "max_length", "prompt_length", "max_completion_length", "steps_per_generation", "vllm_max_model_length"})
+
+
+# What runs on no CPU (probes/devices.py, probes/workload.py), by field of a candidate.
+NOT_ON: dict[DeviceName, dict[str, frozenset[str]]] = {
+    "cuda": {},
+    "simulated": {},
+    "cpu": {
+        "attn_implementation": frozenset({"flash_attention_2", "flash_attention_3"}),
+        "sharding": frozenset({"fsdp2"}),
+        "vllm": frozenset({"colocate", "server"}),
+    },
+}
 
 
 class Place(NamedTuple):
@@ -144,7 +157,10 @@ class Space:
 
 
 def space_of(question: Question, device: DeviceName, attempt: Attempt = attempt) -> Space:
-    found = list(structures(question))
+    """Raises InputError where the job's pins leave nothing that runs on the device."""
+    found = [each for each in structures(question) if not any(getattr(each, name) in values for name, values in NOT_ON[device].items())]
+    if not found:
+        raise InputError(f"Nothing that this asks for runs on the {device} device. Drop a --set, or give another --device.")
     differing = [entry.name for entry in fields(Candidate) if any(getattr(each, entry.name) != getattr(found[0], entry.name) for each in found[1:])]
     named = tuple(dict.fromkeys((*ALWAYS_NAMED, *(name for name in differing if name not in DERIVED))))
     sized = ((each, longest(each, question) if question.job.optimize == "max-length" else batches(each, question.job)) for each in found)

@@ -20,6 +20,7 @@ from random_jobs import random_questions  # noqa: E402
 from search import job_row  # noqa: E402
 
 from planner.candidate import Candidate  # noqa: E402
+from planner.errors import InputError  # noqa: E402
 from planner.job import Job  # noqa: E402
 from planner.measurement import Measurement  # noqa: E402
 from planner.plan import plan  # noqa: E402
@@ -155,6 +156,14 @@ def test_other_libraries_are_another_study() -> None:
     assert len(names) == 3
     assert study_name(question(), "cuda", VERSIONS) == study_name(question(), "cuda", VERSIONS)
     assert all(name.startswith("Qwen2.5-7B-sft-1xA100-40G-lora-max-length-cuda-") for name in names)
+
+
+def test_on_the_cpu_nothing_is_asked_that_needs_a_gpus_kernels() -> None:
+    assert {line.structure.attn_implementation for line in space(question()).lines} == {"sdpa", "flash_attention_2"}
+    assert {line.structure.attn_implementation for line in space_of(question(), "cpu", formulas_alone).lines} == {"sdpa"}
+    pinned = replace(question(), job=replace(question().job, pinned={"attn_implementation": "flash_attention_2"}))
+    with pytest.raises(InputError, match=r"^Nothing that this asks for runs on the cpu device\. Drop a --set, or give another --device\.$"):
+        space_of(pinned, "cpu", formulas_alone)
 
 
 def test_a_study_is_kept_with_what_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

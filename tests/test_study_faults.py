@@ -157,11 +157,28 @@ def test_a_candidate_that_crashes_twice_is_set_aside_and_the_certificate_says_so
     assert [trial.user_attrs[REASON] for trial in failed] == ["crashed RuntimeError: boom"] * 2
 
 
+def test_where_a_package_is_missing_what_needs_it_is_not_asked_again(tmp_path: Path) -> None:
+    card = Card()
+
+    def probe(candidate: Candidate) -> Measurement:
+        measured = card(candidate)
+        missing = "ImportError: the package for FlashAttention2 doesn't seem to be installed."
+        return replace(measured, outcome="crashed", ranks=(), shortage=None, message=missing) if "flash" in candidate.attn_implementation else measured
+
+    answer = proven(storage(tmp_path), probe)
+    assert answer.ending == "certified" and answer.certificate.holds
+    assert answer.best is not None and answer.best.candidate.attn_implementation == "sdpa"
+    (reason,) = answer.certificate.unavailable
+    assert reason.startswith("crashed ImportError: the package for FlashAttention2")
+    failed = [trial for trial in trials(storage(tmp_path), answer.study_name) if trial.state == TrialState.FAIL]
+    assert len(failed) == 1
+
+
 def test_probes_that_always_crash_end_the_study(tmp_path: Path) -> None:
-    broken = ends_as("crashed", "ImportError: no module")
+    broken = ends_as("crashed", "RuntimeError: no luck")
     answer = proven(storage(tmp_path), lambda candidate: replace(broken, candidate=candidate))
     assert (answer.ending, answer.probes, answer.best) == ("failing", 6, None)
-    assert answer.reason == "6 probes said nothing about memory; the last one: crashed ImportError: no module"
+    assert answer.reason == "6 probes said nothing about memory; the last one: crashed RuntimeError: no luck"
 
 
 @pytest.mark.parametrize("outcome", ["gpu_in_use", "disk_full"])
