@@ -134,7 +134,7 @@ def probe(report: Saved, asked: AskedOne, printed: Written, probing: Probing) ->
     from planner.report.json import estimate_report
     from planner.report.proof import seen_lines
     from planner.report.table import estimate_table, shortfall
-    from planner.rungs import probed, prober
+    from planner.rungs import beside_a_dry_run, probed, prober
     from planner.trace.decide import answer_of
 
     candidate, cluster, risk = _candidate_of(report, asked, printed)
@@ -142,7 +142,7 @@ def probe(report: Saved, asked: AskedOne, printed: Written, probing: Probing) ->
     expected = answer_of(candidate, cluster, risk)
     measurement = probed(candidate, prober(cluster, probing, _ticker(printed)), cluster.gpu.name)
     answer = measured_estimate(expected, measurement, risk)
-    lines = seen_lines(expected, measurement)
+    lines = (*seen_lines(expected, measurement), *beside_a_dry_run(expected, measurement, _sayer(printed)))
     _answer(printed, estimate_report(answer, lines), estimate_table(answer, cluster, lines, _width()), lambda: estimate_html(answer, cluster, lines))
     if wrong := contradiction(expected, measurement):
         _say_error(wrong)
@@ -173,7 +173,7 @@ def validate(compared: Compared, printed: Printed, probing: Probing) -> int:
     if compared.measure and cluster is None:
         raise InputError("--measure needs --gpus: the cards that probes run on, such as --gpus local.")
     probe = prober(cluster, probing, _ticker(printed)) if compared.measure and cluster is not None else None
-    simulate = (lambda answer: traced(answer, say)) if compared.dry_run else None
+    simulate = (lambda answer: traced(answer, say, probing.device)) if compared.dry_run else None
     record = Path(compared.record) if compared.record is not None else None
     found = validated(cases, cluster, probe=probe, simulate=simulate, record=record, say=say)
     if compared.csv is not None:

@@ -17,6 +17,7 @@ from planner.confirmed import confirmed, contradiction_of
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, DryRunUnsupported, InputError, ProbeFailed, UnknownArchitecture
 from planner.job import Job
 from planner.knobs import Question, attention
+from planner.measured import heaviest_rank
 from planner.measurement import DeviceName, Measurement
 from planner.model import ModelShape
 from planner.options import Probing, Proving
@@ -25,7 +26,7 @@ from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.trace.compose import Simulation, with_reserved
 from planner.trace.store import cache_root
-from planner.units import parse_seconds
+from planner.units import format_size, parse_seconds
 
 Say = Callable[[str], None]
 Probe = Callable[[Candidate], Measurement]
@@ -52,8 +53,8 @@ def simulated(answer: Estimate, cluster: Cluster, say: Say) -> Simulation:
     return with_reserved(traced(answer, say), cluster.gpu)
 
 
-def traced(answer: Estimate, say: Say) -> Simulation:
-    """The dry run, with what its libraries print kept from the streams.
+def traced(answer: Estimate, say: Say, device: str = "cuda") -> Simulation:
+    """The dry run, with what its libraries print kept from the streams; on the `cpu` with the kernels that a probe runs there.
 
     Raises:
         DryRunUnsupported: a setting that a dry run cannot show, or the packages are not installed.
@@ -64,7 +65,7 @@ def traced(answer: Estimate, say: Say) -> Simulation:
             from probes.simulate import simulate
         except Exception as error:
             raise DryRunUnsupported(f"A dry run needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
-        return simulate(answer)
+        return simulate(answer, "cpu" if device == "cpu" else "cuda")
 
 
 def with_layers(say: Say) -> Callable[[ModelShape], ModelShape]:
@@ -187,6 +188,22 @@ def proven(plan: Plan, probe: Probe, options: Proving, say: Say) -> ProvenPlan:
     if wrong:
         return ProvenPlan(plan=corrected, exit_code=EXIT_PROBE_CONTRADICTS, reason=f"The probes contradict the plan: {wrong}.")
     return ProvenPlan(plan=corrected, exit_code=EXIT_PLANNED, reason="")
+
+
+def beside_a_dry_run(expected: Estimate, measurement: Measurement, say: Say) -> tuple[str, ...]:
+    """On the CPU other kernels run than the answer is about: a dry run with these beside the measurement, in tensors' bytes, phase by phase."""
+    if measurement.device != "cpu" or measurement.outcome != "fits":
+        return ()
+    try:
+        trace = traced(expected, say, "cpu").trace
+    except DryRunUnsupported as error:
+        return (f"no dry run of it on the CPU: {error}",)
+    seen = {phase.name: phase.allocated_bytes for phase in heaviest_rank(measurement).phases}
+    apart = [f"{phase.name.replace('_', ' ')} {seen[phase.name] / phase.total_bytes - 1:+.2%}" for phase in trace.phases if seen.get(phase.name, 0)]
+    return (
+        f"a dry run with the CPU's kernels peaks at {format_size(trace.peak_bytes)}, the probe at {format_size(max(seen.values()))}; by phase the probe is "
+        f"at {', '.join(apart)}",
+    )
 
 
 # -- the packages ------------------------------------------------------------------------------------------------------

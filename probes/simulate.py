@@ -1,5 +1,7 @@
 """A candidate's dry run as the planner asks for it: one process' step, composed with what sharding and an engine add."""
 
+from typing import Literal
+
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported, PlanError
 from planner.quantities import Estimate
@@ -10,22 +12,23 @@ from probes.imports import quick_imports
 with quick_imports():
     from probes.dryrun import dry_run
 
+Ways = Literal["cuda", "cpu"]
 REASON_LENGTH = 200  # characters of a library's message that are shown
 
 
-def simulate(estimate: Estimate) -> Simulation:
-    """The first training GPU of an estimate, simulated.
+def simulate(estimate: Estimate, ways: Ways = "cuda") -> Simulation:
+    """The first training GPU of an estimate, simulated. `ways="cpu"`: with the CPU's own kernels, as a probe there runs them.
 
     Raises:
         DryRunUnsupported: a setting that a dry run cannot show, or one at which the installed libraries stop.
     """
     candidate = estimate.candidate
-    return compose(candidate, traced(single_process(candidate)), estimate.gpus[0])
+    return compose(candidate, traced(single_process(candidate), ways), estimate.gpus[0])
 
 
-def traced(candidate: Candidate) -> Trace:
+def traced(candidate: Candidate, ways: Ways = "cuda") -> Trace:
     try:
-        return dry_run(candidate, steps=1)
+        return dry_run(candidate, ways, steps=1)
     except PlanError:
         raise
     except Exception as error:  # whatever the installed libraries raise is the answer that they cannot run this
