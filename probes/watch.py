@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from accelerate import PartialState
@@ -140,7 +140,7 @@ class CpuWatch(Tracker):
         found = self._saving | found
         return tuple(
             PhasePeak(name=name, allocated_bytes=held, reserved_bytes=0, driver_bytes=0, seconds=self.clock.seconds.get(name, 0.0))
-            for name, held in found.items()
+            for name, held in sorted(found.items(), key=in_order)
         )
 
     @property
@@ -153,6 +153,11 @@ class CpuWatch(Tracker):
             rank=rank, phase=self.phase, tried_bytes=error.tried_bytes, free_bytes=error.capacity_bytes - error.held_bytes,
             allocated_bytes=error.held_bytes, reserved_bytes=error.held_bytes,
         )  # fmt: skip
+
+
+def in_order(found: tuple[Phase, Any]) -> int:
+    """As the phases follow each other."""
+    return get_args(Phase).index(found[0])
 
 
 def residents(stage: Stage) -> Iterator[tuple[Component, str, torch.Tensor]]:
@@ -227,7 +232,7 @@ class CudaWatch:
         self._read()
         return tuple(
             PhasePeak(name=name, allocated_bytes=allocated, reserved_bytes=reserved, driver_bytes=driver, seconds=self.clock.seconds.get(name, 0.0))
-            for name, (allocated, reserved, driver) in self._found.items()
+            for name, (allocated, reserved, driver) in sorted(self._found.items(), key=in_order)
         )
 
     @property
