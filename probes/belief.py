@@ -60,7 +60,7 @@ OUTSIDE_TORCH: frozenset[Component] = frozenset({"runtime", "engine", "fragmenta
 OF_KERNELS: tuple[Component, ...] = ("activations", "attention_scores")
 # A phase so much lighter than the heaviest cannot become it.
 LIGHT = 0.7
-# An equality so many deviations off is a sign that something else is different: it is taken for less exact, and moves the mean no further.
+# What is so many deviations off is a sign that the device is another than the priors speak of: they are widened, and an equality is taken for less exact.
 SURPRISE = 4.0
 
 
@@ -156,6 +156,7 @@ class Belief:
     names: tuple[str, ...] = ()
     mean: Vector
     covariance: Vector
+    doubt: float = 1.0  # all deviations are so many times those of the priors, and what is left unexplained is as much larger
     at: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -171,7 +172,7 @@ class Belief:
                 seen[index] = size
             else:
                 prior = prior_of(name)
-                mean, variance = mean + size * prior.mean, variance + (size * prior.deviation) ** 2
+                mean, variance = mean + size * prior.mean, variance + (self.doubt * size * prior.deviation) ** 2
         return seen, mean, variance
 
     def predicted(self, coefficients: Coefficients) -> tuple[float, float]:
@@ -182,7 +183,7 @@ class Belief:
     def needs(self, row: Row) -> tuple[float, float]:
         """Bytes of a phase: mean and standard deviation."""
         mean, deviation = self.predicted(row.coefficients)
-        return row.total_bytes + mean, math.hypot(deviation, residual_bytes(row.total_bytes))
+        return row.total_bytes + mean, math.hypot(deviation, self.doubt * residual_bytes(row.total_bytes))
 
     def fit_probability(self, rows: Iterable[Row]) -> float:
         """An upper bound of the probability that every phase stays within its card: that of the worst phase."""
@@ -192,8 +193,8 @@ class Belief:
         return self.predicted({name: 1.0})
 
 
-def no_belief() -> Belief:
-    return Belief(mean=np.zeros(0), covariance=np.zeros((0, 0)))
+def no_belief(doubt: float = 1.0) -> Belief:
+    return Belief(mean=np.zeros(0), covariance=np.zeros((0, 0)), doubt=doubt)
 
 
 def residual_bytes(total_bytes: float) -> float:
@@ -206,11 +207,23 @@ def chance(score: float) -> float:
 
 
 def believed(observations: Sequence[Observation]) -> Belief:
-    """The prior, updated: first by what is known exactly, then by inequalities in the order in which they were seen."""
-    belief = widened(no_belief(), [name for each in observations for name in each.coefficients])
+    """The prior, updated: first by what is known exactly, then by inequalities in the order in which they were seen.
+
+    Where something was seen that the priors hardly allow, they are widened until they do: the device is another than they speak of, and what
+    they say of other candidates is as uncertain.
+    """
+    doubt = max((surprise(each) / SURPRISE for each in observations), default=1.0)
+    belief = widened(no_belief(max(doubt, 1.0)), [name for each in observations for name in each.coefficients])
     for each in sorted(observations, key=lambda each: each.kind != "equal"):
         belief = updated(belief, each)
     return belief
+
+
+def surprise(seen: Observation) -> float:
+    """How many deviations what was seen is from what the priors say; nothing for an inequality that they hold to."""
+    mean, deviation = no_belief().predicted(seen.coefficients)
+    score = (seen.value - mean) / math.hypot(deviation, seen.noise)
+    return {"equal": abs(score), "at_least": score, "at_most": -score}[seen.kind]
 
 
 def widened(belief: Belief, names: Iterable[str]) -> Belief:
@@ -219,8 +232,8 @@ def widened(belief: Belief, names: Iterable[str]) -> Belief:
     mean, covariance = np.zeros(old + len(new)), np.zeros((old + len(new), old + len(new)))
     mean[:old], covariance[:old, :old] = belief.mean, belief.covariance
     for index, name in enumerate(new, old):
-        mean[index], covariance[index, index] = prior_of(name).mean, prior_of(name).deviation ** 2
-    return Belief(names=(*belief.names, *new), mean=mean, covariance=covariance)
+        mean[index], covariance[index, index] = prior_of(name).mean, (belief.doubt * prior_of(name).deviation) ** 2
+    return Belief(names=(*belief.names, *new), mean=mean, covariance=covariance, doubt=belief.doubt)
 
 
 LEAST_SCORE = -30.0  # beyond it the normal distribution's tail is not a double
@@ -235,7 +248,7 @@ def updated(belief: Belief, seen: Observation) -> Belief:
     h, _, _ = belief.split(seen.coefficients)
     sign = -1.0 if seen.kind == "at_most" else 1.0
     spread = belief.covariance @ h
-    variance = float(h @ spread) + seen.noise**2
+    variance = float(h @ spread) + (belief.doubt * seen.noise) ** 2
     miss = sign * (float(h @ belief.mean) - seen.value)
     if seen.kind == "equal":
         variance = max(variance, (miss / SURPRISE) ** 2)
@@ -245,7 +258,7 @@ def updated(belief: Belief, seen: Observation) -> Belief:
         ratio = math.exp(-score * score / 2) / math.sqrt(2 * math.pi) / chance(score)
         step, shrink = sign * ratio / math.sqrt(variance), ratio * (ratio + score) / variance
     covariance = belief.covariance - shrink * np.outer(spread, spread)
-    return Belief(names=belief.names, mean=belief.mean + spread * step, covariance=(covariance + covariance.T) / 2)
+    return Belief(names=belief.names, mean=belief.mean + spread * step, covariance=(covariance + covariance.T) / 2, doubt=belief.doubt)
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -265,7 +278,7 @@ class Draws:
             return self.seen[self.belief.at[name]]
         prior = prior_of(name)
         noise = np.random.default_rng((self.seed, zlib.crc32(name.encode()))).standard_normal(self.count)
-        return prior.mean + prior.deviation * noise
+        return prior.mean + self.belief.doubt * prior.deviation * noise
 
     def fit(self, rows: Sequence[Row]) -> Vector:
         """In which worlds all these phases stay within their cards."""
