@@ -28,6 +28,13 @@ FREE = re.compile(rf"of which {SIZE} is free")
 ALLOWED = re.compile(rf"{SIZE} allowed;")
 ALLOCATED = re.compile(rf"{SIZE} is allocated by PyTorch")
 UNALLOCATED = re.compile(rf"{SIZE} is reserved by PyTorch but unallocated")
+# What others than PyTorch's allocator say when they lack memory of the GPU.
+# Source: CUDA's cudaErrorMemoryAllocation as pytorch 2.13, c10/cuda/CUDAException.cpp says it; cuBLAS' CUBLAS_STATUS_ALLOC_FAILED; vllm 0.33,
+# v1/worker/utils.py (free memory at start), v1/core/kv_cache_utils.py (no block, or too few for one sequence).
+OTHERS = re.compile(
+    r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|less than desired GPU memory utilization|No available memory for the cache blocks|"
+    r"larger than the available KV cache memory"
+)
 
 
 @dataclass(slots=True)
@@ -80,7 +87,7 @@ class Watch(Told, Protocol):
     def peaks(self) -> tuple[PhasePeak, ...]: ...
     @property
     def allocator(self) -> dict[str, int]: ...
-    def shortage(self, error: torch.OutOfMemoryError, rank: int) -> Shortage: ...
+    def shortage(self, error: Exception, rank: int) -> Shortage: ...
 
 
 def watch_of(task: Task) -> Watch:
@@ -147,7 +154,7 @@ class CpuWatch(Tracker):
     def allocator(self) -> dict[str, int]:
         return {}
 
-    def shortage(self, error: torch.OutOfMemoryError, rank: int) -> Shortage:
+    def shortage(self, error: Exception, rank: int) -> Shortage:
         assert isinstance(error, DeviceFull)
         return Shortage(
             rank=rank, phase=self.phase, tried_bytes=error.tried_bytes, free_bytes=error.capacity_bytes - error.held_bytes,
@@ -239,11 +246,16 @@ class CudaWatch:
     def allocator(self) -> dict[str, int]:
         return {name: int(value) for name, value in torch.cuda.memory_stats().items()}
 
-    def shortage(self, error: torch.OutOfMemoryError, rank: int) -> Shortage:
+    def shortage(self, error: Exception, rank: int) -> Shortage:
         statistics = torch.cuda.memory_stats()
         return shortage_of_message(
             str(error), rank, self.phase, torch.cuda.mem_get_info()[0], statistics["allocated_bytes.all.current"], statistics["reserved_bytes.all.current"]
         )
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether an exception says that the device has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or OTHERS.search(str(error)) is not None
 
 
 def shortage_of_message(message: str, rank: int, phase: Phase, free_bytes: int, allocated_bytes: int, reserved_bytes: int) -> Shortage:

@@ -32,7 +32,7 @@ from probes.random_weights import random_weights
 from probes.rollouts import whole_rollout
 from probes.states import States, zero_steps_told
 from probes.task import ANSWER_PREFIX, Task, read_task
-from probes.watch import Clock, Watch, watch_of
+from probes.watch import Clock, Watch, lacks_memory, watch_of
 from probes.workload import model_path, workload
 
 # Methods whose trainer has no evaluation of its own: transformers' is not one for rows of text (trl 1.16, online_dpo_trainer.py has no `prediction_step`).
@@ -52,7 +52,9 @@ def measure(task: Task) -> Measurement:
     try:
         with random_weights() if task.weights == "random" else contextlib.nullcontext():
             probe.run()
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
         shortage = watch.shortage(error, PartialState().process_index)
     mine = probe.memory()
     ranks = (mine,) if shortage is not None else tuple(sorted(gather_object([mine]), key=lambda rank: rank.rank))

@@ -27,7 +27,8 @@ LENGTHS = {"max_length": 128, "prompt_length": 32, "max_completion_length": 32, 
 # Phases in which a measurement and its dry run differ, and why.
 NAMES: dict[str, str] = {
     "rollout": "prompts are of two lengths, so that a rollout masks; the dry run's are of one, and where it generates without a cache it gives no positions",
-    "load": "a prompt that is a token shorter; GKD's own collator brings byte offsets, which the dry run's does not",
+    "load": "a prompt that is a token shorter",
+    "every phase of gkd": "its own collator brings byte offsets with a batch, which the dry run's does not",
 }
 HEAD = f"""# Probes on the CPU against dry runs
 
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def report(rows: list[str], versions: dict[str, str]) -> str:
-    table = ["| method | model | measured peak | dry run | difference | phases below the peak that differ |", "|---|---|---:|---:|---:|---|", *rows]
+    table = ["| method | model | measured peak | dry run | difference | by phase |", "|---|---|---:|---:|---:|---|", *rows]
     names = [f"- **{phase}**: {why}." for phase, why in NAMES.items()]
     libraries = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     return "\n".join([HEAD, f"Versions: {libraries}.", "", *table, "", "## What differs", "", *names, ""])

@@ -22,7 +22,7 @@ import torch
 from probes.dryrun import dry_run
 from probes.engines import command_on, free_port, served, server_environment
 from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, write_task
-from probes.watch import shortage_of_message
+from probes.watch import lacks_memory, shortage_of_message
 from probes.worker import measure, step_seconds
 
 pytestmark = [
@@ -171,6 +171,21 @@ def test_figures_of_the_allocators_message_are_those_of_the_moment() -> None:
     capped = message.replace("in use. Of", "in use. 77.00 GiB allowed; Of")
     assert shortage_of_message(capped, 0, "loss", 1, 2, 3).free_bytes == gib // 2
     assert shortage_of_message("CUDA driver says no", 0, "loss", 1, 2, 3).allocated_bytes == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("max_length must be positive"), False),
+    ],
+)
+def test_only_a_lack_of_memory_is_taken_for_one(error: Exception, lacks: bool) -> None:
+    assert lacks_memory(error) is lacks
 
 
 SERVER = """
