@@ -135,7 +135,7 @@ def main() -> None:
     NOTES.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
     for job, cluster in questions()[part - 1 :: parts]:
-        if settle(job, cluster, end):
+        if time.monotonic() < end and settle(job, cluster, end):
             with (NOTES / f"settled-{part}.txt").open("a") as file:
                 file.write(f"{job.model.id} {job.method} {dict(job.pinned)} {cluster.num_gpus} {cluster.gpu.name}\n")
     if part == parts:
