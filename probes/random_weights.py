@@ -42,6 +42,7 @@ def model_folder(shape: ModelShape, parent: Path) -> Path:
     fields = dict(shape.config)
     config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
     written = config.to_dict() | {"pad_token_id": PAD}
+    written.pop("quantization_config", None)  # numbers made up are of no published checkpoint
     written["architectures"] = [_architecture(shape, config)]
     (folder / "config.json").write_text(json.dumps(written, default=str), encoding="utf-8")
     tokenizer(shape.vocab_size).save_pretrained(folder)
@@ -50,8 +51,7 @@ def model_folder(shape: ModelShape, parent: Path) -> Path:
 
 def _architecture(shape: ModelShape, config: Any) -> str:
     """The class that loads the model (trl 1.16, trainer/utils.py, `create_model_from_path` asks the config for it)."""
-    mapping = vars(transformers)[shape.auto_class] if shape.auto_class in vars(transformers) else getattr(transformers, shape.auto_class)
-    return str(mapping._model_mapping[type(config)].__name__)
+    return str(getattr(transformers, shape.auto_class)._model_mapping[type(config)].__name__)
 
 
 @contextlib.contextmanager

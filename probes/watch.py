@@ -78,6 +78,9 @@ class Watch(Told, Protocol):
     def watching(self, stage: Stage) -> Iterator[None]:
         """While inside, a trainer runs."""
 
+    def settle(self) -> None:
+        """What was started is waited for."""
+
     def forget(self) -> None:
         """The trainer is gone; another one comes."""
 
@@ -135,6 +138,9 @@ class CpuWatch(Tracker):
             for component, name, tensor in residents(stage):
                 self.add_resident(tensor, component, name)
             yield
+
+    def settle(self) -> None:
+        """On the host an operator is done when it returns."""
 
     def forget(self) -> None:
         self._before = {peak.name: peak.allocated_bytes for peak in self.peaks}
@@ -230,6 +236,9 @@ class CudaWatch:
     @contextmanager
     def watching(self, stage: Stage) -> Iterator[None]:
         yield
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
 
     def forget(self) -> None:
         torch.cuda.empty_cache()

@@ -101,9 +101,11 @@ class _Probe(TrainerCallback):
         self._watch.clock.step_begins()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._watch.settle()
         self._watch.clock.step_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._watch.settle()
         self._watch.clock.step_ends()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
