@@ -90,6 +90,7 @@ def _of_family(candidate: Candidate) -> dict[str, object]:
     """The part of a recipe that sizes have no say in. Where states are sharded, the step is one of 16-bit layers without them (compose.py)."""
     _refuse(REFUSALS, candidate)
     one = single_process(candidate)
+    model = architecture(one.model)
     if one.quantization != "none" and any(first * second % BLOCKED_WEIGHTS for first, second in product(_features(one.model), repeat=2)):
         raise NoProfile(f"The weights of {one.model.id} are no whole blocks of quantization statistics.")
     settings = {name: getattr(one, name) for name in RECIPE_FIELDS}
@@ -98,7 +99,7 @@ def _of_family(candidate: Candidate) -> dict[str, object]:
     settings["engine"] = one.vllm != "off"
     settings["beta"] = one.beta > 0 if one.method in ("grpo", "rloo") else True
     settings["states"] = "elsewhere" if candidate.sharding in SHARDED else "here"
-    return {"architecture": architecture(one.model), "settings": settings}
+    return {"architecture": model, "settings": settings}
 
 
 def _refuse(refusals: tuple[tuple[str, Callable[[Candidate], bool]], ...], candidate: Candidate) -> None:
