@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,7 @@ import torch
 from probes.dryrun import dry_run
 from probes.engines import command_on, free_port, served, server_environment
 from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, write_task
-from probes.watch import lacks_memory, shortage_of_message
+from probes.watch import Clock, CudaWatch, Driver, lacks_memory, shortage_of_message
 from probes.worker import measure, step_seconds
 
 pytestmark = [
@@ -173,6 +174,62 @@ def test_figures_of_the_allocators_message_are_those_of_the_moment() -> None:
     assert shortage_of_message("CUDA driver says no", 0, "loss", 1, 2, 3).allocated_bytes == 2
 
 
+class Counters:
+    """A card's counters as PyTorch gives them: what was current and what was most since they were last set back."""
+
+    def __init__(self) -> None:
+        self.statistics = {f"{what}_bytes.all.{which}": 0 for what in ("allocated", "reserved") for which in ("current", "peak")}
+        self.driver_bytes = 500
+
+    def allocate(self, allocated: int, peak: int, reserved: int, reserved_peak: int) -> None:
+        names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current", "reserved_bytes.all.peak")
+        self.statistics.update(zip(names, (allocated, peak, reserved, reserved_peak), strict=True))
+        self.driver_bytes = 500 + reserved
+
+    def set_back(self) -> None:
+        for what in ("allocated", "reserved"):
+            self.statistics[f"{what}_bytes.all.peak"] = self.statistics[f"{what}_bytes.all.current"]
+
+    def held_bytes(self) -> int:
+        return self.driver_bytes
+
+
+def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card = Counters()
+    monkeypatch.setattr("probes.watch.Driver", lambda: card)
+    for name, fake in {
+        "synchronize": lambda: None, "memory_stats": lambda: dict(card.statistics), "reset_peak_memory_stats": card.set_back,
+        "mem_get_info": lambda: (9_000, 10_000), "set_per_process_memory_fraction": lambda share: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    watch = CudaWatch(Clock(tmp_path / PHASE_FILE), 8_000)
+    card.allocate(100, 150, 200, 200)
+    watch.enter_phase("forward")
+    card.allocate(300, 700, 800, 1000)  # 200 were given back before the phase ended
+    watch.enter_phase("backward")
+    card.allocate(100, 300, 800, 800)
+    watch.enter_phase("forward")
+    found = {peak.name: (peak.allocated_bytes, peak.reserved_bytes, peak.driver_bytes) for peak in watch.peaks}
+    assert found == {"load": (150, 200, 700), "forward": (700, 1000, 1500), "backward": (300, 800, 1300)}
+    assert [peak.name for peak in watch.peaks] == ["load", "forward", "backward"]
+    assert watch.capacity_bytes == 8_000
+
+
+def test_a_driver_that_does_not_know_the_process_tells_what_its_card_has_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, processes = [1000], [SimpleNamespace(pid=os.getpid(), usedGpuMemory=700)]
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1, nvmlDeviceGetHandleByIndex=lambda index: "card", nvmlDeviceGetUUID=lambda card: "GPU-1-2",
+        nvmlDeviceGetMemoryInfo=lambda card: SimpleNamespace(used=used[0]), nvmlDeviceGetComputeRunningProcesses=lambda card: processes,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    driver = Driver()
+    assert driver.held_bytes() == 700
+    used[0], processes[0].pid = 1800, 1
+    assert driver.held_bytes() == 800
+
+
 @pytest.mark.parametrize(
     ("error", "lacks"),
     [
@@ -222,8 +279,6 @@ def test_a_server_gets_the_model_folder_and_the_gpus_behind_the_trainers(monkeyp
 
 
 def test_a_steps_seconds_hold_their_share_of_a_rollout(tmp_path: Path) -> None:
-    from probes.watch import Clock
-
     clock = Clock(tmp_path / "phase")
     clock.steps = [(90.0, 40.0), (10.0, 0.0), (12.0, 0.0)]
     case = replace(candidate("grpo"), steps_per_generation=4, gradient_accumulation_steps=1)
