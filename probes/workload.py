@@ -1,12 +1,10 @@
-"""The real TRL trainer of a candidate, as a script of TRL would make it, and data whose every batch is the longest that the settings allow."""
+"""The real TRL trainer of a candidate, as a script of TRL would make it."""
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 import trl
 from accelerate import PartialState
@@ -18,7 +16,8 @@ from planner.errors import InputError
 from planner.methods import MethodName
 from planner.model import ModelShape
 from planner.settings import settings_of
-from probes.fake_trainer import DTYPES, WORD, Stage
+from probes.fake_trainer import DTYPES, Stage
+from probes.longest_rows import Text, data, evaluation_rows, pair, prompt
 from probes.random_weights import model_folder, tokenizer
 from probes.rollouts import prompts_differ
 from probes.task import Task
@@ -137,14 +136,6 @@ def run_arguments(task: Task) -> dict[str, Any]:
     }
 
 
-def evaluation_rows(candidate: Candidate) -> int:
-    """Rows of an evaluation batch: those of training, but whole groups where a prompt has several completions (trl 1.16, grpo_config.py, `num_generations`)."""
-    rows = candidate.per_device_train_batch_size
-    if candidate.method not in ("grpo", "rloo"):
-        return rows
-    return -(-rows // candidate.num_generations) * candidate.num_generations
-
-
 def model_arguments(load: _Workload) -> dict[str, Any]:
     """What TRL's scripts put into `model_init_kwargs` (trl 1.16, scripts/sft.py)."""
     candidate = load.candidate
@@ -183,52 +174,6 @@ def common(load: _Workload, config: Any, **more: Any) -> dict[str, Any]:
     return made | ({"quantization_config": quantization(candidate)} if candidate.method in TAKES_QUANTIZATION else {})
 
 
-# -- data --------------------------------------------------------------------------------------------------------------
-
-
-class _Text:
-    """Words that differ, the same ones for the same seed. Each is one token."""
-
-    def __init__(self, load: _Workload) -> None:
-        self._random, self._vocab_size = random.Random(load.task.seed), load.candidate.model.vocab_size
-
-    def ids(self, count: int) -> list[int]:
-        return [self._random.randrange(WORD, self._vocab_size) for _ in range(max(count, 1))]
-
-    def __call__(self, count: int) -> str:
-        return " ".join(f"w{token}" for token in self.ids(count))
-
-
-def data(load: _Workload, row: Callable[[_Text, int, int], dict[str, Any]]) -> dict[str, datasets.Dataset]:
-    """`row(text, index, short)` for all steps of all processes; the last row of each process' batch is one token short where batches are padded."""
-    task, candidate, text = load.task, load.candidate, _Text(load)
-    batch = candidate.per_device_train_batch_size
-    count = (task.steps + (task.save and task.resume)) * batch * candidate.gradient_accumulation_steps * candidate.num_processes
-    found = [row(text, index, int(candidate.padded and index % batch == batch - 1)) for index in range(count)]
-    one_batch = evaluation_rows(candidate) * candidate.num_processes
-    rows = datasets.Dataset.from_list(found)
-    return {"train_dataset": rows} | ({"eval_dataset": datasets.Dataset.from_list((found * one_batch)[:one_batch])} if task.evaluate else {})
-
-
-def _pair(candidate: Candidate) -> Callable[[_Text, int, int], dict[str, Any]]:
-    """A prompt of one token, so that all the rest of the row is scored; TRL adds the end to both completions."""
-
-    def row(text: _Text, _: int, short: int) -> dict[str, Any]:
-        return {"prompt": text(1), "chosen": " " + text(candidate.max_length - 2), "rejected": " " + text(candidate.max_length - 2 - short)}
-
-    return row
-
-
-def _prompt(candidate: Candidate) -> Callable[[_Text, int, int], dict[str, Any]]:
-    """Prompts of one length, every second of them one token short where that pads a batch."""
-    differ = prompts_differ(candidate)
-
-    def row(text: _Text, index: int, _: int) -> dict[str, Any]:
-        return {"prompt": text(candidate.prompt_length - int(differ and index % 2))}
-
-    return row
-
-
 # -- trainers ----------------------------------------------------------------------------------------------------------
 
 
@@ -239,31 +184,32 @@ def _stage(trainer: Any, *others: Any) -> Stage:
 def sft(load: _Workload) -> Stage:
     candidate = load.candidate
     unbounded = {"max_length": None} if candidate.padding_free and not candidate.packing else {}  # trl 1.16, sft_trainer.py:999
-    rows = data(load, lambda text, _, short: {"input_ids": text.ids(candidate.max_length - short * (not candidate.flattened))})
+    padded = not candidate.flattened and candidate.rows > 1  # a row alone has nothing to be padded to
+    rows = data(load.task, lambda text, _, short: {"input_ids": text.ids(candidate.max_length - short * padded)})
     return _stage(trl.SFTTrainer(**common(load, trl.SFTConfig, **unbounded), **rows))
 
 
 def dpo(load: _Workload) -> Stage:
-    trainer = trl.DPOTrainer(**common(load, trl.DPOConfig), **data(load, _pair(load.candidate)))
+    trainer = trl.DPOTrainer(**common(load, trl.DPOConfig), **data(load.task, pair(load.candidate)))
     return _stage(trainer, trainer.ref_model)
 
 
 def kto(load: _Workload) -> Stage:
     length = load.candidate.max_length - 2
-    rows = data(load, lambda text, index, short: {"prompt": text(1), "completion": " " + text(length - short), "label": index % 2 == 0})
+    rows = data(load.task, lambda text, index, short: {"prompt": text(1), "completion": " " + text(length - short), "label": index % 2 == 0})
     trainer = trl.KTOTrainer(**common(load, trl.KTOConfig), **rows)
     return _stage(trainer, trainer.ref_model)
 
 
 def reward(load: _Workload) -> Stage:
     length = load.candidate.max_length
-    rows = data(load, lambda text, _, short: {"chosen_ids": text.ids(length), "rejected_ids": text.ids(length - short)})
+    rows = data(load.task, lambda text, _, short: {"chosen_ids": text.ids(length), "rejected_ids": text.ids(length - short)})
     return _stage(trl.RewardTrainer(**common(load, trl.RewardConfig), **rows))
 
 
 def grpo(load: _Workload) -> Stage:
     trainer = trl.GRPOTrainer(
-        **common(load, trl.GRPOConfig, generation_kwargs=unending(load.candidate)), **data(load, _prompt(load.candidate)),
+        **common(load, trl.GRPOConfig, generation_kwargs=unending(load.candidate)), **data(load.task, prompt(load.candidate)),
         reward_funcs=load.rewards, reward_processing_classes=load.reward_words,
     )  # fmt: skip
     return _stage(trainer, trainer.ref_model, *trainer.reward_funcs)
@@ -271,7 +217,7 @@ def grpo(load: _Workload) -> Stage:
 
 def rloo(load: _Workload) -> Stage:
     trainer = trl.RLOOTrainer(
-        **common(load, trl.RLOOConfig, generation_kwargs=unending(load.candidate)), **data(load, _prompt(load.candidate)),
+        **common(load, trl.RLOOConfig, generation_kwargs=unending(load.candidate)), **data(load.task, prompt(load.candidate)),
         reward_funcs=load.rewards, reward_processing_classes=load.reward_words,
     )  # fmt: skip
     return _stage(trainer, trainer.ref_model, *trainer.reward_funcs)
@@ -279,7 +225,7 @@ def rloo(load: _Workload) -> Stage:
 
 def distillation(load: _Workload) -> Stage:
     more = {"generation_kwargs": unending(load.candidate), "teacher_model_init_kwargs": _teacher_arguments(load)}
-    trainer = trl.DistillationTrainer(**common(load, trl.DistillationConfig, **more), **data(load, _prompt(load.candidate)), teacher_model=_teacher(load))
+    trainer = trl.DistillationTrainer(**common(load, trl.DistillationConfig, **more), **data(load.task, prompt(load.candidate)), teacher_model=_teacher(load))
     return _stage(trainer, trainer.teacher_model)
 
 
@@ -290,7 +236,7 @@ def online_dpo(load: _Workload) -> Stage:
     whole = candidate.prompt_length + candidate.max_completion_length
     trainer = OnlineDPOTrainer(
         **common(load, OnlineDPOConfig, generation_kwargs=unending(candidate), max_length=max(candidate.max_length, whole)),
-        **data(load, _prompt(candidate)), reward_funcs=load.rewards, reward_processing_classes=load.reward_words,
+        **data(load.task, prompt(candidate)), reward_funcs=load.rewards, reward_processing_classes=load.reward_words,
     )  # fmt: skip
     return _stage(trainer, trainer.ref_model, *trainer.reward_funcs)
 
@@ -298,13 +244,13 @@ def online_dpo(load: _Workload) -> Stage:
 def cpo(load: _Workload) -> Stage:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-    return _stage(CPOTrainer(**common(load, CPOConfig), **data(load, _pair(load.candidate))))
+    return _stage(CPOTrainer(**common(load, CPOConfig), **data(load.task, pair(load.candidate))))
 
 
 def orpo(load: _Workload) -> Stage:
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    return _stage(ORPOTrainer(**common(load, ORPOConfig), **data(load, _pair(load.candidate))))
+    return _stage(ORPOTrainer(**common(load, ORPOConfig), **data(load.task, pair(load.candidate))))
 
 
 def gkd(load: _Workload) -> Stage:
@@ -314,16 +260,15 @@ def gkd(load: _Workload) -> Stage:
     candidate = load.candidate
     completion = candidate.row_tokens - candidate.prompt_length
 
-    def row(text: _Text, index: int, _: int) -> dict[str, Any]:
-        prompt = text.ids(candidate.prompt_length - int(prompts_differ(candidate) and index % 2))
-        mask = [0] * len(prompt) + [1] * completion
-        return {"prompt": " ".join(f"w{token}" for token in prompt), "input_ids": prompt + text.ids(completion), "completion_mask": mask}
+    def row(text: Text, index: int, _: int) -> dict[str, Any]:
+        asked = text.ids(candidate.prompt_length - int(prompts_differ(candidate) and index % 2))
+        mask = [0] * len(asked) + [1] * completion
+        return {"prompt": " ".join(f"w{token}" for token in asked), "input_ids": asked + text.ids(completion), "completion_mask": mask}
 
     trainer = GKDTrainer(
-        **common(load, GKDConfig, lmbda=1.0, teacher_model_init_kwargs=_teacher_arguments(load)), **data(load, row), teacher_model=_teacher(load)
+        **common(load, GKDConfig, lmbda=1.0, teacher_model_init_kwargs=_teacher_arguments(load)), **data(load.task, row), teacher_model=_teacher(load)
     )
-    for setting in ("eos_token_id",):  # GKD's config has no generation_kwargs
-        setattr(trainer.generation_config, setting, unending(candidate)[setting])
+    trainer.generation_config.eos_token_id = unending(candidate)["eos_token_id"]  # GKD's config has no generation_kwargs
     return _stage(trainer, trainer.teacher_model)
 
 

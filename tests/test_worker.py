@@ -86,6 +86,14 @@ def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_p
     assert found.peak_bytes == dry.peak_bytes
 
 
+def test_a_row_alone_is_not_padded(tmp_path: Path) -> None:
+    """The one case in which a probe measures less than the dry run says, which masks every batch of a candidate that pads."""
+    alone = candidate(per_device_train_batch_size=1, gradient_checkpointing=False)
+    found = measured(alone, tmp_path)
+    assert found.peak_bytes == dry_run(replace(alone, padded=False), "cpu").peak_bytes
+    assert found.peak_bytes < dry_run(alone, "cpu").peak_bytes
+
+
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
 def test_a_quantized_base_is_loaded_and_quantized_as_from_the_hub(quantization: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
