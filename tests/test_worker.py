@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from planner.architectures import shape_of
 from planner.candidate import Candidate
 from planner.catalogue import load_model
 from planner.measurement import Measurement, measurement_of
@@ -19,6 +20,7 @@ from planner.methods import MethodName
 pytest.importorskip("trl")
 
 import torch
+import transformers
 
 from probes.dryrun import dry_run
 from probes.engines import command_on, free_port, served, server_environment
@@ -84,6 +86,17 @@ def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_p
     case = candidate(method, "tiny-gemma3", tuning="lora", dtype="float32", gradient_checkpointing=False, gradient_accumulation_steps=2)
     found, dry = measured(case, tmp_path), dry_run(case, "cpu")
     assert found.peak_bytes == dry.peak_bytes
+
+
+def test_made_up_weights_cost_what_saved_ones_cost(tmp_path: Path) -> None:
+    """A mixtral's experts are files of their own and one tensor in memory."""
+    case = candidate("sft", "tiny-mixtral")
+    config = dict(case.model.config) | {"architectures": ["MixtralForCausalLM"]}
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    saved = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("mixtral", **fields), dtype=torch.bfloat16)
+    saved.save_pretrained(tmp_path / "saved")
+    from_disk = measured(replace(case, model=shape_of(config, id=str(tmp_path / "saved"))), tmp_path, weights="hub")
+    assert from_disk.peak_bytes == measured(case, tmp_path).peak_bytes
 
 
 def test_a_row_alone_is_not_padded(tmp_path: Path) -> None:
