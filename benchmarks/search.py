@@ -301,6 +301,8 @@ def peer_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"| sampler | jobs | {' | '.join(f'best run within {count}' for count in CHECKPOINTS)} | within 1 % of it after {PEER_PROBES} |"]
     lines += ["|---" * (len(CHECKPOINTS) + 3) + "|"]
     feasible = [row for row in rows if row["peers"]]
+    if not feasible:
+        return ["Not run: `--ours-only`."]
     counts = [row["ours"]["probes"] if row["ours"]["correct"] else 10**6 for row in feasible]
     cells = [f"{sum(count <= most for count in counts) / len(counts):.0%}" for most in CHECKPOINTS]
     lines.append(f"| ours, proof included | {len(feasible)} | {' | '.join(cells)} | {sum(count < 10**6 for count in counts) / len(counts):.0%} |")
