@@ -175,6 +175,7 @@ class Layer:
     norms: tuple[Norm, ...]
     residual_dropout: float = 0.0  # of the output of each block while training (gpt2, opt)
     residual_scaled: bool = False  # granite: the output of each block times a number
+    passed: bool = True  # text runs through it; mllama's cross-attention to images is passed by
     measure: Callable[..., Any] | None = None  # a program "measured": (Recipe, gradients_exist) -> LayerMemory, from probes/coefficients.py
 
     @property
@@ -224,6 +225,8 @@ class ModelShape:
     other_params: int = 0  # outside embeddings, layers, final norm and head, with the vision tower: projectors, adapters
     vision_params: int = 0
     vision_linear_params: int = 0
+    outer_linears: tuple[tuple[Linear, int], ...] = ()  # an architecture without formulas: `nn.Linear` outside its layers, with counts
+    vision_linears: tuple[tuple[Linear, int], ...] = ()  # those of them that text does not pass
     tied: bool
     params: int
     auto_class: str = "AutoModelForCausalLM"
@@ -258,6 +261,11 @@ class ModelShape:
     @cached_property
     def expert_params(self) -> int:
         return sum(layer.expert_params * count for layer, count in self.layer_kinds)
+
+    @property
+    def idle_params(self) -> int:
+        """Parameters outside the decoder layers that text does not pass: towers for images and sound, with gemma 3's projector behind its own."""
+        return self.vision_params + (self.other_params if self.vision_linear_params else 0)
 
     @cached_property
     def largest_layer_params(self) -> int:

@@ -54,6 +54,7 @@ KINDS = (
     "microsoft/Phi-3-mini-4k-instruct", "allenai/OLMo-1B-hf", "tiiuae/falcon-7b", "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen1.5-MoE-A2.7B",
     "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V2-Lite", "allenai/OLMoE-1B-7B-0924",
 )  # fmt: skip
+ROUNDED_WITHIN = 0.001  # each tensor is rounded up to 512 bytes
 REPORTED_WITHIN = 0.005  # the engine's own small buffers, 16 MiB
 MEASURED_WITHIN_MIB = 1.0  # the messages print hundredths of a GiB, ten MiB; medians of two are rounded once more
 
@@ -194,6 +195,22 @@ class TestFacts:
 
     def test_falcon_is_not_quantized_by_bitsandbytes(self) -> None:
         assert counted("tiiuae/falcon-7b", quantization="nf4").quantized_params == 0
+
+    def test_a_tower_that_text_does_not_pass_has_gradients_and_states_in_flat_buffers_only(self) -> None:
+        gemma = load_model("google/gemma-3-4b-pt")
+        tower = gemma.vision_params + gemma.other_params  # the projector behind it, too
+        whole = candidate(model=gemma, dtype="bfloat16")
+        flat = replace(whole, sharding="zero2", num_processes=2)
+        assert gradients_bytes(whole) == pytest.approx(2 * (gemma.params - tower), rel=ROUNDED_WITHIN)
+        assert optimizer_states_bytes(whole) == pytest.approx(4 * (gemma.params - tower), rel=ROUNDED_WITHIN)
+        assert optimizer_states_bytes(flat) == pytest.approx(12 * gemma.params / 2, rel=ROUNDED_WITHIN)
+
+    def test_a_towers_adapters_take_room_and_learn_nothing(self) -> None:
+        gemma = load_model("google/gemma-3-4b-pt")
+        adapted = candidate(model=gemma, tuning="lora", lora_target_modules=ALL_LINEAR)
+        in_layers = sum(16 * (linear.in_features + linear.out_features) * count for layer, count in gemma.layer_kinds for linear in layer.linears)
+        assert gradients_bytes(adapted) == 4 * in_layers
+        assert adapters_bytes(adapted) > gradients_bytes(adapted)
 
     def test_norms_and_embeddings_stay_in_the_load_dtype(self) -> None:
         loads = [policy_weights_bytes(candidate(tuning="lora", quantization="nf4", dtype=dtype)) for dtype in ("float32", "bfloat16")]

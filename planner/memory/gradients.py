@@ -6,7 +6,7 @@ from planner.candidate import Candidate
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.lora import lora_in_order
 from planner.memory.parameters import Head, policy_parameters
-from planner.memory.sharding import decay_groups, flat_elements, fsdp2_shards, zero3_elements
+from planner.memory.sharding import DEEPSPEED, decay_groups, flat_elements, fsdp2_shards, zero3_elements
 from planner.memory.tensors import TensorSet, rounded_bytes, tensor_bytes, tensors_in_order
 from planner.memory.weights import base_dtype_bytes, value_parameters
 from planner.model import ModelShape
@@ -29,6 +29,19 @@ def trained_groups(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
     return tuple(group for group in groups if group[0].kinds)
 
 
+def learning_groups(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
+    """What of it gets gradients and optimizer states: all under DeepSpeed, whose flat buffers have room for everything that may learn;
+    elsewhere what batches of text run through, since the `.grad` of a vision tower stays None and an optimizer passes it by.
+
+    Source: torch 2.13, optim/adam.py `_init_group` (`if p.grad is not None`); deepspeed 0.19.8, zero/stage_1_and_2.py:492.
+    Example: Qwen2.5-VL-3B in full, float32: its tower's 668,684,288 parameters need no 4 + 8 bytes each, 7.5 GiB.
+    """
+    groups = trained_groups(candidate)
+    if candidate.sharding in DEEPSPEED:
+        return groups
+    return tuple((tensors.passed, size) for tensors, size in groups if tensors.passed.kinds)
+
+
 def gradients_bytes(candidate: Candidate) -> int:
     """Bytes of gradients on one GPU when the backward pass ends, on the rank that has most.
 
@@ -47,7 +60,7 @@ def gradients_bytes(candidate: Candidate) -> int:
     Leaves out DDP's second copy (communication.py); that ZeRO-1 has dropped other ranks' small gradients by then.
     """
     if candidate.optim in FUSED_BACKWARD:
-        return sum(FUSED_GRADIENTS_ALIVE * rounded_bytes(tensors.largest * size) for tensors, size in trained_groups(candidate))
+        return sum(FUSED_GRADIENTS_ALIVE * rounded_bytes(tensors.largest * size) for tensors, size in learning_groups(candidate))
     kept = accumulated_gradients_bytes(candidate)
     return kept + touched_gradients_bytes(candidate) if candidate.accumulates else kept
 
@@ -67,7 +80,7 @@ def step_gradients_bytes(candidate: Candidate) -> int:
     """
     if candidate.optim in FUSED_BACKWARD:
         return 0
-    groups, processes = trained_groups(candidate), candidate.num_processes
+    groups, processes = learning_groups(candidate), candidate.num_processes
     if candidate.sharding in ("zero1", "zero2"):
         return touched_gradients_bytes(candidate)
     if candidate.sharding == "zero3":

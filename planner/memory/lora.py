@@ -1,9 +1,11 @@
 """LoRA: which modules PEFT wraps, and the shapes of the matrices it adds."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from planner.errors import InputError, UnknownArchitecture, UnknownName
-from planner.memory.tensors import Tensors, decoder_linears, expert_shapes, outer_linears
+from planner.memory.tensors import Tensors, decoder_linears, expert_shapes, outer_linears, vision_linears
 from planner.model import Experts, Linear, ModelShape
 
 ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py:404
@@ -63,7 +65,7 @@ def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tu
         A is [r, in], B is [out, r] for each targeted module; for fused experts A is [r x experts, in], B is [out, r x experts]
 
     Source: peft 0.21.2, tuners/tuners_utils.py:2430 (all-linear: every nn.Linear and Conv1D but the output head, the vision tower
-    included), tuners/lora/layer.py `ParamWrapper` (experts). A name also matches in the vision tower.
+    included), tuners/lora/layer.py `ParamWrapper` (experts). A name also matches in the vision tower, whose adapters text never passes.
 
     Example: Qwen3-30B-A3B on all-linear, r 16: 996,507,648 parameters, of which attention has 13,369,344: since transformers 5 the
     experts are one parameter, and PEFT gives it r for every expert.
@@ -75,17 +77,15 @@ def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tu
     converted = CONVERTED_NAMES.get(model.model_type, {})
     names = _names(model, targets)
     plain = names - converted.keys()
-    found: dict[tuple[int, ...], int] = {}
-    matrices = _expert_matrices(model, lora_r, names, converted)
-    for linear, count in _linears(model):
-        if linear.name in plain:
-            matrices += [((lora_r, linear.in_features), count), ((linear.out_features, lora_r), count)]
-    for shape, count in matrices:
-        found[shape] = found.get(shape, 0) + count
+    found: dict[Tensors, int] = {}
+    matrices = [*_expert_matrices(model, lora_r, names, converted), *_matrices(_linears(model), lora_r, plain)]
+    for matrix in matrices:
+        one = replace(matrix, count=1)
+        found[one] = found.get(one, 0) + matrix.count
     if not found:
-        known = ", ".join(sorted(linear.name for linear, _ in _linears(model)))
+        known = ", ".join(sorted({linear.name for linear, _, _ in _linears(model)}))
         raise InputError(f"lora_target_modules {', '.join(targets)} match no module of {model.id}: it has {known}.")
-    return tuple(Tensors(part="adapter", shape=shape, count=count) for shape, count in found.items())
+    return tuple(replace(one, count=count) for one, count in found.items())
 
 
 @lru_cache(maxsize=256)
@@ -93,13 +93,8 @@ def lora_in_order(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> t
     """The same matrices one layer after the other, as `named_parameters` has them; those of fused experts behind all others."""
     converted = CONVERTED_NAMES.get(model.model_type, {})
     names = _names(model, targets)
-    linears = [(linear, 1) for layer in model.layers for linear in decoder_linears(layer)]
-    shapes: list[tuple[tuple[int, int], int]] = []
-    for linear, count in (*linears, *outer_linears(model)):
-        if linear.name in names - converted.keys():
-            shapes += [((lora_r, linear.in_features), count), ((linear.out_features, lora_r), count)]
-    shapes += _expert_matrices(model, lora_r, names, converted)
-    return tuple(Tensors(part="adapter", shape=shape, count=count) for shape, count in shapes)
+    linears = [(linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)] + _outside(model)
+    return (*_matrices(linears, lora_r, names - converted.keys()), *_expert_matrices(model, lora_r, names, converted))
 
 
 @lru_cache(maxsize=4096)
@@ -120,9 +115,9 @@ def _names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
     if not model.known:
         raise UnknownArchitecture(f"{model.id} ({model.model_type}) has no layer shapes here, so its LoRA matrices cannot be counted. Use --tuning full.")
     if targets == (ALL_LINEAR,):
-        if model.vision_linear_params and not outer_linears(model):
+        if model.vision_linear_params and not vision_linears(model):
             raise UnknownArchitecture(f"all-linear reaches the vision tower of {model.id}, whose shapes are not known here. Name lora_target_modules.")
-        return frozenset(linear.name for linear, _ in _linears(model)) - {"lm_head"} | CONVERTED_NAMES.get(model.model_type, {}).keys()
+        return frozenset(linear.name for linear, _, _ in _linears(model)) - {"lm_head"} | CONVERTED_NAMES.get(model.model_type, {}).keys()
     if targets == (DEFAULT,):
         if model.model_type not in DEFAULT_TARGETS:
             raise UnknownName("default LoRA targets of", model.model_type, DEFAULT_TARGETS, hint="PEFT has none for it either: set lora_target_modules.")
@@ -133,19 +128,29 @@ def _names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
     return frozenset(targets)
 
 
-def _linears(model: ModelShape) -> list[tuple[Linear, int]]:
-    found = [(linear, count) for layer, count in model.layer_kinds for linear in decoder_linears(layer)]
-    found.extend(outer_linears(model))
-    found.append((Linear(name="lm_head", in_features=model.hidden_size, out_features=model.vocab_size), 1))
-    return found
+def _linears(model: ModelShape) -> list[tuple[Linear, int, bool]]:
+    """Every projection with its count, and whether text passes it."""
+    found = [(linear, count, layer.passed) for layer, count in model.layer_kinds for linear in decoder_linears(layer)]
+    return [*found, *_outside(model), (Linear(name="lm_head", in_features=model.hidden_size, out_features=model.vocab_size), 1, True)]
 
 
-def _expert_matrices(model: ModelShape, lora_r: int, names: frozenset[str], converted: dict[str, str]) -> list[tuple[tuple[int, int], int]]:
+def _outside(model: ModelShape) -> list[tuple[Linear, int, bool]]:
+    return [(linear, count, True) for linear, count in outer_linears(model)] + [(linear, count, False) for linear, count in vision_linears(model)]
+
+
+def _matrices(linears: list[tuple[Linear, int, bool]], lora_r: int, names: frozenset[str]) -> Iterator[Tensors]:
+    for linear, count, passed in linears:
+        if linear.name in names:
+            yield Tensors(part="adapter", shape=(lora_r, linear.in_features), count=count, passed=passed)
+            yield Tensors(part="adapter", shape=(linear.out_features, lora_r), count=count, passed=passed)
+
+
+def _expert_matrices(model: ModelShape, lora_r: int, names: frozenset[str], converted: dict[str, str]) -> list[Tensors]:
     targeted = sorted({converted[name] for name in names & converted.keys()})
     missing = {name for name in converted if converted[name] == "gate_up"} - names
     if "gate_up" in targeted and missing:
         raise InputError(f"lora_target_modules also needs {', '.join(sorted(missing))}: {model.id} has the experts' gate and up projections in one parameter.")
-    found: list[tuple[tuple[int, int], int]] = []
+    found: list[Tensors] = []
     for layer, count in model.layer_kinds:
         experts = layer.feed_forward
         if not isinstance(experts, Experts):
@@ -158,5 +163,5 @@ def _expert_matrices(model: ModelShape, lora_r: int, names: frozenset[str], conv
         }
         for name in targeted:
             rank, in_features, out_features = shapes[name]
-            found += [((rank, in_features), count), ((out_features, rank), count)]
+            found += [Tensors(part="adapter", shape=shape, count=count) for shape in ((rank, in_features), (out_features, rank))]
     return found

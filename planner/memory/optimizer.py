@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Literal
 
 from planner.candidate import Candidate, Optimizer, Sharding
-from planner.memory.gradients import trained_groups
+from planner.memory.gradients import learning_groups
 from planner.memory.sharding import DEEPSPEED, SUB_GROUP_SIZE, optimized_tensors
 from planner.memory.tensors import Tensors, TensorSet, rounded_bytes, tensor_bytes
 
@@ -186,7 +186,7 @@ def _stepped_at_once(tensors: TensorSet, sharding: Sharding) -> TensorSet:
 
 def _optimized(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
     float32 = candidate.sharding in DEEPSPEED
-    return tuple((optimized_tensors(tensors, candidate), FLOAT32_BYTES if float32 else size) for tensors, size in trained_groups(candidate))
+    return tuple((optimized_tensors(tensors, candidate), FLOAT32_BYTES if float32 else size) for tensors, size in learning_groups(candidate))
 
 
 @lru_cache(maxsize=4096)

@@ -64,6 +64,7 @@ WITHOUT_DROPOUT = ("dpo", "kto", "reward")
 # Methods whose backbones run outside the forward that accelerate wraps in autocast, whatever `bf16` says: in the dtype of the weights.
 # Source: trl 1.16, trainer/distillation_trainer.py:1838-1862 (`_forward_redirection` takes the wrapped forward's place).
 WITHOUT_AUTOCAST = ("distillation",)
+FLOAT32_BYTES = 4
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 FLASH_HEAD_DIM = 256  # pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash
 
@@ -196,7 +197,7 @@ def stack_memory(model: ModelShape, stack: StackRecipe, gradients_exist: bool, h
     """
     width = stack.recipe.weight_width
     parts = [layer_part(layer, stack, gradients_exist, i) for i, layer in enumerate(model.layers)]
-    embedding = Moment((model.hidden_size * width, 0, 0), (("activations", (model.hidden_size * width, 0, 0)),))
+    embedding = embedded(model, stack)
     left = [embedding]
     for part in parts:
         left.append(plus(left[-1], part.left))
@@ -211,6 +212,23 @@ def stack_memory(model: ModelShape, stack: StackRecipe, gradients_exist: bool, h
     inference = [plus(embedding, moment, autocast(i * parts[i].inference_copies)) for i in ends for moment in parts[i].memory.inference.moments]
     heaviest = max((part.left for part in parts), key=lambda moment: moment.total)
     return StackMemory(left[-1], (0, 0, copies), envelope(forward), envelope(backward), envelope(inference), heaviest)
+
+
+NORM_STATISTICS = 2  # mean and 1 / deviation of each token, float32: pytorch, aten/src/ATen/native/layer_norm.cpp
+
+
+def embedded(model: ModelShape, stack: StackRecipe) -> Moment:
+    """The first layer's input: the embedding's output, or behind it a norm's (bloom).
+
+    The norm's output is float32 under autocast. It keeps its own input where that needs a gradient: PEFT asks for one when it checkpoints.
+    Source: transformers 5.23, modeling_bloom.py `word_embeddings_layernorm`; pytorch, aten/src/ATen/autocast_mode.h (`layer_norm` in float32).
+    """
+    per_token = model.hidden_size * stack.recipe.weight_width
+    if model.embed_norm is not None:
+        learns = stack.recipe.trainable or stack.gradient_checkpointing
+        kept = per_token + NORM_STATISTICS * FLOAT32_BYTES if learns else 0
+        per_token = kept + (model.hidden_size * FLOAT32_BYTES if stack.recipe.autocast_width else per_token)
+    return Moment((per_token, 0, 0), (("activations", (per_token, 0, 0)),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +265,8 @@ def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: i
 
 def trained_bytes(layer: Layer, recipe: Recipe) -> int:
     """Bytes of the gradients that one layer's backward pass leaves."""
+    if not layer.passed:
+        return 0
     if recipe.trainable:
         return layer.params * recipe.weight_width
     adapted = [linear for linear in layer.linears if linear.name in recipe.lora_targets]

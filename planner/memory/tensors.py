@@ -3,7 +3,7 @@
 Per-tensor shapes matter where a rule is per tensor: blocks of a quantizer, factored optimizers, rounding of the allocator.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
@@ -35,6 +35,7 @@ class Tensors:
     part: Part
     shape: tuple[int, ...]
     count: int = 1
+    passed: bool = True  # batches of text run through it; what they do not pass gets no gradient (`.grad` stays None)
 
     @property
     def elements(self) -> int:
@@ -47,7 +48,7 @@ class Tensors:
         return prod(self.shape) * self.count
 
     def times(self, factor: int, less: int = 0) -> "Tensors":
-        return Tensors(part=self.part, shape=self.shape, count=self.count * factor - less)
+        return replace(self, count=self.count * factor - less)
 
 
 def rounded_bytes(size_bytes: int) -> int:
@@ -76,6 +77,11 @@ class TensorSet:
     def largest(self) -> int:
         """Elements of the largest single tensor."""
         return max((kind.elements for kind in self.kinds), default=0)
+
+    @cached_property
+    def passed(self) -> "TensorSet":
+        """The tensors that batches of text run through."""
+        return self if all(kind.passed for kind in self.kinds) else TensorSet(kinds=tuple(kind for kind in self.kinds if kind.passed))
 
     def only(self, *parts: Part) -> "TensorSet":
         return TensorSet(kinds=tuple(kind for kind in self.kinds if kind.part in parts))
@@ -112,11 +118,14 @@ def _tensors(model: ModelShape, head: Literal["lm_head", "score"], layers: tuple
     norms = (model.final_norm,) if model.embed_norm is None else (model.final_norm, model.embed_norm)
     found.extend(tensors for norm in norms for tensors in _norm_tensors(norm))
     for linear, count in outer_linears(model):
-        found.extend(tensors.times(count) for tensors in _linear_tensors(linear, "vision_linear" if model.vision_params else "linear"))
+        found.extend(tensors.times(count) for tensors in _linear_tensors(linear, "linear"))
+    for linear, count in vision_linears(model):
+        found.extend(replace(tensors, passed=False).times(count) for tensors in _linear_tensors(linear, "vision_linear"))
     found.extend(score_tensors(model) if head == "score" else _head_tensors(model))
     rest = model.params - model.lm_head_params - model.lm_head_bias_params - sum(kind.params for kind in found if kind.part not in ("head", "score"))
     if rest > 0:
-        found.extend(_unnamed_tensors(model, rest))
+        idle = model.idle_params - sum(kind.params for kind in found if not kind.passed and kind.part not in ("head", "score"))
+        found.extend(_unnamed_tensors(model, rest, min(max(idle, 0), rest)))
     return tuple(kind for kind in found if kind.params)
 
 
@@ -126,10 +135,23 @@ def score_tensors(model: ModelShape) -> tuple[Tensors, ...]:
 
 
 def outer_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
-    """`nn.Linear` modules outside the decoder layers whose shapes are known, with their counts.
+    """`nn.Linear` modules outside the decoder layers that text passes, with their counts; the output head is not among them.
 
-    Source: transformers 5.23, models/siglip/modeling_siglip.py (`SiglipAttention`, `SiglipMLP`) for gemma 3's tower;
-    models/opt/modeling_opt.py `project_in` and `project_out`. Other towers have no shapes here.
+    Source: transformers 5.23, models/opt/modeling_opt.py `project_in` and `project_out`; elsewhere what the modules themselves show.
+    """
+    projected = _output_features(model)
+    if projected != model.hidden_size:
+        return (
+            (Linear(name="project_in", in_features=projected, out_features=model.hidden_size), 1),
+            (Linear(name="project_out", in_features=model.hidden_size, out_features=projected), 1),
+        )
+    return model.outer_linears
+
+
+def vision_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
+    """`nn.Linear` modules of a tower that text does not pass, with their counts.
+
+    Source: transformers 5.23, models/siglip/modeling_siglip.py (`SiglipAttention`, `SiglipMLP`) for gemma 3's; elsewhere what the modules show.
     """
     vision = model.config.get("vision_config")
     if model.model_type == "gemma3" and isinstance(vision, dict) and model.vision_params:
@@ -140,13 +162,7 @@ def outer_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
         up = Linear(name="fc1", in_features=hidden, out_features=inner, bias=True)
         down = Linear(name="fc2", in_features=inner, out_features=hidden, bias=True)
         return (*attention, (up, layers), (down, layers))
-    projected = _output_features(model)
-    if projected != model.hidden_size:
-        return (
-            (Linear(name="project_in", in_features=projected, out_features=model.hidden_size), 1),
-            (Linear(name="project_out", in_features=model.hidden_size, out_features=projected), 1),
-        )
-    return ()
+    return model.vision_linears
 
 
 def decoder_linears(layer: Layer) -> tuple[Linear, ...]:
@@ -178,7 +194,7 @@ def _layer_tensors(layer: Layer) -> list[Tensors]:
     found.extend(tensors for norm in layer.norms for tensors in _norm_tensors(norm))
     found.extend(_qk_norm_tensors(layer))
     found.append(Tensors(part="vector", shape=(layer.attention.sink_params,)))
-    return [kind for kind in found if kind.params]
+    return [replace(kind, passed=layer.passed) for kind in found if kind.params]
 
 
 def _linear_tensors(linear: Linear, part: Part) -> list[Tensors]:
@@ -220,10 +236,14 @@ def _head_tensors(model: ModelShape) -> list[Tensors]:
     return found
 
 
-def _unnamed_tensors(model: ModelShape, rest: int) -> list[Tensors]:
-    named_vision = any(model.vision_params for _ in outer_linears(model))
-    linear = 0 if named_vision else min(model.vision_linear_params, rest)
-    return [Tensors(part="vision_linear", shape=(linear,)), Tensors(part="other", shape=(rest - linear,))]
+def _unnamed_tensors(model: ModelShape, rest: int, idle: int) -> list[Tensors]:
+    """What is only counted; `idle` of it is not passed by text."""
+    linear = 0 if vision_linears(model) else min(model.vision_linear_params, idle)
+    return [
+        Tensors(part="vision_linear", shape=(linear,), passed=False),
+        Tensors(part="other", shape=(idle - linear,), passed=False),
+        Tensors(part="other", shape=(rest - idle,)),
+    ]
 
 
 def _matrix(params: int, rows: int) -> tuple[int, ...]:
