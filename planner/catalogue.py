@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from planner.architectures import KNOWN_MODEL_TYPES, Counts, shape_of
+from planner.architectures import KNOWN_MODEL_TYPES, NOT_COUNTED, Counts, shape_of
 from planner.architectures.published import NOT_QUANTIZED, Published, from_name, published_checkpoint
 from planner.errors import InputError, UnknownName
 from planner.gpus import GpuRow, gpu_rows, load_gpu, parse_cluster
@@ -40,13 +40,15 @@ class ModelRow:
 def load_model(name: str) -> ModelShape:
     """The model that `--model` names: a path, a name of the catalogue, or a name on the Hub.
 
+    A model without formulas (`known` is False) has no layers, and no `params` either where the catalogue does not have it:
+    `planner.rungs.with_layers` completes it.
+
     Names are compared without case, with or without their organisation; `Qwen2.5-7B-Instruct-GPTQ-Int4` is
     Qwen2.5-7B-Instruct, quantized so.
 
     Raises:
         UnknownName: neither path nor catalogue nor Hub has it.
         InputError: the config.json is not one, or misses what its model type needs.
-        UnknownArchitecture: its layers have no formula here, nor is it in the catalogue.
     """
     if not name.strip():
         raise InputError("--model is empty. Give a name such as Qwen2.5-7B, or a path.")
@@ -100,7 +102,7 @@ def _from_path(path: Path) -> ModelShape:
         raise InputError(f"{file} is no JSON: {str(error).splitlines()[0]}.") from error
     if not isinstance(config, dict):
         raise InputError(f"{file} is no JSON object, so it is not a model's config.json.")
-    return shape_of(config, id=_path_id(file))
+    return shape_of(config, id=_path_id(file), counts=NOT_COUNTED)
 
 
 def _path_id(file: Path) -> str:
@@ -171,4 +173,4 @@ def _from_hub(name: str) -> ModelShape:
     config = hub_config(name)
     if isinstance(config, str):
         raise UnknownName("model", name, _names(), f"It is not in the catalogue, and {config}. {BY_PATH}")
-    return shape_of(config, id=name)
+    return shape_of(config, id=name, counts=NOT_COUNTED)

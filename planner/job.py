@@ -65,9 +65,10 @@ class Job:
         for problem in wish_problems(self):
             raise InputError(problem)
         if not self.model.known:
+            counted = f"; its {self.model.params:,} parameters are {format_gib(2 * self.model.params)} in bfloat16" if self.model.params else ""
             raise UnknownArchitecture(
-                f"The activations of {self.model.id} ({self.model.model_type}) are not known by formula; its {self.model.params:,} parameters are "
-                f"{format_gib(2 * self.model.params)} in bfloat16. The extra dryrun measures such layers (probes.coefficients.measured)."
+                f"The activations of {self.model.id} ({self.model.model_type}) are not known by formula{counted}. "
+                "The extra dryrun measures such layers (probes.coefficients.measured)."
             )
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from planner.architectures import Counts
 from planner.memory.activations import LayerMemory, Peaks
 from planner.memory.autograd import Moment
 from planner.memory.modules import Recipe
@@ -25,10 +26,22 @@ SOURCES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
-    """One layer of each kind that a model has, and the places of each kind."""
+    """One layer of each kind that a model has, the places of each kind, and what is outside them.
+
+    `auto_class` loads the model. `counts`: of all of it, `vision` what text does not pass. `outer_linears`, `vision_linears`: `nn.Linear`
+    modules outside the layers but the head, with how many there are of each.
+    """
 
     of_each_kind: tuple[Layer, ...]
     places: tuple[tuple[int, ...], ...]
+    auto_class: str
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    counts: Counts
+    embed_norm: Norm | None  # None: the embedding goes straight into the first layer
+    outer_linears: tuple[tuple[Linear, int], ...]
+    vision_linears: tuple[tuple[Linear, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +63,18 @@ def load_layers(model: ModelShape) -> Layers | None:
     """The shapes that were kept, None where there are none or their file is broken."""
     try:
         found = json.loads(_file(model, "shapes").read_text(encoding="utf-8"))
-        return Layers(of_each_kind=tuple(map(_layer, found["of_each_kind"])), places=tuple(map(tuple, found["places"])))
+        read = {
+            "of_each_kind": tuple(map(_layer, found["of_each_kind"])), "places": tuple(map(tuple, found["places"])), "counts": Counts(**found["counts"]),
+            "embed_norm": None if found["embed_norm"] is None else Norm(**found["embed_norm"]),
+            "outer_linears": _counted(found["outer_linears"]), "vision_linears": _counted(found["vision_linears"]),
+        }  # fmt: skip
+        return Layers(**{**found, **read})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def save_layers(model: ModelShape, layers: Layers) -> None:
-    _write(_file(model, "shapes"), {"of_each_kind": [dataclasses.asdict(layer) for layer in layers.of_each_kind], "places": layers.places})
+    _write(_file(model, "shapes"), dataclasses.asdict(layers))
 
 
 def load_measured(model: ModelShape, recipe: Recipe) -> Measured | Refused | None:
@@ -123,6 +141,10 @@ def _mlp(found: dict[str, Any]) -> Mlp:
 
 def _linears(found: dict[str, Any]) -> tuple[Linear, ...]:
     return tuple(Linear(**linear) for linear in found["linears"])
+
+
+def _counted(found: list[Any]) -> tuple[tuple[Linear, int], ...]:
+    return tuple((Linear(**linear), count) for linear, count in found)
 
 
 def _memory(found: dict[str, Any]) -> LayerMemory:

@@ -36,6 +36,8 @@ Measuring = Callable[[], AbstractContextManager[None]]
 def measured(model: ModelShape, measuring: Measuring) -> ModelShape:
     """A model without formulas with the layers that its own modules show; their memory is measured when it is asked for.
 
+    A model that the catalogue does not have is counted, too.
+
     `measuring` is entered around what takes seconds.
 
     Raises:
@@ -51,7 +53,7 @@ def measured(model: ModelShape, measuring: Measuring) -> ModelShape:
 
             found = layers_of(_own(model))
         save_layers(model, found)
-    return _with_layers(model, found, measuring)
+    return _with_layers(_with_counts(model, found), found, measuring)
 
 
 def _own(model: ModelShape) -> ModelShape:
@@ -59,11 +61,24 @@ def _own(model: ModelShape) -> ModelShape:
     return replace(model, config=deepcopy(model.config))
 
 
+def _with_counts(model: ModelShape, found: Layers) -> ModelShape:
+    """The model with what its modules count; the catalogue's figures stay where it has them."""
+    counts = found.counts
+    model = replace(model, vision_params=counts.vision, outer_linears=found.outer_linears, vision_linears=found.vision_linears, embed_norm=found.embed_norm)
+    if model.params:
+        return model
+    return replace(
+        model, params=counts.params, embed_params=counts.embed, lm_head_params=counts.lm_head, tied=counts.lm_head == 0, auto_class=found.auto_class,
+        hidden_size=found.hidden_size, vocab_size=found.vocab_size, max_position_embeddings=found.max_position_embeddings,
+    )  # fmt: skip
+
+
 def _with_layers(model: ModelShape, found: Layers, measuring: Measuring) -> ModelShape:
     layers = [replace(layer, measure=partial(measured_layer, model, measuring, kind)) for kind, layer in enumerate(found.of_each_kind)]
     kinds = {place: layer for layer, places in zip(layers, found.places, strict=True) for place in places}
     in_order = tuple(kinds[place] for place in sorted(kinds))
-    rest = model.params - model.embed_params - model.lm_head_params - model.vision_params - sum(layer.params for layer in in_order)
+    norm_params = model.embed_norm.params if model.embed_norm else 0
+    rest = model.params - model.embed_params - model.lm_head_params - model.vision_params - norm_params - sum(layer.params for layer in in_order)
     note = (
         f"no formulas for the layers of {model.model_type}: their activations were measured by running one of each kind on fake tensors here, "
         "as PyTorch's own kernels compute them"

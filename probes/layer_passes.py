@@ -44,15 +44,15 @@ SKIPPED = Seen(saved={}, checkpoint={}, forward=[{}], checkpointed_forward=[{}],
 
 
 class _Begin(torch.autograd.Function):
-    """Before the layer: its input, whose gradient ends here."""
+    """Before the layer: its input, the pass's first allocation, whose gradient ends here."""
 
     @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
+    def forward(_: Any, begin: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like)
 
     @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> None:
-        return None
+    def backward(_: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None
 
 
 class _End(torch.autograd.Function):
@@ -111,18 +111,22 @@ class Stage:
         return _seen(plain, checkpointed, inference, gradients_exist=False), _seen(plain, checkpointed, inference, gradients_exist=True)
 
     def _pass(self, layer: torch.nn.Module, call: Call, checkpointing: bool) -> Trace:
-        """Forward and backward, the layer's output gone when the latter begins. No gradient exists before."""
+        """Forward and backward. Who calls a layer drops its input for its output; the output is gone when the backward pass begins.
+
+        No gradient exists before.
+        """
         layer.gradient_checkpointing = checkpointing
         learned = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-        x = _input(call).requires_grad_()
-        with self._tracker(layer, (x, call)) as tracker, _told_of_gradients(learned, tracker):
+        begin = torch.empty((), requires_grad=True)
+        with self._tracker(layer, (begin, call)) as tracker, _told_of_gradients(learned, tracker):
             with self._autocast():
-                out = _output(_called(layer, _Begin.apply(x), call))
+                x = _Begin.apply(begin, _input(call))
+                x = _output(_called(layer, x, call))
                 tracker.enter_phase("loss")  # the forward pass is done, autocast's copies are still there
-            loss = _End.apply(out)
-            del out
+            loss = _End.apply(x)
             tracker.mark_saved()
             tracker.enter_phase("backward")
+            del x
             loss.backward()
             tracker.mark((parameter.grad for parameter in learned if parameter.grad is not None), "gradients")
         for parameter in learned:
@@ -131,10 +135,10 @@ class Stage:
 
     def _inference(self, layer: torch.nn.Module, call: Call) -> Trace:
         layer.gradient_checkpointing = False
-        x = _input(call)
-        with self._tracker(layer, (x, call)) as tracker, torch.no_grad(), self._autocast():
-            out = _called(layer, x, call)
-            del out
+        with self._tracker(layer, call) as tracker, torch.no_grad(), self._autocast():
+            x = torch.empty_like(_input(call))
+            x = _called(layer, x, call)
+            del x
         return tracker.trace()
 
     @contextlib.contextmanager
@@ -183,7 +187,8 @@ def _seen(plain: Trace, checkpointed: Trace, inference: list[Bytes], gradients_e
 
 def _input(call: Call) -> torch.Tensor:
     args, kwargs = call
-    return torch.empty_like(args[0] if args else kwargs["hidden_states"])
+    found: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return found
 
 
 def _called(layer: torch.nn.Module, x: torch.Tensor, call: Call) -> Any:
@@ -196,22 +201,23 @@ def _output(result: Any) -> Any:
 
 
 class _Watched:
-    """What was alive when, in one run of a layer."""
+    """What was alive when, in one run of a layer, above its input: less than nothing once that is gone."""
 
     def __init__(self, trace: Trace, gradients_exist: bool = False) -> None:
         made = [allocation for allocation in trace.allocations if allocation.phase != "load"]
         self._made = [_added(each) if gradients_exist else each for each in made]
+        self._input = self._made[0]
         self._starts = {phase: event for event, phase in trace.phase_starts}
 
     def moments(self, phase: str) -> list[Bytes]:
         """After every allocation of a pass."""
         changes = [(allocation.born, 1, allocation) for allocation in self._made] + [(allocation.died, -1, allocation) for allocation in self._made]
-        alive: Bytes = {}
+        alive: Bytes = {"activations": -self._input.size_bytes}
         found = []
         for _, sign, allocation in sorted(changes, key=lambda change: change[0]):
             kind = self._kind(allocation)
             alive[kind] = alive.get(kind, 0) + sign * allocation.size_bytes
-            if sign > 0 and allocation.phase == phase:
+            if sign > 0 and allocation.phase == phase and allocation is not self._input:
                 found.append(alive.copy())
         return found
 
@@ -221,7 +227,7 @@ class _Watched:
         return self._alive(event - 1, born_before=self._starts["loss"])
 
     def _alive(self, event: int, born_before: int = 2**62) -> Bytes:
-        found: Bytes = {}
+        found: Bytes = {"activations": -self._input.size_bytes}
         for allocation in self._made:
             if allocation.born <= event < allocation.died and allocation.born < born_before:
                 kind = self._kind(allocation)
@@ -232,7 +238,7 @@ class _Watched:
         if allocation.component in ("autocast_copies", "gradients"):
             return allocation.component
         stays = allocation.phase == "forward" and allocation.died >= self._starts.get("loss", 0)
-        return "activations" if stays else "transients"
+        return "activations" if stays or allocation is self._input else "transients"
 
 
 def _added(allocation: Allocation) -> Allocation:
@@ -240,6 +246,14 @@ def _added(allocation: Allocation) -> Allocation:
     if allocation.component != "gradients":
         return allocation
     return replace(allocation, died=min(allocation.died, allocation.accumulated), component="transients")
+
+
+def _targets(model: torch.nn.Module, layers: tuple[torch.nn.Module, ...], names: frozenset[str]) -> Iterator[str]:
+    """The paths of the layers' projections that have adapters: a tower's may have names such as `0`, which layers have too."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and id(module) in inside and path.rsplit(".", 1)[-1] in names:
+            yield path
 
 
 @contextlib.contextmanager
@@ -256,10 +270,11 @@ def layer_stage(model: ModelShape, recipe: Recipe) -> Iterator[Stage]:
         built.train()
         built.gradient_checkpointing_enable()
         layers = tuple(decoder_layers(built, len(layer_kinds(dict(model.config)))))
-        if not recipe.trainable:
+        built.requires_grad_(recipe.trainable)
+        if recipe.lora_r:
             adapted = LoraConfig(
                 r=recipe.lora_r,
-                target_modules="all-linear" if recipe.lora_experts else sorted(recipe.lora_targets),
+                target_modules="all-linear" if recipe.lora_experts else list(_targets(built, layers, recipe.lora_targets)),
                 lora_dropout=0.1 if recipe.lora_dropout else 0.0,
                 task_type="CAUSAL_LM",
             )

@@ -1,12 +1,18 @@
-"""The layers of an architecture without formulas as `planner.model` describes layers: read off the modules that transformers builds."""
+"""An architecture without formulas as `planner.model` describes models: read off the modules that transformers builds."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from planner.architectures import Counts
 from planner.candidate import Candidate
-from planner.errors import UnknownArchitecture
+from planner.errors import UnknownArchitecture, nearest
 from planner.model import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
 from probes.coefficient_store import Layers
 from probes.dryrun import quiet
@@ -19,24 +25,92 @@ WINDOWED = ("sliding_attention", "local", "chunked_attention")  # kinds of layer
 ATTENDING = ("full_attention", "attention", "global", *WINDOWED)
 INDEXERS = ("index_head_dim", "index_n_heads")  # deepseek_v32, glm_moe_dsa: the indexer's keys are cached beside the latent
 ROTARY = ("rope_parameters", "rope_theta", "rotary_dim")
+Counted = tuple[tuple[Linear, int], ...]
 EXPERT_DIMENSIONS = 3  # experts are fused parameters [experts, out, in] (transformers 5.23, integrations/moe.py)
 
 
+def _auto_class(model: ModelShape) -> str:
+    """TRL takes the class that `architectures` names; where that is the one with images, its auto class has it (trl 1.16, trainer/utils.py:1344)."""
+    if model.auto_class:
+        return model.auto_class
+    if model.model_type not in CONFIG_MAPPING:
+        near = " or ".join(nearest(model.model_type, sorted(CONFIG_MAPPING)))
+        hint = f" Did you mean {near}?" if near else ""
+        raise UnknownArchitecture(
+            f"{model.id} is of model type {model.model_type!r}, which transformers {transformers.__version__} does not know either.{hint}"
+        )
+    config = CONFIG_MAPPING[model.model_type]
+    if config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and ("vision_config" in model.config or config not in MODEL_FOR_CAUSAL_LM_MAPPING):
+        return "AutoModelForImageTextToText"
+    if config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "AutoModelForCausalLM"
+    raise UnknownArchitecture(
+        f"{model.id} is of model type {model.model_type!r}, of which transformers {transformers.__version__} has no causal language model."
+    )
+
+
 def layers_of(model: ModelShape) -> Layers:
-    """The model's layers, without what answers for their memory.
+    """The model's layers, without what answers for their memory, and what is outside them.
 
     Raises:
-        UnknownArchitecture: transformers cannot build the model, or it has no list of layers.
+        UnknownArchitecture: transformers does not know the model type or cannot build the model, or it has no list of layers.
     """
-    config = dict(model.config)
-    try:
+    model = replace(model, auto_class=_auto_class(model))
+    config, candidate = dict(model.config), Candidate(model=model, method="sft", dtype="bfloat16")
+    with _built_here(model):
         full, kinds = described(config), layer_kinds(config)
+        few = build_model(few_layers(model, of_a_kind=1), candidate, "fake", model.auto_class)
+        whole = build_model(replace(model, config=deepcopy(config)), candidate, "fake", model.auto_class)
+    modules = decoder_layers(few, len(kinds))
+    inside = {id(linear) for module in modules for linear in module.modules()}
+    passed, idle = _outer_linears(few, inside)
+    return Layers(
+        of_each_kind=tuple(_layer(module, full, places[0]) for module, places in zip(modules, kinds, strict=True)), places=kinds,
+        auto_class=model.auto_class, hidden_size=int(full["hidden_size"]), vocab_size=int(full["vocab_size"]),
+        max_position_embeddings=int(full.get("max_position_embeddings") or 0),
+        counts=_counts(whole), embed_norm=_embed_norm(whole), outer_linears=passed, vision_linears=idle,
+    )  # fmt: skip
+
+
+@contextmanager
+def _built_here(model: ModelShape) -> Iterator[None]:
+    try:
         with quiet():
-            built = build_model(few_layers(model, of_a_kind=1), Candidate(model=model, method="sft", dtype="bfloat16"), "fake", model.auto_class)
-    except (ValueError, AttributeError, TypeError, KeyError, StopIteration) as error:
+            yield
+    except (ValueError, AttributeError, TypeError, KeyError, StopIteration, ImportError) as error:
         raise UnknownArchitecture(f"{model.id} ({model.model_type}) cannot be built here: {(str(error).splitlines() or [''])[0][:200]}") from error
-    modules = decoder_layers(built, len(kinds))
-    return Layers(of_each_kind=tuple(_layer(module, full, places[0]) for module, places in zip(modules, kinds, strict=True)), places=kinds)
+
+
+def _text_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """What text runs through: the decoder with its embedding, and the output head."""
+    return [module for module in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+
+
+def _counts(model: PreTrainedModel) -> Counts:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    text = {id(parameter) for module in _text_modules(model) for parameter in module.parameters()}
+    own_head = head is not None and head.weight is not embedding.weight
+    return Counts(
+        params=_weight(model), embed=embedding.weight.numel(), lm_head=head.weight.numel() if own_head else 0,
+        vision=sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in text),
+    )  # fmt: skip
+
+
+def _embed_norm(model: PreTrainedModel) -> Norm | None:
+    """The norm behind the embedding (bloom: `word_embeddings_layernorm`)."""
+    found = [child for name, child in model.get_decoder().named_children() if isinstance(child, torch.nn.LayerNorm) and "embed" in name]
+    return Norm(kind="layer", features=found[0].normalized_shape[0], params=_weight(found[0])) if found else None
+
+
+def _outer_linears(model: PreTrainedModel, inside: set[int]) -> tuple[Counted, Counted]:
+    """Projections outside the layers and the head: those that text passes, and those of towers."""
+    text = {id(module) for part in _text_modules(model) for module in part.modules()}
+    passed, idle = dict[Linear, int](), dict[Linear, int]()
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings() and id(module) not in inside:
+            counts, linear = passed if id(module) in text else idle, _linear(path, module)
+            counts[linear] = counts.get(linear, 0) + 1
+    return tuple(passed.items()), tuple(idle.items())
 
 
 def decoder_layers(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
@@ -67,7 +141,7 @@ def _layer(module: torch.nn.Module, config: Config, index: int) -> Layer:
         )  # fmt: skip
     layer = Layer(
         program="measured", hidden_size=hidden_size, attention=_attention(config, index, tuple(linears[path] for path in linears if not _feeds_forward(path))),
-        feed_forward=block, norms=(),
+        feed_forward=block, norms=(), passed=index not in (config.get("cross_attention_layers") or ()),
     )  # fmt: skip
     rest = sum(parameter.numel() for parameter in module.parameters()) - layer.params
     return replace(layer, norms=(Norm(kind="none", features=rest, params=rest),) if rest > 0 else ())
@@ -76,7 +150,11 @@ def _layer(module: torch.nn.Module, config: Config, index: int) -> Layer:
 def _linears(module: torch.nn.Module) -> Iterator[tuple[str, Linear]]:
     for path, found in module.named_modules():
         if isinstance(found, torch.nn.Linear):
-            yield path, Linear(name=path.rsplit(".", 1)[-1], in_features=found.in_features, out_features=found.out_features, bias=found.bias is not None)
+            yield path, _linear(path, found)
+
+
+def _linear(path: str, found: torch.nn.Linear) -> Linear:
+    return Linear(name=path.rsplit(".", 1)[-1], in_features=found.in_features, out_features=found.out_features, bias=found.bias is not None)
 
 
 def _feeds_forward(path: str) -> bool:

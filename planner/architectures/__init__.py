@@ -12,7 +12,7 @@ from planner.architectures.published import Published, from_config
 from planner.errors import InputError, UnknownArchitecture
 from planner.model import Layer, ModelShape, Norm
 
-__all__ = ["KNOWN_MODEL_TYPES", "Counts", "shape_of"]
+__all__ = ["KNOWN_MODEL_TYPES", "NOT_COUNTED", "Counts", "shape_of"]
 
 _UNLIKE: dict[str, Callable[[Fields, int], Layer]] = {
     "gpt2": unlike.gpt2,
@@ -40,12 +40,15 @@ _NO_NORM = Norm(kind="none", features=0, params=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """What somebody counted of a model: all that stands for an architecture without formulas."""
+    """What somebody counted of a model: all that stands for an architecture without formulas. `vision`: what text does not pass."""
 
     params: int
     embed: int
     lm_head: int
     vision: int = 0
+
+
+NOT_COUNTED = Counts(params=0, embed=0, lm_head=0)  # nobody has: `probes.coefficients.measured` builds the model and counts
 
 
 def shape_of(
@@ -56,7 +59,7 @@ def shape_of(
     Args:
         config: the parsed file; `text_config` holds the language model of a multimodal one.
         id: the name to show.
-        counts: used where the model type has no formulas (`ModelShape.known` is then False).
+        counts: used where the layers have no formulas (`ModelShape.known` is then False).
         dtype: of the published weights, where the config does not say.
         auto_class: the class that loads it, where it is not `AutoModelForCausalLM`.
         published: how the checkpoint is quantized, where the config does not say.
@@ -76,7 +79,7 @@ def shape_of(
         return _computed(config, fields, dtype, auto_class, from_config(config, id) if published is None else published)
     if counts is None:
         raise UnknownArchitecture(f"{id} {reason}, which has no formula here, and it is not in the catalogue.")
-    return _counted(config, fields, counts, reason, dtype, auto_class)
+    return _counted(config, fields, counts, reason, dtype, auto_class, from_config(config, id) if published is None else published)
 
 
 def _unknown_because(config: dict[str, object], fields: Fields) -> str:
@@ -152,15 +155,16 @@ def _computed(config: dict[str, object], fields: Fields, dtype: str, auto_class:
     )
 
 
-def _counted(config: dict[str, object], fields: Fields, counts: Counts, reason: str, dtype: str, auto_class: str) -> ModelShape:
-    """Counts alone: the layers of this architecture have no formulas."""
+def _counted(config: dict[str, object], fields: Fields, counts: Counts, reason: str, dtype: str, auto_class: str, published: Published) -> ModelShape:
+    """Counts alone: the layers of this architecture have no formulas. Sizes that the config does not name so are 0 until the modules show them."""
+    said = "its parameters are counted" if counts.params else "its parameters are not counted"
     return ModelShape(
         id=fields.id,
         model_type=_model_type(config, fields.id),
         dtype=_dtype(config, dtype),
-        hidden_size=fields.positive("hidden_size") if fields.has("hidden_size") else fields.positive("n_embd"),
-        vocab_size=fields.positive("vocab_size"),
-        max_position_embeddings=fields.integer("max_position_embeddings") if fields.has("max_position_embeddings") else 0,
+        hidden_size=_size(fields, "hidden_size", "n_embd"),
+        vocab_size=_size(fields, "vocab_size"),
+        max_position_embeddings=_size(fields, "max_position_embeddings"),
         layers=(),
         embed_params=counts.embed,
         lm_head_params=counts.lm_head,
@@ -169,10 +173,16 @@ def _counted(config: dict[str, object], fields: Fields, counts: Counts, reason: 
         vision_params=counts.vision,
         tied=counts.lm_head == 0,
         params=counts.params,
-        auto_class=auto_class or "AutoModelForCausalLM",
-        notes=(f"It {reason}: its activations are not known by formula, its parameters are counted.",),
+        auto_class=auto_class if auto_class or not counts.params else "AutoModelForCausalLM",
+        quantization=published.quantization,
+        quantization_group_size=published.group_size,
+        notes=(f"It {reason}: its activations are not known by formula, {said}.",),
         config=config,
     )
+
+
+def _size(fields: Fields, *names: str) -> int:
+    return next((fields.positive(name) for name in names if fields.has(name)), 0)
 
 
 def _layers(fields: Fields) -> tuple[Layer, ...]:
