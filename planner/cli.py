@@ -48,7 +48,7 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
     from planner.report.html import plan_html
     from planner.report.json import plan_report
     from planner.report.table import plan_table, refusal
-    from planner.rungs import prober, proven, runnable_here, with_layers
+    from planner.rungs import prober, profile_made, proven, runnable_here, with_layers
 
     say = _sayer(printed)
     question = read_question(given(asked, printed), with_layers(say))
@@ -56,6 +56,8 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
     probe = prober(question.cluster, proving, _ticker(printed)) if proving.probe else None
     job, unable = runnable_here(question.job, question.cluster, proving) if proving.probe else (question.job, ())
     answer = with_own_results(plan(job, question.cluster), own_results())
+    if probe is None and _wants_profile(answer.best, printed) and profile_made(answer.best, say):
+        answer = with_own_results(plan(job, question.cluster), own_results())
     checked, said = _dry_run_of(answer.best, question.cluster, printed) if probe is None else ("", ())
     answer = replace(answer, warnings=(*question.warnings, *unable, *said, *answer.warnings))
     proof = proven(answer, probe, proving, say) if probe is not None else None
@@ -81,14 +83,17 @@ def estimate(asked: AskedOne, printed: Checked) -> int:
     from planner.report.html import estimate_html
     from planner.report.json import estimate_report
     from planner.report.table import estimate_table, shortfall
-    from planner.rungs import with_layers
+    from planner.rungs import profile_made, with_layers
     from planner.trace.decide import answer_of
 
-    question = read_question(given(asked, printed), with_layers(_sayer(printed)))
+    say = _sayer(printed)
+    question = read_question(given(asked, printed), with_layers(say))
     refuse_unwritable(printed.out, printed.html)
     cluster = question.cluster
     risk, own = question.job.risk, own_results()
     expected = answer_of(single_candidate(question), cluster, risk)
+    if _wants_profile(expected, printed) and profile_made(expected, say):
+        expected = answer_of(expected.candidate, cluster, risk)
     answer = own_answer(expected, cluster.gpu, own, risk)
     checked, said = _dry_run_of(answer, cluster, printed)
     warnings = (*question.warnings, *said, *own_notes(expected, cluster.gpu, own), *notes(answer, of_one(question, answer)))
@@ -275,15 +280,20 @@ def _dry_run_of(answer: "Estimate", cluster: "Cluster", printed: Checked) -> tup
 
 
 def _wants_dry_run(answer: "Estimate", printed: Checked) -> bool:
-    """The flag decides, then the environment; else a table about an estimate that fits is checked where the packages are."""
+    """The flag decides, then the environment; else an estimate that no profile stands for is checked where the packages are."""
+    if printed.dry_run is not None:
+        return printed.dry_run
+    if os.environ.get("PLAN_DRY_RUN") in ("0", "1"):
+        return os.environ["PLAN_DRY_RUN"] == "1"
+    return _wants_profile(answer, printed)
+
+
+def _wants_profile(answer: "Estimate", printed: Checked) -> bool:
+    """Where nothing is said: a table about something that fits is simulated where the packages are, and the profile kept."""
     from planner.rungs import can_dry_run
 
-    said: bool | None = printed.dry_run
-    if said is None and os.environ.get("PLAN_DRY_RUN") in ("0", "1"):
-        said = os.environ["PLAN_DRY_RUN"] == "1"
-    if said is not None:
-        return said
-    return answer.fits and answer.evidence == "estimated" and not printed.json and can_dry_run()
+    unsaid = printed.dry_run is None and os.environ.get("PLAN_DRY_RUN") not in ("0", "1")
+    return unsaid and answer.fits and answer.evidence == "estimated" and not printed.json and can_dry_run()
 
 
 def _candidate_of(report: Saved, asked: AskedOne, printed: Printed) -> "tuple[Candidate, Cluster, float]":

@@ -15,6 +15,7 @@ from planner.candidate import Candidate
 from planner.cluster import Cluster
 from planner.confirmed import confirmed, contradiction_of
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, DryRunUnsupported, InputError, ProbeFailed, UnknownArchitecture
+from planner.estimate import RISK
 from planner.job import Job
 from planner.knobs import Question, attention
 from planner.measured import heaviest_rank
@@ -66,6 +67,22 @@ def traced(answer: Estimate, say: Say, device: str = "cuda") -> Simulation:
         except Exception as error:
             raise DryRunUnsupported(f"A dry run needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
         return simulate(answer, "cpu" if device == "cpu" else "cuda")
+
+
+def profile_made(answer: Estimate, say: Say) -> bool:
+    """Makes the profile of an answer's recipe from a few small dry runs and keeps it in the user's cache; whether one could be made.
+
+    From then on the search stands on it, for every size of the recipe.
+    """
+    say(f"simulating the recipe: {answer.candidate.method} of {answer.candidate.model.id} ...")
+    with _libraries_kept_silent():
+        try:
+            from probes.profiles import simulated_answer
+
+            simulated_answer(answer, RISK)
+        except (DryRunUnsupported, ImportError):
+            return False
+    return True
 
 
 def with_layers(say: Say) -> Callable[[ModelShape], ModelShape]:

@@ -7,7 +7,7 @@ from planner.cluster import Cluster
 from planner.confidence import fit_probability, interval_bytes
 from planner.estimate import estimate
 from planner.quantities import TOTAL_BYTES, Estimate
-from planner.trace.compose import OUTSIDE, composed
+from planner.trace.compose import composed
 from planner.trace.profile import NoProfile, Profile
 from planner.trace.recipe import numbers, sizes_of
 from planner.trace.store import load_profile
