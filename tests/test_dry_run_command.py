@@ -98,7 +98,7 @@ def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(monkeypatch: pytest
     pytest.importorskip("trl")
     import probes.simulate
 
-    def stops(_: Estimate) -> Simulation:
+    def stops(_: Estimate, ways: str) -> Simulation:
         raise DryRunUnsupported("The installed libraries stop at it: KeyError: 'q'")
 
     monkeypatch.setattr(probes.simulate, "simulate", stops)
