@@ -201,11 +201,21 @@ class CudaWatch:
         self._found: dict[Phase, tuple[int, int, int]] = {}
         self._driver = Driver()
         PartialState()  # says which GPU is this process'
-        total = torch.cuda.mem_get_info()[1]
-        self.capacity_bytes = capacity_bytes or total
-        if capacity_bytes:
-            torch.cuda.set_per_process_memory_fraction(min(capacity_bytes / total, 1.0))
+        self._limit_bytes = capacity_bytes  # 0: all that the card has
+        self._total_bytes = torch.cuda.mem_get_info()[1]
+        self.capacity_bytes = capacity_bytes or self._total_bytes
+        self._keep_to_limit(self._driver.held_bytes() - torch.cuda.memory_stats().get("reserved_bytes.all.current", 0))
         torch.cuda.reset_peak_memory_stats()
+
+    def _keep_to_limit(self, outside_bytes: int) -> None:
+        """On a larger card than the plan's the allocator may take what the plan's has left beside what is not the allocator's: the context, kernels, NCCL.
+
+        PyTorch's own limit counts the allocator alone. What lies outside grows as kernels are loaded, so the limit is set anew where a phase ends.
+        Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `setMemoryFraction`, and `alloc_block`, where `total_allocated_memory` is what is compared.
+        """
+        if self._limit_bytes:
+            allowed = max(self._limit_bytes - outside_bytes, 0)
+            torch.cuda.set_per_process_memory_fraction(min(allowed / self._total_bytes, 1.0))
 
     def enter_phase(self, phase: Phase) -> None:
         if phase == self.phase:
@@ -218,10 +228,11 @@ class CudaWatch:
         torch.cuda.synchronize()
         statistics = torch.cuda.memory_stats()
         reserved = statistics["reserved_bytes.all.peak"]
-        driver = self._driver.held_bytes() + reserved - statistics["reserved_bytes.all.current"]
-        now = (statistics["allocated_bytes.all.peak"], reserved, driver)
+        outside = self._driver.held_bytes() - statistics["reserved_bytes.all.current"]
+        now = (statistics["allocated_bytes.all.peak"], reserved, outside + reserved)
         before = self._found.get(self.phase, (0, 0, 0))
         self._found[self.phase] = tuple(map(max, before, now))
+        self._keep_to_limit(outside)
         torch.cuda.reset_peak_memory_stats()
 
     def mark(self, tensors: Iterable[torch.Tensor], component: Component) -> None:

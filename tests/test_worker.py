@@ -236,6 +236,23 @@ def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.Monkey
     assert watch.capacity_bytes == 8_000
 
 
+def test_on_a_larger_card_the_allocator_leaves_room_for_what_is_not_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card, shares = Counters(), list[float]()
+    monkeypatch.setattr("probes.watch.Driver", lambda: card)
+    for name, fake in {
+        "synchronize": lambda: None, "memory_stats": lambda: dict(card.statistics), "reset_peak_memory_stats": card.set_back,
+        "mem_get_info": lambda: (9_000, 10_000), "set_per_process_memory_fraction": shares.append,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    watch = CudaWatch(Clock(tmp_path / PHASE_FILE), 8_000)
+    card.allocate(100, 150, 200, 200)
+    card.driver_bytes += 100  # kernels were loaded
+    watch.enter_phase("forward")
+    assert shares == [0.75, 0.74]
+    CudaWatch(Clock(tmp_path / PHASE_FILE), 0).enter_phase("forward")
+    assert shares == [0.75, 0.74]
+
+
 def test_a_driver_that_does_not_know_the_process_tells_what_its_card_has_given(monkeypatch: pytest.MonkeyPatch) -> None:
     used, processes = [1000], [SimpleNamespace(pid=os.getpid(), usedGpuMemory=700)]
     nvml = SimpleNamespace(
