@@ -49,4 +49,3 @@ def simulated(answer: Estimate, profile: Profile, risk: float) -> Estimate:
     probabilities = [fit_probability(each.peak, each.capacity_bytes) for each in (gpu, *others)]
     fits = all(each.interval_bytes[1] <= each.capacity_bytes for each in (gpu, *others))
     return replace(answer, gpus=(gpu, *others), evidence="simulated", versions=profile.versions, fit_probability=min(probabilities), fits=fits)
-
