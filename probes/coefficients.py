@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from planner.errors import NotMeasured
+from planner.errors import NotMeasured, UnknownArchitecture
 from planner.memory.activations import LayerMemory, Peaks, envelope
 from planner.memory.autograd import Moment, Size
 from planner.memory.modules import Recipe
@@ -41,7 +41,7 @@ def measured(model: ModelShape, measuring: Measuring) -> ModelShape:
     `measuring` is entered around what takes seconds.
 
     Raises:
-        UnknownArchitecture: transformers cannot build it, or its layers are no list of modules.
+        UnknownArchitecture: transformers cannot build it, its layers are no list of modules, or they share parameters.
         ImportError: the extra dryrun is not installed.
     """
     if model.known:
@@ -79,11 +79,13 @@ def _with_layers(model: ModelShape, found: Layers, measuring: Measuring) -> Mode
     in_order = tuple(kinds[place] for place in sorted(kinds))
     norm_params = model.embed_norm.params if model.embed_norm else 0
     rest = model.params - model.embed_params - model.lm_head_params - model.vision_params - norm_params - sum(layer.params for layer in in_order)
+    if rest < 0:
+        raise UnknownArchitecture(f"{model.id} ({model.model_type}): its layers share parameters, which are counted once for each layer here.")
     note = (
         f"no formulas for the layers of {model.model_type}: their activations were measured by running one of each kind on fake tensors here, "
         "as PyTorch's own kernels compute them"
     )
-    return replace(model, layers=in_order, other_params=max(rest, 0), notes=(note,))
+    return replace(model, layers=in_order, other_params=rest, notes=(note,))
 
 
 def measured_layer(model: ModelShape, measuring: Measuring, kind: int, recipe: Recipe, gradients_exist: bool) -> LayerMemory:
@@ -130,8 +132,11 @@ def _measured_now(model: ModelShape, recipe: Recipe) -> Measured | Refused:
     except NotMeasured as error:
         return Refused(reason=str(error))
     except (RuntimeError, ValueError, AttributeError, TypeError, KeyError, IndexError, NotImplementedError) as error:
-        said = (str(error).splitlines() or [""])[0][:200]
-        return Refused(reason=f"The layers of {model.id} do not run here: {type(error).__name__}: {said}")
+        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        if not recipe.lora_targets:
+            return Refused(reason=f"The layers of {model.id} do not run here: {said}")
+        targets = ", ".join(sorted(recipe.lora_targets))
+        return Refused(reason=f"The layers of {model.id} do not run here with adapters on {targets}: {said}. Set lora_target_modules to others.")
 
 
 # -- from bytes to coefficients ------------------------------------------------------------------------------------------

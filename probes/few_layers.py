@@ -15,7 +15,7 @@ LAYERS_OF_A_KIND = 2  # the second of a kind shows what each further one adds
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 # How configs say of which kind a layer is, besides by a list with one item a layer.
 # Source: transformers 5.23, models/<folder>/configuration_<folder>.py.
-MEMBERS = ("moe_layers", "cross_attention_layers", "full_attn_idxs", "mlp_only_layers")  # the places of the layers that are so
+MEMBERS = ("moe_layers", "cross_attention_layers", "full_attn_idxs", "mlp_only_layers", "attn_layer_indices")  # the places of the layers that are so
 FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")  # so many from the start
 LAST = ("num_kv_shared_layers",)  # so many at the end
 

@@ -17,7 +17,7 @@ from planner.model import Attention, Experts, Layer, Linear, Mlp, ModelShape, No
 from probes.coefficient_store import Layers
 from probes.dryrun import quiet
 from probes.fake_trainer import build_model
-from probes.few_layers import Config, described, few_layers, layer_kinds
+from probes.few_layers import Config, depth_of, described, few_layers, layer_kinds
 
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "expert", "moe")  # what the names of a feed-forward block's modules have in them
 WINDOWED = ("sliding_attention", "local", "chunked_attention")  # kinds of layers that see a window of tokens
@@ -59,17 +59,32 @@ def layers_of(model: ModelShape) -> Layers:
     config, candidate = dict(model.config), Candidate(model=model, method="sft", dtype="bfloat16")
     with _built_here(model):
         full, kinds = described(config), layer_kinds(config)
+        if full.get("is_decoder") is False:  # bert and bart, whose config classes alone have such a field
+            raise ValueError("it is no decoder (is_decoder is false)")
         few = build_model(few_layers(model, of_a_kind=1), candidate, "fake", model.auto_class)
         whole = build_model(replace(model, config=deepcopy(config)), candidate, "fake", model.auto_class)
-    modules = decoder_layers(few, len(kinds))
-    inside = {id(linear) for module in modules for linear in module.modules()}
-    passed, idle = _outer_linears(few, inside)
-    return Layers(
-        of_each_kind=tuple(_layer(module, full, places[0]) for module, places in zip(modules, kinds, strict=True)), places=kinds,
-        auto_class=model.auto_class, hidden_size=int(full["hidden_size"]), vocab_size=int(full["vocab_size"]),
-        max_position_embeddings=int(full.get("max_position_embeddings") or 0),
-        counts=_counts(whole), embed_norm=_embed_norm(whole), outer_linears=passed, vision_linears=idle,
-    )  # fmt: skip
+        modules = decoder_layers(few, len(kinds))
+        _check_kinds(model, decoder_layers(whole, depth_of(full)), modules, kinds)
+        inside = {id(linear) for module in modules for linear in module.modules()}
+        passed, idle = _outer_linears(few, inside)
+        return Layers(
+            of_each_kind=tuple(_layer(module, full, places[0]) for module, places in zip(modules, kinds, strict=True)), places=kinds,
+            auto_class=model.auto_class, hidden_size=int(full["hidden_size"]), vocab_size=int(full["vocab_size"]),
+            max_position_embeddings=int(full.get("max_position_embeddings") or 0),
+            counts=_counts(whole), embed_norm=_embed_norm(whole), outer_linears=passed, vision_linears=idle,
+        )  # fmt: skip
+
+
+def _check_kinds(model: ModelShape, whole: list[torch.nn.Module], of_each_kind: list[torch.nn.Module], kinds: tuple[tuple[int, ...], ...]) -> None:
+    """Whether the layers really are of the kinds that the config tells apart."""
+    for module, places in zip(of_each_kind, kinds, strict=True):
+        for place in places:
+            if _parameters(whole[place]) != _parameters(module):
+                raise UnknownArchitecture(f"{model.id} ({model.model_type}): layer {place} is unlike layer {places[0]}, and its config does not show why.")
+
+
+def _parameters(layer: torch.nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, parameter.shape) for name, parameter in layer.named_parameters()]
 
 
 @contextmanager
@@ -136,7 +151,7 @@ def _layer(module: torch.nn.Module, config: Config, index: int) -> Layer:
     if experts:
         block = Experts(
             num_experts=experts[0].size(0), num_experts_per_tok=int(config.get("num_experts_per_tok") or 1),
-            moe_intermediate_size=experts[-1].size(2), activation="silu", router_params=0,
+            moe_intermediate_size=_inner(experts[-1], hidden_size), activation="silu", router_params=0,
             expert_params=sum(parameter.numel() for parameter in experts), shared=block if isinstance(block, Mlp) and dense else None,
         )  # fmt: skip
     layer = Layer(
@@ -168,15 +183,20 @@ def _is_expert(parameter: torch.nn.Parameter, config: Config) -> bool:
     }
 
 
+def _inner(down: torch.nn.Parameter, hidden_size: int) -> int:
+    """The width of an expert: its `down_proj` is [experts, hidden_size, width], in some families [experts, width, hidden_size]."""
+    return int(down.size(1) if down.size(2) == hidden_size else down.size(2))
+
+
 def _widest(linears: tuple[Linear, ...]) -> int:
     return max((linear.out_features for linear in linears), default=0)
 
 
 def _attention(config: Config, index: int, linears: tuple[Linear, ...]) -> Attention:
     """Heads for the KV cache: as the config and the width of the projections say. 0 where a layer keeps something else, or something more."""
-    heads = int(config.get("num_attention_heads") or config["n_head"])
-    kind = _kind(config, index)
-    attends = (kind is None or kind in ATTENDING) and not any(config.get(key) for key in INDEXERS)
+    named = config.get("num_attention_heads") or config.get("n_head")  # mamba has no attention
+    heads, kind = int(named or 1), _kind(config, index)
+    attends = bool(named) and (kind is None or kind in ATTENDING) and not any(config.get(key) for key in INDEXERS)
     key_heads = int(config.get("num_key_value_heads") or heads) if attends else 0
     widths = {linear.name: linear.out_features for linear in linears}
     usual = int(config.get("head_dim") or config["hidden_size"] // heads)

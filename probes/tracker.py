@@ -193,7 +193,7 @@ class Tracker(TorchDispatchMode):
     def _is_accumulation(self, args: tuple[Any, ...]) -> bool:
         """Whether autograd's engine adds two gradients of which it alone holds the first. Called by `__torch_dispatch__` and by nothing else."""
         first, second = args[0], args[1]
-        if torch.is_grad_enabled() or not isinstance(second, torch.Tensor) or first.shape != second.shape:
+        if torch.is_grad_enabled() or not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or first.shape != second.shape:
             return False
         if sys._getframe(2).f_code.co_name != _ENGINE_FRAME:
             return False

@@ -1,5 +1,6 @@
 """Layers that nobody wrote a formula for: measured on fake tensors, held against the formulas of a family that has them."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -9,15 +10,22 @@ import pytest
 
 pytest.importorskip("trl")
 
-from planner.architectures import Counts, shape_of
+from planner.architectures import NOT_COUNTED, shape_of
 from planner.candidate import Candidate
-from planner.errors import NotMeasured
+from planner.catalogue import load_model, parse_cluster
+from planner.errors import NotMeasured, UnknownArchitecture
+from planner.estimate import estimate
+from planner.job import Job
 from planner.memory.activations import LayerMemory, Peaks, layer_memory
 from planner.memory.kv_cache import kv_cache_bytes
 from planner.memory.stack import StackMemory, stack_memory, stack_recipe
+from planner.memory.tensors import model_tensors
 from planner.model import ModelShape
+from planner.plan import plan
+from planner.quantities import Phase, PhaseMemory
 from probes.coefficients import measured
 from probes.few_layers import few_layers, layer_kinds
+from probes.simulate import traced
 
 LLAMA: dict[str, object] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -27,7 +35,22 @@ GEMMA: dict[str, object] = {**LLAMA, "model_type": "gemma3_text", "head_dim": 64
 HYBRID: dict[str, object] = {
     **LLAMA, "model_type": "lfm2", "layer_types": ["conv", "conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
+SIZES_OF_ALL: dict[str, object] = {"hidden_size": 256, "vocab_size": 1000}
+ATTENDING: dict[str, object] = {**SIZES_OF_ALL, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+# Tiny models of types that have no formulas: one mixes attention with a state space, one with linear attention and experts, one has a norm
+# behind its embedding, one a tower for images.
+BAMBA = {**ATTENDING, "model_type": "bamba", "attn_layer_indices": [3], "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_n_groups": 1}
+NEXT = {
+    **ATTENDING, "model_type": "qwen3_next", "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+BLOOM = {**SIZES_OF_ALL, "model_type": "bloom", "n_layer": 4, "n_head": 4}
+VISION = {
+    "model_type": "qwen2_5_vl", "text_config": {**ATTENDING, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]}},
+    "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 256},
+}  # fmt: skip
 SCALARS = 64  # bytes: numbers such as the mask's minus infinity, which formulas leave out
+ROUNDED_WITHIN = 0.03  # small tensors, counted in one, are rounded up to 512 bytes each
 SIZES = ((2, 512), (4, 1024), (3, 256), (8, 2048))
 
 
@@ -52,6 +75,76 @@ def test_a_measured_layer_needs_what_its_formulas_say(padded: bool) -> None:
     assert found.saved.total == expected.saved.total
     assert bytes_at(found.forward) == pytest.approx(bytes_at(expected.forward), abs=SCALARS)
     assert bytes_at(found.backward) == pytest.approx(bytes_at(expected.backward), abs=SCALARS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_a_measured_layer_leaves_what_its_formulas_say(tuning: str, dtype: str) -> None:
+    """With float32 weights a norm keeps the layer's input itself, so that every layer's output stays."""
+    model = shape_of(LLAMA, id="llama")
+    candidate = Candidate(model=model, method="sft", tuning=tuning, dtype=dtype, per_device_train_batch_size=4)  # type: ignore[arg-type]
+    recipe = replace(stack_recipe(candidate, True).recipe, kernel="efficient")
+    found, expected = layer_memory(measured(replace(model, layers=()), nullcontext).layers[0], recipe, False), layer_memory(model.layers[0], recipe, False)
+    assert found.saved.total == pytest.approx(expected.saved.total, abs=SCALARS)
+    assert bytes_at(found.backward) == pytest.approx(bytes_at(expected.backward), abs=SCALARS)
+
+
+def from_file(folder: Path, config: dict[str, object]) -> ModelShape:
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return measured(load_model(str(folder)), nullcontext)
+
+
+@pytest.mark.parametrize("config", [BAMBA, NEXT, BLOOM, VISION], ids=lambda config: str(config["model_type"]))
+def test_a_config_of_a_type_without_formulas_is_planned_for(config: dict[str, object], tmp_path: Path) -> None:
+    model = from_file(tmp_path, config)
+    assert model.params == sum(tensors.params for tensors in model_tensors(model, "lm_head"))
+    answer = plan(Job(model=model, method="sft"), parse_cluster("1xA100-40G", None))
+    assert answer.verdict == "fits"
+    assert {each.candidate.tuning for each in (answer.best, *(other.estimate for other in answer.alternatives))} == {"full", "lora"}
+
+
+def test_a_published_count_is_found_without_the_catalogue(tmp_path: Path) -> None:
+    published = load_model("LiquidAI/LFM2-350M")
+    model = from_file(tmp_path, dict(published.config))
+    found = (model.params, model.embed_params, model.lm_head_params, model.auto_class, model.hidden_size, model.vocab_size)
+    assert found == (published.params, published.embed_params, published.lm_head_params, published.auto_class, published.hidden_size, published.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**BAMBA, "model_type": "bamda"}, r"^\S+ is of model type 'bamda', which transformers \S+ does not know either\. Did you mean bamba"),
+        ({**BAMBA, "model_type": "t5"}, r"^\S+ is of model type 't5', of which transformers \S+ has no causal language model\.$"),
+        ({**BAMBA, "model_type": "bert"}, r"^\S+ \(bert\) cannot be built here: it is no decoder"),
+        ({**ATTENDING, "model_type": "jamba"}, r"^\S+ \(jamba\): layer 1 is unlike layer 0, and its config does not show why\.$"),
+    ],
+)
+def test_what_is_no_language_model_that_transformers_knows_is_refused(config: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnknownArchitecture, match=message) as refusal:
+        from_file(tmp_path, config)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_model_that_nobody_counted_is_refused_where_nothing_measures_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BAMBA), encoding="utf-8")
+    with pytest.raises(UnknownArchitecture, match=r"\(bamba\) are not known by formula\. The extra dryrun measures such layers"):
+        Job(model=load_model(str(tmp_path)), method="sft")
+
+
+@pytest.mark.parametrize("settings", [{"tuning": "full"}, {"tuning": "lora", "dtype": "bfloat16"}], ids=lambda settings: settings["tuning"])
+@pytest.mark.parametrize("config", [BLOOM, VISION], ids=lambda config: str(config["model_type"]))
+def test_what_a_dry_run_keeps_between_passes_is_what_is_estimated(config: dict[str, object], settings: dict[str, str], tmp_path: Path) -> None:
+    """A tower's adapters are there, its gradients and optimizer states are not: text does not pass it."""
+    candidate = Candidate(model=from_file(tmp_path, config), method="sft", per_device_train_batch_size=2, max_length=256, padded=True, **settings)  # type: ignore[arg-type]
+    found = at_step(estimate(candidate, parse_cluster("1xH200", None)).gpus[0].phases)
+    expected = at_step(traced(candidate).phases)
+    for component in ("weights", "adapters", "gradients", "optimizer_states"):
+        assert found.components.get(component, 0) == pytest.approx(expected.components.get(component, 0), rel=ROUNDED_WITHIN, abs=SCALARS), component
+
+
+def at_step(phases: tuple[PhaseMemory, ...]) -> PhaseMemory:
+    wanted: Phase = "optimizer_step"
+    return next(phase for phase in phases if phase.name == wanted)
 
 
 def test_a_measured_model_has_the_parameters_that_its_formulas_count() -> None:
@@ -100,7 +193,7 @@ def test_what_was_measured_is_kept_and_a_broken_file_is_made_anew(tmp_path: Path
 
 
 def test_a_model_that_keeps_more_than_keys_and_values_does_not_generate() -> None:
-    model = measured(shape_of(HYBRID, id="hybrid", counts=Counts(params=10**6, embed=10**5, lm_head=0)), nullcontext)
+    model = measured(shape_of(HYBRID, id="hybrid", counts=NOT_COUNTED), nullcontext)
     assert [layer.attention.num_key_value_heads for layer in model.layers] == [0, 0, 0, 2]
     with pytest.raises(NotMeasured, match="keep no keys and values"):
         kv_cache_bytes(model, 1, 100, 2)

@@ -177,9 +177,13 @@ def decoder_linears(layer: Layer) -> tuple[Linear, ...]:
 
 
 def expert_shapes(layer: Layer, experts: Experts) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of the fused `gate_up_proj` and `down_proj`: experts x out x in (transformers 5.23, integrations/moe.py)."""
-    inner = experts.moe_intermediate_size
-    return (experts.num_experts, 2 * inner, layer.hidden_size), (experts.num_experts, layer.hidden_size, inner)
+    """Shapes of the fused `gate_up_proj`, or of an `up_proj` without gate, and of `down_proj`: experts x out x in.
+
+    Source: transformers 5.23, integrations/moe.py; models/nemotron_h/modeling_nemotron_h.py has experts without gates.
+    """
+    inner, down = experts.moe_intermediate_size, (experts.num_experts, layer.hidden_size, experts.moe_intermediate_size)
+    gated = experts.expert_params >= 3 * prod(down)
+    return (experts.num_experts, 2 * inner if gated else inner, layer.hidden_size), down
 
 
 def _output_features(model: ModelShape) -> int:
@@ -210,7 +214,8 @@ def _expert_tensors(layer: Layer, experts: Experts) -> list[Tensors]:
     found = [Tensors(part="expert", shape=gate_up), Tensors(part="expert", shape=down)]
     if biases:  # gpt_oss: one row of biases an expert for each of the two
         found += [Tensors(part="vector", shape=gate_up[:2]), Tensors(part="vector", shape=down[:2])]
-    found.append(Tensors(part="router", shape=(experts.num_experts, layer.hidden_size)))
+    if experts.router_params:
+        found.append(Tensors(part="router", shape=(experts.num_experts, layer.hidden_size)))
     router_biases = experts.router_params - experts.num_experts * layer.hidden_size
     if router_biases > 0:
         found.append(Tensors(part="vector", shape=(router_biases,)))
