@@ -244,11 +244,11 @@ def efficient_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -
 
 
 def safe_softmax_workspace_bytes(scores: torch.Tensor) -> int:
-    """What `_safe_softmax` makes besides its result: the softmax before rows of nothing but -inf become zero, and a boolean an element, on one GPU.
+    """What `_safe_softmax` makes besides its result: a boolean an element, which rows of nothing but -inf are found by, on one GPU.
 
-    Source: `_safe_softmax`, aten/src/ATen/native/transformers/attention.cpp.
+    Source: `_safe_softmax`, aten/src/ATen/native/transformers/attention.cpp; those rows become zero in place (`where_out`).
     """
-    return int(scores.numel() * (scores.element_size() + 1))
+    return int(scores.numel())
 
 
 # Operators that allocate inside themselves on CUDA, where the mode does not see it: function of the operator's arguments.

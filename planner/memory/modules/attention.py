@@ -50,9 +50,9 @@ def math_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: T
     scaled_k = op.scale(tape, wide_k)
     raw = op.bmm(tape, scaled_q, scaled_k, scores(heads))
     del scaled_k
-    unsafe, masked = tape.empty(scores(heads), 4), tape.empty(scores(heads), 1)  # `_safe_softmax`: zeros, in a copy, for rows without any score
     probabilities = op.softmax(tape, raw)
-    del raw, unsafe, masked
+    tape.empty(scores(heads), 1)  # `_safe_softmax` looks for rows without any score
+    del raw
     narrow = tape.empty(scores(heads), width)
     copied_v = op.clone(tape, wide_v) if recipe.several_rows else op.view(tape, wide_v)
     mixed = op.bmm(tape, probabilities, copied_v, tokens(heads * block.v_head_dim))
