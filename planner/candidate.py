@@ -59,7 +59,7 @@ class Candidate:
     num_generations: int = 8
     steps_per_generation: int = 1
     num_iterations: int = 1
-    padded: bool = True  # batches hold padding
+    padded: bool = True  # rows differ in length, so that batches hold padding: `pads`
     packing: bool = False
     padding_free: bool = False
     beta: float = 0.0
@@ -134,6 +134,20 @@ class Candidate:
     def flattened(self) -> bool:
         """Packing and padding-free training lay all rows end to end in one (trl 1.16, sft_trainer.py, `padding_free`)."""
         return self.packing or self.padding_free
+
+    @property
+    def pads(self) -> bool:
+        """Whether batches of the training pass hold padding: rows that differ are padded to the longest of those that are padded together.
+
+        A row alone has nothing to be padded to, its mask is all ones, and no attention makes one of that (transformers 5.23,
+        masking_utils.py:267 `_ignore_causal_mask_sdpa`, :636 `flash_attention_mask`; eager attention has one in any case).
+        Padded together are, by trl 1.16: a micro-batch (sft_trainer.py:195-224, kto_trainer.py:181-193; of a pair both rows:
+        dpo_trainer.py:185-197, reward_trainer.py:215-221, experimental/cpo/cpo_trainer.py:652, orpo_trainer.py:644; gkd's: experimental/utils.py:392),
+        or all that one process generates at once (grpo_trainer.py:2443-2460, rloo_trainer.py:1497-1514,
+        distillation_trainer.py:1568-1585, experimental/online_dpo/online_dpo_trainer.py:644-651), whose micro-batches of one row keep it.
+        Leaves out `pad_to_multiple_of`, which nobody sets for us.
+        """
+        return self.padded and not self.flattened and self.generation_rows > 1
 
     @property
     def attention_length(self) -> int:

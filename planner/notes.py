@@ -167,7 +167,7 @@ def about_attention(best: Estimate, question: Question) -> Iterator[str]:
     candidate = best.candidate
     if candidate.attn_implementation == "flash_attention_2" and "attn_implementation" not in question.job.pinned:
         yield "attn_implementation flash_attention_2 needs the flash-attn package; kernels-community/flash-attn2 does the same through the kernels package"
-    masked = candidate.attn_implementation == "sdpa" and candidate.padded
+    masked = candidate.attn_implementation == "sdpa" and candidate.pads
     if masked and estimate(candidate, question.cluster).gpus[0].peak.components.get("attention_scores", 0) >= WORTH_SAYING_BYTES:
         yield "batches with padding make sdpa build a mask of rows x length squared in every layer; --no-padded if yours have none"
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
+from unittest import mock
 
 import datasets
 import torch
@@ -52,13 +53,14 @@ def dry_run(
             _adapters_as_the_base(stage, DTYPES[candidate.dtype])
         statistics = _fake_stage(candidate, stage, arithmetic) if device == "fake" else []
         if device == "fake":
+            stack.enter_context(_no_inference_tensors())
             stack.enter_context(arithmetic)
         stack.enter_context(tracker)
         _add_residents(tracker, stage)
         for name, tensor in statistics:
             tracker.add_resident(tensor, "weights", name)
         stage.trainer.data_collator = _collated_on_host(stage.trainer.data_collator, tracker)
-        stack.enter_context(phases_told(tracker, stage, candidate.padded and not candidate.packing and not candidate.padding_free))
+        stack.enter_context(phases_told(tracker, stage, candidate.pads))
         if candidate.vllm != "off":
             stack.enter_context(completions_from_elsewhere(tracker, stage, candidate.max_completion_length))
         stage.trainer.train()
@@ -130,6 +132,13 @@ def _cuda_ways(candidate: Candidate, tracker: Tracker) -> Iterator[tuple[str, ..
             stack.enter_context(paged_states(tracker))
             names += ("paged states",)
         yield names
+
+
+@contextlib.contextmanager
+def _no_inference_tensors() -> Iterator[None]:
+    """Reward models run under `inference_mode` (trl 1.16, grpo_trainer.py:1619), whose results fake tensors cannot be: without gradients they hold as much."""
+    with mock.patch.object(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext()):
+        yield
 
 
 @contextlib.contextmanager

@@ -303,6 +303,7 @@ def gkd(candidate: Candidate, device: Device) -> Stage:
         return {
             "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels,
             "prompts": ids[:, :prompt].clone(), "prompt_attention_mask": torch.ones_like(ids[:, :prompt]),
+            "byte_offsets": torch.zeros(count, row, 2, dtype=torch.int64),  # trl 1.16, experimental/utils.py:411
         }  # fmt: skip
 
     trainer = GKDTrainer(

@@ -42,7 +42,7 @@ def data(task: Task, row: Row) -> dict[str, datasets.Dataset]:
     candidate, text = task.candidate, Text(task)
     batch = candidate.per_device_train_batch_size
     count = (task.steps + (task.save and task.resume)) * batch * candidate.gradient_accumulation_steps * candidate.num_processes
-    found = [row(text, index, int(candidate.padded and index % batch == batch - 1)) for index in range(count)]
+    found = [row(text, index, int(candidate.pads and index % batch == batch - 1)) for index in range(count)]
     rows = {"train_dataset": datasets.Dataset.from_list(found)}
     if task.evaluate:
         one_batch = evaluation_rows(candidate) * candidate.num_processes

@@ -25,12 +25,12 @@ def whole_rollout(candidate: Candidate) -> Rollout:
 def prompts_differ(candidate: Candidate) -> bool:
     """Whether a process completes several prompts at once: every second one is then a token short where batches are padded."""
     prompts = candidate.generation_rows // candidate.num_generations if candidate.method in ("grpo", "rloo") else candidate.per_device_train_batch_size
-    return candidate.padded and prompts > 1
+    return candidate.pads and prompts > 1
 
 
 def short_row(candidate: Candidate) -> int:
     """Of so many completions the last one is short; 0: none is. A row alone cannot be padded."""
-    return max(2, candidate.per_device_train_batch_size) if candidate.padded and not prompts_differ(candidate) else 0
+    return max(2, candidate.per_device_train_batch_size) if candidate.pads and not prompts_differ(candidate) else 0
 
 
 def make_whole(completions: torch.Tensor, ends: int | list[int] | None, short: int) -> None:

@@ -6,6 +6,7 @@
 import gc
 import itertools
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,21 @@ OTHERS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_experts_and_sliding_windows_peak_where_a_real_run_does(name: str, method: MethodName, tuning: str, dtype: Dtype) -> None:
     assert_alike(candidate(method, model=shape(**OTHERS[name]), tuning=tuning, dtype=dtype))
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "online-dpo"])
+def test_a_reward_model_scores_as_in_a_real_run(method: MethodName) -> None:
+    assert_alike(candidate(method, tuning="lora", reward_model=shape()))
+
+
+@pytest.mark.parametrize(("method", "rows"), [("sft", 1), ("sft", 2), ("gkd", 1), ("dpo", 1), ("reward", 1), ("grpo", 2)])
+def test_batches_are_masked_where_rows_are_padded_together(method: MethodName, rows: int) -> None:
+    case = candidate(method, per_device_train_batch_size=rows, gradient_checkpointing=False)
+    forward, without = (
+        next(phase.total_bytes for phase in dry_run(each, "cpu").phases if phase.name == "forward") for each in (case, replace(case, padded=False))
+    )
+    assert case.pads is (rows * METHODS[method].rows_per_sample > 1)
+    assert (forward > without) is case.pads
 
 
 @pytest.mark.parametrize("method", METHODS_NOW)

@@ -99,12 +99,22 @@ def test_made_up_weights_cost_what_saved_ones_cost(tmp_path: Path) -> None:
     assert from_disk.peak_bytes == measured(case, tmp_path).peak_bytes
 
 
-def test_a_row_alone_is_not_padded(tmp_path: Path) -> None:
-    """The one case in which a probe measures less than the dry run says, which masks every batch of a candidate that pads."""
-    alone = candidate(per_device_train_batch_size=1, gradient_checkpointing=False)
+@pytest.mark.parametrize(("method", "pads"), [("sft", False), ("gkd", False), ("dpo", True), ("reward", True), ("online-dpo", True)])
+def test_one_row_a_batch_is_padded_where_more_are_made_together(method: MethodName, pads: bool, tmp_path: Path) -> None:
+    alone = candidate(method, per_device_train_batch_size=1, gradient_checkpointing=False)
+    found, without = measured(alone, tmp_path), measured(replace(alone, padded=False), tmp_path)
+    forward, forward_without = (next(phase for phase in case.ranks[0].phases if phase.name == "forward") for case in (found, without))
+    assert alone.pads is pads
+    assert (forward.allocated_bytes > forward_without.allocated_bytes) is pads
+    assert found.peak_bytes == dry_run(alone, "cpu").peak_bytes
+
+
+def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampled(tmp_path: Path) -> None:
+    alone = candidate("grpo", per_device_train_batch_size=1, steps_per_generation=2, gradient_accumulation_steps=2, gradient_checkpointing=False)
     found = measured(alone, tmp_path)
-    assert found.peak_bytes == dry_run(replace(alone, padded=False), "cpu").peak_bytes
-    assert found.peak_bytes < dry_run(alone, "cpu").peak_bytes
+    assert alone.pads and not replace(alone, steps_per_generation=1).pads
+    assert found.peak_bytes == dry_run(alone, "cpu").peak_bytes
+    assert found.peak_bytes > measured(replace(alone, padded=False), tmp_path).peak_bytes
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])

@@ -113,13 +113,13 @@ def without_adapters(stack: StackRecipe) -> StackRecipe:
 
 def with_data(recipe: Recipe, candidate: Candidate, flash: bool) -> StackRecipe:
     shortest = shortest_window(candidate.model)
-    masked = candidate.padded or candidate.packing or candidate.padding_free
+    masked = candidate.pads or candidate.flattened
     windows_active = shortest is not None and candidate.row_tokens >= shortest
     return StackRecipe(
         recipe=recipe,
         attn_implementation=candidate.attn_implementation,
         masked=masked,
-        unpads=candidate.padded and not candidate.flattened,
+        unpads=candidate.pads,
         windows_active=windows_active,
         mask_widths=mask_widths(candidate.model, candidate.attn_implementation, masked, windows_active, recipe.weight_width),
         gradient_checkpointing=candidate.gradient_checkpointing,

@@ -92,7 +92,7 @@ def micro_batch(candidate: Candidate) -> Batch:
     """The batch of the policy's training pass."""
     flattened = candidate.flattened
     kernel: str = candidate.attn_implementation
-    if kernel == "sdpa" and (candidate.padded or flattened):
+    if kernel == "sdpa" and (candidate.pads or flattened):
         kernel = "sdpa-masked"
     return Batch(rows=candidate.rows, length=candidate.row_tokens, scored=candidate.labelled_tokens, flattened=flattened and kernel not in FLASH, kernel=kernel)
 

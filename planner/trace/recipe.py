@@ -43,13 +43,13 @@ PERIODS: dict[str, int] = {"gemma3_text": 6, "smollm3": 4, "gemma2": 2, "cohere2
 
 # Fields of a candidate that change which allocations there are, not only their sizes.
 RECIPE_FIELDS = (
-    "method", "trl_version", "tuning", "autocast_adapter_dtype", "dtype", "precision", "num_iterations", "padded", "packing", "padding_free",
+    "method", "trl_version", "tuning", "autocast_adapter_dtype", "dtype", "precision", "num_iterations", "packing", "padding_free",
     "precompute_ref_log_probs", "gradient_checkpointing", "checkpoint_every_n_layers", "checkpoint_offload", "activation_offloading", "attn_implementation",
     "optim", "quantization",
 )  # fmt: skip
 # What a family of recipes is found by: the fields above, and those that become words of it or refuse it.
 FAMILY = attrgetter(
-    *RECIPE_FIELDS, "model", "lora_target_modules", "lora_dropout", "vllm", "beta", "sharding", "offload_optimizer", "offload_param",
+    *RECIPE_FIELDS, "pads", "model", "lora_target_modules", "lora_dropout", "vllm", "beta", "sharding", "offload_optimizer", "offload_param",
     "use_liger_kernel", "reward_model", "teacher_model",
 )  # fmt: skip
 
@@ -96,6 +96,7 @@ def _of_family(candidate: Candidate) -> dict[str, object]:
     settings = {name: getattr(one, name) for name in RECIPE_FIELDS}
     settings["lora_target_modules"] = list(one.lora_target_modules) if one.tuning == "lora" else []
     settings["lora_dropout"] = one.tuning == "lora" and one.lora_dropout > 0
+    settings["padded"] = one.pads  # not what is said of the data: a row alone is of the recipe without padding
     settings["engine"] = one.vllm != "off"
     settings["beta"] = one.beta > 0 if one.method in ("grpo", "rloo") else True
     settings["states"] = "elsewhere" if candidate.sharding in SHARDED else "here"
