@@ -81,7 +81,7 @@ class TestWorkedExamples:
     def test_a_forward_of_1024_tokens_is_products_weights_and_element_wise_traffic(self) -> None:
         candidate = sft(per_device_train_batch_size=1)
 
-        seconds = forward_seconds(policy_work(candidate), A100.gpu, matmul_rate(A100.gpu, candidate), micro_batch(candidate))
+        seconds = forward_seconds(policy_work(candidate), A100.gpu, matmul_rate(A100.gpu, candidate), micro_batch(candidate, A100.gpu))
 
         assert seconds == pytest.approx(0.0549 + 0.0085 + 0.0109, rel=EXAMPLES_WITHIN)
 
@@ -99,7 +99,7 @@ class TestWorkedExamples:
 
     def test_an_offloaded_optimizer_costs_seven_seconds_for_seven_billion(self) -> None:
         candidate = sft(sharding="zero2", num_processes=8, offload_optimizer=True)
-        work, batch = policy_work(candidate), micro_batch(candidate)
+        work, batch = policy_work(candidate), micro_batch(candidate, NODE.gpu)
 
         seconds = offload_seconds(candidate, NODE, work, batch, micro_step(candidate, work, NODE.gpu, batch))
 
@@ -252,6 +252,19 @@ class TestPrices:
         )
 
         assert flash < masked < eager
+
+    def test_a_row_alone_has_no_mask_and_takes_flash_attention(self) -> None:
+        alone, flash = (sft(max_length=8192, padded=True, per_device_train_batch_size=1, attn_implementation=name) for name in ("sdpa", "flash_attention_2"))
+
+        assert throughput(alone, A100, 0.0).seconds == throughput(flash, A100, 0.0).seconds
+
+    def test_a_card_without_flash_attention_computes_all_pairs_of_grouped_queries(self) -> None:
+        t4 = parse_cluster("1xT4", None).gpu
+        alone = sft(max_length=2048, dtype="float16", precision="fp16", per_device_train_batch_size=1)
+
+        assert micro_batch(alone, t4).kernel == "eager"
+        assert micro_batch(replace(alone, model=load_model("Llama-2-7b-hf")), t4).kernel == "sdpa-efficient"
+        assert micro_batch(replace(alone, per_device_train_batch_size=2, padded=True), t4).kernel == "sdpa-masked"
 
     def test_small_micro_batches_pay_for_launches(self) -> None:
         one = throughput(sft(model=SMALL, per_device_train_batch_size=1, gradient_accumulation_steps=16, max_length=256), A100, 0.0)

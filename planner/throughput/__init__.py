@@ -35,7 +35,7 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
     `launch` in `seconds` is what the CPU's launches add to the card's computation.
     """
     gpu, accumulation = cluster.gpu, candidate.gradient_accumulation_steps
-    work, batch = policy_work(candidate), micro_batch(candidate)
+    work, batch = policy_work(candidate), micro_batch(candidate, gpu)
     step = micro_step(candidate, work, gpu, batch)
     generation = weight_sync = 0.0
     if candidate.method_row.generates:

@@ -1,11 +1,13 @@
 """The training pass: what one micro-step costs on one card."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from planner.candidate import Candidate
 from planner.cluster import Gpu
 from planner.memory.loss import loss_of
 from planner.methods import Loss
+from planner.model import ModelShape
 from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, memory_rate
 from planner.throughput.smooth import either
 from planner.throughput.work import BACKWARD_LAUNCHES, Work, frozen_work
@@ -88,13 +90,31 @@ class MicroStep:
     backward: float
 
 
-def micro_batch(candidate: Candidate) -> Batch:
+def micro_batch(candidate: Candidate, gpu: Gpu) -> Batch:
     """The batch of the policy's training pass."""
-    flattened = candidate.flattened
-    kernel: str = candidate.attn_implementation
-    if kernel == "sdpa" and (candidate.pads or flattened):
-        kernel = "sdpa-masked"
+    flattened, kernel = candidate.flattened, attention_kernel(candidate, gpu.supports_flash_attention_2)
     return Batch(rows=candidate.rows, length=candidate.row_tokens, scored=candidate.labelled_tokens, flattened=flattened and kernel not in FLASH, kernel=kernel)
+
+
+def attention_kernel(candidate: Candidate, flash: bool) -> str:
+    """What attention costs as: sdpa takes FlashAttention where the card has it, numbers have 16 bits and there is no mask.
+
+    Without a mask keys are not copied to every head, so that elsewhere nothing but plain products knows them where they are fewer than the queries'.
+    Source: `planner.memory.stack.kernel`, which says where it is from.
+    """
+    if candidate.attn_implementation != "sdpa":
+        return candidate.attn_implementation
+    if candidate.pads or candidate.flattened:
+        return "sdpa-masked"
+    if flash and (candidate.precision != "no" or candidate.dtype != "float32"):
+        return "sdpa"
+    return "eager" if shares_keys(candidate.model) else "sdpa-efficient"
+
+
+@lru_cache(maxsize=1024)
+def shares_keys(model: ModelShape) -> bool:
+    """Whether some layer has fewer keys than queries."""
+    return any(layer.attention.num_key_value_heads < layer.attention.num_attention_heads for layer, _ in model.layer_kinds)
 
 
 def forward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
