@@ -48,9 +48,10 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
     from planner.report.html import plan_html
     from planner.report.json import plan_report
     from planner.report.table import plan_table, refusal
-    from planner.rungs import prober, profile_made, proven, runnable_here, with_layers
+    from planner.rungs import prober, profile_made, proven, refuse_unusable, runnable_here, with_layers
 
     say = _sayer(printed)
+    refuse_unusable(proving)
     question = read_question(given(asked, printed), with_layers(say))
     refuse_unwritable(printed.out, printed.html)
     probe = prober(question.cluster, proving, _ticker(printed)) if proving.probe else None

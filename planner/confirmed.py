@@ -12,7 +12,7 @@ from planner.proof import Proof
 from planner.quantities import Estimate
 from planner.settings import settings_of_fields, settings_text
 from planner.trace.decide import answer_of
-from planner.units import format_gib
+from planner.units import format_size
 
 
 def contradicts(plan: Plan, measurements: Sequence[Measurement]) -> bool:
@@ -46,14 +46,14 @@ def contradiction(answer: Estimate, measurement: Measurement) -> str:
     device = DEVICE_WORDS[measurement.device]
     expected = answer.gpus[0]
     if measurement.outcome == "out_of_memory":
-        said = f"{answer.evidence}: it fits in {format_gib(expected.peak_bytes, 1)}"
+        said = f"{answer.evidence}: it fits in {format_size(expected.peak_bytes)}"
         return f"the candidate ran out of memory {device} in the {seen.gpus[0].peak_phase.replace('_', ' ')} ({said})" if answer.fits else ""
     if not answer.fits:
         return f"the candidate fits {device}, which the plan had denied" if seen.fits else ""
     needed, high = needed_peak_bytes(expected, measurement), expected.interval_bytes[1]
     if needed <= high:
         return ""
-    return f"the candidate needs {format_gib(needed, 1)} {device}, more than the {format_gib(high, 1)} that were {answer.evidence} at most"
+    return f"the candidate needs {format_size(needed)} {device}, more than the {format_size(high)} that were {answer.evidence} at most"
 
 
 def confirmed(plan: Plan, best: Candidate | None, measurements: Sequence[Measurement], lines: Sequence[str], report: Mapping[str, object]) -> Plan:
@@ -129,8 +129,8 @@ def agreement(expected: Estimate, seen: Measurement) -> str:
     heaviest, before = max(found, key=lambda each: each.needed_bytes), max(each.expected_bytes for each in found)
     what = " of tensors" if seen.device == "cpu" else ""
     return (
-        f"the probe {DEVICE_WORDS[seen.device]} needed {format_gib(heaviest.needed_bytes, 2)}{what}, its peak in the {heaviest.name.replace('_', ' ')}; "
-        f"{expected.evidence}: {format_gib(before, 2)} ({before / heaviest.needed_bytes - 1:+.1%})"
+        f"the probe {DEVICE_WORDS[seen.device]} needed {format_size(heaviest.needed_bytes)}{what}, its peak in the {heaviest.name.replace('_', ' ')}; "
+        f"{expected.evidence}: {format_size(before)} ({before / heaviest.needed_bytes - 1:+.1%})"
     )
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -114,6 +114,19 @@ def with_layers(say: Say) -> Callable[[ModelShape], ModelShape]:
 # -- the measured rung -------------------------------------------------------------------------------------------------
 
 
+def refuse_unusable(options: Proving) -> None:
+    """Before anything is computed: how to probe, where nothing is to be probed; and a budget that is none.
+
+    Raises:
+        InputError: names the option.
+    """
+    for entry in fields(Proving) if not options.probe else ():
+        if getattr(options, entry.name) != entry.default:
+            raise InputError(f"--{entry.name.replace('_', '-')} says how to probe: give --probe too.")
+    if options.budget is not None:
+        parse_seconds(options.budget)
+
+
 def runnable_here(job: Job, cluster: Cluster, options: Probing) -> tuple[Job, tuple[str, ...]]:
     """The job without what probes on this device could not run, and what to say of that.
 
@@ -136,20 +149,21 @@ def prober(cluster: Cluster, options: Probing, tick: Say) -> Probe:
     """
     if options.device not in DEVICE_NAMES:
         raise InputError(f"--device {options.device} is none of {', '.join(DEVICE_NAMES)}.")
+    seconds = parse_seconds(options.time_limit)
     with _libraries_kept_silent():
         try:
             from probes.devices import DeviceOptions, device
             from probes.runner import Limits
         except ImportError as error:
             raise InputError(f"A probe needs {_missing('probe', PROBE_PACKAGES, error)}") from error
-    chosen = DeviceOptions(
-        logs=Path(options.logs) if options.logs else cache_root() / "logs",
-        limits=Limits(seconds=parse_seconds(options.time_limit)),
-        weights="hub" if options.hub_weights else "random",
-        evaluate=options.evaluate,
-        say=tick,
-    )
-    probe = device(DEVICE_NAMES[options.device], cluster, chosen)
+        chosen = DeviceOptions(
+            logs=Path(options.logs) if options.logs else cache_root() / "logs",
+            limits=Limits(seconds=seconds),
+            weights="hub" if options.hub_weights else "random",
+            evaluate=options.evaluate,
+            say=tick,
+        )
+        probe = device(DEVICE_NAMES[options.device], cluster, chosen)
 
     def silent(candidate: Candidate) -> Measurement:
         """A dry run's libraries print where it runs, which is here."""

@@ -7,7 +7,7 @@ from typing import Literal
 from planner.measurement import DeviceName
 from planner.quantities import Phase
 from planner.search import largest, length_field
-from planner.units import format_count, format_gib
+from planner.units import format_count, format_size
 from probes.belief import PRIORS, Belief, Row
 from probes.knowledge import LEAST_CHANCE, MOST_SIZES, Knowledge, open_places
 from probes.space import FEW_SIZES, SHARE_KNOB, Place
@@ -229,9 +229,9 @@ def certificate_lines(found: Certificate) -> tuple[str, ...]:
 
 
 def neighbour_line(each: Neighbour) -> str:
-    low, high = (format_gib(size) for size in each.interval_bytes)
+    low, high = (format_size(max(size, 0)) for size in each.interval_bytes)
     said = SENTENCES[each.verdict].format(
-        low=low, high=high, capacity=format_gib(each.capacity_bytes), phase=each.phase.replace("_", " "), chance=each.fit_chance
+        low=low, high=high, capacity=format_size(each.capacity_bytes), phase=each.phase.replace("_", " "), chance=each.fit_chance
     )
     name = each.value if each.knob == "structure" else f"{each.knob} {each.value}"
     return f"{name}: {said}"

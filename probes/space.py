@@ -11,6 +11,7 @@ from planner.measurement import DeviceName
 from planner.memory.communication import nccl_bytes
 from planner.quantities import Estimate
 from planner.search import Choices, attempt, batches, length_field, longest, merit, utilizations, with_utilization
+from planner.settings import settings_of_fields, settings_text
 from probes.belief import Row, heavy, rows_of
 
 Attempt = Callable[[Candidate, Question], Estimate | None]
@@ -134,7 +135,7 @@ class Space:
         knobs, other = self.knobs(place), {} if beside is None else self.knobs(beside)
         off = () if knobs.get("vllm", "off") != "off" else ("vllm_", "ds3_")
         told = {name: value for name, value in knobs.items() if name in self.varying and not name.startswith((*off, "expandable_segments"))}
-        return " ".join(f"{name}={value}" for name, value in told.items() if name not in other or other[name] != value)
+        return settings_text(settings_of_fields({name: value for name, value in told.items() if name not in other or other[name] != value}))
 
     @property
     def varying(self) -> frozenset[str]:

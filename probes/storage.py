@@ -74,11 +74,14 @@ def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> opt
     Raises:
         PlanError: the storage cannot be opened, or another process does not let go of it.
     """
+    settings = {}
     if url.startswith(SQLITE):
-        Path(url.removeprefix(SQLITE)).expanduser().resolve().parent.mkdir(parents=True, exist_ok=True)
-        storage: optuna.storages.BaseStorage | str = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
-    else:
-        storage = url
+        settings = {"connect_args": {"timeout": LOCK_SECONDS}}
+        try:
+            Path(url.removeprefix(SQLITE)).expanduser().resolve().parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PlanError(f"The study in {url} cannot be read or written: {error.strerror}: {error.filename}.") from error
+    storage = optuna.storages.RDBStorage(url, engine_kwargs=settings)
     return optuna.create_study(study_name=name, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True)
 
 

@@ -13,10 +13,12 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from planner.candidate import Candidate
 from planner.errors import PlanError
 from planner.knobs import Question, TuningClass
+from planner.measured import differences
 from planner.measurement import DeviceName, Measurement, Outcome, measurement_line, measurement_of
 from planner.plan import Plan
+from planner.quantities import Estimate
 from planner.search import attempt
-from planner.units import format_count, format_gib, format_seconds
+from planner.units import format_count, format_seconds, format_size
 from probes.certificate import Certificate, certificate, learned, learned_line
 from probes.knowledge import Knowledge
 from probes.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler
@@ -78,6 +80,8 @@ def prove(asked: Question | Plan, probe: Probe, options: StudyOptions | None = N
     with storage_errors(url):
         study = open_study(url, name, sampler)
         adopt(study, sampler.space, options.say)
+        if before := len(sampler.knowledge(study).measured):
+            options.say(f"{format_count(before)} probe{'s' if before != 1 else ''} of this question {'were' if before != 1 else 'was'} measured before: {url}")
         session = Session(study=study, sampler=sampler, probe=probe, options=options, began=options.clock())
         ending, reason = session.run()
         knowledge = sampler.knowledge(study)
@@ -184,7 +188,7 @@ class Session:
             fail(self.study, trial, INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}")
             raise
         record(self.study, trial, measurement, sampler.space)
-        say(f"probe {trial.number + 1}: {seen_line(measurement)}")
+        say(f"probe {trial.number + 1}: {seen_line(measurement, sampler.space.estimate(place))}")
         if measurement.decided:
             say(learned_line(learned(sampler.knowledge(self.study).belief)))
         return measurement
@@ -270,12 +274,14 @@ def asked_line(knowledge: Knowledge, place: Place) -> str:
     return f"{knowledge.space.shown(place)} (fits with {knowledge.chance(place):.0%})"
 
 
-def seen_line(measurement: Measurement) -> str:
+def seen_line(measurement: Measurement, answer: Estimate | None) -> str:
+    """The same figures as in the report: what the heaviest phase needed, and a speed only of a GPU."""
     took = format_seconds(measurement.wall_seconds)
     if measurement.outcome == "fits":
-        rate = f", {format_count(round(measurement.tokens_per_second))} tokens/s" if measurement.tokens_per_second else ""
-        return f"fits, {format_gib(measurement.peak_bytes)} at its peak{rate} ({took})"
+        needed = max((phase.needed_bytes for phase in differences(answer, measurement)), default=0) if answer is not None else 0
+        rate = f", {format_count(round(measurement.tokens_per_second))} tokens/s" if measurement.device == "cuda" else ""
+        return f"fits, needed {format_size(needed or measurement.peak_bytes)}{rate} ({took})"
     if measurement.shortage is not None:
         shortage = measurement.shortage
-        return f"out of memory in the {shortage.phase.replace('_', ' ')} phase, {format_gib(shortage.over_bytes)} too much at least ({took})"
+        return f"out of memory in the {shortage.phase.replace('_', ' ')} phase, {format_size(shortage.over_bytes)} too much at least ({took})"
     return f"{measurement.outcome.replace('_', ' ')}: {measurement.message} ({took})"

@@ -121,6 +121,20 @@ class TestProof:
         device(measured)
         assert run([*ONE, "--probe", "--budget", "a while"]) == EXIT_WRONG_INPUT
 
+    def test_the_same_command_again_says_that_it_goes_on_and_repeats_nothing(self, device, capsys):
+        pytest.importorskip("optuna")
+        device(measured)
+        for said in ("needed ", "of this question"):
+            assert run([*ONE, "--probe"]) == EXIT_PLANNED
+            assert said in capsys.readouterr().err
+        device(lambda candidate: measured(candidate, outcome="crashed"))
+        assert run([*ONE, "--probe"]) == EXIT_PLANNED
+
+    @pytest.mark.parametrize(("option", "value"), [("--budget", "5m"), ("--device", "simulated"), ("--storage", "sqlite:///a.db")])
+    def test_how_to_probe_is_no_answer_to_whether(self, option, value, capsys):
+        assert run([*ONE, option, value]) == EXIT_WRONG_INPUT
+        assert capsys.readouterr().err == f"Error: {option} says how to probe: give --probe too.\n"
+
 
 class TestValidate:
     GRID = '{"model": "Qwen2.5-0.5B", "method": "sft", "tuning": "lora", "max_length": 256}\n{"model": "Qwen2.5-0.5B", "method": "dpo", "max_length": 256}\n'

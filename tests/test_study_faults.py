@@ -28,15 +28,18 @@ SCRIPT = Path(__file__).with_name("hidden_study.py")
 SIGKILL = -9
 
 
+KNOBS = ("max_length", "per_device_train_batch_size", "attn_implementation", "gradient_checkpointing")  # tell the question's candidates apart
+
+
 class Card:
     """The hidden card, which remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.asked: list[tuple[object, ...]] = []
         self._probe = HiddenProbe(card=CARD, space=space(question()))
 
     def __call__(self, candidate: Candidate) -> Measurement:
-        self.asked.append(candidate.max_length)
+        self.asked.append(tuple(getattr(candidate, name) for name in KNOBS))
         return self._probe(candidate)
 
 
@@ -69,7 +72,7 @@ def test_a_study_killed_at_any_stage_goes_on_repeats_nothing_and_answers_the_sam
     killed = subprocess.run([sys.executable, str(SCRIPT), storage(tmp_path), stage, "2"], capture_output=True, text=True, check=False)
     assert killed.returncode == SIGKILL, killed.stderr
     (name,) = optuna.study.get_all_study_names(storage(tmp_path))
-    written = [trial.params["max_length"] for trial in trials(storage(tmp_path), name) if MEASUREMENT in trial.user_attrs]
+    written = [tuple(trial.params[knob] for knob in KNOBS) for trial in trials(storage(tmp_path), name) if MEASUREMENT in trial.user_attrs]
     card = Card()
     answer = proven(storage(tmp_path), card)
     assert certificate_report(answer.certificate) == undisturbed
@@ -125,10 +128,16 @@ def test_a_storage_that_stays_locked_is_one_line(tmp_path: Path, monkeypatch: py
     thread.join()
 
 
-@pytest.mark.parametrize("url", ["nonsense", "nosuch://x"])
+@pytest.mark.parametrize("url", ["nonsense", "nosuch://x", "redis://localhost:1/0"])
 def test_a_storage_that_is_none_is_wrong_input(url: str) -> None:
     with pytest.raises(InputError, match=rf"^--storage {url} is no storage that Optuna can open: "):
         proven(url)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PlanError, match=r"^The study in sqlite:///\S+ cannot be read or written: File exists: \S+/file\.$"):
+        proven(f"sqlite:///{tmp_path / 'file' / 'study.db'}")
 
 
 def test_a_file_that_is_no_database_is_one_line(tmp_path: Path) -> None:
@@ -145,14 +154,12 @@ def test_a_candidate_that_crashes_twice_is_set_aside_and_the_certificate_says_so
 
     def probe(candidate: Candidate) -> Measurement:
         measured = card(candidate)
-        return (
-            replace(measured, outcome="crashed", ranks=(), shortage=None, message="RuntimeError: boom") if card.asked[0] == candidate.max_length else measured
-        )
+        return replace(measured, outcome="crashed", ranks=(), shortage=None, message="RuntimeError: boom") if card.asked[0] == card.asked[-1] else measured
 
     answer = proven(storage(tmp_path), probe)
     assert answer.ending == "set aside" and not answer.certificate.holds
     (aside,) = answer.certificate.set_aside
-    assert aside.endswith("crashed RuntimeError: boom") and f"max_length={card.asked[0]}" in aside
+    assert aside.endswith("crashed RuntimeError: boom") and f"max_length={card.asked[0][0]}" in aside
     failed = [trial for trial in trials(storage(tmp_path), answer.study_name) if trial.state == TrialState.FAIL]
     assert [trial.user_attrs[REASON] for trial in failed] == ["crashed RuntimeError: boom"] * 2
 

@@ -5,9 +5,10 @@ from planner.measured import differences
 from planner.measurement import Measurement
 from planner.proof import PhaseDifference, Proof
 from planner.quantities import Estimate
-from planner.units import format_gib
+from planner.units import MIB, format_size
 
 DECIMALS = 6
+LEAST_SPARE_BYTES = 5 * MIB  # less is the rounding of two figures in GiB
 FIRST_LINES = {
     "simulated": ("nothing here was measured: the probes ran in simulated cards",),
     "cpu": ("no GPU was measured: the probes ran on the CPU, where the bytes of tensors are counted",),
@@ -52,8 +53,8 @@ def proof_report(proof: Proof) -> dict[str, object]:
 
 def _difference(proof: Proof, each: PhaseDifference) -> str:
     spare = each.measured_bytes - each.needed_bytes
-    kept = f" and {format_gib(spare, 2)} kept to spare" if format_gib(spare, 2) != format_gib(0, 2) else ""
-    needed, expected = format_gib(each.needed_bytes, 2), format_gib(each.expected_bytes, 2)
+    kept = f" and {format_size(spare)} kept to spare" if spare >= LEAST_SPARE_BYTES else ""
+    needed, expected = format_size(each.needed_bytes), format_size(each.expected_bytes)
     return f"{each.name.replace('_', ' ')} {needed} {proof.evidence}{kept}; {expected} {expected_words(proof)} ({each.error:+.1%})"
 
 

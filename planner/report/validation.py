@@ -8,7 +8,7 @@ from rich.text import Text
 
 from planner.quantities import Evidence
 from planner.settings import settings_of
-from planner.units import format_count, format_gib
+from planner.units import format_count, format_size
 from planner.validate import ALL, UNDER, Row, Summary, Validation, group_of, summaries
 
 SCHEMA = 1
@@ -124,8 +124,8 @@ def _worst(rows: Sequence[Row]) -> Iterator[Text]:
     """The cases that the highest rung which speaks of them predicts worst."""
     ranked = sorted(rows, key=lambda row: (-abs(row.error(_highest(row))), row.case.line))
     for row in ranked[:WORST_SHOWN]:
-        said = ", ".join(f"{format_gib(row.predicted[rung], 2)} {rung} ({row.error(rung):+.1%})" for rung in RUNGS if rung in row.predicted)
-        yield Text(f"line {row.case.line} {row.case.label}: {format_gib(row.measured_bytes, 2)} measured; {said}")
+        said = ", ".join(f"{format_size(row.predicted[rung])} {rung} ({row.error(rung):+.1%})" for rung in RUNGS if rung in row.predicted)
+        yield Text(f"line {row.case.line} {row.case.label}: {format_size(row.measured_bytes)} measured; {said}")
 
 
 def _highest(row: Row) -> Evidence:
