@@ -87,7 +87,8 @@ def with_fake_statistics(model: torch.nn.Module, fake: Callable[[torch.Tensor], 
                 yield from ((f"{name}.{field}", tensor) for field, tensor in held.items())
             module.weight.quant_state = module.quant_state
         elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
-            module.state.SCB = fake(module.state.SCB)
+            module.state.CB, module.state.SCB = module.weight.data, fake(module.state.SCB)
+            module.weight.CB = module.weight.SCB = None  # as `init_8bit_state` leaves them, bitsandbytes/nn/modules.py
             yield f"{name}.SCB", module.state.SCB
 
 

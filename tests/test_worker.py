@@ -117,7 +117,7 @@ def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampl
     assert found.peak_bytes > measured(replace(alone, padded=False), tmp_path).peak_bytes
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("quantization", ["nf4", "nf4-double", "int8"])
 def test_a_quantized_base_is_loaded_and_quantized_as_from_the_hub(quantization: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     case = candidate("sft", "tiny-llama", tuning="lora", quantization=quantization)
