@@ -29,6 +29,7 @@ OUTSIDE_THE_TRACE = ("runtime", "fragmentation", "communication")  # a dry run s
 MODELS = (
     "LiquidAI/LFM2-350M", "bigscience/bloom-560m", "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen3.5-0.8B", "baidu/ERNIE-4.5-21B-A3B-PT",
     "swiss-ai/Apertus-8B-2509", "ibm-granite/granite-4.0-h-micro", "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "zai-org/GLM-4.5-Air",
+    "microsoft/Phi-3.5-MoE-instruct",
 )  # fmt: skip
 SETTINGS: dict[str, dict[str, object]] = {
     "LoRA, checkpointed": {"tuning": "lora", "dtype": "bfloat16"},
@@ -36,7 +37,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "full, checkpointed": {"tuning": "full", "dtype": "float32"},
 }
 # PEFT takes these by name only: its all-linear stops at modules of theirs (results/dry_runs.md).
-TARGETS = {"nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")}
+TARGETS = {"phimoe": ("q_proj", "k_proj", "v_proj", "o_proj"), "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")}
 HEAD = """# Architectures without formulas: measured layers against the dry run of the whole model
 
 Made by `python scripts/compare_measured.py`: SFT, 4 rows of 512 tokens with padding, sdpa, at full depth. The estimate's activations come from
@@ -48,9 +49,9 @@ one layer of each kind on fake tensors (`probes/coefficients.py`); the dry run i
 TAIL = """
 What is known of the differences:
 
-- Vision-language models, trained in full on text: one process gives the vision tower no gradients and so no optimizer states; the estimate counts them,
-  as it must where states are sharded. Of Qwen2.5-VL-3B they are 7.5 GiB.
-- bloom under adapters: the norm behind its embedding has no place in the estimate.
+- Text does not pass a vision tower, so one process gives it no gradients and no optimizer states: of Qwen2.5-VL-3B trained in full 7.5 GiB less.
+  DeepSpeed's flat buffers have room for them all the same, and the estimate counts them there.
+- bloom, checkpointed: the model's loop holds a layer's attention scores until the next layer has run; the estimate does not.
 - Under adapters and without checkpointing the first layer keeps less than its like, since its input needs no gradient.
 - Lengths that a chunked kernel (linear attention, state spaces) rounds up are taken as they are: up to 2 % of the layer.
 """
