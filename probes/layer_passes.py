@@ -105,15 +105,15 @@ class Stage:
         return calls
 
     def _seen(self, layer: torch.nn.Module, call: Call) -> tuple[Seen, Seen]:
-        plain = self._pass(layer, call, checkpointing=False)
-        checkpointed = self._pass(layer, call, checkpointing=True)
+        plain, _ = self._pass(layer, call, checkpointing=False)
+        checkpointed, held = self._pass(layer, call, checkpointing=True)
         inference = _Watched(self._inference(layer, call)).moments("forward")
-        return _seen(plain, checkpointed, inference, gradients_exist=False), _seen(plain, checkpointed, inference, gradients_exist=True)
+        return _seen(plain, checkpointed, held, inference, gradients_exist=False), _seen(plain, checkpointed, held, inference, gradients_exist=True)
 
-    def _pass(self, layer: torch.nn.Module, call: Call, checkpointing: bool) -> Trace:
-        """Forward and backward. Who calls a layer drops its input for its output; the output is gone when the backward pass begins.
+    def _pass(self, layer: torch.nn.Module, call: Call, checkpointing: bool) -> tuple[Trace, int]:
+        """Forward and backward, and the bytes of what the layer returns beside its output. No gradient exists before.
 
-        No gradient exists before.
+        Who calls a layer drops its input for its output; the output is gone when the backward pass begins.
         """
         layer.gradient_checkpointing = checkpointing
         learned = [parameter for parameter in layer.parameters() if parameter.requires_grad]
@@ -121,7 +121,9 @@ class Stage:
         with self._tracker(layer, (begin, call)) as tracker, _told_of_gradients(learned, tracker):
             with self._autocast():
                 x = _Begin.apply(begin, _input(call))
-                x = _output(_called(layer, x, call))
+                x = _called(layer, x, call)
+                held = _beside(x)
+                x = _output(x)
                 tracker.enter_phase("loss")  # the forward pass is done, autocast's copies are still there
             loss = _End.apply(x)
             tracker.mark_saved()
@@ -131,7 +133,7 @@ class Stage:
             tracker.mark((parameter.grad for parameter in learned if parameter.grad is not None), "gradients")
         for parameter in learned:
             parameter.grad = None
-        return tracker.trace()
+        return tracker.trace(), held
 
     def _inference(self, layer: torch.nn.Module, call: Call) -> Trace:
         layer.gradient_checkpointing = False
@@ -171,14 +173,18 @@ def _told_of_gradients(learned: list[torch.nn.Parameter], tracker: Tracker) -> I
             handle.remove()
 
 
-def _seen(plain: Trace, checkpointed: Trace, inference: list[Bytes], gradients_exist: bool) -> Seen:
-    """Where gradients exist already, a new one is added to its like and goes as soon as it is whole (torch/csrc/autograd/functions/accumulate_grad.h)."""
+def _seen(plain: Trace, checkpointed: Trace, held: int, inference: list[Bytes], gradients_exist: bool) -> Seen:
+    """What a layer returns beside its output (bloom: attention's scores) its caller holds until the next layer has run.
+
+    Without checkpointing the graph holds it, too. Where gradients exist already, a new one is added to its like and goes as soon as it is
+    whole (torch/csrc/autograd/functions/accumulate_grad.h).
+    """
     one, again = _Watched(plain, gradients_exist), _Watched(checkpointed, gradients_exist)
     return Seen(
         saved=one.at_end_of_forward(with_copies=False),
         checkpoint=again.at_end_of_forward(with_copies=True),
         forward=one.moments("forward"),
-        checkpointed_forward=again.moments("forward"),
+        checkpointed_forward=[{**moment, "transients": moment.get("transients", 0) + held} for moment in again.moments("forward")],
         backward=one.moments("backward"),
         checkpointed_backward=again.moments("backward"),
         inference=inference,
@@ -194,6 +200,12 @@ def _input(call: Call) -> torch.Tensor:
 def _called(layer: torch.nn.Module, x: torch.Tensor, call: Call) -> Any:
     args, kwargs = call
     return layer(x, *args[1:], **kwargs) if args else layer(**{**kwargs, "hidden_states": x})
+
+
+def _beside(result: Any) -> int:
+    """Bytes of the tensors that are returned behind the output."""
+    behind = tree_leaves(result[1:]) if isinstance(result, tuple) else []
+    return sum(tensor.nbytes for tensor in behind if isinstance(tensor, torch.Tensor))
 
 
 def _output(result: Any) -> Any:

@@ -51,7 +51,7 @@ What is known of the differences:
 
 - Text does not pass a vision tower, so one process gives it no gradients and no optimizer states: of Qwen2.5-VL-3B trained in full 7.5 GiB less.
   DeepSpeed's flat buffers have room for them all the same, and the estimate counts them there.
-- bloom, checkpointed: the model's loop holds a layer's attention scores until the next layer has run; the estimate does not.
+- bloom, checkpointed: 9 MiB outside its layers are not counted, of which a mask of numbers, not of booleans, is a part.
 - Under adapters and without checkpointing the first layer keeps less than its like, since its input needs no gradient.
 - Lengths that a chunked kernel (linear attention, state spaces) rounds up are taken as they are: up to 2 % of the layer.
 """
