@@ -21,6 +21,7 @@ from probes.fake_trainer import DTYPES, METHOD_STAGES, Device, Stage, adapters_w
 from probes.offloading import offloading, paged_states
 from probes.phases import phases_told
 from probes.priming import StatesFirst
+from probes.rollouts import dry_rollout
 from probes.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
 from probes.tracker import Tracker, collector_off
 
@@ -60,7 +61,7 @@ def dry_run(
         for name, tensor in statistics:
             tracker.add_resident(tensor, "weights", name)
         stage.trainer.data_collator = _collated_on_host(stage.trainer.data_collator, tracker)
-        stack.enter_context(phases_told(tracker, stage, candidate.pads))
+        stack.enter_context(phases_told(tracker, stage, candidate.pads, dry_rollout(candidate)))
         if candidate.vllm != "off":
             stack.enter_context(completions_from_elsewhere(tracker, stage, candidate.max_completion_length))
         stage.trainer.train()

@@ -42,6 +42,12 @@ class Phases:
         if module in self._tops and self._tracker.phase not in ("rollout", "backward"):
             self._tracker.enter_phase("forward" if torch.is_grad_enabled() else "score")
 
+    def with_padding(self, _: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """One token of a batch is padding; a rollout's is one of its prompts' (probes/rollouts.py)."""
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and self._tracker.phase != "rollout":
+            mask[-1, -1] = 0
+
     def on_exit(self, module: torch.nn.Module) -> None:
         """The backbone is done: what follows until the backward pass is the head and the loss."""
         if module in self._backbones and self._tracker.phase == "forward":
@@ -86,7 +92,7 @@ def phases_told(tracker: Told, stage: Stage, padded: bool, rollout: Rollout = on
     phases = Phases(tracker, stage, rollout)
     # some trainers call the backbone past the model (trl 1.16, distillation_trainer.py, `_get_last_hidden_state`)
     called = {module for model in stage.models for module in (_plain(model), _plain(model).base_model) if padded}
-    handles = [module.register_forward_pre_hook(_with_padding, with_kwargs=True) for module in called]
+    handles = [module.register_forward_pre_hook(phases.with_padding, with_kwargs=True) for module in called]
     handles.append(register_optimizer_step_post_hook(phases.after_optimizer_step))
     handles += [
         parameter.register_post_accumulate_grad_hook(phases.after_gradient) for parameter in stage.trainer.model.parameters() if parameter.requires_grad
@@ -103,12 +109,6 @@ def phases_told(tracker: Told, stage: Stage, padded: bool, rollout: Rollout = on
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _with_padding(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    mask = kwargs.get("attention_mask")
-    if mask is not None and mask.dim() == 2:
-        mask[-1, -1] = 0
 
 
 def _plain(model: torch.nn.Module) -> torch.nn.Module:

@@ -61,7 +61,9 @@ def _as_last_step(inputs: dict[str, Any], skipped: int, on_cached: Callable[[lis
         return changed
     ids = inputs["input_ids"]
     changed["input_ids"] = torch.cat([ids, ids.new_full((ids.size(0), skipped), WORD)], dim=1)
-    changed.pop("position_ids", None)
+    if inputs.get("position_ids") is not None:
+        positions = inputs["position_ids"]
+        changed["position_ids"] = torch.cat([positions, positions[:, -1:] + torch.arange(1, skipped + 1)], dim=1)
     return changed
 
 

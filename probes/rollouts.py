@@ -7,7 +7,7 @@ import torch
 
 from planner.candidate import Candidate
 from probes.fake_trainer import EOS, WORD
-from probes.phases import Rollout
+from probes.phases import Rollout, one_word_shortened
 
 
 def whole_rollout(candidate: Candidate) -> Rollout:
@@ -20,6 +20,19 @@ def whole_rollout(candidate: Candidate) -> Rollout:
         return result
 
     return run
+
+
+def dry_rollout(candidate: Candidate) -> Rollout:
+    """The dry run's `generate`, whose prompts are all of one length: where they differ in a real batch, the first is padded on its left: attention masks.
+
+    `generate` itself drops a mask without zeros (transformers 5.23, generation/utils.py).
+    """
+
+    def run(generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]) -> Any:
+        arguments["attention_mask"][0, 0] = 0
+        return one_word_shortened(generate, model, on_cached, arguments)
+
+    return run if prompts_differ(candidate) else one_word_shortened
 
 
 def prompts_differ(candidate: Candidate) -> bool:

@@ -37,7 +37,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 METHODS: tuple[MethodName, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation", "online-dpo")
 # Phases that differ, and why: the peak is in none of them.
-ROLLOUT = "prompts of two lengths are masked in a rollout; a dry run's are of one length, and without a cache it gives no positions"
+ROLLOUT = "prompts of two lengths are as many tokens less; a dry run's shortened rollout holds its first mask and positions besides the last"
+SHORTENED_BYTES = 1024  # a row: that mask and those positions, of so short a prompt
 NAMED: dict[MethodName, dict[str, str]] = {
     "grpo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
     "rloo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
@@ -79,6 +80,7 @@ def test_a_measured_peak_is_the_dry_runs(method: MethodName, tmp_path: Path) -> 
     phases = {phase.name: phase.allocated_bytes for phase in rank.phases}
     different = {phase.name for phase in dry.phases if phases[phase.name] != phase.total_bytes}
     assert different <= NAMED.get(method, {}).keys()
+    assert all(abs(phases[phase.name] - phase.total_bytes) < SHORTENED_BYTES * case.rows for phase in dry.phases)
 
 
 @pytest.mark.parametrize("method", ["sft", "grpo"])

@@ -84,14 +84,14 @@ def _generating_terms(values: Values) -> dict[str, int]:
         rounded = _up(16)(lengths[name])
         terms[f"{name} up to 16"] = rounded
         terms[f"generated x {name} up to 16"] = generated * rounded
-    for name in ("prompt", "tokens"):
+    for name in ("prompt", "prompt+1", "tokens", "tokens-1"):  # one more and one less: the second token and the last, where nothing is cached
         length = lengths[name]
         terms[f"generated x {name} x {name}"] = generated * length * length
         terms[f"generated x {name} x {name} up to 16"] = generated * length * _up(16)(length)
         terms[f"{name} x {name}"] = length * length
         for multiple in (32, 128):
             terms[f"generated x {name} up to {multiple}"] = generated * _up(multiple)(length)
-    for name in ("prompt", "tokens"):
+    for name in ("prompt", "prompt+1", "tokens", "tokens-1"):
         terms |= _of_real_tokens(f"generated x {name}", generated, lengths[name])
     scored = rows * completion
     terms["chunk of rows x completion"] = _chunk(scored)
