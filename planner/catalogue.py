@@ -102,7 +102,8 @@ def _from_path(path: Path) -> ModelShape:
         raise InputError(f"{file} is no JSON: {str(error).splitlines()[0]}.") from error
     if not isinstance(config, dict):
         raise InputError(f"{file} is no JSON object, so it is not a model's config.json.")
-    return shape_of(config, id=_path_id(file), counts=NOT_COUNTED)
+    shape = shape_of(config, id=_path_id(file), counts=NOT_COUNTED)
+    return replace(shape, path=str(file.resolve().parent)) if file.name == "config.json" else shape
 
 
 def _path_id(file: Path) -> str:

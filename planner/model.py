@@ -232,6 +232,7 @@ class ModelShape:
     auto_class: str = "AutoModelForCausalLM"
     quantization: Literal["none", "gptq", "awq", "nf4", "nf4-double", "int8", "fp8", "mxfp4"] = "none"  # of the published checkpoint
     quantization_group_size: int = 128
+    path: str = ""  # of the folder that it was read from; empty: it is loaded by its id
     scaled_logits: bool = False  # granite, cohere: logits are multiplied by a constant; gemma 2: soft-capped
     embed_dropout: float = 0.0  # of the embedding output while training (gpt2)
     scaled_embeddings: bool = False  # gemma, granite: the embedding output is multiplied by a constant

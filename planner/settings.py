@@ -220,7 +220,7 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
         if field.name in SPELLINGS:
             values.update(SPELLINGS[field.name][value])
         else:
-            values[_name_of(candidate, field.name)] = value.id if field.name in _MODELS else _plain(field.name, value)
+            values[_name_of(candidate, field.name)] = (value.path or value.id) if field.name in _MODELS else _plain(field.name, value)
     if candidate.sharding == "fsdp2":
         values[FSDP_OFFLOAD] = candidate.offload_param
     return _nested(candidate, values)
@@ -233,7 +233,7 @@ def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:
         if field in SPELLINGS and isinstance(value, (str, bool)):
             values.update(SPELLINGS[field][value])
         else:
-            values[NAMES.get(field, field)] = value.id if isinstance(value, ModelShape) else _plain(field, value)
+            values[NAMES.get(field, field)] = (value.path or value.id) if isinstance(value, ModelShape) else _plain(field, value)
     return values
 
 

@@ -41,6 +41,9 @@ def measured(candidate: Candidate, more_bytes: int = 0, outcome: Outcome = "fits
     )  # fmt: skip
 
 
+TINY = Path(__file__).parent / "models" / "tiny-qwen2"
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Device], None]:
     def use(answers: Device) -> None:
@@ -176,6 +179,14 @@ class TestExport:
         assert run(["export", str(tmp_path / "plan.json"), str(tmp_path / "run")]) == EXIT_PLANNED
         written = {Path(line).name for line in capsys.readouterr().out.splitlines()}
         assert {"train.yaml", "accelerate.yaml", "launch.sh", "requirements.txt"} <= written
+
+    def test_a_model_from_a_folder_is_found_again_from_anywhere(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(TINY.parent)
+        assert run(["estimate", "--model", f"./{TINY.name}", "--gpus", "1xT4", "--method", "sft", "--out", str(tmp_path), "--quiet", "--no-dry-run"]) == 0
+        assert "tiny-qwen2 · sft" in capsys.readouterr().out
+        monkeypatch.chdir(tmp_path)
+        assert run(["export", "plan.json", "run"]) == EXIT_PLANNED
+        assert f"model_name_or_path: {TINY}\n" in Path("run/train.yaml").read_text(encoding="utf-8")
 
     def test_nothing_of_the_users_is_overwritten_unasked(self, tmp_path, capsys):
         assert run(["estimate", *ONE, "--out", str(tmp_path), "--quiet"]) == EXIT_PLANNED

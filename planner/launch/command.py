@@ -30,7 +30,7 @@ def server_command(candidate: Candidate) -> list[str]:
     if not placement(candidate).server_gpus:
         return []
     said = settings_of(candidate)
-    command = ["trl", "vllm-serve", "--model", candidate.model.id, "--port", str(SERVER_PORT)]
+    command = ["trl", "vllm-serve", "--model", candidate.model.path or candidate.model.id, "--port", str(SERVER_PORT)]
     for argument, name in SERVER_ARGUMENTS.items():
         if said[name] is not None:
             command += [f"--{argument}", str(said[name])]

@@ -51,7 +51,8 @@ def trl_config(candidate: Candidate) -> dict[str, object]:
     if candidate.optim in PROJECTED:
         said["optim_target_modules"] = "all-linear"
     if candidate.method == "ppo":
-        said[PPO_REWARD_MODEL] = (candidate.reward_model or candidate.model).id
+        reward = candidate.reward_model or candidate.model
+        said[PPO_REWARD_MODEL] = reward.path or reward.id
     if spelled["environment"]:
         said["env"] = spelled["environment"]
     return said
