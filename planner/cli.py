@@ -174,6 +174,8 @@ def validate(compared: Compared, printed: Printed, probing: Probing) -> int:
     from planner.validate import validate as validated
 
     say = _sayer(printed)
+    if compared.measure and probing.device == "simulated":
+        raise InputError("--device simulated measures nothing: compare with dry runs by --dry-run, or --measure on --device cuda or cpu.")
     cluster = parse_cluster(compared.gpus, compared.free_memory) if compared.gpus is not None else None
     cases = read_cases(Path(compared.cases), with_layers(say))
     if compared.measure and cluster is None:

@@ -165,6 +165,12 @@ class TestValidate:
         assert run(["validate", str(tmp_path / "grid.jsonl"), "--measure"]) == EXIT_WRONG_INPUT
         assert "--measure needs --gpus" in capsys.readouterr().err
 
+    def test_a_simulated_card_measures_nothing(self, tmp_path, capsys):
+        cases = tmp_path / "cases.jsonl"
+        cases.write_text(self.GRID, encoding="utf-8")
+        assert run(["validate", str(cases), "--measure", "--gpus", "1xRTX-3090", "--device", "simulated"]) == EXIT_WRONG_INPUT
+        assert capsys.readouterr().err.startswith("Error: --device simulated measures nothing: ")
+
     def test_a_wrong_key_names_its_line(self, tmp_path, capsys):
         (tmp_path / "grid.jsonl").write_text('{"model": "Qwen2.5-0.5B", "metod": "sft"}\n')
         assert run(["validate", str(tmp_path / "grid.jsonl")]) == EXIT_WRONG_INPUT
