@@ -70,7 +70,7 @@ def test_what_agrees_is_said_in_the_header_and_what_does_not_in_a_note() -> None
     assert agreement(near) == "; a dry run agrees within 1.1 %"
     assert disagreement(near) == ()
     assert agreement(far) == ""
-    assert "10.0% more than estimated; they differ most in the backward" in disagreement(far)[0]
+    assert "11.1% more than estimated; they differ most in the backward" in disagreement(far)[0]
 
 
 def test_the_steps_own_fragmentation_stands_in_the_place_of_the_estimated_one() -> None:

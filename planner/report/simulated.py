@@ -33,10 +33,10 @@ def disagreement(simulation: Simulation) -> tuple[str, ...]:
         return ()
     estimated = {phase.name: phase.total_bytes for phase in simulation.estimated}
     phase = max((phase for phase in simulation.simulated if phase.name in estimated), key=lambda phase: abs(phase.total_bytes - estimated[phase.name]))
-    more = "more" if simulation.difference < 0 else "less"
+    apart = simulation.peak.total_bytes / simulation.estimated_peak.total_bytes - 1
     return (
         f"a dry run of the step peaks at {format_gib(simulation.peak.total_bytes, 1)} in the {_words(simulation.peak.name)}, "
-        f"{abs(simulation.difference):.1%} {more} than estimated; they differ most in the {_words(phase.name)}: "
+        f"{abs(apart):.1%} {'more' if apart > 0 else 'less'} than estimated; they differ most in the {_words(phase.name)}: "
         f"{format_gib(phase.total_bytes, 1)} simulated, {format_gib(estimated[phase.name], 1)} estimated",
     )
 
