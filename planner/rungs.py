@@ -230,7 +230,12 @@ def beside_a_dry_run(expected: Estimate, measurement: Measurement, say: Say) -> 
     except DryRunUnsupported as error:
         return (f"no dry run of it on the CPU: {error}",)
     seen = {phase.name: phase.allocated_bytes for phase in heaviest_rank(measurement).phases}
-    apart = [f"{phase.name.replace('_', ' ')} {seen[phase.name] / phase.total_bytes - 1:+.2%}" for phase in trace.phases if seen.get(phase.name, 0)]
+    resumed = {"load": " (it also loads a checkpoint)"}  # a dry run resumes from none
+    apart = [
+        f"{phase.name.replace('_', ' ')} {seen[phase.name] / phase.total_bytes - 1:+.2%}{resumed.get(phase.name, '')}"
+        for phase in trace.phases
+        if seen.get(phase.name, 0)
+    ]
     return (
         f"a dry run with the CPU's kernels peaks at {format_size(trace.peak_bytes)}, the probe at {format_size(max(seen.values()))}; by phase the probe is "
         f"at {', '.join(apart)}",
