@@ -178,9 +178,11 @@ class Candidate:
 
     @property
     def generation_rows(self) -> int:
-        """Completions that one process samples at once: a generation batch (trl 1.16, grpo_trainer.py:1275)."""
+        """Completions that one process samples at once: a generation batch (trl 1.16, grpo_trainer.py:1275, distillation_trainer.py:863)."""
         if self.method in ("grpo", "rloo"):
             return self.per_device_train_batch_size * self.steps_per_generation
+        if self.method == "distillation":
+            return self.rows * self.gradient_accumulation_steps
         return self.rows
 
     @property
