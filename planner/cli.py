@@ -57,7 +57,7 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
     probe = prober(question.cluster, proving, _ticker(printed)) if proving.probe else None
     job, unable = runnable_here(question.job, question.cluster, proving) if proving.probe else (question.job, ())
     answer = with_own_results(plan(job, question.cluster), own_results())
-    if probe is None and _wants_profile(answer.best, printed) and profile_made(answer.best, say):
+    if _wants_profile(answer.best, printed) and profile_made(answer.best, question.cluster, say):
         answer = with_own_results(plan(job, question.cluster), own_results())
     checked, said = _dry_run_of(answer.best, question.cluster, printed) if probe is None else ("", ())
     answer = replace(answer, warnings=(*question.warnings, *unable, *said, *answer.warnings))
@@ -93,7 +93,7 @@ def estimate(asked: AskedOne, printed: Checked) -> int:
     cluster = question.cluster
     risk, own = question.job.risk, own_results()
     expected = answer_of(single_candidate(question), cluster, risk)
-    if _wants_profile(expected, printed) and profile_made(expected, say):
+    if _wants_profile(expected, printed) and profile_made(expected, cluster, say):
         expected = answer_of(expected.candidate, cluster, risk)
     answer = own_answer(expected, cluster.gpu, own, risk)
     checked, said = _dry_run_of(answer, cluster, printed)

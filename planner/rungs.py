@@ -25,7 +25,7 @@ from planner.options import Probing, Proving
 from planner.own_results import keep_new
 from planner.plan import Plan
 from planner.quantities import Estimate
-from planner.trace.compose import Simulation, with_reserved
+from planner.trace.compose import Simulation, refuse_other_kernels, with_reserved
 from planner.trace.store import cache_root
 from planner.units import format_size, parse_seconds
 
@@ -50,7 +50,12 @@ def can_dry_run() -> bool:
 
 
 def simulated(answer: Estimate, cluster: Cluster, say: Say) -> Simulation:
-    """The dry run on a card of the cluster, as `traced` makes it."""
+    """The dry run on a card of the cluster, as `traced` makes it.
+
+    Raises:
+        DryRunUnsupported: as `traced`, or the card takes other kernels than a dry run.
+    """
+    refuse_other_kernels(answer.candidate, cluster.gpu)
     return with_reserved(traced(answer, say), cluster.gpu)
 
 
@@ -69,7 +74,7 @@ def traced(answer: Estimate, say: Say, device: str = "cuda") -> Simulation:
         return simulate(answer, "cpu" if device == "cpu" else "cuda")
 
 
-def profile_made(answer: Estimate, say: Say) -> bool:
+def profile_made(answer: Estimate, cluster: Cluster, say: Say) -> bool:
     """Makes the profile of an answer's recipe from a few small dry runs and keeps it in the user's cache; whether one could be made.
 
     From then on the search stands on it, for every size of the recipe.
@@ -77,6 +82,7 @@ def profile_made(answer: Estimate, say: Say) -> bool:
     say(f"simulating the recipe: {answer.candidate.method} of {answer.candidate.model.id} ...")
     with _libraries_kept_silent():
         try:
+            refuse_other_kernels(answer.candidate, cluster.gpu)
             from probes.profiles import simulated_answer
 
             simulated_answer(answer, RISK)

@@ -19,7 +19,7 @@ from planner.memory.communication import nccl_bytes
 from planner.memory.runtime import context_bytes
 from planner.quantities import Estimate, Evidence, PhaseMemory
 from planner.trace.compose import Simulation
-from planner.trace.decide import decided
+from planner.trace.decide import answer_of
 
 Probe = Callable[[Candidate], Measurement]
 Simulate = Callable[[Estimate], Simulation]
@@ -205,7 +205,7 @@ def _with_figures(case: Case, known: Mapping[str, Measurement], cluster: Cluster
 def _predicted(case: Case, cluster: Cluster, simulate: Simulate | None, say: Say) -> tuple[dict[Evidence, tuple[PhaseMemory, ...]], dict[Evidence, bool]]:
     """What each rung that speaks of a case says: the phases of the training GPU, and whether the candidate fits."""
     answer = estimate(case.candidate, cluster)
-    profiled = decided(answer, RISK)
+    profiled = answer_of(case.candidate, cluster, RISK)
     phases: dict[Evidence, tuple[PhaseMemory, ...]] = {"estimated": answer.gpus[0].phases}
     fits: dict[Evidence, bool] = {"estimated": answer.fits}
     if profiled.evidence == "simulated":

@@ -68,6 +68,11 @@ def _model(model: ModelShape) -> dict[str, object]:
     return {"id": model.id, "config": model.config, "dtype": model.dtype, "quantization": model.quantization}
 
 
+def shown(url: str) -> str:
+    """A storage's URL without its password."""
+    return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", url)
+
+
 def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
     """The study of that name, made where there is none.
 
@@ -80,7 +85,7 @@ def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> opt
         try:
             Path(url.removeprefix(SQLITE)).expanduser().resolve().parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise PlanError(f"The study in {url} cannot be read or written: {error.strerror}: {error.filename}.") from error
+            raise PlanError(f"The study in {shown(url)} cannot be read or written: {error.strerror}: {error.filename}.") from error
     storage = optuna.storages.RDBStorage(url, engine_kwargs=settings)
     return optuna.create_study(study_name=name, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True)
 
@@ -91,14 +96,14 @@ def storage_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
-        raise InputError(f"--storage {url} is no storage that Optuna can open: {_line(error)} Try {SQLITE}probes.db.") from error
+        raise InputError(f"--storage {shown(url)} is no storage that Optuna can open: {_line(error)} Try {SQLITE}probes.db.") from error
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
         said = str(error.__cause__ or error)
         if "locked" in said:
             raise PlanError(
-                f"The study in {url} is locked by another process, for more than {LOCK_SECONDS:.0f} s. End that one, or give another --storage."
+                f"The study in {shown(url)} is locked by another process, for more than {LOCK_SECONDS:.0f} s. End that one, or give another --storage."
             ) from error
-        raise PlanError(f"The study in {url} cannot be read or written: {_line(error)}") from error
+        raise PlanError(f"The study in {shown(url)} cannot be read or written: {_line(error)}") from error
 
 
 def _line(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from probes.certificate import Certificate, certificate, learned, learned_line
 from probes.knowledge import Knowledge
 from probes.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler
 from probes.space import Attempt, Place, Space, space_of
-from probes.storage import alive, default_storage, library_versions, open_study, storage_errors, study_name, this_process
+from probes.storage import alive, default_storage, library_versions, open_study, shown, storage_errors, study_name, this_process
 
 Probe = Callable[[Candidate], Measurement]
 Say = Callable[[str], None]
@@ -81,7 +81,9 @@ def prove(asked: Question | Plan, probe: Probe, options: StudyOptions | None = N
         study = open_study(url, name, sampler)
         adopt(study, sampler.space, options.say)
         if before := len(sampler.knowledge(study).measured):
-            options.say(f"{format_count(before)} probe{'s' if before != 1 else ''} of this question {'were' if before != 1 else 'was'} measured before: {url}")
+            options.say(
+                f"{format_count(before)} probe{'s' if before != 1 else ''} of this question {'were' if before != 1 else 'was'} measured before: {shown(url)}"
+            )
         session = Session(study=study, sampler=sampler, probe=probe, options=options, began=options.clock())
         ending, reason = session.run()
         knowledge = sampler.knowledge(study)
@@ -95,7 +97,7 @@ def prove(asked: Question | Plan, probe: Probe, options: StudyOptions | None = N
         ending=ending,
         reason=reason,
         study_name=name,
-        storage=url,
+        storage=shown(url),
     )
 
 

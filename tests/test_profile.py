@@ -322,3 +322,15 @@ def test_a_rank_by_its_profile_is_a_rank_by_its_dry_run(cache: Path) -> None:
     assert by_profile.evidence == "simulated" and load_profile(answer.candidate) is not None
     shown, run = ({phase.name: phase.total_bytes for phase in phases} for phases in (by_profile.gpus[0].phases, simulate(answer).simulated))
     assert shown == run
+
+
+def test_a_card_without_flash_attention_runs_other_kernels_than_were_traced() -> None:
+    from planner.errors import DryRunUnsupported
+    from planner.gpus import parse_cluster
+    from planner.trace.compose import refuse_other_kernels
+
+    alone = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft", per_device_train_batch_size=1)
+    with pytest.raises(DryRunUnsupported, match="which T4 does not have"):
+        refuse_other_kernels(alone, parse_cluster("1xT4").gpu)
+    refuse_other_kernels(replace(alone, per_device_train_batch_size=2), parse_cluster("1xT4").gpu)
+    refuse_other_kernels(alone, parse_cluster("1xA100-40G").gpu)

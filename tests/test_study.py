@@ -306,3 +306,10 @@ class TestSampler(contract.BasicSamplerTestCase, contract.RelativeSamplerTestCas
 
 def test_the_script_of_the_faults_asks_the_same_question() -> None:
     assert study_name(hidden_study.question(), "cuda", VERSIONS) == study_name(question(), "cuda", VERSIONS)
+
+
+def test_the_password_of_a_storage_is_not_shown() -> None:
+    from probes.storage import shown
+
+    assert shown("mysql://me:secret@host:3306/db") == "mysql://me:***@host:3306/db"
+    assert shown("sqlite:////home/me/probes.db") == "sqlite:////home/me/probes.db"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from planner.candidate import Candidate
 from planner.cluster import Gpu
+from planner.errors import DryRunUnsupported
 from planner.memory.sharding import DEEPSPEED
 from planner.quantities import Component, GpuMemory, Phase, PhaseMemory
 from planner.trace.reserved import Reserved, reserved_of
@@ -48,6 +49,16 @@ class Simulation:
     def difference(self) -> float:
         """Of the estimated peak from the simulated one, as a share of it; below 0 the estimate is too small."""
         return self.estimated_peak.total_bytes / self.peak.total_bytes - 1
+
+
+def refuse_other_kernels(candidate: Candidate, gpu: Gpu) -> None:
+    """Traces are of cards that have FlashAttention; without it sdpa takes another kernel where there is no mask (planner/memory/stack.py).
+
+    Raises:
+        DryRunUnsupported: the card takes it.
+    """
+    if candidate.attn_implementation == "sdpa" and not (gpu.supports_flash_attention_2 or candidate.pads or candidate.flattened):
+        raise DryRunUnsupported(f"A dry run takes FlashAttention where sdpa has no mask, which {gpu.name} does not have.")
 
 
 def single_process(candidate: Candidate) -> Candidate:

@@ -5,9 +5,10 @@ from dataclasses import replace
 from planner.candidate import Candidate
 from planner.cluster import Cluster
 from planner.confidence import fit_probability, interval_bytes
+from planner.errors import DryRunUnsupported
 from planner.estimate import estimate
 from planner.quantities import TOTAL_BYTES, Estimate
-from planner.trace.compose import composed
+from planner.trace.compose import composed, refuse_other_kernels
 from planner.trace.profile import NoProfile, Profile
 from planner.trace.recipe import numbers, sizes_of
 from planner.trace.store import load_profile
@@ -19,7 +20,12 @@ def answer_of(candidate: Candidate, cluster: Cluster, risk: float) -> Estimate:
     Raises:
         EngineDoesNotFit: the vLLM engine would refuse to start.
     """
-    return decided(estimate(candidate, cluster, risk), risk)
+    answer = estimate(candidate, cluster, risk)
+    try:
+        refuse_other_kernels(candidate, cluster.gpu)
+    except DryRunUnsupported:
+        return answer
+    return decided(answer, risk)
 
 
 def decided(answer: Estimate, risk: float) -> Estimate:
