@@ -26,7 +26,8 @@ MODELS = ("tiny-qwen2", "tiny-llama", "tiny-gemma3", "tiny-mixtral")
 LENGTHS = {"max_length": 128, "prompt_length": 32, "max_completion_length": 32, "num_generations": 2, "per_device_train_batch_size": 4}
 # Phases in which a measurement and its dry run differ, and why.
 NAMES: dict[str, str] = {
-    "rollout": "the dry run makes the last of a rollout's tokens at once, so its one mask and its positions are as long as they get: it is above, by the bytes shown",
+    "rollout": "the dry run makes the last of a rollout's tokens at once, so its one mask and its positions are as long as they get: it is above, "
+    "by the bytes shown",
     "load": "a prompt that is a token shorter",
 }
 HEAD = f"""# Probes on the CPU against dry runs
