@@ -155,7 +155,7 @@ def _notes(answer: Estimate, gpu: Gpu, own: OwnResults) -> Iterator[str]:
         phase = short[-1].shortage.phase.replace("_", " ") if short[-1].shortage is not None else "step"
         yield (
             f"your own probe of this candidate on {gpu.name} ran out of memory in the {phase} ({expected}): take a smaller batch or length, or let "
-            "plan probe find the largest that fits"
+            "plan --probe find the largest that fits"
         )
     elif fitting:
         needed = max(needed_peak_bytes(train, measurement) for measurement in fitting)

@@ -116,7 +116,7 @@ class TestMeasuredEstimate:
     def test_components_sum_to_the_total_and_none_is_negative(self, more, spare, device):
         measurement = seen(device=device, more=more, spare=spare)
         for phase in measured_estimate(EXPECTED, measurement).gpus[0].phases:
-            assert sum(phase.components.values()) == phase.total_bytes and min(phase.components.values()) > 0
+            assert sum(phase.components.values()) == phase.total_bytes and all(size > 0 for size in phase.components.values())
             assert phase.total_bytes >= next(peak.allocated_bytes for peak in measurement.ranks[0].phases if peak.name == phase.name)
 
     def test_every_component_can_be_cut(self):
