@@ -16,7 +16,7 @@ from typing import get_args
 from planner.confidence import fit_probability, quantile, sigma_bytes
 from planner.errors import PlanError
 from planner.estimate import RISK
-from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage
+from planner.measurement import DeviceName, Measurement, PhasePeak, RankMemory, Shortage
 from planner.memory.runtime import SLACK_THOUSANDTHS
 from planner.proof import PhaseDifference
 from planner.quantities import Component, Estimate, GpuMemory, Phase, PhaseMemory, Throughput
@@ -27,8 +27,8 @@ from planner.units import MIB, format_gib
 # not yet measured on a GPU.
 RUN_TO_RUN_BYTES = 22 * MIB
 
-# What no probe without a driver sees; of the first nothing where there is no allocator either.
-UNSEEN: tuple[Component, ...] = ("fragmentation", "runtime")
+# What a probe without a driver does not see; a simulated card's allocator is replayed, so its fragmentation is seen.
+UNSEEN: dict[DeviceName, tuple[Component, ...]] = {"cuda": (), "cpu": ("fragmentation", "runtime"), "simulated": ("runtime",)}
 # Where less was measured than expected: what is cut first is what an estimate is least sure of (planner/confidence.py), states last.
 LEAST_SURE_FIRST: tuple[Component, ...] = (
     "transients", "loss", "activations", "attention_scores", "autocast_copies", "runtime", "communication", "kv_cache", "engine", "optimizer_states",
@@ -94,7 +94,7 @@ def differences(estimate: Estimate, measurement: Measurement) -> tuple[PhaseDiff
 
 def _difference(peak: PhasePeak, expected: PhaseMemory, measurement: Measurement) -> PhaseDifference:
     if measurement.device == "cpu":
-        tensors = expected.total_bytes - _unseen(expected).total_bytes
+        tensors = expected.total_bytes - _unseen(expected, "cpu").total_bytes
         return PhaseDifference(name=peak.name, expected_bytes=tensors, measured_bytes=peak.allocated_bytes, needed_bytes=peak.allocated_bytes)
     return PhaseDifference(
         name=peak.name,
@@ -216,21 +216,21 @@ def _interval(gpu: GpuMemory, measurement: Measurement, heaviest: PhaseMemory, r
         return peak, max(peak, gpu.interval_bytes[1])
     reach = RUN_TO_RUN_BYTES
     if measurement.device != "cuda":
-        reach = int(quantile(risk) * sigma_bytes(_unseen(heaviest)))
+        reach = int(quantile(risk) * sigma_bytes(_unseen(heaviest, measurement.device)))
     high = peak + reach
     ran_here = measurement.device == "cuda" and not _larger_card(gpu, measurement)
     return max(peak - reach, 0), max(peak, min(high, gpu.capacity_bytes)) if ran_here else high
 
 
-def _unseen(phase: PhaseMemory) -> PhaseMemory:
-    return PhaseMemory(name=phase.name, components={name: size for name, size in phase.components.items() if name in UNSEEN})
+def _unseen(phase: PhaseMemory, device: DeviceName) -> PhaseMemory:
+    return PhaseMemory(name=phase.name, components={name: size for name, size in phase.components.items() if name in UNSEEN[device]})
 
 
 def _probability(gpu: GpuMemory, measurement: Measurement, ran: bool) -> float:
     """1 or 0 for what ran on the GPU or ran out there; elsewhere what was not seen decides."""
     if measurement.device == "cuda" or measurement.outcome == "out_of_memory":
         return float(ran)
-    unseen = _unseen(gpu.peak)
+    unseen = _unseen(gpu.peak, measurement.device)
     return fit_probability(unseen, gpu.capacity_bytes - (gpu.peak_bytes - unseen.total_bytes))
 
 
@@ -250,7 +250,7 @@ def _throughput(expected: Throughput, measurement: Measurement) -> Throughput:
 def _reasons(estimate: Estimate, gpu: GpuMemory, measurement: Measurement) -> Iterator[str]:
     """What the figures are not."""
     if measurement.device == "cpu":
-        yield CPU_REASON.format(format_gib(sum(gpu.peak.components.get(name, 0) for name in UNSEEN), 1), estimate.evidence)
+        yield CPU_REASON.format(format_gib(sum(gpu.peak.components.get(name, 0) for name in UNSEEN["cpu"]), 1), estimate.evidence)
     if measurement.outcome == "out_of_memory":
         shortage = shortage_of(estimate.gpus[0], measurement)
         where = f"{DEVICE_WORDS[measurement.device]} in the {shortage.phase.replace('_', ' ')}"
