@@ -142,7 +142,7 @@ def fitting(candidate: Candidate, question: Question) -> bool:
 
 
 def fitted(candidate: Candidate, question: Question) -> Estimate | None:
-    """The best batch of one structure: the largest that fits, or the smallest there is when none does.
+    """The best batch of one structure: the largest that fits or, where only that holds padding, a row alone; the smallest there is when none fits.
 
     A colocated engine takes from the batch what it is given: the next smaller batches, with more of the card for it, are tried too.
     """
@@ -150,8 +150,10 @@ def fitted(candidate: Candidate, question: Question) -> Estimate | None:
     if not choices:
         return None
     top = max(largest(0, len(choices) - 1, lambda index: fitting(leanest(choices[index], question), question)), 0)
-    tried = range(max(0, top - SMALLER_BATCHES), top + 1) if candidate.vllm == "colocate" else (top,)
-    answers = [answer for answer in (placed(choices[index], question) for index in tried) if answer is not None]
+    tried = set(range(max(0, top - SMALLER_BATCHES), top + 1)) if candidate.vllm == "colocate" else {top}
+    if choices[0].pads != choices[top].pads:
+        tried.add(0)  # a row alone has no mask, and may be the faster
+    answers = [answer for answer in (placed(choices[index], question) for index in sorted(tried)) if answer is not None]
     return max(answers, key=lambda answer: (answer.fits, merit(answer, question.job)), default=None)
 
 
