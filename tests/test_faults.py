@@ -4,7 +4,6 @@ The workers are scripts without the libraries; where they say so they are the re
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -281,12 +280,12 @@ Clock.enter = entered
 sys.argv = ["worker", sys.argv[1]]
 runpy.run_module("probes.worker", run_name="__main__")
 """
-PHASES = [phase for phase in get_args(Phase) if phase != "weight_sync"] if os.environ.get("PLAN_ALL_FAULTS") == "1" else ["backward"]
+PHASES = [phase for phase in get_args(Phase) if phase != "weight_sync"]  # which only an engine has
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_real_worker_killed_in_a_phase_is_killed_there(phase: Phase, tmp_path: Path) -> None:
-    """All phases where PLAN_ALL_FAULTS=1: each costs the imports of a trainer."""
+    """Each costs the imports of a trainer."""
     pytest.importorskip("trl")
     model = load_model(str(Path(__file__).parent / "models" / "tiny-qwen2"))
     candidate = Candidate(model=model, method="grpo", prompt_length=8, max_completion_length=8, num_generations=2, per_device_train_batch_size=2, beta=0.1)
