@@ -19,6 +19,7 @@ from planner.memory.autograd import Moment, Size
 from planner.memory.modules import Recipe
 from planner.model import ModelShape
 from probes.coefficient_store import Layers, Measured, Refused, load_layers, load_measured, save_layers, save_measured
+from probes.imports import quick_imports
 
 if TYPE_CHECKING:
     from probes.layer_passes import Bytes, Seen
@@ -49,7 +50,8 @@ def measured(model: ModelShape, measuring: Measuring) -> ModelShape:
     found = load_layers(model)
     if found is None:
         with measuring():
-            from probes.layer_shapes import layers_of
+            with quick_imports():
+                from probes.layer_shapes import layers_of
 
             found = layers_of(_own(model))
         save_layers(model, found)
@@ -118,7 +120,8 @@ def _unlike(recipe: Recipe) -> str:
 
 
 def _measured_now(model: ModelShape, recipe: Recipe) -> Measured | Refused:
-    from probes.layer_passes import layer_stage
+    with quick_imports():
+        from probes.layer_passes import layer_stage
 
     sizes = SEVERAL_ROWS if recipe.several_rows else ONE_ROW
     try:

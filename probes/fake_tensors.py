@@ -3,6 +3,7 @@
 So every length, mask, label count and truth test of the trainer is computed for real, and only the arithmetic is left out.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ class FakeArithmetic(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._results = FakeResults(self.fake_mode)
+        self.fake_mode, self._results = _mode_and_results()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -73,7 +73,7 @@ class FakeArithmetic(TorchDispatchMode):
             target = kwargs.get("out", args[0] if args else None)
             real = isinstance(target, torch.Tensor) and not isinstance(target, FakeTensor)
             return target if real else result
-        if _makes_nothing(func):
+        if _makes_nothing(func) or func is aten.native_dropout.default:  # nobody counts what was dropped
             return result
         return _with_data_if_whole(result) if isinstance(result, FakeTensor) else tree_map_only(FakeTensor, _with_data_if_whole, result)
 
@@ -87,6 +87,14 @@ class FakeArithmetic(TorchDispatchMode):
         groups = (offs.size(0),) if a.dim() == b.dim() == 2 else ()
         with self.fake_mode:
             return torch.empty((*groups, a.size(-2), b.size(-1)), dtype=a.dtype)
+
+
+@lru_cache(maxsize=1)
+def _mode_and_results() -> tuple[FakeTensorMode, FakeResults]:
+    """One mode for all dry runs of a process, so that what one has asked the next one knows. PyTorch's own cache of answers would be asked in vain."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode, FakeResults(mode)
 
 
 def tensors_in(items: Any) -> list[torch.Tensor]:

@@ -11,13 +11,12 @@ from planner.model import ModelShape
 from planner.quantities import Estimate
 from planner.trace.compose import SHARDED, single_process, without_states
 from planner.trace.decide import simulated
-from planner.trace.fit import Ambiguous, Sample, fit_profile
+from planner.trace.fit import Ambiguous, Sample, fit_profile, told_apart
 from planner.trace.profile import NoProfile, Profile
 from planner.trace.recipe import MANY_TILES, base_layers, key_of, numbers, period, recipe_of, sizes_of
 from planner.trace.store import LIBRARIES, load_profile, save_profile
 from planner.trace.terms import VOCAB_CHUNK
-from probes.dryrun import dry_run
-from probes.simulate import REASON_LENGTH
+from probes.simulate import REASON_LENGTH, dry_run  # which imports the libraries quickly
 from probes.substitutions import CUDA_BLOCK_BYTES
 
 # Widths that are no multiples of one another nor, but for what kernels want of a head, of what they round to; hidden is one of heads, as
@@ -61,7 +60,9 @@ def _fitted(candidate: Candidate, draw: random.Random) -> Profile:
     draws = _draws(candidate, draw)
     cases = [_narrowed(next(draws), widths) for widths in (WIDTHS if candidate.quantization == "none" else QUANTIZED_WIDTHS)]
     samples = tuple(_sample(case, layers) for case in cases)
-    deeper = (_sample(cases[0], layers + repeat), _sample(cases[0], layers + 2 * repeat))
+    first = told_apart(samples)
+    samples = (samples[first], *samples[:first], *samples[first + 1 :])
+    deeper = (_sample(cases[first], layers + repeat), _sample(cases[first], layers + 2 * repeat))
     held_back = _sample(_with_more_steps(next(draws)), layers + 3 * repeat)
     return fit_profile(samples, deeper, (held_back,), CUDA_BLOCK_BYTES)
 

@@ -10,7 +10,7 @@ from planner.trace.timeline import Trace
 from probes.imports import quick_imports
 
 with quick_imports():
-    from probes.dryrun import dry_run
+    from probes.dryrun import dry_run as dry_run
 
 Ways = Literal["cuda", "cpu"]
 REASON_LENGTH = 200  # characters of a library's message that are shown

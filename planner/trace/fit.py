@@ -61,6 +61,23 @@ def fit_profile(samples: tuple[Sample, ...], deeper: tuple[Sample, Sample], held
     return profile
 
 
+def told_apart(samples: tuple[Sample, ...]) -> int:
+    """The place of the first sample in which equal operators of equal size are of one expression: the one to trace with more layers.
+
+    Raises:
+        Ambiguous: there is none.
+        NoProfile: a sequence differs between the samples, or a size is no product of terms.
+    """
+    for sample in samples[1:]:
+        _check_order(samples[0].trace, sample.trace)
+    expressions = _Expressions(samples)
+    for place, sample in enumerate(samples):
+        known: dict[_Signature, int] = {}
+        if all(known.setdefault(_signature(made), expressions.of(index)) == expressions.of(index) for index, made in enumerate(sample.trace.allocations)):
+            return place
+    raise Ambiguous("In each of the traces two sizes cannot be told apart.")
+
+
 def check(profile: Profile, sample: Sample) -> None:
     """That the profile gives a trace's peak in every phase.
 
