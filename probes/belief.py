@@ -291,7 +291,9 @@ class Draws:
 
 def draws(belief: Belief, count: int, seed: int) -> Draws:
     size = len(belief.names)
-    values, vectors = np.linalg.eigh(belief.covariance) if size else (np.zeros(0), np.zeros((0, 0)))
+    scale = np.sqrt(np.maximum(np.diag(belief.covariance), 0.0))
+    units = np.where(scale > 0, scale, 1.0)  # shares and bytes side by side: their covariances have no eigenvectors in floating point, correlations do
+    values, vectors = np.linalg.eigh(belief.covariance / np.outer(units, units)) if size else (np.zeros(0), np.zeros((0, 0)))
     noise = np.random.default_rng(seed).standard_normal((size, count))
-    seen = belief.mean[:, None] + vectors @ (np.sqrt(np.maximum(values, 0.0))[:, None] * noise)
+    seen = belief.mean[:, None] + scale[:, None] * (vectors @ (np.sqrt(np.maximum(values, 0.0))[:, None] * noise))
     return Draws(belief=belief, count=count, seed=seed, seen=seen)

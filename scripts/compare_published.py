@@ -49,7 +49,9 @@ What lies behind the larger errors, from the sources of what was run:
 - The estimator's slack is what the allocator cannot give away when memory runs out (`allocator_slack.md`). A run with room to spare keeps
   all it ever freed, loading included, so reserved and process figures lie above what the step itself needs: Qwen LoRA by a constant 2 to 3
   GiB at every length up to 2,048 tokens, TRL's notebooks, fsdp_qlora.
-- litgpt QLoRA: the LoRA rows of the same models agree, so it is the quantized layers; the miss does not grow with the tokens. Unexplained.
+- litgpt QLoRA, LLaMA-Factory's QLoRA of June 2024: bitsandbytes before 0.43.3 kept the input of every 4-bit layer for a gradient that nobody
+  asks for (its pull request 1270, July 2024; litgpt had 0.42). Counted as well, the twelve litgpt rows come to -9 % in the median (-3 to -17 %,
+  the gated feed-forwards lowest, unexplained), LLaMA-Factory's Qwen2-7B to -12 %. The estimator counts what installed releases do.
 - litgpt in mixed precision: its head runs 128 tokens at a time, and autocast copies the frozen float32 head for each of the nine chunks
   (8 x 0.39 GiB more than once).
 - Qwen Q-LoRA: too little at short rows (buckets of 2e8 elements, twice; weights unpacked by the old GPTQ kernel) and too much at long ones
