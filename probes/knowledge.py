@@ -21,6 +21,9 @@ MOST_SHARES = 8  # looked at for one size
 # Of the merit that the best candidate may have, the share of worlds that offer at least as much as the one asked for: with one half a
 # probe halves what is open, as bisection does; a little more, since a probe that fits teaches more than one that runs out.
 AIMED = 0.6
+# Where fewer worlds than this share have anything open that fits, the question is whether there is anything: the likeliest candidate is asked,
+# the leanest of equals, whose failure excludes all that need more.
+DOUBTFUL = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -161,8 +164,8 @@ def next_place(knowledge: Knowledge, worlds: int = WORLDS, seed: int = SEED) -> 
         return None
     best = best_in_worlds(knowledge, places, draws(knowledge.belief, worlds, seed))
     total = sum(best)
-    if not total:
-        return max(places, key=knowledge.chance)
+    if total < DOUBTFUL * worlds:
+        return max(reversed(places), key=knowledge.chance)
     reached = np.cumsum(best) >= AIMED * total
     return places[int(np.argmax(reached))]
 
