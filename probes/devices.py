@@ -60,7 +60,7 @@ def cuda(cluster: Cluster, options: DeviceOptions) -> Probe:
         return visible_cards(placement(task.candidate).gpus_per_node)
 
     def probe(candidate: Candidate) -> Measurement:
-        task = _task(candidate, "cuda", capacity_bytes, options)
+        task = replace(_task(candidate, "cuda", capacity_bytes, options), card_bytes=cluster.gpu.total_bytes if capacity_bytes else 0)
         return run_probe(task, limits, options.logs, options.command, cards, options.say)
 
     return probe

@@ -11,9 +11,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch
 from accelerate import PartialState
 
 from planner.candidate import Candidate
@@ -48,6 +50,16 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
         with served(command_on(candidate, model, server, random), server, server_environment(candidate)) if state.is_main_process else contextlib.nullcontext():
             state.wait_for_everyone()
             yield {"vllm_server_port": server, "vllm_group_port": group}
+
+
+def with_share_of_this_card(candidate: Candidate, card_bytes: int) -> Candidate:
+    """vLLM takes a share of the card that it finds: of a larger one than the plan's, as many bytes are a smaller share. `card_bytes`: of the plan's, 0 if here.
+
+    Source: vllm 0.33, v1/worker/utils.py:724.
+    """
+    if candidate.vllm == "off" or not card_bytes:
+        return candidate
+    return replace(candidate, vllm_gpu_memory_utilization=candidate.vllm_gpu_memory_utilization * card_bytes / torch.cuda.mem_get_info()[1])
 
 
 @contextlib.contextmanager

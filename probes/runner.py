@@ -237,6 +237,6 @@ def _kill(process: psutil.Process) -> None:
 
 def _name(task: Task) -> str:
     """The name of a probe's files: the same for the same task, whose newest logs are kept."""
-    told = [task.device, task.steps, task.weights, task.save, task.evaluate, task.resume, task.capacity_bytes, task.seed]
+    told = [task.device, task.steps, task.weights, task.save, task.evaluate, task.resume, task.capacity_bytes, task.card_bytes, task.seed]
     text = json.dumps([told, candidate_report(task.candidate)], sort_keys=True)
     return f"{task.candidate.method}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -28,6 +28,7 @@ class Task:
     evaluate: bool = False  # one batch
     resume: bool = True  # from the checkpoint, for one step more
     capacity_bytes: int = 0  # of each device; 0: all there is
+    card_bytes: int = 0  # what an engine's share is a share of; 0: of the card that is there
     seed: int = 0
 
 

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from planner.candidate import Candidate
 from planner.measurement import Measurement, RankMemory, Shortage, measurement_line
 from planner.units import format_gib
-from probes.engines import engine, engine_phases_told, keep_own_gpus
+from probes.engines import engine, engine_phases_told, keep_own_gpus, with_share_of_this_card
 from probes.fake_trainer import Stage
 from probes.phases import phases_told
 from probes.random_weights import random_weights
@@ -85,7 +85,8 @@ class _Probe(TrainerCallback):
             self._train(replace(self._task, steps=self._task.steps + 1, save=False, evaluate=False), checkpoint)
 
     def _train(self, task: Task, checkpoint: Path | None) -> None:
-        candidate = task.candidate
+        candidate = with_share_of_this_card(task.candidate, task.card_bytes)
+        task = replace(task, candidate=candidate)
         with contextlib.ExitStack() as stack:
             found = stack.enter_context(engine(candidate, model_path(task, candidate.model), task.weights == "random"))
             self._stage = stage = workload(task, found)

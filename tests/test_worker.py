@@ -16,6 +16,7 @@ from planner.candidate import Candidate
 from planner.catalogue import load_model
 from planner.measurement import Measurement, measurement_of
 from planner.methods import MethodName
+from planner.units import GIB
 
 pytest.importorskip("trl")
 
@@ -23,7 +24,7 @@ import torch
 import transformers
 
 from probes.dryrun import dry_run
-from probes.engines import command_on, free_port, served, server_environment
+from probes.engines import command_on, free_port, served, server_environment, with_share_of_this_card
 from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, write_task
 from probes.watch import Clock, CudaWatch, Driver, lacks_memory, shortage_of_message
 from probes.worker import measure, step_seconds
@@ -315,6 +316,15 @@ def test_a_server_is_waited_for_and_ended() -> None:
     ended = pytest.raises(RuntimeError, match=r"^The vLLM server has ended with exit code 3 before it was healthy\.$")
     with ended, served([sys.executable, "-c", "raise SystemExit(3)"], port, {}):
         pass
+
+
+def test_on_a_larger_card_an_engine_gets_as_many_bytes_by_a_smaller_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = candidate("grpo", vllm="colocate", vllm_gpu_memory_utilization=0.3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 * GIB, 80 * GIB))
+    assert with_share_of_this_card(case, 40 * GIB).vllm_gpu_memory_utilization == pytest.approx(0.15)
+    assert with_share_of_this_card(case, 0) == case
+    alone = candidate("sft")
+    assert with_share_of_this_card(alone, 40 * GIB) == alone
 
 
 def test_a_server_gets_the_model_folder_and_the_gpus_behind_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
