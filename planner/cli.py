@@ -183,7 +183,7 @@ def validate(compared: Compared, printed: Printed, probing: Probing) -> int:
     if compared.measure and cluster is None:
         raise InputError("--measure needs --gpus: the cards that probes run on, such as --gpus local.")
     probe = prober(cluster, probing, _ticker(printed)) if compared.measure and cluster is not None else None
-    simulate = (lambda answer: traced(answer, say, probing.device)) if compared.dry_run else None
+    simulate = (lambda answer, gpu: traced(answer, say, None if probing.device == "cpu" else gpu)) if compared.dry_run else None
     record = Path(compared.record) if compared.record is not None else None
     found = validated(cases, cluster, probe=probe, simulate=simulate, record=record, say=say)
     if compared.csv is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from planner.candidate import Candidate
-from planner.cluster import Cluster
+from planner.cluster import Cluster, Gpu
 from planner.confirmed import confirmed, contradiction_of
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, DryRunUnsupported, InputError, ProbeFailed, UnknownArchitecture
 from planner.estimate import RISK
@@ -53,14 +53,13 @@ def simulated(answer: Estimate, cluster: Cluster, say: Say) -> Simulation:
     """The dry run on a card of the cluster, as `traced` makes it.
 
     Raises:
-        DryRunUnsupported: as `traced`, or the card takes other kernels than a dry run.
+        DryRunUnsupported: as `traced`.
     """
-    refuse_other_kernels(answer.candidate, cluster.gpu)
-    return with_reserved(traced(answer, say), cluster.gpu)
+    return with_reserved(traced(answer, say, cluster.gpu), cluster.gpu)
 
 
-def traced(answer: Estimate, say: Say, device: str = "cuda") -> Simulation:
-    """The dry run, with what its libraries print kept from the streams; on the `cpu` with the kernels that a probe runs there.
+def traced(answer: Estimate, say: Say, gpu: Gpu | None = None) -> Simulation:
+    """The dry run with a card's kernels, or without a card with those that a probe on the CPU runs. What its libraries print is kept from the streams.
 
     Raises:
         DryRunUnsupported: a setting that a dry run cannot show, or the packages are not installed.
@@ -68,10 +67,10 @@ def traced(answer: Estimate, say: Say, device: str = "cuda") -> Simulation:
     say(f"simulating the step: {answer.candidate.method} of {answer.candidate.model.id} ...")
     with _libraries_kept_silent():
         try:
-            from probes.simulate import simulate
+            from probes.simulate import simulate, ways_on
         except Exception as error:
             raise DryRunUnsupported(f"A dry run needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
-        return simulate(answer, "cpu" if device == "cpu" else "cuda")
+        return simulate(answer, "cpu" if gpu is None else ways_on(gpu))
 
 
 def profile_made(answer: Estimate, cluster: Cluster, say: Say) -> bool:
@@ -232,7 +231,7 @@ def beside_a_dry_run(expected: Estimate, measurement: Measurement, say: Say) -> 
     if measurement.device != "cpu" or measurement.outcome != "fits":
         return ()
     try:
-        trace = traced(expected, say, "cpu").trace
+        trace = traced(expected, say).trace
     except DryRunUnsupported as error:
         return (f"no dry run of it on the CPU: {error}",)
     seen = {phase.name: phase.allocated_bytes for phase in heaviest_rank(measurement).phases}

@@ -22,7 +22,7 @@ from planner.trace.compose import Simulation
 from planner.trace.decide import answer_of
 
 Probe = Callable[[Candidate], Measurement]
-Simulate = Callable[[Estimate], Simulation]
+Simulate = Callable[[Estimate, Gpu], Simulation]
 Say = Callable[[str], None]
 
 UNDER = 0.03  # what is predicted too small by more than this share is counted: that is what runs out of memory
@@ -212,7 +212,7 @@ def _predicted(case: Case, cluster: Cluster, simulate: Simulate | None, say: Say
         phases["simulated"], fits["simulated"] = profiled.gpus[0].phases, profiled.fits
     if simulate is not None:
         try:
-            simulation = simulate(answer)
+            simulation = simulate(answer, cluster.gpu)
         except PlanError as error:
             say(f"line {case.line} is not simulated: {error}")
         else:

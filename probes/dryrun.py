@@ -25,24 +25,25 @@ from probes.rollouts import dry_rollout
 from probes.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
 from probes.tracker import Tracker, collector_off
 
+Ways = Literal["cuda", "cuda before 8.0", "cpu"]  # whose kernels run
 
-def dry_run(
-    candidate: Candidate, ways: Literal["cuda", "cpu"] = "cuda", device: Device = "fake", block_bytes: int = CUDA_BLOCK_BYTES, steps: Literal[1, 2] = 2
-) -> Trace:
+
+def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", block_bytes: int = CUDA_BLOCK_BYTES, steps: Literal[1, 2] = 2) -> Trace:
     """Two optimizer steps of the candidate's trainer as a trace, on one GPU; sizes are rounded up to `block_bytes`.
 
     `steps=1` takes half the time: the optimizer makes its states on gradients that no pass has made, then one whole step runs beside them. Its peaks are
     those of two steps but for the other step's batch.
-    `ways="cpu"` leaves out what CUDA does otherwise; `device="real"` runs the steps with weights. Both are for tests.
+    `ways`: those of a card, or of one before compute capability 8.0, which has no FlashAttention; the CPU's leave out what CUDA does otherwise.
+    `device="real"` runs the steps with weights, for tests.
     """
     refuse_unsupported(candidate, device)
-    cuda = ways == "cuda"
+    cuda = ways != "cpu"
     candidate = _in_bfloat16(candidate) if cuda else candidate
     tracker, arithmetic = Tracker(block_bytes, kernel_workspaces(candidate)) if cuda else Tracker(), FakeArithmetic()
     with contextlib.ExitStack() as stack:
         for surroundings in (quiet(), collector_off(), models_stay_where_they_are()):
             stack.enter_context(surroundings)
-        substitutions = stack.enter_context(_cuda_ways(candidate, tracker)) if cuda else ()
+        substitutions = stack.enter_context(_cuda_ways(candidate, tracker, ways == "cuda")) if cuda else ()
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
             stage = METHOD_STAGES[candidate.method](candidate, device)
         stage.trainer.remove_callback(PrinterCallback)
@@ -117,10 +118,10 @@ def kernel_workspaces(candidate: Candidate) -> Mapping[Any, Callable[..., int]]:
 
 
 @contextlib.contextmanager
-def _cuda_ways(candidate: Candidate, tracker: Tracker) -> Iterator[tuple[str, ...]]:
+def _cuda_ways(candidate: Candidate, tracker: Tracker, flash: bool) -> Iterator[tuple[str, ...]]:
     """CUDA's own ways, and those that only some candidates take."""
     with contextlib.ExitStack() as stack:
-        names = stack.enter_context(cuda_ways())
+        names = stack.enter_context(cuda_ways(flash))
         if candidate.quantization != "none":
             from probes.quantized import cuda_products
 

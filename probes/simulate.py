@@ -1,8 +1,7 @@
 """A candidate's dry run as the planner asks for it: one process' step, composed with what sharding and an engine add."""
 
-from typing import Literal
-
 from planner.candidate import Candidate
+from planner.cluster import Gpu
 from planner.errors import DryRunUnsupported, PlanError
 from planner.quantities import Estimate
 from planner.trace.compose import Simulation, compose, single_process
@@ -10,20 +9,24 @@ from planner.trace.timeline import Trace
 from probes.imports import quick_imports
 
 with quick_imports():
+    from probes.dryrun import Ways as Ways
     from probes.dryrun import dry_run as dry_run
 
-Ways = Literal["cuda", "cpu"]
 REASON_LENGTH = 200  # characters of a library's message that are shown
 
 
 def simulate(estimate: Estimate, ways: Ways = "cuda") -> Simulation:
-    """The first training GPU of an estimate, simulated. `ways="cpu"`: with the CPU's own kernels, as a probe there runs them.
+    """The first training GPU of an estimate, simulated. `ways`: with whose kernels, the CPU's own as a probe there runs them.
 
     Raises:
         DryRunUnsupported: a setting that a dry run cannot show, or one at which the installed libraries stop.
     """
     candidate = estimate.candidate
     return compose(candidate, traced(single_process(candidate), ways), estimate.gpus[0])
+
+
+def ways_on(gpu: Gpu) -> Ways:
+    return "cuda" if gpu.supports_flash_attention_2 else "cuda before 8.0"
 
 
 def traced(candidate: Candidate, ways: Ways = "cuda") -> Trace:

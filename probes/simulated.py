@@ -17,10 +17,10 @@ from planner.estimate import estimate
 from planner.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage
 from planner.quantities import Component, Phase, PhaseMemory
 from planner.trace.allocator import Allocator, AllocatorSettings, Block, OutOfMemory
-from planner.trace.compose import OUTSIDE, SHARDED, STATES, Simulation, refuse_other_kernels, without_states
+from planner.trace.compose import OUTSIDE, SHARDED, STATES, Simulation, without_states
 from planner.trace.timeline import STAYS, Trace
 from planner.units import format_size
-from probes.simulate import simulate
+from probes.simulate import simulate, ways_on
 
 Components = dict[Component, int]
 # What PyTorch's allocator does not count, and what is no tensor of the trainer (planner/quantities.py).
@@ -33,8 +33,7 @@ def simulated_probe(candidate: Candidate, cluster: Cluster) -> Measurement:
     """The first training GPU of a candidate, simulated; all are alike. Never raises for what the candidate asks."""
     started = time.monotonic()
     try:
-        refuse_other_kernels(candidate, cluster.gpu)
-        found = on_card(simulate(estimate(candidate, cluster)), cluster.gpu.free_bytes)
+        found = on_card(simulate(estimate(candidate, cluster), ways_on(cluster.gpu)), cluster.gpu.free_bytes)
     except NothingFits as error:  # a vLLM engine that would refuse to start does not say how much it lacks
         found = _without_memory(candidate, "out_of_memory", str(error))
     except PlanError as error:

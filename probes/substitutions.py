@@ -8,6 +8,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -38,7 +39,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def scaled_dot_product_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, flash: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     """The kernel that CUDA picks and what it saves: flash without a mask, memory-efficient with one, else the composed form.
 
@@ -49,7 +50,7 @@ def scaled_dot_product_attention(
     """
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
     head = query.size(-1)
-    kernel = _kernel(query, key, value, attn_mask, is_causal, enable_gqa)
+    kernel = _kernel(query, key, value, attn_mask, is_causal, enable_gqa, flash)
     if kernel == "flash":
         padded = (_padded(tensor, 8) for tensor in (query, key, value))
         result = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale or 1 / math.sqrt(head))
@@ -63,13 +64,13 @@ def scaled_dot_product_attention(
 
 
 def _kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, enable_gqa: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, enable_gqa: bool, flash: bool
 ) -> Literal["flash", "efficient", "math"]:
-    """`use_flash_attention` and `use_mem_efficient_attention` of sdp_utils.cpp, on a card that has both (compute capability 8.0)."""
+    """`use_flash_attention` (compute capability 8.0, `check_sm_version`) and `use_mem_efficient_attention` (5.0) of sdp_utils.cpp."""
     head, heads_alike = query.size(-1), query.size(1) == key.size(1)
     same_head = head == key.size(-1) == value.size(-1)
     square = not is_causal or query.size(2) == key.size(2)  # check_flash_causal_non_square_seqlens
-    if attn_mask is None and query.dtype in _HALF and same_head and head <= FLASH_HEAD_DIM and square and (heads_alike or enable_gqa):
+    if flash and attn_mask is None and query.dtype in _HALF and same_head and head <= FLASH_HEAD_DIM and square and (heads_alike or enable_gqa):
         return "flash"
     aligned = head % EFFICIENT_HEAD_ALIGNMENT.get(query.dtype, 1) == 0 == value.size(-1) % EFFICIENT_HEAD_ALIGNMENT.get(query.dtype, 1)
     learned = attn_mask is not None and attn_mask.requires_grad
@@ -195,14 +196,14 @@ def _triton() -> Any:
 
 
 @contextlib.contextmanager
-def cuda_ways() -> Iterator[tuple[str, ...]]:
-    """Everything of this file put in place; yields the names."""
+def cuda_ways(flash: bool = True) -> Iterator[tuple[str, ...]]:
+    """Everything of this file put in place; yields the names. `flash`: the card has the kernel."""
     functional = torch.nn.functional
     with (
         triton_kernels(),
         flash_attention(),
         cuda_autocast(),
-        mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
+        mock.patch.object(functional, "scaled_dot_product_attention", partial(scaled_dot_product_attention, flash=flash)),
         mock.patch.object(functional, "layer_norm", layer_norm),
         mock.patch.object(functional, "dropout", dropout),
         mock.patch.object(sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]),

@@ -99,6 +99,16 @@ def test_every_method_runs_in_cudas_ways(method: MethodName) -> None:
     assert all(allocation.size_bytes % 512 == 0 for allocation in trace.allocations)
 
 
+@pytest.mark.parametrize(("key_heads", "before"), [(4, "efficient"), (2, "_safe_softmax")])
+def test_an_older_card_takes_another_kernel_where_sdpa_has_no_mask(key_heads: int, before: str) -> None:
+    """Fewer key heads are only FlashAttention's to take; the memory-efficient kernel refuses them."""
+    few = shape(num_key_value_heads=key_heads)
+    case = candidate(model=few, dtype="bfloat16", precision="bf16", per_device_train_batch_size=1, gradient_checkpointing=False)
+    kernels = {ways: " ".join(made.operator for made in dry_run(case, ways).allocations) for ways in ("cuda", "cuda before 8.0")}
+    assert "flash_attention" in kernels["cuda"] and before not in kernels["cuda"]
+    assert "flash_attention" not in kernels["cuda before 8.0"] and before in kernels["cuda before 8.0"]
+
+
 def test_the_second_step_runs_beside_optimizer_states_of_twice_the_weights() -> None:
     trace = dry_run(candidate(dtype="float32"))
     held = {phase.name: phase.components for phase in trace.phases}["backward"]

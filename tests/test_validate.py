@@ -187,7 +187,7 @@ class TestComparison:
     def test_a_dry_run_that_refuses_leaves_the_estimate(self, tmp_path):
         said: list[str] = []
 
-        def refuses(answer):
+        def refuses(answer, gpu):
             raise DryRunUnsupported("no such kernel")
 
         lines = {**POINT, "point": {**SMALL, "use_liger_kernel": True}, "peak_allocated": GIB}

@@ -52,13 +52,13 @@ class Simulation:
 
 
 def refuse_other_kernels(candidate: Candidate, gpu: Gpu) -> None:
-    """Traces are of cards that have FlashAttention; without it sdpa takes another kernel where there is no mask (planner/memory/stack.py).
+    """Profiles are of cards that have FlashAttention; without it sdpa takes another kernel where there is no mask (planner/memory/stack.py).
 
     Raises:
         DryRunUnsupported: the card takes it.
     """
     if candidate.attn_implementation == "sdpa" and not (gpu.supports_flash_attention_2 or candidate.pads or candidate.flattened):
-        raise DryRunUnsupported(f"A dry run takes FlashAttention where sdpa has no mask, which {gpu.name} does not have.")
+        raise DryRunUnsupported(f"A profile takes FlashAttention where sdpa has no mask, which {gpu.name} does not have.")
 
 
 def single_process(candidate: Candidate) -> Candidate:
