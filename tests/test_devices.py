@@ -213,5 +213,5 @@ def test_a_device_gives_its_options_to_the_worker(tmp_path: Path) -> None:
     options = DeviceOptions(logs=tmp_path, limits=Limits(host_reserve_share=0.0), steps=3, evaluate=True, seed=7, command=script(text))
     found = device("cpu", with_cards_of(GIB), options)(SFT)
     assert Path(found.log).with_suffix(".out").read_text().strip() == str({
-        "capacity_bytes": GIB, "device": "cpu", "evaluate": True, "resume": True, "save": True, "seed": 7, "steps": 3, "weights": "random",
+        "capacity_bytes": GIB, "card_bytes": 0, "device": "cpu", "evaluate": True, "resume": True, "save": True, "seed": 7, "steps": 3, "weights": "random",
     })  # fmt: skip

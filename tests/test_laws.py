@@ -1,5 +1,6 @@
 """What must hold for every job, whatever the formulas: laws, tried on random candidates and jobs."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -36,7 +37,9 @@ ROUNDING = 1024  # bytes: an allocation is rounded to 512, and fused AdamW keeps
 
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of a candidate that breaks a law, with its whole model
 
-laws = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+laws = settings(
+    max_examples=int(os.environ.get("PLAN_LAWS", EXAMPLES)), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)  # fmt: skip
 
 
 @st.composite
@@ -99,6 +102,7 @@ def test_more_rows_never_need_less(candidate: Candidate, more: int) -> None:
 @given(candidates(), st.integers(1, 200))
 def test_a_larger_rank_never_needs_less(candidate: Candidate, more: int) -> None:
     assume(candidate.sharding != "zero3")  # there small matrices stay whole: a rank that makes them large enough to be cut needs less
+    assume(candidate.optim != "adamw_8bit")  # there small matrices have states of 32 bits, larger ones of 8 (planner/memory/optimizer.py)
     assert peak_bytes(replace(candidate, lora_r=candidate.lora_r + more)) >= peak_bytes(candidate)
 
 
