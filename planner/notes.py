@@ -6,7 +6,7 @@ from dataclasses import replace
 from planner.candidate import Candidate
 from planner.estimate import estimate
 from planner.job import effective_batch_size
-from planner.knobs import Question
+from planner.knobs import Question, attention
 from planner.memory.parameters import BITSANDBYTES
 from planner.quantities import Estimate
 from planner.search import LENGTH_STEP, attempt, batches, largest, length_field, longest_length, with_length
@@ -35,7 +35,7 @@ def reasons(best: Estimate, question: Question) -> tuple[str, ...]:
     for name, others in TRIED_THE_OTHER_WAY.items():
         value = getattr(best.candidate, name)
         other = next((each for each in others if each != value), None)
-        if other is None or name in question.job.pinned or not matters(name, best.candidate):
+        if other is None or name in question.job.pinned or not matters(name, best.candidate, question):
             continue
         answer = attempt(replace(best.candidate, **{name: other}), question)  # type: ignore[arg-type]
         if answer is not None and (said := difference(best, answer, question)):
@@ -51,8 +51,10 @@ def gathered(name: str, other: Estimate) -> str:
     return f"; gathering the whole model on every GPU takes {format_gib(rollout.components['communication'], 1)} there"
 
 
-def matters(name: str, candidate: Candidate) -> bool:
+def matters(name: str, candidate: Candidate, question: Question) -> bool:
+    """Whether the other way is one that the model and the cluster have."""
     needs: dict[str, bool] = {
+        "attn_implementation": len(attention(question)) > 1,
         "sharding": candidate.num_processes > 1 and not candidate.offload_optimizer,
         "vllm_enable_sleep_mode": candidate.vllm == "colocate",
         "ds3_gather_for_generation": candidate.sharding == "zero3" and candidate.method_row.generates and candidate.vllm == "off",
