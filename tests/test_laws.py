@@ -101,7 +101,8 @@ def test_more_rows_never_need_less(candidate: Candidate, more: int) -> None:
 @laws
 @given(candidates(), st.integers(1, 200))
 def test_a_larger_rank_never_needs_less(candidate: Candidate, more: int) -> None:
-    assume(candidate.sharding != "zero3")  # there small matrices stay whole: a rank that makes them large enough to be cut needs less
+    # ZeRO-3 leaves small matrices whole: a rank that makes them large enough to be cut needs less; of ZeRO-1 and 2 see the next law
+    assume(candidate.sharding not in ("zero1", "zero2", "zero3"))
     assume(candidate.optim != "adamw_8bit")  # there small matrices have states of 32 bits, larger ones of 8 (planner/memory/optimizer.py)
     assert peak_bytes(replace(candidate, lora_r=candidate.lora_r + more)) >= peak_bytes(candidate)
 
