@@ -14,7 +14,8 @@ from planner.quantities import Estimate
 from planner.report.frame import breakdown, candidates
 from planner.report.html import estimate_html, plan_html
 from planner.report.json import estimate_report, json_text, plan_report
-from planner.report.table import MAX_WIDTH, MIN_WIDTH, describe, estimate_table, plan_table, refusal
+from planner.report.table import MAX_WIDTH, MIN_WIDTH, estimate_table, plan_table, refusal
+from planner.report.words import describe
 from planner.units import GIB
 
 SCHEMA = json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))

@@ -10,8 +10,10 @@ from planner.cluster import Cluster
 from planner.errors import PlanError
 from planner.plan import Plan
 from planner.quantities import Estimate
+from planner.report.bars import COUNTS, SMALLEST_BYTES
 from planner.report.json import Json, estimate_report, plan_report
-from planner.report.table import COUNTS, SMALLEST_BYTES, cards, describe, rung, shown_settings, speed, tokens_per_second, verdict
+from planner.report.shown_settings import shown_settings
+from planner.report.words import cards, describe, rung, speed, tokens_per_second, verdict, words
 from planner.units import format_count, format_gib
 
 # A colour a component, neighbours in a bar told apart.
@@ -55,7 +57,7 @@ def _page(best: Estimate, cluster: Cluster, report: Json, others: list[tuple[str
         raise PlanError("--html needs Jinja2, which is in the report extra: pip install 'finetune-plan[report]'.") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals["counts"] = COUNTS
-    environment.filters |= {"gib": lambda size: format_gib(size, 1), "count": format_count, "words": _words, "per_second": tokens_per_second}
+    environment.filters |= {"gib": lambda size: format_gib(size, 1), "count": format_count, "words": words, "per_second": tokens_per_second}
     template = environment.from_string(files("planner.report").joinpath("page.html").read_text(encoding="utf-8"))
     present = {name for gpu in best.gpus for phase in gpu.phases for name, size in phase.components.items() if size >= SMALLEST_BYTES}
     colours = {component: colour for component, colour in COLOURS.items() if component in present}
@@ -63,7 +65,3 @@ def _page(best: Estimate, cluster: Cluster, report: Json, others: list[tuple[str
     said = {"words": describe(best.candidate), "verdict": verdict(best), "speed": speed(best), "lines": shown_settings(best.candidate), "rung": rung(best)}
     text: str = template.render(title=title, cards=cards(cluster), said=said, report=report, others=others, colours=colours)
     return text
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")

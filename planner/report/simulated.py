@@ -7,7 +7,7 @@ from rich.text import Text
 
 from planner.cluster import Cluster
 from planner.quantities import Component, Evidence, Phase, PhaseMemory
-from planner.report.table import cards, describe
+from planner.report.words import cards, describe, words
 from planner.settings import settings_of
 from planner.trace.compose import Simulation
 from planner.trace.reserved import Reserved
@@ -35,8 +35,8 @@ def disagreement(simulation: Simulation) -> tuple[str, ...]:
     phase = max((phase for phase in simulation.simulated if phase.name in estimated), key=lambda phase: abs(phase.total_bytes - estimated[phase.name]))
     apart = simulation.peak.total_bytes / simulation.estimated_peak.total_bytes - 1
     return (
-        f"a dry run of the step peaks at {format_gib(simulation.peak.total_bytes, 1)} in the {_words(simulation.peak.name)}, "
-        f"{abs(apart):.1%} {'more' if apart > 0 else 'less'} than estimated; they differ most in the {_words(phase.name)}: "
+        f"a dry run of the step peaks at {format_gib(simulation.peak.total_bytes, 1)} in the {words(simulation.peak.name)}, "
+        f"{abs(apart):.1%} {'more' if apart > 0 else 'less'} than estimated; they differ most in the {words(phase.name)}: "
         f"{format_gib(phase.total_bytes, 1)} simulated, {format_gib(estimated[phase.name], 1)} estimated",
     )
 
@@ -121,14 +121,14 @@ def _phases(simulation: Simulation) -> Iterator[Text]:
         )
         if reserved is not None:
             numbers += f"{_gib(reserved.most[phase.name]) if phase.name in reserved.most else '-':>{NUMBER_WIDTH}}"
-        yield Text(f"{_words(phase.name):<{PHASE_WIDTH}}{numbers}{' ◂ peak' if peak else ''}", style="bold" if peak else "")
+        yield Text(f"{words(phase.name):<{PHASE_WIDTH}}{numbers}{' ◂ peak' if peak else ''}", style="bold" if peak else "")
     for component, size in _largest(simulation.peak):
-        yield Text(f"  {_words(component):<{PHASE_WIDTH - 2}}{_gib(size):>{NUMBER_WIDTH}}", style="dim")
+        yield Text(f"  {words(component):<{PHASE_WIDTH - 2}}{_gib(size):>{NUMBER_WIDTH}}", style="dim")
 
 
 def _shortfall(reserved: Reserved | None) -> Iterator[Text]:
     if reserved is not None and reserved.shortfall is not None:
-        yield Text(f"runs out in the {_words(reserved.shortfall.phase)}: {reserved.shortfall.figures.message}", style="red")
+        yield Text(f"runs out in the {words(reserved.shortfall.phase)}: {reserved.shortfall.figures.message}", style="red")
 
 
 def _largest(phase: PhaseMemory) -> list[tuple[Component, int]]:
@@ -142,7 +142,7 @@ def _holdings(simulation: Simulation) -> Iterator[Text]:
     for holding in simulation.trace.holdings_at_peak(HOLDINGS):
         size = f"{holding.size_bytes / MIB:,.1f}"
         where = f"{holding.module or '-'}, {holding.operator}"
-        yield Text(f"{size:>{NUMBER_WIDTH}}{holding.count:>{COUNT_WIDTH}}  {_words(holding.component):<{COMPONENT_WIDTH}}{where}")
+        yield Text(f"{size:>{NUMBER_WIDTH}}{holding.count:>{COUNT_WIDTH}}  {words(holding.component):<{COMPONENT_WIDTH}}{where}")
 
 
 def _gib(size_bytes: int) -> str:
@@ -151,7 +151,3 @@ def _gib(size_bytes: int) -> str:
 
 def _percent(simulated: int, estimated: int) -> str:
     return f"{estimated / simulated - 1:+.1%}" if estimated and simulated else "-"
-
-
-def _words(name: Phase | Component) -> str:
-    return name.replace("_", " ")

@@ -1,0 +1,103 @@
+"""What fills each GPU in each phase, as bars: a glyph and a colour a group of components."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from rich.text import Text
+
+from planner.quantities import Component, Estimate, GpuMemory, PhaseMemory
+from planner.report.lines import LABEL_WIDTH, wrapped
+from planner.report.words import bare_gib, words
+from planner.units import GIB, format_count, format_gib
+
+# What a bar shows: neighbours that a reader thinks of together, with a glyph (pipes have no colour) and a colour.
+GROUPS: tuple[tuple[str, str, str, tuple[Component, ...]], ...] = (
+    ("weights", "█", "blue", ("weights", "autocast_copies")),
+    ("states", "▓", "magenta", ("adapters", "gradients", "optimizer_states")),
+    ("activations", "▒", "green", ("activations", "attention_scores", "transients")),
+    ("loss", "▚", "yellow", ("loss",)),
+    ("generation", "░", "cyan", ("engine", "kv_cache")),
+    ("runtime", "·", "bright_black", ("communication", "fragmentation", "runtime", "unexplained")),
+)
+PHASE_WIDTH, NUMBER_WIDTH = 16, 8
+SMALLEST_BYTES = GIB // 20 + 1  # the least that prints as 0.1 GiB and not as 0.0
+# Endings of the details that count something; the others are bytes.
+COUNTS = ("tokens", "sequences")
+
+
+def bars(estimate: Estimate, width: int) -> Iterator[Text]:
+    """For each GPU role a row a phase: a bar of the card, the total in GiB, and for the peak what it is made of."""
+    bar_width = width - LABEL_WIDTH - PHASE_WIDTH - NUMBER_WIDTH
+    first = 0
+    yield _legend(estimate)
+    for gpu in estimate.gpus:
+        labels = [_gpu_range(first, gpu.count), gpu.role, format_gib(gpu.capacity_bytes, 1)]
+        first += gpu.count
+        rows = list(gpu.phases)
+        for row in range(max(len(rows), len(labels))):
+            label = Text(f"{labels[row] if row < len(labels) else '':<{LABEL_WIDTH}}", style="bold" if row == 0 else "dim")
+            yield label + _bar_row(rows[row], gpu, bar_width) if row < len(rows) else label
+        yield from wrapped("", [f"peak: the {words(gpu.peak.name)} = " + " + ".join(_parts(gpu.peak))], width, separator=" + ")
+        for component, parts in gpu.details.items():
+            if len(parts) > 1:
+                yield from wrapped("", [f"{words(component)} {_sum(parts)} = {_detail(parts)}"], width)
+        yield Text()
+    yield from wrapped("host", [f"{format_gib(estimate.host_peak_bytes, 1)} of memory on each node"], width)
+
+
+def _bar_row(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
+    is_peak = phase.name == gpu.peak_phase
+    over = phase.total_bytes > gpu.capacity_bytes
+    number = f"{bare_gib(phase.total_bytes):>{NUMBER_WIDTH - 2}}" + (" ◂" if is_peak else "")
+    style = ("bold " if is_peak else "") + ("red" if over else "")
+    return Text.assemble((f"{words(phase.name):<{PHASE_WIDTH}}", "bold" if is_peak else ""), _bar(phase, gpu, bar_width), (number, style.strip()))
+
+
+def _bar(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
+    """The groups of a phase side by side; `▏` marks the end of the card, which a bar that does not fit crosses."""
+    inside = bar_width - 1
+    scale_bytes = max(gpu.capacity_bytes, gpu.peak_bytes)
+    sizes = [sum(phase.components.get(component, 0) for component in components) for _, _, _, components in GROUPS]
+    ends = [0, *(round(end * inside / scale_bytes) for end in accumulate(sizes))]
+    bar = Text()
+    for (_, glyph, colour, _), start, end in zip(GROUPS, ends, ends[1:], strict=False):
+        bar.append(glyph * (end - start), style=colour)
+    bar.append(" " * (inside - len(bar.plain)))
+    card_end = round(gpu.capacity_bytes * inside / scale_bytes)
+    return bar[:card_end] + Text("▏", style="bold") + bar[card_end:]
+
+
+def _legend(estimate: Estimate) -> Text:
+    present = {component for gpu in estimate.gpus for phase in gpu.phases for component in phase.components}
+    legend = Text(f"{'GiB':<{LABEL_WIDTH}}", style="dim")
+    for name, glyph, colour, components in GROUPS:
+        if present.intersection(components):
+            legend += Text.assemble((glyph, colour), f" {name}  ")
+    return legend
+
+
+def _parts(phase: PhaseMemory) -> list[str]:
+    """The components of a phase, the largest first; those too small to print together as the last."""
+    return _sized(sorted(phase.components.items(), key=lambda item: -item[1]))
+
+
+def _sized(parts: Sequence[tuple[str, int]]) -> list[str]:
+    """Names with sizes in GiB; what would print as 0.0 is added up."""
+    large = [(name, size) for name, size in parts if size >= SMALLEST_BYTES]
+    rest_bytes = sum(size for _, size in parts if size < SMALLEST_BYTES)
+    return [f"{words(name)} {bare_gib(size)}" for name, size in [*large, ("rest", rest_bytes)] if size >= SMALLEST_BYTES]
+
+
+def _detail(parts: Mapping[str, int]) -> str:
+    """What a component is made of: sizes added up, then what they hold, in brackets."""
+    sizes = _sized([(name, value) for name, value in parts.items() if not name.endswith(COUNTS)])
+    counts = [f"{format_count(value)} {words(name)}" for name, value in parts.items() if name.endswith(COUNTS)]
+    return " + ".join(sizes) + (f" ({', '.join(counts)})" if counts else "")
+
+
+def _sum(parts: Mapping[str, int]) -> str:
+    return bare_gib(sum(value for name, value in parts.items() if not name.endswith(COUNTS)))
+
+
+def _gpu_range(first: int, count: int) -> str:
+    return f"GPU {first}" if count == 1 else f"GPU {first}-{first + count - 1}"

@@ -1,0 +1,108 @@
+"""A candidate and its estimate in words: what it is, what it stands on, whether it fits and how fast it is."""
+
+from planner.candidate import Candidate
+from planner.cluster import Cluster
+from planner.quantities import Estimate, GpuMemory
+from planner.units import format_count, format_gib
+
+SECONDS_IN_WORDS = 600  # from here on in minutes
+
+PROFILED = ("torch", "trl")  # of the libraries that a profile or a probe comes from, those whose own code allocates
+PROBED_WORDS = {"cuda": "", "cpu": " on the CPU", "simulated": " by probes of a simulated card"}
+
+SHARDING_WORDS = {"none": "one GPU", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+QUANTIZATION_WORDS = {"nf4": "4-bit nf4", "nf4-double": "double-quantized nf4", "int8": "int8", "gptq": "GPTQ", "awq": "AWQ", "fp8": "fp8", "mxfp4": "mxfp4"}
+
+
+def cards(cluster: Cluster) -> str:
+    """The GPUs in words: `2 x A100-40G (39.5 GiB each)`."""
+    gpu = cluster.gpu
+    nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
+    each = " each" if cluster.num_gpus > 1 else ""
+    return f"{nodes}{cluster.gpus_per_node} x {gpu.name} ({format_gib(gpu.free_bytes, 1)}{each})"
+
+
+def describe(candidate: Candidate) -> str:
+    """A candidate in a line of words: `LoRA r 16 on a bfloat16 base · DDP · vLLM colocated, asleep while training`."""
+    return " · ".join(part for part in (_tuning_words(candidate), _sharding_words(candidate), _generation_words(candidate)) if part)
+
+
+def _tuning_words(candidate: Candidate) -> str:
+    autocast = {"bf16": " under bf16 autocast", "fp16": " under fp16 autocast", "no": ""}[candidate.precision] if candidate.dtype == "float32" else ""
+    if candidate.tuning == "full":
+        return f"full fine-tuning of {candidate.dtype} weights{autocast}"
+    if candidate.quantization == "none":
+        return f"LoRA r {candidate.lora_r} on a {candidate.dtype} base{autocast}"
+    return f"QLoRA r {candidate.lora_r} on a {QUANTIZATION_WORDS[candidate.quantization]} base"
+
+
+def _sharding_words(candidate: Candidate) -> str:
+    moved = [what for what, there in (("optimizer", candidate.offload_optimizer), ("parameters", candidate.offload_param)) if there]
+    return SHARDING_WORDS[candidate.sharding] + (f" with {' and '.join(moved)} on the host" if moved else "")
+
+
+def _generation_words(candidate: Candidate) -> str:
+    if not candidate.method_row.generates:
+        return ""
+    if candidate.vllm == "server":
+        gpus = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size
+        return f"vLLM server on {gpus} GPU{'s' if gpus > 1 else ''} of its own"
+    if candidate.vllm == "colocate":
+        return "vLLM colocated" + (", asleep while training" if candidate.vllm_enable_sleep_mode else "")
+    return "generates with Transformers"
+
+
+def rung(estimate: Estimate) -> str:
+    """What an answer stands on: `simulated (profile of torch 2.13, trl 1.16)`."""
+    stack = ", ".join(f"{name} {'.'.join(version.split('.')[:2])}" for name, version in estimate.versions if name in PROFILED)
+    if estimate.device != "none":
+        return f"{estimate.evidence}{PROBED_WORDS[estimate.device]}" + (f" ({stack})" if stack else "")
+    return f"{estimate.evidence} (profile of {stack})" if stack else estimate.evidence
+
+
+def verdict(estimate: Estimate) -> str:
+    """`fits with 99.9 % · peak 38.6 (38.1 to 39.2) of 39.5 GiB in the backward`, of the GPUs with the least room."""
+    gpu = tightest(estimate)
+    low, high = gpu.interval_bytes
+    peak = f"peak {bare_gib(gpu.peak_bytes)} ({bare_gib(low)} to {bare_gib(high)}) of {format_gib(gpu.capacity_bytes, 1)} in the {words(gpu.peak.name)}"
+    if estimate.fits:
+        sure = "fits, as a probe showed" if estimate.device == "cuda" else f"fits with {_percent(estimate.fit_probability)}"
+        return f"{sure} · {peak}"
+    return f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over · {peak}"
+
+
+def tightest(estimate: Estimate) -> GpuMemory:
+    """The GPUs with the least room left at the accepted risk."""
+    return max(estimate.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
+
+
+def speed(estimate: Estimate) -> str:
+    """`about 2,200 tokens/s, 7.5 s a step`."""
+    throughput = estimate.throughput
+    return f"about {tokens_per_second(throughput.tokens_per_second)}, {_about_seconds(throughput.step_seconds)} a step"
+
+
+def tokens_per_second(tokens: float) -> str:
+    """Two figures: more is not known."""
+    return f"{format_count(int(float(f'{tokens:.2g}')))} tokens/s"
+
+
+def _about_seconds(seconds: float) -> str:
+    """Two figures, as of the tokens: `7.5 s`, `33 s`, `12 min`."""
+    rounded = float(f"{seconds:.2g}")
+    return f"{rounded:g} s" if rounded < SECONDS_IN_WORDS else f"{rounded / 60:.0f} min"
+
+
+def _percent(probability: float) -> str:
+    """Rounded down and never 100 %: nothing here is certain."""
+    return f"{min(int(probability * 1000), 999) / 10:g} %"
+
+
+def bare_gib(size_bytes: int) -> str:
+    """A number of GiB where the unit is said elsewhere."""
+    return format_gib(size_bytes, 1).removesuffix(" GiB")
+
+
+def words(name: str) -> str:
+    """A component or a phase as it is read: `optimizer_step` is `optimizer step`."""
+    return name.replace("_", " ")
