@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from planner.candidate import Candidate
 from planner.model import ModelShape
-from planner.settings import NAMES, settings_of
+from planner.settings import settings_of
+from planner.spellings import NAMES
 
 MODEL_NAMES = {field: NAMES[field] for field in ("model", "reward_model", "teacher_model")}
 

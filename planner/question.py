@@ -17,7 +17,8 @@ from planner.methods import METHODS, MethodName
 from planner.model import ModelShape
 from planner.pins import LORA_FIELDS, READ_BY, reads, refuse_contradictions, unread_lengths
 from planner.quantities import Estimate
-from planner.settings import MANY, Value, candidate_fields, fields_named, parse_assignments
+from planner.settings import MANY, candidate_fields, fields_named, parse_assignments
+from planner.spellings import Value
 
 # Shorthand flags -> the settings they pin.
 SHORTHANDS = {

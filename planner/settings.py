@@ -1,6 +1,6 @@
 """Settings, both ways: from the names of TRL, PEFT, Transformers, accelerate, DeepSpeed and vLLM to a Candidate's fields, and back.
 
-A field that has the same name and value there needs no entry here; the tables below hold the others.
+What is named or written otherwise there is in `spellings.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,87 +11,7 @@ from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
 from planner.errors import InputError, UnknownName
 from planner.model import ModelShape
-
-Value = str | int | float | bool | tuple[str, ...] | None
-
-# One field of ours, several settings of theirs: for each value, how they spell it. A setting that a row does not name is off or unset there.
-# Of the rows that agree with what was given, the first one counts.
-SPELLINGS: dict[str, dict[str | bool, dict[str, Value]]] = {
-    # Source: trl/trainer/model_config.py.
-    "tuning": {"full": {"use_peft": False}, "lora": {"use_peft": True}},
-    # Source: trl/trainer/model_config.py, get_quantization_config; quant_method as in the `quantization_config` of a published checkpoint.
-    "quantization": {
-        "none": {"load_in_4bit": False, "load_in_8bit": False},
-        "nf4": {"load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": False},
-        "nf4-double": {"load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True},
-        "int8": {"load_in_4bit": False, "load_in_8bit": True},
-        "gptq": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "gptq"},
-        "awq": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "awq"},
-        "fp8": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "fp8"},
-        "mxfp4": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "mxfp4"},
-    },
-    # Source: transformers/training_args.py. `bf16: false` alone trains without autocast.
-    "precision": {"bf16": {"bf16": True, "fp16": False}, "no": {"bf16": False, "fp16": False}, "fp16": {"bf16": False, "fp16": True}},
-    # Source: accelerate's launch file, trl/accelerate_configs/*.yaml.
-    "sharding": {
-        "none": {"distributed_type": "NO"},
-        "ddp": {"distributed_type": "MULTI_GPU"},
-        "zero1": {"distributed_type": "DEEPSPEED", "zero_stage": 1},
-        "zero2": {"distributed_type": "DEEPSPEED", "zero_stage": 2},
-        "zero3": {"distributed_type": "DEEPSPEED", "zero_stage": 3},
-        "fsdp2": {"distributed_type": "FSDP", "fsdp_version": 2},
-    },
-    "offload_optimizer": {False: {"offload_optimizer_device": "none"}, True: {"offload_optimizer_device": "cpu"}},
-    "offload_param": {False: {"offload_param_device": "none"}, True: {"offload_param_device": "cpu"}},
-    # Source: trl/trainer/grpo_config.py, use_vllm and vllm_mode.
-    "vllm": {"off": {"use_vllm": False}, "colocate": {"use_vllm": True, "vllm_mode": "colocate"}, "server": {"use_vllm": True, "vllm_mode": "server"}},
-    # Source: torch/cuda/memory.py; read from the environment before the first allocation.
-    "expandable_segments": {False: {"PYTORCH_CUDA_ALLOC_CONF": ""}, True: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
-}
-
-FSDP_OFFLOAD = "fsdp_offload_params"  # accelerate's name; FSDP moves parameters, gradients and optimizer together
-
-# One field, another name. Read everywhere; the second table is what is written.
-ALIASES: dict[str, str] = {
-    "model_name_or_path": "model",
-    "reward_model_name_or_path": "reward_model",  # trl/scripts/grpo.py
-    "teacher_model_name_or_path": "teacher_model",  # trl/trainer/distillation_config.py
-    "torch_dtype": "dtype",  # transformers 4
-    "max_seq_length": "max_length",  # trl before 0.20
-    "max_new_tokens": "max_completion_length",  # online DPO, GKD
-    "response_length": "max_completion_length",  # PPO
-    "max_prompt_length": "prompt_length",  # trl before 1.0
-    "kl_coef": "beta",  # PPO
-    "activation_checkpointing": "gradient_checkpointing",  # transformers 5.23, training_args.py:908
-    "every_n_layers": "checkpoint_every_n_layers",  # a key of gradient_checkpointing_kwargs
-    "offload": "checkpoint_offload",  # a key of gradient_checkpointing_kwargs
-    "num_machines": "num_nodes",  # accelerate
-    "mixed_precision": "precision",  # accelerate
-    FSDP_OFFLOAD: "offload_param",
-    "offload_params": "offload_param",  # the same in an fsdp_config
-}
-NAMES: dict[str, str] = {
-    "model": "model_name_or_path",
-    "reward_model": "reward_model_name_or_path",
-    "teacher_model": "teacher_model_name_or_path",
-    "num_nodes": "num_machines",
-}
-METHOD_NAMES: dict[tuple[str, str], str] = {
-    ("online-dpo", "max_completion_length"): "max_new_tokens",
-    ("gkd", "max_completion_length"): "max_new_tokens",
-    ("ppo", "max_completion_length"): "response_length",
-    ("ppo", "beta"): "kl_coef",
-}
-
-# Another way to write a value.
-VALUE_ALIASES: dict[str, dict[str, str]] = {
-    "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
-    "attn_implementation": {  # the flash kernels of the Hub, trl/docs kernels_hub
-        "kernels-community/flash-attn2": "flash_attention_2",
-        "kernels-community/flash-attn3": "flash_attention_3",
-        "kernels-community/vllm-flash-attn3": "flash_attention_3",
-    },
-}
+from planner.spellings import ALIASES, FSDP_OFFLOAD, METHOD_NAMES, NAMES, OWNER, SPELLINGS, VALUE_ALIASES, Value
 
 MANY, LARGEST = 10**6, 10**9  # of samples, of anything: more is a slip of the finger
 # The smallest and largest value of a number; a count that is not here is at least 1.
@@ -142,7 +62,6 @@ AUTO = "auto"  # as `dtype`: that of the published weights (transformers/modelin
 NAMED_AS = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
 LISTED_CHOICES = 10  # an error lists no more; of a longer list it names the nearest
 _MODELS = ("model", "reward_model", "teacher_model")
-_OWNER: dict[str, str] = {name: field for field, rows in SPELLINGS.items() for row in rows.values() for name in row}
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -156,7 +75,7 @@ def field_types() -> dict[str, object]:
 @cache
 def setting_names() -> tuple[str, ...]:
     """Every name that `--set` and a config file may use."""
-    return tuple(dict.fromkeys((*field_types(), *_OWNER, *ALIASES)))
+    return tuple(dict.fromkeys((*field_types(), *OWNER, *ALIASES)))
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
@@ -184,7 +103,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
 
 def fields_named(names: Iterable[str]) -> set[str]:
     """The Candidate fields that these settings decide."""
-    return {_OWNER.get(name) or ALIASES.get(name, name) for name in names}
+    return {OWNER.get(name) or ALIASES.get(name, name) for name in names}
 
 
 def candidate_fields(given: Mapping[str, Value], published_dtype: str) -> dict[str, Value]:
@@ -201,8 +120,8 @@ def candidate_fields(given: Mapping[str, Value], published_dtype: str) -> dict[s
     for name, raw in given.items():
         value = _checked(name, raw)
         value = published_dtype if value == AUTO and ALIASES.get(name, name) == "dtype" else value
-        if name in _OWNER:
-            spelled.setdefault(_OWNER[name], {})[name] = value
+        if name in OWNER:
+            spelled.setdefault(OWNER[name], {})[name] = value
         else:
             _choose(chosen, said, ALIASES.get(name, name), value, f"{name}={_text(value)}")
     for field, names in spelled.items():
@@ -291,13 +210,13 @@ def _row_of(field: str, names: Mapping[str, Value]) -> str | bool:
 
 
 def _spelled_values(name: str) -> list[str]:
-    return list(dict.fromkeys(_text(row[name]) for row in SPELLINGS[_OWNER[name]].values() if name in row))
+    return list(dict.fromkeys(_text(row[name]) for row in SPELLINGS[OWNER[name]].values() if name in row))
 
 
 def _type_of(name: str) -> object:
-    if name not in _OWNER:
+    if name not in OWNER:
         return field_types()[ALIASES.get(name, name)]
-    return type(next(row[name] for row in SPELLINGS[_OWNER[name]].values() if name in row))
+    return type(next(row[name] for row in SPELLINGS[OWNER[name]].values() if name in row))
 
 
 def _checked(name: str, value: Value) -> Value:

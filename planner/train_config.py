@@ -7,7 +7,8 @@ from pathlib import Path
 
 from planner.errors import InputError
 from planner.memory.lora import DEFAULT_TARGETS
-from planner.settings import Value, setting_names
+from planner.settings import setting_names
+from planner.spellings import Value
 
 # Keys whose value is a mapping of further settings.
 # Source: trl/scripts/utils.py:332 (env), transformers/training_args.py:908-925 and :1455, trl/trainer/base_config.py (model_init_kwargs).

@@ -30,7 +30,7 @@ from planner.own_results import keep
 from planner.plan import Plan
 from planner.quantities import Estimate, Phase
 from planner.saved import read_plan
-from planner.settings import Value
+from planner.spellings import Value
 from planner.trace.decide import answer_of
 from planner.units import format_gib
 from probes.run_candidate import candidate_of_run

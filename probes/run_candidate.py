@@ -20,7 +20,8 @@ from planner.memory.loss import release
 from planner.methods import METHODS, MethodName
 from planner.model import ModelShape
 from planner.question import NEWEST_TRL
-from planner.settings import Value, candidate_fields, setting_names
+from planner.settings import candidate_fields, setting_names
+from planner.spellings import Value
 
 GIVE_A_PLAN = "Give the callback a plan: MemoryPlanCallback('plan.json')."
 # The config of each method, by its class (planner/methods.py).

@@ -4,7 +4,7 @@ from planner.candidate import Candidate
 from planner.launch import deepspeed
 from planner.launch.placement import placement
 from planner.memory.sharding import DEEPSPEED
-from planner.settings import SPELLINGS
+from planner.spellings import SPELLINGS
 
 FILE = "accelerate.yaml"
 PORT = 29500  # torchrun's, accelerate 1.15, utils/launch.py `prepare_deepspeed_cmd_env`
