@@ -10,10 +10,11 @@ import pytest
 from test_measured import SHORT, seen
 
 from planner.candidate import Candidate
-from planner.cases import Case, Cases, LeftOut, point_candidate, read_cases
+from planner.cases import Case, Cases, LeftOut, read_cases
 from planner.errors import DryRunUnsupported, InputError, PlanError
 from planner.estimate import estimate
 from planner.gpus import parse_cluster
+from planner.grid import point_candidate
 from planner.journal import append_line, lines_of
 from planner.measurement import Measurement, measurement_line
 from planner.memory.runtime import CUBLAS_WORKSPACE_BYTES, context_bytes
