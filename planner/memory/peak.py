@@ -1,48 +1,14 @@
 """The table phase x component of one training GPU: when each kind of memory is alive. The peak is its heaviest row."""
 
-from dataclasses import dataclass
-
 from planner.candidate import Candidate
 from planner.cluster import Gpu
-from planner.memory.activations import Peaks
-from planner.memory.autograd import Moment
 from planner.memory.engine import EngineMemory
 from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
-from planner.memory.loss import FORMULAS, LINEAR_HEAD, Head, LossMemory, loss_of
+from planner.memory.loss import LINEAR_HEAD, loss_of
+from planner.memory.passes import Components, Passes, at, at_moment, gradients_stay, passes_of, remaining, sizes, together, total
 from planner.memory.runtime import fragmentation_bytes
-from planner.memory.stack import (
-    SHARDED,
-    StackMemory,
-    StackRecipe,
-    autocast_width,
-    compute_weight_width,
-    frozen_recipe,
-    stack_memory,
-    with_data,
-    without_adapters,
-)
-from planner.memory.states import States, states_of
-from planner.quantities import Component, Phase, PhaseMemory
-
-Components = dict[Component, int]
-NOTHING = (0, 0, 0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Passes:
-    """What the phases of one candidate are computed from. `tokens` and `scores` are those of the policy's training forward."""
-
-    candidate: Candidate
-    tokens: int
-    scores: int
-    states: States
-    stack: StackMemory
-    recipe: StackRecipe
-    head: Head
-    loss: LossMemory
-    idle: Components  # alive in every phase, the engine not sampling
-    training: Components  # alive during a micro-step: the same, gradients that stay, the attention mask that all layers share
-    engine: EngineMemory | None  # None: no vLLM engine in this process
+from planner.memory.stack import frozen_recipe, stack_memory, without_adapters
+from planner.quantities import Phase, PhaseMemory
 
 
 def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> tuple[PhaseMemory, ...]:
@@ -61,36 +27,6 @@ def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) ->
     return tuple(finished(name, components, candidate) for name, components in rows)
 
 
-def passes_of(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> Passes:
-    head, states = head_of(candidate), states_of(candidate, gpu)
-    recipe = with_data(states.recipe, candidate, gpu.supports_flash_attention_2)
-    scores = head.tokens * candidate.attention_length
-    trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
-    stay = gradients_stay(candidate)
-    idle = dict(states.resident)
-    if engine is not None:
-        idle["engine"] = engine.asleep_bytes
-    training: Components = {"gradients": states.accumulated_gradients if stay else 0, "attention_scores": recipe.mask_widths * scores}
-    return Passes(
-        candidate=candidate,
-        tokens=head.tokens,
-        scores=scores,
-        states=states,
-        stack=stack_memory(candidate.model, recipe, stay, trained_head),
-        recipe=recipe,
-        head=head,
-        loss=FORMULAS[loss_of(candidate)](head),
-        idle=idle,
-        training=together(idle, training, value_graph(candidate, recipe, head.tokens, scores)),
-        engine=engine,
-    )
-
-
-def gradients_stay(candidate: Candidate) -> bool:
-    """Whether gradients are there when a micro-step begins: accumulated ones, and the buffers of ZeRO and FSDP2."""
-    return candidate.gradient_accumulation_steps > 1 or candidate.sharding in SHARDED
-
-
 def finished(name: Phase, components: Components, candidate: Candidate) -> PhaseMemory:
     """A row of the table, with the allocator's slack on what PyTorch allocated in it."""
     outside = components.get("runtime", 0) + components.get("engine", 0)
@@ -98,35 +34,6 @@ def finished(name: Phase, components: Components, candidate: Candidate) -> Phase
     for component in [component for component, size in components.items() if not size]:
         del components[component]
     return PhaseMemory(name=name, components=components)
-
-
-# -- the head ----------------------------------------------------------------------------------------------------------
-
-
-def head_elements(candidate: Candidate) -> int:
-    """Parameters of the output head: the reward trainers' score has one number for each of hidden_size."""
-    model = candidate.model
-    return model.hidden_size if candidate.method == "reward" else model.vocab_size * model.hidden_size
-
-
-def head_of(candidate: Candidate) -> Head:
-    model, width, tokens = candidate.model, compute_weight_width(candidate), candidate.tokens
-    labelled = candidate.labelled_tokens
-    return Head(
-        tokens=tokens,
-        labelled_tokens=labelled,
-        logit_tokens=labelled if candidate.method in ("grpo", "rloo") else tokens,
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        hidden_width=width,
-        weight_width=width,
-        compute_width=autocast_width(candidate) or width,
-        trainable=candidate.tuning == "full",
-        softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None) is not None,  # Gemma2Config's default
-    )
-
-
-# -- phases ------------------------------------------------------------------------------------------------------------
 
 
 def load(passes: Passes) -> Components:
@@ -152,6 +59,14 @@ def rollout(passes: Passes) -> Components:
         return components
     components["communication"] += passes.states.generation_gather
     return together(components, generation(passes))
+
+
+def awake(passes: Passes) -> Components:
+    """What is there in every phase, and the engine of the same process while it samples or starts."""
+    components = dict(passes.idle)
+    if passes.engine is not None:
+        components["engine"] = passes.engine.total_bytes
+    return components
 
 
 def generation(passes: Passes) -> Components:
@@ -225,14 +140,6 @@ def frozen_forward(passes: Passes) -> Components:
     return max(layers, head, key=total)
 
 
-def value_graph(candidate: Candidate, recipe: StackRecipe, tokens: int, scores: int) -> Components:
-    """What PPO's value model keeps while the policy's passes run: both are one forward (trl 1.12, ppo_trainer.py, PolicyAndValueWrapper)."""
-    if not candidate.method_row.value_model:
-        return {}
-    stack = stack_memory(candidate.reward_model or candidate.model, frozen_recipe(candidate, recipe.flash), True, 0)
-    return sizes(stack.saved, tokens, scores)
-
-
 def backward(passes: Passes) -> Components:
     """Layer by layer from the last; before them the head's own backward, after them the embedding's.
 
@@ -269,61 +176,3 @@ def embedding_backward(passes: Passes) -> Components:
 
 def optimizer_step(passes: Passes) -> Components:
     return together(passes.idle, {"gradients": passes.states.step_gradients, "transients": passes.states.step_temporaries})
-
-
-# -- what phases are made of -------------------------------------------------------------------------------------------
-
-
-def awake(passes: Passes) -> Components:
-    """What is there in every phase, and the engine of the same process while it samples or starts."""
-    components = dict(passes.idle)
-    if passes.engine is not None:
-        components["engine"] = passes.engine.total_bytes
-    return components
-
-
-def at_moment(passes: Passes, peaks: Peaks) -> Components:
-    """The heaviest moment; with offloading, the one that is heaviest with what has moved to the host taken out."""
-    if not offloads(passes.candidate):
-        return at(peaks, passes.tokens, passes.scores)
-    return max((sizes(remaining(passes, moment), passes.tokens, passes.scores) for moment in peaks.moments), key=total)
-
-
-def offloads(candidate: Candidate) -> bool:
-    return candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)
-
-
-def at(peaks: Peaks, tokens: int, scores: int) -> Components:
-    return sizes(peaks.at(tokens, scores)[1], tokens, scores)
-
-
-def sizes(moment: Moment, tokens: int, scores: int) -> Components:
-    return {kind: size[0] * tokens + size[1] * scores + size[2] for kind, size in moment.kinds}
-
-
-def remaining(passes: Passes, moment: Moment) -> Moment:
-    """The moment without what offloading has moved to the host: of what is saved, one layer's stays.
-
-    Source: trl 1.16, models/activation_offloading.py (up to five tensors wait for their copy); transformers 5.23, `offload` of
-    activation_checkpointing_kwargs.
-    """
-    if not offloads(passes.candidate):
-        return moment
-    kinds = dict(moment.kinds)
-    for kind in ("activations", "attention_scores"):
-        held, saved, layer = (dict(each.kinds).get(kind, NOTHING) for each in (moment, passes.stack.saved, passes.stack.one_layer))
-        kinds[kind] = (max(held[0] - saved[0], 0) + min(held[0], layer[0]), max(held[1] - saved[1], 0) + min(held[1], layer[1]), held[2])
-    return Moment(moment.total, tuple(kinds.items()))
-
-
-def together(first: Components, *parts: Components) -> Components:
-    components = first.copy()
-    known = components.get
-    for part in parts:
-        for component, size in part.items():
-            components[component] = known(component, 0) + size
-    return components
-
-
-def total(components: Components) -> int:
-    return sum(components.values())
