@@ -7,9 +7,10 @@ from importlib.metadata import version
 
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported, PlanError
+from planner.memory.sharding import SHARDED
 from planner.model import ModelShape
 from planner.quantities import Estimate
-from planner.trace.compose import SHARDED, single_process, without_states
+from planner.trace.compose import single_process, without_states
 from planner.trace.decide import simulated
 from planner.trace.fit import Ambiguous, Sample, fit_profile, told_apart
 from planner.trace.profile import NoProfile, Profile

@@ -15,9 +15,10 @@ from planner.cluster import Cluster
 from planner.errors import NothingFits, PlanError
 from planner.estimate import estimate
 from planner.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage
+from planner.memory.sharding import SHARDED
 from planner.quantities import Component, Phase, PhaseMemory
 from planner.trace.allocator import Allocator, AllocatorSettings, Block, OutOfMemory
-from planner.trace.compose import OUTSIDE, SHARDED, STATES, Simulation, without_states
+from planner.trace.compose import OUTSIDE, STATES, Simulation, without_states
 from planner.trace.timeline import STAYS, Trace
 from planner.units import format_size
 from probes.simulate import simulate, ways_on

@@ -18,7 +18,8 @@ from planner.estimate import estimate
 from planner.job import Job
 from planner.memory.activations import LayerMemory, Peaks, layer_memory
 from planner.memory.kv_cache import kv_cache_bytes
-from planner.memory.stack import StackMemory, stack_memory, stack_recipe
+from planner.memory.stack import StackMemory, stack_memory
+from planner.memory.stack_recipe import stack_recipe
 from planner.memory.tensors import model_tensors
 from planner.model import ModelShape
 from planner.plan import plan

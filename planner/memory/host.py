@@ -6,7 +6,8 @@ from planner.candidate import DTYPE_BYTES, Candidate
 from planner.cluster import Cluster
 from planner.memory.optimizer import host_states_bytes, paged_states_bytes
 from planner.memory.parameters import BITSANDBYTES, parameters, policy_parameters
-from planner.memory.stack import stack_memory, stack_recipe
+from planner.memory.stack import stack_memory
+from planner.memory.stack_recipe import stack_recipe
 from planner.memory.states import STRUCTURE, Structure
 from planner.memory.weights import base_dtype_bytes, reference_weights_bytes
 from planner.model import ModelShape

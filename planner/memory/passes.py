@@ -8,7 +8,9 @@ from planner.memory.activations import Peaks
 from planner.memory.autograd import NOTHING, Moment
 from planner.memory.engine import EngineMemory
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
-from planner.memory.stack import SHARDED, StackMemory, StackRecipe, autocast_width, compute_weight_width, frozen_recipe, stack_memory, with_data
+from planner.memory.sharding import SHARDED
+from planner.memory.stack import StackMemory, stack_memory
+from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, with_data
 from planner.memory.states import States, states_of
 from planner.quantities import Component
 

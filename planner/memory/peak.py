@@ -7,7 +7,8 @@ from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_byte
 from planner.memory.loss import LINEAR_HEAD, loss_of
 from planner.memory.passes import Components, Passes, at, at_moment, gradients_stay, passes_of, remaining, sizes, together, total
 from planner.memory.runtime import fragmentation_bytes
-from planner.memory.stack import frozen_recipe, stack_memory, without_adapters
+from planner.memory.stack import stack_memory
+from planner.memory.stack_recipe import frozen_recipe, without_adapters
 from planner.quantities import Phase, PhaseMemory
 
 

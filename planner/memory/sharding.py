@@ -6,6 +6,7 @@ from planner.candidate import Candidate, Sharding
 from planner.memory.tensors import Tensors, TensorSet, rounded_bytes, tensor_bytes
 
 DEEPSPEED: tuple[Sharding, ...] = ("zero1", "zero2", "zero3")
+SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # whose ranks keep pieces of what DDP repeats
 
 # Hugging Face's values for "auto" in a DeepSpeed config, in elements.
 # Source: transformers 5.23, integrations/deepspeed.py:229-242 (H^2, 0.9 H^2, 10 H for hidden_size H).

@@ -15,7 +15,7 @@ from planner.memory.gradients import accumulated_gradients_bytes, gradients_byte
 from planner.memory.modules import Recipe
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.runtime import runtime_bytes
-from planner.memory.stack import policy_recipe
+from planner.memory.stack_recipe import policy_recipe
 from planner.memory.weights import weights_by_role
 from planner.quantities import Component
 

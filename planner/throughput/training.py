@@ -100,7 +100,7 @@ def attention_kernel(candidate: Candidate, flash: bool) -> str:
     """What attention costs as: sdpa takes FlashAttention where the card has it, numbers have 16 bits and there is no mask.
 
     Without a mask keys are not copied to every head, so that elsewhere nothing but plain products knows them where they are fewer than the queries'.
-    Source: `planner.memory.stack.kernel`, which says where it is from.
+    Source: `planner.memory.stack_recipe.kernel`, which says where it is from.
     """
     if candidate.attn_implementation != "sdpa":
         return candidate.attn_implementation

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from planner.candidate import Candidate
 from planner.cluster import Gpu
 from planner.errors import DryRunUnsupported
-from planner.memory.sharding import DEEPSPEED
+from planner.memory.sharding import SHARDED
 from planner.quantities import Component, GpuMemory, Phase, PhaseMemory
 from planner.trace.reserved import Reserved, reserved_of
 from planner.trace.timeline import STAYS, Trace
@@ -20,7 +20,6 @@ Components = dict[Component, int]
 STATES: frozenset[Component] = frozenset({"weights", "adapters", "gradients", "optimizer_states"})
 # What no single process has in its trace.
 OUTSIDE: frozenset[Component] = frozenset({"communication", "engine", "runtime", "fragmentation"})
-SHARDED = (*DEEPSPEED, "fsdp2")
 # Phases of a rank that one process does not go through in the same way: the sharded optimizer's own step, and what the engine does.
 OF_THE_RANK: tuple[Phase, ...] = ("load", "optimizer_step", "save")
 OF_THE_ENGINE: tuple[Phase, ...] = ("weight_sync", "rollout")
@@ -52,7 +51,7 @@ class Simulation:
 
 
 def refuse_other_kernels(candidate: Candidate, gpu: Gpu) -> None:
-    """Profiles are of cards that have FlashAttention; without it sdpa takes another kernel where there is no mask (planner/memory/stack.py).
+    """Profiles are of cards that have FlashAttention; without it sdpa takes another kernel where there is no mask (planner/memory/stack_recipe.py).
 
     Raises:
         DryRunUnsupported: the card takes it.

@@ -13,8 +13,9 @@ from itertools import product
 from operator import attrgetter
 
 from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
+from planner.memory.sharding import SHARDED
 from planner.model import ModelShape
-from planner.trace.compose import SHARDED, single_process
+from planner.trace.compose import single_process
 from planner.trace.profile import NoProfile
 from planner.trace.terms import TOKEN_CHUNK, VOCAB_CHUNK
 
