@@ -1,7 +1,7 @@
 """The options of the commands, in groups: a command takes the groups it reads, and Typer sees every field of them as an option.
 
-A new command is a function in `planner/cli.py` whose parameters are groups, such as `def probe(asked: AskedOne, printed: Written) -> int`,
-under `@app.command()` and `@grouped`; what only it reads is a group of its own here.
+A new command is a function in `planner/commands/` whose parameters are groups, such as `def probe(asked: AskedOne, printed: Written) -> int`,
+under `@grouped`, registered in `planner/cli.py`; what only it reads is a group of its own here.
 """
 
 import functools
