@@ -12,9 +12,11 @@ from planner.model import ModelShape
 from planner.quantities import Estimate
 from planner.trace.compose import single_process, without_states
 from planner.trace.decide import simulated
-from planner.trace.fit import Ambiguous, Sample, fit_profile, told_apart
+from planner.trace.fit import fit_profile
+from planner.trace.fit_sizes import told_apart
 from planner.trace.profile import NoProfile, Profile
 from planner.trace.recipe import MANY_TILES, base_layers, key_of, numbers, period, recipe_of, sizes_of
+from planner.trace.samples import Ambiguous, Sample
 from planner.trace.store import LIBRARIES, load_profile, save_profile
 from planner.trace.terms import VOCAB_CHUNK
 from probes.simulate import REASON_LENGTH, dry_run  # which imports the libraries quickly
