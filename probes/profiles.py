@@ -10,13 +10,15 @@ from planner.errors import DryRunUnsupported, PlanError
 from planner.memory.sharding import SHARDED
 from planner.model import ModelShape
 from planner.quantities import Estimate
+from planner.trace.architecture import MANY_TILES, base_layers, numbers, period
 from planner.trace.compose import single_process, without_states
 from planner.trace.decide import simulated
 from planner.trace.fit import fit_profile
 from planner.trace.fit_sizes import told_apart
 from planner.trace.profile import NoProfile, Profile
-from planner.trace.recipe import MANY_TILES, base_layers, key_of, numbers, period, recipe_of, sizes_of
+from planner.trace.recipe import key_of, recipe_of
 from planner.trace.samples import Ambiguous, Sample
+from planner.trace.sizes import sizes_of
 from planner.trace.store import LIBRARIES, load_profile, save_profile
 from planner.trace.terms import VOCAB_CHUNK
 from probes.simulate import REASON_LENGTH, dry_run  # which imports the libraries quickly

@@ -21,9 +21,10 @@ from planner.candidate import Candidate, Sharding
 from planner.catalogue import load_model
 from planner.memory.sharding import SHARDED
 from planner.methods import MethodName
+from planner.trace.architecture import base_layers, numbers, period
 from planner.trace.compose import single_process, without_states
 from planner.trace.profile import Profile
-from planner.trace.recipe import base_layers, numbers, period, sizes_of
+from planner.trace.sizes import sizes_of
 from planner.trace.store import LIBRARIES, load_profile
 
 Tuning = Literal["lora", "qlora", "full", "full in 16 bits"]

@@ -20,8 +20,9 @@ from planner.trace.compose import OUTSIDE, STATES, without_states
 from planner.trace.decide import decided
 from planner.trace.fit import fit_profile
 from planner.trace.profile import Expression, Moment, NoProfile, Profile, constant, profile_from_json, profile_to_json
-from planner.trace.recipe import key_of, recipe_of, sizes_of
+from planner.trace.recipe import key_of, recipe_of
 from planner.trace.samples import Sample
+from planner.trace.sizes import sizes_of
 from planner.trace.store import load_profile, save_profile
 from planner.trace.timeline import STAYS, Allocation, Trace
 

@@ -8,9 +8,10 @@ from planner.confidence import fit_probability, interval_bytes
 from planner.errors import DryRunUnsupported
 from planner.estimate import estimate
 from planner.quantities import TOTAL_BYTES, Estimate
+from planner.trace.architecture import numbers
 from planner.trace.compose import composed, refuse_other_kernels
 from planner.trace.profile import NoProfile, Profile
-from planner.trace.recipe import numbers, sizes_of
+from planner.trace.sizes import sizes_of
 from planner.trace.store import load_profile
 
 
