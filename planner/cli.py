@@ -22,7 +22,8 @@ plan estimate --model Qwen2.5-0.5B --gpus 1xRTX-3090 --method sft --tuning lora 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 app.callback(invoke_without_command=True, epilog=EPILOG)(planning.search)
 for name, command in (
-    ("estimate", planning.estimate), ("dry-run", running.dry_run), ("probe", running.probe), ("validate", running.validate), ("export", telling.export),
+    ("estimate", planning.estimate), ("dry-run", running.dry_run), ("probe", running.probe), ("diagnose", telling.diagnose),
+    ("validate", running.validate), ("export", telling.export),
 ):  # fmt: skip
     app.command(name, epilog=EPILOG)(command)
 for command in (telling.models, telling.gpus, telling.schema):

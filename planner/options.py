@@ -91,6 +91,13 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Logged:
+    """A log of a run."""
+
+    log: Annotated[str, typer.Argument(metavar="LOG", help="A traceback or the log of a run, of TRL, accelerate, DeepSpeed or vLLM; - reads stdin.")]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Printed:
     """What is printed."""
 

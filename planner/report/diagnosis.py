@@ -1,0 +1,110 @@
+"""What a log told and what would fit, as a table and as JSON."""
+
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from planner.confirmed import changed
+from planner.diagnosis.advice import advice, what_happened
+from planner.diagnosis.incident import Incident
+from planner.diagnosis.job import Diagnosis
+from planner.plan import Plan
+from planner.quantities import Estimate
+from planner.report.json import estimate_report
+from planner.report.lines import joined, listed, wrapped
+from planner.report.table import MAX_WIDTH, MIN_WIDTH
+from planner.report.words import bare_gib, cards, describe, rung, speed, tightest, verdict, words
+from planner.units import format_gib, format_size
+
+SCHEMA = 1
+# The sizes of PyTorch's message in the order in which they fill a card.
+FIGURES = (
+    ("allocated", "tensors"), ("graphs", "of them in CUDA graphs"), ("unallocated", "held by the allocator, unused"), ("outside", "outside PyTorch"),
+    ("others", "other processes"), ("free", "free"),
+)  # fmt: skip
+
+
+def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
+    """What happened and where, what to turn, and where the job is known what was expected and what fits."""
+    width = min(max(width, MIN_WIDTH), MAX_WIDTH)
+    lines: list[Text] = []
+    for number, incident in enumerate(diagnosis.incidents):
+        lines += _incident("happened" if number == 0 else "then", incident, width)
+    lines += [*_expected(diagnosis, width), *_instead(diagnosis, width)]
+    return joined(lines)
+
+
+def _incident(label: str, incident: Incident, width: int) -> Iterator[Text]:
+    yield from wrapped(label, [what_happened(incident)], width, style="bold", hanging=2)
+    yield from wrapped("", [f"{what} {format_size(size)}" for what, size in figures(incident)], width)
+    where = [incident.where] if incident.where else []
+    yield from wrapped("at", [*where, f"line {incident.line} of the log"], width)
+    yield from listed("turn", advice(incident), width)
+
+
+def figures(incident: Incident) -> list[tuple[str, int]]:
+    """What filled the card by the message, in words; nothing where the message has no such figures."""
+    sizes = {**incident.sizes, "outside": incident.outside_bytes}
+    return [(what, sizes[name]) for name, what in FIGURES if sizes.get(name)] if "allocated" in sizes else []
+
+
+def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
+    expected, phase = diagnosis.expected, diagnosis.expected_phase
+    if expected is None or diagnosis.cluster is None:
+        return
+    yield Text()
+    candidate = expected.candidate
+    yield from wrapped("job", [f"{candidate.model.id} · {candidate.method} on {cards(diagnosis.cluster)}", describe(candidate)], width)
+    yield from wrapped(rung(expected), [verdict(expected)], width)
+    if phase is not None and phase.name != tightest(expected).peak.name:
+        yield from wrapped("", [f"{format_gib(phase.total_bytes, 1)} in the {words(phase.name)}, where it stopped"], width)
+    if expected.fits:
+        yield from wrapped("", ["so these settings are not all of it: the run had others, or its GPUs were not its own"], width, hanging=2)
+
+
+def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
+    if diagnosis.why_none:
+        yield from wrapped("instead", [diagnosis.why_none], width)
+    if diagnosis.instead is None or diagnosis.expected is None:
+        return
+    best = diagnosis.instead.best
+    if best.candidate == diagnosis.expected.candidate:
+        return
+    yield Text()
+    yield from wrapped("instead", [describe(best.candidate)], width, style="bold")
+    yield from wrapped("", [verdict(best)], width, style="green" if best.fits else "red")
+    yield from wrapped("", [speed(best)], width)
+    yield from wrapped("change", changed(diagnosis.expected.candidate, best.candidate).split(" · "), width)
+    yield from listed("to fit", [_remedy(diagnosis.instead, number) for number in range(len(diagnosis.instead.remedies))], width)
+
+
+def _remedy(plan: Plan, number: int) -> str:
+    remedy = plan.remedies[number]
+    gpu = tightest(remedy.estimate)
+    return f"{remedy.change}: fits in {bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}"
+
+
+def diagnosis_report(diagnosis: Diagnosis) -> dict[str, object]:
+    """What `plan diagnose --json` prints: bytes as integers."""
+    return {
+        "schema": SCHEMA,
+        "incidents": [_report(incident) for incident in diagnosis.incidents],
+        "expected": _estimate(diagnosis.expected),
+        "instead": _estimate(diagnosis.instead.best if diagnosis.instead is not None else None),
+        "why_none": diagnosis.why_none,
+    }
+
+
+def _report(incident: Incident) -> dict[str, object]:
+    return {
+        "kind": incident.kind, "line": incident.line, "rank": incident.rank, "gpu": incident.gpu, "phase": incident.phase, "where": incident.where,
+        "bytes": dict(sorted(incident.sizes.items())), "numbers": dict(sorted(incident.numbers.items())), "happened": what_happened(incident),
+        "turn": list(advice(incident)),
+    }  # fmt: skip
+
+
+def _estimate(estimate: Estimate | None) -> dict[str, object] | None:
+    if estimate is None:
+        return None
+    report = estimate_report(estimate)
+    return {name: value for name, value in report.items() if name not in ("schema", "warnings")}

@@ -1,0 +1,155 @@
+"""Logs of runs that ended for want of memory: what is read of them, and what fits instead. The messages are those of public issues."""
+
+import io
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from planner.cli import run
+from planner.diagnosis import Incident, incidents
+from planner.diagnosis.advice import advice, what_happened
+from planner.units import GIB, MIB
+
+LOGS = Path(__file__).with_name("logs")
+JOB = ("--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo")
+
+
+def read(name: str) -> tuple[Incident, ...]:
+    return incidents((LOGS / f"{name}.log").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "phase", "where"),
+    [
+        ("grpo_optimizer_step", "gpu", "optimizer_step", "adamw.py:606 in _multi_tensor_adamw"),
+        ("dpo_wrapped", "gpu", "forward", "dpo_trainer.py:1410 in compute_loss"),
+        ("rollout", "gpu", "rollout", "modeling_qwen2.py:196 in forward"),
+        ("before_2_1", "gpu", "backward", "train.py:605 in main"),
+        ("shared_card", "gpu", None, ""),
+        ("vllm_start", "engine_start", None, ""),
+        ("vllm_length", "engine_length", None, ""),
+        ("host_killed", "host", None, ""),
+    ],
+)
+def test_a_log_tells_what_ran_out_and_in_which_phase(name, kind, phase, where):
+    (incident,) = read(name)
+    assert (incident.kind, incident.phase, incident.where) == (kind, phase, where)
+
+
+def test_the_figures_of_a_message_are_bytes():
+    (incident,) = read("grpo_optimizer_step")
+    sizes = {"tried": 130 * MIB, "total": round(94.99 * GIB), "free": round(87.19 * MIB), "process": round(94.88 * GIB)}
+    assert incident.sizes == sizes | {"allocated": round(93.10 * GIB), "unallocated": round(1.02 * GIB)}
+    assert (incident.rank, incident.gpu, incident.line) == ("rank0", 0, 15)
+    assert incident.outside_bytes == round(94.88 * GIB) - round(93.10 * GIB) - round(1.02 * GIB)
+    assert incident.fragmented
+
+
+def test_a_number_that_a_terminal_has_broken_in_two_is_one_number():
+    (incident,) = read("dpo_wrapped")
+    assert incident.sizes["allocated"] == round(40.30 * GIB)
+
+
+def test_of_the_processes_on_a_card_those_of_others_are_counted():
+    (incident,) = read("shared_card")
+    listed = sum(round(float(size) * unit) for size, unit in (("6.79", GIB), ("514.00", MIB), ("4.93", GIB), ("894.00", MIB)))
+    assert incident.sizes["others"] == listed - round(4.50 * GIB) - round(2.14 * GIB)
+    assert any(line.startswith("other processes hold 6.46 GiB") for line in advice(incident))
+
+
+def test_reserved_less_allocated_is_unused_before_torch_2_1():
+    (incident,) = read("before_2_1")
+    assert incident.sizes["unallocated"] == round(68.48 * GIB) - round(63.19 * GIB)
+    assert (incident.gpu, incident.fragmented) == (3, False)
+
+
+def test_an_engine_is_told_the_share_that_would_start_and_the_length_that_fits():
+    (start,), (length,) = read("vllm_start"), read("vllm_length")
+    assert "vllm_gpu_memory_utilization 0.51 is the largest" in advice(start)[0]
+    assert "vllm_max_model_length up to 82,944" in advice(length)[0]
+    assert what_happened(length).endswith("a sequence of max_model_len 131,072 needs a KV cache of 34.00 GiB, there were 21.50 GiB")
+
+
+def test_a_process_that_its_launcher_killed_did_not_lack_main_memory():
+    text = (LOGS / "rollout.log").read_text(encoding="utf-8") + (LOGS / "host_killed.log").read_text(encoding="utf-8")
+    assert [incident.kind for incident in incidents(text)] == ["gpu"]
+
+
+def test_each_rank_is_told_of_once():
+    lines = (LOGS / "grpo_optimizer_step.log").read_text(encoding="utf-8")
+    assert [incident.rank for incident in incidents(lines + lines + lines.replace("rank0", "rank1"))] == ["rank0", "rank1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "library"),
+        ("RuntimeError: CUDA error: out of memory", "library"),
+        ("Failed to CUDA calloc async 608 bytes", "communication"),
+        ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.", "engine_cache"),
+        ("AssertionError: Expandable segments are not compatible with memory pool. Please track ..", "engine_pool"),
+        ("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62", "gpu"),
+        ("RuntimeError: DataLoader worker (pid 412) is killed by signal: Killed.", "host"),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.", "host"),
+        ("HIP out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 63.98 GiB of which 0 bytes is free.", "gpu"),
+    ],
+)
+def test_every_kind_of_message_is_known_and_said_in_a_line(line, kind):
+    (incident,) = incidents(line)
+    assert incident.kind == kind
+    assert "\n" not in what_happened(incident)
+
+
+def test_a_long_log_without_an_error_is_read_quickly():
+    assert incidents("{'loss': 1.9, 'grad_norm': 0.4, 'learning_rate': 1e-05}\n" * 200_000) == ()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_with_the_job_it_says_what_was_expected_and_what_fits(capsys):
+    assert run(["diagnose", str(LOGS / "rollout.log"), *JOB, "--tuning", "lora", "--batch-size", "16", "--max-completion-length", "2048"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("happened     GPU 0 ran out of memory in the rollout")
+    assert "does not fit" in text.split("instead")[0] and "in the rollout, where it stopped" in text
+    assert "fits with" in text.split("instead")[1] and "per_device_train_batch_size=" in text
+
+
+def test_what_fits_keeps_the_data_and_the_optimizer_step_of_the_run(capsys):
+    asked = ["--tuning", "lora", "--batch-size", "16", "--max-completion-length", "2048", "--set", "lora_r=64"]
+    assert run(["diagnose", str(LOGS / "rollout.log"), *JOB, *asked, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    settings, before = report["instead"]["settings"], report["expected"]["settings"]
+    assert (settings["max_completion_length"], settings["lora_r"]) == (2048, 64)
+    samples = [each["per_device_train_batch_size"] * each["gradient_accumulation_steps"] * each["num_processes"] for each in (settings, before)]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("job", [(), JOB])
+def test_the_report_follows_the_schema(job, capsys):
+    assert run(["diagnose", str(LOGS / "grpo_optimizer_step.log"), *job, "--json"]) == 0
+    schema = json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(json.loads(capsys.readouterr().out), schema)
+
+
+def test_a_log_is_read_from_stdin(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO((LOGS / "vllm_start.log").read_text(encoding="utf-8")))
+    assert run(["diagnose", "-"]) == 0
+    assert "vLLM did not start" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["nowhere.log"], "nowhere.log cannot be read: No such file or directory"),
+        ([str(Path(__file__).with_name("conftest.py"))], "tells of no lack of memory"),
+        ([str(LOGS / "rollout.log"), "--model", "Qwen2.5-7B"], "--gpus and --method are missing"),
+    ],
+)
+def test_what_cannot_be_diagnosed_is_one_line(asked, said, capsys):
+    assert run(["diagnose", *asked]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and said in captured.err and captured.err.count("\n") == 1
