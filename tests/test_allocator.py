@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from planner.cluster import Gpu
 from planner.gpus import load_gpu
 from planner.quantities import Phase
-from planner.trace.allocator import Allocator, AllocatorSettings, replay
+from planner.trace.allocator import Allocator, AllocatorSettings
+from planner.trace.replay import replay
 from planner.trace.reserved import reserved_of
 from planner.trace.timeline import STAYS, Allocation, Trace
 from planner.units import GIB, MIB

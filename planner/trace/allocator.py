@@ -1,11 +1,10 @@
-"""The CUDA caching allocator replayed: what a trace's allocations reserve on the card, what fragments, and where a card would run out.
+"""PyTorch's caching allocator for CUDA: segments of a card, cut into blocks and joined again.
 
 Source: pytorch c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (2.13), one stream. Leaves out streams, captured graphs
 and pinned memory.
 """
 
 import bisect
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from planner.units import MIB, format_size
@@ -50,51 +49,6 @@ class OutOfMemory:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
-    """What a trace does to the card. `reserved` after every event, up to the one that ran out."""
-
-    reserved: tuple[int, ...]
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    fragmentation_bytes: int  # reserved beyond what was allocated when most was reserved
-    out_of_memory: OutOfMemory | None  # None: the card was large enough
-    slack: dict[int, int]  # after the events that were asked about: reserved, in no tensor, and in no segment that could be given back
-
-
-def replay(events: Iterable[tuple[int, int]], card_bytes: int, settings: AllocatorSettings | None = None, slack_at: frozenset[int] = frozenset()) -> Replay:
-    """Events of (allocation, +bytes or -bytes) run on a card that has `card_bytes` for the allocator.
-
-    An allocation is identified by its number; its sign says whether it is born or dies, as in `Trace.events`. `slack_at`: events to be asked about.
-    """
-    allocator = Allocator(card_bytes, settings or AllocatorSettings())
-    live: dict[int, Block] = {}
-    reserved: list[int] = []
-    slack: dict[int, int] = {}
-    failure: OutOfMemory | None = None
-    peak_allocated, unused_at_peak, peak_reserved, requested = 0, 0, 0, 0
-    for event, (allocation, size_bytes) in enumerate(events):
-        if size_bytes > 0:
-            block = allocator.allocate(size_bytes)
-            if block is None:
-                failure = allocator.out_of_memory(event, size_bytes)
-                break
-            live[allocation] = block
-        else:
-            allocator.free(live.pop(allocation))
-        requested += size_bytes
-        reserved.append(allocator.reserved_bytes)
-        peak_allocated = max(peak_allocated, allocator.allocated_bytes)
-        if allocator.reserved_bytes > peak_reserved:
-            peak_reserved, unused_at_peak = allocator.reserved_bytes, allocator.reserved_bytes - allocator.allocated_bytes
-        if event in slack_at:
-            slack[event] = allocator.reserved_bytes - allocator.idle_bytes() - requested
-    return Replay(
-        reserved=tuple(reserved), peak_allocated_bytes=peak_allocated, peak_reserved_bytes=peak_reserved, fragmentation_bytes=unused_at_peak,
-        out_of_memory=failure, slack=slack,
-    )  # fmt: skip
-
-
 @dataclass(slots=True, eq=False)
 class Block:
     """A piece of a segment, with its neighbours. `address` orders blocks of equal size, as pointers do."""
@@ -106,6 +60,10 @@ class Block:
     previous: "Block | None" = None
     following: "Block | None" = None
     freed_at: int = 0  # for garbage collection: the allocation count when it was last freed
+
+    @property
+    def is_whole_segment(self) -> bool:
+        return self.previous is None and self.following is None
 
 
 @dataclass(slots=True)
@@ -180,7 +138,7 @@ class Allocator:
             for block in list(pool.blocks.values()):
                 if self.settings.expandable_segments:
                     self._unmap(block, small)
-                elif block.previous is None and block.following is None:
+                elif block.is_whole_segment:
                     pool.remove(block)
                     self.reserved_bytes -= block.size_bytes
 
@@ -189,7 +147,7 @@ class Allocator:
         free = [block for pool in self._pools.values() for block in pool.blocks.values()]
         if self.settings.expandable_segments:
             return sum(block.size_bytes - block.size_bytes % EXPANDABLE_PAGE_BYTES[block.small] for block in free)
-        return sum(block.size_bytes for block in free if block.previous is None and block.following is None)
+        return sum(block.size_bytes for block in free if block.is_whole_segment)
 
     def out_of_memory(self, event: int, size_bytes: int) -> OutOfMemory:
         return OutOfMemory(
@@ -219,9 +177,9 @@ class Allocator:
             return
         pool = self._pools[False]
         target = self.reserved_bytes - threshold
-        whole = [block for block in pool.blocks.values() if block.previous is None and block.following is None]
-        ages = [self._count - block.freed_at for block in whole]
+        whole = [block for block in pool.blocks.values() if block.is_whole_segment]
         while target > 0 and whole:
+            ages = [self._count - block.freed_at for block in whole]
             mean = sum(ages) / len(ages)
             old = [block for block, age in zip(whole, ages, strict=True) if age >= mean]
             for block in old:
@@ -230,7 +188,6 @@ class Allocator:
                     self.reserved_bytes -= block.size_bytes
                     target -= block.size_bytes
             whole = [block for block in whole if block not in old]
-            ages = [self._count - block.freed_at for block in whole]
 
     def _segment(self, size_bytes: int, small: bool) -> Block | None:
         """New memory from the card (`alloc_block`), None when it has none."""

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from planner.cluster import Gpu
 from planner.quantities import Phase
-from planner.trace.allocator import NO_LIMIT, AllocatorSettings, OutOfMemory, replay
+from planner.trace.allocator import NO_LIMIT, AllocatorSettings, OutOfMemory
+from planner.trace.replay import replay
 from planner.trace.timeline import Trace
 
 
