@@ -24,7 +24,7 @@ from planner.memory.engine import EngineDoesNotFit
 from planner.quantities import Estimate, GpuMemory, PhaseMemory
 from planner.search import largest
 from planner.units import MIB
-from probes.space import FEW_SIZES, NO_SHARE, Place, Space
+from probes.learning.space import FEW_SIZES, NO_SHARE, Place, Space
 
 CONTEXT_BYTES = 300_000_000
 SLACK = 0.06

@@ -11,7 +11,7 @@ from planner.job import Goal, Job
 from planner.knobs import Question
 from planner.methods import METHODS
 from planner.plan import classes
-from probes.space import Space, space_of
+from probes.learning.space import Space, space_of
 
 SMALLEST_PARAMS, LARGEST_PARAMS = 3e8, 8e10
 GPUS = (1, 1, 1, 2, 4, 8)

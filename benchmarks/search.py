@@ -27,8 +27,8 @@ from planner.errors import PlanError
 from planner.knobs import Question
 from planner.search import largest
 from probes.certificate import certificate
-from probes.sampler import PlanSampler
-from probes.space import Place, Space, space_of
+from probes.learning.sampler import PlanSampler
+from probes.learning.space import Place, Space, space_of
 from probes.study import Session, StudyOptions, over_bytes
 
 PEER_PROBES = 30  # at most, for each of the others

@@ -33,8 +33,8 @@ from planner.saved import read_plan
 from planner.spellings import Value
 from planner.trace.decide import answer_of
 from planner.units import format_gib
-from probes.run_candidate import candidate_of_run
-from probes.run_memory import RunMemory, cuda_memory
+from probes.own_run.candidate import candidate_of_run
+from probes.own_run.memory import RunMemory, cuda_memory
 
 FIRST_STEPS = 3  # the first makes the optimizer's states, the second is the first with all there is, the third shows that it stays so
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")

@@ -8,9 +8,9 @@ from planner.measurement import DeviceName
 from planner.quantities import Phase
 from planner.search import largest, length_field
 from planner.units import format_count, format_size
-from probes.belief import PRIORS, Belief, Row
-from probes.knowledge import LEAST_CHANCE, MOST_SIZES, Knowledge, open_places
-from probes.space import FEW_SIZES, SHARE_KNOB, Place
+from probes.learning.belief import PRIORS, Belief, Row
+from probes.learning.knowledge import LEAST_CHANCE, MOST_SIZES, Knowledge, open_places
+from probes.learning.space import FEW_SIZES, SHARE_KNOB, Place
 
 # How something larger is known not to be better.
 Verdict = Literal[

@@ -2,7 +2,7 @@
 
 One layer of each kind runs forward and backward at four small batches: three give bytes per token, per score and constant, the fourth is
 held back and must come out. `layer_memory` then answers for them as it does for the families it has formulas for. What was found is kept
-(`coefficient_store.py`); torch is imported only where something has to be measured.
+(`layers/store.py`); torch is imported only where something has to be measured.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from planner.memory.activations import LayerMemory, Peaks, envelope
 from planner.memory.autograd import Moment, Size
 from planner.memory.modules import Recipe
 from planner.model import ModelShape
-from probes.coefficient_store import Layers, Measured, Refused, load_layers, load_measured, save_layers, save_measured
-from probes.imports import quick_imports
+from probes.fake.imports import quick_imports
+from probes.layers.store import Layers, Measured, Refused, load_layers, load_measured, save_layers, save_measured
 
 if TYPE_CHECKING:
-    from probes.layer_passes import Bytes, Seen
+    from probes.layers.passes import Bytes, Seen
 
 # (rows, length) of the passes. Lengths are multiples of what kernels round them to (128), long enough for the layer to be
 # the peak and not its weights' copies. One row is a regime of its own: views stand where several rows need copies.
@@ -51,7 +51,7 @@ def measured(model: ModelShape, measuring: Measuring) -> ModelShape:
     if found is None:
         with measuring():
             with quick_imports():
-                from probes.layer_shapes import layers_of
+                from probes.layers.shapes import layers_of
 
             found = layers_of(_own(model))
         save_layers(model, found)
@@ -121,7 +121,7 @@ def _unlike(recipe: Recipe) -> str:
 
 def _measured_now(model: ModelShape, recipe: Recipe) -> Measured | Refused:
     with quick_imports():
-        from probes.layer_passes import layer_stage
+        from probes.layers.passes import layer_stage
 
     sizes = SEVERAL_ROWS if recipe.several_rows else ONE_ROW
     try:

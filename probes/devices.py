@@ -12,11 +12,11 @@ from planner.launch.placement import placement
 from planner.local_gpus import NAME_A_CARD
 from planner.measurement import DeviceName, Measurement
 from planner.units import format_gib
-from probes.command import worker_command
-from probes.gpus_in_use import Card, unnoticed_bytes, visible_cards
+from probes.process.command import worker_command
+from probes.process.gpus_in_use import Card, unnoticed_bytes, visible_cards
+from probes.process.task import Task
+from probes.process.verdict import Stop, nothing_measured
 from probes.runner import Command, Limits, no_cards, run_probe
-from probes.task import Task
-from probes.verdict import Stop, nothing_measured
 
 # Source: accelerate 1.15, state.py:986-1013: `fsdp_plugin` counts where `distributed_type` is that of several accelerators; else every process has all.
 NOT_SHARDED = Stop(outcome="crashed", message="accelerate shards with FSDP2 on accelerators only, not on the CPU: probe zero3 instead, or on the GPUs")

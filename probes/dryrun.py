@@ -15,15 +15,15 @@ from transformers import PrinterCallback
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported
 from planner.trace.timeline import Trace
-from probes.engine_elsewhere import completions_from_elsewhere
-from probes.fake_tensors import FakeArithmetic
-from probes.fake_trainer import DTYPES, METHOD_STAGES, Device, Stage, adapters_without_weights, models_stay_where_they_are
-from probes.offloading import offloading, paged_states
-from probes.phases import phases_told
-from probes.priming import StatesFirst
-from probes.rollouts import dry_rollout
-from probes.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
-from probes.tracker import Tracker, collector_off
+from probes.fake.engine_elsewhere import completions_from_elsewhere
+from probes.fake.offloading import offloading, paged_states
+from probes.fake.priming import StatesFirst
+from probes.fake.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
+from probes.fake.tensors import FakeArithmetic
+from probes.fake.trainer import DTYPES, METHOD_STAGES, Device, Stage, adapters_without_weights, models_stay_where_they_are
+from probes.step.phases import phases_told
+from probes.step.rollouts import dry_rollout
+from probes.step.tracker import Tracker, collector_off
 
 Ways = Literal["cuda", "cuda before 8.0", "cpu"]  # whose kernels run
 
@@ -112,7 +112,7 @@ def kernel_workspaces(candidate: Candidate) -> Mapping[Any, Callable[..., int]]:
     """What operators allocate inside themselves on CUDA."""
     if candidate.quantization == "none":
         return WORKSPACES
-    from probes.quantized import workspaces
+    from probes.fake.quantized import workspaces
 
     return {**WORKSPACES, **workspaces()}
 
@@ -123,7 +123,7 @@ def _cuda_ways(candidate: Candidate, tracker: Tracker, flash: bool) -> Iterator[
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(cuda_ways(flash))
         if candidate.quantization != "none":
-            from probes.quantized import cuda_products
+            from probes.fake.quantized import cuda_products
 
             stack.enter_context(cuda_products())
             names += ("bitsandbytes",)
@@ -176,7 +176,7 @@ def fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
 def _fake_statistics(candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic) -> Iterator[tuple[str, torch.Tensor]]:
     """What is stored with quantized weights, by name."""
     if candidate.quantization != "none":
-        from probes.quantized import with_fake_statistics
+        from probes.fake.quantized import with_fake_statistics
 
         yield from with_fake_statistics(stage.models[0], arithmetic.fake)
 

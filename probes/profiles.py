@@ -21,8 +21,8 @@ from planner.trace.samples import Ambiguous, Sample
 from planner.trace.sizes import sizes_of
 from planner.trace.store import LIBRARIES, load_profile, save_profile
 from planner.trace.terms import VOCAB_CHUNK
+from probes.fake.substitutions import CUDA_BLOCK_BYTES
 from probes.simulate import REASON_LENGTH, dry_run  # which imports the libraries quickly
-from probes.substitutions import CUDA_BLOCK_BYTES
 
 # Widths that are no multiples of one another nor, but for what kernels want of a head, of what they round to; hidden is one of heads, as
 # Llama wants it. In order: heads, key heads, size of a head, hidden, intermediate, words in the vocabulary's last tile, rank.
@@ -31,7 +31,7 @@ WIDTHS: tuple[tuple[int, int, int, int, int, int, int], ...] = (
     (12, 3, 24, 228, 616, 17416, 20),
     (10, 5, 56, 310, 712, 23560, 28),
 )
-# The same where weights are quantized: products of two are whole blocks of statistics (probes/quantized.py, BLOCK x NESTED_BLOCK).
+# The same where weights are quantized: products of two are whole blocks of statistics (probes/fake/quantized.py, BLOCK x NESTED_BLOCK).
 QUANTIZED_WIDTHS: tuple[tuple[int, int, int, int, int, int, int], ...] = (
     (48, 16, 40, 2688, 2176, 11000, 12),
     (64, 32, 24, 896, 3712, 17416, 20),

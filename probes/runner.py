@@ -22,12 +22,12 @@ import psutil
 from planner.measurement import Measurement, candidate_report
 from planner.settings import settings_of
 from planner.units import GIB, MIB, format_gib, format_seconds
-from probes.command import worker_command
-from probes.gpus_in_use import Card, in_use, wait_until_free
-from probes.guard import END, END_NOW
-from probes.host import available_bytes, family, held_bytes, kernel_kills, with_environment
-from probes.task import PHASE_FILE, Task, write_task
-from probes.verdict import Ending, Stop, nothing_measured, verdict
+from probes.process import guard
+from probes.process.command import worker_command
+from probes.process.gpus_in_use import Card, in_use, wait_until_free
+from probes.process.host import available_bytes, family, held_bytes, kernel_kills, with_environment
+from probes.process.task import PHASE_FILE, Task, write_task
+from probes.process.verdict import Ending, Stop, nothing_measured, verdict
 
 MARK = "PLAN_PROBE"  # in the environment of every process of a probe
 LOOK_SECONDS = 0.1  # between two looks at the worker
@@ -114,10 +114,10 @@ class _Worker:
 def _run(task: Task, worker: _Worker, command: Command) -> Ending:
     write_task(task, worker.task_file)
     kills, grace = kernel_kills(), worker.limits.grace_seconds
-    guard = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(os.getpid()), str(grace), task.folder]
+    guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(grace), task.folder]
     with worker.stdout.open("wb") as stdout, worker.stderr.open("wb") as stderr:
         process = subprocess.Popen(
-            [*guard, *command(task, worker.task_file)], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=task.folder,
+            [*guarded, *command(task, worker.task_file)], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=task.folder,
             env=environment(task, worker.mark), start_new_session=True,
         )  # fmt: skip
         stopped = None
@@ -216,7 +216,7 @@ def _phase(folder: Path) -> str:
 def _end(process: subprocess.Popen[bytes], worker: _Worker, at_once: bool) -> None:
     """Ends everything that the worker has started; the guard does it, and where the guard is gone the mark tells what is left."""
     if process.poll() is None:
-        process.send_signal(END_NOW if at_once else END)
+        process.send_signal(guard.END_NOW if at_once else guard.END)
         try:
             process.wait(worker.limits.grace_seconds + AFTER_GRACE_SECONDS)
         except subprocess.TimeoutExpired:

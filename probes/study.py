@@ -20,10 +20,10 @@ from planner.quantities import Estimate
 from planner.search import attempt
 from planner.units import format_count, format_seconds, format_size
 from probes.certificate import Certificate, certificate, learned, learned_line
-from probes.knowledge import Knowledge
-from probes.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler
-from probes.space import Attempt, Place, Space, space_of
-from probes.storage import alive, default_storage, library_versions, open_study, shown, storage_errors, study_name, this_process
+from probes.learning.knowledge import Knowledge
+from probes.learning.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler
+from probes.learning.space import Attempt, Place, Space, space_of
+from probes.learning.storage import alive, default_storage, library_versions, open_study, shown, storage_errors, study_name, this_process
 
 Probe = Callable[[Candidate], Measurement]
 Say = Callable[[str], None]

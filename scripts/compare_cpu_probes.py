@@ -16,8 +16,8 @@ from planner.measurement import Measurement
 from planner.methods import MethodName
 from planner.trace.timeline import Trace
 from probes.dryrun import dry_run
+from probes.process.task import Task
 from probes.runner import Limits, run_probe
-from probes.task import Task
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "results" / "cpu_probes.md"

@@ -58,7 +58,7 @@ def candidate_of(model: ModelShape, checkpointing: bool) -> Candidate:
 
 def ran(row: ModelRow) -> Row:
     """One line: the peaks of the cut model beside what the formulas say; or what stops it, and what does run."""
-    from probes.few_layers import depth_of, few_layers
+    from probes.layers.few_layers import depth_of, few_layers
 
     model = few_layers(load_model(row.id))
     answer: Row = {
@@ -110,7 +110,7 @@ def compared(candidate: Candidate) -> Row:
 
 def with_estimates(answer: Row) -> Row:
     """The line with what the formulas say today beside each peak."""
-    from probes.few_layers import few_layers
+    from probes.layers.few_layers import few_layers
 
     whole = load_model(answer["id"])
     if not whole.known:

@@ -22,8 +22,8 @@ from planner.gpus import parse_cluster  # noqa: E402
 from planner.job import Job  # noqa: E402
 from planner.knobs import Question  # noqa: E402
 from planner.measurement import Measurement  # noqa: E402
-from probes.sampler import MEASUREMENT  # noqa: E402
-from probes.space import Space, space_of  # noqa: E402
+from probes.learning.sampler import MEASUREMENT  # noqa: E402
+from probes.learning.space import Space, space_of  # noqa: E402
 from probes.study import Proven, StudyOptions, prove  # noqa: E402
 
 # Its best length needs an out-of-memory probe and two that fit.

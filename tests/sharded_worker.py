@@ -32,8 +32,8 @@ from peft import LoraConfig
 
 from planner.candidate import Candidate
 from planner.measurement import candidate_of_report
-from probes.cpu_accelerators import cpu_accelerators
-from probes.fake_trainer import WORD, tokenizer
+from probes.fake.trainer import WORD, tokenizer
+from probes.real.cpu_accelerators import cpu_accelerators
 
 PROCESSES = 2
 STEPS = 2

@@ -32,9 +32,9 @@ from planner.report.json import estimate_report, json_text  # noqa: E402
 from planner.trace.decide import answer_of  # noqa: E402
 from planner.units import GIB, MIB  # noqa: E402
 from probes import MemoryPlanCallback  # noqa: E402
-from probes.random_weights import tokenizer  # noqa: E402
-from probes.run_candidate import candidate_of_run, method_of, plain, zero_of  # noqa: E402
-from probes.run_memory import Reading, RunMemory, gpu_of, reading_of  # noqa: E402
+from probes.own_run.candidate import candidate_of_run, method_of, plain, zero_of  # noqa: E402
+from probes.own_run.memory import Reading, RunMemory, gpu_of, reading_of  # noqa: E402
+from probes.real.random_weights import tokenizer  # noqa: E402
 
 pytestmark = [  # what the libraries warn of is theirs
     pytest.mark.filterwarnings("ignore::FutureWarning"),

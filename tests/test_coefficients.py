@@ -25,7 +25,7 @@ from planner.model import ModelShape
 from planner.plan import plan
 from planner.quantities import Phase, PhaseMemory
 from probes.coefficients import measured
-from probes.few_layers import few_layers, layer_kinds
+from probes.layers.few_layers import few_layers, layer_kinds
 from probes.simulate import traced
 
 LLAMA: dict[str, object] = {

@@ -10,8 +10,8 @@ pytest.importorskip("psutil")
 
 from script_workers import CANDIDATE, TASK
 
-from probes.command import worker_command
-from probes.task import Task
+from probes.process.command import worker_command
+from probes.process.task import Task
 
 
 def command(tmp_path: Path, **changes: object) -> list[str]:

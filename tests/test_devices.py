@@ -22,7 +22,7 @@ from planner.gpus import parse_cluster
 from planner.measurement import EVIDENCE, DeviceName, Measurement, measurement_line, measurement_of
 from planner.units import GIB, MIB
 from probes.devices import DeviceOptions, Probe, capacity_to_keep_to, device
-from probes.gpus_in_use import Card
+from probes.process.gpus_in_use import Card
 from probes.runner import Limits
 
 # The libraries' own deprecations are theirs to mend; those of our code stay errors.

@@ -165,7 +165,7 @@ class TestWithTheInstalledStack:
         "changes", [{"sharding": "zero2"}, {"sharding": "zero3"}, {"sharding": "fsdp2"}, {"sharding": "ddp", "tuning": "lora", "dtype": "bfloat16"}]
     )
     def test_a_composed_rank_agrees_with_its_estimate(self, changes: dict[str, object]) -> None:
-        from probes.few_layers import few_layers
+        from probes.layers.few_layers import few_layers
         from probes.simulate import simulate
 
         settings = {"model": few_layers(MODEL), "method": "sft", "num_processes": 4, "max_length": 256, "padded": False, "per_device_train_batch_size": 2}
@@ -173,7 +173,7 @@ class TestWithTheInstalledStack:
         assert abs(simulate(estimate(candidate, parse_cluster("4xA100-40G", None))).difference) < 0.03
 
     def test_an_engine_is_composed_onto_the_trainers_step(self) -> None:
-        from probes.few_layers import few_layers
+        from probes.layers.few_layers import few_layers
         from probes.simulate import simulate
 
         candidate = Candidate(

@@ -127,7 +127,7 @@ def test_a_shortened_rollout_peaks_as_the_whole_one(monkeypatch: pytest.MonkeyPa
         return next(phase.total_bytes for phase in dry_run(case).phases if phase.name == "rollout")
 
     shortened = rollout()
-    monkeypatch.setattr("probes.rollout.WHOLE_ROLLOUT_TOKENS", 24)
+    monkeypatch.setattr("probes.step.shortened_rollout.WHOLE_ROLLOUT_TOKENS", 24)
     assert shortened == rollout()
 
 

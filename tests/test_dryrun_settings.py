@@ -10,7 +10,7 @@ from planner.estimate import estimate
 pytest.importorskip("trl")
 
 from probes.dryrun import dry_run
-from probes.few_layers import few_layers
+from probes.layers.few_layers import few_layers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -24,7 +24,7 @@ pytest.importorskip("psutil")
 
 from script_workers import LIMITS, TASK, run
 
-from probes.host import with_environment
+from probes.process.host import with_environment
 from probes.runner import KEPT_LOG_BYTES, Limits, run_probe
 
 SOON_SECONDS = 10.0  # an end that takes longer is none; two busy cores take a while
@@ -270,7 +270,7 @@ def test_a_kernel_prefers_to_end_a_worker(tmp_path: Path) -> None:
 
 KILLED_AT = """
 import os, runpy, signal, sys
-from probes.watch import Clock
+from probes.real.watch import Clock
 enter = Clock.enter
 def entered(clock, phase):
     enter(clock, phase)

@@ -16,9 +16,9 @@ pytest.importorskip("psutil")
 
 from script_workers import ANSWER, CANDIDATE, LIMITS, RANK, TASK, run, script
 
-from probes.gpus_in_use import Card, Holder
+from probes.process.gpus_in_use import Card, Holder
+from probes.process.task import ANSWER_PREFIX, read_task
 from probes.runner import environment, run_probe
-from probes.task import ANSWER_PREFIX, read_task
 
 
 def test_a_workers_answer_is_its_measurement(tmp_path: Path) -> None:

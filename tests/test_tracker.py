@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback
 
 from probes.dryrun import dry_run, quiet
-from probes.fake_trainer import METHOD_STAGES, models_stay_where_they_are
-from probes.tracker import Tracker, collector_off
+from probes.fake.trainer import METHOD_STAGES, models_stay_where_they_are
+from probes.step.tracker import Tracker, collector_off
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

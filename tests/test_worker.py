@@ -24,9 +24,9 @@ import torch
 import transformers
 
 from probes.dryrun import dry_run
-from probes.engines import command_on, free_port, served, server_environment, with_share_of_this_card
-from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, write_task
-from probes.watch import Clock, CudaWatch, Driver, lacks_memory, shortage_of_message
+from probes.process.task import ANSWER_PREFIX, PHASE_FILE, Task, write_task
+from probes.real.engines import command_on, free_port, served, server_environment, with_share_of_this_card
+from probes.real.watch import Clock, CudaWatch, Driver, lacks_memory, shortage_of_message
 from probes.worker import measure, step_seconds
 
 pytestmark = [
@@ -230,7 +230,7 @@ class Counters:
 
 def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card = Counters()
-    monkeypatch.setattr("probes.watch.Driver", lambda: card)
+    monkeypatch.setattr("probes.real.watch.Driver", lambda: card)
     for name, fake in {
         "synchronize": lambda: None, "memory_stats": lambda: dict(card.statistics), "reset_peak_memory_stats": card.set_back,
         "mem_get_info": lambda: (9_000, 10_000), "set_per_process_memory_fraction": lambda share: None,
@@ -251,7 +251,7 @@ def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.Monkey
 
 def test_on_a_larger_card_the_allocator_leaves_room_for_what_is_not_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card, shares = Counters(), list[float]()
-    monkeypatch.setattr("probes.watch.Driver", lambda: card)
+    monkeypatch.setattr("probes.real.watch.Driver", lambda: card)
     for name, fake in {
         "synchronize": lambda: None, "memory_stats": lambda: dict(card.statistics), "reset_peak_memory_stats": card.set_back,
         "mem_get_info": lambda: (9_000, 10_000), "set_per_process_memory_fraction": shares.append,

@@ -6,7 +6,7 @@ from planner.trace.terms import VOCAB_CHUNK
 
 FEWEST_LAYERS = 2  # a first and a last; those between are put in by the deeper traces
 MANY_TILES = 3  # of the vocabulary: a first, a last, and some between, from here on all alike
-HEAD_ALIGNMENT = 8  # heads of other sizes are padded for the flash kernel: probes/substitutions.py
+HEAD_ALIGNMENT = 8  # heads of other sizes are padded for the flash kernel: probes/fake/substitutions.py
 
 # Widths by the name of config.json. `head_dim` is not in every config.
 WIDTH_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")

@@ -9,7 +9,7 @@ from planner.trace.timeline import Trace
 
 # Two sequences that agree on so many births are in step again after an inserted layer; more than a layer has of equal ones in a row.
 AGREEING_BIRTHS = 256
-BATCH = "batch"  # probes/tracker.py, `add_batch`
+BATCH = "batch"  # probes/step/tracker.py, `add_batch`
 
 _Birth = tuple[Phase, Component, int]
 _Entry = tuple[dict[Key, int], dict[Key, int], dict[Key, int]]  # counts, those of a further period, those of a further micro-step

@@ -32,7 +32,7 @@ FAMILY = attrgetter(
     "use_liger_kernel", "reward_model", "teacher_model",
 )  # fmt: skip
 
-BLOCKED_WEIGHTS = 64 * 256  # that share a nested absmax: probes/quantized.py, BLOCK and NESTED_BLOCK
+BLOCKED_WEIGHTS = 64 * 256  # that share a nested absmax: probes/fake/quantized.py, BLOCK and NESTED_BLOCK
 
 
 def recipe_of(candidate: Candidate) -> dict[str, object]:

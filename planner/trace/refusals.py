@@ -8,8 +8,8 @@ from planner.trace.profile import NoProfile
 
 Refusals = tuple[tuple[str, Callable[[Candidate], bool]], ...]
 
-QUANTIZED = ("none", "nf4", "nf4-double", "int8")  # whose kernels a dry run knows: probes/quantized.py
-SHORTEST_ROLLOUT = 9  # shorter ones are generated token by token: probes/rollout.py, WHOLE_ROLLOUT_TOKENS
+QUANTIZED = ("none", "nf4", "nf4-double", "int8")  # whose kernels a dry run knows: probes/fake/quantized.py
+SHORTEST_ROLLOUT = 9  # shorter ones are generated token by token: probes/step/shortened_rollout.py, WHOLE_ROLLOUT_TOKENS
 
 # Candidates that the traces do not stand for, and why; in the second table those that sizes decide.
 REFUSALS: Refusals = (

@@ -6,7 +6,7 @@ from planner.trace.profile import NoProfile
 from planner.trace.refusals import REFUSED_SIZES, refuse
 from planner.trace.terms import TOKEN_CHUNK
 
-MASK_ALIGNMENT = 16  # the memory-efficient kernel pads masks to it: probes/substitutions.py, EFFICIENT_BIAS_ALIGNMENT
+MASK_ALIGNMENT = 16  # the memory-efficient kernel pads masks to it: probes/fake/substitutions.py, EFFICIENT_BIAS_ALIGNMENT
 MANY_CHUNKS = 3  # a first, a last, and some between: from here on every further one is like those between
 
 

@@ -8,7 +8,7 @@ Values = Mapping[str, int]
 TOKEN_CHUNK = 4096
 VOCAB_CHUNK = 32768
 
-FLASH_BLOCK, WIDE_HEAD = 128, 128  # tokens, features: probes/flash_attention.py, LENGTH_BLOCK and WIDE_HEAD
+FLASH_BLOCK, WIDE_HEAD = 128, 128  # tokens, features: probes/fake/flash_attention.py, LENGTH_BLOCK and WIDE_HEAD
 
 FURTHER_LAYERS = "further layers"  # periods of layers beyond those that a profile was traced with; not a term of sizes
 ONE = "1"
@@ -18,7 +18,7 @@ def _up(multiple: int) -> Callable[[int], int]:
     return lambda length: -(-length // multiple) * multiple
 
 
-# Of one length: as it is, one less (labels are shifted), and as kernels round it (probes/substitutions.py).
+# Of one length: as it is, one less (labels are shifted), and as kernels round it (probes/fake/substitutions.py).
 LENGTH_FACTORS: dict[str, Callable[[int], int]] = {
     "tokens": lambda length: length,
     "tokens-1": lambda length: length - 1,
@@ -38,7 +38,7 @@ def last_part(whole: int, part: int) -> int:
 
 
 def _of_real_tokens(name: str, rows: int, length: int) -> dict[str, int]:
-    """Rows without their padding, laid end to end: a batch has one token of it (probes/phases.py); the flash kernel's sums are of a block more a row."""
+    """Rows without their padding, laid end to end: a batch has one token of it (probes/step/phases.py); the flash kernel's sums are of a block more a row."""
     real = rows * length - 1
     return {f"real {name}": real, f"real {name} and a block a row": real + FLASH_BLOCK * rows}
 
@@ -100,7 +100,7 @@ def _generating_terms(values: Values) -> dict[str, int]:
 
 
 def rounded_head(head: int) -> int:
-    """As the flash kernel rounds it: probes/flash_attention.py."""
+    """As the flash kernel rounds it: probes/fake/flash_attention.py."""
     return _up(32)(head) if head <= WIDE_HEAD else _up(64)(head)
 
 

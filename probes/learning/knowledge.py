@@ -7,9 +7,9 @@ import numpy as np
 
 from planner.measurement import Measurement
 from planner.search import largest
-from probes.belief import Belief, Draws, Vector, believed, draws
-from probes.lessons import gpus_of_rank, observations
-from probes.space import FEW_SIZES, Place, Space
+from probes.learning.belief import Belief, Draws, Vector, believed, draws
+from probes.learning.lessons import gpus_of_rank, observations
+from probes.learning.space import FEW_SIZES, Place, Space
 
 # A candidate is excluded when the belief gives it less than this chance of fitting, and taken to fit when it leaves no more than this.
 LEAST_CHANCE = 0.005

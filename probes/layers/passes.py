@@ -15,12 +15,12 @@ from planner.memory.modules import Recipe
 from planner.model import ModelShape
 from planner.trace.timeline import Allocation, Trace
 from probes.dryrun import fake_weights, quiet
-from probes.fake_tensors import FakeArithmetic
-from probes.fake_trainer import adapters_without_weights, build_model, models_stay_where_they_are
-from probes.few_layers import few_layers, layer_kinds
-from probes.layer_shapes import decoder_layers
-from probes.substitutions import WORKSPACES, cuda_ways
-from probes.tracker import Tracker, collector_off
+from probes.fake.substitutions import WORKSPACES, cuda_ways
+from probes.fake.tensors import FakeArithmetic
+from probes.fake.trainer import adapters_without_weights, build_model, models_stay_where_they_are
+from probes.layers.few_layers import few_layers, layer_kinds
+from probes.layers.shapes import decoder_layers
+from probes.step.tracker import Tracker, collector_off
 
 Bytes = dict[Kind, int]
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -19,8 +19,10 @@ from planner.trace.store import cache_folder
 
 FOLDER = "layers"
 # The modules of ours by which layers are measured.
+OURS = Path(__file__).parents[1]
 SOURCES = (
-    "autocast", "coefficients", "fake_tensors", "fake_trainer", "few_layers", "flash_attention", "layer_passes", "layer_shapes", "substitutions", "tracker",
+    "coefficients.py", "fake/autocast.py", "fake/flash_attention.py", "fake/substitutions.py", "fake/tensors.py", "fake/trainer.py", "layers/few_layers.py",
+    "layers/passes.py", "layers/shapes.py", "step/tracker.py",
 )  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def _file(model: ModelShape, of: str) -> Path:
 @lru_cache(maxsize=1)
 def _own_source() -> str:
     """Our own code: what it finds changes with it."""
-    return hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in SOURCES)).hexdigest()
+    return hashlib.sha256(b"".join((OURS / name).read_bytes() for name in SOURCES)).hexdigest()
 
 
 def _spelled(recipe: Recipe) -> str:

@@ -14,7 +14,7 @@ import torch
 import transformers.modeling_utils
 from trl.models.activation_offloading import OffloadActivations
 
-from probes.tracker import Tracker
+from probes.step.tracker import Tracker
 
 # Smaller states stay on the device: bitsandbytes/optim/optimizer.py, `get_state_buffer`.
 PAGED_FROM_ELEMENTS = 100_000

@@ -11,7 +11,7 @@ from pathlib import Path
 from planner.errors import InputError
 from planner.measurement import Measurement, Outcome, candidate_report, measurement_of
 from planner.units import MIB
-from probes.task import ANSWER_PREFIX, Task
+from probes.process.task import ANSWER_PREFIX, Task
 
 TAIL_BYTES = 1 * MIB  # of the log: a traceback of every rank is shorter
 MESSAGE_CHARACTERS = 300  # what is shown of a line

@@ -145,7 +145,7 @@ def _policy(candidate: Candidate, device: Device) -> PreTrainedModel:
     else:
         model = build_model(candidate.model, candidate, device, candidate.model.auto_class)
     if candidate.quantization != "none":
-        from probes.quantized import quantize
+        from probes.fake.quantized import quantize
 
         quantize(model, candidate.quantization, DTYPES[candidate.dtype])
     return model

@@ -12,8 +12,8 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from planner.measurement import Measurement, measurement_of
-from probes.knowledge import SEED, Knowledge, known, next_place
-from probes.space import NO_SHARE, SHARE_KNOB, Place, Space
+from probes.learning.knowledge import SEED, Knowledge, known, next_place
+from probes.learning.space import NO_SHARE, SHARE_KNOB, Place, Space
 
 # A trial's attributes. The measurement is written first: a trial that has one was probed, whatever else is missing.
 MEASUREMENT, REASON, OWNER = "measurement", "reason", "owner"

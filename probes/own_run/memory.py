@@ -8,7 +8,7 @@ from types import ModuleType
 from planner.cluster import Gpu
 from planner.errors import UnknownName
 from planner.gpus import bare_gpu, load_gpu
-from probes.gpus_in_use import visible_handles
+from probes.process.gpus_in_use import visible_handles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

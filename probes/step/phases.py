@@ -11,9 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from probes.fake_trainer import WORD, Stage
-from probes.rollout import generate_shortened
-from probes.tracker import Told, modules_named
+from probes.fake.trainer import WORD, Stage
+from probes.step.shortened_rollout import generate_shortened
+from probes.step.tracker import Told, modules_named
 
 # A way to run `generate(model, **arguments)`; it says which tensors it puts into the cache.
 Rollout = Callable[[Callable[..., Any], Any, Callable[[list[torch.Tensor]], None], dict[str, Any]], Any]
@@ -43,7 +43,7 @@ class Phases:
             self._tracker.enter_phase("forward" if torch.is_grad_enabled() else "score")
 
     def with_padding(self, _: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """One token of a batch is padding; a rollout's is one of its prompts' (probes/rollouts.py)."""
+        """One token of a batch is padding; a rollout's is one of its prompts' (probes/step/rollouts.py)."""
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and self._tracker.phase != "rollout":
             mask[-1, -1] = 0

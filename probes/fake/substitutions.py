@@ -19,8 +19,8 @@ import trl.trainer.distillation_trainer
 import trl.trainer.utils
 from torch._subclasses.fake_tensor import FakeTensor
 
-from probes.autocast import cuda_autocast
-from probes.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
+from probes.fake.autocast import cuda_autocast
+from probes.fake.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
 
 aten = torch.ops.aten
 

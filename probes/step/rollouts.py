@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from planner.candidate import Candidate
-from probes.fake_trainer import EOS, WORD
-from probes.phases import Rollout, one_word_shortened
+from probes.fake.trainer import EOS, WORD
+from probes.step.phases import Rollout, one_word_shortened
 
 
 def whole_rollout(candidate: Candidate) -> Rollout:

@@ -12,7 +12,7 @@ from planner.memory.communication import nccl_bytes
 from planner.quantities import Estimate
 from planner.search import Choices, attempt, batches, length_field, longest, merit, utilizations, with_utilization
 from planner.settings import settings_of_fields, settings_text
-from probes.belief import Row, heavy, rows_of
+from probes.learning.belief import Row, heavy, rows_of
 
 Attempt = Callable[[Candidate, Question], Estimate | None]
 Knobs = Mapping[str, bool | int | float | str]  # settings by their names, those that are searched

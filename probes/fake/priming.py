@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from probes.tracker import Tracker
+from probes.step.tracker import Tracker
 
 
 class StatesFirst(TrainerCallback):

@@ -14,10 +14,10 @@ from planner.architectures import Counts
 from planner.candidate import Candidate
 from planner.errors import UnknownArchitecture, nearest
 from planner.model import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
-from probes.coefficient_store import Layers
 from probes.dryrun import quiet
-from probes.fake_trainer import build_model
-from probes.few_layers import Config, depth_of, described, few_layers, layer_kinds
+from probes.fake.trainer import build_model
+from probes.layers.few_layers import Config, depth_of, described, few_layers, layer_kinds
+from probes.layers.store import Layers
 
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "expert", "moe")  # what the names of a feed-forward block's modules have in them
 WINDOWED = ("sliding_attention", "local", "chunked_attention")  # kinds of layers that see a window of tokens

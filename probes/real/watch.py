@@ -15,10 +15,10 @@ from accelerate import PartialState
 from planner.measurement import PhasePeak, Shortage
 from planner.quantities import Component, Phase
 from planner.units import GIB, MIB
-from probes.fake_trainer import Stage
-from probes.states import belongings
-from probes.task import PHASE_FILE, Task
-from probes.tracker import DeviceFull, Told, Tracker, collector_off
+from probes.fake.trainer import Stage
+from probes.process.task import PHASE_FILE, Task
+from probes.real.states import belongings
+from probes.step.tracker import DeviceFull, Told, Tracker, collector_off
 
 # Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `malloc` ("CUDA out of memory. Tried to allocate ..") and `format_size`.
 SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"

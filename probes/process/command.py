@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from planner.launch import accelerate, deepspeed, launch_command, launch_files
-from probes.task import Task
+from probes.process.task import Task
 
 WORKER = "probes.worker"
 READ_BY_LAUNCHER = frozenset({accelerate.FILE, deepspeed.FILE})

@@ -6,7 +6,7 @@ from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage
 from planner.memory.runtime import EXPANDABLE_SLACK_BYTES
 from planner.quantities import Phase
 from planner.units import MIB
-from probes.belief import KNOWN, LIGHT, RESIDUAL_BYTES, Coefficients, Kind, Observation, Row, residual_bytes
+from probes.learning.belief import KNOWN, LIGHT, RESIDUAL_BYTES, Coefficients, Kind, Observation, Row, residual_bytes
 
 # How far apart two readings of the driver may be: other processes' and libraries' small change.
 DRIVER_NOISE_BYTES = 16 * MIB

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from planner.quantities import Component
-from probes.fake_trainer import Stage
+from probes.fake.trainer import Stage
 
 
 class States:

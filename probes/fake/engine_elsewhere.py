@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from transformers import GenerationMixin
 
-from probes.fake_trainer import WORD, Stage
-from probes.tracker import Tracker
+from probes.fake.trainer import WORD, Stage
+from probes.step.tracker import Tracker
 
 
 class EngineElsewhere:

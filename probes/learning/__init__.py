@@ -1,0 +1,1 @@
+"""What a study learns from its probes, and which candidate it asks about next."""

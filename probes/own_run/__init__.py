@@ -1,0 +1,1 @@
+"""The user's own run, as a callback in it sees it."""
