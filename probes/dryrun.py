@@ -16,13 +16,15 @@ from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported
 from planner.trace.timeline import Trace
 from probes.fake.engine_elsewhere import completions_from_elsewhere
+from probes.fake.models import Device, adapters_without_weights, models_stay_where_they_are
 from probes.fake.offloading import offloading, paged_states
 from probes.fake.priming import StatesFirst
 from probes.fake.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
 from probes.fake.tensors import FakeArithmetic
-from probes.fake.trainer import DTYPES, METHOD_STAGES, Device, Stage, adapters_without_weights, models_stay_where_they_are
+from probes.fake.trainer import METHOD_STAGES
 from probes.step.phases import phases_told
 from probes.step.rollouts import dry_rollout
+from probes.step.stage import DTYPES, Stage
 from probes.step.tracker import Tracker, collector_off
 
 Ways = Literal["cuda", "cuda before 8.0", "cpu"]  # whose kernels run

@@ -25,14 +25,15 @@ from transformers import TrainerCallback
 from planner.candidate import Candidate
 from planner.measurement import Measurement, RankMemory, Shortage, measurement_line
 from planner.units import format_gib
-from probes.fake.trainer import Stage
 from probes.process.task import ANSWER_PREFIX, Task, read_task
 from probes.real.engines import engine, engine_phases_told, keep_own_gpus, with_share_of_this_card
 from probes.real.random_weights import random_weights
+from probes.real.shortage import lacks_memory
 from probes.real.states import States, zero_steps_told
-from probes.real.watch import Clock, Watch, lacks_memory, watch_of
+from probes.real.watch import Clock, Watch, watch_of
 from probes.step.phases import phases_told
 from probes.step.rollouts import whole_rollout
+from probes.step.stage import Stage
 from probes.workload import model_path, workload
 
 # Methods whose trainer has no evaluation of its own: transformers' is not one for rows of text (trl 1.16, online_dpo_trainer.py has no `prediction_step`).

@@ -16,11 +16,11 @@ from planner.errors import InputError
 from planner.methods import MethodName
 from planner.model import ModelShape
 from planner.settings import settings_of
-from probes.fake.trainer import DTYPES, Stage
 from probes.process.task import Task
 from probes.real.longest_rows import Text, data, evaluation_rows, pair, prompt
 from probes.real.random_weights import model_folder, tokenizer
 from probes.step.rollouts import prompts_differ
+from probes.step.stage import DTYPES, Stage
 
 # Settings that whoever launches the worker reads, those that only say what data is like, and names for what is passed otherwise.
 ELSEWHERE = frozenset({

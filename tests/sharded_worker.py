@@ -32,8 +32,9 @@ from peft import LoraConfig
 
 from planner.candidate import Candidate
 from planner.measurement import candidate_of_report
-from probes.fake.trainer import WORD, tokenizer
+from probes.fake.models import tokenizer
 from probes.real.cpu_accelerators import cpu_accelerators
+from probes.step.stage import WORD
 
 PROCESSES = 2
 STEPS = 2

@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback
 
 from probes.dryrun import dry_run, quiet
-from probes.fake.trainer import METHOD_STAGES, models_stay_where_they_are
+from probes.fake.models import models_stay_where_they_are
+from probes.fake.trainer import METHOD_STAGES
 from probes.step.tracker import Tracker, collector_off
 
 pytestmark = [

@@ -26,7 +26,8 @@ import transformers
 from probes.dryrun import dry_run
 from probes.process.task import ANSWER_PREFIX, PHASE_FILE, Task, write_task
 from probes.real.engines import command_on, free_port, served, server_environment, with_share_of_this_card
-from probes.real.watch import Clock, CudaWatch, Driver, lacks_memory, shortage_of_message
+from probes.real.shortage import lacks_memory, shortage_of_message
+from probes.real.watch import Clock, CudaWatch, Driver
 from probes.worker import measure, step_seconds
 
 pytestmark = [

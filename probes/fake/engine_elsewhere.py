@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from transformers import GenerationMixin
 
-from probes.fake.trainer import WORD, Stage
+from probes.step.stage import WORD, Stage
 from probes.step.tracker import Tracker
 
 

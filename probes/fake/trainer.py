@@ -1,98 +1,21 @@
-"""A real TRL trainer for a candidate, whose models have shapes but no weights, and data of the candidate's longest rows."""
+"""The TRL trainer of each method, ready to train models without weights on data of the candidate's longest rows."""
 
-import importlib
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
-from unittest import mock
+from collections.abc import Callable
+from typing import Any
 
 import datasets
 import torch
-import transformers
 import trl
 from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTuner
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from planner.candidate import Candidate
 from planner.job import METHOD_DEFAULTS
 from planner.methods import MethodName
-from planner.model import ModelShape
+from probes.fake.models import Device, policy, references, reward_tokenizer, rewards, teacher, tokenizer
+from probes.step.stage import WORD, Stage
 
 STEPS = 2  # the first step makes the optimizer's states, the second runs beside them
-Device = Literal["fake", "real"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WORD, PAD, EOS = 3, 0, 2  # token ids of the dry run's tokenizer; 1 ends a completion of gemma and deepseek, so nothing is called that
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """A trainer ready to train, and every model that is resident while it does."""
-
-    trainer: Any
-    models: tuple[torch.nn.Module, ...]
-
-
-@contextmanager
-def adapters_without_weights() -> Iterator[None]:
-    """PEFT makes its matrices on the CPU and fills them before it moves them to where the model is: here they start there, unfilled."""
-    inject = BaseTuner.inject_adapter
-
-    def inject_on_meta(*args: Any, **kwargs: Any) -> None:
-        with torch.device("meta"):
-            inject(*args, **kwargs)
-
-    def unfilled(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return tensor
-
-    with (
-        mock.patch.object(BaseTuner, "inject_adapter", inject_on_meta),
-        mock.patch.object(torch.nn.init, "kaiming_uniform_", unfilled),
-        mock.patch.object(torch.nn.init, "zeros_", unfilled),
-    ):
-        yield
-
-
-@contextmanager
-def models_stay_where_they_are() -> Iterator[None]:
-    """Weightless models cannot be moved to a device: `Module.to` changes their dtype only."""
-    move = torch.nn.Module.to
-
-    def cast(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        return module if dtype is None else move(module, dtype)
-
-    with mock.patch.object(torch.nn.Module, "to", cast):
-        yield
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer in which every word is one token; it needs no file and no network."""
-    words = Tokenizer(WordLevel({"<pad>": PAD, "<unused>": 1, "<eos>": EOS, "word": WORD}, unk_token="word"))
-    words.pre_tokenizer = Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="word")
-    made.padding_side = "left"
-    return made
-
-
-def build_model(shape: ModelShape, candidate: Candidate, device: Device, auto_class: str, **settings: Any) -> PreTrainedModel:
-    """The model of a shape's config in the candidate's dtype, on the meta device unless it shall be real."""
-    fields = dict(shape.config)
-    config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-    for name, value in settings.items():
-        setattr(config, name, value)
-    config.pad_token_id = PAD
-    auto = getattr(transformers, auto_class)
-    attention = None if candidate.attn_implementation == "sdpa" else candidate.attn_implementation  # None: sdpa where the model has it, else eager
-    with torch.device("meta" if device == "fake" else "cpu"):
-        model = auto.from_config(config, dtype=DTYPES[candidate.dtype], attn_implementation=attention)
-    model.name_or_path = shape.id
-    return model
 
 
 def common_settings(candidate: Candidate) -> dict[str, Any]:
@@ -138,24 +61,6 @@ def rows(candidate: Candidate, columns: dict[str, Any]) -> datasets.Dataset:
     return datasets.Dataset.from_dict({name: [value] * count for name, value in columns.items()})
 
 
-def _policy(candidate: Candidate, device: Device) -> PreTrainedModel:
-    """The model that is trained; it alone is quantized."""
-    if candidate.method == "reward":
-        model = _with_score(candidate.model, candidate, device)
-    else:
-        model = build_model(candidate.model, candidate, device, candidate.model.auto_class)
-    if candidate.quantization != "none":
-        from probes.fake.quantized import quantize
-
-        quantize(model, candidate.quantization, DTYPES[candidate.dtype])
-    return model
-
-
-def _with_score(shape: ModelShape, candidate: Candidate, device: Device) -> PreTrainedModel:
-    """A model that says one number a row."""
-    return build_model(shape, candidate, device, "AutoModelForSequenceClassification", num_labels=1)
-
-
 def _stage(trainer: Any, *others: torch.nn.Module | None) -> Stage:
     return Stage(trainer=trainer, models=(trainer.model, *(model for model in others if model is not None)))
 
@@ -168,7 +73,7 @@ def sft(candidate: Candidate, device: Device) -> Stage:
         activation_offloading=candidate.activation_offloading, dataset_kwargs={"skip_prepare_dataset": True},
     )  # fmt: skip
     trainer = trl.SFTTrainer(
-        model=_policy(candidate, device), args=args, train_dataset=rows(candidate, {"input_ids": ids, "labels": ids}), processing_class=tokenizer(),
+        model=policy(candidate, device), args=args, train_dataset=rows(candidate, {"input_ids": ids, "labels": ids}), processing_class=tokenizer(),
         peft_config=lora(candidate),
     )  # fmt: skip
     return _stage(trainer)
@@ -182,8 +87,8 @@ def dpo(candidate: Candidate, device: Device) -> Stage:
         precompute_ref_log_probs=candidate.precompute_ref_log_probs, activation_offloading=candidate.activation_offloading,
         padding_free=candidate.padding_free,
     )  # fmt: skip
-    with _references(candidate, device, "dpo_trainer"):
-        trainer = trl.DPOTrainer(model=_policy(candidate, device), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=lora(candidate))
+    with references(candidate, device, "dpo_trainer"):
+        trainer = trl.DPOTrainer(model=policy(candidate, device), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=lora(candidate))
     return _stage(trainer, trainer.ref_model)
 
 
@@ -194,8 +99,8 @@ def kto(candidate: Candidate, device: Device) -> Stage:
         **common_settings(candidate), max_length=candidate.max_length, beta=_beta(candidate),
         precompute_ref_log_probs=candidate.precompute_ref_log_probs, activation_offloading=candidate.activation_offloading,
     )  # fmt: skip
-    with _references(candidate, device, "kto_trainer"):
-        trainer = trl.KTOTrainer(model=_policy(candidate, device), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=lora(candidate))
+    with references(candidate, device, "kto_trainer"):
+        trainer = trl.KTOTrainer(model=policy(candidate, device), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=lora(candidate))
     return _stage(trainer, trainer.ref_model)
 
 
@@ -203,7 +108,7 @@ def reward(candidate: Candidate, device: Device) -> Stage:
     ids = [WORD] * candidate.max_length
     args = trl.RewardConfig(**common_settings(candidate), max_length=candidate.max_length, activation_offloading=candidate.activation_offloading)
     trainer = trl.RewardTrainer(
-        model=_policy(candidate, device), args=args, train_dataset=rows(candidate, {"chosen_ids": ids, "rejected_ids": ids}), processing_class=tokenizer(),
+        model=policy(candidate, device), args=args, train_dataset=rows(candidate, {"chosen_ids": ids, "rejected_ids": ids}), processing_class=tokenizer(),
         peft_config=lora(candidate),
     )  # fmt: skip
     return _stage(trainer)
@@ -220,20 +125,20 @@ def _generating(candidate: Candidate) -> dict[str, Any]:
 
 
 def grpo(candidate: Candidate, device: Device) -> Stage:
-    with _references(candidate, device, "grpo_trainer"):
+    with references(candidate, device, "grpo_trainer"):
         trainer = trl.GRPOTrainer(
-            model=_policy(candidate, device), reward_funcs=_rewards(candidate, device), args=trl.GRPOConfig(**_generating(candidate)),
-            train_dataset=_prompts(candidate), processing_class=tokenizer(), reward_processing_classes=_reward_tokenizer(candidate),
+            model=policy(candidate, device), reward_funcs=rewards(candidate, device), args=trl.GRPOConfig(**_generating(candidate)),
+            train_dataset=_prompts(candidate), processing_class=tokenizer(), reward_processing_classes=reward_tokenizer(candidate),
             peft_config=lora(candidate),
         )  # fmt: skip
     return _stage(trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module)))
 
 
 def rloo(candidate: Candidate, device: Device) -> Stage:
-    with _references(candidate, device, "rloo_trainer"):
+    with references(candidate, device, "rloo_trainer"):
         trainer = trl.RLOOTrainer(
-            model=_policy(candidate, device), reward_funcs=_rewards(candidate, device), args=trl.RLOOConfig(**_generating(candidate)),
-            train_dataset=_prompts(candidate), processing_class=tokenizer(), reward_processing_classes=_reward_tokenizer(candidate),
+            model=policy(candidate, device), reward_funcs=rewards(candidate, device), args=trl.RLOOConfig(**_generating(candidate)),
+            train_dataset=_prompts(candidate), processing_class=tokenizer(), reward_processing_classes=reward_tokenizer(candidate),
             peft_config=lora(candidate),
         )  # fmt: skip
     return _stage(trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module)))
@@ -242,7 +147,7 @@ def rloo(candidate: Candidate, device: Device) -> Stage:
 def distillation(candidate: Candidate, device: Device) -> Stage:
     args = trl.DistillationConfig(**common_settings(candidate), max_completion_length=candidate.max_completion_length)
     trainer = trl.DistillationTrainer(
-        model=_policy(candidate, device), teacher_model=_teacher(candidate, device), args=args, train_dataset=_prompts(candidate),
+        model=policy(candidate, device), teacher_model=teacher(candidate, device), args=args, train_dataset=_prompts(candidate),
         processing_class=tokenizer(), peft_config=lora(candidate),
     )  # fmt: skip
     return _stage(trainer, trainer.teacher_model)
@@ -256,8 +161,8 @@ def online_dpo(candidate: Candidate, device: Device) -> Stage:
         beta=_beta(candidate),
     )  # fmt: skip
     trainer = OnlineDPOTrainer(
-        model=_policy(candidate, device), reward_funcs=_rewards(candidate, device), args=args, train_dataset=_prompts(candidate),
-        processing_class=tokenizer(), reward_processing_classes=_reward_tokenizer(candidate), peft_config=lora(candidate),
+        model=policy(candidate, device), reward_funcs=rewards(candidate, device), args=args, train_dataset=_prompts(candidate),
+        processing_class=tokenizer(), reward_processing_classes=reward_tokenizer(candidate), peft_config=lora(candidate),
     )  # fmt: skip
     return _stage(trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module)))
 
@@ -272,9 +177,7 @@ def cpo(candidate: Candidate, device: Device) -> Stage:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     args = CPOConfig(**common_settings(candidate), max_length=candidate.max_length)
-    trainer = CPOTrainer(
-        model=_policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate)
-    )
+    trainer = CPOTrainer(model=policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate))
     return _stage(trainer)
 
 
@@ -283,7 +186,7 @@ def orpo(candidate: Candidate, device: Device) -> Stage:
 
     args = ORPOConfig(**common_settings(candidate), max_length=candidate.max_length)
     trainer = ORPOTrainer(
-        model=_policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate)
+        model=policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate)
     )
     return _stage(trainer)
 
@@ -307,7 +210,7 @@ def gkd(candidate: Candidate, device: Device) -> Stage:
         }  # fmt: skip
 
     trainer = GKDTrainer(
-        model=_policy(candidate, device), teacher_model=_teacher(candidate, device), args=args, data_collator=collate,
+        model=policy(candidate, device), teacher_model=teacher(candidate, device), args=args, data_collator=collate,
         train_dataset=rows(candidate, {"input_ids": [WORD]}), processing_class=tokenizer(), peft_config=lora(candidate),
     )  # fmt: skip
     return _stage(trainer, trainer.teacher_model)
@@ -324,36 +227,6 @@ def _words(count: int) -> str:
 
 def _prompts(candidate: Candidate) -> datasets.Dataset:
     return rows(candidate, {"prompt": _words(candidate.prompt_length).strip()})
-
-
-def _teacher(candidate: Candidate, device: Device) -> PreTrainedModel:
-    shape = candidate.teacher_model or candidate.model
-    return build_model(shape, candidate, device, shape.auto_class)
-
-
-def _rewards(candidate: Candidate, device: Device) -> list[Any]:
-    if candidate.reward_model is not None:
-        return [_with_score(candidate.reward_model, candidate, device)]
-
-    def spread(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        return [float(index) for index in range(len(completions))]
-
-    return [spread]
-
-
-def _reward_tokenizer(candidate: Candidate) -> list[PreTrainedTokenizerFast] | None:
-    return None if candidate.reward_model is None else [tokenizer()]
-
-
-@contextmanager
-def _references(candidate: Candidate, device: Device, module: str) -> Iterator[None]:
-    """The reference model that the trainer would load from the policy's path is built without weights instead."""
-
-    def load(_: str, **__: Any) -> PreTrainedModel:
-        return build_model(candidate.model, candidate, device, candidate.model.auto_class)
-
-    with mock.patch.object(importlib.import_module(f"trl.trainer.{module}"), "create_model_from_path", load):
-        yield
 
 
 METHOD_STAGES: dict[MethodName, Callable[[Candidate, Device], Stage]] = {

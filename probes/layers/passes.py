@@ -15,9 +15,9 @@ from planner.memory.modules import Recipe
 from planner.model import ModelShape
 from planner.trace.timeline import Allocation, Trace
 from probes.dryrun import fake_weights, quiet
+from probes.fake.models import adapters_without_weights, build_model, models_stay_where_they_are
 from probes.fake.substitutions import WORKSPACES, cuda_ways
 from probes.fake.tensors import FakeArithmetic
-from probes.fake.trainer import adapters_without_weights, build_model, models_stay_where_they_are
 from probes.layers.few_layers import few_layers, layer_kinds
 from probes.layers.shapes import decoder_layers
 from probes.step.tracker import Tracker, collector_off

@@ -21,8 +21,8 @@ FOLDER = "layers"
 # The modules of ours by which layers are measured.
 OURS = Path(__file__).parents[1]
 SOURCES = (
-    "coefficients.py", "fake/autocast.py", "fake/flash_attention.py", "fake/substitutions.py", "fake/tensors.py", "fake/trainer.py", "layers/few_layers.py",
-    "layers/passes.py", "layers/shapes.py", "step/tracker.py",
+    "coefficients.py", "fake/autocast.py", "fake/flash_attention.py", "fake/models.py", "fake/substitutions.py", "fake/tensors.py", "layers/few_layers.py",
+    "layers/passes.py", "layers/shapes.py", "step/stage.py", "step/tracker.py",
 )  # fmt: skip
 
 

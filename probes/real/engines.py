@@ -22,9 +22,9 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.launch.command import server_command
 from planner.launch.placement import placement
-from probes.fake.trainer import Stage
 from probes.step.rollouts import short_row
-from probes.step.tracker import Told
+from probes.step.stage import Stage
+from probes.step.told import Told
 
 START_SECONDS = 900.0  # a server may compile for minutes; the runner has a limit of its own
 LOOK_SECONDS = 1.0

@@ -7,9 +7,9 @@ from typing import Any
 import datasets
 
 from planner.candidate import Candidate
-from probes.fake.trainer import WORD
 from probes.process.task import Task
 from probes.step.rollouts import prompts_differ
+from probes.step.stage import WORD
 
 
 class Text:

@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from planner.model import ModelShape
-from probes.fake.trainer import EOS, PAD, WORD
+from probes.step.stage import EOS, PAD, WORD
 
 UNKNOWN = "<unknown>"
 SPREAD = 0.02  # standard deviation of the weights: `initializer_range`, as most configs have it

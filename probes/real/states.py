@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from planner.quantities import Component
-from probes.fake.trainer import Stage
+from probes.step.stage import Stage
 
 
 class States:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from planner.candidate import Candidate
-from probes.fake.trainer import EOS, WORD
 from probes.step.phases import Rollout, one_word_shortened
+from probes.step.stage import EOS, WORD
 
 
 def whole_rollout(candidate: Candidate) -> Rollout:

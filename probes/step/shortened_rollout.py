@@ -14,10 +14,10 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from planner.errors import UnknownArchitecture
+from probes.step.stage import WORD
 
 WHOLE_ROLLOUT_TOKENS = 8  # completions up to this are generated token by token
 GENERATED_TOKENS = 3  # of longer ones: from the prompt's pass, from a first step with the cache, from the last step
-WORD = 3  # the token that is sampled, as in fake/trainer.py
 
 
 def generate_shortened(generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]) -> Any:
