@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from planner.candidate import Candidate
 from planner.confidence import PASS
 from planner.estimate import estimate
+from planner.halving import largest
 from planner.knobs import Question
 from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage
 from planner.memory.communication import nccl_bytes
 from planner.memory.engine import EngineDoesNotFit
 from planner.quantities import Estimate, GpuMemory, PhaseMemory
-from planner.search import largest
 from planner.units import MIB
 from probes.learning.space import FEW_SIZES, NO_SHARE, Place, Space
 

@@ -24,8 +24,8 @@ from hidden_cards import HiddenCard, HiddenProbe, best_of_line, exhaustive_best,
 from random_jobs import random_questions
 
 from planner.errors import PlanError
+from planner.halving import largest
 from planner.knobs import Question
-from planner.search import largest
 from probes.certificate import certificate
 from probes.learning.sampler import PlanSampler
 from probes.learning.space import Place, Space, space_of

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from planner.candidate import Candidate
 from planner.estimate import estimate
+from planner.halving import largest
 from planner.job import effective_batch_size
 from planner.knobs import Question, attention
 from planner.memory.parameters import BITSANDBYTES
 from planner.quantities import Estimate
-from planner.search import LENGTH_STEP, attempt, batches, largest, length_field, longest_length, with_length
+from planner.search import LENGTH_STEP, attempt, batches, length_field, longest_length, with_length
 from planner.units import GIB, format_count, format_gib
 
 WORTH_SAYING_BYTES = GIB // 4

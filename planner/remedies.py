@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from planner.cluster import Cluster
 from planner.errors import PlanError
 from planner.gpus import load_gpu
+from planner.halving import largest
 from planner.job import Job
 from planner.knobs import Question, TuningClass
 from planner.plan import Remedy
 from planner.quantities import Estimate
-from planner.search import LENGTH_STEP, largest, length_field, search
+from planner.search import LENGTH_STEP, length_field, search
 from planner.settings import settings_of_fields, settings_text
 from planner.units import format_count
 

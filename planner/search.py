@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
 from planner.errors import NotMeasured
+from planner.halving import largest
 from planner.job import DEFAULT_BATCH_SIZE, SMALLEST_BATCH, Job
 from planner.knobs import Question, completed, structures
 from planner.memory.engine import EngineDoesNotFit, EngineRefusal, engine_or_refusal
@@ -87,19 +88,6 @@ def attempt(candidate: Candidate, question: Question) -> Estimate | None:
         return answer_of(candidate, question.cluster, question.job.risk)
     except (EngineDoesNotFit, NotMeasured):
         return None
-
-
-def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest of low..high that fits, by halving; low - 1 when none does. Memory grows with each number that is asked about."""
-    if low > high or not fits(low):
-        return low - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def utilizations(candidate: Candidate, question: Question) -> tuple[int, int]:

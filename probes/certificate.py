@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from planner.halving import largest
 from planner.measurement import DeviceName
 from planner.quantities import Phase
-from planner.search import largest, length_field
+from planner.search import length_field
 from planner.units import format_count, format_size
 from probes.learning.belief import PRIORS, Belief, Row
 from probes.learning.knowledge import LEAST_CHANCE, MOST_SIZES, Knowledge, open_places

@@ -10,6 +10,7 @@ from typing import Literal
 
 from planner.cluster import Gpu
 from planner.errors import NothingFits, UnknownArchitecture
+from planner.halving import largest
 from planner.memory.engine_blocks import BLOCK_SIZE, BlockLayout, block_layout
 from planner.memory.engine_profile import RUNNERS, activation_peak_bytes, cuda_graph_bytes, non_torch_bytes, persistent_buffer_bytes
 from planner.memory.engine_weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
@@ -255,14 +256,7 @@ def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout:
 
 def _fitting_len(usable_blocks: int, max_model_len: int, in_flight_tokens: int, layout: BlockLayout) -> int:
     """The longest max_model_len whose one sequence fits; 0 when none does. Found by halving, as vLLM finds it."""
-    low, high = 0, max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        if layout.blocks_per_request(middle, in_flight_tokens) <= usable_blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return largest(1, max_model_len, lambda length: layout.blocks_per_request(length, in_flight_tokens) <= usable_blocks)
 
 
 def _utilization(share: float, down: bool = False) -> float:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from planner.halving import largest
 from planner.measurement import Measurement
-from planner.search import largest
 from probes.learning.belief import Belief, Draws, Vector, believed, draws
 from probes.learning.lessons import gpus_of_rank, observations
 from probes.learning.space import FEW_SIZES, Place, Space
