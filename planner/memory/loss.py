@@ -70,15 +70,16 @@ def fused(head: Head) -> LossMemory:
     """TRL >= 1.15: log-probabilities without logits, in tiles, over labelled tokens only.
 
         forward  = norm + h T H (last hidden state) + h N H + 16 N + 28 N + c n 32768 + (w != c) c 32768 H + (h != c) c n H
-        backward = norm + h N H + 32 N + c n 32768 + 4 N H + (trainable) 4 V H, then the casts: (h = 2) h N H + (trainable, w = 2) w V H
+        backward = norm + h N H + 32 N + c n 32768 + 4 N H + (trainable) 4 V H
+                   + the most of (w != c) c v H + (h != c) c n H and of the casts: (h = 2) h N H + (trainable, w = 2) w V H
 
-    with n = min(N, 4096). Source: trl 1.16, kernels/chunked_logprob.py:311-462, trainer/utils.py:1599-1660.
+    with n = min(N, 4096), v = `named_columns`. Source: trl 1.16, kernels/chunked_logprob.py:311-462, trainer/utils.py:1599-1660.
     Example: Qwen3-8B trained in full: 4 x 151,936 x 4,096 = 2.32 GiB for the head's gradient, whatever the batch.
     Leaves out the scatter of the labelled rows' gradient into zeros of all rows, which the first layer's backward outweighs.
     """
     tile = tile_bytes(head, head.compute_width)
     labelled = head.labelled_tokens * head.hidden_size
-    weight_chunk = head.compute_width * min(VOCABULARY_CHUNK, head.vocab_size) * head.hidden_size if head.weight_width != head.compute_width else 0
+    cast_weight = head.compute_width * head.hidden_size if head.weight_width != head.compute_width else 0  # bytes a word
     hidden_chunk = head.compute_width * chunk_tokens(head) * head.hidden_size if head.hidden_width != head.compute_width else 0
     saved = head.final_norm_bytes + labelled * head.hidden_width + 32 * head.labelled_tokens
     last_hidden = head.tokens * head.hidden_size * head.hidden_width
@@ -87,9 +88,9 @@ def fused(head: Head) -> LossMemory:
         head.weight_width * head.weight_elements if head.trainable and head.weight_width != FLOAT32 else 0
     )
     return LossMemory(
-        forward=saved + last_hidden + 28 * head.labelled_tokens + tile + weight_chunk + hidden_chunk,
+        forward=saved + last_hidden + 28 * head.labelled_tokens + tile + cast_weight * min(VOCABULARY_CHUNK, head.vocab_size) + hidden_chunk,
         saved=saved,
-        backward=saved + tile + gradients + max(weight_chunk + hidden_chunk, casts),
+        backward=saved + tile + gradients + max(cast_weight * named_columns(head) + hidden_chunk, casts),
     )
 
 
@@ -97,17 +98,27 @@ def divergence(head: Head) -> LossMemory:
     """TRL's distillation: student and teacher tiles in float32 side by side (trl 1.16, kernels/chunked_divergence.py:417 and :537).
 
     As `fused`, with two float32 tiles in place of one in the compute dtype, the teacher's last hidden state kept, and in the backward pass
-    the gradient of a tile in the compute dtype.
+    the gradient of a tile in the compute dtype, n x `named_columns`.
     """
     alone = fused(head)
     extra = 2 * tile_bytes(head, FLOAT32) - tile_bytes(head, head.compute_width)
     teacher = head.labelled_tokens * head.hidden_size * head.hidden_width
-    gradient_tile = tile_bytes(head, head.compute_width) if head.compute_width != FLOAT32 else 0
+    gradient_tile = head.compute_width * chunk_tokens(head) * named_columns(head) if head.compute_width != FLOAT32 else 0
     return LossMemory(
         forward=alone.forward + extra + teacher,
         saved=alone.saved + teacher,
         backward=alone.backward + extra + teacher + gradient_tile,
     )
+
+
+def named_columns(head: Head) -> int:
+    """Words whose chunk of something is alive at once in a loop over chunks that gives it a name: the next is made before the name lets go of the last.
+
+    Source: `w_chunk`, trl 1.16, kernels/chunked_logprob.py:423; `grad_tile`, kernels/chunked_divergence.py.
+    """
+    if head.vocab_size <= VOCABULARY_CHUNK:
+        return head.vocab_size * (2 if head.labelled_tokens > TOKEN_CHUNK else 1)
+    return min(head.vocab_size, 2 * VOCABULARY_CHUNK)
 
 
 def chunk_tokens(head: Head) -> int:
