@@ -10,8 +10,11 @@ from planner.job import DEQUANTIZED, Job
 from planner.knobs import CLASSES, Question, TuningClass, structures
 from planner.memory.engine import EngineRefusal, engine_or_refusal
 from planner.memory.engine_settings import engine_settings
+from planner.notes import limits, notes, reasons
+from planner.pins import refuse_contradictions
 from planner.proof import Proof
 from planner.quantities import Estimate
+from planner.remedies import Remedy, remedies
 from planner.search import search
 from planner.settings import settings_of_fields, settings_text
 from planner.units import format_gib
@@ -22,15 +25,6 @@ class Alternative:
     """A runner-up: the best of another tuning class, or of another way to run."""
 
     label: str
-    estimate: Estimate
-    note: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """A change that was tried and makes a job fit that did not."""
-
-    change: str
     estimate: Estimate
     note: str
 
@@ -63,9 +57,6 @@ def plan(job: Job, cluster: Cluster) -> Plan:
         InputError: the job contradicts itself or the cluster.
         NothingFits: no candidate could even be built, such as an effective batch that no number of processes divides.
     """
-    from planner.notes import limits, notes, reasons
-    from planner.pins import refuse_contradictions
-    from planner.remedies import remedies
 
     refuse_contradictions(job, cluster)
     questions = [Question(job=job, cluster=cluster, tuning_class=name) for name in classes(job)]

@@ -9,7 +9,6 @@ from planner.gpus import load_gpu
 from planner.halving import largest
 from planner.job import Job
 from planner.knobs import Question, TuningClass
-from planner.plan import Remedy
 from planner.quantities import Estimate
 from planner.search import LENGTH_STEP, length_field, search
 from planner.settings import settings_of_fields, settings_text
@@ -22,6 +21,15 @@ USUAL_CARDS = ("RTX-4090", "A100-40G", "L40S", "H100", "H200", "B200")  # that o
 ACTIVATION_OFFLOADING = ("sft", "dpo", "kto", "reward")  # trl 1.16, trainer/{sft,dpo,kto,reward}_config.py
 HALF_OPTIMIZER = "paged_adamw_8bit"
 ABOUT_DATA = frozenset({"max_length", "prompt_length", "max_completion_length", "padded", "num_generations"})  # not ours to drop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """A change that was tried and makes a job fit that did not."""
+
+    change: str
+    estimate: Estimate
+    note: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,9 @@ from planner.candidate import Candidate
 from planner.catalogue import load_model
 from planner.cluster import Cluster, Gpu
 from planner.job import Job
-from planner.plan import Alternative, Plan, Remedy
+from planner.plan import Alternative, Plan
 from planner.quantities import Estimate, GpuMemory, PhaseMemory, Throughput
+from planner.remedies import Remedy
 from planner.units import GIB, MIB
 
 MODEL = load_model("Qwen2.5-7B")

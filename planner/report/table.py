@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from planner.cluster import Cluster
-from planner.plan import Alternative, Plan, Remedy
+from planner.plan import Alternative, Plan
 from planner.quantities import Estimate
+from planner.remedies import Remedy
 from planner.report.bars import bars
 from planner.report.lines import joined, listed, wrapped
 from planner.report.proof import difference_lines, proof_lines
