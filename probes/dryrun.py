@@ -197,8 +197,10 @@ def _collated_on_host(collate: Callable[[Any], Any], tracker: Tracker) -> Callab
 
 
 def _add_residents(tracker: Tracker, stage: Stage) -> None:
+    """Weights before adapters: a model is loaded, then PEFT adds to it."""
     for model in stage.models:
-        for name, parameter in model.named_parameters():
-            tracker.add_resident(parameter, "adapters" if "lora_" in name else "weights", name)
-        for name, buffer in model.named_buffers():
-            tracker.add_resident(buffer, "weights", name)
+        held = [*model.named_parameters(), *model.named_buffers()]
+        for adapters in (False, True):
+            for name, tensor in held:
+                if ("lora_" in name) is adapters:
+                    tracker.add_resident(tensor, "adapters" if adapters else "weights", name)

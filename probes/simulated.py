@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.candidate import Candidate
-from planner.cluster import Cluster
+from planner.cluster import Cluster, Gpu
 from planner.errors import NothingFits, PlanError
 from planner.estimate import estimate
 from planner.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage
@@ -19,6 +19,7 @@ from planner.memory.sharding import SHARDED
 from planner.quantities import Component, Phase, PhaseMemory
 from planner.trace.allocator import Allocator, AllocatorSettings, Block, OutOfMemory
 from planner.trace.compose import OUTSIDE, STATES, Simulation, without_states
+from planner.trace.loading import warm_up_bytes
 from planner.trace.timeline import STAYS, Trace
 from planner.units import format_size
 from probes.simulate import simulate, ways_on
@@ -34,7 +35,7 @@ def simulated_probe(candidate: Candidate, cluster: Cluster) -> Measurement:
     """The first training GPU of a candidate, simulated; all are alike. Never raises for what the candidate asks."""
     started = time.monotonic()
     try:
-        found = on_card(simulate(estimate(candidate, cluster), ways_on(cluster.gpu)), cluster.gpu.free_bytes)
+        found = on_card(simulate(estimate(candidate, cluster), ways_on(cluster.gpu)), cluster.gpu)
     except NothingFits as error:  # a vLLM engine that would refuse to start does not say how much it lacks
         found = _without_memory(candidate, "out_of_memory", str(error))
     except PlanError as error:
@@ -42,9 +43,10 @@ def simulated_probe(candidate: Candidate, cluster: Cluster) -> Measurement:
     return replace(found, wall_seconds=time.monotonic() - started)
 
 
-def on_card(simulation: Simulation, card_bytes: int) -> Measurement:
-    """What a simulation does to a card that has so much for this process."""
-    card = _Card(simulation=simulation, card_bytes=card_bytes)
+def on_card(simulation: Simulation, gpu: Gpu) -> Measurement:
+    """What a simulation does to a card."""
+    card_bytes = gpu.free_bytes
+    card = _Card(simulation=simulation, card_bytes=card_bytes, warm_up_bytes=warm_up_bytes(simulation.trace, simulation.candidate, gpu))
     before, run, after = card.composed_shortage("load"), card.run(), card.composed_shortage("")
     shortage = before or run.shortage or after
     peaks = tuple(card.peaks({} if before else run.peaks, shortage))
@@ -73,6 +75,7 @@ class _Card:
 
     simulation: Simulation
     card_bytes: int
+    warm_up_bytes: int = 0  # planner/trace/loading.py
 
     @property
     def sharded(self) -> bool:
@@ -115,6 +118,8 @@ class _Card:
         trace, around, peaks = self.trace, self.around, dict[Phase, PhasePeak]()
         allocator = Allocator(0, AllocatorSettings(expandable_segments=self.simulation.candidate.expandable_segments))
         live: dict[int, Block] = {}
+        if self.warm_up_bytes and (block := _allocated(allocator, self.warm_up_bytes, self.card_bytes)) is not None:
+            allocator.free(block)
         for event, (index, size_bytes) in enumerate(trace.events):
             if size_bytes < 0:
                 allocator.free(live.pop(index))

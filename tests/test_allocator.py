@@ -5,10 +5,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.candidate import Candidate
+from planner.catalogue import load_model
 from planner.cluster import Gpu
 from planner.gpus import load_gpu
 from planner.quantities import Phase
 from planner.trace.allocator import Allocator, AllocatorSettings
+from planner.trace.loading import warm_up_bytes
 from planner.trace.replay import replay
 from planner.trace.reserved import reserved_of
 from planner.trace.timeline import STAYS, Allocation, Trace
@@ -116,24 +119,44 @@ def made(index: int, mebibytes: int, phase: Phase, died: int = STAYS) -> Allocat
 STEP = Trace(allocations=(made(0, 60, "load"), made(1, 30, "forward", died=2), made(3, 48, "backward")), phase_starts=())
 
 
+# Of several processes each loads onto the host, and moves one tensor after the other.
+IN_SEVERAL = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft", num_processes=2, sharding="ddp")
+ALONE = replace(IN_SEVERAL, num_processes=1, sharding="none")
+
+
 def card(mebibytes: int) -> Gpu:
     return replace(load_gpu("A100-40G"), total_bytes=2 * mebibytes * MIB, free_bytes=mebibytes * MIB)
 
 
 def test_each_phase_reserves_what_the_ones_before_have_left() -> None:
-    found = reserved_of(STEP, card(1000), 0, expandable_segments=False)
+    found = reserved_of(STEP, IN_SEVERAL, card(1000), 0)
     assert found.most == {"load": 60 * MIB, "forward": 90 * MIB, "backward": 138 * MIB}
     assert found.slack == {"load": 0, "forward": 0, "backward": 0}
     assert found.peak_bytes == 138 * MIB
     assert found.shortfall is None
 
 
+def test_weights_that_one_process_loads_lie_side_by_side_in_one_segment() -> None:
+    weights = tuple(replace(made(index, 0, "load"), size_bytes=11 * MIB + 512, component="weights") for index in range(4))
+    assert [reserved_of(Trace(allocations=weights, phase_starts=()), case, load_gpu("T4"), 0).most["load"] for case in (IN_SEVERAL, ALONE)] == [
+        4 * 12 * MIB,
+        46 * MIB,
+    ]
+
+
+def test_of_quantized_weights_the_statistics_are_not_taken_in_one_piece() -> None:
+    packed, statistics = (replace(made(index, 60, "load"), component="weights", module=f"layer.{name}") for index, name in enumerate(("weight", "absmax")))
+    trace = Trace(allocations=(packed, statistics), phase_starts=())
+    assert warm_up_bytes(trace, ALONE, load_gpu("T4")) == 60 * MIB
+    assert warm_up_bytes(trace, IN_SEVERAL, load_gpu("T4")) == 0
+
+
 def test_a_card_that_gives_its_cache_back_is_large_enough() -> None:
-    assert reserved_of(STEP, card(110), 0, expandable_segments=False).shortfall is None
+    assert reserved_of(STEP, IN_SEVERAL, card(110), 0).shortfall is None
 
 
 def test_a_card_that_runs_out_says_where_and_counts_all_of_itself() -> None:
-    shortfall = reserved_of(STEP, card(110), 5 * MIB, expandable_segments=False).shortfall
+    shortfall = reserved_of(STEP, IN_SEVERAL, card(110), 5 * MIB).shortfall
     assert shortfall is not None
     assert shortfall.phase == "backward"
     assert shortfall.figures.message == (

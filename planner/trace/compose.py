@@ -88,7 +88,7 @@ def with_reserved(simulation: Simulation, gpu: Gpu) -> Simulation:
     if simulation.composed:
         return simulation
     outside = max(phase.components.get("runtime", 0) + phase.components.get("communication", 0) for phase in simulation.simulated)
-    reserved = reserved_of(simulation.trace, gpu, outside, simulation.candidate.expandable_segments)
+    reserved = reserved_of(simulation.trace, simulation.candidate, gpu, outside)
     phases = (
         PhaseMemory(name=phase.name, components={**phase.components, "fragmentation": reserved.slack[phase.name]}) if phase.name in reserved.slack else phase
         for phase in simulation.simulated

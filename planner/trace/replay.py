@@ -18,12 +18,17 @@ class Replay:
     slack: dict[int, int]  # after the events that were asked about: reserved, in no tensor, and in no segment that could be given back
 
 
-def replay(events: Iterable[tuple[int, int]], card_bytes: int, settings: AllocatorSettings | None = None, slack_at: frozenset[int] = frozenset()) -> Replay:
+def replay(
+    events: Iterable[tuple[int, int]], card_bytes: int, settings: AllocatorSettings | None = None, slack_at: frozenset[int] = frozenset(), free_before: int = 0
+) -> Replay:
     """Events of (allocation, +bytes or -bytes) run on a card that has `card_bytes` for the allocator.
 
     An allocation is identified by its number; its sign says whether it is born or dies, as in `Trace.events`. `slack_at`: events to be asked about.
+    `free_before`: bytes of a block that was taken and given back before the first event (loading.py).
     """
     allocator = Allocator(card_bytes, settings or AllocatorSettings())
+    if free_before and (block := allocator.allocate(free_before)) is not None:
+        allocator.free(block)
     live: dict[int, Block] = {}
     reserved: list[int] = []
     slack: dict[int, int] = {}

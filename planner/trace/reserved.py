@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from planner.candidate import Candidate
 from planner.cluster import Gpu
 from planner.quantities import Phase
 from planner.trace.allocator import NO_LIMIT, AllocatorSettings, OutOfMemory
+from planner.trace.loading import warm_up_bytes
 from planner.trace.replay import replay
 from planner.trace.timeline import Trace
 
@@ -34,15 +36,16 @@ class Reserved:
         return max(self.most.values(), default=0)
 
 
-def reserved_of(trace: Trace, gpu: Gpu, outside_bytes: int, expandable_segments: bool) -> Reserved:
-    """A trace on a card of which `outside_bytes` are taken by what is outside PyTorch's allocator."""
-    settings = AllocatorSettings(expandable_segments=expandable_segments)
-    endless = replay(trace.events, NO_LIMIT, settings, frozenset(trace.heaviest_events.values()))
+def reserved_of(trace: Trace, candidate: Candidate, gpu: Gpu, outside_bytes: int) -> Reserved:
+    """A candidate's trace on a card of which `outside_bytes` are taken by what is outside PyTorch's allocator."""
+    settings = AllocatorSettings(expandable_segments=candidate.expandable_segments)
+    warm_up = warm_up_bytes(trace, candidate, gpu)
+    endless = replay(trace.events, NO_LIMIT, settings, frozenset(trace.heaviest_events.values()), warm_up)
     card_bytes = gpu.free_bytes - outside_bytes
     return Reserved(
         most=_most(trace, endless.reserved),
         slack={phase: endless.slack[event] for phase, event in trace.heaviest_events.items()},
-        shortfall=_shortfall(trace, card_bytes, gpu, settings) if endless.peak_reserved_bytes > card_bytes else None,
+        shortfall=_shortfall(trace, card_bytes, gpu, settings, warm_up) if endless.peak_reserved_bytes > card_bytes else None,
     )
 
 
@@ -55,9 +58,9 @@ def _most(trace: Trace, reserved: tuple[int, ...]) -> dict[Phase, int]:
     return found
 
 
-def _shortfall(trace: Trace, card_bytes: int, gpu: Gpu, settings: AllocatorSettings) -> Shortfall | None:
+def _shortfall(trace: Trace, card_bytes: int, gpu: Gpu, settings: AllocatorSettings, warm_up: int) -> Shortfall | None:
     """The message counts the whole card; what is outside PyTorch is neither free nor its own."""
-    figures = replay(trace.events, card_bytes, settings).out_of_memory
+    figures = replay(trace.events, card_bytes, settings, free_before=warm_up).out_of_memory
     if figures is None:
         return None
     phase = trace.allocations[trace.events[figures.event][0]].phase
