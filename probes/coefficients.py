@@ -18,7 +18,7 @@ from planner.memory.activations import LayerMemory, Peaks, envelope
 from planner.memory.autograd import Moment, Size
 from planner.memory.modules import Recipe
 from planner.model import ModelShape
-from probes.fake.imports import quick_imports
+from probes.imports import quick_imports
 from probes.layers.store import Layers, Measured, Refused, load_layers, load_measured, save_layers, save_measured
 
 if TYPE_CHECKING:

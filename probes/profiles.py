@@ -22,7 +22,7 @@ from planner.trace.sizes import sizes_of
 from planner.trace.store import LIBRARIES, load_profile, save_profile
 from planner.trace.terms import VOCAB_CHUNK
 from probes.fake.substitutions import CUDA_BLOCK_BYTES
-from probes.simulate import REASON_LENGTH, dry_run  # which imports the libraries quickly
+from probes.simulate import REASON_LENGTH, dry_run
 
 # Widths that are no multiples of one another nor, but for what kernels want of a head, of what they round to; hidden is one of heads, as
 # Llama wants it. In order: heads, key heads, size of a head, hidden, intermediate, words in the vocabulary's last tile, rank.

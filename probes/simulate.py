@@ -6,7 +6,7 @@ from planner.errors import DryRunUnsupported, PlanError
 from planner.quantities import Estimate
 from planner.trace.compose import Simulation, compose, single_process
 from planner.trace.timeline import Trace
-from probes.fake.imports import quick_imports
+from probes.imports import quick_imports
 
 with quick_imports():
     from probes.dryrun import Ways as Ways

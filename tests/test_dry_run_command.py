@@ -1,6 +1,8 @@
 """`plan dry-run`, and the dry run that `plan` makes of its answer."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -183,3 +185,11 @@ class TestWithTheInstalledStack:
         answer = simulate(estimate(candidate, parse_cluster("1xA100-40G", None)))
         assert all(phase.components.get("engine", 0) > 0 for phase in answer.simulated)
         assert abs(answer.difference) < 0.03
+
+
+@pytest.mark.parametrize("entrance", ["profiles", "simulate"])
+def test_what_a_dry_run_imports_leaves_the_compiler_out(entrance: str) -> None:
+    pytest.importorskip("trl")
+    code = f"import sys, probes.{entrance}; print('torch._inductor.compile_fx' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]).stdout
+    assert out.strip() == "False"
