@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 from unittest import mock
 
+import accelerate
 import datasets
 import torch
 from transformers import PrinterCallback
@@ -43,7 +44,7 @@ def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", 
     candidate = _in_bfloat16(candidate) if cuda else candidate
     tracker, arithmetic = Tracker(block_bytes, kernel_workspaces(candidate)) if cuda else Tracker(), FakeArithmetic()
     with contextlib.ExitStack() as stack:
-        for surroundings in (quiet(), collector_off(), models_stay_where_they_are()):
+        for surroundings in (quiet(), collector_off(), models_stay_where_they_are(), plain_models()):
             stack.enter_context(surroundings)
         substitutions = stack.enter_context(_cuda_ways(candidate, tracker, ways == "cuda")) if cuda else ()
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
@@ -142,6 +143,14 @@ def _cuda_ways(candidate: Candidate, tracker: Tracker, flash: bool) -> Iterator[
 def _no_inference_tensors() -> Iterator[None]:
     """Reward models run under `inference_mode` (trl 1.16, grpo_trainer.py:1619), whose results fake tensors cannot be: without gradients they hold as much."""
     with mock.patch.object(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext()):
+        yield
+
+
+@contextlib.contextmanager
+def plain_models() -> Iterator[None]:
+    """accelerate asks time and again, module by module, whether a model was compiled, and imports DeepSpeed to ask whether it is its own. Here: neither."""
+    other = accelerate.utils.other
+    with mock.patch.object(other, "has_compiled_regions", lambda _: False), mock.patch.object(other, "is_deepspeed_available", lambda: False):
         yield
 
 
