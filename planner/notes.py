@@ -109,9 +109,9 @@ def longest_line(best: Estimate, question: Question) -> str:
 
     steps = largest(-(-length // LENGTH_STEP), room // LENGTH_STEP, fits)
     if steps * LENGTH_STEP <= length:
-        return f"{name} {format_count(length)} is as long as this batch allows; {stop(at(-(-length // LENGTH_STEP) + 1))}"
+        return f"{name} {format_count(length)} is as long as this batch allows; beyond that {stop(at(-(-length // LENGTH_STEP) + 1))}"
     reached = f"{name} up to {format_count(steps * LENGTH_STEP)} at this batch{rung(at(steps), best)}"
-    return f"{reached}, which is as far as the model goes" if (steps + 1) * LENGTH_STEP > room else f"{reached}; {stop(at(steps + 1))}"
+    return f"{reached}, which is as far as the model goes" if (steps + 1) * LENGTH_STEP > room else f"{reached}; beyond that {stop(at(steps + 1))}"
 
 
 def batch_line(best: Estimate, question: Question) -> str:
@@ -137,7 +137,8 @@ def stop(answer: Estimate | None) -> str:
     if answer is None:
         return "the vLLM engine would not start"
     tightest = max(answer.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
-    return f"then the {tightest.peak_phase.replace('_', ' ')} peaks at {format_gib(tightest.peak_bytes, 1)}"
+    bound = f", up to {format_gib(tightest.interval_bytes[1], 1)}" if tightest.peak_bytes <= tightest.capacity_bytes else ""
+    return f"the {tightest.peak_phase.replace('_', ' ')} peaks at {format_gib(tightest.peak_bytes, 1)}{bound}"
 
 
 # -- notes -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from planner.cluster import Cluster
 from planner.plan import Alternative, Plan
-from planner.quantities import Estimate
+from planner.quantities import Estimate, GpuMemory
 from planner.remedies import Remedy
 from planner.report.bars import bars
 from planner.report.lines import joined, listed, wrapped
@@ -43,7 +43,7 @@ def refusal(plan: Plan) -> str:
     gpu = tightest(plan.best)
     remedy = f" It fits with {plan.remedies[0].change}." if plan.remedies else ""
     return (
-        f"No candidate fits {cards(plan.cluster)}. The nearest peaks at {format_gib(gpu.peak_bytes, 1)} in the {words(gpu.peak.name)}, "
+        f"No candidate fits {cards(plan.cluster)}. The nearest peaks at {_with_bound(gpu)} in the {words(gpu.peak.name)}, "
         f"{format_gib(plan.best.over_bytes, 1)} too much at a risk of {plan.job.risk:g}.{remedy}"
     )
 
@@ -52,9 +52,15 @@ def shortfall(estimate: Estimate, risk: float) -> str:
     """Why one candidate does not fit, in a line."""
     gpu = tightest(estimate)
     return (
-        f"The candidate does not fit: it peaks at {format_gib(gpu.peak_bytes, 1)} of {format_gib(gpu.capacity_bytes, 1)} in the {words(gpu.peak.name)}, "
+        f"The candidate does not fit: it peaks at {_with_bound(gpu)} of {format_gib(gpu.capacity_bytes, 1)} in the {words(gpu.peak.name)}, "
         f"{format_gib(estimate.over_bytes, 1)} too much at a risk of {risk:g}. Ask plan without estimate for what fits."
     )
+
+
+def _with_bound(gpu: GpuMemory) -> str:
+    """A peak, and its upper bound where that alone is too much."""
+    bound = f" (up to {bare_gib(gpu.interval_bytes[1])})" if gpu.peak_bytes <= gpu.capacity_bytes else ""
+    return f"{format_gib(gpu.peak_bytes, 1)}{bound}"
 
 
 def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int, checked: str) -> Iterator[Text]:
