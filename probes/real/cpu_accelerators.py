@@ -14,8 +14,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 from planner.candidate import Candidate
-
-SHARDED = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
+from planner.memory.sharding import SHARDED
 
 
 def needs_accelerators(candidate: Candidate) -> bool:
