@@ -78,10 +78,13 @@ def profile_made(answer: Estimate, cluster: Cluster, say: Say) -> bool:
 
     From then on the search stands on it, for every size of the recipe.
     """
+    try:
+        refuse_other_kernels(answer.candidate, cluster.gpu)
+    except DryRunUnsupported:
+        return False
     say(f"simulating the recipe: {answer.candidate.method} of {answer.candidate.model.id} ...")
     with _libraries_kept_silent():
         try:
-            refuse_other_kernels(answer.candidate, cluster.gpu)
             from probes.profiles import simulated_answer
 
             simulated_answer(answer, RISK)
