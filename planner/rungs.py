@@ -26,6 +26,7 @@ from planner.own_results import keep_new
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.trace.compose import Simulation, refuse_other_kernels, with_reserved
+from planner.trace.recipe import family_key
 from planner.trace.store import cache_root
 from planner.units import format_size, parse_seconds
 
@@ -81,6 +82,8 @@ def profile_made(answer: Estimate, cluster: Cluster, say: Say) -> bool:
     try:
         refuse_other_kernels(answer.candidate, cluster.gpu)
     except DryRunUnsupported:
+        return False
+    if not family_key(answer.candidate):
         return False
     say(f"simulating the recipe: {answer.candidate.method} of {answer.candidate.model.id} ...")
     with _libraries_kept_silent():
