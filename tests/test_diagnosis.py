@@ -32,6 +32,11 @@ def read(name: str) -> tuple[Incident, ...]:
         ("vllm_start", "engine_start", None, ""),
         ("vllm_length", "engine_length", None, ""),
         ("host_killed", "host", None, ""),
+        ("wake_up", "engine_wake", "rollout", "cumem.py:75 in create_and_map"),
+        ("gathered_to_generate", "gpu", "rollout", "partition_parameters.py:2224 in __enter__"),
+        ("engine_init", "gpu", "load", "llm_engine.py:429 in _initialize_kv_caches"),
+        ("rich_traceback", "gpu", "backward", "accelerator.py:2125 in backward"),
+        ("more_free_than_asked", "gpu", None, ""),
     ],
 )
 def test_a_log_tells_what_ran_out_and_in_which_phase(name, kind, phase, where):
@@ -78,6 +83,16 @@ def test_a_process_that_its_launcher_killed_did_not_lack_main_memory():
     assert [incident.kind for incident in incidents(text)] == ["gpu"]
 
 
+def test_a_policy_that_is_made_whole_to_generate_need_not_be() -> None:
+    (incident,) = read("gathered_to_generate")
+    assert advice(incident)[0].startswith("ds3_gather_for_generation false")
+
+
+def test_where_more_was_free_than_asked_nothing_is_said_of_fragmentation() -> None:
+    (incident,) = read("more_free_than_asked")
+    assert incident.had_room and [line.split(":")[0] for line in advice(incident)] == ["more was free than was asked for"]
+
+
 def test_each_rank_is_told_of_once():
     lines = (LOGS / "grpo_optimizer_step.log").read_text(encoding="utf-8")
     assert [incident.rank for incident in incidents(lines + lines + lines.replace("rank0", "rank1"))] == ["rank0", "rank1"]
@@ -91,7 +106,7 @@ def test_each_rank_is_told_of_once():
         ("Failed to CUDA calloc async 608 bytes", "communication"),
         ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.", "engine_cache"),
         ("AssertionError: Expandable segments are not compatible with memory pool. Please track ..", "engine_pool"),
-        ("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62", "gpu"),
+        ("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62", "engine_wake"),
         ("RuntimeError: DataLoader worker (pid 412) is killed by signal: Killed.", "host"),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.", "host"),
         ("HIP out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 63.98 GiB of which 0 bytes is free.", "gpu"),

@@ -72,6 +72,10 @@ def _engine_pool(incident: Incident) -> str:
     return "vLLM did not start: its sleep mode keeps memory in a pool, which expandable segments exclude"
 
 
+def _engine_wake(incident: Incident) -> str:
+    return "vLLM woke up, and what it had given back to sleep was taken by the trainer"
+
+
 def _engine_profile(incident: Incident) -> str:
     return "vLLM did not start: another process on the card gave memory back while vLLM measured its own"
 
@@ -83,7 +87,7 @@ def _on_host(incident: Incident) -> str:
 
 _EVENTS: dict[Kind, Callable[[Incident], str]] = {
     "gpu": _on_gpu, "library": _in_a_library, "communication": _in_nccl, "engine_start": _engine_start, "engine_cache": _engine_cache,
-    "engine_length": _engine_length, "engine_pool": _engine_pool, "engine_profile": _engine_profile, "host": _on_host,
+    "engine_length": _engine_length, "engine_pool": _engine_pool, "engine_wake": _engine_wake, "engine_profile": _engine_profile, "host": _on_host,
 }  # fmt: skip
 
 
@@ -91,6 +95,11 @@ _EVENTS: dict[Kind, Callable[[Incident], str]] = {
 
 
 def _for_gpu(incident: Incident) -> Iterator[str]:
+    if incident.had_room:
+        yield "more was free than was asked for: something else had it a moment before, or the driver refused for another reason; look at the lines before"
+        return
+    if incident.gathers and incident.phase == "rollout":
+        yield "ds3_gather_for_generation false: ZeRO-3 was making the whole policy on every GPU to generate"
     if incident.fragmented:
         unused, lacked = format_size(incident.sizes["unallocated"]), format_size(incident.lacking_bytes)
         yield f"{EXPANDABLE}: the allocator held {unused} that it could not give away, {lacked} more were needed"
@@ -125,6 +134,10 @@ def _for_engine_pool(incident: Incident) -> Iterator[str]:
     yield f"drop {EXPANDABLE}, or set vllm_enable_sleep_mode false"
 
 
+def _for_engine_wake(incident: Incident) -> Iterator[str]:
+    yield "a smaller vllm_gpu_memory_utilization: the trainer's weights, states and what its allocator keeps stay while the engine wakes up"
+
+
 def _for_engine_profile(incident: Incident) -> Iterator[str]:
     yield "start again when nothing else on the card starts or ends"
 
@@ -139,5 +152,6 @@ def _nothing(incident: Incident) -> Iterator[str]:
 
 _ADVICE: dict[Kind, Callable[[Incident], Iterator[str]]] = {
     "gpu": _for_gpu, "library": _nothing, "communication": _for_nccl, "engine_start": _for_engine_start, "engine_cache": _for_engine_cache,
-    "engine_length": _for_engine_length, "engine_pool": _for_engine_pool, "engine_profile": _for_engine_profile, "host": _for_host,
+    "engine_length": _for_engine_length, "engine_pool": _for_engine_pool, "engine_wake": _for_engine_wake, "engine_profile": _for_engine_profile,
+    "host": _for_host,
 }  # fmt: skip

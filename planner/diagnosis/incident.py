@@ -14,6 +14,7 @@ Kind = Literal[
     "engine_cache",  # vLLM: its share leaves nothing for a KV cache
     "engine_length",  # vLLM: the KV cache holds no sequence of the longest length
     "engine_pool",  # vLLM's sleep mode and expandable segments exclude each other
+    "engine_wake",  # vLLM: what it had given back to sleep was taken when it woke up
     "engine_profile",  # vLLM: another process gave memory back while it measured its own
     "host",  # the machine's main memory
 ]
@@ -32,6 +33,7 @@ class Incident:
     sizes: Mapping[str, int]  # bytes
     numbers: Mapping[str, float]
     message: str
+    gathers: bool = False  # whether ZeRO-3 was making the model whole
 
     @property
     def outside_bytes(self) -> int:
@@ -43,6 +45,11 @@ class Incident:
     def lacking_bytes(self) -> int:
         """What was asked for and not free."""
         return max(self.sizes.get("tried", 0) - self.sizes.get("free", 0), 0)
+
+    @property
+    def had_room(self) -> bool:
+        """Whether more was free than was asked for, and no limit of the process is named: it was no lack of memory then."""
+        return "allowed" not in self.sizes and 0 < self.sizes.get("tried", 0) <= self.sizes.get("free", 0)
 
     @property
     def fragmented(self) -> bool:

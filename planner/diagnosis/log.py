@@ -7,14 +7,15 @@ from pathlib import Path
 
 from planner.diagnosis.incident import Incident
 from planner.diagnosis.messages import MESSAGES, Message, figures
-from planner.diagnosis.places import Frame, innermost, phase_of
+from planner.diagnosis.places import Frame, gathers, innermost, phase_of
 from planner.errors import InputError
 
 # What launchers and vLLM put before a line: [rank0]:, [default3]:, (EngineCore pid=71) ERROR 09-18 07:56:28 [core.py:390], a time.
 PREFIX = re.compile(
-    r"^\s*(?:(?P<rank>\[(?:rank|default)\d+\]):?|\((?P<worker>\w+(?: \w+)?) pid=\d+[^)]*\)|(?:ERROR|INFO|WARNING|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\])\s?"
+    r"^\s*(?:(?P<rank>\[(?:rank|default)\d+\]):?|\((?P<worker>\w+(?: [\w=]+)?) pid=\d+[^)]*\)|(?:ERROR|INFO|WARNING|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\])\s?"
 )
 FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+RICH_FRAME = re.compile(r"^\W*(?P<path>/[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)")  # a long path leaves the function to the next line
 PYTEST_FRAME = re.compile(r"^\s*(?P<path>[\w./-]+\.py):(?P<line>\d+): in (?P<function>\S+)")
 BEGIN = "Traceback (most recent call last)"
 # In the first line of every message: most lines need no other look.
@@ -57,12 +58,23 @@ def _all(text: str) -> Iterator[Incident]:
     for number, (rank, line) in enumerate(lines):
         if BEGIN in line:
             frames[rank] = []
-        elif match := FRAME.match(line) or PYTEST_FRAME.match(line):
-            frames.setdefault(rank, []).append(Frame(**match.groupdict()))
+        elif frame := _frame(lines, number):
+            frames.setdefault(rank, []).append(frame)
         for message in MESSAGES if HINT.search(line) else ():
             if found := _found(message, lines, number):
                 yield _incident(message, found, number, rank, frames.get(rank, []))
                 break
+
+
+def _frame(lines: Sequence[tuple[str, str]], number: int) -> Frame | None:
+    """The line of a traceback as Python, pytest or rich writes it."""
+    line = lines[number][1]
+    if match := FRAME.match(line) or PYTEST_FRAME.match(line):
+        return Frame(**match.groupdict())
+    if match := RICH_FRAME.match(line):
+        following = re.search(r"\w+", lines[number + 1][1]) if not match["function"] and number + 1 < len(lines) else None
+        return Frame(match["path"], match["line"], following[0] if following else match["function"])
+    return None
 
 
 def _stripped(line: str) -> tuple[str, str]:
@@ -92,5 +104,5 @@ def _incident(message: Message, text: str, number: int, rank: str, frames: Seque
         sizes["tried"] = int(numbers.pop("bytes"))
     return Incident(
         kind=message.kind, line=number + 1, rank=rank, gpu=None if gpu is None else int(gpu), phase=phase_of(frames), where=innermost(frames), sizes=sizes,
-        numbers=numbers, message=text,
+        numbers=numbers, message=text, gathers=gathers(frames),
     )  # fmt: skip

@@ -67,7 +67,7 @@ MESSAGES: tuple[Message, ...] = (
     # vllm 0.33, v1/worker/gpu_worker.py and device_allocator/cumem.py
     Message(kind="engine_profile", pattern=r"Error in memory profiling\. Initial free memory"),
     Message(kind="engine_pool", pattern=r"Expandable segments are not compatible with memory pool"),
-    Message(kind="gpu", pattern=r"CUDA Error: out of memory at \S*cumem_allocator"),
+    Message(kind="engine_wake", pattern=r"CUDA Error: out of memory at \S*cumem_allocator"),
     # nccl 2.28, src/include/alloc.h and checks.h
     Message(
         kind="communication",

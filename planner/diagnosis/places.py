@@ -41,12 +41,20 @@ def _named(*functions: str) -> frozenset[str]:
 # accelerate 1.15, accelerator.py; torch 2.13, autograd/; deepspeed 0.19.8, runtime/engine.py.
 PLACES: tuple[Place, ...] = (
     Place(
+        phase="load",
+        functions=_named("from_engine_args", "_initialize_kv_caches", "initialize_from_config", "determine_available_memory", "profile_run", "init_device"),
+        path=r"vllm",
+    ),
+    Place(
         phase="weight_sync",
         functions=_named("sync_weights", "_move_model_to_vllm", "_sync_fsdp1_params_to_vllm", "_sync_fsdp2_params_to_vllm", "merge_adapter"),
     ),
     Place(
         phase="rollout",
-        functions=_named("generate", "_generate", "_generate_single_turn", "_generate_vllm", "_generate_vllm_server", "_generate_vllm_colocate"),
+        functions=_named(
+            "generate", "_generate", "_generate_single_turn", "_generate_vllm", "_generate_vllm_server", "_generate_vllm_colocate", "wake_up",
+            "unwrap_model_for_generation",
+        ),
     ),
     Place(phase="score", functions=_named("_generate_and_score_completions", "_prepare_inputs", "compute_ref_log_probs", "_compute_ref_log_probs")),
     Place(phase="backward", functions=_named("backward", "run_backward", "_engine_run_backward"), path=r"torch/|accelerate|deepspeed"),
@@ -76,6 +84,11 @@ DULL = (
 def phase_of(frames: Sequence[Frame]) -> Phase | None:
     """The phase; None where the traceback passes through no known place."""
     return next((place.phase for place in PLACES if any(place.holds(frame) for frame in frames)), None)
+
+
+def gathers(frames: Sequence[Frame]) -> bool:
+    """Whether ZeRO-3 was gathering parameters (deepspeed 0.19.8, runtime/zero/partition_parameters.py)."""
+    return any("partition_parameters" in frame.path for frame in frames)
 
 
 def innermost(frames: Sequence[Frame]) -> str:
