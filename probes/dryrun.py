@@ -10,6 +10,7 @@ from unittest import mock
 
 import accelerate
 import datasets
+import huggingface_hub
 import torch
 from transformers import PrinterCallback
 
@@ -156,11 +157,11 @@ def plain_models() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The trainers' progress bars, advice and deprecations are meant for who trains, not for who plans."""
+    """The trainers' progress bars, advice, deprecations and telemetry (trl 1.16, trainer/base_trainer.py:82) are about who trains, not about who plans."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     datasets.disable_progress_bars()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.object(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True):
         warnings.simplefilter("ignore")
         try:
             yield

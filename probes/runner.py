@@ -40,6 +40,7 @@ ALLOCATOR_VARIABLES = frozenset({"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 ALWAYS = {
     "PYTHONUNBUFFERED": "1",  # a log is whole up to where the worker was killed
     "PYTHONFAULTHANDLER": "1",  # a crash below Python says where
+    "HF_HUB_DISABLE_TELEMETRY": "1",  # TRL tells of each trainer that is made (trl 1.16, trainer/base_trainer.py:82): a probe is no training
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML counts: the GPU that was looked at is the one that is used
 }
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from planner.candidate import Candidate
 from planner.catalogue import ModelRow, load_model, model_rows, parse_cluster
 from planner.errors import PlanError
@@ -271,6 +273,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="run the smallest model of each type at its full depth (half an hour)")
     args = parser.parse_args()
     rows = model_rows()
+    torch.set_num_threads(1)  # what has computed with several threads cannot fork: the child waits for threads that it has not
     ran(rows[0])  # imports what all need, once, before the processes fork
     smallest: dict[str, ModelRow] = {}
     for row in rows:

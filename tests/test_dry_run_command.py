@@ -187,6 +187,20 @@ class TestWithTheInstalledStack:
         assert abs(answer.difference) < 0.03
 
 
+def test_a_dry_run_tells_nobody_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    import huggingface_hub
+
+    from probes.dryrun import dry_run
+    from probes.layers.few_layers import few_layers
+
+    sent: list[str] = []
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.utils._telemetry._start_telemetry_thread", lambda: sent.append("started"))
+    dry_run(Candidate(model=few_layers(MODEL), method="sft", max_length=256))
+    assert sent == []
+
+
 @pytest.mark.parametrize("entrance", ["profiles", "simulate"])
 def test_what_a_dry_run_imports_leaves_the_compiler_out(entrance: str) -> None:
     pytest.importorskip("trl")
