@@ -270,7 +270,7 @@ What is known of the differences:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", nargs="*", default=[], metavar="MODEL_TYPE", help="run the models of these types again")
-    parser.add_argument("--full", action="store_true", help="run the smallest model of each type at its full depth (half an hour)")
+    parser.add_argument("--full", action="store_true", help="run the smallest model of each type at its full depth (some minutes)")
     args = parser.parse_args()
     rows = model_rows()
     torch.set_num_threads(1)  # what has computed with several threads cannot fork: the child waits for threads that it has not

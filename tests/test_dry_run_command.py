@@ -174,6 +174,14 @@ class TestWithTheInstalledStack:
         candidate = Candidate(**(settings | changes))  # type: ignore[arg-type]
         assert abs(simulate(estimate(candidate, parse_cluster("4xA100-40G", None))).difference) < 0.03
 
+    def test_heads_that_are_no_multiples_of_16_bytes_are_attended_without_a_kernel_of_their_own(self) -> None:
+        from probes.layers.few_layers import few_layers
+        from probes.simulate import simulate
+
+        model = few_layers(load_model("openlm-research/open_llama_3b"))  # heads of 100 features
+        candidate = Candidate(model=model, method="sft", tuning="lora", dtype="bfloat16", max_length=512, per_device_train_batch_size=4)
+        assert abs(simulate(estimate(candidate, parse_cluster("1xA100-40G", None))).difference) < 0.01
+
     def test_an_engine_is_composed_onto_the_trainers_step(self) -> None:
         from probes.layers.few_layers import few_layers
         from probes.simulate import simulate

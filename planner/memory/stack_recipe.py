@@ -30,6 +30,7 @@ WITHOUT_DROPOUT = ("dpo", "kto", "reward")
 WITHOUT_AUTOCAST = ("distillation",)
 
 FLASH_HEAD_DIM = 256  # pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash
+EFFICIENT_ALIGNMENT_BYTES = 16  # of a head, the same file, check_head_dim_size_mem_efficient and minimum_gemm_alignment
 # Falcon's own forward gives sdpa a mask always (modeling_falcon.py), with one key for all heads or with keys copied to every head.
 FALCON_KERNELS: dict[str, Kernel] = {"multi_query": "math", "grouped_repeated": "efficient", "heads_selected": "efficient"}
 
@@ -145,7 +146,8 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
 
     Source: transformers 5.23 masking_utils.py (sdpa needs no mask without padding, while the row is shorter than the window; eager
     always has one); integrations/sdpa_attention.py `use_gqa_in_sdpa`; pytorch sdp_utils.cpp (FlashAttention: 16-bit, no mask, equal head
-    dims up to 256, compute capability 8.0; the memory-efficient kernel knows no grouped queries, the fallback is plain math).
+    dims up to 256, compute capability 8.0; the memory-efficient kernel knows no grouped queries and no heads that are not multiples of 16 bytes, the
+    fallback is plain math).
     """
     if stack.attn_implementation == "eager" or attention.softcap or attention.sink_params:
         return "eager_masked"
@@ -153,10 +155,11 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
         return "flash_varlen" if stack.unpads else "flash"
     if attention.qkv_layout in FALCON_KERNELS:
         return FALCON_KERNELS[attention.qkv_layout]
+    aligned = all(head * stack.recipe.compute_width % EFFICIENT_ALIGNMENT_BYTES == 0 for head in (attention.head_dim, attention.v_head_dim))
     if stack.masked or (stack.windows_active and attention.sliding_window is not None):
-        return "efficient"
+        return "efficient" if aligned else "math"
     small = attention.head_dim == attention.v_head_dim <= FLASH_HEAD_DIM
     if stack.flash and stack.recipe.compute_width == 2 and small:
         return "flash"
     grouped = attention.num_key_value_heads < attention.num_attention_heads
-    return "math" if grouped and small else "efficient_unmasked"
+    return "math" if (grouped and small) or not aligned else "efficient_unmasked"
