@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from planner.commands import planning, running, telling
+from planner.commands import diagnosing, planning, running, telling
 from planner.commands.printing import say_error
 from planner.errors import EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
 
@@ -22,7 +22,7 @@ plan estimate --model Qwen2.5-0.5B --gpus 1xRTX-3090 --method sft --tuning lora 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 app.callback(invoke_without_command=True, epilog=EPILOG)(planning.search)
 for name, command in (
-    ("estimate", planning.estimate), ("dry-run", running.dry_run), ("probe", running.probe), ("diagnose", telling.diagnose),
+    ("estimate", planning.estimate), ("dry-run", running.dry_run), ("probe", running.probe), ("diagnose", diagnosing.diagnose),
     ("validate", running.validate), ("export", telling.export),
 ):  # fmt: skip
     app.command(name, epilog=EPILOG)(command)

@@ -208,6 +208,14 @@ def test_what_accelerate_does_not_shard_on_the_cpu_is_not_measured_there() -> No
     assert "FSDP2" in refused.message
 
 
+def test_on_larger_cards_a_worker_is_told_of_what_an_engine_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("probes.devices.visible_cards", lambda count: (card(80 * GIB),) * count)
+    text = "import json; told = json.load(open(task_file)); print(told['capacity_bytes'], told['card_bytes'])"
+    cluster = with_cards_of(40 * GIB)
+    found = device("cuda", cluster, DeviceOptions(logs=tmp_path, limits=Limits(host_reserve_share=0.0), command=script(text)))(SFT)
+    assert Path(found.log).with_suffix(".out").read_text().split() == [str(cluster.gpu.free_bytes), str(cluster.gpu.total_bytes)]
+
+
 def test_a_device_gives_its_options_to_the_worker(tmp_path: Path) -> None:
     text = "import json; told = json.load(open(task_file)); print({name: told[name] for name in sorted(told) if name not in ('candidate', 'folder')})"
     options = DeviceOptions(logs=tmp_path, limits=Limits(host_reserve_share=0.0), steps=3, evaluate=True, seed=7, command=script(text))

@@ -2,18 +2,37 @@
 
 import io
 import json
+import re
+import time
 from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
 import pytest
 
+from planner.catalogue import load_model, parse_cluster
 from planner.cli import run
 from planner.diagnosis import Incident, incidents
 from planner.diagnosis.advice import advice, what_happened
+from planner.diagnosis.job import CHOSEN_AGAIN
+from planner.diagnosis.messages import MESSAGES
+from planner.diagnosis.places import Frame, phase_of
+from planner.job import Job
+from planner.knobs import KNOBS, Question
 from planner.units import GIB, MIB
 
 LOGS = Path(__file__).with_name("logs")
+QUICK_SECONDS = 10  # 0.3 where this was written, and a minute if every line were tried against every message
+LINES = (
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "Failed to CUDA calloc async 608 bytes",
+    "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.",
+    "ValueError: The model's max seq len (32768) is larger than the maximum number of tokens that can be stored in KV cache (12345). Try ..",
+    "AssertionError: Error in memory profiling. Initial free memory 8.46 GiB, current free memory 12.98 GiB.",
+    "AssertionError: Expandable segments are not compatible with memory pool. Please track ..",
+    "RuntimeError: DataLoader worker (pid 412) is killed by signal: Killed.",
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.",
+)
 JOB = ("--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo")
 
 
@@ -119,7 +138,36 @@ def test_every_kind_of_message_is_known_and_said_in_a_line(line, kind):
 
 
 def test_a_long_log_without_an_error_is_read_quickly():
+    began = time.process_time()
     assert incidents("{'loss': 1.9, 'grad_norm': 0.4, 'learning_rate': 1e-05}\n" * 200_000) == ()
+    assert time.process_time() - began < QUICK_SECONDS
+
+
+def test_every_message_is_found_by_its_first_line():
+    samples = [*(path.read_text(encoding="utf-8") for path in LOGS.glob("*.log")), *LINES]
+    unseen = [message.pattern for message in MESSAGES if not any(re.search(message.pattern, text) and message.kind in kinds(text) for text in samples)]
+    assert unseen == []
+
+
+def kinds(text: str) -> set[str]:
+    return {incident.kind for incident in incidents(text)}
+
+
+def test_a_batch_that_is_moved_to_the_card_is_not_scored():
+    frames = (
+        Frame("/x/site-packages/transformers/trainer.py", "2043", "training_step"),
+        Frame("/x/site-packages/transformers/trainer.py", "9", "_prepare_inputs"),
+    )
+    assert phase_of(frames) == "forward"
+
+
+@pytest.mark.parametrize("tuning_class", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_a_search_turns_is_chosen_again(tuning_class, offload):
+    for method in ("sft", "grpo", "online-dpo"):
+        question = Question(job=Job(model=load_model("Qwen2.5-7B"), method=method), cluster=parse_cluster("4xH100"), tuning_class=tuning_class, offload=offload)
+        turned = {name for knob in KNOBS.values() for change in knob(question) for name in change}
+        assert turned - CHOSEN_AGAIN <= {"tuning", "quantization", "dtype"}  # what is learned stays
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

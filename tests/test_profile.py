@@ -19,6 +19,7 @@ from planner.trace import store
 from planner.trace.compose import OUTSIDE, STATES, without_states
 from planner.trace.decide import decided
 from planner.trace.fit import fit_profile
+from planner.trace.fit_sizes import told_apart
 from planner.trace.profile import Expression, Moment, NoProfile, Profile, constant, profile_from_json, profile_to_json
 from planner.trace.recipe import key_of, recipe_of
 from planner.trace.samples import Sample
@@ -61,6 +62,19 @@ def step(rows: int, tokens: int, layers: int, odd: int = 0) -> Trace:
         ),
         phase_starts=((0, "load"),),
     )
+
+
+def alike(rows: int, tokens: int) -> Sample:
+    """Two allocations that only their sizes tell apart: of rows and of tokens."""
+    made = (
+        Allocation(size_bytes=4 * size, born=born, died=STAYS, phase="forward", component="activations", operator="add", module="m")
+        for born, size in enumerate((rows, tokens))
+    )
+    return Sample(values=(("rows", rows), ("tokens", tokens)), layers=2, trace=Trace(allocations=tuple(made), phase_starts=()))
+
+
+def test_the_sample_to_be_made_deeper_is_one_whose_sizes_can_be_told_apart() -> None:
+    assert told_apart((alike(8, 8), alike(3, 325), alike(5, 999))) == 1
 
 
 def sample(rows: int, tokens: int, layers: int, odd: int = 0) -> Sample:

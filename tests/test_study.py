@@ -261,8 +261,12 @@ def test_nothing_seen_is_the_prior() -> None:
     assert no_belief().constant("slack") == (PRIORS["slack"].mean, PRIORS["slack"].deviation)
 
 
-def test_worlds_are_as_the_belief_says() -> None:
-    belief = believed([Observation(kind="equal", coefficients={"activations": 1e10, "runtime": 1.0}, value=5e8, noise=1e7)])
+UNKNOWN = Observation(kind="at_least", coefficients={"activations": 1e10, "slack": 1e10, "counted:0": 1.0}, value=0.0, noise=1e7)
+
+
+@pytest.mark.parametrize("beside", [(), (UNKNOWN,)], ids=["alone", "beside 256 GiB of doubt"])
+def test_worlds_are_as_the_belief_says(beside: tuple[Observation, ...]) -> None:
+    belief = believed([Observation(kind="equal", coefficients={"activations": 1e10, "runtime": 1.0}, value=5e8, noise=1e7), *beside])
     worlds = draws(belief, 20_000, 0)
     for name in ("activations", "runtime", "slack"):
         mean, deviation = belief.constant(name)

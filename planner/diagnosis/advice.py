@@ -2,22 +2,31 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from planner.diagnosis.incident import Incident, Kind
 from planner.units import GIB, format_count, format_gib, format_size
 
-OTHERS_WORTH_SAYING_BYTES = GIB // 2
+OTHERS_WORTH_SAYING_BYTES = GIB // 2  # a desktop and the contexts of idle processes hold less
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Words:
+    """What is said of a kind of incident."""
+
+    happened: Callable[[Incident], str]
+    turn: Callable[[Incident], Iterator[str]]
 
 
 def what_happened(incident: Incident) -> str:
     """One line with the figures of the message."""
-    return " ".join(part for part in (_of_rank(incident), _EVENTS[incident.kind](incident)) if part)
+    return " ".join(part for part in (_of_rank(incident), WORDS[incident.kind].happened(incident)) if part)
 
 
 def advice(incident: Incident) -> tuple[str, ...]:
     """What to turn, the surest first."""
-    return tuple(_ADVICE[incident.kind](incident))
+    return tuple(WORDS[incident.kind].turn(incident))
 
 
 def _of_rank(incident: Incident) -> str:
@@ -85,12 +94,6 @@ def _on_host(incident: Incident) -> str:
     return f"a process was ended for want of main memory{asked}: the host, not a GPU"
 
 
-_EVENTS: dict[Kind, Callable[[Incident], str]] = {
-    "gpu": _on_gpu, "library": _in_a_library, "communication": _in_nccl, "engine_start": _engine_start, "engine_cache": _engine_cache,
-    "engine_length": _engine_length, "engine_pool": _engine_pool, "engine_wake": _engine_wake, "engine_profile": _engine_profile, "host": _on_host,
-}  # fmt: skip
-
-
 # -- what to turn ------------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +120,6 @@ def _for_engine_start(incident: Incident) -> Iterator[str]:
     share = math.floor(100 * free / total) / 100 if total else 0.0
     if share > 0:
         yield f"vllm_gpu_memory_utilization {share:g} is the largest that this card's free memory allows; what else is on it stays"
-    yield "a trainer that is loaded first leaves less: TRL starts a colocated engine after the policy"
 
 
 def _for_engine_cache(incident: Incident) -> Iterator[str]:
@@ -150,8 +152,15 @@ def _nothing(incident: Incident) -> Iterator[str]:
     yield from ()
 
 
-_ADVICE: dict[Kind, Callable[[Incident], Iterator[str]]] = {
-    "gpu": _for_gpu, "library": _nothing, "communication": _for_nccl, "engine_start": _for_engine_start, "engine_cache": _for_engine_cache,
-    "engine_length": _for_engine_length, "engine_pool": _for_engine_pool, "engine_wake": _for_engine_wake, "engine_profile": _for_engine_profile,
-    "host": _for_host,
-}  # fmt: skip
+WORDS: dict[Kind, _Words] = {
+    "gpu": _Words(happened=_on_gpu, turn=_for_gpu),
+    "library": _Words(happened=_in_a_library, turn=_nothing),
+    "communication": _Words(happened=_in_nccl, turn=_for_nccl),
+    "engine_start": _Words(happened=_engine_start, turn=_for_engine_start),
+    "engine_cache": _Words(happened=_engine_cache, turn=_for_engine_cache),
+    "engine_length": _Words(happened=_engine_length, turn=_for_engine_length),
+    "engine_pool": _Words(happened=_engine_pool, turn=_for_engine_pool),
+    "engine_wake": _Words(happened=_engine_wake, turn=_for_engine_wake),
+    "engine_profile": _Words(happened=_engine_profile, turn=_for_engine_profile),
+    "host": _Words(happened=_on_host, turn=_for_host),
+}

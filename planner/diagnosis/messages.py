@@ -42,6 +42,7 @@ GPU = Message(
 )
 OTHER_PROCESS = re.compile(rf"Process \d+ has {SIZE} memory in use")
 
+# vLLM and NCCL are not installed where this was written: their messages are those of published logs, the files named those that write them.
 MESSAGES: tuple[Message, ...] = (
     GPU,
     # vllm 0.33, v1/worker/utils.py

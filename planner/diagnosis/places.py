@@ -56,7 +56,7 @@ PLACES: tuple[Place, ...] = (
             "unwrap_model_for_generation",
         ),
     ),
-    Place(phase="score", functions=_named("_generate_and_score_completions", "_prepare_inputs", "compute_ref_log_probs", "_compute_ref_log_probs")),
+    Place(phase="score", functions=_named("_generate_and_score_completions", "compute_ref_log_probs")),
     Place(phase="backward", functions=_named("backward", "run_backward", "_engine_run_backward"), path=r"torch/|accelerate|deepspeed"),
     Place(phase="optimizer_step", functions=_named("step", "_init_group", "_take_model_step"), path=r"optim|deepspeed|bitsandbytes"),
     Place(phase="save", functions=_named("_save_checkpoint", "save_model", "_save_optimizer_and_scheduler", "save_pretrained", "save_16bit_model")),

@@ -3,11 +3,12 @@
 from planner.candidate import Candidate
 from planner.cluster import Gpu
 from planner.trace.timeline import Trace
+from planner.units import GIB
 
 # What is stored with quantized weights and is no parameter, by the ends of its names: bitsandbytes 0.50.2, functional.py `QuantState`, nn/modules.py.
 STATISTICS = ("absmax", "code", "offset", "SCB")
 # Transformers leaves so much of a card alone. Source: transformers 5.23, modeling_utils.py:5220.
-LEFT_ALONE_BYTES = 1.2 * 2**30
+LEFT_ALONE_BYTES = int(1.2 * GIB)
 
 
 def warm_up_bytes(trace: Trace, candidate: Candidate, gpu: Gpu) -> int:
@@ -20,4 +21,4 @@ def warm_up_bytes(trace: Trace, candidate: Candidate, gpu: Gpu) -> int:
     if candidate.num_processes > 1 or candidate.sharding != "none":
         return 0
     weights = (each for each in trace.allocations if each.component == "weights" and each.phase == "load" and not each.module.endswith(STATISTICS))
-    return min(sum(each.size_bytes for each in weights), max(int(gpu.total_bytes - LEFT_ALONE_BYTES), 0))
+    return min(sum(each.size_bytes for each in weights), max(gpu.total_bytes - LEFT_ALONE_BYTES, 0))

@@ -125,19 +125,18 @@ def _generating(candidate: Candidate) -> dict[str, Any]:
 
 
 def grpo(candidate: Candidate, device: Device) -> Stage:
-    with references(candidate, device, "grpo_trainer"):
-        trainer = trl.GRPOTrainer(
-            model=policy(candidate, device), reward_funcs=rewards(candidate, device), args=trl.GRPOConfig(**_generating(candidate)),
-            train_dataset=_prompts(candidate), processing_class=tokenizer(), reward_processing_classes=reward_tokenizer(candidate),
-            peft_config=lora(candidate),
-        )  # fmt: skip
-    return _stage(trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module)))
+    return _in_groups(candidate, device, "grpo_trainer", trl.GRPOTrainer, trl.GRPOConfig)
 
 
 def rloo(candidate: Candidate, device: Device) -> Stage:
-    with references(candidate, device, "rloo_trainer"):
-        trainer = trl.RLOOTrainer(
-            model=policy(candidate, device), reward_funcs=rewards(candidate, device), args=trl.RLOOConfig(**_generating(candidate)),
+    return _in_groups(candidate, device, "rloo_trainer", trl.RLOOTrainer, trl.RLOOConfig)
+
+
+def _in_groups(candidate: Candidate, device: Device, module: str, trainer_class: Any, config: Any) -> Stage:
+    """The trainers that compare the completions of one prompt."""
+    with references(candidate, device, module):
+        trainer = trainer_class(
+            model=policy(candidate, device), reward_funcs=rewards(candidate, device), args=config(**_generating(candidate)),
             train_dataset=_prompts(candidate), processing_class=tokenizer(), reward_processing_classes=reward_tokenizer(candidate),
             peft_config=lora(candidate),
         )  # fmt: skip

@@ -22,7 +22,7 @@ MOST_SHARES = 8  # looked at for one size
 # probe halves what is open, as bisection does; a little more, since a probe that fits teaches more than one that runs out.
 AIMED = 0.6
 # Where fewer worlds than this share have anything open that fits, the question is whether there is anything: the likeliest candidate is asked,
-# the leanest of equals, whose failure excludes all that need more.
+# the leanest of equals, whose failure excludes all that need more. With a half in place of a quarter 240 random jobs (benchmarks/search.py) take as many.
 DOUBTFUL = 0.25
 
 
