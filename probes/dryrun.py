@@ -60,7 +60,7 @@ def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", 
         statistics = _fake_stage(candidate, stage, arithmetic) if device == "fake" else []
         if device == "fake":
             stack.enter_context(_no_inference_tensors())
-            stack.enter_context(arithmetic)
+            tracker.arithmetic = arithmetic.result
         stack.enter_context(tracker)
         _add_residents(tracker, stage)
         for name, tensor in statistics:

@@ -2,29 +2,51 @@
 
 import contextlib
 import gc
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """While inside, imports leave out what no dry run needs.
+    """While inside, imports leave out what no dry run needs, and torch and transformers are imported.
 
-    Python's cyclic collector, which walks all that was imported again and again and finds nothing, neither now nor later; and PyTorch's compiler,
-    which bitsandbytes would import for two kernels that it may never call (bitsandbytes 0.50.2, backends/default/ops.py `_try_torch_compile`).
+    Python's cyclic collector, which walks all that was imported again and again and finds nothing, neither now nor later; PyTorch's compiler,
+    which bitsandbytes would import for two kernels that it may never call (bitsandbytes 0.50.2, backends/default/ops.py `_try_torch_compile`);
+    where a fake kernel was registered is read off the frame, not searched for in all modules (torch 2.13, _library/utils.py `get_source`); and the
+    files of Transformers' models are read once, not for the folder and for its __init__.py (transformers 5.23, utils/import_utils.py).
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
         import torch
 
-        with mock.patch.object(torch, "compile", _compiled_when_called(torch.compile)):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(torch, "compile", _compiled_when_called(torch.compile)))
+            stack.enter_context(mock.patch.object(torch._library.utils, "get_source", _frame_of_source))
+            from transformers.utils import import_utils
+
+            of_folder = import_utils.create_import_structure_from_path
+            stack.enter_context(mock.patch.object(import_utils, "create_import_structure_from_path", lambda path: of_folder(_folder(path))))
             yield
     finally:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+def _frame_of_source(stacklevel: int) -> str:
+    """`file:line` of a caller."""
+    frame = sys._getframe(stacklevel)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _folder(path: str | Path) -> Path:
+    """A folder as it is, a file's folder."""
+    return Path(os.path.dirname(path) if os.path.isfile(path) else path)
 
 
 def _compiled_when_called(compile_now: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,43 +1,26 @@
 """Profiles from dry runs: the few small traces that answer for every size of a recipe."""
 
 import random
-from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import version
 
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported, PlanError
 from planner.memory.sharding import SHARDED
-from planner.model import ModelShape
 from planner.quantities import Estimate
-from planner.trace.architecture import MANY_TILES, base_layers, numbers, period
+from planner.trace.architecture import base_layers, period
 from planner.trace.compose import single_process, without_states
 from planner.trace.decide import simulated
 from planner.trace.fit import fit_profile
-from planner.trace.fit_sizes import told_apart
 from planner.trace.profile import NoProfile, Profile
-from planner.trace.recipe import key_of, recipe_of
-from planner.trace.samples import Ambiguous, Sample
+from planner.trace.samples import Ambiguous, Sample, Samples
 from planner.trace.sizes import sizes_of
 from planner.trace.store import LIBRARIES, load_profile, save_profile
-from planner.trace.terms import VOCAB_CHUNK
 from probes.fake.substitutions import CUDA_BLOCK_BYTES
+from probes.process.beside import Beside
 from probes.simulate import REASON_LENGTH, dry_run
+from probes.small_sizes import QUANTIZED_WIDTHS, WIDTHS, SmallSizes, narrowed, repeats_of, with_layers
+from probes.step.tracker import collector_off
 
-# Widths that are no multiples of one another nor, but for what kernels want of a head, of what they round to; hidden is one of heads, as
-# Llama wants it. In order: heads, key heads, size of a head, hidden, intermediate, words in the vocabulary's last tile, rank.
-WIDTHS: tuple[tuple[int, int, int, int, int, int, int], ...] = (
-    (6, 2, 40, 186, 440, 11000, 12),
-    (12, 3, 24, 228, 616, 17416, 20),
-    (10, 5, 56, 310, 712, 23560, 28),
-)
-# The same where weights are quantized: products of two are whole blocks of statistics (probes/fake/quantized.py, BLOCK x NESTED_BLOCK).
-QUANTIZED_WIDTHS: tuple[tuple[int, int, int, int, int, int, int], ...] = (
-    (48, 16, 40, 2688, 2176, 11000, 12),
-    (64, 32, 24, 896, 3712, 17416, 20),
-    (80, 16, 56, 1920, 2432, 23560, 28),
-)
-ATTEMPTS = 20_000  # draws of rows and lengths before a regime is given up
 SEED = 20261120
 DRAWS = 3  # of sizes, where two of the first cannot be told apart
 
@@ -52,30 +35,26 @@ def profile_of(candidate: Candidate) -> Profile:
     """
     for draw in range(DRAWS):
         try:
-            return _fitted(candidate, random.Random(SEED + draw))
+            with collector_off():
+                return _fitted(candidate, SmallSizes(candidate, random.Random(SEED + draw)))
         except Ambiguous:
             if draw == DRAWS - 1:
                 raise
     raise AssertionError
 
 
-def _fitted(candidate: Candidate, draw: random.Random) -> Profile:
+def _fitted(candidate: Candidate, sizes: SmallSizes) -> Profile:
     """The profile from traces of sizes that are drawn."""
     layers, repeat = base_layers(candidate.model), period(candidate.model)
-    draws = _draws(candidate, draw)
-    cases = [_narrowed(next(draws), widths) for widths in (WIDTHS if candidate.quantization == "none" else QUANTIZED_WIDTHS)]
-    samples = tuple(_sample(case, layers) for case in cases)
-    first = told_apart(samples)
-    samples = (samples[first], *samples[:first], *samples[first + 1 :])
-    deeper = (_sample(cases[first], layers + repeat), _sample(cases[first], layers + 2 * repeat))
-    held_back = _sample(_with_more_steps(next(draws)), layers + 3 * repeat)
-    return fit_profile(samples, deeper, (held_back,), CUDA_BLOCK_BYTES)
-
-
-def _with_more_steps(candidate: Candidate) -> Candidate:
-    """One micro-step more than the traces have, where any number of them has one profile."""
-    steps = candidate.gradient_accumulation_steps
-    return candidate if steps == 1 or candidate.method_row.generates else replace(candidate, gradient_accumulation_steps=steps + 1)
+    repeats, widths = repeats_of(candidate), WIDTHS if candidate.quantization == "none" else QUANTIZED_WIDTHS
+    longer = repeats.longer != repeats.most
+    cases = [narrowed(sizes.drawn(each), width) for each, width in zip((repeats.most, repeats.most, repeats.longer), widths, strict=True)]
+    held_back = sizes.drawn(repeats.held_back)
+    with Beside(lambda: (_sample(cases[2], layers), _sample(held_back, layers + 2 * repeat))) as other:
+        alike, deeper = [_sample(case, layers) for case in cases[:2]], _sample(cases[0], layers + repeat)
+        third, check = other.result()
+    samples = Samples(alike=tuple(alike if longer else [*alike, third]), deeper=deeper, longer=third if longer else None)
+    return fit_profile(samples, (check,), CUDA_BLOCK_BYTES)
 
 
 def kept_profile(candidate: Candidate) -> Profile:
@@ -115,80 +94,3 @@ def _sample(candidate: Candidate, layers: int) -> Sample:
     case = with_layers(candidate, layers)
     trace = dry_run(single_process(case), block_bytes=1, steps=1)
     return Sample(values=tuple(sizes_of(case).items()), layers=layers, trace=without_states(trace) if case.sharding in SHARDED else trace)
-
-
-def with_layers(candidate: Candidate, layers: int) -> Candidate:
-    """The same candidate with a model of fewer or more layers; a teacher of the same shape keeps it."""
-    config = dict(candidate.model.config)
-    config["num_hidden_layers"] = layers
-    config.pop("layer_types", None)
-    return _with_config(candidate, config)
-
-
-def _with_config(candidate: Candidate, config: dict[str, object]) -> Candidate:
-    model = _shaped(candidate.model, config)
-    return replace(candidate, model=model, teacher_model=None if candidate.teacher_model is None else model)
-
-
-def _shaped(shape: ModelShape, config: dict[str, object]) -> ModelShape:
-    hidden, vocabulary = numbers(config, "hidden_size", "vocab_size")
-    return replace(shape, config=config, hidden_size=hidden, vocab_size=vocabulary)
-
-
-def _narrowed(candidate: Candidate, widths: tuple[int, int, int, int, int, int, int]) -> Candidate:
-    """The candidate with a model of other widths, in the same regime of heads and of the vocabulary's tiles."""
-    heads, key_heads, head, hidden, intermediate, last_tile, rank = widths
-    config = dict(candidate.model.config)
-    own_heads, own_key_heads, vocabulary = numbers(config, "num_attention_heads", "num_key_value_heads", "vocab_size")
-    config.update(
-        hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads, head_dim=head,
-        num_key_value_heads=1 if own_key_heads == 1 else heads if own_key_heads == own_heads else key_heads,
-        vocab_size=min((vocabulary - 1) // VOCAB_CHUNK, MANY_TILES - 1) * VOCAB_CHUNK + last_tile,
-    )  # fmt: skip
-    return _with_config(replace(candidate, lora_r=rank), config)
-
-
-def _draws(candidate: Candidate, draw: random.Random) -> Iterator[Candidate]:
-    """The candidate with other rows and lengths of the same regime, no two alike."""
-    wanted = key_of(recipe_of(candidate))
-    used = {width for widths in (*WIDTHS, *QUANTIZED_WIDTHS) for width in widths}
-    for _ in range(ATTEMPTS):
-        case = _drawn(candidate, draw)
-        lengths = [case.row_tokens, case.prompt_length, case.max_completion_length] if case.method_row.generates else [case.row_tokens]
-        counts = {times * length for length in lengths for times in (1, case.per_device_train_batch_size, case.rows, case.generation_rows)}
-        if used & counts or len(set(lengths)) < len(lengths) or not _of(wanted, case):
-            continue
-        used.update(lengths)
-        yield case
-    raise NoProfile("No small sizes of the candidate's regime were found.")
-
-
-def _of(key: str, candidate: Candidate) -> bool:
-    """Whether a candidate is of a recipe."""
-    try:
-        return key_of(recipe_of(candidate)) == key
-    except NoProfile:
-        return False
-
-
-def _drawn(candidate: Candidate, draw: random.Random) -> Candidate:
-    """Small rows and lengths: up to four chunks of tokens, half of the lengths multiples of what kernels pad to."""
-    own = candidate.per_device_train_batch_size
-    rows = own if own == 1 or candidate.method_row.generates else draw.randint(2, 9)
-    scored = int(2 ** draw.uniform(8, 14.2)) // (rows * candidate.method_row.rows_per_sample)
-    prompt = draw.randint(80, 300)
-    if draw.random() < 0.5:
-        scored, prompt = (scored // 32 * 32 if candidate.method_row.generates else _odd(scored)), _odd(prompt)  # so that all of a row is odd as well
-    scored = max(scored, 24)
-    if not candidate.method_row.generates:
-        return replace(candidate, per_device_train_batch_size=rows, max_length=scored, gradient_accumulation_steps=_accumulation(candidate))
-    return replace(candidate, prompt_length=prompt, max_completion_length=scored, max_length=prompt + scored)
-
-
-def _accumulation(candidate: Candidate) -> int:
-    return min(candidate.gradient_accumulation_steps, 2)
-
-
-def _odd(length: int) -> int:
-    """An odd multiple of 16, so that what rounds up to 32 or more can be told from the length."""
-    return length // 32 * 32 + 16

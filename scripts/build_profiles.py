@@ -21,7 +21,7 @@ from planner.gpus import parse_cluster
 from planner.job import Job
 from planner.knobs import Question
 from planner.methods import MethodName
-from planner.plan import classes
+from planner.plan import classes, plan
 from planner.search import batches, search
 from planner.trace.profile import NoProfile
 from planner.trace.recipe import key_of, recipe_of
@@ -58,8 +58,12 @@ def questions() -> list[tuple[Job, Cluster]]:
 
 
 def open_candidates(job: Job, cluster: Cluster) -> dict[str, Candidate]:
-    """What a question's answer rests on and has no profile, by key: each class' best candidate, and the next larger batch, which did not fit."""
-    found: dict[str, Candidate] = {}
+    """What a question's answer rests on and has no profile, by key.
+
+    Each class' best candidate, and the next larger batch, which did not fit; and what else the answer shows.
+    """
+    shown = (alternative.estimate for alternative in plan(job, cluster).alternatives)
+    found = {key: answer.candidate for answer in shown if load_profile(answer.candidate) is None and (key := key_if_any(answer.candidate))}
     for tuning in classes(job):
         best = search(Question(job=job, cluster=cluster, tuning_class=tuning))
         if best is None or not best.fits:

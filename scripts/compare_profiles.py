@@ -97,7 +97,7 @@ def compared(number: int, candidate: Candidate, profile: Profile, known: dict[tu
 def traced(candidate: Candidate, layers: int) -> int:
     """The peak of the dry run of so many layers; without states where the candidate shards them."""
     from probes.dryrun import dry_run
-    from probes.profiles import with_layers
+    from probes.small_sizes import with_layers
 
     trace = dry_run(single_process(with_layers(candidate, layers)), steps=1)
     return (without_states(trace) if candidate.sharding in SHARDED else trace).peak_bytes

@@ -19,10 +19,9 @@ from planner.trace import store
 from planner.trace.compose import OUTSIDE, STATES, without_states
 from planner.trace.decide import decided
 from planner.trace.fit import fit_profile
-from planner.trace.fit_sizes import told_apart
 from planner.trace.profile import Expression, Moment, NoProfile, Profile, constant, profile_from_json, profile_to_json
 from planner.trace.recipe import key_of, recipe_of
-from planner.trace.samples import Sample
+from planner.trace.samples import Ambiguous, Sample, Samples
 from planner.trace.sizes import sizes_of
 from planner.trace.store import load_profile, save_profile
 from planner.trace.timeline import STAYS, Allocation, Trace
@@ -64,17 +63,27 @@ def step(rows: int, tokens: int, layers: int, odd: int = 0) -> Trace:
     )
 
 
-def alike(rows: int, tokens: int) -> Sample:
-    """Two allocations that only their sizes tell apart: of rows and of tokens."""
+def alike(rows: int, tokens: int, layers: int, before: str) -> Sample:
+    """Of a layer two allocations of one operator, of rows and of tokens; what is born before the second is `before`."""
+    operators = [name for _ in range(layers) for name in ("mm", "add", before, "add")]
     made = (
-        Allocation(size_bytes=4 * size, born=born, died=STAYS, phase="forward", component="activations", operator="add", module="m")
-        for born, size in enumerate((rows, tokens))
-    )
-    return Sample(values=(("rows", rows), ("tokens", tokens)), layers=2, trace=Trace(allocations=tuple(made), phase_starts=()))
+        Allocation(size_bytes={"add": 4 * (rows, tokens)[index // 2 % 2]}.get(name, 512), born=index, died=STAYS, phase="forward", component="activations",
+                   operator=name, module="m")
+        for index, name in enumerate(operators)
+    )  # fmt: skip
+    return Sample(values=(("rows", rows), ("tokens", tokens)), layers=layers, trace=Trace(allocations=tuple(made), phase_starts=()))
 
 
-def test_the_sample_to_be_made_deeper_is_one_whose_sizes_can_be_told_apart() -> None:
-    assert told_apart((alike(8, 8), alike(3, 325), alike(5, 999))) == 1
+def test_equal_sizes_of_one_operator_are_told_apart_by_what_is_born_around_them() -> None:
+    samples = Samples(alike=tuple(alike(*size, 2, "cat") for size in ((8, 8), (3, 325), (5, 999))), deeper=alike(8, 8, 3, "cat"))
+    profile = fit_profile(samples, (), 1)
+    assert profile.peak_bytes({"rows": 11, "tokens": 700}, 6) == 6 * (4 * 11 + 4 * 700 + 2 * 512)
+
+
+def test_equal_sizes_that_nothing_tells_apart_make_no_profile() -> None:
+    samples = Samples(alike=tuple(alike(*size, 4, "mm") for size in ((8, 8), (3, 325), (5, 999))), deeper=alike(8, 8, 5, "mm"))
+    with pytest.raises(Ambiguous, match=r"^Two sizes cannot be told apart: add of 32 bytes\.$"):
+        fit_profile(samples, (), 1)
 
 
 def sample(rows: int, tokens: int, layers: int, odd: int = 0) -> Sample:
@@ -82,8 +91,8 @@ def sample(rows: int, tokens: int, layers: int, odd: int = 0) -> Sample:
 
 
 def toy(odd: int = 0) -> Profile:
-    deeper = (sample(7, 203, 4, odd), sample(7, 203, 5, odd))
-    return fit_profile(tuple(sample(*size, 3, odd) for size in SIZES), deeper, (sample(4, 250, 7, odd),), BLOCK_BYTES)
+    samples = Samples(alike=tuple(sample(*size, 3, odd) for size in SIZES), deeper=sample(7, 203, 4, odd))
+    return fit_profile(samples, (sample(4, 250, 7, odd),), BLOCK_BYTES)
 
 
 def rounded(trace: Trace) -> Trace:
@@ -111,7 +120,7 @@ def test_a_size_that_is_no_sum_of_terms_makes_no_profile() -> None:
 def test_another_order_at_another_size_makes_no_profile() -> None:
     shorter = Sample(values=(("rows", 3), ("tokens", 325)), layers=3, trace=step(3, 325, 2))
     with pytest.raises(NoProfile, match=r"^The order of allocations differs between sizes, first before .* in no module, forward\.$"):
-        fit_profile((sample(7, 203, 3), shorter), (sample(7, 203, 4), sample(7, 203, 5)), (), BLOCK_BYTES)
+        fit_profile(Samples(alike=(sample(7, 203, 3), shorter), deeper=sample(7, 203, 4)), (), BLOCK_BYTES)
 
 
 def test_a_further_micro_step_holds_its_batch_and_no_more() -> None:
@@ -131,9 +140,57 @@ def test_a_further_micro_step_holds_its_batch_and_no_more() -> None:
         values = (("rows", rows), ("tokens", tokens), ("accumulation", steps))
         return Sample(values=values, layers=layers, trace=Trace(allocations=batches + stepped, phase_starts=()))
 
-    samples = tuple(accumulated(*size, 3, 2) for size in SIZES)
-    profile = fit_profile(samples, (accumulated(7, 203, 4, 2), accumulated(7, 203, 5, 2)), (accumulated(4, 250, 7, 3),), BLOCK_BYTES)
+    alike = tuple(accumulated(*size, 3, 2) for size in SIZES[:2])
+    samples = Samples(alike=alike, deeper=accumulated(7, 203, 4, 2), longer=accumulated(5, 141, 3, 4))
+    profile = fit_profile(samples, (accumulated(4, 250, 7, 3),), BLOCK_BYTES)
     assert profile.peak_bytes({"rows": 4, "tokens": 250, "accumulation": 9}, 7) == rounded(accumulated(4, 250, 7, 9).trace).peak_bytes
+
+
+def rolled_out(rows: int, tokens: int, layers: int, steps: int) -> Sample:
+    """A step for which all rows are generated at once: a tensor a row, a score a micro-step, and what each micro-step finds left over from the last."""
+    generated, events, births = rows * steps, list[tuple[int, int]](), list[tuple[int, str, str]]()
+
+    def born(size_bytes: int, phase: str, operator: str) -> int:
+        births.append((size_bytes, phase, operator))
+        events.append((len(births) - 1, 1))
+        return len(births) - 1
+
+    for _ in range(layers):
+        born(4096, "load", "resident")
+    each = [born(8 * tokens, "rollout", "tensor") for _ in range(generated)]
+    born(8 * generated * tokens, "rollout", "pad")
+    events += [(index, -1) for index in each]
+    left_over: list[int] = []
+    for _ in range(steps):
+        hidden = [born(64 * rows * tokens, "score", "mm") for _ in range(layers)]
+        born(4 * rows * tokens, "score", "gather")
+        moment = born(2 * rows * tokens, "score", "mul")
+        events += [(index, -1) for index in (*hidden, *left_over)]
+        left_over = [moment]
+    times: dict[int, list[int]] = {index: [0, STAYS] for index in range(len(births))}
+    for time, (index, sign) in enumerate(events):
+        times[index][0 if sign > 0 else 1] = time
+    trace = Trace(
+        allocations=tuple(
+            Allocation(size_bytes=size, born=times[index][0], died=times[index][1], phase=phase, component="transients", operator=operator, module="")  # type: ignore[arg-type]
+            for index, (size, phase, operator) in enumerate(births)
+        ),
+        phase_starts=((0, "load"),),
+    )
+    values = {
+        "rows": rows, "tokens": tokens, "accumulation": steps, "generated": generated, "groups": 2, "prompt": 5, "completion": tokens - 5,
+    }  # fmt: skip
+    return Sample(values=tuple(values.items()), layers=layers, trace=trace)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "layers", "steps"), [(4, 77, 3, 2), (5, 300, 30, 7), (23, 101, 8, 3), (64, 90, 12, 16)])
+def test_a_profile_peaks_where_a_trace_of_any_micro_steps_and_generated_rows_does(rows: int, tokens: int, layers: int, steps: int) -> None:
+    samples = Samples(
+        alike=(rolled_out(4, 203, 3, 2), rolled_out(4, 325, 3, 2)), deeper=rolled_out(4, 203, 4, 2), longer=rolled_out(9, 141, 3, 4)
+    )  # fmt: skip
+    profile = fit_profile(samples, (rolled_out(6, 250, 5, 3),), BLOCK_BYTES)
+    asked = rolled_out(rows, tokens, layers, steps)
+    assert profile.phases(asked.sizes, layers) == rounded(asked.trace).phases
 
 
 def test_a_profile_survives_its_file() -> None:
@@ -149,6 +206,12 @@ def job(**changes: object) -> Candidate:
     return Candidate(**(settings | changes))  # type: ignore[arg-type]
 
 
+ROLLOUT: dict[str, object] = {
+    "method": "grpo", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_generations": 8,
+    "prompt_length": 256, "max_completion_length": 256,
+}  # fmt: skip
+
+
 def test_models_of_one_architecture_share_a_profile_whatever_their_widths_and_depth() -> None:
     larger = model(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_key_value_heads=4, num_hidden_layers=60, rope_theta=1e6)
     assert recipe_of(job(model=larger)) == recipe_of(job())
@@ -157,17 +220,21 @@ def test_models_of_one_architecture_share_a_profile_whatever_their_widths_and_de
 @pytest.mark.parametrize(
     "changes",
     [{"max_length": 500}, {"per_device_train_batch_size": 1}, {"gradient_accumulation_steps": 2}, {"max_length": 2048}, {"dtype": "float32"},
+     ROLLOUT | {"per_device_train_batch_size": 3, "num_generations": 3}, ROLLOUT | {"steps_per_generation": 4}, ROLLOUT | {"num_generations": 16},
      {"model": model(num_key_value_heads=1)}, {"model": model(vocab_size=32000)}, {"model": model(attention_bias=True)}],
 )  # fmt: skip
 def test_another_regime_is_another_recipe(changes: dict[str, object]) -> None:
-    assert key_of(recipe_of(job(**changes))) != key_of(recipe_of(job()))
+    own = ROLLOUT if "method" in changes else {}
+    assert key_of(recipe_of(job(**changes))) != key_of(recipe_of(job(**own)))
 
 
 @pytest.mark.parametrize(
     ("own", "changes"),
     [({}, {"per_device_train_batch_size": 5}), ({}, {"max_length": 480}), ({}, {"lora_r": 64}), ({}, {"num_processes": 8, "sharding": "ddp"}),
      ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 64}), ({"attn_implementation": "flash_attention_2"}, {"max_length": 500}),
-     ({"sharding": "zero2", "num_processes": 2}, {"sharding": "zero2", "num_processes": 2, "offload_optimizer": True})],
+     ({"sharding": "zero2", "num_processes": 2}, {"sharding": "zero2", "num_processes": 2, "offload_optimizer": True}),
+     (ROLLOUT, {"gradient_accumulation_steps": 16, "steps_per_generation": 16}), (ROLLOUT, {"per_device_train_batch_size": 16}),
+     (ROLLOUT, {"num_generations": 4})],
 )  # fmt: skip
 def test_one_recipe_answers_for_all_its_sizes(own: dict[str, object], changes: dict[str, object]) -> None:
     assert key_of(recipe_of(job(**(own | changes)))) == key_of(recipe_of(job(**own)))
@@ -260,7 +327,7 @@ def heavy(bytes_per_row: int) -> Profile:
     return Profile(
         layers=2, block_bytes=BLOCK_BYTES, versions=(("torch", "2.13.0+cpu"), ("trl", "1.16.0")),
         expressions=(Expression(parts=(("rows", "1", bytes_per_row, 1),)), constant(2**30)),
-        moments=tuple(Moment(phase=phase, alive=(("activations", 0, count, 0, 0), ("weights", 1, 1, 0, 0))) for phase, count in born.items()),
+        moments=tuple(Moment(phase=phase, alive=(("activations", 0, count, 0, 0, 0), ("weights", 1, 1, 0, 0, 0))) for phase, count in born.items()),
     )  # fmt: skip
 
 
@@ -315,7 +382,8 @@ FEW = (
 def test_a_real_recipes_profile_gives_the_full_traces_peak(settings: dict[str, object]) -> None:
     pytest.importorskip("trl")
     from probes.dryrun import dry_run
-    from probes.profiles import profile_of, with_layers
+    from probes.profiles import profile_of
+    from probes.small_sizes import with_layers
 
     case = job(**(settings | {"model": load_model(str(settings["model"])), "per_device_train_batch_size": 3}))
     profile, draw = profile_of(case), random.Random(str(settings))
@@ -324,6 +392,25 @@ def test_a_real_recipes_profile_gives_the_full_traces_peak(settings: dict[str, o
         full = dry_run(with_layers(size, layers), steps=1)
         assert profile.peak_bytes(sizes_of(size), layers) == full.peak_bytes
         assert profile.phases(sizes_of(size), layers) == full.phases
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("vllm", ["off", "colocate"])
+def test_a_real_rollouts_profile_gives_the_full_traces_peak_of_any_rows_and_micro_steps(vllm: str) -> None:
+    pytest.importorskip("trl")
+    from probes.dryrun import dry_run
+    from probes.profiles import profile_of
+    from probes.small_sizes import with_layers
+
+    def rollout(rows: int, steps: int, generations: int, prompt: int, completion: int) -> Candidate:
+        return job(
+            model=load_model("Qwen2.5-0.5B"), method="grpo", per_device_train_batch_size=rows, gradient_accumulation_steps=steps, steps_per_generation=steps,
+            num_generations=generations, prompt_length=prompt, max_completion_length=completion, max_length=prompt + completion, vllm=vllm,
+        )  # fmt: skip
+
+    asked, size = rollout(8, 2, 8, 64, 128), rollout(11, 5, 11, 48, 160)
+    assert key_of(recipe_of(asked)) == key_of(recipe_of(size))
+    assert profile_of(asked).phases(sizes_of(size), 4) == dry_run(with_layers(size, 4), steps=1).phases
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")

@@ -1,6 +1,7 @@
 """The deciding rung: the answer of a candidate is the estimate, its training GPUs as the profile of its recipe has them where there is one."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from planner.candidate import Candidate
 from planner.cluster import Cluster
@@ -21,12 +22,18 @@ def answer_of(candidate: Candidate, cluster: Cluster, risk: float) -> Estimate:
     Raises:
         EngineDoesNotFit: the vLLM engine would refuse to start.
     """
-    answer = estimate(candidate, cluster, risk)
+    answer = _estimated(candidate, cluster, risk)
     try:
         refuse_other_kernels(candidate, cluster.gpu)
     except DryRunUnsupported:
         return answer
     return decided(answer, risk)
+
+
+@lru_cache(maxsize=4096)
+def _estimated(candidate: Candidate, cluster: Cluster, risk: float) -> Estimate:
+    """Remembered: a search asks again when a profile has been made."""
+    return estimate(candidate, cluster, risk)
 
 
 def decided(answer: Estimate, risk: float) -> Estimate:

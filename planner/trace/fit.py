@@ -1,32 +1,30 @@
-"""Traces -> profile: sizes fitted as products of terms, moments as straight lines in the number of layers, both checked on every trace."""
+"""Traces -> profile: sizes fitted as products of terms, moments as straight lines in layers, micro-steps and rows, both checked on every trace."""
 
 from planner.quantities import Phase
+from planner.trace.fit_keys import keys_of
 from planner.trace.fit_moments import moments_of
-from planner.trace.fit_sizes import Expressions, keys_of
+from planner.trace.fit_sizes import Expressions
 from planner.trace.profile import NoProfile, Profile
-from planner.trace.samples import Ambiguous, Sample, check_order
+from planner.trace.samples import Ambiguous, Sample, Samples
 from planner.trace.timeline import Trace
 
 
-def fit_profile(samples: tuple[Sample, ...], deeper: tuple[Sample, Sample], held_back: tuple[Sample, ...], block_bytes: int) -> Profile:
-    """A profile from traces of one depth at several sizes, and of one and two periods of layers more at the first sample's sizes.
+def fit_profile(samples: Samples, held_back: tuple[Sample, ...], block_bytes: int) -> Profile:
+    """A profile from traces of several sizes, of one more period of layers, and of more micro-steps.
 
     Raises:
         NoProfile: a sequence differs between the samples, a size is no product of terms, or a held-back trace peaks elsewhere.
     """
-    first, period = samples[0], deeper[0].layers - samples[0].layers
-    for sample in samples[1:]:
-        check_order(first.trace, sample.trace)
-    if [(sample.values, sample.layers - first.layers) for sample in deeper] != [(first.values, period), (first.values, 2 * period)]:
-        raise NoProfile("The deeper traces must be of one and two periods more, at the sizes of the first sample.")
+    first, deeper = samples.first, samples.deeper
+    if deeper.values != first.values or deeper.layers <= first.layers:
+        raise NoProfile("The deeper trace must be of more layers, at the sizes of the first sample.")
     expressions = Expressions(samples)
-    traces = (first.trace, deeper[0].trace, deeper[1].trace)
-    moments = moments_of(traces, keys_of(traces, expressions), first.accumulation)
+    moments = moments_of(samples, keys_of(samples, expressions))
     profile = Profile(
-        layers=first.layers, period=period, accumulation=first.accumulation, block_bytes=block_bytes, expressions=tuple(expressions.found),
-        moments=tuple(moments), versions=first.trace.versions,
+        layers=first.layers, period=deeper.layers - first.layers, accumulation=first.accumulation, generated=first.generated, block_bytes=block_bytes,
+        expressions=tuple(expressions.found), moments=tuple(moments), versions=first.trace.versions,
     )  # fmt: skip
-    for sample in (*samples, *deeper, *held_back):
+    for sample in (*samples.sized, deeper, *held_back):
         check(profile, sample)
     return profile
 

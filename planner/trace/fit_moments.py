@@ -1,121 +1,108 @@
-"""What is alive after each birth of a step, as straight lines in the number of layers: traces of three depths laid beside each other."""
+"""What is alive after each birth of a step, as straight lines: in the number of layers, of micro-steps and of generated rows.
 
+A trace of more layers is laid beside the first one, and one of more micro-steps and more generated rows.
+"""
+
+from collections.abc import Callable
 from operator import ge
 
 from planner.quantities import Component, Phase
-from planner.trace.fit_sizes import Key, Traces
-from planner.trace.profile import Moment, NoProfile
+from planner.trace.fit_keys import Key, Keys
+from planner.trace.in_step import beside
+from planner.trace.profile import Moment
+from planner.trace.samples import Sample, Samples
 from planner.trace.timeline import Trace
 
-# Two sequences that agree on so many births are in step again after an inserted layer; more than a layer has of equal ones in a row.
-AGREEING_BIRTHS = 256
-BATCH = "batch"  # probes/step/tracker.py, `add_batch`
-
 _Birth = tuple[Phase, Component, int]
-_Entry = tuple[dict[Key, int], dict[Key, int], dict[Key, int]]  # counts, those of a further period, those of a further micro-step
+_Counts = dict[Key, int]
+_Repeated = tuple[_Counts, _Counts]  # of a further micro-step, of a further generated row
+_Entry = tuple[_Counts, _Counts, _Counts, _Counts]  # counts, those of a further period, of a further micro-step, of a further generated row
 
 
-def moments_of(traces: Traces, keys: list[list[Key]], accumulation: int) -> list[Moment]:
-    """Every birth beside the same birth with more layers, the dominated left out. Only a birth can be a peak.
+class _Keyed:
+    """A trace by the keys of its births: which there are, and what is alive after each."""
 
-    What is no straight line over the three depths is another moment each time, and is left to those that are.
+    def __init__(self, trace: Trace, keys: list[Key]) -> None:
+        self.births: list[_Birth] = []
+        self.alive: list[_Counts] = []
+        counts: _Counts = {}
+        for index, size_bytes in trace.events:
+            key = keys[index]
+            count = counts.get(key, 0) + (1 if size_bytes > 0 else -1)
+            if count:
+                counts[key] = count
+            else:
+                del counts[key]
+            if size_bytes > 0:
+                self.births.append((trace.allocations[index].phase, *key))
+                self.alive.append(counts.copy())
+
+
+def moments_of(samples: Samples, keys: Keys) -> list[Moment]:
+    """Every birth beside the same birth with more layers, micro-steps and rows, the dominated left out. Only a birth can be a peak.
+
+    What is no whole number of a micro-step or a row is another moment each time, and is left to those that are.
     """
-    births = [_birth_keys(trace, of_trace) for trace, of_trace in zip(traces, keys, strict=True)]
-    counts = [_after_births(trace, of_trace) for trace, of_trace in zip(traces, keys, strict=True)]
-    batches = _batches(traces[0], keys[0], accumulation)
+    low, deeper = _Keyed(samples.first.trace, keys.first), _Keyed(samples.deeper.trace, keys.deeper)
+    repeated = _repeated(low, samples, keys.longer)
     by_phase: dict[Phase, list[_Entry]] = {}
-    for i, j, k in sorted(_from_left(births) | _from_right(births)):
-        further, furthest = _difference(counts[1][j], counts[0][i]), _difference(counts[2][k], counts[1][j])
-        if further == furthest:
-            by_phase.setdefault(births[0][i][0], []).append((counts[0][i], further, batches[i]))
+    for birth, place in enumerate(beside(low.births, deeper.births)):
+        more = repeated(birth)
+        if more is not None:
+            further = _difference(deeper.alive[place], low.alive[birth])
+            by_phase.setdefault(low.births[birth][0], []).append((low.alive[birth], further, *more))
     return [_moment(phase, entry) for phase, entries in by_phase.items() for entry in _frontier(entries)]
 
 
-def _batches(trace: Trace, keys: list[Key], accumulation: int) -> list[dict[Key, int]]:
-    """What a further micro-step has alive after each birth of the first depth: its batch.
+def _repeated(low: _Keyed, samples: Samples, longer_keys: list[Key]) -> Callable[[int], _Repeated | None]:
+    """For a birth what a further micro-step and a further generated row have alive; None where that is no whole number."""
+    if samples.longer is None:
+        return lambda _: ({}, {})
+    longer, parts = _Keyed(samples.longer.trace, longer_keys), _parts(samples.first, samples.longer)
+    places = beside(low.births, longer.births)
+    return lambda birth: _split(_difference(longer.alive[places[birth]], low.alive[birth]), parts)
 
-    All batches of an optimizer step are on the device from its start, and the next step's first (transformers 5.23, trainer.py `get_batch_samples`;
-    accelerate 1.15, data_loader.py, `DataLoaderShard.__iter__`). One that accumulates not at all has no further one.
+
+def _parts(first: Sample, longer: Sample) -> Callable[[int], tuple[int, int] | None]:
+    """How many of a difference in counts are of one further micro-step, how many of one further row; None where they are no whole numbers.
+
+    What is generated for every micro-step anew, or with as many rows in each, is all the micro-steps'. Else there are so many more rows than a
+    micro-step has alive of anything that a difference is the nearest multiple of them, and the rest is the micro-steps'.
     """
-    held: dict[Key, int] = {}
-    found: list[dict[Key, int]] = []
-    for index, size_bytes in trace.events:
-        if accumulation > 1 and trace.allocations[index].operator == BATCH:
-            held[keys[index]] = held.get(keys[index], 0) + (1 if size_bytes > 0 else -1)
-        if size_bytes > 0:
-            found.append({key: count // (accumulation + 1) for key, count in held.items() if count > accumulation})
+    steps, rows = longer.accumulation - first.accumulation, longer.generated - first.generated
+    of_a_step = [sample.sizes["rows"] for sample in (first, longer)]
+    anew = first.generated * of_a_step[1] == longer.generated * of_a_step[0]
+    if steps and (anew or of_a_step[0] == of_a_step[1]):
+        return lambda count: None if count % steps else (count // steps, 0)
+
+    def split(count: int) -> tuple[int, int] | None:
+        of_rows = (count + rows // 2) // rows
+        rest = count - of_rows * rows
+        return (rest // max(steps, 1), of_rows) if rest % max(steps, 1) == 0 and (steps or not rest) else None
+
+    return split
+
+
+def _split(difference: _Counts, parts: Callable[[int], tuple[int, int] | None]) -> _Repeated | None:
+    """A difference's parts of a micro-step and of a row; None where one count has none."""
+    steps, rows = _Counts(), _Counts()
+    for key, count in difference.items():
+        found = parts(count)
+        if found is None:
+            return None
+        steps[key], rows[key] = found
+    return {key: count for key, count in steps.items() if count}, {key: count for key, count in rows.items() if count}
+
+
+def _difference(one: _Counts, other: _Counts) -> _Counts:
+    found = {key: difference for key, count in one.items() if (difference := count - other.get(key, 0))}
+    for key in other.keys() - one.keys():
+        found[key] = -other[key]
     return found
-
-
-def _from_left(births: list[list[_Birth]]) -> set[tuple[int, int, int]]:
-    """Births in step, first layers with first layers."""
-    deeper, deepest = dict(_in_step(births[0], births[1])), dict(_in_step(births[1], births[2]))
-    return {(i, j, deepest[j]) for i, j in deeper.items()}
-
-
-def _from_right(births: list[list[_Birth]]) -> set[tuple[int, int, int]]:
-    """Births in step, last layers with last layers."""
-    last = [len(found) - 1 for found in births]
-    return {(last[0] - i, last[1] - j, last[2] - k) for i, j, k in _from_left([found[::-1] for found in births])}
-
-
-def _difference(one: dict[Key, int], other: dict[Key, int]) -> dict[Key, int]:
-    return {key: count for key in {*one, *other} if (count := one.get(key, 0) - other.get(key, 0))}
-
-
-def _birth_keys(trace: Trace, keys: list[Key]) -> list[_Birth]:
-    return [(trace.allocations[index].phase, *keys[index]) for index, size_bytes in trace.events if size_bytes > 0]
-
-
-def _after_births(trace: Trace, keys: list[Key]) -> list[dict[Key, int]]:
-    """What is alive after each birth, in counts."""
-    counts: dict[Key, int] = {}
-    found: list[dict[Key, int]] = []
-    for index, size_bytes in trace.events:
-        key = keys[index]
-        counts[key] = counts.get(key, 0) + (1 if size_bytes > 0 else -1)
-        if size_bytes > 0:
-            found.append({key: count for key, count in counts.items() if count})
-    return found
-
-
-def _in_step(low: list[_Birth], high: list[_Birth]) -> list[tuple[int, int]]:
-    """Pairs of equal births, where `high` is `low` with runs (a layer's) put in. From the left: first layers meet first layers."""
-    pairs: list[tuple[int, int]] = []
-    j = 0
-    for i in range(len(low)):
-        while j < len(high) and low[i] != high[j]:
-            j = _resumption(low, high, i, j)
-        if j == len(high):
-            raise NoProfile("The deeper trace is not the shallower one with a layer put in.")
-        pairs.append((i, j))
-        j += 1
-    return pairs
-
-
-def _resumption(low: list[_Birth], high: list[_Birth], i: int, j: int) -> int:
-    """The place in `high` after `j` from which it goes on for longest as `low` does from `i`."""
-    best, longest = len(high), 0
-    for start in range(j + 1, len(high)):
-        if high[start] != low[i]:
-            continue
-        length = _common_length(low, high, i, start)
-        if length > longest:
-            best, longest = start, length
-        if longest >= AGREEING_BIRTHS:
-            break
-    return best
-
-
-def _common_length(low: list[_Birth], high: list[_Birth], i: int, j: int) -> int:
-    length = 0
-    while length < AGREEING_BIRTHS and i + length < len(low) and j + length < len(high) and low[i + length] == high[j + length]:
-        length += 1
-    return length
 
 
 def _frontier(entries: list[_Entry]) -> list[_Entry]:
-    """The entries that no other dominates, in counts of every expression and in what a period and a micro-step add."""
+    """The entries that no other dominates, in counts of every expression and in what a period, a micro-step and a row add."""
     expressions = 1 + max((expression for entry in entries for side in entry for _, expression in side), default=0)
     unique: dict[tuple[int, ...], _Entry] = {}
     for entry in entries:
@@ -141,6 +128,6 @@ def _dominates(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _moment(phase: Phase, entry: _Entry) -> Moment:
-    keys = {key for side in entry for key, count in side.items() if count}
-    counts, further, batches = entry
-    return Moment(phase=phase, alive=tuple((*key, counts.get(key, 0), further.get(key, 0), batches.get(key, 0)) for key in sorted(keys)))
+    keys = sorted({key for side in entry for key, count in side.items() if count})
+    counts, layers, steps, rows = entry
+    return Moment(phase=phase, alive=tuple((*key, counts.get(key, 0), layers.get(key, 0), steps.get(key, 0), rows.get(key, 0)) for key in keys))

@@ -1,35 +1,29 @@
 """The sizes of the samples' allocations as expressions: products of terms, sums of two, or constants."""
 
-import re
 from fractions import Fraction
+from itertools import combinations
 
-from planner.quantities import Component, Phase
 from planner.trace.profile import Expression, NoProfile, constant
-from planner.trace.samples import Ambiguous, Sample, check_order
+from planner.trace.samples import Samples
 from planner.trace.terms import FURTHER_LAYERS, ONE, term_values
-from planner.trace.timeline import Allocation, Trace
 
 NUMBER_BYTES = (4, 8)  # of a float32 and an int64
-_LAYER = re.compile(r"\.\d+")
-
-Key = tuple[Component, int]  # component, expression
-_Signature = tuple[str, str, Phase, Component, int]
-Traces = tuple[Trace, Trace, Trace]  # of a depth, of a layer more, of two more
 
 
 class Expressions:
     """The distinct sizes of the samples, fitted once each."""
 
-    def __init__(self, samples: tuple[Sample, ...]) -> None:
-        self._terms = _Terms([term_values(sample.sizes) for sample in samples])
-        self._traces = [sample.trace for sample in samples]
-        self._rows = [sample.sizes["rows"] for sample in samples]
+    def __init__(self, samples: Samples) -> None:
+        self._terms = _Terms([term_values(sample.sizes) for sample in samples.sized])
+        self._traces = [sample.trace for sample in samples.sized]
+        self._places = samples.places
+        self._rows = [sample.sizes["rows"] for sample in samples.sized]
         self._by_sizes: dict[tuple[int, ...], int] = {}
         self.found: list[Expression] = []
 
     def of(self, allocation: int) -> int:
         """The number of the expression of an allocation, by its sizes in all the samples."""
-        sizes = tuple(trace.allocations[allocation].size_bytes for trace in self._traces)
+        sizes = tuple(trace.allocations[places[allocation]].size_bytes for trace, places in zip(self._traces, self._places, strict=True))
         if sizes not in self._by_sizes:
             self._by_sizes[sizes] = len(self.found)
             self.found.append(self._fitted(sizes, allocation))
@@ -90,61 +84,14 @@ class _Terms:
 
 def _pair(first: list[int], second: list[int], sizes: tuple[int, ...]) -> tuple[int, int] | None:
     """Whole positive coefficients with which two terms sum up to the sizes."""
-    determinant = first[0] * second[1] - second[0] * first[1]
-    if determinant == 0:
+    for i, j in combinations(range(len(sizes)), 2):  # two samples may have the same rows
+        determinant = first[i] * second[j] - second[i] * first[j]
+        if determinant:
+            break
+    else:
         return None
-    (x, x_rest), (y, y_rest) = divmod(sizes[0] * second[1] - second[0] * sizes[1], determinant), divmod(first[0] * sizes[1] - sizes[0] * first[1], determinant)
+    x, x_rest = divmod(sizes[i] * second[j] - second[i] * sizes[j], determinant)
+    y, y_rest = divmod(first[i] * sizes[j] - sizes[i] * first[j], determinant)
     if x_rest or y_rest or x <= 0 or y <= 0:
         return None
     return (x, y) if all(x * a + y * b == size for a, b, size in zip(first, second, sizes, strict=True)) else None
-
-
-def told_apart(samples: tuple[Sample, ...]) -> int:
-    """The place of the first sample in which equal operators of equal size are of one expression: the one to trace with more layers.
-
-    Raises:
-        Ambiguous: there is none.
-        NoProfile: a sequence differs between the samples, or a size is no product of terms.
-    """
-    for sample in samples[1:]:
-        check_order(samples[0].trace, sample.trace)
-    expressions = Expressions(samples)
-    for place, sample in enumerate(samples):
-        known: dict[_Signature, int] = {}
-        if all(known.setdefault(_signature(made), expressions.of(index)) == expressions.of(index) for index, made in enumerate(sample.trace.allocations)):
-            return place
-    raise Ambiguous("In each of the traces two sizes cannot be told apart.")
-
-
-def keys_of(traces: Traces, expressions: Expressions) -> list[list[Key]]:
-    """For each allocation of the traces its component and expression; equal operators of equal size are taken for the same."""
-    first, *deeper = traces
-    known: dict[_Signature, int] = {}
-    for index, allocation in enumerate(first.allocations):
-        expression = expressions.of(index)
-        if known.setdefault(_signature(allocation), expression) != expression:
-            raise Ambiguous(f"Two sizes cannot be told apart: {allocation.operator} of {allocation.size_bytes} bytes.")
-    tables = [dict(known) for _ in traces]
-    grown = [_missing(first, deep) for deep in deeper]
-    longer = [_missing(deep, first) for deep in deeper]
-    if len({len(found) for found in (*grown, *longer)}) != 1:
-        raise NoProfile("The deeper traces have sizes that the shallower has not.")
-    for short, long, longest in zip(grown[0], *longer, strict=True):
-        step = long.size_bytes - short.size_bytes
-        if not short.operator == long.operator == longest.operator or longest.size_bytes - long.size_bytes != step:
-            raise NoProfile(f"A size appears only in the deeper traces: {long.operator} of {long.size_bytes} bytes.")
-        expression = expressions.growing(known[_signature(short)], step)
-        for table, allocation in zip(tables, (short, long, longest), strict=True):
-            table[_signature(allocation)] = expression
-    return [[(allocation.component, table[_signature(allocation)]) for allocation in trace.allocations] for trace, table in zip(traces, tables, strict=True)]
-
-
-def _missing(one: Trace, other: Trace) -> list[Allocation]:
-    """The allocations of one trace whose like the other has not."""
-    present = {_signature(allocation) for allocation in other.allocations}
-    return [allocation for allocation in one.allocations if _signature(allocation) not in present]
-
-
-def _signature(allocation: Allocation) -> _Signature:
-    """By what equal allocations of equal layers are known."""
-    return allocation.operator, _LAYER.sub(".*", allocation.module), allocation.phase, allocation.component, allocation.size_bytes

@@ -1,10 +1,15 @@
 """Traces of one recipe at several sizes: what a profile is fitted to."""
 
+import re
 from dataclasses import dataclass
+from functools import cached_property
 
+from planner.trace.in_step import beside
 from planner.trace.profile import NoProfile
 from planner.trace.terms import Values
 from planner.trace.timeline import Trace
+
+LAYER = re.compile(r"\.\d+")  # its number in a module's name
 
 
 class Ambiguous(NoProfile):
@@ -26,6 +31,47 @@ class Sample:
     @property
     def accumulation(self) -> int:
         return self.sizes.get("accumulation", 1)
+
+    @property
+    def generated(self) -> int:
+        """Rows that are generated at once; 0 where none are."""
+        return self.sizes.get("generated", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """What a profile is fitted to: traces of one depth at several sizes, and what they are with more of all that repeats."""
+
+    alike: tuple[Sample, ...]  # with the same births in the same order
+    deeper: Sample  # of the first one's sizes, with a period of layers more
+    longer: Sample | None = None  # of more micro-steps and generated rows; None where a recipe's sizes fix both
+
+    @property
+    def first(self) -> Sample:
+        return self.alike[0]
+
+    @property
+    def sized(self) -> tuple[Sample, ...]:
+        """Those of one depth."""
+        return self.alike if self.longer is None else (*self.alike, self.longer)
+
+    @cached_property
+    def places(self) -> list[list[int]]:
+        """For each of `sized` which of its births each birth of the first one is.
+
+        Raises:
+            NoProfile: their sequences differ by more than what the longer one has more of.
+        """
+        for sample in self.alike[1:]:
+            check_order(self.first.trace, sample.trace)
+        same = list(range(len(self.first.trace.allocations)))
+        longer = [] if self.longer is None else [beside(_named(self.first.trace), _named(self.longer.trace))]
+        return [same] * len(self.alike) + longer
+
+
+def _named(trace: Trace) -> list[tuple[str, ...]]:
+    """Births by all but their sizes."""
+    return [(made.phase, made.component, made.operator, LAYER.sub(".*", made.module)) for made in trace.allocations]
 
 
 def check_order(one: Trace, other: Trace) -> None:

@@ -8,6 +8,9 @@ from planner.trace.terms import TOKEN_CHUNK
 
 MASK_ALIGNMENT = 16  # the memory-efficient kernel pads masks to it: probes/fake/substitutions.py, EFFICIENT_BIAS_ALIGNMENT
 MANY_CHUNKS = 3  # a first, a last, and some between: from here on every further one is like those between
+GENERATING_AHEAD = ("grpo", "rloo", "distillation")  # for several micro-steps at once, with lists that have a tensor a row
+MANY_ROWS = 4  # there fewer rows are regimes of their own
+SEVERAL_STEPS = 2  # the first makes gradients, the second adds to them, and so does every further one
 
 
 def sizes_of(candidate: Candidate) -> dict[str, int]:
@@ -31,7 +34,7 @@ def regime(candidate: Candidate) -> dict[str, object]:
     """Which thresholds a candidate's sizes are beyond.
 
     One row copies less than two; more tokens than a chunk of TRL's loss are scored in a loop; a mask whose length is no multiple of 16
-    is padded for the memory-efficient kernel; what accumulates stays. Trainers that generate keep lists with a tensor a row: there rows count.
+    is padded for the memory-efficient kernel; what accumulates stays.
 
     Raises:
         NoProfile: it is not one of the sizes that traces stand for.
@@ -42,16 +45,32 @@ def regime(candidate: Candidate) -> dict[str, object]:
         "chunks": chunks(candidate),
         "aligned": [length % MASK_ALIGNMENT == 0 for length in _masked_lengths(candidate)],
         "window": beyond_window(candidate),
-        "accumulation": min(candidate.gradient_accumulation_steps, 2),
+        "accumulation": traced_accumulation(candidate),
     }
-    if not candidate.method_row.generates:
+    if candidate.method not in GENERATING_AHEAD:
         return found
-    return found | {
-        "accumulation": candidate.gradient_accumulation_steps,
-        "rows": candidate.per_device_train_batch_size,
-        "generated": candidate.generation_rows,
-        "groups": sizes_of(candidate)["groups"],
-    }
+    several = {"rows": traced_rows(candidate), "several prompts": sizes_of(candidate)["groups"] > 1}
+    return found | several | ({} if for_a_step(candidate) else {"generated": candidate.generation_rows})
+
+
+def for_a_step(candidate: Candidate) -> bool:
+    """Whether as much is generated at once as an optimizer step trains on: then any number of micro-steps has one profile."""
+    return candidate.method not in ("grpo", "rloo") or candidate.steps_per_generation == candidate.gradient_accumulation_steps
+
+
+def traced_accumulation(candidate: Candidate) -> int:
+    """The fewest micro-steps that stand for a candidate's; of single rows several prompts, which are pairs at least, need two of them."""
+    steps = candidate.gradient_accumulation_steps
+    if not for_a_step(candidate):
+        return steps
+    single = candidate.method in ("grpo", "rloo") and candidate.per_device_train_batch_size == 1
+    return min(steps, 2 * SEVERAL_STEPS if single and sizes_of(candidate)["groups"] > 1 else SEVERAL_STEPS)
+
+
+def traced_rows(candidate: Candidate) -> int:
+    """The fewest rows that stand for those of a candidate that generates ahead."""
+    rows = candidate.per_device_train_batch_size
+    return min(rows, MANY_ROWS) if for_a_step(candidate) else rows
 
 
 def _masked_lengths(candidate: Candidate) -> list[int]:

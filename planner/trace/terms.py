@@ -44,10 +44,13 @@ def _of_real_tokens(name: str, rows: int, length: int) -> dict[str, int]:
 
 
 def size_terms(values: Values) -> dict[str, int]:
-    """Every product of rows and lengths. `rows` and `tokens`; where a method generates also `prompt`, `completion`, `generated` and `groups`."""
+    """Every product of rows and lengths.
+
+    `rows` and `tokens`; `accumulation` where it is not 1; where a method generates also `prompt`, `completion`, `generated` and `groups`.
+    """
     rows, tokens = values["rows"], values["tokens"]
     lengths = {name: factor(tokens) for name, factor in LENGTH_FACTORS.items()}
-    terms = {ONE: 1, "rows": rows}
+    terms = {ONE: 1, "rows": rows, "rows x accumulation": rows * values.get("accumulation", 1)}
     for name, length in lengths.items():
         terms[f"rows x {name}"] = rows * length
     for name, length in lengths.items():
@@ -93,10 +96,10 @@ def _generating_terms(values: Values) -> dict[str, int]:
             terms[f"generated x {name} up to {multiple}"] = generated * _up(multiple)(length)
     for name in ("prompt", "prompt+1", "tokens", "tokens-1"):
         terms |= _of_real_tokens(f"generated x {name}", generated, lengths[name])
-    scored = rows * completion
-    terms["chunk of rows x completion"] = _chunk(scored)
-    terms["last chunk of rows x completion"] = last_part(scored, TOKEN_CHUNK)
-    return terms
+    for name, scored in (("rows x completion", rows * completion), ("real rows x completion", rows * completion - 1)):
+        terms[f"chunk of {name}"] = _chunk(scored)
+        terms[f"last chunk of {name}"] = last_part(scored, TOKEN_CHUNK)
+    return terms | _of_real_tokens("rows x completion", rows, completion)
 
 
 def rounded_head(head: int) -> int:

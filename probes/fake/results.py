@@ -3,6 +3,7 @@
 PyTorch's own cache of such answers hashes and checks more than one fake mode of plain tensors on one device needs: it takes half of a dry run.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _CPU = torch.device("cpu")
 _NUMBERS = (bool, int, float, complex)
+
+aten = torch.ops.aten
+# Operators that PyTorch's fake mode does nothing about but run on the meta device, which takes a tenth of the time: tests/test_fake_results.py.
+PLAIN = frozenset(
+    {aten.add_.Tensor, aten.add.Tensor, aten.addmm.default, aten.bitwise_and.Tensor, aten.bitwise_not.default, aten.bitwise_or.Tensor,
+     aten.bmm.default, aten.cat.default, aten.clamp.default, aten.clone.default, aten.copy_.default, aten.detach.default, aten.div.Tensor,
+     aten.embedding.default, aten.eq.Scalar, aten.exp.default, aten.expand.default, aten.gather.default, aten.ge.Scalar, aten.gt.Scalar,
+     aten.le.Scalar, aten.linalg_vector_norm.default, aten.log.default, aten.logsumexp.default, aten.lt.Scalar, aten.masked_fill_.Scalar,
+     aten.masked_fill.Scalar, aten.mean.dim, aten.mm.default, aten.mul.Scalar, aten.mul_.Tensor, aten.mul.Tensor, aten.ne.Scalar, aten.neg.default,
+     aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.select.int, aten.silu.default, aten.silu_backward.default, aten.slice.Tensor,
+     aten.slice_backward.default, aten.squeeze.dim, aten.sub.Tensor, aten.sub_.Tensor, aten.sum.default, aten.sum.dim_IntList, aten.t.default,
+     aten._to_copy.default, aten.transpose.int, aten._unsafe_view.default, aten.unsqueeze.default, aten.view.default, aten.where.ScalarOther,
+     aten.where.self, aten.zero_.default}
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +65,13 @@ class FakeResults:
         return self._asked(key, func, args, kwargs, tensors)
 
     def _asked(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        if func in PLAIN and "device" not in kwargs:
+            shapes = [_on_meta(tensor) for tensor in tensors]
+            given = iter(shapes)
+            answer = _answer(func(*_with(args, given), **dict(_with(tuple(kwargs.items()), given))), shapes)
+            if answer is not None:
+                self._known[key] = answer
+                return self._make(answer, tensors) if isinstance(answer, _Made) else tuple(self._make(each, tensors) for each in answer)
         result = self._mode.dispatch(func, (), args, kwargs)
         before = key[1:]
         unchanged = before == (_described(args, []), _described(tuple(kwargs.items()), []) if kwargs else ())
@@ -60,13 +82,17 @@ class FakeResults:
         if made.shape is None:
             return tensors[made.base]
         if made.base < 0:
-            return self._fake(torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta"))
+            return self.empty(made.shape, made.stride, made.dtype)
         return self._fake(torch.empty(0, dtype=made.dtype, device="meta").set_(tensors[made.base].untyped_storage(), made.offset, made.shape, made.stride))
+
+    def empty(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A fake tensor of its own storage."""
+        return self._fake(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """`FakeTensor(mode, tensor, cpu)` (torch 2.13, torch/_subclasses/fake_tensor.py `FakeTensor.__new__`)."""
         made: torch.Tensor = torch.Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=_CPU)
-        torch._C._set_throw_on_mutable_data_ptr(made)
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
         vars(made).update(self._attributes)
         return made
 
@@ -87,6 +113,19 @@ def _described(items: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without numbers; a fake one's shares its storage, so that views of it are known."""
+    if not isinstance(tensor, FakeTensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made = torch.empty(0, dtype=tensor.dtype, device="meta")
+    return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _with(items: list[Any] | tuple[Any, ...], tensors: Iterator[torch.Tensor]) -> Any:
+    """Arguments with other tensors."""
+    return type(items)(next(tensors) if isinstance(item, torch.Tensor) else _with(item, tensors) if isinstance(item, (list, tuple)) else item for item in items)
+
+
 def _answer(result: Any, tensors: list[torch.Tensor]) -> tuple[_Made, ...] | _Made | None:
     """How to make the result again; None where that is not known."""
     if isinstance(result, torch.Tensor):
@@ -99,7 +138,7 @@ def _answer(result: Any, tensors: list[torch.Tensor]) -> tuple[_Made, ...] | _Ma
 
 
 def _made(result: torch.Tensor, tensors: list[torch.Tensor]) -> _Made | None:
-    if not isinstance(result, FakeTensor) or result.fake_device != _CPU or result.constant is not None or result.dtype.is_complex:
+    if (isinstance(result, FakeTensor) and (result.fake_device != _CPU or result.constant is not None)) or result.dtype.is_complex:
         return None
     for index, tensor in enumerate(tensors):
         if tensor is result:
@@ -109,7 +148,7 @@ def _made(result: torch.Tensor, tensors: list[torch.Tensor]) -> _Made | None:
     storage = result.untyped_storage()
     shape, stride, offset = tuple(result.shape), result.stride(), result.storage_offset()
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata == storage._cdata:
+        if tensor.untyped_storage()._cdata == storage._cdata:
             return _Made(result.dtype, shape, stride, offset, index)
     extent = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return _Made(result.dtype, shape, stride) if offset == 0 and storage.nbytes() == extent * result.element_size() else None

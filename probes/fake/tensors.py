@@ -40,13 +40,13 @@ class FakeArithmetic(TorchDispatchMode):
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor on the CPU shaped as `tensor`, which may be on the meta device."""
-        with self.fake_mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return self._results.empty(tuple(tensor.size()), tensor.stride(), tensor.dtype)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is _DEVICE:
-            return _CPU
-        kwargs = kwargs or {}
+        return _CPU if func is _DEVICE else self.result(func, args, kwargs or {})
+
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator returns. No dispatch mode may be on: call it from within one."""
         tensors = tensors_in(args) + tensors_in(tuple(kwargs.values()))
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._without_fakes(func, args, kwargs, tensors)

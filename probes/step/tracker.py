@@ -55,6 +55,7 @@ class Tracker(TorchDispatchMode):
         `capacity_bytes`: `DeviceFull` is raised where more would be held; 0 is no limit.
         """
         super().__init__()
+        self.arithmetic: Callable[..., Any] | None = None
         self._capacity_bytes = capacity_bytes
         self._held_bytes = 0
         self._block_bytes = block_bytes
@@ -160,8 +161,8 @@ class Tracker(TorchDispatchMode):
         if func is _DEVICE:
             return _CPU
         if func is aten.add.Tensor and self._is_accumulation(args):
-            return args[0].add_(args[1])
-        result = func(*args, **(kwargs or {}))
+            func = aten.add_.Tensor
+        result = func(*args, **(kwargs or {})) if self.arithmetic is None else self.arithmetic(func, args, kwargs or {})
         if isinstance(result, torch.Tensor):
             self._record(result, func, self.module, None, args)
         elif isinstance(result, (tuple, list)):

@@ -1,0 +1,85 @@
+"""Work beside this process comes back whole, with its exceptions, and leaves nothing behind."""
+
+import os
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+from planner.trace.samples import Ambiguous
+from probes.process import beside
+from probes.process.beside import Beside
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest's workers have threads of their own, which hold nothing that is needed here."""
+    monkeypatch.setattr(beside, "forks_well", lambda: True)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "forks_well", lambda: False)
+
+
+def test_the_result_comes_from_another_process(forks: None) -> None:
+    with Beside(lambda: (os.getpid(), list(range(200_000)))) as other:
+        pid, numbers = other.result()
+    assert pid != os.getpid() and numbers == list(range(200_000))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+def test_an_exception_is_raised_here(forks: None) -> None:
+    def fails() -> None:
+        raise Ambiguous("two sizes")
+
+    with Beside(fails) as other, pytest.raises(Ambiguous, match=r"^two sizes$"):
+        other.result()
+
+
+class Unmakeable(Exception):
+    """Which pickle cannot make again from its arguments."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+def test_an_exception_that_cannot_travel_says_what_it_was(forks: None) -> None:
+    def fails() -> None:
+        raise Unmakeable("this", "that")
+
+    with Beside(fails) as other, pytest.raises(RuntimeError, match=r"^Unmakeable: this and that$"):
+        other.result()
+
+
+def test_a_process_that_is_killed_says_so(forks: None) -> None:
+    with Beside(lambda: os.kill(os.getpid(), 9)) as other, pytest.raises(RuntimeError, match="without an answer"):
+        other.result()
+
+
+def test_who_does_not_wait_leaves_nothing_behind(forks: None) -> None:
+    began = time.monotonic()
+    with pytest.raises(KeyError), Beside(lambda: time.sleep(60)):
+        raise KeyError
+    assert time.monotonic() - began < 10
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_where_nothing_can_be_forked_the_work_is_done_here(alone: None) -> None:
+    with Beside(os.getpid) as other:
+        assert other.result() == os.getpid()
+
+
+def test_a_process_with_other_threads_is_not_forked() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        assert not beside.forks_well()
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,59 @@
+"""Operators that are asked of the meta device return what PyTorch's own fake mode says."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from planner.candidate import Candidate
+from planner.catalogue import load_model
+from probes.dryrun import dry_run
+from probes.fake import results
+from probes.fake.results import PLAIN, FakeResults
+from probes.fake.tensors import _mode_and_results
+from probes.small_sizes import with_layers
+
+CASES = (
+    {"method": "sft", "max_length": 48, "gradient_accumulation_steps": 2},
+    {"method": "sft", "max_length": 48, "tuning": "full", "dtype": "float32", "attn_implementation": "eager"},
+    {"method": "grpo", "prompt_length": 24, "max_completion_length": 40, "num_generations": 4, "beta": 0.1},
+    {"method": "dpo", "max_length": 48, "gradient_checkpointing": False},
+)
+
+
+def comparable(answer: Any) -> Any:
+    """Without the strides of dimensions of one, which step nowhere."""
+    if isinstance(answer, tuple):
+        return tuple(map(comparable, answer))
+    return answer if answer.shape is None else replace(answer, stride=tuple(step for step, size in zip(answer.stride, answer.shape, strict=True) if size != 1))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("settings", CASES, ids=lambda settings: " ".join(map(str, settings.values())))
+def test_the_meta_device_answers_as_the_fake_mode_does(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = FakeResults._asked
+    compared: set[Any] = set()
+
+    def compare(self: FakeResults, key: Any, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
+        if func not in PLAIN or "device" in kwargs:
+            return asked(self, key, func, args, kwargs, tensors)
+        expected = results._answer(self._mode.dispatch(func, (), args, kwargs), tensors)
+        result = asked(self, key, func, args, kwargs, tensors)
+        onto_numbers = func._schema.is_mutable and not isinstance(tensors[0], FakeTensor)  # which `FakeArithmetic` answers with the tensor itself
+        if expected is not None and not onto_numbers:
+            assert comparable(self._known[key]) == comparable(expected), key
+            compared.add(func)
+        return result
+
+    _mode_and_results.cache_clear()
+    monkeypatch.setattr(FakeResults, "_asked", compare)
+    try:
+        model = with_layers(Candidate(model=load_model("Qwen2.5-0.5B"), method="sft"), 2).model
+        dry_run(Candidate(**({"model": model, "tuning": "lora", "per_device_train_batch_size": 4, "dtype": "bfloat16"} | settings)))
+    finally:
+        _mode_and_results.cache_clear()
+    assert len(compared) > 25
