@@ -43,7 +43,9 @@ def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", 
     refuse_unsupported(candidate, device)
     cuda = ways != "cpu"
     candidate = _in_bfloat16(candidate) if cuda else candidate
-    tracker, arithmetic = Tracker(block_bytes, kernel_workspaces(candidate)) if cuda else Tracker(), FakeArithmetic()
+    arithmetic = FakeArithmetic()
+    run = arithmetic.result if device == "fake" else None
+    tracker = Tracker(block_bytes, kernel_workspaces(candidate), arithmetic=run) if cuda else Tracker(arithmetic=run)
     with contextlib.ExitStack() as stack:
         for surroundings in (quiet(), collector_off(), models_stay_where_they_are(), plain_models()):
             stack.enter_context(surroundings)
@@ -60,7 +62,6 @@ def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", 
         statistics = _fake_stage(candidate, stage, arithmetic) if device == "fake" else []
         if device == "fake":
             stack.enter_context(_no_inference_tensors())
-            tracker.arithmetic = arithmetic.result
         stack.enter_context(tracker)
         _add_residents(tracker, stage)
         for name, tensor in statistics:

@@ -8,7 +8,17 @@ from planner.model import ModelShape
 from planner.trace.architecture import MANY_TILES, numbers
 from planner.trace.profile import NoProfile
 from planner.trace.recipe import key_of, recipe_of
-from planner.trace.sizes import GENERATING_AHEAD, MANY_ROWS, SEVERAL_STEPS, for_a_step, sizes_of, traced_accumulation, traced_rows
+from planner.trace.sizes import (
+    GENERATING_AHEAD,
+    MANY_ROWS,
+    SEVERAL_STEPS,
+    beyond_window,
+    for_a_step,
+    sizes_of,
+    traced_accumulation,
+    traced_rows,
+    window_of,
+)  # fmt: skip
 from planner.trace.terms import VOCAB_CHUNK
 
 Widths = tuple[int, int, int, int, int, int, int]
@@ -26,15 +36,17 @@ QUANTIZED_WIDTHS: tuple[Widths, Widths, Widths] = (
     (64, 32, 24, 896, 3712, 17416, 20),
     (80, 16, 56, 1920, 2432, 23560, 28),
 )
-LONGER_ROWS, HELD_BACK_ROWS = 9, 6  # where rows are many: so many more that they cannot be taken for what a micro-step has alive, and neither
+# Of the longer trace and of the one held back, where MANY_ROWS are traced: so many more rows are generated than a micro-step has tensors of one kind,
+# and each number of them makes groups of equal size.
+LONGER_ROWS, HELD_BACK_ROWS = 9, 6
 ATTEMPTS = 20_000  # draws of rows and lengths before a regime is given up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repeats:
-    """How often a step does what it does again. `rows` 0: any."""
+    """How often a step does what it does again. `rows` None: any, from 2 on."""
 
-    rows: int
+    rows: int | None
     accumulation: int
 
 
@@ -49,9 +61,9 @@ class RepeatsOfTraces:
 
 def repeats_of(candidate: Candidate) -> RepeatsOfTraces:
     """As few as stand for a candidate's; more of whatever its profile has any number of. What is held back lies between."""
-    steps, rows = traced_accumulation(candidate), min(candidate.per_device_train_batch_size, 2) % 2
+    steps = traced_accumulation(candidate)
     more = steps // SEVERAL_STEPS if for_a_step(candidate) else 0
-    all_rows = (rows,) * 3
+    all_rows: tuple[int | None, ...] = (1 if candidate.per_device_train_batch_size == 1 else None,) * 3
     if candidate.method in GENERATING_AHEAD:
         rows = traced_rows(candidate)
         all_rows = (rows, LONGER_ROWS, HELD_BACK_ROWS) if rows == MANY_ROWS and for_a_step(candidate) else (rows,) * 3
@@ -126,7 +138,7 @@ def _drawn(candidate: Candidate, repeats: Repeats, draw: random.Random) -> Candi
     """Small rows and lengths: up to four chunks of tokens, half of the lengths multiples of what kernels pad to."""
     rows = repeats.rows or draw.randint(2, 9)
     scored = int(2 ** draw.uniform(8, 14.2)) // (rows * candidate.method_row.rows_per_sample)
-    prompt = draw.randint(80, 300)
+    prompt = draw.randint(80, 300) + (window_of(candidate.model) if beyond_window(candidate) == "shorter" else 0)
     if draw.random() < 0.5:
         scored, prompt = (scored // 32 * 32 if candidate.method_row.generates else _odd(scored)), _odd(prompt)  # so that all of a row is odd as well
     scored = max(scored, 24)

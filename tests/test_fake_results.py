@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("trl")
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.candidate import Candidate
@@ -14,8 +15,9 @@ from planner.catalogue import load_model
 from probes.dryrun import dry_run
 from probes.fake import results
 from probes.fake.results import PLAIN, FakeResults
-from probes.fake.tensors import _mode_and_results
+from probes.fake.tensors import SMALL_BYTES, FakeArithmetic, _mode_and_results
 from probes.small_sizes import with_layers
+from probes.step.tracker import Tracker
 
 CASES = (
     {"method": "sft", "max_length": 48, "gradient_accumulation_steps": 2},
@@ -57,3 +59,12 @@ def test_the_meta_device_answers_as_the_fake_mode_does(settings: dict[str, Any],
     finally:
         _mode_and_results.cache_clear()
     assert len(compared) > 25
+
+
+@pytest.mark.parametrize("reshaped", [lambda held: held[:, 1:].reshape(-1), lambda held: held.t().reshape(-1), lambda held: held[:, ::2].flatten()])
+def test_what_is_reshaped_of_a_real_tensor_is_made_though_nothing_on_the_meta_device_can_share_it(reshaped: Any) -> None:
+    arithmetic = FakeArithmetic()
+    with Tracker(arithmetic=arithmetic.result):
+        held = torch.arange(12_000).view(3, 4000)
+        assert held.untyped_storage().nbytes() > SMALL_BYTES
+        assert reshaped(held).tolist() == reshaped(torch.arange(12_000).view(3, 4000)).tolist()

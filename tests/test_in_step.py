@@ -29,6 +29,11 @@ def test_repetitions_that_follow_one_another_are_halved_each_for_itself() -> Non
     assert beside([*"aa", *step, *step, "."], [*"aaaa", *step, *step, *step, *step, "."]) == [*batches, *steps, 4 + 4 * len(step)]
 
 
+def test_places_do_not_go_backwards() -> None:
+    with pytest.raises(NoProfile, match="not what it repeats"):
+        beside("abb" + "bbccab" * 2 + "bbc", "abb" + "bbccab" * 5 + "bbc")
+
+
 @pytest.mark.parametrize("long", ["xABy", "xBABAy", "xABABz"])
 def test_what_is_no_repetition_is_refused(long: str) -> None:
     with pytest.raises(NoProfile):

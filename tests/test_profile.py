@@ -243,7 +243,8 @@ def test_one_recipe_answers_for_all_its_sizes(own: dict[str, object], changes: d
 @pytest.mark.parametrize(
     ("changes", "what"),
     [({"quantization": "gptq"}, "quantized weights of that kind"), ({"offload_optimizer": True}, "states on the host"),
-     ({"use_liger_kernel": True}, "Liger kernels"), ({"method": "ppo", "trl_version": "1.12"}, "PPO")],
+     ({"use_liger_kernel": True}, "Liger kernels"),
+     ({"activation_offloading": True}, "activations on the host, which small ones do not go to"), ({"method": "ppo", "trl_version": "1.12"}, "PPO")],
 )  # fmt: skip
 def test_what_was_not_simulated_has_no_profile(changes: dict[str, object], what: str) -> None:
     with pytest.raises(NoProfile, match=f"^A profile does not stand for {what}\\.$"):

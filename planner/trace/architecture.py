@@ -4,7 +4,7 @@ from planner.model import ModelShape
 from planner.trace.profile import NoProfile
 from planner.trace.terms import VOCAB_CHUNK
 
-FEWEST_LAYERS = 2  # a first and a last; those between are put in by the deeper traces
+FEWEST_LAYERS = 2  # a first and a last; those between are put in by the deeper trace
 MANY_TILES = 3  # of the vocabulary: a first, a last, and some between, from here on all alike
 HEAD_ALIGNMENT = 8  # heads of other sizes are padded for the flash kernel: probes/fake/substitutions.py
 

@@ -9,7 +9,7 @@ from planner.trace.profile import NoProfile
 from planner.trace.samples import LAYER, Ambiguous, Samples
 from planner.trace.timeline import Allocation, Trace
 
-NEAR = 2  # births before and after one, by which it is told from another of its size
+NEAR = 2  # births before and after one, by which it is told from another of its size: fewer than the shortest run, of a tensor for each of MANY_ROWS
 
 Key = tuple[Component, int]  # component, expression
 _Signature = tuple[str, str, Phase, Component, int]
@@ -51,7 +51,8 @@ def _growing(first: Trace, deeper: Trace, known: "_Likes", expressions: Expressi
     for short, long in zip(before, after, strict=True):
         if short.operator != long.operator:
             raise NoProfile(f"A size appears only in the deeper trace: {long.operator} of {long.size_bytes} bytes.")
-        tables[0][_signature(short)] = tables[1][_signature(long)] = expressions.growing(known.plain[_signature(short)], long.size_bytes - short.size_bytes)
+        grown = expressions.growing(known.alone(short), long.size_bytes - short.size_bytes)
+        tables[0][_signature(short)] = tables[1][_signature(long)] = grown
     return tables
 
 
@@ -61,17 +62,27 @@ class _Likes:
 
     def __init__(self, trace: Trace, places: Sequence[int], expressions: list[int]) -> None:
         """`expressions` are those of the allocations at `places`."""
-        self.plain: _Table = {}
+        self._plain: _Table = {}
         self._unclear: set[_Signature] = set()
         self._among: dict[tuple[_Signature, tuple[str, ...]], int] = {}
         made = trace.allocations
         for place, expression in zip(places, expressions, strict=True):
-            if self.plain.setdefault(_signature(made[place]), expression) != expression:
+            if self._plain.setdefault(_signature(made[place]), expression) != expression:
                 self._unclear.add(_signature(made[place]))
         for place, expression in zip(places, expressions, strict=True):
             signature = _signature(made[place])
             if signature in self._unclear and self._among.setdefault((signature, _around(trace, place)), expression) != expression:
                 raise Ambiguous(f"Two sizes cannot be told apart: {made[place].operator} of {made[place].size_bytes} bytes.")
+
+    def alone(self, made: Allocation) -> int:
+        """The one expression of an operator, module and size.
+
+        Raises:
+            Ambiguous: it has several.
+        """
+        if _signature(made) in self._unclear:
+            raise Ambiguous(f"Two sizes cannot be told apart: {made.operator} of {made.size_bytes} bytes.")
+        return self._plain[_signature(made)]
 
     def keys(self, trace: Trace, growing: _Table) -> list[Key]:
         """Of every allocation of a trace of the same sizes; `growing`: those that are known by themselves."""
@@ -83,7 +94,7 @@ class _Likes:
         if signature in growing:
             return growing[signature]
         try:
-            return self._among[signature, _around(trace, place)] if signature in self._unclear else self.plain[signature]
+            return self._among[signature, _around(trace, place)] if signature in self._unclear else self._plain[signature]
         except KeyError:
             raise Ambiguous(f"Nothing is known to be like {made.operator} of {made.size_bytes} bytes in {made.module or 'no module'}, {made.phase}.") from None
 

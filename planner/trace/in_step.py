@@ -1,7 +1,7 @@
 """Two sequences of births laid beside each other, of which the longer is the shorter with repetitions put in: layers, micro-steps, a tensor a row."""
 
 from collections.abc import Hashable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from planner.trace.profile import NoProfile
 
@@ -17,7 +17,7 @@ def beside(short: Births, long: Births) -> list[int]:
     A first micro-step finds nothing left over from one before, and none comes after a last one: only those between them are all alike.
 
     Raises:
-        NoProfile: the longer sequence is not the shorter with something put in.
+        NoProfile: the longer sequence is not the shorter with repetitions put in.
     """
     left = _from_left(short, long)
     right = [len(long) - 1 - place for place in reversed(_from_left(short[::-1], long[::-1]))]
@@ -25,6 +25,8 @@ def beside(short: Births, long: Births) -> list[int]:
     for _, repeated in groupby(range(len(short)), lambda index: (left[index] - index, right[index] - index)):
         run = list(repeated)
         found += [left[index] for index in run[: len(run) // 2]] + [right[index] for index in run[len(run) // 2 :]]
+    if any(place >= following for place, following in pairwise(found)):
+        raise NoProfile("What the longer trace has more of is not what it repeats.")
     return found
 
 

@@ -14,6 +14,7 @@ SHORTEST_ROLLOUT = 9  # shorter ones are generated token by token: probes/step/s
 # Candidates that the traces do not stand for, and why; in the second table those that sizes decide.
 REFUSALS: Refusals = (
     ("states on the host", lambda candidate: candidate.sharding not in SHARDED and (candidate.offload_optimizer or candidate.offload_param)),
+    ("activations on the host, which small ones do not go to", lambda candidate: candidate.activation_offloading),
     ("Liger kernels", lambda candidate: candidate.use_liger_kernel),
     ("quantized weights of that kind", lambda candidate: candidate.quantization not in QUANTIZED),
     ("PPO", lambda candidate: candidate.method == "ppo"),

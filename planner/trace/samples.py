@@ -44,7 +44,7 @@ class Samples:
 
     alike: tuple[Sample, ...]  # with the same births in the same order
     deeper: Sample  # of the first one's sizes, with a period of layers more
-    longer: Sample | None = None  # of more micro-steps and generated rows; None where a recipe's sizes fix both
+    longer: Sample | None = None  # of more micro-steps and rows that are generated ahead; None where a recipe's sizes fix both
 
     @property
     def first(self) -> Sample:

@@ -1,6 +1,7 @@
 """The sizes that a profile is asked with, and their regime: which thresholds they are beyond, where allocations depend on them by one."""
 
 from planner.candidate import Candidate
+from planner.model import ModelShape
 from planner.trace.architecture import WIDTH_FIELDS, head_of, numbers
 from planner.trace.profile import NoProfile
 from planner.trace.refusals import REFUSED_SIZES, refuse
@@ -9,7 +10,7 @@ from planner.trace.terms import TOKEN_CHUNK
 MASK_ALIGNMENT = 16  # the memory-efficient kernel pads masks to it: probes/fake/substitutions.py, EFFICIENT_BIAS_ALIGNMENT
 MANY_CHUNKS = 3  # a first, a last, and some between: from here on every further one is like those between
 GENERATING_AHEAD = ("grpo", "rloo", "distillation")  # for several micro-steps at once, with lists that have a tensor a row
-MANY_ROWS = 4  # there fewer rows are regimes of their own
+MANY_ROWS = 4  # the fewest that make two groups of two; fewer are regimes of their own
 SEVERAL_STEPS = 2  # the first makes gradients, the second adds to them, and so does every further one
 
 
@@ -102,11 +103,17 @@ def beyond_window(candidate: Candidate) -> str:
     Raises:
         NoProfile: `generate` keeps a cache as long as the window.
     """
-    window = candidate.model.config.get("sliding_window")
-    if not isinstance(window, int) or candidate.model.config.get("use_sliding_window") is False:
+    window = window_of(candidate.model)
+    if not window:
         return "none"
     if window > candidate.row_tokens:
         return "longer"
     if candidate.method_row.generates and candidate.vllm == "off":
         raise NoProfile("A profile does not stand for caches as long as a window.")
     return "shorter"
+
+
+def window_of(model: ModelShape) -> int:
+    """Tokens that attention's window holds; 0 where it has none."""
+    window = model.config.get("sliding_window")
+    return window if isinstance(window, int) and model.config.get("use_sliding_window") is not False else 0

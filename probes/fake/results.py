@@ -1,4 +1,4 @@
-"""What operators return on fake tensors: asked of PyTorch's fake mode once for each shape of the arguments, and made again from then on.
+"""What operators return on fake tensors: asked of PyTorch's meta device or fake mode once for each shape of the arguments, and made again from then on.
 
 PyTorch's own cache of such answers hashes and checks more than one fake mode of plain tensors on one device needs: it takes half of a dry run.
 """
@@ -81,7 +81,7 @@ class FakeResults:
     def _make(self, made: _Made, tensors: list[torch.Tensor]) -> torch.Tensor:
         if made.shape is None:
             return tensors[made.base]
-        if made.base < 0:
+        if made.base < 0 or not isinstance(tensors[made.base], FakeTensor):  # of a real tensor no fake one can be a view
             return self.empty(made.shape, made.stride, made.dtype)
         return self._fake(torch.empty(0, dtype=made.dtype, device="meta").set_(tensors[made.base].untyped_storage(), made.offset, made.shape, made.stride))
 

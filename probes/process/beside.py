@@ -1,10 +1,12 @@
 """Work done in a forked process beside this one: half the wait where it takes seconds and the machine has another core."""
 
+import contextlib
 import os
 import pickle
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, BinaryIO, Generic, TypeVar
@@ -15,7 +17,10 @@ Result = TypeVar("Result")
 
 
 class Beside(Generic[Result]):
-    """`with Beside(work) as other: ...; other.result()`. Where no process can be forked, the work is done here when its result is asked for."""
+    """`with Beside(work) as other: ...; other.result()`. What the other process could not do, for whatever reason, is done here when it is asked for.
+
+    On a machine with a GPU a fork cannot run a backward pass once its parent has run one (torch 2.13, autograd/engine.cpp, `track_bad_autograd_forks`).
+    """
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self._work = work
@@ -24,25 +29,25 @@ class Beside(Generic[Result]):
 
     def __enter__(self) -> "Beside[Result]":
         if forks_well():
-            self._pid, self._answer = _forked(self._work)
+            with contextlib.suppress(OSError):  # no more processes or descriptors
+                self._pid, self._answer = _forked(self._work)
         return self
 
     def result(self) -> Result:
         """What the work returns, or the exception that it raises."""
-        if self._answer is None:
+        said = self._answer.read() if self._answer is not None else b""
+        if not said:
             return self._work()
-        succeeded, found = _read(self._answer)
-        if not succeeded:
-            raise found
-        result: Result = found
+        result: Result = pickle.loads(said)
         return result
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Nothing is left behind, whether anybody waited or not."""
         if self._answer is not None:
             self._answer.close()
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # somebody else waits for all children
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
 
 
 def forks_well() -> bool:
@@ -52,9 +57,16 @@ def forks_well() -> bool:
 
 
 def _forked(work: Callable[[], Any]) -> tuple[int, BinaryIO]:
-    """The other process and the pipe that its answer comes through."""
+    """The other process and the pipe that its answer comes through, empty where it has none."""
     reading, writing = os.pipe()
-    pid = os.fork()
+    try:
+        with warnings.catch_warnings():  # Python 3.12 warns of threads that only compute, and hold no lock now
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+    except OSError:
+        os.close(reading)
+        os.close(writing)
+        raise
     if pid:
         os.close(writing)
         return pid, os.fdopen(reading, "rb")
@@ -62,7 +74,7 @@ def _forked(work: Callable[[], Any]) -> tuple[int, BinaryIO]:
         os.close(reading)
         _compute_alone()
         with os.fdopen(writing, "wb") as answer:
-            answer.write(_answered(work))
+            answer.write(pickle.dumps(work(), protocol=pickle.HIGHEST_PROTOCOL))
     finally:
         os._exit(0)
 
@@ -71,29 +83,3 @@ def _compute_alone() -> None:
     """With one thread: a fork has none of the others that its parent computed with, and OpenMP would wait for them."""
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _answered(work: Callable[[], Any]) -> bytes:
-    """Whether the work succeeded, and its result or exception."""
-    try:
-        return pickle.dumps((True, work()), protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        try:
-            answer = pickle.dumps((False, error))
-            pickle.loads(answer)
-            return answer
-        except Exception:  # an exception of another library that cannot be made again
-            return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
-
-
-def _read(answer: BinaryIO) -> tuple[bool, Any]:
-    """What the other process said.
-
-    Raises:
-        RuntimeError: it ended without a word.
-    """
-    said = answer.read()
-    if not said:
-        raise RuntimeError("A forked process ended without an answer.")
-    found: tuple[bool, Any] = pickle.loads(said)
-    return found

@@ -49,13 +49,19 @@ class Tracker(TorchDispatchMode):
     functions/accumulate_grad.h); the tracker adds them in place where the engine would have.
     """
 
-    def __init__(self, block_bytes: int = 1, workspaces: Mapping[Any, Callable[..., int]] | None = None, capacity_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        block_bytes: int = 1,
+        workspaces: Mapping[Any, Callable[..., int]] | None = None,
+        capacity_bytes: int = 0,
+        arithmetic: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    ) -> None:
         """`block_bytes`: sizes are rounded up to multiples of it. `workspaces`: what operators allocate inside themselves for a moment.
 
-        `capacity_bytes`: `DeviceFull` is raised where more would be held; 0 is no limit.
-        """
+        `capacity_bytes`: `DeviceFull` is raised where more would be held; 0 is no limit. `arithmetic`: what runs an operator, itself where it is None.
+        """  # fmt: skip
         super().__init__()
-        self.arithmetic: Callable[..., Any] | None = None
+        self._arithmetic = arithmetic
         self._capacity_bytes = capacity_bytes
         self._held_bytes = 0
         self._block_bytes = block_bytes
@@ -162,7 +168,7 @@ class Tracker(TorchDispatchMode):
             return _CPU
         if func is aten.add.Tensor and self._is_accumulation(args):
             func = aten.add_.Tensor
-        result = func(*args, **(kwargs or {})) if self.arithmetic is None else self.arithmetic(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {})) if self._arithmetic is None else self._arithmetic(func, args, kwargs or {})
         if isinstance(result, torch.Tensor):
             self._record(result, func, self.module, None, args)
         elif isinstance(result, (tuple, list)):
