@@ -1,10 +1,12 @@
 """The dry run: the installed TRL trainer's real training steps on fake tensors, every allocation recorded."""
 
 import contextlib
+import importlib.metadata
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal
 from unittest import mock
 
@@ -29,6 +31,7 @@ from probes.step.rollouts import dry_rollout
 from probes.step.stage import DTYPES, Stage
 from probes.step.tracker import Tracker, collector_off
 
+_METADATA = lru_cache(maxsize=64)(importlib.metadata.metadata)
 Ways = Literal["cuda", "cuda before 8.0", "cpu"]  # whose kernels run
 
 
@@ -150,9 +153,15 @@ def _no_inference_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_models() -> Iterator[None]:
-    """accelerate asks time and again, module by module, whether a model was compiled, and imports DeepSpeed to ask whether it is its own. Here: neither."""
-    other = accelerate.utils.other
-    with mock.patch.object(other, "has_compiled_regions", lambda _: False), mock.patch.object(other, "is_deepspeed_available", lambda: False):
+    """accelerate asks time and again, module by module, whether a model was compiled, and imports DeepSpeed to ask whether it is its own. Here: neither.
+
+    It also reads the installed packages' metadata whenever it asks whether one is there (accelerate 1.15, utils/imports.py `_is_package_available`).
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("is_compiled_module", "has_compiled_regions"):
+            stack.enter_context(mock.patch.object(accelerate.utils.other, name, lambda _: False))
+        stack.enter_context(mock.patch.object(accelerate.utils.other, "is_deepspeed_available", lambda: False))
+        stack.enter_context(mock.patch.object(importlib.metadata, "metadata", _METADATA))
         yield
 
 

@@ -1,13 +1,17 @@
 """The libraries of a dry run imported in half the time that their imports take by themselves."""
 
 import contextlib
+import functools
 import gc
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from probes.compiler import compiler_when_asked
 
 
 @contextlib.contextmanager
@@ -24,7 +28,9 @@ def quick_imports() -> Iterator[None]:
     try:
         import torch
 
+        compiler_when_asked()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(importlib.metadata, "packages_distributions", _distributions))
             stack.enter_context(mock.patch.object(torch, "compile", _compiled_when_called(torch.compile)))
             if hasattr(torch._library.utils, "get_source"):
                 stack.enter_context(mock.patch.object(torch._library.utils, "get_source", _frame_of_source))
@@ -38,6 +44,9 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+_distributions = functools.lru_cache(maxsize=1)(importlib.metadata.packages_distributions)
 
 
 def _frame_of_source(stacklevel: int) -> str:

@@ -39,6 +39,10 @@ class _Made:
     base: int = -1
 
 
+Question = tuple[Any, ...]
+Answer = tuple[_Made, ...] | _Made
+
+
 class FakeResults:
     """The results of operators on fake tensors of one mode."""
 
@@ -46,23 +50,30 @@ class FakeResults:
         self._mode = mode
         # What the constructor sets, one property at a time, on every fake tensor alike.
         self._attributes = dict(vars(FakeTensor(mode, torch.empty(0, device="meta"), _CPU)))
-        self._known: dict[Any, tuple[_Made, ...] | _Made | None] = {}
+        self._known: dict[Question, Answer | None] = {}
+        self.whole: dict[Question, Answer] = {}  # of the questions that are answered by shapes alone (tensors.py)
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`. No dispatch mode may be on: call it from within one."""
         tensors: list[torch.Tensor] = []
+        key = question(func, args, kwargs, tensors)
         try:
-            key = (func, _described(args, tensors), _described(tuple(kwargs.items()), tensors) if kwargs else ())
             known = self._known.get(key, self)
         except TypeError:  # an argument that cannot be hashed
-            return self._mode.dispatch(func, (), args, kwargs)
+            return self._dispatched(func, args, kwargs, tensors)
         if known is None:
-            return self._mode.dispatch(func, (), args, kwargs)
-        if isinstance(known, _Made):
-            return self._make(known, tensors)
-        if isinstance(known, tuple):
-            return tuple(self._make(each, tensors) for each in known)
-        return self._asked(key, func, args, kwargs, tensors)
+            return self._dispatched(func, args, kwargs, tensors)
+        if known is self:
+            return self._asked(key, func, args, kwargs, tensors)
+        return self.made(known, tensors)
+
+    def known(self, key: Question) -> Answer | None:
+        """How results of such a question are made; None where it was not asked or they are not alike."""
+        return self._known.get(key)
+
+    def made(self, answer: Any, tensors: list[torch.Tensor]) -> Any:
+        """A result, from the tensors of the question."""
+        return self._make(answer, tensors) if isinstance(answer, _Made) else tuple([self._make(each, tensors) for each in answer])
 
     def _asked(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         if func in PLAIN and "device" not in kwargs:
@@ -71,12 +82,15 @@ class FakeResults:
             answer = _answer(func(*_with(args, given), **dict(_with(tuple(kwargs.items()), given))), shapes)
             if answer is not None:
                 self._known[key] = answer
-                return self._make(answer, tensors) if isinstance(answer, _Made) else tuple(self._make(each, tensors) for each in answer)
-        result = self._mode.dispatch(func, (), args, kwargs)
-        before = key[1:]
-        unchanged = before == (_described(args, []), _described(tuple(kwargs.items()), []) if kwargs else ())
-        self._known[key] = _answer(result, tensors) if unchanged else None
+                return self.made(answer, tensors)
+        result = self._dispatched(func, args, kwargs, tensors)
+        self._known[key] = _answer(result, tensors) if key == question(func, args, kwargs, []) else None
         return result
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """What the fake mode says. Real tensors become fake ones here: PyTorch's own way of that imports its compiler (torch 2.13, meta_utils.py:1048)."""
+        fakes = iter([tensor if isinstance(tensor, FakeTensor) else self.empty(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
+        return self._mode.dispatch(func, (), _with(args, fakes), dict(_with(tuple(kwargs.items()), fakes)))
 
     def _make(self, made: _Made, tensors: list[torch.Tensor]) -> torch.Tensor:
         if made.shape is None:
@@ -97,13 +111,20 @@ class FakeResults:
         return made
 
 
+def question(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Question:
+    """An operator (which is there for good) and its arguments as far as results depend on them; their tensors are appended to `tensors`."""
+    return (id(func), _described(args, tensors), _described(tuple(kwargs.items()), tensors) if kwargs else ())
+
+
 def _described(items: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Arguments as far as results depend on them; their tensors are appended to `tensors`."""
     found: list[Any] = []
     for item in items:
-        if isinstance(item, torch.Tensor):
+        if type(item) is FakeTensor:
             tensors.append(item)
             found.append((item.shape, item.stride(), item.dtype, item.storage_offset()))
+        elif isinstance(item, torch.Tensor):
+            tensors.append(item)
+            found.append((item.shape, item.stride(), item.dtype, item.storage_offset(), "real"))
         elif isinstance(item, (list, tuple)):
             found.append(_described(item, tensors))
         elif isinstance(item, _NUMBERS):

@@ -146,8 +146,8 @@ def triton_kernels() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, name, value, create=True))
 
         triton = _triton()
-        stack.enter_context(_importable(triton))
-        from trl.kernels import logprob_entropy
+        with _importable(triton):
+            from trl.kernels import logprob_entropy
 
         for module in (logprob, divergence, utils, distillation):
             put(module, "_use_triton", lambda device: True)

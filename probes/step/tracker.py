@@ -1,5 +1,6 @@
 """The tracker: every storage's birth and death, in order, of whatever runs under it, on real tensors and fake ones alike."""
 
+import functools
 import gc
 import sys
 import weakref
@@ -16,6 +17,7 @@ from planner.trace.timeline import STAYS, Allocation, Trace
 
 aten = torch.ops.aten
 _DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")  # asked for twice an operator: answered before any mode is
+_ADD, _TO_COPY = aten.add.Tensor, aten._to_copy.default
 _ENGINE_FRAME = "_engine_run_backward"  # torch/autograd/graph.py: what stands under an operator that autograd's engine calls itself
 
 
@@ -65,13 +67,14 @@ class Tracker(TorchDispatchMode):
         self._capacity_bytes = capacity_bytes
         self._held_bytes = 0
         self._block_bytes = block_bytes
-        self._workspaces = dict(workspaces or {})
+        self._workspaces = {id(func): bytes_of for func, bytes_of in (workspaces or {}).items()}  # operators are there for good
         self.records: list[_Record] = []
         self.phase: Phase = "load"
         self.module = ""
         self.phase_starts: list[tuple[int, Phase]] = [(0, "load")]
         self._clock = 0
         self._alive: dict[int, int] = {}  # storage -> record
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # record -> what tells of its storage's
         self._on_host: set[int] = set()  # storages that are not on the device
         self._weights: set[int] = set()
         self._sole_owner = (0, 0, 0)  # references to a gradient that only the engine holds, to its storage, to its wrapper; measured on entering
@@ -160,13 +163,14 @@ class Tracker(TorchDispatchMode):
         self._calibrating = False
         self.records.clear()
         self._alive.clear()
+        self._deaths.clear()
         self._clock = 0
         self._held_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is _DEVICE:
             return _CPU
-        if func is aten.add.Tensor and self._is_accumulation(args):
+        if func is _ADD and self._is_accumulation(args):
             func = aten.add_.Tensor
         result = func(*args, **(kwargs or {})) if self._arithmetic is None else self._arithmetic(func, args, kwargs or {})
         if isinstance(result, torch.Tensor):
@@ -175,8 +179,9 @@ class Tracker(TorchDispatchMode):
             for item in result:
                 if isinstance(item, torch.Tensor):
                     self._record(item, func, self.module, None, args)
-        if func in self._workspaces:
-            self._record_moment(self._workspaces[func](*args, **(kwargs or {})), func)
+        workspace = self._workspaces.get(id(func))
+        if workspace is not None:
+            self._record_moment(workspace(*args, **(kwargs or {})), func)
         return result
 
     def _record_moment(self, size_bytes: int, operator: Any) -> None:
@@ -211,9 +216,9 @@ class Tracker(TorchDispatchMode):
             weakref.finalize(storage, self._on_host.discard, key).atexit = False
             return
         size_bytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
-        if size_bytes == 0 or tensor.device.type == "meta":
+        if size_bytes == 0 or (type(tensor) is torch.Tensor and tensor.device.type == "meta"):  # a fake tensor would ask this mode for its device
             return
-        if operator is aten._to_copy.default and self.phase != "optimizer_step" and args[0].untyped_storage()._cdata in self._weights:
+        if operator is _TO_COPY and self.phase != "optimizer_step" and args[0].untyped_storage()._cdata in self._weights:
             component = "autocast_copies"
         index = len(self.records)
         self._alive[key] = index
@@ -222,11 +227,12 @@ class Tracker(TorchDispatchMode):
         )
         self._clock += 1
         self._held_bytes += size_bytes
-        weakref.finalize(storage, self._died, key, index).atexit = False
+        self._deaths[index] = weakref.ref(storage, lambda _: self._died(key, index))
         if 0 < self._capacity_bytes < self._held_bytes:
             raise DeviceFull(size_bytes, self._capacity_bytes, self._held_bytes - size_bytes)
 
     def _died(self, key: int, index: int) -> None:
+        self._deaths.pop(index, None)
         if self._alive.get(key) == index:
             del self._alive[key]
             self._held_bytes -= self.records[index].size_bytes
@@ -250,6 +256,7 @@ def _component(record: _Record) -> Component:
     return "loss" if record.phase == "loss" else "transients"
 
 
+@functools.lru_cache(maxsize=1)
 def _versions() -> dict[str, str]:
     import importlib.metadata
 
