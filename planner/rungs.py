@@ -11,23 +11,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
+from planner.ahead import CannotImport, Run, ahead, forks_ahead, run_here
 from planner.candidate import Candidate
 from planner.cluster import Cluster, Gpu
 from planner.confirmed import confirmed, contradiction_of
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, DryRunUnsupported, InputError, ProbeFailed, UnknownArchitecture
 from planner.estimate import RISK
 from planner.job import Job
-from planner.knobs import Question, attention
+from planner.knobs import Question, attention, structures
 from planner.measured import heaviest_rank
 from planner.measurement import DeviceName, Measurement
 from planner.model import ModelShape
 from planner.options import Probing, Proving
 from planner.own_results import keep_new
-from planner.plan import Plan
+from planner.plan import Plan, classes
 from planner.quantities import Estimate
 from planner.trace.compose import Simulation, refuse_other_kernels, with_reserved
 from planner.trace.recipe import family_key
-from planner.trace.store import cache_root
+from planner.trace.store import cache_root, forget, has_profiles
 from planner.units import format_size, parse_seconds
 
 Say = Callable[[str], None]
@@ -50,16 +51,16 @@ def can_dry_run() -> bool:
 # -- the simulated rung ------------------------------------------------------------------------------------------------
 
 
-def simulated(answer: Estimate, cluster: Cluster, say: Say) -> Simulation:
+def simulated(answer: Estimate, cluster: Cluster, say: Say, run: Run = run_here) -> Simulation:
     """The dry run on a card of the cluster, as `traced` makes it.
 
     Raises:
         DryRunUnsupported: as `traced`.
     """
-    return with_reserved(traced(answer, say, cluster.gpu), cluster.gpu)
+    return with_reserved(traced(answer, say, cluster.gpu, run), cluster.gpu)
 
 
-def traced(answer: Estimate, say: Say, gpu: Gpu | None = None) -> Simulation:
+def traced(answer: Estimate, say: Say, gpu: Gpu | None = None, run: Run = run_here) -> Simulation:
     """The dry run with a card's kernels, or without a card with those that a probe on the CPU runs. What its libraries print is kept from the streams.
 
     Raises:
@@ -68,13 +69,13 @@ def traced(answer: Estimate, say: Say, gpu: Gpu | None = None) -> Simulation:
     say(f"simulating the step: {answer.candidate.method} of {answer.candidate.model.id} ...")
     with _libraries_kept_silent():
         try:
-            from probes.simulate import simulate, ways_on
-        except Exception as error:
+            simulation: Simulation = run("probes.simulate", "simulate_on", answer, gpu)
+        except CannotImport as error:
             raise DryRunUnsupported(f"A dry run needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
-        return simulate(answer, "cpu" if gpu is None else ways_on(gpu))
+        return simulation
 
 
-def profile_made(answer: Estimate, cluster: Cluster, say: Say) -> bool:
+def profile_made(answer: Estimate, cluster: Cluster, say: Say, run: Run = run_here) -> bool:
     """Makes the profile of an answer's recipe from a few small dry runs and keeps it in the user's cache; whether one could be made.
 
     From then on the search stands on it, for every size of the recipe.
@@ -88,12 +89,29 @@ def profile_made(answer: Estimate, cluster: Cluster, say: Say) -> bool:
     say(f"simulating the recipe: {answer.candidate.method} of {answer.candidate.model.id} ...")
     with _libraries_kept_silent():
         try:
-            from probes.profiles import simulated_answer
-
-            simulated_answer(answer, RISK)
-        except (DryRunUnsupported, ImportError):
+            run("probes.profiles", "simulated_answer", answer, RISK)
+        except (DryRunUnsupported, CannotImport):
             return False
+    forget()  # the profile may have been made in another process
     return True
+
+
+@contextlib.contextmanager
+def dry_runs_ahead(job: Job, cluster: Cluster, wanted: bool) -> Iterator[Run]:
+    """How to run dry runs: in a process that imports their libraries from now on, where one is likely, and it costs the search nothing."""
+    if not (wanted and forks_ahead() and can_dry_run() and any(_without_profiles(job, cluster))):
+        yield run_here
+        return
+    with _compiler_folder(), ahead("probes.profiles") as run:
+        yield run
+
+
+def _without_profiles(job: Job, cluster: Cluster) -> Iterator[bool]:
+    """For each tuning class of a job whether no profile stands for its first candidate, whatever its sizes."""
+    for name in classes(job):
+        first = next(structures(Question(job=job, cluster=cluster, tuning_class=name)), None)
+        if first is not None:
+            yield not has_profiles(first)
 
 
 def with_layers(say: Say) -> Callable[[ModelShape], ModelShape]:
@@ -258,16 +276,20 @@ def beside_a_dry_run(expected: Estimate, measurement: Measurement, say: Say) -> 
 
 def _missing(extra: str, packages: Sequence[str], error: Exception) -> str:
     missing = [name for name in packages if find_spec(name) is None]
-    reason = f"{', '.join(missing)} not installed" if missing else f"{type(error).__name__}: {' '.join(str(error).split())}"
+    what = str(error) if isinstance(error, CannotImport) else f"{type(error).__name__}: {' '.join(str(error).split())}"
+    reason = f"{', '.join(missing)} not installed" if missing else what
     return f"the extra {extra} (pip install 'finetune-plan[{extra}]'): {reason}."
 
 
 @contextlib.contextmanager
 def _libraries_kept_silent() -> Iterator[None]:
-    """What the libraries print is kept from the streams, and torch's compiler from leaving the folder that it makes when it is imported."""
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+    """What the libraries print is kept from the streams, and torch's compiler from leaving its folder."""
+    with _compiler_folder(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def _compiler_folder() -> Iterator[None]:
+    """A folder for the compiler, which makes one when it is imported, and only while inside."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
         yield

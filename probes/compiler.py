@@ -80,7 +80,7 @@ def compiler_when_asked() -> None:
         return
     package = CompilerWhenAsked(spec)
     sys.modules[NAME] = package
-    torch._dynamo = package  # type: ignore[attr-defined,assignment]
+    torch._dynamo = package
     package.__path__ = list(spec.submodule_search_locations or ())
     with contextlib.suppress(ImportError):  # another release
         for module in ALONE:

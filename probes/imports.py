@@ -1,44 +1,49 @@
 """The libraries of a dry run imported in half the time that their imports take by themselves."""
 
 import contextlib
-import functools
 import gc
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 from probes.compiler import compiler_when_asked
+from probes.process.beside import Beside
+
+LAZY_IMPORTS = "transformers.utils.import_utils"
+_Read = tuple[Any, dict[str, Any]]
 
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
     """While inside, imports leave out what no dry run needs, and torch and transformers are imported.
 
-    Python's cyclic collector, which walks all that was imported again and again and finds nothing, neither now nor later; PyTorch's compiler,
-    which bitsandbytes would import for two kernels that it may never call (bitsandbytes 0.50.2, backends/default/ops.py `_try_torch_compile`);
-    where a fake kernel was registered is read off the frame, not searched for in all modules (torch 2.13, _library/utils.py `get_source`); and the
-    files of Transformers' models are read once, not for the folder and for its __init__.py (transformers 5.23, utils/import_utils.py).
+    Python's cyclic collector, which walks all that was imported again and again and finds nothing, neither now nor later; PyTorch's compiler, until
+    somebody asks for it (compiler.py), and with it what bitsandbytes compiles for two kernels that it may never call (bitsandbytes 0.50.2,
+    backends/default/ops.py `_try_torch_compile`); where a fake kernel was registered is read off the frame, not searched for in all modules (torch 2.13,
+    _library/utils.py `get_source`). What Transformers and TRL read from all installed files another process reads meanwhile (`_read_from_files`).
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
-        import torch
-
-        compiler_when_asked()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(importlib.metadata, "packages_distributions", _distributions))
-            stack.enter_context(mock.patch.object(torch, "compile", _compiled_when_called(torch.compile)))
-            if hasattr(torch._library.utils, "get_source"):
-                stack.enter_context(mock.patch.object(torch._library.utils, "get_source", _frame_of_source))
-            from transformers.utils import import_utils
+            if "transformers" not in sys.modules:
+                stack.enter_context(_read_beside())
+            import torch
 
-            of_folder = getattr(import_utils, "create_import_structure_from_path", None)
-            if of_folder is not None:  # other releases may have neither
-                stack.enter_context(mock.patch.object(import_utils, "create_import_structure_from_path", lambda path: of_folder(_folder(path))))
+            compiler_when_asked()
+            stack.enter_context(mock.patch.object(torch, "compile", _compiled_when_called(torch.compile)))
+            if hasattr(torch._library.utils, "get_source"):  # other releases may not have it
+                stack.enter_context(mock.patch.object(torch._library.utils, "get_source", _frame_of_source))
+            import transformers  # noqa: F401
+
             yield
     finally:
         gc.freeze()
@@ -46,7 +51,69 @@ def quick_imports() -> Iterator[None]:
             gc.enable()
 
 
-_distributions = functools.lru_cache(maxsize=1)(importlib.metadata.packages_distributions)
+@contextlib.contextmanager
+def _read_beside() -> Iterator[None]:
+    """What libraries read from files when they are imported, read in another process while this one imports the first of them."""
+    distributions = importlib.metadata.packages_distributions
+    nothing: _Read = (None, {})
+    read: list[_Read] = []
+
+    with Beside(_read_from_files) as other:
+
+        def what_was_read() -> _Read:
+            if not read:
+                read.append(nothing)  # while it is read here, where it could not be read elsewhere
+                read[0] = other.result()
+            return read[0]
+
+        def patched(module: ModuleType) -> None:
+            by_path = getattr(module, "create_import_structure_from_path", None)
+            if by_path is not None:  # other releases may not have it
+                vars(module).update(create_import_structure_from_path=lambda path: what_was_read()[1].get(str(_folder(path))) or by_path(path))
+
+        finder = _AfterImport(LAZY_IMPORTS, patched)
+        sys.meta_path.insert(0, finder)
+        try:
+            with mock.patch.object(importlib.metadata, "packages_distributions", lambda: what_was_read()[0] or distributions()):
+                yield
+        finally:
+            sys.meta_path.remove(finder)
+
+
+def _read_from_files() -> _Read:
+    """Which package each module is of, which TRL asks for (trl 1.16, import_utils.py:24), and what the folders of Transformers' models offer, by folder.
+
+    Transformers reads all their files to know it, once for the folder and once for its __init__.py (transformers 5.23, utils/import_utils.py
+    `create_import_structure_from_path`).
+    """
+    structures: dict[str, Any] = {}
+    import_utils = importlib.import_module(LAZY_IMPORTS)
+    by_path = getattr(import_utils, "create_import_structure_from_path", None)
+    if by_path is not None:
+        models = Path(import_utils.__file__ or "").parents[1] / "models"
+        structures[str(models)] = by_path(models)
+    return importlib.metadata.packages_distributions(), structures
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Does something to a module right after it was executed."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname == self._name else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_then(module: ModuleType) -> None:
+            execute(module)
+            self._then(module)
+
+        vars(spec.loader).update(exec_module=execute_then)
+        return spec
 
 
 def _frame_of_source(stacklevel: int) -> str:

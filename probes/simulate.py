@@ -25,6 +25,11 @@ def simulate(estimate: Estimate, ways: Ways = "cuda") -> Simulation:
     return compose(candidate, traced(single_process(candidate), ways), estimate.gpus[0])
 
 
+def simulate_on(estimate: Estimate, gpu: Gpu | None) -> Simulation:
+    """As `simulate`, with the kernels of a card, or where there is none with those that a probe on the CPU runs."""
+    return simulate(estimate, "cpu" if gpu is None else ways_on(gpu))
+
+
 def ways_on(gpu: Gpu) -> Ways:
     return "cuda" if gpu.supports_flash_attention_2 else "cuda before 8.0"
 

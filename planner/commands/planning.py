@@ -11,6 +11,7 @@ from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, InputError, PlanErro
 from planner.options import AskedOne, Checked, Proving, Searched, given, grouped
 
 if TYPE_CHECKING:
+    from planner.ahead import Run
     from planner.cluster import Cluster
     from planner.quantities import Estimate
 
@@ -28,7 +29,7 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
     from planner.report.html import plan_html
     from planner.report.json import plan_report
     from planner.report.table import plan_table, refusal
-    from planner.rungs import prober, profile_made, proven, refuse_unusable, runnable_here, with_layers
+    from planner.rungs import dry_runs_ahead, prober, profile_made, proven, refuse_unusable, runnable_here, with_layers
 
     say = sayer(printed)
     refuse_unusable(proving)
@@ -36,10 +37,11 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
     refuse_unwritable(printed.out, printed.html)
     probe = prober(question.cluster, proving, ticker(printed)) if proving.probe else None
     job, unable = runnable_here(question.job, question.cluster, proving) if proving.probe else (question.job, ())
-    answer = with_own_results(plan(job, question.cluster), own_results())
-    if _wants_profile(answer.best, printed) and profile_made(answer.best, question.cluster, say):
+    with dry_runs_ahead(job, question.cluster, _unsaid(printed) and probe is None) as run:
         answer = with_own_results(plan(job, question.cluster), own_results())
-    checked, said = _dry_run_of(answer.best, question.cluster, printed) if probe is None else ("", ())
+        if _wants_profile(answer.best, printed) and profile_made(answer.best, question.cluster, say, run):
+            answer = with_own_results(plan(job, question.cluster), own_results())
+        checked, said = _dry_run_of(answer.best, question.cluster, printed, run) if probe is None else ("", ())
     answer = replace(answer, warnings=(*question.warnings, *unable, *said, *answer.warnings))
     proof = proven(answer, probe, proving, say) if probe is not None else None
     answer = proof.plan if proof is not None else answer
@@ -85,16 +87,17 @@ def estimate(asked: AskedOne, printed: Checked) -> int:
     return EXIT_NOTHING_FITS
 
 
-def _dry_run_of(answer: "Estimate", cluster: "Cluster", printed: Checked) -> tuple[str, tuple[str, ...]]:
+def _dry_run_of(answer: "Estimate", cluster: "Cluster", printed: Checked, run: "Run | None" = None) -> tuple[str, tuple[str, ...]]:
     """What a dry run says in the header and in a note; nothing where none is wanted. Where it fails the estimate stands, and a line says why."""
     if not _wants_dry_run(answer, printed):
         return "", ()
+    from planner.ahead import run_here
     from planner.report.simulated import agreement, disagreement
     from planner.rungs import simulated
 
     say = sayer(printed)
     try:
-        simulation = simulated(answer, cluster, say)
+        simulation = simulated(answer, cluster, say, run or run_here)
     except PlanError as error:
         say(f"no dry run: {error}")
         return "", ()
@@ -116,8 +119,12 @@ def _wants_profile(answer: "Estimate", printed: Checked) -> bool:
     """Where nothing is said: a table about something that fits is simulated where the packages are, and the profile kept."""
     from planner.rungs import can_dry_run
 
-    unsaid = printed.dry_run is None and os.environ.get("PLAN_DRY_RUN") not in ("0", "1")
-    return unsaid and answer.fits and answer.evidence == "estimated" and not printed.json and can_dry_run()
+    return _unsaid(printed) and answer.fits and answer.evidence == "estimated" and can_dry_run()
+
+
+def _unsaid(printed: Checked) -> bool:
+    """A table is asked for, and neither the flag nor the environment says whether to simulate."""
+    return printed.dry_run is None and os.environ.get("PLAN_DRY_RUN") not in ("0", "1") and not printed.json
 
 
 def _refuse_leading_options(ctx: typer.Context) -> None:

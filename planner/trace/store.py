@@ -35,6 +35,11 @@ def load_profile(candidate: Candidate) -> Profile | None:
     return None if path is None else _loaded(path)
 
 
+def has_profiles(candidate: Candidate) -> bool:
+    """Whether there are profiles of a candidate's recipe, for sizes like its own or other ones."""
+    return family_key(candidate) in _families(_folders())
+
+
 def save_profile(candidate: Candidate, profile: Profile) -> Path:
     """Keeps a profile in the user's cache; whoever reads meanwhile sees the whole file or none."""
     path = cache_folder() / (key_of(recipe_of(candidate)) + SUFFIX)

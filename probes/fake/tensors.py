@@ -80,8 +80,7 @@ class FakeArithmetic(TorchDispatchMode):
         counted = _with_counted_indices(func, args)
         shaped = self._results.of(func, counted, kwargs)
         result = _with_data(func, args, kwargs, shaped)
-        answer = self._results.known(key) if key is not None and result is shaped and counted is args else None
-        if answer is not None:
+        if key is not None and result is shaped and counted is args and (answer := self._results.known(key)) is not None:
             self._answers[key] = answer
         return result
 

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, BinaryIO, Generic, TypeVar
 
-import torch
-
 Result = TypeVar("Result")
 
 
@@ -52,7 +50,8 @@ class Beside(Generic[Result]):
 
 def forks_well() -> bool:
     """Whether a fork of this process can compute: on Linux, with a core to itself, where no other thread could hold a lock and no GPU is in use."""
-    alone = threading.active_count() == 1 and not torch.cuda.is_initialized()
+    torch = sys.modules.get("torch")
+    alone = threading.active_count() == 1 and (torch is None or not torch.cuda.is_initialized())
     return sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1 and alone
 
 
@@ -81,5 +80,6 @@ def _forked(work: Callable[[], Any]) -> tuple[int, BinaryIO]:
 
 def _compute_alone() -> None:
     """With one thread: a fork has none of the others that its parent computed with, and OpenMP would wait for them."""
-    torch.set_num_threads(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

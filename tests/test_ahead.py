@@ -1,0 +1,65 @@
+"""What is asked of a process that imports ahead is done there, or here, and nothing of it is left."""
+
+import os
+import time
+
+import pytest
+
+from planner import ahead
+from planner.ahead import CannotImport, run_here
+from planner.errors import DryRunUnsupported
+
+
+def raises(text: str) -> None:
+    raise DryRunUnsupported(text)
+
+
+def dies() -> None:
+    if os.getppid() == int(os.environ["AHEAD_PARENT"]):
+        os.kill(os.getpid(), 9)
+
+
+@pytest.fixture(autouse=True)
+def parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AHEAD_PARENT", str(os.getpid()))
+
+
+def test_a_function_runs_in_the_other_process_and_what_it_raises_is_raised_here() -> None:
+    with ahead.ahead("json") as run:
+        assert run("json", "loads", "[1, 2]") == [1, 2]
+        assert run("os", "getpid") != os.getpid()
+        with pytest.raises(DryRunUnsupported, match=r"^no such setting$"):
+            run(__name__, "raises", "no such setting")
+        assert run("os", "getpid") != os.getpid()
+
+
+def test_what_cannot_be_run_there_is_run_here() -> None:
+    with ahead.ahead("json") as run:
+        assert run(__name__, "dies") is None
+        assert run("os", "getpid") == os.getpid()
+    with ahead.ahead("no_such_module") as run:
+        assert run("os", "getpid") == os.getpid()
+
+
+def test_a_module_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(CannotImport, match=r"^ModuleNotFoundError: No module named 'no_such_module'$"):
+        run_here("no_such_module", "run")
+
+
+def test_who_asks_for_nothing_leaves_nothing_behind() -> None:
+    open_before, began = os.listdir("/proc/self/fd"), time.monotonic()
+    with pytest.raises(KeyError), ahead.ahead("json"):
+        raise KeyError
+    assert time.monotonic() - began < 10
+    assert len(os.listdir("/proc/self/fd")) <= len(open_before)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_no_more_processes_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", none_left)
+    with ahead.ahead("json") as run:
+        assert run("os", "getpid") == os.getpid()

@@ -1,0 +1,72 @@
+"""Imports that come quickly leave the same modules as others do."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+
+SCRIPT = """
+import json, sys
+{first}
+import torch, transformers
+from transformers import masking_utils
+from trl import import_utils
+answer = {{"names": sorted(transformers._class_to_module.items()), "distributions": import_utils.PACKAGE_DISTRIBUTION_MAPPING,
+          "compiler": "torch._dynamo.convert_frame" in sys.modules}}
+{last}
+print(json.dumps(answer))
+"""
+QUICKLY = "from probes.imports import quick_imports\nwith quick_imports():\n    import transformers, trl, peft.utils"
+
+ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+
+
+def answer(first: str = "", last: str = "") -> dict[str, object]:
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(first=first, last=last)], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    told: dict[str, object] = json.loads(done.stdout)
+    return told
+
+
+def test_quick_imports_import_what_others_do() -> None:
+    plain, quick, alone = answer(), answer(QUICKLY), answer(f"{ONE_CORE}\n{QUICKLY}")
+    assert plain["names"] == quick["names"] == alone["names"] and len(plain["names"]) > 3000  # type: ignore[arg-type]
+    assert plain["distributions"] == quick["distributions"] == alone["distributions"]
+    assert plain["compiler"] and not quick["compiler"]
+
+
+COMPILED = """
+import torch
+from torch._dynamo.testing import CompileCounter
+
+@torch.compiler.disable
+def left_alone(x):
+    return x + 1
+
+counter = CompileCounter()
+compiled = torch.compile(lambda x: left_alone(x * 2) * 3, backend=counter)
+answer = {"result": compiled(torch.ones(2)).tolist(), "graphs": counter.frame_count}
+"""
+BEFORE = """
+import torch
+marked = torch._dynamo.allow_in_graph(torch._dynamo.assume_constant_result(lambda: 1))
+early = torch.compiler.disable(lambda x: x + 1)
+assert early(1) == 2 and torch._dynamo.graph_break() is None and torch._dynamo.config.recompile_limit > 0
+assert "torch._dynamo.convert_frame" not in __import__("sys").modules
+"""
+AFTER = """
+assert type(torch._dynamo).__name__ == "module" and marked._dynamo_marked_constant
+assert id(marked) in torch._dynamo.trace_rules._allowed_callable_ids and early(1) == 2
+counter = CompileCounter()
+assert torch.compile(lambda x: early(x * 2) * 3, backend=counter)(torch.ones(2)).tolist() == [9.0, 9.0]
+assert counter.frame_count == 2
+"""
+
+
+def test_the_compiler_is_the_same_when_it_comes_late() -> None:
+    plain = answer(last=COMPILED)
+    assert plain == answer(QUICKLY + BEFORE, last=COMPILED + AFTER) == {"result": [9.0, 9.0], "graphs": 2}
