@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 
@@ -34,6 +35,7 @@ def main() -> None:
     """The console script."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot draw a bar still gets the numbers
+    gc.disable()  # a command ends before there is much to collect, and walking through what a dry run imports takes seconds; probes collect (rungs.py)
     code = run(sys.argv[1:])
     if "torch" in sys.modules:
         _leave(code)

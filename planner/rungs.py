@@ -1,6 +1,7 @@
 """What the commands ask of `probes/`: layers without formulas, dry runs, probes and studies. Imported inside the commands that need it."""
 
 import contextlib
+import gc
 import io
 import math
 import os
@@ -179,6 +180,7 @@ def prober(cluster: Cluster, options: Probing, tick: Say) -> Probe:
     if options.device not in DEVICE_NAMES:
         raise InputError(f"--device {options.device} is none of {', '.join(DEVICE_NAMES)}.")
     seconds = parse_seconds(options.time_limit)
+    gc.enable()  # a study goes on for hours
     with _libraries_kept_silent():
         try:
             from probes.devices import DeviceOptions, device

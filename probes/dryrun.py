@@ -77,6 +77,11 @@ def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", 
     return tracker.trace(substitutions) if states.complete else dry_run(candidate, ways, device, block_bytes)
 
 
+def block_bytes_of(ways: Ways) -> int:
+    """What sizes are rounded up to."""
+    return 1 if ways == "cpu" else CUDA_BLOCK_BYTES
+
+
 def _in_bfloat16(candidate: Candidate) -> Candidate:
     """float16 as the other type of 16 bits: on the CPU accelerate has no float16 autocast, and the sizes are the same."""
     return replace(

@@ -5,10 +5,12 @@ from planner.cluster import Gpu
 from planner.errors import DryRunUnsupported, PlanError
 from planner.quantities import Estimate
 from planner.trace.compose import Simulation, compose, single_process
+from planner.trace.profile import NoProfile
 from planner.trace.timeline import Trace
 from probes.imports import quick_imports
 
 with quick_imports():
+    from probes.deepened import deepened
     from probes.dryrun import Ways as Ways
     from probes.dryrun import dry_run as dry_run
 
@@ -35,10 +37,18 @@ def ways_on(gpu: Gpu) -> Ways:
 
 
 def traced(candidate: Candidate, ways: Ways = "cuda") -> Trace:
+    """The step with all layers: from dry runs of a few where the layers repeat, else from one of all."""
     try:
-        return dry_run(candidate, ways, steps=1)
+        return _traced(candidate, ways)
     except PlanError:
         raise
     except Exception as error:  # whatever the installed libraries raise is the answer that they cannot run this
         reason = " ".join(str(error).split())[:REASON_LENGTH]
         raise DryRunUnsupported(f"The installed libraries stop at it: {type(error).__name__}: {reason}") from error
+
+
+def _traced(candidate: Candidate, ways: Ways) -> Trace:
+    try:
+        return deepened(candidate, ways)
+    except NoProfile:
+        return dry_run(candidate, ways, steps=1)

@@ -26,9 +26,6 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
     from planner.plan import plan
     from planner.question import read_question
     from planner.report.files import refuse_unwritable
-    from planner.report.html import plan_html
-    from planner.report.json import plan_report
-    from planner.report.table import plan_table, refusal
     from planner.rungs import dry_runs_ahead, prober, profile_made, proven, refuse_unusable, runnable_here, with_layers
 
     say = sayer(printed)
@@ -42,6 +39,10 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
         if _wants_profile(answer.best, printed) and profile_made(answer.best, question.cluster, say, run):
             answer = with_own_results(plan(job, question.cluster), own_results())
         checked, said = _dry_run_of(answer.best, question.cluster, printed, run) if probe is None else ("", ())
+    from planner.report.html import plan_html
+    from planner.report.json import plan_report
+    from planner.report.table import plan_table, refusal
+
     answer = replace(answer, warnings=(*question.warnings, *unable, *said, *answer.warnings))
     proof = proven(answer, probe, proving, say) if probe is not None else None
     answer = proof.plan if proof is not None else answer

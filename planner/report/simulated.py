@@ -10,6 +10,7 @@ from planner.quantities import Component, Evidence, Phase, PhaseMemory
 from planner.report.words import cards, describe, words
 from planner.settings import settings_of
 from planner.trace.compose import Simulation
+from planner.trace.deeper import REPEATED
 from planner.trace.reserved import Reserved
 from planner.units import MIB, format_gib
 
@@ -105,7 +106,8 @@ def _out_of_memory(reserved: Reserved | None) -> dict[str, object] | None:
 def _stack(simulation: Simulation) -> str:
     versions = " ".join(f"{name} {version}" for name, version in simulation.trace.versions)
     composed = "; sharding and engine composed onto one process' step" if simulation.composed else ""
-    return f"a step of the installed trainer on fake tensors ({versions}){composed}"
+    repeated = "; a few of its layers were run, the others repeat them to the byte" if REPEATED in simulation.trace.substitutions else ""
+    return f"a step of the installed trainer on fake tensors ({versions}){repeated}{composed}"
 
 
 def _phases(simulation: Simulation) -> Iterator[Text]:

@@ -65,11 +65,11 @@ class Samples:
         for sample in self.alike[1:]:
             check_order(self.first.trace, sample.trace)
         same = list(range(len(self.first.trace.allocations)))
-        longer = [] if self.longer is None else [beside(_named(self.first.trace), _named(self.longer.trace))]
+        longer = [] if self.longer is None else [beside(named(self.first.trace), named(self.longer.trace))]
         return [same] * len(self.alike) + longer
 
 
-def _named(trace: Trace) -> list[tuple[str, ...]]:
+def named(trace: Trace) -> list[tuple[str, ...]]:
     """Births by all but their sizes."""
     return [(made.phase, made.component, made.operator, LAYER.sub(".*", made.module)) for made in trace.allocations]
 
