@@ -69,8 +69,8 @@ def depths_of(candidate: Candidate) -> Depths:
     if not isinstance(whole, int) or any(not isinstance(model.config.get(name), int) for name in NEEDED_FIELDS):
         raise NoProfile(f"The config of {model.id} does not say its depth as other models' do.")
     repeat = period(model)
-    if repeat == 1 and len(set(model.layers)) > 1:
-        raise NoProfile(f"The layers of {model.id} are of several kinds.")
+    if repeat == 1 and len(set(model.layers)) != 1:
+        raise NoProfile(f"The layers of {model.id} are of several kinds, or of kinds that nobody knows here.")
     if candidate.activation_offloading or candidate.reward_model is not None:
         raise NoProfile("Activations on the host go there by their number, and a reward model has its own layers.")
     if candidate.teacher_model is not None and candidate.teacher_model.config != model.config:
