@@ -51,7 +51,7 @@ class CompilerWhenAsked(types.ModuleType):
         return call
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":
+        if name.startswith("__") and name not in ("__path__", "__all__"):
             raise AttributeError(name)
         self._become()
         return getattr(self, name)
@@ -63,8 +63,14 @@ class CompilerWhenAsked(types.ModuleType):
         allowed = self.__dict__.pop("_allowed")
         self.__class__ = types.ModuleType  # type: ignore[assignment]  # the class of modules in mypy's eyes has no instances
         self.__path__ = list(self.__spec__.submodule_search_locations or ())  # type: ignore[union-attr]
-        with _disable_current_modes():
-            self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+        try:
+            with _disable_current_modes():
+                self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+        except BaseException:
+            self.__class__ = CompilerWhenAsked
+            self._allowed = allowed
+            del self.__path__
+            raise
         for fn in allowed:
             self.allow_in_graph(fn)
 

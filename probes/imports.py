@@ -104,7 +104,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname == self._name else None
-        if spec is None or spec.loader is None:
+        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return None
         execute = spec.loader.exec_module
 

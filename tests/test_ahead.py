@@ -1,7 +1,10 @@
 """What is asked of a process that imports ahead is done there, or here, and nothing of it is left."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +66,20 @@ def test_no_more_processes_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "fork", none_left)
     with ahead.ahead("json") as run:
         assert run("os", "getpid") == os.getpid()
+
+
+UNSHIPPED = ("--model", "Qwen2.5-0.5B", "--gpus", "1xRTX-3090", "--method", "sft", "--tuning", "lora", "--lora-r", "8", "--set", "lora_dropout=0.3")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a process ahead is no gain on one core")
+def test_a_plan_stands_on_a_profile_that_was_made_elsewhere_and_nothing_else_is_left(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    kept, scratch = tmp_path / "cache", tmp_path / "scratch"
+    scratch.mkdir()
+    surroundings = {name: value for name, value in os.environ.items() if name != "PLAN_DRY_RUN"} | {"PLAN_CACHE": str(kept), "TMPDIR": str(scratch)}
+    script = "import sys; from planner.cli import run; code = run(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", script, *UNSHIPPED], capture_output=True, text=True, env=surroundings)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "simulating the recipe: sft of Qwen/Qwen2.5-0.5B ...\n"
+    assert "simulated (profile of torch" in done.stdout
+    assert len(list(kept.rglob("*.json.z"))) == 1 and not list(scratch.iterdir())

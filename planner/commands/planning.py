@@ -36,13 +36,13 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
     job, unable = runnable_here(question.job, question.cluster, proving) if proving.probe else (question.job, ())
     with dry_runs_ahead(job, question.cluster, _unsaid(printed) and probe is None) as run:
         answer = with_own_results(plan(job, question.cluster), own_results())
+        from planner.report.html import plan_html  # while the other process imports, if there is one
+        from planner.report.json import plan_report
+        from planner.report.table import plan_table, refusal
+
         if _wants_profile(answer.best, printed) and profile_made(answer.best, question.cluster, say, run):
             answer = with_own_results(plan(job, question.cluster), own_results())
         checked, said = _dry_run_of(answer.best, question.cluster, printed, run) if probe is None else ("", ())
-    from planner.report.html import plan_html
-    from planner.report.json import plan_report
-    from planner.report.table import plan_table, refusal
-
     answer = replace(answer, warnings=(*question.warnings, *unable, *said, *answer.warnings))
     proof = proven(answer, probe, proving, say) if probe is not None else None
     answer = proof.plan if proof is not None else answer
