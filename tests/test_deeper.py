@@ -26,8 +26,7 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("ways", ["cuda", "cpu"])
-@pytest.mark.parametrize("settings", CASES, ids=lambda settings: " ".join(map(str, settings.values())))
+@pytest.mark.parametrize(("settings", "ways"), [(CASES[0], "cpu"), *((settings, "cuda") for settings in CASES)], ids=str)
 def test_few_layers_tell_what_all_allocate(settings: dict[str, Any], ways: Any) -> None:
     pytest.importorskip("trl")
     from probes.deepened import deepened
