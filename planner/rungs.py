@@ -99,8 +99,11 @@ def profile_made(answer: Estimate, cluster: Cluster, say: Say, run: Run = run_he
 
 @contextlib.contextmanager
 def dry_runs_ahead(job: Job, cluster: Cluster, wanted: bool) -> Iterator[Run]:
-    """How to run dry runs: in a process that imports their libraries from now on, where one is likely, and it costs the search nothing."""
-    if not (wanted and forks_ahead() and can_dry_run() and any(_without_profiles(job, cluster))):
+    """How to run dry runs: in a process that imports their libraries from now on, where one is needed whatever the search finds.
+
+    Where a class has profiles the answer may stand on them, and the search would be slowed for nothing.
+    """
+    if not (wanted and forks_ahead() and can_dry_run() and all(_without_profiles(job, cluster))):
         yield run_here
         return
     with _compiler_folder(), ahead("probes.profiles") as run:
@@ -108,11 +111,9 @@ def dry_runs_ahead(job: Job, cluster: Cluster, wanted: bool) -> Iterator[Run]:
 
 
 def _without_profiles(job: Job, cluster: Cluster) -> Iterator[bool]:
-    """For each tuning class of a job whether no profile stands for its first candidate, whatever its sizes."""
+    """For each tuning class of a job whether no profile stands for any way to run it, whatever its sizes."""
     for name in classes(job):
-        first = next(structures(Question(job=job, cluster=cluster, tuning_class=name)), None)
-        if first is not None:
-            yield not has_profiles(first)
+        yield not any(map(has_profiles, structures(Question(job=job, cluster=cluster, tuning_class=name))))
 
 
 def with_layers(say: Say) -> Callable[[ModelShape], ModelShape]:
