@@ -16,10 +16,20 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Run = Callable[..., Any]  # run(module, function, *arguments)
+_OF_THE_COMMAND = threading.Event()
 
 
 class CannotImport(ImportError):
     """A module whose import fails, for whatever reason: the message names its class."""
+
+
+def this_process_only_plans() -> None:
+    """Said by the console script: this process and its forks make no more than plans, and may leave out for good what only training needs."""
+    _OF_THE_COMMAND.set()
+
+
+def only_plans() -> bool:
+    return _OF_THE_COMMAND.is_set()
 
 
 def run_here(module: str, function: str, *arguments: Any) -> Any:

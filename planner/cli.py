@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from planner.ahead import this_process_only_plans
 from planner.commands import diagnosing, planning, running, telling
 from planner.commands.printing import say_error
 from planner.errors import EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
@@ -36,6 +37,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot draw a bar still gets the numbers
     gc.disable()  # a command ends before there is much to collect, and walking through what a dry run imports takes seconds; probes collect (rungs.py)
+    this_process_only_plans()
     code = run(sys.argv[1:])
     if "torch" in sys.modules:
         _leave(code)

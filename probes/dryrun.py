@@ -1,18 +1,10 @@
 """The dry run: the installed TRL trainer's real training steps on fake tensors, every allocation recorded."""
 
 import contextlib
-import importlib.metadata
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Literal
-from unittest import mock
 
-import accelerate
-import datasets
-import huggingface_hub
 import torch
 from transformers import PrinterCallback
 
@@ -24,6 +16,7 @@ from probes.fake.models import Device, adapters_without_weights, models_stay_whe
 from probes.fake.offloading import offloading, paged_states
 from probes.fake.priming import StatesFirst
 from probes.fake.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
+from probes.fake.surroundings import no_inference_tensors, patterns_when_used, plain_models, quiet
 from probes.fake.tensors import FakeArithmetic
 from probes.fake.trainer import METHOD_STAGES
 from probes.step.phases import phases_told
@@ -31,7 +24,6 @@ from probes.step.rollouts import dry_rollout
 from probes.step.stage import DTYPES, Stage
 from probes.step.tracker import Tracker, collector_off
 
-_METADATA = lru_cache(maxsize=64)(importlib.metadata.metadata)
 Ways = Literal["cuda", "cuda before 8.0", "cpu"]  # whose kernels run
 
 
@@ -50,7 +42,7 @@ def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", 
     run = arithmetic.result if device == "fake" else None
     tracker = Tracker(block_bytes, kernel_workspaces(candidate), arithmetic=run) if cuda else Tracker(arithmetic=run)
     with contextlib.ExitStack() as stack:
-        for surroundings in (quiet(), collector_off(), models_stay_where_they_are(), plain_models()):
+        for surroundings in (quiet(), collector_off(), models_stay_where_they_are(), plain_models(), patterns_when_used()):
             stack.enter_context(surroundings)
         substitutions = stack.enter_context(_cuda_ways(candidate, tracker, ways == "cuda")) if cuda else ()
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
@@ -64,7 +56,7 @@ def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", 
             _adapters_as_the_base(stage, DTYPES[candidate.dtype])
         statistics = _fake_stage(candidate, stage, arithmetic) if device == "fake" else []
         if device == "fake":
-            stack.enter_context(_no_inference_tensors())
+            stack.enter_context(no_inference_tensors())
         stack.enter_context(tracker)
         _add_residents(tracker, stage)
         for name, tensor in statistics:
@@ -149,42 +141,6 @@ def _cuda_ways(candidate: Candidate, tracker: Tracker, flash: bool) -> Iterator[
         yield names
 
 
-@contextlib.contextmanager
-def _no_inference_tensors() -> Iterator[None]:
-    """Reward models run under `inference_mode` (trl 1.16, grpo_trainer.py:1619), whose results fake tensors cannot be: without gradients they hold as much."""
-    with mock.patch.object(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext()):
-        yield
-
-
-@contextlib.contextmanager
-def plain_models() -> Iterator[None]:
-    """accelerate asks time and again, module by module, whether a model was compiled, and imports DeepSpeed to ask whether it is its own. Here: neither.
-
-    It also reads the installed packages' metadata whenever it asks whether one is there (accelerate 1.15, utils/imports.py `_is_package_available`).
-    """
-    with contextlib.ExitStack() as stack:
-        for name in ("is_compiled_module", "has_compiled_regions"):
-            stack.enter_context(mock.patch.object(accelerate.utils.other, name, lambda _: False))
-        stack.enter_context(mock.patch.object(accelerate.utils.other, "is_deepspeed_available", lambda: False))
-        stack.enter_context(mock.patch.object(importlib.metadata, "metadata", _METADATA))
-        yield
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """The trainers' progress bars, advice, deprecations and telemetry (trl 1.16, trainer/base_trainer.py:82) are about who trains, not about who plans."""
-    level = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    datasets.disable_progress_bars()
-    with warnings.catch_warnings(), mock.patch.object(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True):
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logging.disable(level)
-            datasets.enable_progress_bars()
-
-
 def fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
     """Swaps every parameter and buffer for a fake one; what is tied stays tied."""
     made: dict[int, torch.Tensor] = {}
@@ -192,12 +148,18 @@ def fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
             held = arithmetic.fake(tensor)
-            made[id(tensor)] = torch.nn.Parameter(held, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else held
+            made[id(tensor)] = _parameter(held, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else held
         return made[id(tensor)]
 
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+
+def _parameter(held: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """`torch.nn.Parameter(held, requires_grad)` of a tensor that nobody else has, so that it need not be detached first (torch 2.13, nn/parameter.py:51)."""
+    held._is_param = True
+    return held.requires_grad_(requires_grad)
 
 
 def _fake_statistics(candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic) -> Iterator[tuple[str, torch.Tensor]]:

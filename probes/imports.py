@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from probes.compiler import compiler_when_asked
+from planner.ahead import only_plans
 from probes.process.beside import Beside
 
 LAZY_IMPORTS = "transformers.utils.import_utils"
@@ -25,8 +25,8 @@ _Read = tuple[Any, dict[str, Any]]
 def quick_imports() -> Iterator[None]:
     """While inside, imports leave out what no dry run needs, and torch and transformers are imported.
 
-    Python's cyclic collector, which walks all that was imported again and again and finds nothing, neither now nor later; PyTorch's compiler, until
-    somebody asks for it (compiler.py), and with it what bitsandbytes compiles for two kernels that it may never call (bitsandbytes 0.50.2,
+    Python's cyclic collector, which walks all that was imported again and again and finds nothing, neither now nor later; parts of PyTorch, until
+    somebody asks for them (when_asked/), and with its compiler what bitsandbytes compiles for two kernels that it may never call (bitsandbytes 0.50.2,
     backends/default/ops.py `_try_torch_compile`); where a fake kernel was registered is read off the frame, not searched for in all modules (torch 2.13,
     _library/utils.py `get_source`). What Transformers and TRL read from all installed files another process reads meanwhile (`_read_from_files`).
     """
@@ -38,7 +38,7 @@ def quick_imports() -> Iterator[None]:
                 stack.enter_context(_read_beside())
             import torch
 
-            compiler_when_asked()
+            _modules_when_asked()
             stack.enter_context(mock.patch.object(torch, "compile", _compiled_when_called(torch.compile)))
             if hasattr(torch._library.utils, "get_source"):  # other releases may not have it
                 stack.enter_context(mock.patch.object(torch._library.utils, "get_source", _frame_of_source))
@@ -49,6 +49,17 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+def _modules_when_asked() -> None:
+    from probes.when_asked.compiler import compiler_when_asked
+    from probes.when_asked.distributed import distributed_when_asked
+    from probes.when_asked.symbols import symbols_when_asked
+
+    compiler_when_asked()
+    symbols_when_asked()
+    if only_plans():
+        distributed_when_asked()
 
 
 @contextlib.contextmanager
@@ -68,6 +79,8 @@ def _read_beside() -> Iterator[None]:
 
         def patched(module: ModuleType) -> None:
             by_path = getattr(module, "create_import_structure_from_path", None)
+            if only_plans():  # a PyTorch without it is one that Transformers knows (transformers 5.23, distributed/)
+                vars(module).update(is_torch_distributed_available=lambda: False)
             if by_path is not None:  # other releases may not have it
                 vars(module).update(create_import_structure_from_path=lambda path: what_was_read()[1].get(str(_folder(path))) or by_path(path))
 

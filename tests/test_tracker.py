@@ -15,8 +15,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback
 
-from probes.dryrun import dry_run, quiet
+from probes.dryrun import dry_run
 from probes.fake.models import models_stay_where_they_are
+from probes.fake.surroundings import quiet
 from probes.fake.trainer import METHOD_STAGES
 from probes.step.tracker import Tracker, collector_off
 

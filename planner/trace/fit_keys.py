@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from planner.quantities import Component, Phase
 from planner.trace.fit_sizes import Expressions
 from planner.trace.profile import NoProfile
-from planner.trace.samples import LAYER, Ambiguous, Samples
+from planner.trace.samples import Ambiguous, Samples, of_any_layer
 from planner.trace.timeline import Allocation, Trace
 
 NEAR = 2  # births before and after one, by which it is told from another of its size: fewer than the shortest run, of a tensor for each of MANY_ROWS
@@ -113,4 +113,4 @@ def _missing(one: Trace, other: Trace) -> list[Allocation]:
 
 def _signature(allocation: Allocation) -> _Signature:
     """By what equal allocations of equal layers are known."""
-    return allocation.operator, LAYER.sub(".*", allocation.module), allocation.phase, allocation.component, allocation.size_bytes
+    return allocation.operator, of_any_layer(allocation.module), allocation.phase, allocation.component, allocation.size_bytes

@@ -1,7 +1,9 @@
 """The sizes of the samples' allocations as expressions: products of terms, sums of two, or constants."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations
+from math import gcd
 
 from planner.trace.profile import Expression, NoProfile, constant
 from planner.trace.samples import Samples
@@ -59,10 +61,10 @@ class _Terms:
 
     def __init__(self, values: list[dict[tuple[str, str], int]]) -> None:
         self._first = values[0]
-        self._by_proportions: dict[tuple[Fraction, ...], tuple[str, str]] = {}
+        self._by_proportions: dict[tuple[int, ...], tuple[str, str]] = {}
         for term, number in values[0].items():
             if number > 0:
-                self._by_proportions.setdefault(tuple(Fraction(each[term], number) for each in values[1:]), term)
+                self._by_proportions.setdefault(_proportions([each[term] for each in values]), term)
         # One of each proportion stands for all that cannot be told apart, in integers for the search of pairs.
         self._vectors = [(term, [each[term] for each in values]) for term in self._by_proportions.values()]
 
@@ -70,7 +72,7 @@ class _Terms:
         """The term that is proportional to the sizes; else a constant and a term; else the first pair of terms with whole coefficients."""
         if len(set(sizes)) == 1:
             return constant(sizes[0])
-        term = self._by_proportions.get(tuple(Fraction(size, sizes[0]) for size in sizes[1:]))
+        term = self._by_proportions.get(_proportions(sizes))
         if term is not None:
             ratio = Fraction(sizes[0], self._first[term])
             return Expression(parts=((*term, ratio.numerator, ratio.denominator),))
@@ -80,6 +82,12 @@ class _Terms:
                 if pair is not None:
                     return Expression(parts=((*second, pair[1], 1), (*first, pair[0], 1)))
         raise NoProfile(f"Sizes {sizes} are no product of terms nor the sum of two.")
+
+
+def _proportions(numbers: Sequence[int]) -> tuple[int, ...]:
+    """The same for all that are proportional."""
+    common = gcd(*numbers)
+    return tuple([number // common for number in numbers])
 
 
 def _pair(first: list[int], second: list[int], sizes: tuple[int, ...]) -> tuple[int, int] | None:

@@ -2,14 +2,14 @@
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from planner.trace.in_step import beside
 from planner.trace.profile import NoProfile
 from planner.trace.terms import Values
 from planner.trace.timeline import Trace
 
-LAYER = re.compile(r"\.\d+")  # its number in a module's name
+_LAYER = re.compile(r"\.\d+")  # its number in a module's name
 
 
 class Ambiguous(NoProfile):
@@ -69,9 +69,15 @@ class Samples:
         return [same] * len(self.alike) + longer
 
 
+@lru_cache(maxsize=4096)
+def of_any_layer(module: str) -> str:
+    """A module's name without the numbers of layers."""
+    return _LAYER.sub(".*", module)
+
+
 def named(trace: Trace) -> list[tuple[str, ...]]:
     """Births by all but their sizes."""
-    return [(made.phase, made.component, made.operator, LAYER.sub(".*", made.module)) for made in trace.allocations]
+    return [(made.phase, made.component, made.operator, of_any_layer(made.module)) for made in trace.allocations]
 
 
 def check_order(one: Trace, other: Trace) -> None:

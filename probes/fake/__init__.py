@@ -8,5 +8,5 @@ from importlib import import_module
 from probes.imports import quick_imports
 
 with quick_imports():
-    for library in ("torch", "transformers", "trl", "trl.trainer.grpo_trainer", "peft", "datasets"):
+    for library in ("torch", "transformers", "trl", "peft", "datasets"):
         import_module(library)

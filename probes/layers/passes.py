@@ -14,9 +14,10 @@ from planner.memory.autograd import Kind
 from planner.memory.modules import Recipe
 from planner.model import ModelShape
 from planner.trace.timeline import Allocation, Trace
-from probes.dryrun import fake_weights, quiet
+from probes.dryrun import fake_weights
 from probes.fake.models import adapters_without_weights, build_model, models_stay_where_they_are
 from probes.fake.substitutions import WORKSPACES, cuda_ways
+from probes.fake.surroundings import quiet
 from probes.fake.tensors import FakeArithmetic
 from probes.layers.few_layers import few_layers, layer_kinds
 from probes.layers.shapes import decoder_layers

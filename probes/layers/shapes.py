@@ -14,8 +14,8 @@ from planner.architectures import Counts
 from planner.candidate import Candidate
 from planner.errors import UnknownArchitecture, nearest
 from planner.model import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
-from probes.dryrun import quiet
 from probes.fake.models import build_model
+from probes.fake.surroundings import quiet
 from probes.layers.few_layers import Config, depth_of, described, few_layers, layer_kinds
 from probes.layers.store import Layers
 
