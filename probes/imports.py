@@ -57,8 +57,8 @@ def _modules_when_asked() -> None:
     from probes.when_asked.symbols import symbols_when_asked
 
     compiler_when_asked()
-    symbols_when_asked()
     if only_plans():
+        symbols_when_asked()
         distributed_when_asked()
 
 
@@ -68,8 +68,9 @@ def _read_beside() -> Iterator[None]:
     distributions = importlib.metadata.packages_distributions
     nothing: _Read = (None, {})
     read: list[_Read] = []
+    here = os.getpid()
 
-    with Beside(_read_from_files) as other:
+    with Beside(lambda: _read_from_files(elsewhere=os.getpid() != here)) as other:
 
         def what_was_read() -> _Read:
             if not read:
@@ -93,19 +94,31 @@ def _read_beside() -> Iterator[None]:
             sys.meta_path.remove(finder)
 
 
-def _read_from_files() -> _Read:
+def _read_from_files(elsewhere: bool) -> _Read:
     """Which package each module is of, which TRL asks for (trl 1.16, import_utils.py:24), and what the folders of Transformers' models offer, by folder.
 
     Transformers reads all their files to know it, once for the folder and once for its __init__.py (transformers 5.23, utils/import_utils.py
     `create_import_structure_from_path`).
     """
     structures: dict[str, Any] = {}
-    import_utils = importlib.import_module(LAZY_IMPORTS)
+    import_utils = (_alone if elsewhere else importlib.import_module)(LAZY_IMPORTS)
     by_path = getattr(import_utils, "create_import_structure_from_path", None)
     if by_path is not None:
         models = Path(import_utils.__file__ or "").parents[1] / "models"
         structures[str(models)] = by_path(models)
     return importlib.metadata.packages_distributions(), structures
+
+
+def _alone(name: str) -> ModuleType:
+    """A module without what its packages import besides: for a process that does nothing else."""
+    packages = name.split(".")[:-1]
+    spec = importlib.util.find_spec(packages[0])
+    folders = spec.submodule_search_locations if spec is not None else None
+    for depth in range(1, len(packages) + 1):
+        package = ModuleType(".".join(packages[:depth]))
+        package.__path__ = [os.path.join(folder, *packages[1:depth]) for folder in folders or ()]
+        sys.modules[package.__name__] = package
+    return importlib.import_module(name)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

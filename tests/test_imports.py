@@ -39,6 +39,21 @@ def test_quick_imports_import_what_others_do() -> None:
     assert plain["compiler"] and not quick["compiler"]
 
 
+READ = """
+from probes.imports import _read_from_files
+distributions, structures = _read_from_files(elsewhere=True)
+assert "torch" in distributions and "transformers.utils.hub" not in sys.modules and "torch" not in sys.modules
+(folder, names), = structures.items()
+assert folder.endswith("models") and len(names) > 300
+sys.exit(0)
+"""
+
+
+def test_what_is_read_from_files_is_read_without_the_libraries() -> None:
+    done = subprocess.run([sys.executable, "-c", f"import sys\n{READ}"], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+
+
 COMPILED = """
 import torch
 from torch._dynamo.testing import CompileCounter

@@ -35,7 +35,10 @@ OTHERS = ("compute_unbacked_bindings", "guard_size_oblivious")
 
 
 def symbols_when_asked() -> None:
-    """From now on in this process, unless they have been imported already. They take a tenth of all imports of a dry run."""
+    """From now on in this process, unless they have been imported already. They take a tenth of all imports of a dry run.
+
+    Who got SymPy's class of numbers before SymPy was imported keeps one that has none: for processes that only plan (`planner.ahead.only_plans`).
+    """
     symbols = stand_in(SYMBOLS, ModuleWhenAsked)
     if symbols is not None:
         symbols.add_names({name: partial(_answered, symbols, name, answer) for name, answer in ANSWERS.items()})
