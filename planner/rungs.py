@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from unittest import mock
 
 from planner.ahead import CannotImport, Run, ahead, forks_ahead, run_here
 from planner.candidate import Candidate
@@ -294,5 +293,7 @@ def _libraries_kept_silent() -> Iterator[None]:
 @contextlib.contextmanager
 def _compiler_folder() -> Iterator[None]:
     """A folder for the compiler, which makes one when it is imported, and only while inside."""
+    from unittest import mock  # which imports asyncio
+
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
         yield

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+from planner.ahead import this_process_only_plans
 from planner.candidate import Candidate, Sharding
 from planner.catalogue import load_model
 from planner.memory.sharding import SHARDED
@@ -96,7 +97,7 @@ def compared(number: int, candidate: Candidate, profile: Profile, known: dict[tu
 
 def traced(candidate: Candidate, layers: int) -> int:
     """The peak of the dry run of so many layers; without states where the candidate shards them."""
-    from probes.dryrun import dry_run
+    from probes.simulate import dry_run
     from probes.small_sizes import with_layers
 
     trace = dry_run(single_process(with_layers(candidate, layers)), steps=1)
@@ -132,6 +133,7 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def main() -> None:
+    this_process_only_plans()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=600, help="stop after so many")

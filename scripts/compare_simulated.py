@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
+from planner.ahead import this_process_only_plans
 from planner.architectures import shape_of
 from planner.candidate import Candidate
 from planner.catalogue import load_model, parse_cluster
@@ -84,7 +85,7 @@ def candidates() -> Iterator[tuple[str, Candidate]]:
 
 def simulated(name: str, candidate: Candidate) -> Row:
     """The dry run's side of a row, or what stopped it."""
-    from probes.dryrun import dry_run
+    from probes.simulate import dry_run
 
     try:
         trace = dry_run(candidate)
@@ -157,6 +158,7 @@ def error(row: Row) -> float:
 
 
 def main() -> None:
+    this_process_only_plans()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=int, default=COUNT)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from probes.when_asked.module import ModuleWhenAsked, stand_in
+from probes.when_asked.module import ModuleWhenAsked, call, stand_in
 
 pytest.importorskip("trl")
 
@@ -45,9 +45,8 @@ def test_a_module_stands_in_until_something_else_is_asked_for(package: str) -> N
 def test_a_module_of_a_package_brings_the_package(package: str) -> None:
     module = stand_in(package, ModuleWhenAsked)
     assert module is not None
-    kept = module.call
     assert importlib.import_module(f"{package}.part").number == 7
-    assert type(module) is type(sys) and module.name == "real" and kept("Thing").__class__ is module.Thing
+    assert type(module) is type(sys) and module.name == "real" and call(module, "Thing").__class__ is module.Thing
 
 
 def test_a_module_that_cannot_be_imported_can_be_asked_again(package: str) -> None:
@@ -85,6 +84,7 @@ LEFT_OUT = ["torch._dynamo.convert_frame", "sympy.core", "torch.distributed.tens
 PLANS_ONLY = "from planner.ahead import this_process_only_plans\nthis_process_only_plans()"
 # What was left out can be had afterwards, and is whole.
 AFTERWARDS = """
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as early_free, guard_or_false as early_guard
 import sympy, torch
 placeholder = torch.distributed.tensor.DTensor
 assert not isinstance(torch.ones(2), placeholder)
@@ -100,6 +100,7 @@ def unbacked():
         return mode.from_tensor(torch.ones(3)).nonzero().size(0)
 size = unbacked()
 assert isinstance(size, torch.SymInt) and not guard_or_false(size == 5) and guard_or_false(True) and len(free_unbacked_symbols(size)) == 1
+assert early_guard is not guard_or_false and early_guard(True) and not early_guard(size == 5) and len(early_free(size)) == 1
 assert isinstance(sym_eq((size, 2), (size, 2)), (bool, torch.SymBool)) and sym_eq((1, 2), (1, 2)) is True
 """
 

@@ -30,11 +30,6 @@ class ModuleWhenAsked(types.ModuleType):
         for name in self._names:
             vars(self).pop(name, None)
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A function of the module's own."""
-        ModuleWhenAsked.become(self)
-        return getattr(self, name)(*args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
@@ -78,6 +73,12 @@ class _Path(list[str]):
     def __iter__(self) -> Iterator[str]:
         self._looked_through()
         return super().__iter__()
+
+
+def call(module: types.ModuleType, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A function of the module's own, whether it has been asked before or not."""
+    ModuleWhenAsked.become(module)  # type: ignore[arg-type]  # it may be one no longer
+    return getattr(module, name)(*args, **kwargs)
 
 
 def stand_in(name: str, make: Callable[[ModuleSpec], Made]) -> Made | None:

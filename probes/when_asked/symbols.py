@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from probes.when_asked.module import ModuleWhenAsked, stand_in
+from probes.when_asked.module import ModuleWhenAsked, call, stand_in
 
 SYMBOLS, FUNCTIONS = "torch.fx.experimental.symbolic_shapes", "torch.utils._sympy.functions"
 
@@ -42,11 +42,11 @@ def symbols_when_asked() -> None:
     symbols = stand_in(SYMBOLS, ModuleWhenAsked)
     if symbols is not None:
         symbols.add_names({name: partial(_answered, symbols, name, answer) for name, answer in ANSWERS.items()})
-        symbols.add_names({name: partial(symbols.call, name) for name in OTHERS})
+        symbols.add_names({name: partial(call, symbols, name) for name in OTHERS})
         symbols.add_names({"free_unbacked_symbols": partial(_free_unbacked_symbols, symbols)})
     functions = stand_in(FUNCTIONS, ModuleWhenAsked)
     if functions is not None:  # _prims_common/__init__.py:508
-        functions.add_names({"Max": partial(functions.call, "Max")})
+        functions.add_names({"Max": partial(call, functions, "Max")})
     sympy = stand_in("sympy", ModuleWhenAsked)
     if sympy is not None:  # whether something is one of its numbers: _prims_common/__init__.py:1688
         sympy.add_names({"Basic": type("Basic", (), {})})
@@ -55,14 +55,14 @@ def symbols_when_asked() -> None:
 def _answered(symbols: ModuleWhenAsked, name: str, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The answer about plain numbers; about everything else the module's own."""
     plain = not kwargs and all(_numbers(arg) if type(arg) is tuple else type(arg) in (int, bool) for arg in args)
-    return answer(*args) if plain else symbols.call(name, *args, **kwargs)
+    return answer(*args) if plain else call(symbols, name, *args, **kwargs)
 
 
 def _free_unbacked_symbols(symbols: ModuleWhenAsked, x: Any) -> Any:
     """Those in a tensor's sizes: none, where they are numbers."""
     if isinstance(x, torch.Tensor) and x.layout is torch.strided and _numbers((*x.size(), *x.stride(), x.storage_offset())):
         return set()
-    return symbols.call("free_unbacked_symbols", x)
+    return call(symbols, "free_unbacked_symbols", x)
 
 
 def _numbers(items: Iterable[Any]) -> bool:
