@@ -50,9 +50,9 @@ def _fitted(candidate: Candidate, sizes: SmallSizes) -> Profile:
     longer = repeats.longer != repeats.most
     cases = [narrowed(sizes.drawn(each), width) for each, width in zip((repeats.most, repeats.most, repeats.longer), widths, strict=True)]
     held_back = sizes.drawn(repeats.held_back)
-    with Beside(lambda: (_sample(cases[2], layers), _sample(held_back, layers + 2 * repeat))) as other:
-        alike, deeper = [_sample(case, layers) for case in cases[:2]], _sample(cases[0], layers + repeat)
-        third, check = other.result()
+    with Beside(lambda: (_sample(cases[0], layers + repeat), _sample(held_back, layers + 2 * repeat))) as other:
+        *alike, third = [_sample(case, layers) for case in cases]
+        deeper, check = other.result()
     samples = Samples(alike=tuple(alike if longer else [*alike, third]), deeper=deeper, longer=third if longer else None)
     return fit_profile(samples, (check,), CUDA_BLOCK_BYTES)
 

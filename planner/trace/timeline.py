@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from planner.quantities import Component, Phase, PhaseMemory
 
@@ -25,6 +26,16 @@ class Allocation:
     operator: str
     module: str
     accumulated: int = STAYS
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Several times as fast as what a dataclass does, for the thousands that one process tells another."""
+        return _allocation, (self.size_bytes, self.born, self.died, self.phase, self.component, self.operator, self.module, self.accumulated)
+
+
+def _allocation(size_bytes: int, born: int, died: int, phase: Phase, component: Component, operator: str, module: str, accumulated: int) -> Allocation:
+    return Allocation(
+        size_bytes=size_bytes, born=born, died=died, phase=phase, component=component, operator=operator, module=module, accumulated=accumulated
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
