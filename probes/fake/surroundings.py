@@ -66,15 +66,15 @@ def patterns_when_used() -> Iterator[None]:
 class PatternWhenUsed:
     """A regular expression that is compiled when something is asked of it."""
 
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
+    def __init__(self, pattern: str, flags: int = 0) -> None:
+        self._pattern = pattern, flags
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(re.compile(self._pattern), name)
+        return getattr(re.compile(*self._pattern), name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies are the expression itself."""
-        return re.compile, (self._pattern,)
+        return re.compile, self._pattern
 
 
 @contextlib.contextmanager

@@ -50,7 +50,12 @@ class CompilerWhenAsked(ModuleWhenAsked):
 
     def leaving(self) -> Callable[[], None]:
         allowed = vars(self).pop("_allowed")
-        return lambda: [self.allow_in_graph(fn) for fn in allowed].clear()
+
+        def allow() -> None:
+            for fn in allowed:
+                self.allow_in_graph(fn)
+
+        return allow
 
 
 def compiler_when_asked() -> None:
