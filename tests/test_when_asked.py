@@ -89,6 +89,8 @@ import sympy, torch
 placeholder = torch.distributed.tensor.DTensor
 assert not isinstance(torch.ones(2), placeholder)
 from torch.distributed.tensor import DTensor, Replicate
+held = vars(sys.modules["torch.distributed.fsdp"]).get("FullyShardedDataParallel")
+assert held is None or issubclass(held, torch.nn.Module), "who imports one of them gets no placeholder of another"
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 assert DTensor is not placeholder and DTensor.__module__ == "torch.distributed.tensor" and issubclass(DTensor, torch.Tensor)
 assert issubclass(FullyShardedDataParallel, torch.nn.Module) and torch.distributed.fsdp.FSDPModule is FSDPModule
