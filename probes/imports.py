@@ -6,6 +6,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -26,22 +27,19 @@ def quick_imports() -> Iterator[None]:
     """While inside, imports leave out what no dry run needs, and torch and transformers are imported.
 
     Python's cyclic collector, which walks all that was imported again and again and finds nothing, neither now nor later; parts of PyTorch, until
-    somebody asks for them (when_asked/), and with its compiler what bitsandbytes compiles for two kernels that it may never call (bitsandbytes 0.50.2,
-    backends/default/ops.py `_try_torch_compile`); where a fake kernel was registered is read off the frame, not searched for in all modules (torch 2.13,
-    _library/utils.py `get_source`). What Transformers and TRL read from all installed files another process reads meanwhile (`_read_from_files`).
+    somebody asks for them (when_asked/); what is made that may never be called (`_quicker`). What Transformers and TRL read from all installed files
+    another process reads meanwhile (`_read_from_files`).
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_quicker())
             if "transformers" not in sys.modules:
                 stack.enter_context(_read_beside())
-            import torch
+            import torch  # noqa: F401
 
             _modules_when_asked()
-            stack.enter_context(mock.patch.object(torch, "compile", _compiled_when_called(torch.compile)))
-            if hasattr(torch._library.utils, "get_source"):  # other releases may not have it
-                stack.enter_context(mock.patch.object(torch._library.utils, "get_source", _frame_of_source))
             import transformers  # noqa: F401
 
             yield
@@ -49,6 +47,28 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _quicker() -> Iterator[None]:
+    """While inside, what libraries make of functions when they are imported is made when it is called.
+
+    How a dataclass is shown and compared (Python 3.11, dataclasses.py); what bitsandbytes compiles for two kernels (bitsandbytes 0.50.2,
+    backends/default/ops.py `_try_torch_compile`), and PyTorch's compiler with it; an operator's backward, a class of its own each (torch 2.13,
+    _library/autograd.py). Where an operator is registered is read off the frame, not searched for in the files of all modules (_library/utils.py
+    `get_source`, library.py `_register_fake`).
+    """
+    with contextlib.ExitStack() as stack:
+        for module, function, quicker in (
+            ("dataclasses", "_repr_fn", _made_when_called),
+            ("dataclasses", "_cmp_fn", _made_when_called),
+            ("inspect", "getmodule", _module_of),
+            ("torch", "compile", _compiled_when_called),
+            ("torch._library.utils", "get_source", lambda _: _frame_of_source),
+            ("torch._library.autograd", "make_autograd_impl", _made_when_called),
+        ):
+            stack.enter_context(_replaced(module, function, quicker))
+        yield
 
 
 def _modules_when_asked() -> None:
@@ -85,13 +105,11 @@ def _read_beside() -> Iterator[None]:
             if by_path is not None:  # other releases may not have it
                 vars(module).update(create_import_structure_from_path=lambda path: what_was_read()[1].get(str(_folder(path))) or by_path(path))
 
-        finder = _AfterImport(LAZY_IMPORTS, patched)
-        sys.meta_path.insert(0, finder)
-        try:
-            with mock.patch.object(importlib.metadata, "packages_distributions", lambda: what_was_read()[0] or distributions()):
-                yield
-        finally:
-            sys.meta_path.remove(finder)
+        with (
+            _after_import(LAZY_IMPORTS, patched),
+            mock.patch.object(importlib.metadata, "packages_distributions", lambda: what_was_read()[0] or distributions()),
+        ):
+            yield
 
 
 def _read_from_files(elsewhere: bool) -> _Read:
@@ -121,6 +139,37 @@ def _alone(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+@contextlib.contextmanager
+def _after_import(name: str, then: Callable[[ModuleType], None]) -> Iterator[None]:
+    """While inside, something is done to a module right after it was executed."""
+    finder = _AfterImport(name, then)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@contextlib.contextmanager
+def _replaced(name: str, function: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While inside, a module that is or will be imported has another function, made of its own one; other releases may not have it."""
+    own: list[tuple[ModuleType, Callable[..., Any]]] = []
+
+    def replace(module: ModuleType) -> None:
+        if hasattr(module, function):
+            own.append((module, getattr(module, function)))
+            setattr(module, function, replacement(getattr(module, function)))
+
+    with _after_import(name, replace):
+        if name in sys.modules:
+            replace(sys.modules[name])
+        try:
+            yield
+        finally:
+            for module, before in own:
+                setattr(module, function, before)
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Does something to a module right after it was executed."""
 
@@ -148,6 +197,27 @@ def _frame_of_source(stacklevel: int) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def _module_of(getmodule: Callable[..., Any]) -> Callable[..., Any]:
+    """`inspect.getmodule`, which looks for a frame's module in all files."""
+    return lambda of, *file: sys.modules.get(of.f_globals.get("__name__", "")) if inspect.isframe(of) else getmodule(of, *file)
+
+
+def _made_when_called(make: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """A function that makes functions, each of which is made when it is called."""
+
+    def made(*of: Any, **settings: Any) -> Callable[..., Any]:
+        ready: list[Callable[..., Any]] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not ready:
+                ready.append(make(*of, **settings))
+            return ready[0](*args, **kwargs)
+
+        return call
+
+    return made
+
+
 def _folder(path: str | Path) -> Path:
     """A folder as it is, a file's folder."""
     return Path(os.path.dirname(path) if os.path.isfile(path) else path)
@@ -157,15 +227,6 @@ def _compiled_when_called(compile_now: Callable[..., Any]) -> Callable[..., Any]
     """`torch.compile`, which is left alone until the function is called."""
 
     def compiled(function: Callable[..., Any] | None = None, **settings: Any) -> Callable[..., Any]:
-        if function is None:
-            return lambda decorated: compiled(decorated, **settings)
-        ready: list[Callable[..., Any]] = []
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not ready:
-                ready.append(compile_now(function, **settings))
-            return ready[0](*args, **kwargs)
-
-        return call
+        return (lambda decorated: compiled(decorated, **settings)) if function is None else _made_when_called(compile_now)(function, **settings)
 
     return compiled

@@ -54,6 +54,45 @@ def test_what_is_read_from_files_is_read_without_the_libraries() -> None:
     assert done.returncode == 0, done.stderr
 
 
+MADE_MEANWHILE = """
+import dataclasses, inspect, sys
+before = dataclasses._repr_fn, dataclasses._cmp_fn, inspect.getmodule
+from probes.imports import quick_imports
+with quick_imports():
+    import torch
+    within = inspect.getmodule(sys._getframe()), inspect.getmodule(inspect.signature)
+
+    @dataclasses.dataclass(order=True)
+    class Point:
+        x: int
+        y: list = dataclasses.field(default_factory=list)
+
+    @torch.library.custom_op("plan_test::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda context, gradient: 2 * gradient)
+assert (dataclasses._repr_fn, dataclasses._cmp_fn, inspect.getmodule) == before
+assert within == (sys.modules["__main__"], inspect)
+for _ in range(2):
+    assert repr(Point(1)) == "Point(x=1, y=[])" and Point(1) == Point(1) != Point(2) and Point(1) < Point(2) and Point(1) != 1
+point = Point(1)
+point.y.append(point)
+assert repr(point) == "Point(x=1, y=[...])"
+for _ in range(2):
+    weight = torch.ones(3, requires_grad=True)
+    doubled(weight).sum().backward()
+    assert weight.grad.tolist() == [2.0] * 3
+sys.exit(0)
+"""
+
+
+def test_what_is_made_meanwhile_is_as_ever() -> None:
+    done = subprocess.run([sys.executable, "-c", MADE_MEANWHILE], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+
+
 COMPILED = """
 import torch
 from torch._dynamo.testing import CompileCounter

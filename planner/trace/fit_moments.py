@@ -3,39 +3,31 @@
 A trace of more layers is laid beside the first one, and one of more micro-steps and more generated rows.
 """
 
-from collections.abc import Callable
 from operator import ge
+from typing import TypeAlias
 
-from planner.quantities import Component, Phase
+import numpy as np
+
+from planner.quantities import Phase
 from planner.trace.fit_keys import Key, Keys
 from planner.trace.in_step import beside
 from planner.trace.profile import Moment
 from planner.trace.samples import Sample, Samples
 from planner.trace.timeline import Trace
 
-_Birth = tuple[Phase, Component, int]
-_Counts = dict[Key, int]
-_Repeated = tuple[_Counts, _Counts]  # of a further micro-step, of a further generated row
-_Entry = tuple[_Counts, _Counts, _Counts, _Counts]  # counts, those of a further period, of a further micro-step, of a further generated row
+_Counts: TypeAlias = "np.ndarray"  # int32, births x keys
+_Truths: TypeAlias = "np.ndarray"  # for each birth
 
 
 class _Keyed:
-    """A trace by the keys of its births: which there are, and what is alive after each."""
+    """A trace by the numbers of its births' keys: which births there are, and how many of each key are alive after each."""
 
-    def __init__(self, trace: Trace, keys: list[Key]) -> None:
-        self.births: list[_Birth] = []
-        self.alive: list[_Counts] = []
-        counts: _Counts = {}
-        for index, size_bytes in trace.events:
-            key = keys[index]
-            count = counts.get(key, 0) + (1 if size_bytes > 0 else -1)
-            if count:
-                counts[key] = count
-            else:
-                del counts[key]
-            if size_bytes > 0:
-                self.births.append((trace.allocations[index].phase, *key))
-                self.alive.append(counts.copy())
+    def __init__(self, trace: Trace, keys: list[int], different: int) -> None:
+        keyed = np.array([(keys[index], size_bytes > 0) for index, size_bytes in trace.events], dtype=np.int32).reshape(-1, 2)
+        changes: _Counts = np.zeros((len(keyed), different), dtype=np.int32)
+        changes[np.arange(len(keyed)), keyed[:, 0]] = 2 * keyed[:, 1] - 1
+        self.alive: _Counts = changes.cumsum(axis=0, dtype=np.int32)[keyed[:, 1] == 1]
+        self.births: list[tuple[Phase, int]] = [(trace.allocations[index].phase, keys[index]) for index, size_bytes in trace.events if size_bytes > 0]
 
 
 def moments_of(samples: Samples, keys: Keys) -> list[Moment]:
@@ -43,28 +35,32 @@ def moments_of(samples: Samples, keys: Keys) -> list[Moment]:
 
     What is no whole number of a micro-step or a row is another moment each time, and is left to those that are.
     """
-    low, deeper = _Keyed(samples.first.trace, keys.first), _Keyed(samples.deeper.trace, keys.deeper)
-    repeated = _repeated(low, samples, keys.longer)
-    by_phase: dict[Phase, list[_Entry]] = {}
-    for birth, place in enumerate(beside(low.births, deeper.births)):
-        more = repeated(birth)
-        if more is not None:
-            further = _difference(deeper.alive[place], low.alive[birth])
-            by_phase.setdefault(low.births[birth][0], []).append((low.alive[birth], further, *more))
-    return [_moment(phase, entry) for phase, entries in by_phase.items() for entry in _frontier(entries)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys((*keys.first, *keys.deeper, *keys.longer)))}
+    first, more, longer = ([numbers[key] for key in each] for each in (keys.first, keys.deeper, keys.longer))
+    low, deeper = _Keyed(samples.first.trace, first, len(numbers)), _Keyed(samples.deeper.trace, more, len(numbers))
+    further = deeper.alive[beside(low.births, deeper.births)] - low.alive
+    steps, rows, whole = _repeated(low, samples, longer)
+    by_phase: dict[Phase, list[int]] = {}
+    for birth in np.flatnonzero(whole).tolist():
+        by_phase.setdefault(low.births[birth][0], []).append(birth)
+    # A column each for what is alive, what a further period has of it, a further micro-step, a further row.
+    counts = np.stack((low.alive, further, steps, rows), axis=-1)
+    of_expressions = _summed(counts, [expression for _, expression in numbers])
+    frontiers = {phase: _frontier(births, of_expressions[births]) for phase, births in by_phase.items()}
+    return [_moment(phase, counts[birth], list(numbers)) for phase, births in frontiers.items() for birth in births]
 
 
-def _repeated(low: _Keyed, samples: Samples, longer_keys: list[Key]) -> Callable[[int], _Repeated | None]:
-    """For a birth what a further micro-step and a further generated row have alive; None where that is no whole number."""
+def _repeated(low: _Keyed, samples: Samples, longer_keys: list[int]) -> tuple[_Counts, _Counts, _Truths]:
+    """For each birth what a further micro-step and a further generated row have alive, and whether these are whole numbers."""
+    nothing = np.zeros_like(low.alive)
     if samples.longer is None:
-        return lambda _: ({}, {})
-    longer, parts = _Keyed(samples.longer.trace, longer_keys), _parts(samples.first, samples.longer)
-    places = beside(low.births, longer.births)
-    return lambda birth: _split(_difference(longer.alive[places[birth]], low.alive[birth]), parts)
+        return nothing, nothing, np.ones(len(nothing), dtype=np.bool_)
+    longer = _Keyed(samples.longer.trace, longer_keys, nothing.shape[1])
+    return _parts(longer.alive[beside(low.births, longer.births)] - low.alive, samples.first, samples.longer)
 
 
-def _parts(first: Sample, longer: Sample) -> Callable[[int], tuple[int, int] | None]:
-    """How many of a difference in counts are of one further micro-step, how many of one further row; None where they are no whole numbers.
+def _parts(difference: _Counts, first: Sample, longer: Sample) -> tuple[_Counts, _Counts, _Truths]:
+    """How many of a difference in counts are of one further micro-step, how many of one further row, and whether these are whole numbers.
 
     What is generated for every micro-step anew, or with as many rows in each, is all the micro-steps'. Else there are so many more rows than a
     micro-step has alive of anything that a difference is the nearest multiple of them, and the rest is the micro-steps'.
@@ -73,40 +69,26 @@ def _parts(first: Sample, longer: Sample) -> Callable[[int], tuple[int, int] | N
     of_a_step = [sample.sizes["rows"] for sample in (first, longer)]
     anew = first.generated * of_a_step[1] == longer.generated * of_a_step[0]
     if steps and (anew or of_a_step[0] == of_a_step[1]):
-        return lambda count: None if count % steps else (count // steps, 0)
-
-    def split(count: int) -> tuple[int, int] | None:
-        of_rows = (count + rows // 2) // rows
-        rest = count - of_rows * rows
-        return (rest // max(steps, 1), of_rows) if rest % max(steps, 1) == 0 and (steps or not rest) else None
-
-    return split
+        return difference // steps, np.zeros_like(difference), (difference % steps == 0).all(axis=1)
+    of_rows: _Counts = (difference + rows // 2) // rows
+    rest = difference - of_rows * rows
+    return rest // max(steps, 1), of_rows, (rest % steps == 0 if steps else rest == 0).all(axis=1)
 
 
-def _split(difference: _Counts, parts: Callable[[int], tuple[int, int] | None]) -> _Repeated | None:
-    """A difference's parts of a micro-step and of a row; None where one count has none."""
-    steps, rows = _Counts(), _Counts()
-    for key, count in difference.items():
-        found = parts(count)
-        if found is None:
-            return None
-        steps[key], rows[key] = found
-    return {key: count for key, count in steps.items() if count}, {key: count for key, count in rows.items() if count}
-
-
-def _difference(one: _Counts, other: _Counts) -> _Counts:
-    found = {key: difference for key, count in one.items() if (difference := count - other.get(key, 0))}
-    for key in other.keys() - one.keys():
-        found[key] = -other[key]
+def _summed(counts: _Counts, expressions: list[int]) -> _Counts:
+    """The counts of every expression, the components taken together: births x (columns x expressions)."""
+    of_expressions: _Counts = np.zeros((len(counts), counts.shape[2], 1 + max(expressions)), dtype=np.int32)
+    for key, expression in enumerate(expressions):
+        of_expressions[:, :, expression] += counts[:, key]
+    found: _Counts = of_expressions.reshape(len(counts), -1)
     return found
 
 
-def _frontier(entries: list[_Entry]) -> list[_Entry]:
-    """The entries that no other dominates, in counts of every expression and in what a period, a micro-step and a row add."""
-    expressions = 1 + max((expression for entry in entries for side in entry for _, expression in side), default=0)
-    unique: dict[tuple[int, ...], _Entry] = {}
-    for entry in entries:
-        unique.setdefault(_summed(entry, expressions), entry)
+def _frontier(births: list[int], of_expressions: _Counts) -> list[int]:
+    """The births that no other dominates, in counts of every expression and in what a period, a micro-step and a row add."""
+    unique: dict[tuple[int, ...], int] = {}
+    for birth, counts in zip(births, of_expressions.tolist(), strict=True):
+        unique.setdefault(tuple(counts), birth)
     frontier: list[tuple[int, ...]] = []
     for counts in sorted(unique, key=lambda each: (-sum(map(abs, each)), each)):
         if not any(_dominates(other, counts) for other in frontier):
@@ -114,20 +96,11 @@ def _frontier(entries: list[_Entry]) -> list[_Entry]:
     return [unique[counts] for counts in frontier]
 
 
-def _summed(entry: _Entry, expressions: int) -> tuple[int, ...]:
-    """An entry's counts of every expression, the components taken together."""
-    totals = [0] * (len(entry) * expressions)
-    for index, side in enumerate(entry):
-        for (_, expression), count in side.items():
-            totals[index * expressions + expression] += count
-    return tuple(totals)
-
-
 def _dominates(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return all(map(ge, one, other))
 
 
-def _moment(phase: Phase, entry: _Entry) -> Moment:
-    keys = sorted({key for side in entry for key, count in side.items() if count})
-    counts, layers, steps, rows = entry
-    return Moment(phase=phase, alive=tuple((*key, counts.get(key, 0), layers.get(key, 0), steps.get(key, 0), rows.get(key, 0)) for key in keys))
+def _moment(phase: Phase, counts: _Counts, found: list[Key]) -> Moment:
+    """Of one birth: keys x columns."""
+    keys = sorted(np.flatnonzero(counts.any(axis=1)).tolist(), key=found.__getitem__)
+    return Moment(phase=phase, alive=tuple((*found[key], *counts[key].tolist()) for key in keys))

@@ -3,8 +3,10 @@
 PyTorch's own cache of such answers hashes and checks more than one fake mode of plain tensors on one device needs: it takes half of a dry run.
 """
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,16 +18,26 @@ _NUMBERS = (bool, int, float, complex)
 aten = torch.ops.aten
 # Operators that PyTorch's fake mode does nothing about but run on the meta device, which takes a tenth of the time: tests/test_fake_results.py.
 PLAIN = frozenset(
-    {aten.add_.Tensor, aten.add.Tensor, aten.addmm.default, aten.bitwise_and.Tensor, aten.bitwise_not.default, aten.bitwise_or.Tensor,
-     aten.bmm.default, aten.cat.default, aten.clamp.default, aten.clone.default, aten.copy_.default, aten.detach.default, aten.div.Tensor,
-     aten.embedding.default, aten.eq.Scalar, aten.exp.default, aten.expand.default, aten.gather.default, aten.ge.Scalar, aten.gt.Scalar,
-     aten.le.Scalar, aten.linalg_vector_norm.default, aten.log.default, aten.logsumexp.default, aten.lt.Scalar, aten.masked_fill_.Scalar,
-     aten.masked_fill.Scalar, aten.mean.dim, aten.mm.default, aten.mul.Scalar, aten.mul_.Tensor, aten.mul.Tensor, aten.ne.Scalar, aten.neg.default,
-     aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.select.int, aten.silu.default, aten.silu_backward.default, aten.slice.Tensor,
-     aten.slice_backward.default, aten.squeeze.dim, aten.sub.Tensor, aten.sub_.Tensor, aten.sum.default, aten.sum.dim_IntList, aten.t.default,
-     aten._to_copy.default, aten.transpose.int, aten._unsafe_view.default, aten.unsqueeze.default, aten.view.default, aten.where.ScalarOther,
-     aten.where.self, aten.zero_.default}
+    {aten.abs.default, aten.add.Scalar, aten.add_.Tensor, aten.add.Tensor, aten.addmm.default, aten.arange.default, aten.bitwise_and.Tensor,
+     aten.bitwise_not.default, aten.bitwise_or.Tensor, aten.bmm.default, aten.cat.default, aten.clamp.default, aten.clone.default, aten.copy_.default,
+     aten.cos.default, aten.detach.default, aten.div.Scalar, aten.div.Tensor, aten.embedding.default, aten.empty.memory_format,
+     aten.empty_like.default, aten.eq.Scalar, aten.eq.Tensor, aten.exp.default, aten.expand.default, aten.full.default, aten.gather.default,
+     aten.ge.Scalar, aten.ge.Tensor, aten.gt.Scalar, aten.gt.Tensor, aten.index.Tensor, aten.index_put.default, aten.index_select.default,
+     aten.isinf.default, aten.isnan.default, aten.le.Scalar, aten.le.Tensor, aten.linalg_vector_norm.default, aten.log.default,
+     aten.logsumexp.default, aten.lt.Scalar, aten.lt.Tensor, aten.masked_fill_.Scalar, aten.masked_fill.Scalar, aten.masked_scatter.default,
+     aten.mean.default, aten.mean.dim, aten.minimum.default, aten.mm.default, aten.mm.out, aten.mul.Scalar, aten.mul.Tensor, aten.mul_.Tensor,
+     aten.nansum.default, aten.nan_to_num.default, aten.ne.Scalar, aten.ne.Tensor, aten.neg.default, aten.new_empty.default, aten.new_zeros.default,
+     aten.ones.default, aten.ones_like.default, aten.pow.Tensor_Scalar, aten.reciprocal.default, aten.rsqrt.default, aten.rsub.Scalar,
+     aten.select.int, aten.sigmoid.default, aten.sigmoid_backward.default, aten.silu.default, aten.silu_backward.default, aten.sin.default,
+     aten.slice.Tensor, aten.slice_backward.default, aten._softmax.default, aten._softmax_backward_data.default, aten.split.Tensor, aten.sqrt.default,
+     aten.squeeze.default, aten.squeeze.dim, aten.stack.default, aten.sub.Tensor, aten.sub_.Tensor, aten.sum.default, aten.sum.dim_IntList,
+     aten.t.default, aten._to_copy.default, aten.transpose.int, aten.unbind.int, aten._unsafe_view.default, aten.unsqueeze.default, aten.view.default,
+     aten.where.ScalarOther, aten.where.self, aten.zero_.default, aten.zeros.default, aten.zeros_like.default}
 )  # fmt: skip
+# Besides PyTorch's pointwise operators those that make something of the shape of their tensors, or one number: tests/test_fake_results.py.
+ALIKE = frozenset(
+    {aten._to_copy.default, aten.empty_like.default, aten.linalg_vector_norm.default, aten.native_dropout.default, aten.sum.default, aten.zeros_like.default}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,7 @@ class FakeResults:
         # What the constructor sets, one property at a time, on every fake tensor alike.
         self._attributes = dict(vars(FakeTensor(mode, torch.empty(0, device="meta"), _CPU)))
         self._known: dict[Question, Answer | None] = {}
+        self._of_any_shape: dict[Question, tuple[torch.Size, Answer]] = {}  # an answer, and the one shape of all tensors that it was given for
         self.whole: dict[Question, Answer] = {}  # of the questions that are answered by shapes alone (tensors.py)
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,10 +89,25 @@ class FakeResults:
         return self._make(answer, tensors) if isinstance(answer, _Made) else tuple([self._make(each, tensors) for each in answer])
 
     def _asked(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-        if func in PLAIN and "device" not in kwargs:
+        shape = _shape_of_all(func, kwargs, tensors)
+        if shape is None:
+            return self._asked_of_pytorch(key, func, args, kwargs, tensors)
+        like = _without_shapes(key)
+        if like in self._of_any_shape:
+            answer = self._known[key] = _reshaped(*self._of_any_shape[like], shape)
+            return self.made(answer, tensors)
+        result = self._asked_of_pytorch(key, func, args, kwargs, tensors)
+        found = self._known[key]
+        if found is not None and all(size > 1 for size in shape) and _follows(found, shape):
+            self._of_any_shape[like] = shape, found
+        return result
+
+    def _asked_of_pytorch(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        if func in PLAIN and kwargs.get("device", _CPU) == _CPU:
             shapes = [_on_meta(tensor) for tensor in tensors]
             given = iter(shapes)
-            answer = _answer(func(*_with(args, given), **dict(_with(tuple(kwargs.items()), given))), shapes)
+            there = {"device": "meta"} if "device" in kwargs else {}
+            answer = _answer(func(*_with(args, given), **dict(_with(tuple(kwargs.items()), given)) | there), shapes)
             if answer is not None:
                 self._known[key] = answer
                 return self.made(answer, tensors)
@@ -132,6 +160,44 @@ def _described(items: Any, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
         else:
             found.append(item)
     return tuple(found)
+
+
+def _shape_of_all(func: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> torch.Size | None:
+    """The one shape of all tensors but single numbers, where results follow from it whatever it is: with its elements in order, none left out."""
+    if not (func in ALIKE or torch.Tag.pointwise in func.tags) or kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
+        return None
+    shapes = {tensor.shape for tensor in tensors if tensor.dim() > 0}
+    if len(shapes) != 1:
+        return None
+    (shape,) = shapes
+    stride = _in_order(shape)
+    return shape if 0 not in shape and all(tensor.stride() == stride for tensor in tensors if tensor.dim() > 0) else None
+
+
+def _in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements follow one another."""
+    return tuple(accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else ()
+
+
+def _without_shapes(described: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A question, of whose tensors only the number of dimensions is known."""
+    if described and type(described[0]) is torch.Size:
+        shape, _, dtype, _, *real = described
+        return (len(shape), dtype, *real)
+    return tuple([_without_shapes(item) if type(item) is tuple else item for item in described])
+
+
+def _follows(answer: Answer, shape: torch.Size) -> bool:
+    """Whether all that is made has the shape, or is one number, or is one of the question's tensors."""
+    each = answer if isinstance(answer, tuple) else (answer,)
+    return all(made.shape is None or (made.base < 0 and made.shape in ((), shape) and made.stride == _in_order(made.shape)) for made in each)
+
+
+def _reshaped(shape: torch.Size, answer: Answer, other: torch.Size) -> Answer:
+    """An answer for tensors of a shape as it is for those of another one."""
+    if isinstance(answer, tuple):
+        return tuple([made if made.shape != shape else _Made(made.dtype, tuple(other), _in_order(other)) for made in answer])
+    return answer if answer.shape != shape else _Made(answer.dtype, tuple(other), _in_order(other))
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

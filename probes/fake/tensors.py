@@ -15,6 +15,7 @@ from probes.fake.results import FakeResults, Question, question
 
 aten = torch.ops.aten
 _DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")
+_OF_NO_TENSORS = (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
 
 # Integers and booleans above this are fake as well: a trainer reads no value from as large a mask.
 REAL_BYTES_LIMIT = 2**26
@@ -67,6 +68,8 @@ class FakeArithmetic(TorchDispatchMode):
 
     def _without_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         if tensors and (all(_bytes(tensor) <= SMALL_BYTES for tensor in tensors) or _reads_data(func) or _makes_nothing(func)):
+            return func(*args, **kwargs)
+        if func in _OF_NO_TENSORS:
             return func(*args, **kwargs)
         shaped = self._results.of(func, args, kwargs)
         if not isinstance(shaped, torch.Tensor):
