@@ -1,7 +1,9 @@
 """A candidate: one way to run the job, every setting decided and named as TRL, Transformers, accelerate, DeepSpeed and vLLM name it."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, Literal
 
 from planner.errors import InputError
 from planner.methods import METHODS, Method, MethodName
@@ -24,6 +26,13 @@ Optimizer = Literal[
 ROWS_OF_MAX_LENGTH = frozenset({"online-dpo", "gkd"})
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+POSITIVE = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_generations", "steps_per_generation", "num_iterations",
+    "num_processes", "num_nodes", "lora_r", "max_completion_length", "prompt_length", "checkpoint_every_n_layers", "vllm_tensor_parallel_size",
+)  # fmt: skip
+_positive = attrgetter(*POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +109,9 @@ class Candidate:
     expandable_segments: bool = False
 
     def __post_init__(self) -> None:
-        positive = (
-            "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_generations", "steps_per_generation", "num_iterations",
-            "num_processes", "num_nodes", "lora_r", "max_completion_length", "prompt_length", "checkpoint_every_n_layers", "vllm_tensor_parallel_size",
-        )  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if min(_positive(self)) < 1:
+            name = next(name for name in POSITIVE if getattr(self, name) < 1)
+            raise InputError(f"{name} must be at least 1, not {getattr(self, name)}.")
 
     @property
     def method_row(self) -> Method:
@@ -192,3 +197,36 @@ class Candidate:
         if self.tuning == "lora" or row.reference == "never" or (row.reference == "beta" and not self.beta):
             return False
         return not (self.precompute_ref_log_probs and self.method in ("dpo", "kto") and self.sharding != "fsdp2")
+
+
+_NAMES = tuple(each.name for each in fields(Candidate))
+_PUTS: dict[str, Callable[[Candidate, object], None]] = {name: vars(Candidate)[name].__set__ for name in _NAMES}
+_values = attrgetter(*_NAMES)
+_but_the_share = attrgetter(*(name for name in _NAMES if name != "vllm_gpu_memory_utilization"))
+
+
+def changed(candidate: Candidate, **settings: Any) -> Candidate:
+    """`dataclasses.replace` in less than half its time: a search makes thousands, and looking up how a frozen field is set takes most of it.
+
+    Raises:
+        InputError: a setting that no candidate can have.
+    """
+    made = object.__new__(Candidate)
+    for put, value in zip(_PUTS.values(), _values(candidate), strict=True):
+        put(made, value)
+    for name, value in settings.items():
+        _PUTS[name](made, value)
+    made.__post_init__()
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A candidate seen without the share of the card that its engine has, on which nothing of its training depends: equal where `key` is."""
+
+    key: tuple[object, ...]
+    candidate: Candidate = field(compare=False)
+
+
+def training_of(candidate: Candidate) -> Training:
+    return Training(_but_the_share(candidate), candidate)

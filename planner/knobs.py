@@ -5,11 +5,11 @@ fine-tuning, which the plan says when it comes to them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from planner.candidate import Candidate
+from planner.candidate import Candidate, changed
 from planner.cluster import Cluster
 from planner.job import DEQUANTIZED, Job, base_candidate
 from planner.methods import METHODS
@@ -157,7 +157,7 @@ def structures(question: Question) -> Iterator[Candidate]:
         fields: dict[str, object] = {}
         for change in combination:
             fields.update(change)
-        candidate = completed(replace(base, **fields), question)  # type: ignore[arg-type]
+        candidate = completed(changed(base, **fields), question)
         if consistent(candidate, question) and candidate not in seen:
             seen.add(candidate)
             yield candidate
@@ -170,7 +170,7 @@ def completed(candidate: Candidate, question: Question) -> Candidate:
         changes["sharding"] = "none"
     if candidate.vllm != "off" and "vllm_max_model_length" not in question.job.pinned:
         changes["vllm_max_model_length"] = candidate.row_tokens
-    return replace(candidate, **changes) if changes else candidate  # type: ignore[arg-type]
+    return changed(candidate, **changes) if changes else candidate
 
 
 def consistent(candidate: Candidate, question: Question) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
-from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
+from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate, changed
 from planner.errors import NotMeasured
 from planner.halving import largest
 from planner.job import DEFAULT_BATCH_SIZE, SMALLEST_BATCH, Job
@@ -26,7 +26,7 @@ SMALLER_BATCHES = 2  # tried besides the largest that fits
 def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapping[str, object]) -> Candidate:
     """A generation batch is one optimizer step's (steps_per_generation defaults to the accumulation, trl 1.16, grpo_config.py:1098)."""
     steps = candidate.steps_per_generation if "steps_per_generation" in pinned else accumulation
-    return replace(candidate, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, steps_per_generation=steps)
+    return changed(candidate, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, steps_per_generation=steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def utilizations(candidate: Candidate, question: Question) -> tuple[int, int]:
     if "vllm_gpu_memory_utilization" in question.job.pinned:
         pinned = round(100 * candidate.vllm_gpu_memory_utilization)
         return pinned, pinned
-    smallest = replace(candidate, vllm_gpu_memory_utilization=0.01)
+    smallest = changed(candidate, vllm_gpu_memory_utilization=0.01)
     answer = engine_or_refusal(smallest.model, question.cluster.gpu, engine_settings(smallest, question.cluster.gpu))
     if isinstance(answer, EngineRefusal):
         return (round(100 * answer.utilization_that_fits) or LARGEST_UTILIZATION + 1), LARGEST_UTILIZATION
@@ -105,7 +105,7 @@ def utilizations(candidate: Candidate, question: Question) -> tuple[int, int]:
 def with_utilization(candidate: Candidate, hundredths: int, question: Question) -> Candidate:
     if "vllm_gpu_memory_utilization" in question.job.pinned:
         return candidate
-    return replace(candidate, vllm_gpu_memory_utilization=hundredths / 100)
+    return changed(candidate, vllm_gpu_memory_utilization=hundredths / 100)
 
 
 def placed(candidate: Candidate, question: Question) -> Estimate | None:
@@ -169,7 +169,7 @@ def with_length(candidate: Candidate, length: int, question: Question) -> Candid
     changes = {length_field(candidate): length}
     if candidate.method in ROWS_OF_MAX_LENGTH:
         changes["prompt_length"] = max(1, length - candidate.max_completion_length)
-    return completed(replace(candidate, **changes), question)  # type: ignore[arg-type]
+    return completed(changed(candidate, **changes), question)
 
 
 # -- the best ----------------------------------------------------------------------------------------------------------

@@ -1,22 +1,26 @@
 """What must hold for every job, whatever the formulas: laws, tried on random candidates and jobs."""
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from planner.architectures import shape_of
-from planner.candidate import Candidate
+from planner.candidate import Candidate, changed
 from planner.catalogue import load_model, parse_cluster
 from planner.errors import PlanError
 from planner.estimate import estimate
 from planner.job import Job
+from planner.memory.engine import EngineDoesNotFit
 from planner.memory.parameters import policy_parameters
+from planner.memory.peak import _of_training
 from planner.methods import METHODS
 from planner.plan import plan
 from planner.quantities import Estimate
+from planner.throughput import _without_generation
 
 EXAMPLES = 150  # each is a few estimates of tens of microseconds; the first of a structure takes milliseconds
 CLUSTER = parse_cluster("8xH100", None)
@@ -161,6 +165,36 @@ def test_what_is_recommended_is_not_beaten_by_its_own_class_and_every_fit_is_one
         same_class = (estimate_.candidate.tuning, estimate_.candidate.quantization) == (answer.best.candidate.tuning, answer.best.candidate.quantization)
         if same_class and estimate_.fits and not estimate_.candidate.offload_optimizer:
             assert estimate_.throughput.tokens_per_second <= answer.best.throughput.tokens_per_second
+
+
+@laws
+@given(candidates(), st.integers(5, 60), st.integers(5, 60), st.booleans())
+def test_what_is_remembered_of_a_training_is_what_it_is_beside_any_share_of_an_engine(candidate: Candidate, first: int, then: int, sleeps: bool) -> None:
+    assume(METHODS[candidate.method].supports_vllm and candidate.quantization == "none")
+    beside = [
+        replace(candidate, vllm="colocate", vllm_gpu_memory_utilization=share / 100, vllm_max_model_length=4096, vllm_enable_sleep_mode=sleeps)
+        for share in (first, then)
+    ]
+    try:
+        told = [estimated(each) for each in beside]
+    except EngineDoesNotFit:
+        assume(False)
+    _of_training.cache_clear()
+    _without_generation.cache_clear()
+    assert estimated(beside[1]) == told[1]
+
+
+@laws
+@given(candidates(), candidates())
+def test_a_changed_candidate_is_the_replaced_one(candidate: Candidate, other: Candidate) -> None:
+    some = {each.name: getattr(other, each.name) for each in fields(Candidate)[::3]}
+    assert changed(candidate, **some) == replace(candidate, **some) == Candidate(**{**all_of(candidate), **some})
+    with pytest.raises(PlanError, match=r"^lora_r must be at least 1, not 0\.$"):
+        changed(candidate, lora_r=0)
+
+
+def all_of(candidate: Candidate) -> dict[str, Any]:
+    return {each.name: getattr(candidate, each.name) for each in fields(Candidate)}
 
 
 @pytest.mark.parametrize("field", ["per_device_train_batch_size", "max_length", "lora_r", "num_processes"])

@@ -6,7 +6,6 @@ from planner.candidate import Candidate
 from planner.cluster import Gpu
 from planner.memory.activations import Peaks
 from planner.memory.autograd import NOTHING, Moment
-from planner.memory.engine import EngineMemory
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.sharding import SHARDED
 from planner.memory.stack import StackMemory, stack_memory
@@ -29,20 +28,17 @@ class Passes:
     recipe: StackRecipe
     head: Head
     loss: LossMemory
-    idle: Components  # alive in every phase, the engine not sampling
+    idle: Components  # alive in every phase
     training: Components  # alive during a micro-step: the same, gradients that stay, the attention mask that all layers share
-    engine: EngineMemory | None  # None: no vLLM engine in this process
 
 
-def passes_of(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> Passes:
+def passes_of(candidate: Candidate, gpu: Gpu) -> Passes:
     head, states = head_of(candidate), states_of(candidate, gpu)
     recipe = with_data(states.recipe, candidate, gpu.supports_flash_attention_2)
     scores = head.tokens * candidate.attention_length
     trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
     stay = gradients_stay(candidate)
     idle = dict(states.resident)
-    if engine is not None:
-        idle["engine"] = engine.asleep_bytes
     training: Components = {"gradients": states.accumulated_gradients if stay else 0, "attention_scores": recipe.mask_widths * scores}
     return Passes(
         candidate=candidate,
@@ -55,7 +51,6 @@ def passes_of(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> Pa
         loss=FORMULAS[loss_of(candidate)](head),
         idle=idle,
         training=together(idle, training, value_graph(candidate, recipe, head.tokens, scores)),
-        engine=engine,
     )
 
 

@@ -1,6 +1,8 @@
 """The table phase x component of one training GPU: when each kind of memory is alive. The peak is its heaviest row."""
 
-from planner.candidate import Candidate
+from functools import lru_cache
+
+from planner.candidate import Candidate, Training, training_of
 from planner.cluster import Gpu
 from planner.memory.engine import EngineMemory
 from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
@@ -17,7 +19,14 @@ def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) ->
 
     `engine` is the vLLM engine in the same process, None without one.
     """
-    passes = passes_of(candidate, gpu, engine)
+    return tuple(finished(name, {**components, **engine_in(name, engine)}, candidate) for name, components in _of_training(training_of(candidate), gpu))
+
+
+@lru_cache(maxsize=256)
+def _of_training(training: Training, gpu: Gpu) -> tuple[tuple[Phase, Components], ...]:
+    """The phases without an engine. Remembered: a search tries one share of the card after another for an engine beside the same training."""
+    candidate = training.candidate
+    passes = passes_of(candidate, gpu)
     rows: list[tuple[Phase, Components]] = [("load", load(passes))]
     if candidate.method_row.generates:
         rows += [("weight_sync", weight_sync(passes))] if candidate.vllm != "off" else []
@@ -25,49 +34,45 @@ def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) ->
     if scores_before_training(candidate):
         rows += [("score", score(passes))]
     rows += [("forward", forward(passes)), ("loss", loss(passes)), ("backward", backward(passes)), ("optimizer_step", optimizer_step(passes))]
-    return tuple(finished(name, components, candidate) for name, components in rows)
+    return tuple((name, {component: size for component, size in components.items() if size}) for name, components in rows)
+
+
+def engine_in(name: Phase, engine: EngineMemory | None) -> Components:
+    """What an engine of the same process holds in a phase.
+
+    It samples in a rollout and starts beside the loaded model; when new weights go to it, it holds its own but no KV cache yet where it slept.
+    """
+    if engine is None:
+        return {}
+    if name in ("load", "rollout"):
+        return {"engine": engine.total_bytes}
+    return {"engine": engine.weights_awake_bytes if name == "weight_sync" else engine.asleep_bytes}
 
 
 def finished(name: Phase, components: Components, candidate: Candidate) -> PhaseMemory:
     """A row of the table, with the allocator's slack on what PyTorch allocated in it."""
     outside = components.get("runtime", 0) + components.get("engine", 0)
-    components["fragmentation"] = fragmentation_bytes(sum(components.values()) - outside, candidate)
-    for component in [component for component, size in components.items() if not size]:
-        del components[component]
+    fragmentation = fragmentation_bytes(sum(components.values()) - outside, candidate)
+    if fragmentation:
+        components["fragmentation"] = fragmentation
     return PhaseMemory(name=name, components=components)
 
 
 def load(passes: Passes) -> Components:
-    """Before the first step: no optimizer states but DeepSpeed's master weights; the engine starts beside the loaded model."""
-    components = awake(passes)
-    components["optimizer_states"] = passes.states.master_weights
-    return components
+    """Before the first step: no optimizer states but DeepSpeed's master weights."""
+    return {**passes.idle, "optimizer_states": passes.states.master_weights}
 
 
 def weight_sync(passes: Passes) -> Components:
-    """New weights go to the engine: it holds its own weights but no KV cache yet when it slept."""
-    components = dict(passes.idle)
-    components["communication"] += passes.states.weight_sync
-    if passes.engine is not None:
-        components["engine"] = passes.engine.weights_awake_bytes
-    return components
+    """New weights go to the engine."""
+    return together(passes.idle, {"communication": passes.states.weight_sync})
 
 
 def rollout(passes: Passes) -> Components:
     """Completions are sampled: by the engine, elsewhere by a server, or by `generate` with a cache of its own."""
-    components = awake(passes)
     if passes.candidate.vllm != "off":
-        return components
-    components["communication"] += passes.states.generation_gather
-    return together(components, generation(passes))
-
-
-def awake(passes: Passes) -> Components:
-    """What is there in every phase, and the engine of the same process while it samples or starts."""
-    components = dict(passes.idle)
-    if passes.engine is not None:
-        components["engine"] = passes.engine.total_bytes
-    return components
+        return passes.idle
+    return together(passes.idle, {"communication": passes.states.generation_gather}, generation(passes))
 
 
 def generation(passes: Passes) -> Components:

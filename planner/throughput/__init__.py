@@ -14,7 +14,9 @@ run to `max_completion_length`. Left out: data loading, logging, evaluation, sav
 Predicted against published speeds: `results/throughput.md`.
 """
 
-from planner.candidate import Candidate
+from functools import lru_cache
+
+from planner.candidate import Candidate, Training, training_of
 from planner.cluster import Cluster
 from planner.quantities import Throughput
 from planner.throughput.communication import communication_seconds, offload_seconds
@@ -34,15 +36,23 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
 
     `launch` in `seconds` is what the CPU's launches add to the card's computation.
     """
-    gpu, accumulation = cluster.gpu, candidate.gradient_accumulation_steps
+    seconds = dict(_without_generation(training_of(candidate), cluster))
+    if candidate.method_row.generates:
+        seconds["generation"] = rollouts(candidate)[1] * generation_seconds(candidate, cluster, policy_work(candidate), concurrency)
+    step_seconds = sum(seconds.values())
+    tokens = candidate.tokens * candidate.gradient_accumulation_steps * candidate.num_processes
+    return Throughput(tokens_per_second=tokens / step_seconds, step_seconds=step_seconds, seconds=seconds, evidence="estimated")
+
+
+@lru_cache(maxsize=256)
+def _without_generation(training: Training, cluster: Cluster) -> dict[str, float]:
+    """What the seconds of a step are but for sampling. Remembered: a search tries one share of the card after another for a colocated engine."""
+    candidate, gpu = training.candidate, cluster.gpu
+    accumulation = candidate.gradient_accumulation_steps
     work, batch = policy_work(candidate), micro_batch(candidate, gpu)
     step = micro_step(candidate, work, gpu, batch)
-    generation = weight_sync = 0.0
-    if candidate.method_row.generates:
-        count = rollouts(candidate)[1]
-        generation = count * generation_seconds(candidate, cluster, work, concurrency)
-        weight_sync = count * weight_sync_seconds(candidate, cluster, work)
-    seconds = {
+    generates = candidate.method_row.generates
+    return {
         "compute": accumulation * step.compute,
         "recompute": accumulation * step.recompute,
         "attention": accumulation * step.attention,
@@ -50,9 +60,6 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
         "communication": communication_seconds(candidate, cluster, work, step),
         "optimizer": optimizer_seconds(candidate, gpu, work),
         "offload": offload_seconds(candidate, cluster, work, batch, step),
-        "generation": generation,
-        "weight_sync": weight_sync,
+        "generation": 0.0,
+        "weight_sync": rollouts(candidate)[1] * weight_sync_seconds(candidate, cluster, work) if generates else 0.0,
     }
-    step_seconds = sum(seconds.values())
-    tokens = batch.tokens * accumulation * candidate.num_processes
-    return Throughput(tokens_per_second=tokens / step_seconds, step_seconds=step_seconds, seconds=seconds, evidence="estimated")
