@@ -10,7 +10,7 @@ from planner.quantities import Estimate
 from planner.trace.architecture import base_layers, period
 from planner.trace.compose import single_process, without_states
 from planner.trace.decide import simulated
-from planner.trace.fit import fit_profile
+from planner.trace.fit import check, fit_profile
 from planner.trace.profile import NoProfile, Profile
 from planner.trace.samples import Ambiguous, Sample, Samples
 from planner.trace.sizes import sizes_of
@@ -50,11 +50,12 @@ def _fitted(candidate: Candidate, sizes: SmallSizes) -> Profile:
     longer = repeats.longer != repeats.most
     cases = [narrowed(sizes.drawn(each), width) for each, width in zip((repeats.most, repeats.most, repeats.longer), widths, strict=True)]
     held_back = sizes.drawn(repeats.held_back)
-    with Beside(lambda: (_sample(cases[0], layers + repeat), _sample(held_back, layers + 2 * repeat))) as other:
+    with Beside(lambda: _sample(cases[0], layers + repeat), lambda: _sample(held_back, layers + 2 * repeat)) as other:
         *alike, third = [_sample(case, layers) for case in cases]
-        deeper, check = other.result()
-    samples = Samples(alike=tuple(alike if longer else [*alike, third]), deeper=deeper, longer=third if longer else None)
-    return fit_profile(samples, (check,), CUDA_BLOCK_BYTES)
+        samples = Samples(alike=tuple(alike if longer else [*alike, third]), deeper=other.result(), longer=third if longer else None)
+        profile = fit_profile(samples, (), CUDA_BLOCK_BYTES)
+        check(profile, other.result())
+    return profile
 
 
 def kept_profile(candidate: Candidate) -> Profile:

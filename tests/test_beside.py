@@ -3,6 +3,8 @@
 import os
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,36 @@ def test_the_result_comes_from_another_process(forks: None) -> None:
     assert pid != os.getpid() and numbers == list(range(200_000))
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
+
+
+def test_a_result_is_there_before_the_next_one_is_done(forks: None, tmp_path: Path) -> None:
+    """However much of it there is: the other process goes on while nobody reads."""
+    asked, began = tmp_path / "asked", tmp_path / "began"
+
+    def waits() -> int:
+        began.touch()
+        while not asked.exists():
+            time.sleep(0.01)
+        return os.getpid()
+
+    with Beside[Any](lambda: list(range(200_000)), waits) as other:
+        while not began.exists():
+            time.sleep(0.01)
+        assert other.result() == list(range(200_000))
+        asked.touch()
+        assert other.result() != os.getpid()
+
+
+def test_of_several_works_those_that_could_not_be_done_are_done_here(forks: None) -> None:
+    here = os.getpid()
+
+    def killed_elsewhere() -> int:
+        if os.getpid() != here:
+            os.kill(os.getpid(), 9)
+        return os.getpid()
+
+    with Beside(lambda: 1, killed_elsewhere, os.getpid) as other:
+        assert [other.result(), other.result(), other.result()] == [1, here, here]
 
 
 def test_an_exception_is_raised_here(forks: None) -> None:

@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -15,28 +16,33 @@ Result = TypeVar("Result")
 
 
 class Beside(Generic[Result]):
-    """`with Beside(work) as other: ...; other.result()`. What the other process could not do, for whatever reason, is done here when it is asked for.
+    """`with Beside(work, more) as other: ...; other.result(); other.result()`. Each result is there as soon as it is done.
+
+    What the other process could not do, for whatever reason, is done here when it is asked for.
 
     On a machine with a GPU a fork cannot run a backward pass once its parent has run one (torch 2.13, autograd/engine.cpp, `track_bad_autograd_forks`).
     """
 
-    def __init__(self, work: Callable[[], Result]) -> None:
-        self._work = work
+    def __init__(self, *works: Callable[[], Result]) -> None:
+        self._works = works
+        self._told = 0
         self._pid = 0
         self._answer: BinaryIO | None = None
 
     def __enter__(self) -> "Beside[Result]":
         if forks_well():
             with contextlib.suppress(OSError):  # no more processes or descriptors
-                self._pid, self._answer = _forked(self._work)
+                self._pid, self._answer = _forked(self._works)
         return self
 
     def result(self) -> Result:
-        """What the work returns, or the exception that it raises."""
-        said = self._answer.read() if self._answer is not None else b""
-        if not said:
-            return self._work()
-        result: Result = pickle.loads(said)
+        """What the next work returns, or the exception that it raises."""
+        work = self._works[self._told]
+        self._told += 1
+        try:
+            result: Result = pickle.load(self._answer) if self._answer is not None else work()
+        except (EOFError, pickle.UnpicklingError):  # nothing came, or not all of it
+            return work()
         return result
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -55,8 +61,8 @@ def forks_well() -> bool:
     return sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1 and alone
 
 
-def _forked(work: Callable[[], Any]) -> tuple[int, BinaryIO]:
-    """The other process and the pipe that its answer comes through, empty where it has none."""
+def _forked(works: Sequence[Callable[[], Any]]) -> tuple[int, BinaryIO]:
+    """The other process and the pipe that its answers come through, which ends where it has none."""
     reading, writing = os.pipe()
     try:
         with warnings.catch_warnings():  # Python 3.12 warns of threads that only compute, and hold no lock now
@@ -72,10 +78,16 @@ def _forked(work: Callable[[], Any]) -> tuple[int, BinaryIO]:
     try:  # from here on it is the other process, which returns to nobody
         os.close(reading)
         _compute_alone()
-        with os.fdopen(writing, "wb") as answer:
-            answer.write(pickle.dumps(work(), protocol=pickle.HIGHEST_PROTOCOL))
+        with os.fdopen(writing, "wb") as answer, ThreadPoolExecutor(max_workers=1) as telling:  # a pipe is full until somebody reads
+            for work in works:
+                telling.submit(_tell, answer, pickle.dumps(work(), protocol=pickle.HIGHEST_PROTOCOL))
     finally:
         os._exit(0)
+
+
+def _tell(answer: BinaryIO, result: bytes) -> None:
+    answer.write(result)
+    answer.flush()
 
 
 def _compute_alone() -> None:
