@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Run = Callable[..., Any]  # run(module, function, *arguments)
+NICENESS = 5  # a third of another process's share of a core
 _OF_THE_COMMAND = threading.Event()
 
 
@@ -57,6 +58,7 @@ def ahead(module: str) -> Iterator[Run]:
     try:
         with contextlib.suppress(OSError, AssertionError):  # no more processes, or this is one that may have none of its own
             process.start()
+            _give_way()
         its.close()
         yield lambda *call: _run_there(mine, *call)
     finally:
@@ -64,6 +66,12 @@ def ahead(module: str) -> Iterator[Run]:
         if process.pid is not None:
             process.kill()
             process.join()
+
+
+def _give_way() -> None:
+    """Where cores are few the other process goes first: it is waited for. None can take that back, so that only a command does it."""
+    if only_plans():
+        os.nice(NICENESS)
 
 
 def forks_ahead() -> bool:

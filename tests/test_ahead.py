@@ -36,6 +36,15 @@ def test_a_function_runs_in_the_other_process_and_what_it_raises_is_raised_here(
         assert run("os", "getpid") != os.getpid()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="no process is forked ahead elsewhere")
+@pytest.mark.parametrize("command", [True, False])
+def test_only_a_command_gives_way_to_the_process_that_it_waits_for(command: bool) -> None:
+    said = "ahead.this_process_only_plans()" if command else ""
+    script = f"import os\nfrom planner import ahead\n{said}\nwith ahead.ahead('json') as run:\n    print(run('os', 'nice', 0) - os.nice(0))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.stdout.strip() == str(-ahead.NICENESS if command else 0), done.stderr
+
+
 def test_what_cannot_be_run_there_is_run_here() -> None:
     with ahead.ahead("json") as run:
         assert run(__name__, "dies") is None
