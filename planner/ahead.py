@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Run = Callable[..., Any]  # run(module, function, *arguments)
-NICENESS = 5  # a third of another process's share of a core
+NICENESS = 5  # a third of another process's share of a core (Linux, kernel/sched/core.c, `sched_prio_to_weight`: 335 of 1024)
 _OF_THE_COMMAND = threading.Event()
 
 

@@ -221,12 +221,13 @@ def changed(candidate: Candidate, **settings: Any) -> Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """A candidate seen without the share of the card that its engine has, on which nothing of its training depends: equal where `key` is."""
+class Seen:
+    """A candidate seen by some of its fields only: equal where `key` is. What is remembered of one is right for all that are equal."""
 
     key: tuple[object, ...]
     candidate: Candidate = field(compare=False)
 
 
-def training_of(candidate: Candidate) -> Training:
-    return Training(_but_the_share(candidate), candidate)
+def training_of(candidate: Candidate) -> Seen:
+    """Without the share of the card that an engine in the same process has: nothing of the training depends on it."""
+    return Seen(_but_the_share(candidate), candidate)

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from planner.candidate import Candidate
 from planner.catalogue import load_model
@@ -71,3 +71,38 @@ def test_what_is_reshaped_of_a_real_tensor_is_made_though_nothing_on_the_meta_de
         held = torch.arange(12_000).view(3, 4000)
         assert held.untyped_storage().nbytes() > SMALL_BYTES
         assert reshaped(held).tolist() == reshaped(torch.arange(12_000).view(3, 4000)).tolist()
+
+
+aten = torch.ops.aten
+# Those that the dry runs above do not come to, each on a tensor of numbers, of truths and of indices.
+OTHERS = {
+    aten.bitwise_and.Tensor: lambda x, true, at: (true, true),
+    aten.bitwise_not.default: lambda x, true, at: (true,),
+    aten.bitwise_or.Tensor: lambda x, true, at: (true, true),
+    aten.empty_like.default: lambda x, true, at: (x,),
+    aten.eq.Scalar: lambda x, true, at: (x, 1),
+    aten.gather.default: lambda x, true, at: (x, 1, at),
+    aten.logsumexp.default: lambda x, true, at: (x, [-1]),
+    aten.masked_fill.Scalar: lambda x, true, at: (x, true, 0.0),
+    aten.native_dropout.default: lambda x, true, at: (x, 0.1, True),
+    aten.sub_.Tensor: lambda x, true, at: (x, x),
+    aten.where.ScalarOther: lambda x, true, at: (true, x, 0.0),
+    aten.zero_.default: lambda x, true, at: (x,),
+}
+
+
+@pytest.mark.parametrize("func", OTHERS, ids=str)
+def test_so_it_answers_of_those_that_the_dry_runs_do_not_come_to(func: Any) -> None:
+    """For shapes that differ, one of them with a dimension of one, and for elements that are not in order."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    known = FakeResults(mode)
+    for shape, stride in (((3, 8), (8, 1)), ((5, 7), (7, 1)), ((1, 7), (7, 1)), ((4, 6), (1, 4))):
+        tensors = [known.empty(shape, stride, dtype) for dtype in (torch.bfloat16, torch.bool, torch.int64)]
+        for _ in range(2):
+            told, expected = known.of(func, OTHERS[func](*tensors), {}), mode.dispatch(func, (), OTHERS[func](*tensors), {})
+            assert shapes_of(told) == shapes_of(expected)
+
+
+def shapes_of(result: Any) -> list[Any]:
+    each = result if isinstance(result, tuple) else (result,)
+    return [(tensor.dtype, tuple(tensor.shape), comparable(results._Made(tensor.dtype, tuple(tensor.shape), tensor.stride())).stride) for tensor in each]

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from planner.candidate import Candidate, Training, training_of
+from planner.candidate import Candidate, Seen, training_of
 from planner.cluster import Gpu
 from planner.memory.engine import EngineMemory
 from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
@@ -23,7 +23,7 @@ def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) ->
 
 
 @lru_cache(maxsize=256)
-def _of_training(training: Training, gpu: Gpu) -> tuple[tuple[Phase, Components], ...]:
+def _of_training(training: Seen, gpu: Gpu) -> tuple[tuple[Phase, Components], ...]:
     """The phases without an engine. Remembered: a search tries one share of the card after another for an engine beside the same training."""
     candidate = training.candidate
     passes = passes_of(candidate, gpu)

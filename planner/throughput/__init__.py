@@ -16,7 +16,7 @@ Predicted against published speeds: `results/throughput.md`.
 
 from functools import lru_cache
 
-from planner.candidate import Candidate, Training, training_of
+from planner.candidate import Candidate, Seen, training_of
 from planner.cluster import Cluster
 from planner.quantities import Throughput
 from planner.throughput.communication import communication_seconds, offload_seconds
@@ -45,7 +45,7 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
 
 
 @lru_cache(maxsize=256)
-def _without_generation(training: Training, cluster: Cluster) -> dict[str, float]:
+def _without_generation(training: Seen, cluster: Cluster) -> dict[str, float]:
     """What the seconds of a step are but for sampling. Remembered: a search tries one share of the card after another for a colocated engine."""
     candidate, gpu = training.candidate, cluster.gpu
     accumulation = candidate.gradient_accumulation_steps

@@ -7,12 +7,11 @@ row, chunks of tokens, tiles of the vocabulary, lengths that kernels pad) is the
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from operator import attrgetter
 
-from planner.candidate import Candidate
+from planner.candidate import Candidate, Seen
 from planner.memory.sharding import SHARDED
 from planner.trace.architecture import architecture, features
 from planner.trace.compose import single_process
@@ -70,21 +69,13 @@ def _digest(part: object) -> str:
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A candidate seen without its sizes: equal where `fields` are."""
-
-    fields: tuple[object, ...]
-    candidate: Candidate = field(compare=False)
-
-
 def family_key(candidate: Candidate) -> str:
     """The first part of a candidate's key, empty where profiles do not stand for it. Remembered: a search asks for many sizes of one family."""
-    return _family_key(_Asked(FAMILY(candidate), candidate))
+    return _family_key(Seen(FAMILY(candidate), candidate))
 
 
 @lru_cache(maxsize=4096)
-def _family_key(asked: _Asked) -> str:
+def _family_key(asked: Seen) -> str:
     try:
         return _digest(_of_family(asked.candidate))[:16]
     except NoProfile:

@@ -39,11 +39,11 @@ class Beside(Generic[Result]):
         """What the next work returns, or the exception that it raises."""
         work = self._works[self._told]
         self._told += 1
-        try:
-            result: Result = pickle.load(self._answer) if self._answer is not None else work()
-        except (EOFError, pickle.UnpicklingError):  # nothing came, or not all of it
-            return work()
-        return result
+        if self._answer is not None:
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # nothing came, or not all of it
+                result: Result = pickle.load(self._answer)
+                return result
+        return work()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Nothing is left behind, whether anybody waited or not."""
