@@ -17,7 +17,7 @@ from planner.trace.sizes import sizes_of
 from planner.trace.store import LIBRARIES, load_profile, save_profile
 from probes.fake.substitutions import CUDA_BLOCK_BYTES
 from probes.process.beside import Beside
-from probes.simulate import REASON_LENGTH, dry_run
+from probes.simulate import dry_run, stopped_at
 from probes.small_sizes import QUANTIZED_WIDTHS, WIDTHS, SmallSizes, narrowed, repeats_of, with_layers
 from probes.step.tracker import collector_off
 
@@ -86,8 +86,7 @@ def simulated_answer(answer: Estimate, risk: float) -> Estimate:
     except PlanError:
         raise
     except Exception as error:  # whatever the installed libraries raise is the answer that they cannot run this
-        reason = " ".join(str(error).split())[:REASON_LENGTH]
-        raise DryRunUnsupported(f"The installed libraries stop at it: {type(error).__name__}: {reason}") from error
+        raise stopped_at(error) from error
 
 
 def _sample(candidate: Candidate, layers: int) -> Sample:

@@ -43,8 +43,16 @@ def traced(candidate: Candidate, ways: Ways = "cuda") -> Trace:
     except PlanError:
         raise
     except Exception as error:  # whatever the installed libraries raise is the answer that they cannot run this
-        reason = " ".join(str(error).split())[:REASON_LENGTH]
-        raise DryRunUnsupported(f"The installed libraries stop at it: {type(error).__name__}: {reason}") from error
+        raise stopped_at(error) from error
+
+
+def stopped_at(error: Exception) -> DryRunUnsupported:
+    """What the installed libraries raised, as an answer."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return DryRunUnsupported(f"The installed libraries need {package} for it, which is not installed: pip install {package}.")
+    reason = " ".join(str(error).split())[:REASON_LENGTH]
+    return DryRunUnsupported(f"The installed libraries stop at it: {type(error).__name__}: {reason}")
 
 
 def _traced(candidate: Candidate, ways: Ways) -> Trace:

@@ -19,7 +19,7 @@ from typing import Any
 from planner.candidate import Candidate
 from planner.catalogue import load_model, model_rows
 from planner.errors import PlanError
-from planner.trace.deeper import same_step
+from planner.trace.deeper import COPIES, same_step
 from planner.trace.profile import NoProfile
 from planner.trace.store import LIBRARIES
 
@@ -50,10 +50,11 @@ def candidates() -> Iterator[Candidate]:
 
 def compared(candidate: Candidate) -> dict[str, object]:
     """One row. `refused` says why all layers are run."""
-    from probes.deepened import deepened, depths_of
+    from probes.deepened import CHECKED, deepened, pattern_of
     from probes.dryrun import dry_run
+    from probes.layers.few_layers import depth_of
 
-    row: dict[str, object] = {"model": candidate.model.id, "method": candidate.method, "layers": candidate.model.config.get("num_hidden_layers")}
+    row: dict[str, object] = {"model": candidate.model.id, "method": candidate.method, "layers": depth_of(dict(candidate.model.config))}
     row |= {name: getattr(candidate, name) for name in ("tuning", "quantization", "gradient_checkpointing", "attn_implementation", "vllm")}
     try:
         began = time.monotonic()
@@ -64,9 +65,10 @@ def compared(candidate: Candidate) -> dict[str, object]:
         return row | {"refused": str(error)}
     except Exception as error:  # the installed libraries stop at the model
         return row | {"refused": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
-    depths = depths_of(candidate)
+    pattern = pattern_of(candidate)
     return row | {
-        "run": [depths.first, depths.second, depths.checked], "births": len(run.allocations), "peak_bytes": run.peak_bytes, "told_bytes": told.peak_bytes,
+        "run": [len(pattern.kept(copies)) for copies in (0, COPIES, CHECKED)],
+        "births": len(run.allocations), "peak_bytes": run.peak_bytes, "told_bytes": told.peak_bytes,
         "same": same_step(told, run) and told.phases == run.phases, "seconds": [round(between - began, 2), round(time.monotonic() - between, 2)],
     }  # fmt: skip
 

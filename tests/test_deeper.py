@@ -22,7 +22,11 @@ CASES: tuple[dict[str, Any], ...] = (
     {"method": "dpo", "max_length": 96, "gradient_checkpointing": False},
     {"method": "grpo", "beta": 0.1, **ROLLOUT},
     {"method": "rloo", "vllm": "colocate", "tuning": "full", **ROLLOUT},
+    {"method": "sft", "max_length": 96, "model": "DeepSeek-V2-Lite"},  # a dense layer before those of experts
+    {"method": "sft", "max_length": 96, "model": "gpt-oss-20b"},  # every other layer has a window
+    {"method": "dpo", "max_length": 96, "model": "gpt2", "tuning": "full"},  # whose config has other names
 )
+UNUSUAL_LAYERS = {"DeepSeek-V2-Lite": 16, "gpt-oss-20b": 16}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -31,10 +35,12 @@ def test_few_layers_tell_what_all_allocate(settings: dict[str, Any], ways: Any) 
     pytest.importorskip("trl")
     from probes.deepened import deepened
     from probes.dryrun import dry_run
-    from probes.small_sizes import with_layers
+    from probes.layers.few_layers import with_layers
 
-    layers = LAYERS + 4 * (settings.get("checkpoint_every_n_layers", 1) - 1)  # more have to be traced where more make a period
-    candidate = with_layers(Candidate(**({"model": load_model("Qwen2.5-0.5B")} | BASE | settings)), layers)
+    name = settings.get("model", "Qwen2.5-0.5B")
+    layers = UNUSUAL_LAYERS.get(name, LAYERS) + 4 * (settings.get("checkpoint_every_n_layers", 1) - 1)  # more have to be traced where more make a period
+    model = load_model(name)
+    candidate = Candidate(**(BASE | settings | {"model": replace(model, config=with_layers(dict(model.config), list(range(layers))))}))
     told, run = deepened(candidate, ways), dry_run(candidate, ways, steps=1)
     assert same_step(told, run)
     assert told.phases == run.phases and told.holdings_at_peak() == run.holdings_at_peak() and told.peak_event == run.peak_event
@@ -49,12 +55,38 @@ def test_layers_that_are_not_alike_or_few_are_all_run() -> None:
     from probes.small_sizes import with_layers
 
     deep = with_layers(Candidate(**({"model": load_model("Qwen2.5-0.5B"), "method": "sft", "max_length": 48} | BASE)), LAYERS)
-    first, second = deep.model.layers[:2]
-    unlike = (replace(first, residual_scaled=True), second, *deep.model.layers[2:])
-    for case in (with_layers(deep, 5), replace(deep, activation_offloading=True), replace(deep, model=replace(deep.model, layers=unlike))):
+    unlike = {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["sliding_attention", "full_attention"] * 4}
+    alone = replace(deep, model=replace(deep.model, config=deep.model.config | unlike))
+    for case in (with_layers(deep, 5), with_layers(deep, 2), replace(deep, activation_offloading=True), alone):
         with pytest.raises(NoProfile):
             deepened(case, "cuda")
     assert REPEATED not in traced(with_layers(deep, 5)).substitutions and REPEATED in traced(deep).substitutions
+
+
+@pytest.mark.parametrize(
+    ("kinds", "every", "found"),
+    [([7] * 12, 1, (0, 12, 0, 1)), ([7] * 12, 2, (0, 12, 0, 2)), ([1, 1, 1] + [2] * 20, 1, (3, 20, 0, 1)), ([2] * 9 + [1], 1, (0, 9, 1, 1)),
+     ([1, 1, 1, 2] * 5 + [1], 1, (0, 21, 0, 4)), ([3, *[1, 2] * 8], 1, (1, 16, 0, 2)), ([3, *[1, 2] * 8], 3, (1, 16, 0, 6))],
+)  # fmt: skip
+def test_the_pattern_of_layers_that_repeat_between_others(kinds: list[int], every: int, found: tuple[int, ...]) -> None:
+    pytest.importorskip("trl")
+    from probes.deepened import shortest_pattern
+
+    pattern = shortest_pattern(kinds, every)
+    assert (pattern.before, pattern.repeating, pattern.after, pattern.period) == found
+    assert pattern.kept(pattern.copies) == list(range(len(kinds)))
+    for copies in range(pattern.copies):
+        kept = [kinds[index] for index in pattern.kept(copies)]
+        assert kept == kinds[: len(kept) - pattern.after] + kinds[len(kinds) - pattern.after :]
+        assert kept[len(kept) - pattern.after - 1] == kinds[len(kinds) - pattern.after - 1]
+
+
+def test_layers_of_which_none_repeats_have_no_pattern() -> None:
+    pytest.importorskip("trl")
+    from probes.deepened import shortest_pattern
+
+    with pytest.raises(NoProfile, match="do not repeat"):
+        shortest_pattern([1, 2, 3, 4])
 
 
 def made(born: int, died: int, size_bytes: int, operator: str) -> Allocation:

@@ -11,6 +11,7 @@ pytest.importorskip("trl")
 
 from probes.dryrun import dry_run
 from probes.layers.few_layers import few_layers
+from probes.simulate import stopped_at
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -78,6 +79,12 @@ def test_offloaded_activations_leave_less_on_the_gpu() -> None:
 def test_what_one_process_cannot_show_is_refused_by_name(changes: dict[str, object], named: str) -> None:
     with pytest.raises(DryRunUnsupported, match=named):
         dry_run(candidate(**changes))
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    error = ModuleNotFoundError("No module named 'bitsandbytes.nn'", name="bitsandbytes.nn")
+    assert str(stopped_at(error)) == "The installed libraries need bitsandbytes for it, which is not installed: pip install bitsandbytes."
+    assert str(stopped_at(KeyError("q"))) == "The installed libraries stop at it: KeyError: 'q'"
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

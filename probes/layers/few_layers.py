@@ -16,7 +16,8 @@ DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 # How configs say of which kind a layer is, besides by a list with one item a layer.
 # Source: transformers 5.23, models/<folder>/configuration_<folder>.py.
 MEMBERS = ("moe_layers", "cross_attention_layers", "full_attn_idxs", "mlp_only_layers", "attn_layer_indices")  # the places of the layers that are so
-FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")  # so many from the start
+WINDOW = "max_window_layers"  # without a window before the others, if `use_sliding_window`
+FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", WINDOW)  # so many from the start
 LAST = ("num_kv_shared_layers",)  # so many at the end
 
 
@@ -80,7 +81,7 @@ def _lists(full: Config) -> Iterator[tuple[str, list[object]]]:
 def _kind(full: Config, index: int) -> tuple[object, ...]:
     kind: list[object] = [value[index] for _, value in _lists(full)]
     kind += [index in full[key] for key in _present(full, MEMBERS, list)]
-    kind += [index < full[key] for key in _present(full, FIRST, int)]
+    kind += [index < full[key] for key in _present(full, FIRST, int) if key != WINDOW or full.get("use_sliding_window")]
     kind += [index >= depth_of(full) - full[key] for key in _present(full, LAST, int)]
     return (*kind, (index + 1) % (full.get("decoder_sparse_step") or 1))
 
