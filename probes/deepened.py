@@ -76,8 +76,8 @@ def pattern_of(candidate: Candidate) -> Pattern:
         raise NoProfile("The teacher has other layers.")
     try:
         kinds = layer_kinds(dict(model.config))
-    except (ValueError, KeyError, StopIteration) as error:
-        raise NoProfile(f"Transformers cannot say which layers {model.id} has: {error}") from error
+    except Exception as error:  # whatever a config lacks
+        raise NoProfile(f"Nobody knows which layers {model.id} has: {type(error).__name__}: {error}") from error
     of_layers = dict(sorted((place, kind) for kind, places in enumerate(kinds) for place in places))
     return shortest_pattern(list(of_layers.values()), candidate.checkpoint_every_n_layers)
 
