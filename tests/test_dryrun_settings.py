@@ -23,6 +23,7 @@ pytestmark = [
 AGREEMENT = 0.03
 OUTSIDE_THE_TRACE = {"runtime", "fragmentation", "communication"}  # a dry run sees what PyTorch allocates
 MODEL = few_layers(load_model("Llama-3.2-1B"))
+WITH_SINKS = few_layers(load_model("gpt-oss-20b"), 1)
 
 
 def candidate(**changes: object) -> Candidate:
@@ -36,6 +37,7 @@ SETTINGS: list[dict[str, object]] = [
     {"attn_implementation": "flash_attention_2"},
     {"attn_implementation": "flash_attention_2", "padded": True, "gradient_checkpointing": False},
     {"attn_implementation": "eager", "padded": True},
+    {"model": WITH_SINKS, "attn_implementation": "eager", "dtype": "float32", "max_length": 4096},
     {"quantization": "nf4", "gradient_checkpointing": False},
     {"quantization": "nf4-double"},
     {"quantization": "int8"},
@@ -54,7 +56,7 @@ SETTINGS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", SETTINGS, ids=lambda changes: " ".join(f"{name}={value}" for name, value in changes.items()))
+@pytest.mark.parametrize("changes", SETTINGS, ids=lambda changes: " ".join(f"{name}={getattr(value, 'id', value)}" for name, value in changes.items()))
 def test_formulas_and_dry_run_agree(changes: dict[str, object]) -> None:
     case = candidate(**changes)
     phases = estimate(case, parse_cluster("1xH200", None)).gpus[0].phases

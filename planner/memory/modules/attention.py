@@ -147,7 +147,7 @@ def eager_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: 
         weights = op.unary(tape, weights, "output", temporaries=0)  # tanh
         weights = op.scale(tape, weights)
     weights = op.add(tape, weights, Tensor(None, scores(1), recipe.weight_width))
-    softened = with_sinks(tape, recipe, block, weights) if block.sink_params else narrow_softmax(tape, recipe, block, weights, q.width)
+    softened = with_sinks(tape, recipe, block, weights, v.width) if block.sink_params else narrow_softmax(tape, recipe, block, weights, q.width)
     weights = softened
     del softened
     if block.dropout and recipe.dropout:
@@ -163,10 +163,11 @@ def narrow_softmax(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor
     return op.cast(tape, probabilities, width)
 
 
-def with_sinks(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor) -> Tensor:
-    """gpt_oss: one more score a row, the row's largest subtracted, softmax in their dtype, the added score dropped.
+def with_sinks(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor, width: int) -> Tensor:
+    """gpt_oss: one more score a row, the row's largest subtracted, softmax in their dtype, the added score dropped, then the dtype of the values.
 
-    It names the dtype, which CUDA's autocast then leaves (autocast_mode.h, `fp32_set_opt_dtype`).
+    All of these are still there when the last is made (transformers 5.23, modeling_gpt_oss.py:244-252). The softmax names its dtype, which CUDA's
+    autocast then leaves (autocast_mode.h, `fp32_set_opt_dtype`).
     """
     sinks = tape.weight(block.sink_params, recipe.weight_width, recipe.trainable)
     joined = op.with_column(tape, weights, sinks, block.num_attention_heads)
@@ -174,7 +175,7 @@ def with_sinks(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor) ->
     shifted = op.subtract(tape, joined, largest)
     del largest, positions, joined
     probabilities = op.softmax(tape, shifted, float32=False)
-    return op.part(tape, probabilities, weights.elements)
+    return op.cast(tape, op.part(tape, probabilities, weights.elements), width)
 
 
 def matmul(tape: Tape, recipe: Recipe, a: Tensor, b: Tensor, heads: int, features: int, copies: tuple[bool, bool]) -> Tensor:
