@@ -92,7 +92,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             for row in told
         ),
         "",
-        f"All layers are run of the other {len(rows) - len(told)}:",
+        f"Not put together, and why, are the other {len(rows) - len(told)}:",
         "",
         *(f"- {row['model']}, {row['method']}: {row['refused']}" for row in rows if "refused" in row),
         "",

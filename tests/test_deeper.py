@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
+from planner.catalogue import load_model, model_rows
 from planner.trace.deeper import REPEATED, Repeating, same_step
 from planner.trace.profile import NoProfile
 from planner.trace.timeline import STAYS, Allocation, Trace
@@ -79,6 +79,19 @@ def test_the_pattern_of_layers_that_repeat_between_others(kinds: list[int], ever
         kept = [kinds[index] for index in pattern.kept(copies)]
         assert kept == kinds[: len(kept) - pattern.after] + kinds[len(kinds) - pattern.after :]
         assert kept[len(kept) - pattern.after - 1] == kinds[len(kinds) - pattern.after - 1]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_layers_that_the_formulas_tell_apart_the_configs_tell_apart_too() -> None:
+    """A pattern is of what the config says; the layers that were not run are no other ones."""
+    pytest.importorskip("trl")
+    from probes.layers.few_layers import layer_kinds
+
+    models = {model.model_type: model for model in map(load_model, (row.id for row in model_rows())) if model.known}
+    assert models
+    for model in models.values():
+        for places in layer_kinds(dict(model.config)):
+            assert len({model.layers[place] for place in places}) == 1, model.id
 
 
 def test_layers_of_which_none_repeats_have_no_pattern() -> None:
