@@ -1,0 +1,100 @@
+"""Write tests/golden/estimates.jsonl: `plan estimate` of 300 random candidates, each with a digest of its whole report.
+
+    python scripts/freeze_estimates.py
+
+A refactoring must not change the file. A formula that changes it is named in the commit that rewrites it.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from planner.cli import run
+
+FILE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "estimates.jsonl"
+CATALOGUE = Path(__file__).resolve().parents[1] / "planner" / "data" / "models.jsonl"
+SEED, COUNT = 20261122, 300
+METHODS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo")
+GENERATES = ("grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo")
+WITH_VLLM = ("grpo", "rloo", "online-dpo", "distillation")
+GPUS = ("1xT4", "1xRTX-4090", "1xA100-40G", "1xH100", "2xA100-40G", "4xL40S", "8xH100", "8xA100-80G", "2x8xH100", "8xH200", "1xRTX-3050-4G")
+# Settings and the share of candidates that pin them, in per cent.
+SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "gradient_checkpointing": (40, ("true", "false")),
+    "attn_implementation": (40, ("sdpa", "eager", "flash_attention_2")),
+    "dtype": (30, ("float32", "bfloat16")),
+    "optim": (30, ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "sgd", "adafactor")),
+    "use_liger_kernel": (10, ("true",)),
+    "PYTORCH_CUDA_ALLOC_CONF": (20, ("expandable_segments:True",)),
+    "lora_target_modules": (15, ("q_proj,v_proj", "all-linear")),
+    "activation_offloading": (5, ("true",)),
+    "packing": (5, ("true",)),
+    "padding_free": (5, ("true",)),
+    "precompute_ref_log_probs": (5, ("true",)),
+    "beta": (15, ("0.0", "0.1")),
+    "num_generations": (15, ("2", "4")),
+    "zero_stage": (30, ("1", "2", "3")),
+    "offload_optimizer_device": (6, ("cpu",)),
+    "fsdp_version": (8, ("2",)),
+}
+VLLM = (("vllm_gpu_memory_utilization", ("0.2", "0.3", "0.5")), ("vllm_tensor_parallel_size", ("1", "2")), ("vllm_enable_sleep_mode", ("true", "false")))
+
+
+def arguments(draw: random.Random, models: list[str]) -> list[str]:
+    """One random command line of `plan estimate`; it may contradict itself."""
+    method = draw.choice(METHODS)
+    found = ["--model", draw.choice(models), "--gpus", draw.choice(GPUS), "--method", method, "--tuning", draw.choice(("full", "lora", "lora", "qlora"))]
+    found += ["--batch-size", draw.choice(("1", "2", "4", "8"))]
+    lengths = ("--prompt-length", "--max-completion-length") if method in GENERATES else ("--max-length",)
+    for flag in lengths:
+        found += [flag, draw.choice(("128", "512", "1024", "4096"))]
+    found += draw.choice(([], ["--padded"], ["--no-padded"]))
+    for name, (share, values) in SETTINGS.items():
+        value = draw.choice(values)
+        if draw.random() * 100 < share:
+            found += ["--set", f"{name}={value}"]
+    if method in WITH_VLLM and draw.random() < 0.5:
+        mode = "colocate" if found[3].startswith("1x") else draw.choice(("colocate", "server"))
+        found += ["--set", "use_vllm=true", "--set", f"vllm_mode={mode}"]
+        for name, values in VLLM:
+            found += ["--set", f"{name}={draw.choice(values)}"] if draw.random() < 0.6 else []
+    return found
+
+
+def estimated(argv: list[str]) -> dict[str, object] | None:
+    """The line of one command: its arguments, its peak and the digest of its report but for texts; None where the command refuses."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        code = run(["estimate", *argv, "--json", "--quiet"])
+    if code not in (0, 3) or not printed.getvalue():
+        return None
+    report = json.loads(printed.getvalue())
+    for text in ("evidence", "versions", "reasons", "warnings"):
+        report.pop(text, None)
+    peak = max(gpu["peak_bytes"] for gpu in report["gpus"])
+    digest = hashlib.sha256(json.dumps(report, sort_keys=True).encode()).hexdigest()[:16]
+    return {"arguments": " ".join(argv), "peak_bytes": peak, "digest": digest}
+
+
+def lines() -> Iterator[dict[str, object]]:
+    models = [row["id"] for row in map(json.loads, CATALOGUE.read_text().splitlines()) if row.get("params") and _known(row["id"])]
+    draw, count = random.Random(SEED), 0
+    while count < COUNT:
+        line = estimated(arguments(draw, models))
+        if line is not None:
+            count += 1
+            yield line
+
+
+def _known(name: str) -> bool:
+    from planner.catalogue import load_model
+
+    return load_model(name).known
+
+
+if __name__ == "__main__":
+    FILE.write_text("".join(json.dumps(line) + "\n" for line in lines()))
