@@ -1,14 +1,9 @@
 """The command: its subcommands, and the only exit."""
 
-import atexit
-import contextlib
-import gc
-import os
 import sys
 
 import typer
 
-from planner.ahead import this_process_only_plans
 from planner.commands import diagnosing, planning, running, telling
 from planner.commands.printing import say_error
 from planner.errors import EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
@@ -36,21 +31,7 @@ def main() -> None:
     """The console script."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot draw a bar still gets the numbers
-    gc.disable()  # a command ends before there is much to collect, and walking through what a dry run imports takes seconds; probes collect (rungs.py)
-    this_process_only_plans()
-    code = run(sys.argv[1:])
-    if "torch" in sys.modules:
-        _leave(code)
-    sys.exit(code)
-
-
-def _leave(code: int) -> None:
-    """Ends the process without freeing one by one what the libraries imported, which takes a second (as mypy's `hard_exit` does)."""
-    with contextlib.suppress(OSError):  # a reader that went away is sys.exit's to tell of
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        atexit._run_exitfuncs()
-        os._exit(code)
+    sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 from planner.candidate import Candidate
+from planner.estimate import estimate
 from planner.fingerprint import candidate_key
 from planner.measured import DEVICE_WORDS, differences, measured_estimate, needed_peak_bytes, silence
 from planner.measurement import Measurement
@@ -11,7 +12,6 @@ from planner.plan import Plan
 from planner.proof import Proof
 from planner.quantities import Estimate
 from planner.settings import settings_of_fields, settings_text
-from planner.trace.decide import answer_of
 from planner.units import format_size
 
 
@@ -30,7 +30,7 @@ def as_expected(plan: Plan) -> Plan:
     """The plan as the rungs below probes have it: with the user's earlier measurements in it, a proof would compare them with themselves."""
     if plan.best.device == "none":
         return plan
-    best = replace(answer_of(plan.best.candidate, plan.cluster, plan.job.risk), reasons=plan.best.reasons)
+    best = replace(estimate(plan.best.candidate, plan.cluster, plan.job.risk), reasons=plan.best.reasons)
     return replace(plan, best=best, verdict="fits" if best.fits else "does_not_fit")
 
 
@@ -99,7 +99,7 @@ def _expected(plan: Plan, best: Candidate) -> Estimate:
     """What the plan says of the proven candidate, or would have said."""
     others = [other.estimate for other in plan.alternatives] + [remedy.estimate for remedy in plan.remedies]
     known = next((other for other in others if candidate_key(other.candidate) == candidate_key(best)), None)
-    return known or answer_of(best, plan.cluster, plan.job.risk)
+    return known or estimate(best, plan.cluster, plan.job.risk)
 
 
 def _of(candidate: Candidate, measurements: Sequence[Measurement]) -> list[Measurement]:

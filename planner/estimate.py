@@ -1,5 +1,7 @@
 """Candidate -> Estimate: what a candidate needs on each GPU, phase by phase, and how fast it runs."""
 
+from dataclasses import replace
+
 from planner.candidate import Candidate
 from planner.cluster import Cluster, Gpu
 from planner.confidence import fit_probability_of, interval_bytes
@@ -31,6 +33,23 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = RISK) -> Esti
         host_peak_bytes=host_peak_bytes(candidate, cluster),
         throughput=throughput(candidate, cluster, engine.max_concurrency if engine is not None else 0.0),
         reasons=(),
+    )
+
+
+def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
+    """The estimate with `residual` x its bytes added to every phase of the training GPUs, as the component "unexplained".
+
+    `residual` is what a dry run found above an estimate of the same tuning class: simulated peak / estimated peak - 1.
+    """
+    train, *others = answer.gpus
+    phases = tuple(replace(phase, components={**phase.components, "unexplained": round(residual * phase.total_bytes)}) for phase in train.phases)
+    corrected = replace(train, phases=phases, interval_bytes=interval_bytes(max(phases, key=TOTAL_BYTES), risk))
+    gpus = (corrected, *others)
+    return replace(
+        answer,
+        gpus=gpus,
+        fits=all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in gpus),
+        fit_probability=min(fit_probability_of(gpu, risk) for gpu in gpus),
     )
 
 

@@ -24,18 +24,29 @@ FLASH_HEAD_DIM = 256  # flash-attn's largest head dimension
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Question:
-    """One class of tuning for a job on a cluster. `offload`: whether the host may hold what the GPUs cannot. Compared by identity."""
+    """One tuning class of a job on a cluster. Compared by identity.
+
+    `offload`: whether states may be offloaded to the host. `residual`: the share by which a dry run exceeded the estimate of this class.
+    """
 
     job: Job
     cluster: Cluster
     tuning_class: TuningClass
     offload: bool = False
+    residual: float = 0.0
 
     @property
     def processes(self) -> int:
         pinned = self.job.pinned.get("num_processes", self.cluster.num_gpus)
         assert isinstance(pinned, int)
         return pinned
+
+
+def tuning_class_of(candidate: Candidate) -> TuningClass:
+    """The tuning class of a candidate: "qlora" is LoRA on quantized weights."""
+    if candidate.tuning == "full":
+        return "full"
+    return "lora" if candidate.quantization == "none" else "qlora"
 
 
 # -- the knobs ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The answer to a job: the best candidate, its runners-up, the reasons."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,16 +51,18 @@ CLASS_LABELS: dict[TuningClass, str] = {"full": "full fine-tuning", "lora": "LoR
 VERSIONS = {"transformers": "5.23", "peft": "0.21.2", "accelerate": "1.15", "deepspeed": "0.19.8", "bitsandbytes": "0.50.2", "vllm": "0.31", "torch": "2.13"}
 
 
-def plan(job: Job, cluster: Cluster) -> Plan:
-    """Search every tuning class that the job allows and recommend the first that fits without the host's help.
+def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | None = None) -> Plan:
+    """Search every tuning class that the job allows and recommend the first that fits without offloading.
+
+    `residuals`: for a tuning class, the share by which a dry run exceeded its estimate; the class is planned with so much more.
 
     Raises:
         InputError: the job contradicts itself or the cluster.
         NothingFits: no candidate could even be built, such as an effective batch that no number of processes divides.
     """
-
     refuse_contradictions(job, cluster)
-    questions = [Question(job=job, cluster=cluster, tuning_class=name) for name in classes(job)]
+    above = residuals or {}
+    questions = [Question(job=job, cluster=cluster, tuning_class=name, residual=above.get(name, 0.0)) for name in classes(job)]
     found = {question: search(question) for question in questions}
     chosen = recommended(found) or least_of_the_host(offloaded(found))
     nearest = min((answer for answer in found.values() if answer is not None), key=lambda answer: answer.over_bytes, default=None)

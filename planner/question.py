@@ -129,9 +129,7 @@ def single_candidate(question: Question) -> Candidate:
 
 def of_one(question: Question, answer: Estimate) -> knobs.Question:
     """The question that a single candidate answers, for what is said beside its numbers."""
-    candidate = answer.candidate
-    tuning_class: knobs.TuningClass = "full" if candidate.tuning == "full" else "lora" if candidate.quantization == "none" else "qlora"
-    return knobs.Question(job=question.job, cluster=question.cluster, tuning_class=tuning_class)
+    return knobs.Question(job=question.job, cluster=question.cluster, tuning_class=knobs.tuning_class_of(answer.candidate))
 
 
 def _server_gpus(pinned: Mapping[str, Any]) -> int:

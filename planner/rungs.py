@@ -1,34 +1,28 @@
 """What the commands ask of `probes/`: layers without formulas, dry runs, probes and studies. Imported inside the commands that need it."""
 
 import contextlib
-import gc
 import io
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from planner.ahead import CannotImport, Run, ahead, forks_ahead, run_here
 from planner.candidate import Candidate
 from planner.cluster import Cluster, Gpu
 from planner.confirmed import confirmed, contradiction_of
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, DryRunUnsupported, InputError, ProbeFailed, UnknownArchitecture
-from planner.estimate import RISK
 from planner.job import Job
-from planner.knobs import Question, attention, structures
+from planner.knobs import Question, attention
 from planner.measured import heaviest_rank
 from planner.measurement import DeviceName, Measurement
 from planner.model import ModelShape
 from planner.options import Probing, Proving
 from planner.own_results import keep_new
-from planner.plan import Plan, classes
+from planner.plan import Plan
 from planner.quantities import Estimate
-from planner.trace.compose import Simulation, refuse_other_kernels, with_reserved
-from planner.trace.recipe import family_key
-from planner.trace.store import cache_root, forget, has_profiles
+from planner.trace.compose import Simulation, with_reserved
+from planner.trace.store import cache_root
 from planner.units import format_size, parse_seconds
 
 Say = Callable[[str], None]
@@ -51,16 +45,16 @@ def can_dry_run() -> bool:
 # -- the simulated rung ------------------------------------------------------------------------------------------------
 
 
-def simulated(answer: Estimate, cluster: Cluster, say: Say, run: Run = run_here) -> Simulation:
+def simulated(answer: Estimate, cluster: Cluster, say: Say) -> Simulation:
     """The dry run on a card of the cluster, as `traced` makes it.
 
     Raises:
         DryRunUnsupported: as `traced`.
     """
-    return with_reserved(traced(answer, say, cluster.gpu, run), cluster.gpu)
+    return with_reserved(traced(answer, say, cluster.gpu), cluster.gpu)
 
 
-def traced(answer: Estimate, say: Say, gpu: Gpu | None = None, run: Run = run_here) -> Simulation:
+def traced(answer: Estimate, say: Say, gpu: Gpu | None = None) -> Simulation:
     """The dry run with a card's kernels, or without a card with those that a probe on the CPU runs. What its libraries print is kept from the streams.
 
     Raises:
@@ -69,50 +63,10 @@ def traced(answer: Estimate, say: Say, gpu: Gpu | None = None, run: Run = run_he
     say(f"simulating the step: {answer.candidate.method} of {answer.candidate.model.id} ...")
     with _libraries_kept_silent():
         try:
-            simulation: Simulation = run("probes.simulate", "simulate_on", answer, gpu)
-        except CannotImport as error:
+            from probes.simulate import simulate_on
+        except ImportError as error:
             raise DryRunUnsupported(f"A dry run needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
-        return simulation
-
-
-def profile_made(answer: Estimate, cluster: Cluster, say: Say, run: Run = run_here) -> bool:
-    """Makes the profile of an answer's recipe from a few small dry runs and keeps it in the user's cache; whether one could be made.
-
-    From then on the search stands on it, for every size of the recipe.
-    """
-    try:
-        refuse_other_kernels(answer.candidate, cluster.gpu)
-    except DryRunUnsupported:
-        return False
-    if not family_key(answer.candidate):
-        return False
-    say(f"simulating the recipe: {answer.candidate.method} of {answer.candidate.model.id} ...")
-    with _libraries_kept_silent():
-        try:
-            run("probes.profiles", "simulated_answer", answer, RISK)
-        except (DryRunUnsupported, CannotImport):
-            return False
-    forget()  # the profile may have been made in another process
-    return True
-
-
-@contextlib.contextmanager
-def dry_runs_ahead(job: Job, cluster: Cluster, wanted: bool) -> Iterator[Run]:
-    """How to run dry runs: in a process that imports their libraries from now on, where one is needed whatever the search finds.
-
-    Where a class has profiles the answer may stand on them, and the search would be slowed for nothing.
-    """
-    if not (wanted and forks_ahead() and can_dry_run() and all(_without_profiles(job, cluster))):
-        yield run_here
-        return
-    with _compiler_folder(), ahead("probes.profiles") as run:
-        yield run
-
-
-def _without_profiles(job: Job, cluster: Cluster) -> Iterator[bool]:
-    """For each tuning class of a job whether no profile stands for any way to run it, whatever its sizes."""
-    for name in classes(job):
-        yield not any(map(has_profiles, structures(Question(job=job, cluster=cluster, tuning_class=name))))
+        return simulate_on(answer, gpu)
 
 
 def with_layers(say: Say) -> Callable[[ModelShape], ModelShape]:
@@ -180,7 +134,6 @@ def prober(cluster: Cluster, options: Probing, tick: Say) -> Probe:
     if options.device not in DEVICE_NAMES:
         raise InputError(f"--device {options.device} is none of {', '.join(DEVICE_NAMES)}.")
     seconds = parse_seconds(options.time_limit)
-    gc.enable()  # a study goes on for hours
     with _libraries_kept_silent():
         try:
             from probes.devices import DeviceOptions, device
@@ -278,22 +231,13 @@ def beside_a_dry_run(expected: Estimate, measurement: Measurement, say: Say) -> 
 
 def _missing(extra: str, packages: Sequence[str], error: Exception) -> str:
     missing = [name for name in packages if find_spec(name) is None]
-    what = str(error) if isinstance(error, CannotImport) else f"{type(error).__name__}: {' '.join(str(error).split())}"
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     reason = f"{', '.join(missing)} not installed" if missing else what
     return f"the extra {extra} (pip install 'finetune-plan[{extra}]'): {reason}."
 
 
 @contextlib.contextmanager
 def _libraries_kept_silent() -> Iterator[None]:
-    """What the libraries print is kept from the streams, and torch's compiler from leaving its folder."""
-    with _compiler_folder(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
-@contextlib.contextmanager
-def _compiler_folder() -> Iterator[None]:
-    """A folder for the compiler, which makes one when it is imported, and only while inside."""
-    from unittest import mock  # which imports asyncio
-
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+    """Keep what the libraries print from stdout and stderr."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

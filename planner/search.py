@@ -7,13 +7,13 @@ from typing import Any
 
 from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate, changed
 from planner.errors import NotMeasured
+from planner.estimate import estimate, with_residual
 from planner.halving import largest
 from planner.job import DEFAULT_BATCH_SIZE, SMALLEST_BATCH, Job
 from planner.knobs import Question, completed, structures
 from planner.memory.engine import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine_settings import engine_settings
 from planner.quantities import Estimate
-from planner.trace.decide import answer_of
 
 LARGEST_UTILIZATION = 95  # hundredths; vLLM's own default is 0.92, and a colocated trainer needs room besides
 LENGTH_STEP = 256  # tokens
@@ -83,11 +83,13 @@ def splits(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
 
 
 def attempt(candidate: Candidate, question: Question) -> Estimate | None:
-    """The candidate's answer, of the highest rung that it has; None where its engine would not start, or its layers are not measured."""
+    """The candidate's estimate; None if its vLLM engine would refuse to start, or its layers cannot be measured."""
+    risk = question.job.risk
     try:
-        return answer_of(candidate, question.cluster, question.job.risk)
+        answer = estimate(candidate, question.cluster, risk)
     except (EngineDoesNotFit, NotMeasured):
         return None
+    return with_residual(answer, question.residual, risk) if question.residual else answer
 
 
 def utilizations(candidate: Candidate, question: Question) -> tuple[int, int]:

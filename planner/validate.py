@@ -1,4 +1,4 @@
-"""Predicted against measured: what both lower rungs say of cases whose memory somebody has measured, or that a device measures now."""
+"""Predicted against measured: the estimate and the dry run of cases that somebody has measured, or that a device measures now."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,7 @@ from planner.candidate import Candidate
 from planner.cases import Case, Cases, LeftOut, Quantity, case_of_measurement
 from planner.cluster import Cluster, Gpu
 from planner.errors import InputError, PlanError
-from planner.estimate import RISK, estimate
+from planner.estimate import estimate
 from planner.fingerprint import candidate_key
 from planner.gpus import load_gpu
 from planner.journal import append_line, lines_of
@@ -19,7 +19,6 @@ from planner.memory.communication import nccl_bytes
 from planner.memory.runtime import context_bytes
 from planner.quantities import Estimate, Evidence, PhaseMemory
 from planner.trace.compose import Simulation
-from planner.trace.decide import answer_of
 
 Probe = Callable[[Candidate], Measurement]
 Simulate = Callable[[Estimate, Gpu], Simulation]
@@ -32,7 +31,7 @@ ALL = "all"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One measured figure and what each rung says of it; `simulated` is not in `predicted` where neither a dry run nor a profile speaks of it."""
+    """One measured figure and what each rung says of it; `simulated` is in `predicted` only if a dry run was made."""
 
     case: Case
     quantity: Quantity
@@ -88,7 +87,7 @@ def validate(
     Args:
         cluster: the card of cases that name none; None: they must.
         probe: a device that measures a candidate; None: what is not measured is left out.
-        simulate: a dry run of an estimate; None: simulated is what a profile says, where there is one.
+        simulate: a dry run of an estimate; None: cases are compared with the estimate alone.
         record: the file that each new measurement is added to, and in which those of an earlier, interrupted run are found.
         say: told of the progress, a line each. Ctrl-C ends the measuring, not the comparison.
 
@@ -203,13 +202,10 @@ def _with_figures(case: Case, known: Mapping[str, Measurement], cluster: Cluster
 
 
 def _predicted(case: Case, cluster: Cluster, simulate: Simulate | None, say: Say) -> tuple[dict[Evidence, tuple[PhaseMemory, ...]], dict[Evidence, bool]]:
-    """What each rung that speaks of a case says: the phases of the training GPU, and whether the candidate fits."""
+    """The estimate of a case and, if wanted, its dry run: phases of the training GPU by rung, and whether each says that it fits."""
     answer = estimate(case.candidate, cluster)
-    profiled = answer_of(case.candidate, cluster, RISK)
     phases: dict[Evidence, tuple[PhaseMemory, ...]] = {"estimated": answer.gpus[0].phases}
     fits: dict[Evidence, bool] = {"estimated": answer.fits}
-    if profiled.evidence == "simulated":
-        phases["simulated"], fits["simulated"] = profiled.gpus[0].phases, profiled.fits
     if simulate is not None:
         try:
             simulation = simulate(answer, cluster.gpu)

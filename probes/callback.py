@@ -22,7 +22,7 @@ from planner.candidate import Candidate
 from planner.cluster import Cluster
 from planner.confirmed import changed
 from planner.errors import InputError, PlanError
-from planner.estimate import RISK
+from planner.estimate import RISK, estimate
 from planner.fingerprint import candidate_key
 from planner.measured import heaviest_rank, needed_peak_bytes
 from planner.measurement import Measurement, PhasePeak, RankMemory
@@ -31,7 +31,6 @@ from planner.plan import Plan
 from planner.quantities import Estimate, Phase
 from planner.saved import read_plan
 from planner.spellings import Value
-from planner.trace.decide import answer_of
 from planner.units import format_gib
 from probes.own_run.candidate import candidate_of_run
 from probes.own_run.memory import RunMemory, cuda_memory
@@ -164,7 +163,7 @@ class MemoryPlanCallback(TrainerCallback):
                 raise
             candidate = expected.candidate  # what the trainer does not show is as the plan has it
         if expected is None:
-            expected = answer_of(candidate, _cluster(candidate, memory), RISK)
+            expected = estimate(candidate, _cluster(candidate, memory), RISK)
         elif candidate_key(candidate) != candidate_key(expected.candidate):
             self._say(f"the run is not what was planned: {_differences(expected.candidate, candidate)}")
         self._watch = Watch(expected, candidate, memory)
@@ -177,7 +176,7 @@ class MemoryPlanCallback(TrainerCallback):
             return self._plan
         report = Path(self._plan)
         candidate, cluster = read_plan(report, self._gpus, None, lambda shape: shape)
-        return answer_of(candidate, cluster, RISK)
+        return estimate(candidate, cluster, RISK)
 
     def _seen(self, phase: Phase) -> None:
         if self._watch is not None:

@@ -18,7 +18,6 @@ from planner.memory.activations import LayerMemory, Peaks, envelope
 from planner.memory.autograd import Moment, Size
 from planner.memory.modules import Recipe
 from planner.model import ModelShape
-from probes.imports import quick_imports
 from probes.layers.store import Layers, Measured, Refused, load_layers, load_measured, save_layers, save_measured
 
 if TYPE_CHECKING:
@@ -50,8 +49,7 @@ def measured(model: ModelShape, measuring: Measuring) -> ModelShape:
     found = load_layers(model)
     if found is None:
         with measuring():
-            with quick_imports():
-                from probes.layers.shapes import layers_of
+            from probes.layers.shapes import layers_of
 
             found = layers_of(_own(model))
         save_layers(model, found)
@@ -120,8 +118,7 @@ def _unlike(recipe: Recipe) -> str:
 
 
 def _measured_now(model: ModelShape, recipe: Recipe) -> Measured | Refused:
-    with quick_imports():
-        from probes.layers.passes import layer_stage
+    from probes.layers.passes import layer_stage
 
     sizes = SEVERAL_ROWS if recipe.several_rows else ONE_ROW
     try:

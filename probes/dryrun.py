@@ -16,7 +16,7 @@ from probes.fake.models import Device, adapters_without_weights, models_stay_whe
 from probes.fake.offloading import offloading, paged_states
 from probes.fake.priming import StatesFirst
 from probes.fake.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
-from probes.fake.surroundings import no_inference_tensors, patterns_when_used, plain_models, quiet
+from probes.fake.surroundings import no_inference_tensors, quiet
 from probes.fake.tensors import FakeArithmetic
 from probes.fake.trainer import METHOD_STAGES
 from probes.step.phases import phases_told
@@ -42,7 +42,7 @@ def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", 
     run = arithmetic.result if device == "fake" else None
     tracker = Tracker(block_bytes, kernel_workspaces(candidate), arithmetic=run) if cuda else Tracker(arithmetic=run)
     with contextlib.ExitStack() as stack:
-        for surroundings in (quiet(), collector_off(), models_stay_where_they_are(), plain_models(), patterns_when_used()):
+        for surroundings in (quiet(), collector_off(), models_stay_where_they_are()):
             stack.enter_context(surroundings)
         substitutions = stack.enter_context(_cuda_ways(candidate, tracker, ways == "cuda")) if cuda else ()
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
@@ -67,11 +67,6 @@ def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", 
             stack.enter_context(completions_from_elsewhere(tracker, stage, candidate.max_completion_length))
         stage.trainer.train()
     return tracker.trace(substitutions) if states.complete else dry_run(candidate, ways, device, block_bytes)
-
-
-def block_bytes_of(ways: Ways) -> int:
-    """What sizes are rounded up to."""
-    return 1 if ways == "cpu" else CUDA_BLOCK_BYTES
 
 
 def _in_bfloat16(candidate: Candidate) -> Candidate:

@@ -5,14 +5,9 @@ from planner.cluster import Gpu
 from planner.errors import DryRunUnsupported, PlanError
 from planner.quantities import Estimate
 from planner.trace.compose import Simulation, compose, single_process
-from planner.trace.profile import NoProfile
 from planner.trace.timeline import Trace
-from probes.imports import quick_imports
-
-with quick_imports():
-    from probes.deepened import deepened
-    from probes.dryrun import Ways as Ways
-    from probes.dryrun import dry_run as dry_run
+from probes.dryrun import Ways as Ways
+from probes.dryrun import dry_run as dry_run
 
 REASON_LENGTH = 200  # characters of a library's message that are shown
 
@@ -37,9 +32,13 @@ def ways_on(gpu: Gpu) -> Ways:
 
 
 def traced(candidate: Candidate, ways: Ways = "cuda") -> Trace:
-    """The step with all layers: from dry runs of a few where the layers repeat, else from one of all."""
+    """The trace of the candidate's step in one process.
+
+    Raises:
+        DryRunUnsupported: a setting that a dry run cannot show, or the installed libraries raise.
+    """
     try:
-        return _traced(candidate, ways)
+        return dry_run(candidate, ways, steps=1)
     except PlanError:
         raise
     except Exception as error:  # whatever the installed libraries raise is the answer that they cannot run this
@@ -53,10 +52,3 @@ def stopped_at(error: Exception) -> DryRunUnsupported:
         return DryRunUnsupported(f"The installed libraries need {package} for it, which is not installed: pip install {package}.")
     reason = " ".join(str(error).split())[:REASON_LENGTH]
     return DryRunUnsupported(f"The installed libraries stop at it: {type(error).__name__}: {reason}")
-
-
-def _traced(candidate: Candidate, ways: Ways) -> Trace:
-    try:
-        return deepened(candidate, ways)
-    except NoProfile:
-        return dry_run(candidate, ways, steps=1)

@@ -9,13 +9,13 @@ import gc
 import importlib.metadata
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from accelerate import PartialState
@@ -34,6 +34,7 @@ from probes.real.watch import Clock, Watch, watch_of
 from probes.step.phases import phases_told
 from probes.step.rollouts import whole_rollout
 from probes.step.stage import Stage
+from probes.substitution import substituted
 from probes.workload import model_path, workload
 
 # Methods whose trainer has no evaluation of its own: transformers' is not one for rows of text (trl 1.16, online_dpo_trainer.py has no `prediction_step`).
@@ -135,7 +136,7 @@ def _saving(stage: Stage, watch: Watch) -> Iterator[None]:
         watch.enter_phase("save")
         return save(*args, **kwargs)
 
-    with mock.patch.object(stage.trainer, "_save_checkpoint", saved):
+    with substituted(stage.trainer, "_save_checkpoint", saved):
         yield
 
 
@@ -213,7 +214,7 @@ def main(task_file: str) -> int:
             os.write(answer, f"{ANSWER_PREFIX}{measurement_line(measurement)}\n".encode())
     sys.stderr.flush()
     if short and PartialState().num_processes > 1:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGTERM)  # without waiting for the other ranks, as an exit would
     return 0
 
 

@@ -15,7 +15,6 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
-from planner.ahead import this_process_only_plans
 from planner.architectures import shape_of
 from planner.candidate import Candidate
 from planner.catalogue import load_model, parse_cluster
@@ -23,6 +22,7 @@ from planner.estimate import estimate
 from planner.job import METHOD_DEFAULTS
 from planner.methods import METHODS
 from planner.model import ModelShape
+from probes.layers.few_layers import keep_layers
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, TABLE = RESULTS / "estimated_vs_simulated.jsonl", RESULTS / "estimated_vs_simulated.md"
@@ -41,13 +41,8 @@ OUTSIDE_THE_TRACE = ("runtime", "fragmentation", "communication")  # a dry run s
 
 def cut(name: str) -> ModelShape:
     """The model with its first layers only."""
-    config = dict(load_model(name).config)
-    for key in ("num_hidden_layers", "n_layer"):
-        if key in config:
-            config[key] = LAYERS
-    if isinstance(config.get("layer_types"), list):
-        config["layer_types"] = config["layer_types"][:LAYERS]  # type: ignore[index]
-    return shape_of(config, id=load_model(name).id)
+    model = load_model(name)
+    return shape_of(keep_layers(dict(model.config), list(range(LAYERS))), id=model.id)
 
 
 def candidates() -> Iterator[tuple[str, Candidate]]:
@@ -158,7 +153,6 @@ def error(row: Row) -> float:
 
 
 def main() -> None:
-    this_process_only_plans()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=int, default=COUNT)

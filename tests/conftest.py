@@ -7,7 +7,6 @@ import tempfile
 
 from hypothesis import settings
 
-os.environ.setdefault("PLAN_DRY_RUN", "0")
 os.environ["PLAN_CACHE"] = tempfile.mkdtemp(prefix="plan-tests-")
 atexit.register(shutil.rmtree, os.environ["PLAN_CACHE"], ignore_errors=True)
 # Real steps of small models: beside other workers, threads wait for one another ten times as long as they compute.

@@ -23,13 +23,13 @@ from planner.candidate import Candidate  # noqa: E402
 from planner.catalogue import load_model  # noqa: E402
 from planner.cluster import Cluster  # noqa: E402
 from planner.errors import InputError  # noqa: E402
+from planner.estimate import estimate  # noqa: E402
 from planner.fingerprint import candidate_key, model_key  # noqa: E402
 from planner.gpus import load_gpu  # noqa: E402
 from planner.job import Job, base_candidate  # noqa: E402
 from planner.own_results import own_results, results_file  # noqa: E402
 from planner.quantities import Estimate  # noqa: E402
 from planner.report.json import estimate_report, json_text  # noqa: E402
-from planner.trace.decide import answer_of  # noqa: E402
 from planner.units import GIB, MIB  # noqa: E402
 from probes import MemoryPlanCallback  # noqa: E402
 from probes.own_run.candidate import candidate_of_run, method_of, plain, zero_of  # noqa: E402
@@ -108,7 +108,7 @@ def memory(peaks: Callable[[int], int], outside: int = 500 * MIB) -> RunMemory:
 
 def expected_of(peak: int, interval: tuple[int, int], candidate: Candidate) -> Estimate:
     """An estimate that says just this much."""
-    answer = answer_of(candidate, Cluster(gpu=GPU, nodes=1, gpus_per_node=1), 0.01)
+    answer = estimate(candidate, Cluster(gpu=GPU, nodes=1, gpus_per_node=1), 0.01)
     return replace(answer, gpus=(replace(answer.gpus[0], interval_bytes=interval),))
 
 
@@ -163,7 +163,7 @@ class TestRuns:
         model = "Qwen2.5-0.5B"
         planned = Candidate(model=load_model(model), method="sft", dtype="bfloat16", max_length=LENGTH, per_device_train_batch_size=4)
         path = tmp_path / "estimate.json"
-        path.write_text(json_text(estimate_report(answer_of(planned, Cluster(gpu=GPU, nodes=1, gpus_per_node=1), 0.01))), encoding="utf-8")
+        path.write_text(json_text(estimate_report(estimate(planned, Cluster(gpu=GPU, nodes=1, gpus_per_node=1), 0.01))), encoding="utf-8")
         callback = MemoryPlanCallback(str(path), gpus="1xRTX-3090", memory=memory(lambda number: 4 * GIB + number), say=said.append)
         trainer(tmp_path, callback).train()
         assert said[0].startswith("the run is not what was planned: ") and "per_device_train_batch_size=2" in said[0]

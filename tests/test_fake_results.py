@@ -1,4 +1,4 @@
-"""Operators that are asked of the meta device return what PyTorch's own fake mode says."""
+"""Cached operator outputs equal those of PyTorch's own fake mode."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,13 +10,14 @@ pytest.importorskip("trl")
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from planner.architectures import shape_of
 from planner.candidate import Candidate
 from planner.catalogue import load_model
 from probes.dryrun import dry_run
 from probes.fake import results
-from probes.fake.results import ALIKE, PLAIN, FakeResults
+from probes.fake.results import ALIKE, FakeResults
 from probes.fake.tensors import SMALL_BYTES, FakeArithmetic, _mode_and_results
-from probes.small_sizes import with_layers
+from probes.layers.few_layers import keep_layers
 from probes.step.tracker import Tracker
 
 CASES = (
@@ -39,12 +40,12 @@ def comparable(answer: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("settings", CASES, ids=lambda settings: " ".join(map(str, settings.values())))
-def test_the_meta_device_answers_as_the_fake_mode_does(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_outputs_equal_those_of_the_fake_mode(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = FakeResults._asked
     compared: set[Any] = set()
 
     def compare(self: FakeResults, key: Any, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        if func not in PLAIN and func not in ALIKE and torch.Tag.pointwise not in func.tags:
+        if func not in ALIKE and torch.Tag.pointwise not in func.tags:
             return asked(self, key, func, args, kwargs, tensors)
         expected = results._answer(self._mode.dispatch(func, (), args, kwargs), tensors)
         result = asked(self, key, func, args, kwargs, tensors)
@@ -57,11 +58,11 @@ def test_the_meta_device_answers_as_the_fake_mode_does(settings: dict[str, Any],
     _mode_and_results.cache_clear()
     monkeypatch.setattr(FakeResults, "_asked", compare)
     try:
-        model = with_layers(Candidate(model=load_model("Qwen2.5-0.5B"), method="sft"), 2).model
+        model = shape_of(keep_layers(dict(load_model("Qwen2.5-0.5B").config), [0, 1]), id="two layers")
         dry_run(Candidate(**({"model": model, "tuning": "lora", "per_device_train_batch_size": 4, "dtype": "bfloat16"} | settings)))
     finally:
         _mode_and_results.cache_clear()
-    assert len(compared) > 25
+    assert len(compared) > 15
 
 
 @pytest.mark.parametrize("reshaped", [lambda held: held[:, 1:].reshape(-1), lambda held: held.t().reshape(-1), lambda held: held[:, ::2].flatten()])
@@ -81,13 +82,9 @@ OTHERS = {
     aten.bitwise_or.Tensor: lambda x, true, at: (true, true),
     aten.empty_like.default: lambda x, true, at: (x,),
     aten.eq.Scalar: lambda x, true, at: (x, 1),
-    aten.gather.default: lambda x, true, at: (x, 1, at),
-    aten.logsumexp.default: lambda x, true, at: (x, [-1]),
-    aten.masked_fill.Scalar: lambda x, true, at: (x, true, 0.0),
     aten.native_dropout.default: lambda x, true, at: (x, 0.1, True),
     aten.sub_.Tensor: lambda x, true, at: (x, x),
     aten.where.ScalarOther: lambda x, true, at: (true, x, 0.0),
-    aten.zero_.default: lambda x, true, at: (x,),
 }
 
 

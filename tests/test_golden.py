@@ -1,5 +1,6 @@
 """`plan` end to end, compared whole; `make golden` rewrites the files, and the README's output with them."""
 
+import json
 import os
 import re
 import runpy
@@ -59,3 +60,9 @@ def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[
         return f"<!-- output of {match.group(1)} -->\n```\n{capsys.readouterr().out.rstrip()}\n```\n"
 
     rewrite_or_compare(README, OUTPUT.sub(printed, page))
+
+
+def test_the_estimates_of_300_random_candidates_are_as_they_were() -> None:
+    freeze = runpy.run_path(str(ROOT / "scripts" / "freeze_estimates.py"))
+    before = [json.loads(line) for line in freeze["FILE"].read_text(encoding="utf-8").splitlines()]
+    assert [freeze["estimated"](line["arguments"].split()) for line in before] == before

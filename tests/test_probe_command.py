@@ -188,7 +188,7 @@ class TestExport:
 
     def test_a_model_from_a_folder_is_found_again_from_anywhere(self, tmp_path, capsys, monkeypatch):
         monkeypatch.chdir(TINY.parent)
-        assert run(["estimate", "--model", f"./{TINY.name}", "--gpus", "1xT4", "--method", "sft", "--out", str(tmp_path), "--quiet", "--no-dry-run"]) == 0
+        assert run(["estimate", "--model", f"./{TINY.name}", "--gpus", "1xT4", "--method", "sft", "--out", str(tmp_path), "--quiet"]) == 0
         assert "tiny-qwen2 · sft" in capsys.readouterr().out
         monkeypatch.chdir(tmp_path)
         assert run(["export", "plan.json", "run"]) == EXIT_PLANNED

@@ -39,6 +39,7 @@ def dry_run(report: Saved, asked: AskedOne, printed: Printed) -> int:
 def probe(report: Saved, asked: AskedOne, printed: Written, probing: Probing) -> int:
     """Run one candidate's real trainer for a few steps in a process of its own, beside what was expected. Exit 4: it contradicts that."""
     from planner.confirmed import contradiction
+    from planner.estimate import estimate as estimated
     from planner.measured import measured_estimate
     from planner.report.files import refuse_unwritable
     from planner.report.html import estimate_html
@@ -46,11 +47,10 @@ def probe(report: Saved, asked: AskedOne, printed: Written, probing: Probing) ->
     from planner.report.proof import seen_lines
     from planner.report.table import estimate_table, shortfall
     from planner.rungs import beside_a_dry_run, probed, prober
-    from planner.trace.decide import answer_of
 
     candidate, cluster, risk = _candidate_of(report, asked, printed)
     refuse_unwritable(printed.out, printed.html)
-    expected = answer_of(candidate, cluster, risk)
+    expected = estimated(candidate, cluster, risk)
     measurement = probed(candidate, prober(cluster, probing, ticker(printed)), cluster.gpu.name)
     answer = measured_estimate(expected, measurement, risk)
     lines = (*seen_lines(expected, measurement), *beside_a_dry_run(expected, measurement, sayer(printed)))

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from planner.cluster import Cluster
 from planner.diagnosis.incident import Incident
 from planner.errors import PlanError
+from planner.estimate import estimate
 from planner.job import Job
 from planner.plan import Plan, plan
 from planner.quantities import Estimate, Phase, PhaseMemory
 from planner.question import Question, of_one, single_candidate
-from planner.trace.decide import answer_of
 
 # Settings that are ours to choose again; the data's lengths, the adapters, the losses and the optimizer stay as the run had them.
 CHOSEN_AGAIN = frozenset(
@@ -45,7 +45,7 @@ def of_job(incidents: Sequence[Incident], question: Question) -> Diagnosis:
     Raises:
         InputError: the settings contradict each other.
     """
-    expected = answer_of(single_candidate(question), question.cluster, question.job.risk)
+    expected = estimate(single_candidate(question), question.cluster, question.job.risk)
     known = Diagnosis(incidents=tuple(incidents), expected=expected, cluster=question.cluster)
     try:
         return replace(known, instead=plan(_as_free_as_possible(question, expected), question.cluster))

@@ -10,22 +10,28 @@ from planner.quantities import Component, Evidence, Phase, PhaseMemory
 from planner.report.words import cards, describe, words
 from planner.settings import settings_of
 from planner.trace.compose import Simulation
-from planner.trace.deeper import REPEATED
 from planner.trace.reserved import Reserved
 from planner.units import MIB, format_gib
 
 SCHEMA = 1
 WORTH_SAYING = 0.03  # of the peak: where the rungs differ by more, a line says where
 HOLDINGS = 15  # rows of the table of what was alive
+HINT = "add --dry-run to check this with the installed trl, in about 15 s"
 SIMULATED: Evidence = "simulated"
 PHASE_WIDTH, NUMBER_WIDTH, COUNT_WIDTH, COMPONENT_WIDTH = 20, 12, 7, 18
 
 
 def agreement(simulation: Simulation) -> str:
-    """The words behind `estimated` in the header: how near the dry run comes, rounded up; nothing where that is not near."""
-    if abs(simulation.difference) > WORTH_SAYING:
-        return ""
-    return f"; a dry run agrees within {max(math.ceil(abs(simulation.difference) * 1000), 1) / 10:.1f} %"
+    """One line: by how much the dry run's peak differs from the estimate's, rounded up; beyond `WORTH_SAYING` also in which phase most."""
+    trl = dict(simulation.trace.versions)["trl"]
+    if apart := disagreement(simulation):
+        return apart[0].replace("a dry run of the step", f"a dry run with the installed trl {trl}")
+    return f"a dry run with the installed trl {trl} agrees within {max(math.ceil(abs(simulation.difference) * 1000), 1) / 10:.1f} %"
+
+
+def searched_again(residual: float) -> str:
+    """One line: the plan was searched again because the dry run needed more than the estimate allowed."""
+    return f"searched again with {residual:.1%} more memory for this tuning class, which the dry run needed above the estimate"
 
 
 def disagreement(simulation: Simulation) -> tuple[str, ...]:
@@ -106,8 +112,7 @@ def _out_of_memory(reserved: Reserved | None) -> dict[str, object] | None:
 def _stack(simulation: Simulation) -> str:
     versions = " ".join(f"{name} {version}" for name, version in simulation.trace.versions)
     composed = "; sharding and engine composed onto one process' step" if simulation.composed else ""
-    repeated = "; a few of its layers were run, the others repeat them to the byte" if REPEATED in simulation.trace.substitutions else ""
-    return f"a step of the installed trainer on fake tensors ({versions}){repeated}{composed}"
+    return f"a step of the installed trainer on fake tensors ({versions}){composed}"
 
 
 def _phases(simulation: Simulation) -> Iterator[Text]:

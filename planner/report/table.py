@@ -18,11 +18,11 @@ from planner.units import format_gib
 MIN_WIDTH, MAX_WIDTH = 80, 120  # columns; wider lines are hard to follow back
 
 
-def plan_table(plan: Plan, width: int, checked: str = "") -> Text:
-    """The whole answer to a job. `checked`: what a dry run says of the estimate."""
+def plan_table(plan: Plan, width: int) -> Text:
+    """The whole answer to a job."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     lines = [
-        *_answer("recommended" if plan.verdict == "fits" else "nearest", plan.best, plan.cluster, width, checked),
+        *_answer("recommended" if plan.verdict == "fits" else "nearest", plan.best, plan.cluster, width),
         *_proof(plan, width),
         *listed("to fit", [_remedy(remedy, plan.best) for remedy in plan.remedies], width),
         *listed("also", [_alternative(other, plan.best) for other in plan.alternatives], width),
@@ -32,10 +32,10 @@ def plan_table(plan: Plan, width: int, checked: str = "") -> Text:
     return joined(lines)
 
 
-def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[str], width: int, checked: str = "") -> Text:
-    """One candidate, without a search around it. `checked`: what a dry run says of the estimate."""
+def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[str], width: int) -> Text:
+    """One candidate, without a search around it."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
-    return joined([*_answer("candidate", estimate, cluster, width, checked), *_notes(estimate, warnings, width)])
+    return joined([*_answer("candidate", estimate, cluster, width), *_notes(estimate, warnings, width)])
 
 
 def refusal(plan: Plan) -> str:
@@ -63,9 +63,9 @@ def _with_bound(gpu: GpuMemory) -> str:
     return f"{format_gib(gpu.peak_bytes, 1)}{bound}"
 
 
-def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int, checked: str) -> Iterator[Text]:
+def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
     """One candidate: on which GPUs, its settings, what fills the GPUs."""
-    yield from _header(estimate, cluster, width, checked)
+    yield from _header(estimate, cluster, width)
     yield Text()
     yield from _candidate_block(label, estimate, width)
     yield Text()
@@ -73,10 +73,10 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int, checke
     yield Text()
 
 
-def _header(estimate: Estimate, cluster: Cluster, width: int, checked: str) -> Iterator[Text]:
+def _header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
     candidate = estimate.candidate
     job, hardware = f"{candidate.model.id} · {candidate.method}", f"{cards(cluster)} · trl {candidate.trl_version}"
-    evidence = f"{rung(estimate)}{checked}"
+    evidence = f"{rung(estimate)}"
     room = width - len(evidence) - 2
     first = f"{job} · {hardware}" if len(f"{job} · {hardware}") <= room else job
     yield Text.assemble((first, "bold"), " " * (room + 2 - len(first)), (evidence, "italic"))

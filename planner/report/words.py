@@ -7,7 +7,7 @@ from planner.units import format_count, format_gib
 
 SECONDS_IN_WORDS = 600  # from here on in minutes
 
-PROFILED = ("torch", "trl")  # of the libraries that a profile or a probe comes from, those whose own code allocates
+STACK = ("torch", "trl")  # the libraries whose own code allocates during a probe
 PROBED_WORDS = {"cuda": "", "cpu": " on the CPU", "simulated": " by probes of a simulated card"}
 
 SHARDING_WORDS = {"none": "one GPU", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
@@ -53,11 +53,10 @@ def _generation_words(candidate: Candidate) -> str:
 
 
 def rung(estimate: Estimate) -> str:
-    """What an answer stands on: `simulated (profile of torch 2.13, trl 1.16)`."""
-    stack = ", ".join(f"{name} {'.'.join(version.split('.')[:2])}" for name, version in estimate.versions if name in PROFILED)
-    if estimate.device != "none":
-        return f"{estimate.evidence}{PROBED_WORDS[estimate.device]}" + (f" ({stack})" if stack else "")
-    return f"{estimate.evidence} (profile of {stack})" if stack else estimate.evidence
+    """The evidence of an estimate in words: `estimated`, `measured (torch 2.13, trl 1.16)`."""
+    stack = ", ".join(f"{name} {'.'.join(version.split('.')[:2])}" for name, version in estimate.versions if name in STACK)
+    where = "" if estimate.device == "none" else PROBED_WORDS[estimate.device]
+    return f"{estimate.evidence}{where}" + (f" ({stack})" if stack else "")
 
 
 def verdict(estimate: Estimate) -> str:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from planner.candidate import Candidate
 from planner.cluster import Gpu
-from planner.errors import DryRunUnsupported
 from planner.memory.sharding import SHARDED
-from planner.quantities import Component, GpuMemory, Phase, PhaseMemory
+from planner.quantities import Component, Estimate, GpuMemory, Phase, PhaseMemory
 from planner.trace.reserved import Reserved, reserved_of
 from planner.trace.timeline import STAYS, Allocation, Trace
 
@@ -50,14 +49,15 @@ class Simulation:
         return self.estimated_peak.total_bytes / self.peak.total_bytes - 1
 
 
-def refuse_other_kernels(candidate: Candidate, gpu: Gpu) -> None:
-    """Profiles are of cards that have FlashAttention; without it sdpa takes another kernel where there is no mask (planner/memory/stack_recipe.py).
+def exceeded_by(simulation: Simulation, answer: Estimate) -> float:
+    """The share by which a dry run exceeds an estimate's peak, if it exceeds the interval's upper end or the card; else 0.
 
-    Raises:
-        DryRunUnsupported: the card takes it.
+    Compares training GPUs: the simulated peak with `answer.gpus[0]`.
     """
-    if candidate.attn_implementation == "sdpa" and not (gpu.supports_flash_attention_2 or candidate.pads or candidate.flattened):
-        raise DryRunUnsupported(f"A profile takes FlashAttention where sdpa has no mask, which {gpu.name} does not have.")
+    train, peak_bytes = answer.gpus[0], simulation.peak.total_bytes
+    if peak_bytes <= min(train.interval_bytes[1], train.capacity_bytes):
+        return 0.0
+    return max(peak_bytes / train.peak_bytes - 1, 0.0)
 
 
 def single_process(candidate: Candidate) -> Candidate:

@@ -7,9 +7,10 @@ names), of which here are the operators that Transformers' layers and TRL's loss
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
+
+from probes.substitution import substituted
 
 IN_FLOAT32: tuple[tuple[Any, str], ...] = (
     *((torch, name) for name in ("pow", "exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "logsumexp")),
@@ -28,9 +29,9 @@ def cuda_autocast() -> Iterator[None]:
     """While inside, these operators compute in float32 from a 16-bit argument wherever autocast is on."""
     with contextlib.ExitStack() as stack:
         for place, name in IN_FLOAT32:
-            stack.enter_context(mock.patch.object(place, name, _widened(getattr(place, name))))
+            stack.enter_context(substituted(place, name, _widened(getattr(place, name))))
         for place, name in IN_FLOAT32_UNLESS_SAID:
-            stack.enter_context(mock.patch.object(place, name, _told_float32(getattr(place, name))))
+            stack.enter_context(substituted(place, name, _told_float32(getattr(place, name))))
         yield
 
 

@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import GenerationMixin
 
 from probes.step.stage import WORD, Stage
 from probes.step.tracker import Tracker
+from probes.substitution import substituted
 
 
 class EngineElsewhere:
@@ -44,5 +44,5 @@ def completions_from_elsewhere(tracker: Tracker, stage: Stage, completion_tokens
         with tracker.looking_away():
             return torch.cat([prompts, prompts.new_full((prompts.size(0), completion_tokens), WORD)], dim=1)
 
-    with mock.patch.object(GenerationMixin, "generate", generate):
+    with substituted(GenerationMixin, "generate", generate):
         yield

@@ -8,11 +8,12 @@ own code (`transformers/modeling_flash_attention_utils.py`), which runs as it is
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers.modeling_flash_attention_utils as flash_utils
 from transformers import PreTrainedModel
+
+from probes.substitution import substituted
 
 # What `mha_bwd` rounds lengths up to, and heads up to those of 128 features and above it.
 LENGTH_BLOCK, HEAD_BLOCK, WIDE_HEAD_BLOCK, WIDE_HEAD = 128, 32, 64, 128
@@ -94,9 +95,9 @@ def flash_attention() -> Iterator[None]:
     loaded = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn")
     with contextlib.ExitStack() as stack:
         for name in loaded:  # so that what was loaded before comes back afterwards
-            stack.enter_context(mock.patch.object(flash_utils, name, None))
-        stack.enter_context(mock.patch.object(flash_utils, "_lazy_imports", lambda *_, **__: functions))
-        stack.enter_context(mock.patch.object(PreTrainedModel, "_flash_attn_can_dispatch", _can_dispatch))
+            stack.enter_context(substituted(flash_utils, name, None))
+        stack.enter_context(substituted(flash_utils, "_lazy_imports", lambda *_, **__: functions))
+        stack.enter_context(substituted(PreTrainedModel, "_flash_attn_can_dispatch", _can_dispatch))
         yield
 
 

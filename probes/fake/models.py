@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import transformers
@@ -17,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from planner.candidate import Candidate
 from planner.model import ModelShape
 from probes.step.stage import DTYPES, EOS, PAD, WORD
+from probes.substitution import substituted
 
 Device = Literal["fake", "real"]
 
@@ -34,9 +34,9 @@ def adapters_without_weights() -> Iterator[None]:
         return tensor
 
     with (
-        mock.patch.object(BaseTuner, "inject_adapter", inject_on_meta),
-        mock.patch.object(torch.nn.init, "kaiming_uniform_", unfilled),
-        mock.patch.object(torch.nn.init, "zeros_", unfilled),
+        substituted(BaseTuner, "inject_adapter", inject_on_meta),
+        substituted(torch.nn.init, "kaiming_uniform_", unfilled),
+        substituted(torch.nn.init, "zeros_", unfilled),
     ):
         yield
 
@@ -50,7 +50,7 @@ def models_stay_where_they_are() -> Iterator[None]:
         _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         return module if dtype is None else move(module, dtype)
 
-    with mock.patch.object(torch.nn.Module, "to", cast):
+    with substituted(torch.nn.Module, "to", cast):
         yield
 
 
@@ -123,5 +123,5 @@ def references(candidate: Candidate, device: Device, module: str) -> Iterator[No
     def load(_: str, **__: Any) -> PreTrainedModel:
         return build_model(candidate.model, candidate, device, candidate.model.auto_class)
 
-    with mock.patch.object(importlib.import_module(f"trl.trainer.{module}"), "create_model_from_path", load):
+    with substituted(importlib.import_module(f"trl.trainer.{module}"), "create_model_from_path", load):
         yield

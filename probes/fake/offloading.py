@@ -8,13 +8,13 @@ optim/optimizer.py `get_state_buffer`.
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers.modeling_utils
 from trl.models.activation_offloading import OffloadActivations
 
 from probes.step.tracker import Tracker
+from probes.substitution import substituted
 
 # Smaller states stay on the device: bitsandbytes/optim/optimizer.py, `get_state_buffer`.
 PAGED_FROM_ELEMENTS = 100_000
@@ -58,8 +58,8 @@ def offloading(tracker: Tracker) -> Iterator[None]:
 
     def prepared(manager: Any, *args: Any, **kwargs: Any) -> None:
         with (
-            mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cpu")),
-            mock.patch.object(torch, "get_device_module", lambda _: _Streams()),
+            substituted(torch.accelerator, "current_accelerator", lambda: torch.device("cpu")),
+            substituted(torch, "get_device_module", lambda _: _Streams()),
         ):
             prepare(manager, *args, **{**kwargs, "use_pin_memory": False})
         manager.tracker = _HostCopies()
@@ -72,10 +72,10 @@ def offloading(tracker: Tracker) -> Iterator[None]:
             return pack(tensor)
 
     with (
-        mock.patch.object(OffloadActivations, "__init__", prepared),
-        mock.patch.object(torch, "empty_like", unpinned),
-        mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),  # fake storages have no address, but an identity
-        mock.patch.object(transformers.modeling_utils, "save_on_cpu", lambda **_: _saved_on_host(tracker)),
+        substituted(OffloadActivations, "__init__", prepared),
+        substituted(torch, "empty_like", unpinned),
+        substituted(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),  # fake storages have no address, but an identity
+        substituted(transformers.modeling_utils, "save_on_cpu", lambda **_: _saved_on_host(tracker)),
     ):
         yield
 
@@ -103,5 +103,5 @@ def paged_states(tracker: Tracker) -> Iterator[None]:
         with tracker.looking_away():
             return torch.zeros_like(parameter, dtype=dtype)
 
-    with mock.patch.object(Optimizer8bit, "get_state_buffer", made):
+    with substituted(Optimizer8bit, "get_state_buffer", made):
         yield

@@ -9,7 +9,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import bitsandbytes
 import torch
@@ -19,6 +18,7 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from planner.candidate import Quantization
+from probes.substitution import substituted
 
 BLOCK, CODES = 64, 16  # weights that share an absmax, values of the table: `quantize_4bit`, `get_4bit_type`
 NESTED_BLOCK, NESTED_CODES = 256, 256  # the same of the absmax themselves: `quantize_blockwise`
@@ -150,5 +150,5 @@ def _forward_8bit(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def cuda_products() -> Iterator[None]:
-    with mock.patch.object(bitsandbytes.nn.Linear8bitLt, "forward", _forward_8bit):
+    with substituted(bitsandbytes.nn.Linear8bitLt, "forward", _forward_8bit):
         yield

@@ -1,4 +1,4 @@
-"""What operators return on fake tensors: asked of PyTorch's meta device or fake mode once for each shape of the arguments, and made again from then on.
+"""What operators return on fake tensors: asked of PyTorch's fake mode once for each shape of the arguments, and made again from then on.
 
 PyTorch's own cache of such answers hashes and checks more than one fake mode of plain tensors on one device needs: it takes half of a dry run.
 """
@@ -16,24 +16,6 @@ _CPU = torch.device("cpu")
 _NUMBERS = (bool, int, float, complex)
 
 aten = torch.ops.aten
-# Operators that PyTorch's fake mode does nothing about but run on the meta device, which takes a tenth of the time: tests/test_fake_results.py.
-PLAIN = frozenset(
-    {aten.abs.default, aten.add.Scalar, aten.add_.Tensor, aten.add.Tensor, aten.addmm.default, aten.arange.default, aten.bitwise_and.Tensor,
-     aten.bitwise_not.default, aten.bitwise_or.Tensor, aten.bmm.default, aten.cat.default, aten.clamp.default, aten.clone.default, aten.copy_.default,
-     aten.cos.default, aten.detach.default, aten.div.Scalar, aten.div.Tensor, aten.embedding.default, aten.empty.memory_format,
-     aten.empty_like.default, aten.eq.Scalar, aten.eq.Tensor, aten.exp.default, aten.expand.default, aten.full.default, aten.gather.default,
-     aten.ge.Scalar, aten.ge.Tensor, aten.gt.Scalar, aten.gt.Tensor, aten.index.Tensor, aten.index_put.default, aten.index_select.default,
-     aten.isinf.default, aten.isnan.default, aten.le.Scalar, aten.le.Tensor, aten.linalg_vector_norm.default, aten.log.default,
-     aten.logsumexp.default, aten.lt.Scalar, aten.lt.Tensor, aten.masked_fill_.Scalar, aten.masked_fill.Scalar, aten.masked_scatter.default,
-     aten.mean.default, aten.mean.dim, aten.minimum.default, aten.mm.default, aten.mm.out, aten.mul.Scalar, aten.mul.Tensor, aten.mul_.Tensor,
-     aten.nansum.default, aten.nan_to_num.default, aten.ne.Scalar, aten.ne.Tensor, aten.neg.default, aten.new_empty.default, aten.new_zeros.default,
-     aten.ones.default, aten.ones_like.default, aten.pow.Tensor_Scalar, aten.reciprocal.default, aten.rsqrt.default, aten.rsub.Scalar,
-     aten.select.int, aten.sigmoid.default, aten.sigmoid_backward.default, aten.silu.default, aten.silu_backward.default, aten.sin.default,
-     aten.slice.Tensor, aten.slice_backward.default, aten._softmax.default, aten._softmax_backward_data.default, aten.split.Tensor, aten.sqrt.default,
-     aten.squeeze.default, aten.squeeze.dim, aten.stack.default, aten.sub.Tensor, aten.sub_.Tensor, aten.sum.default, aten.sum.dim_IntList,
-     aten.t.default, aten._to_copy.default, aten.transpose.int, aten.unbind.int, aten._unsafe_view.default, aten.unsqueeze.default, aten.view.default,
-     aten.where.ScalarOther, aten.where.self, aten.zero_.default, aten.zeros.default, aten.zeros_like.default}
-)  # fmt: skip
 # Besides PyTorch's pointwise operators those that make something of the shape of their tensors, or one number: tests/test_fake_results.py.
 ALIKE = frozenset(
     {aten._to_copy.default, aten.empty_like.default, aten.linalg_vector_norm.default, aten.native_dropout.default, aten.sum.default, aten.zeros_like.default}
@@ -103,14 +85,6 @@ class FakeResults:
         return result
 
     def _asked_of_pytorch(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-        if func in PLAIN and kwargs.get("device", _CPU) == _CPU:
-            shapes = [_on_meta(tensor) for tensor in tensors]
-            given = iter(shapes)
-            there = {"device": "meta"} if "device" in kwargs else {}
-            answer = _answer(func(*_with(args, given), **dict(_with(tuple(kwargs.items()), given)) | there), shapes)
-            if answer is not None:
-                self._known[key] = answer
-                return self.made(answer, tensors)
         result = self._dispatched(func, args, kwargs, tensors)
         self._known[key] = _answer(result, tensors) if key == question(func, args, kwargs, []) else None
         return result
@@ -198,14 +172,6 @@ def _reshaped(shape: torch.Size, answer: Answer, other: torch.Size) -> Answer:
     if isinstance(answer, tuple):
         return tuple([made if made.shape != shape else _Made(made.dtype, tuple(other), _in_order(other)) for made in answer])
     return answer if answer.shape != shape else _Made(answer.dtype, tuple(other), _in_order(other))
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without numbers; a fake one's shares its storage, so that views of it are known."""
-    if not isinstance(tensor, FakeTensor):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    made = torch.empty(0, dtype=tensor.dtype, device="meta")
-    return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _with(items: list[Any] | tuple[Any, ...], tensors: Iterator[torch.Tensor]) -> Any:

@@ -10,7 +10,6 @@ import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import trl.kernels.chunked_divergence
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from probes.fake.autocast import cuda_autocast
 from probes.fake.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
+from probes.substitution import substituted
 
 aten = torch.ops.aten
 
@@ -143,7 +143,7 @@ def triton_kernels() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         def put(module: Any, name: str, value: Any) -> None:
-            stack.enter_context(mock.patch.object(module, name, value, create=True))
+            stack.enter_context(substituted(module, name, value, may_be_absent=True))
 
         triton = _triton()
         with _importable(triton):
@@ -203,11 +203,11 @@ def cuda_ways(flash: bool = True) -> Iterator[tuple[str, ...]]:
         triton_kernels(),
         flash_attention(),
         cuda_autocast(),
-        mock.patch.object(functional, "scaled_dot_product_attention", partial(scaled_dot_product_attention, flash=flash)),
-        mock.patch.object(functional, "layer_norm", layer_norm),
-        mock.patch.object(functional, "dropout", dropout),
-        mock.patch.object(sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]),
-        mock.patch.object(sys.modules["torch.optim.optimizer"], "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
+        substituted(functional, "scaled_dot_product_attention", partial(scaled_dot_product_attention, flash=flash)),
+        substituted(functional, "layer_norm", layer_norm),
+        substituted(functional, "dropout", dropout),
+        substituted(sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]),
+        substituted(sys.modules["torch.optim.optimizer"], "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
     ):
         yield SUBSTITUTIONS
 

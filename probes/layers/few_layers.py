@@ -28,7 +28,7 @@ def few_layers(model: ModelShape, of_a_kind: int = LAYERS_OF_A_KIND) -> ModelSha
     """
     config = dict(model.config)
     kept = [index for places in layer_kinds(config) for index in places[:of_a_kind]]
-    cut = with_layers(config, sorted(kept))
+    cut = keep_layers(config, sorted(kept))
     return shape_of(cut, id=model.id, auto_class=model.auto_class) if _has_formulas(model) else replace(model, config=cut)
 
 
@@ -45,7 +45,7 @@ def layer_kinds(config: Config) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, kinds.values()))
 
 
-def with_layers(config: Config, kept: list[int]) -> Config:
+def keep_layers(config: Config, kept: list[int]) -> Config:
     """The config of the model that has these layers only."""
     full, inner = described(config), config.get("text_config")
     text = dict(inner if isinstance(inner, dict) else config)

@@ -15,7 +15,7 @@ from planner.memory.activations import LayerMemory, Peaks
 from planner.memory.autograd import Moment
 from planner.memory.modules import Recipe
 from planner.model import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
-from planner.trace.store import cache_folder
+from planner.trace.store import cache_root, installed_versions
 
 FOLDER = "layers"
 # The modules of ours by which layers are measured.
@@ -97,10 +97,9 @@ def save_measured(model: ModelShape, recipe: Recipe, found: Measured | Refused) 
 
 
 def _file(model: ModelShape, of: str) -> Path:
-    """In the folder of the installed libraries' versions, which names those of profiles too."""
-    profiles = cache_folder()
+    """The file of one answer, in a folder named after the installed libraries' versions."""
     said = json.dumps([model.config, model.auto_class, of, _own_source()], sort_keys=True)
-    return profiles.parents[1].parent / FOLDER / profiles.name / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.json"
+    return cache_root() / FOLDER / installed_versions() / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.json"
 
 
 @lru_cache(maxsize=1)

@@ -56,7 +56,7 @@ def end_as(status: int) -> None:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
         os.kill(os.getpid(), number)
-    os._exit(os.waitstatus_to_exitcode(status))
+    sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def _wait(worker: int, ended: dict[int, int]) -> int:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -15,6 +14,7 @@ from accelerate.utils import DistributedType
 
 from planner.candidate import Candidate
 from planner.memory.sharding import SHARDED
+from probes.substitution import substituted
 
 
 def needs_accelerators(candidate: Candidate) -> bool:
@@ -39,11 +39,25 @@ def cpu_accelerators() -> Iterator[None]:
         made(state, False, **settings)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "cpu"}))
-        stack.enter_context(mock.patch.object(PartialState, "_prepare_backend", backend))
-        stack.enter_context(mock.patch.object(PartialState, "__init__", not_on_a_cpu))
-        stack.enter_context(mock.patch.object(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True))
-        stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True))
+        stack.enter_context(_environment("ACCELERATE_TORCH_DEVICE", "cpu"))
+        stack.enter_context(substituted(PartialState, "_prepare_backend", backend))
+        stack.enter_context(substituted(PartialState, "__init__", not_on_a_cpu))
+        stack.enter_context(substituted(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True))
+        stack.enter_context(substituted(torch.cuda, "is_bf16_supported", lambda *_, **__: True))
         if importlib.util.find_spec("deepspeed") is not None:
-            stack.enter_context(mock.patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None))
+            stack.enter_context(substituted(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None))
         yield
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -13,7 +13,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from accelerate import PartialState
@@ -25,6 +24,7 @@ from planner.launch.placement import placement
 from probes.step.rollouts import short_row
 from probes.step.stage import Stage
 from probes.step.told import Told
+from probes.substitution import substituted
 
 START_SECONDS = 900.0  # a server may compile for minutes; the runner has a limit of its own
 LOOK_SECONDS = 1.0
@@ -69,7 +69,7 @@ def dummy_weights(candidate: Candidate) -> Iterator[None]:
         from trl.experimental.online_dpo import online_dpo_trainer as module
     else:
         from trl.generation import vllm_generation as module
-    with mock.patch.object(module, "LLM", functools.partial(module.LLM, load_format="dummy")):
+    with substituted(module, "LLM", functools.partial(module.LLM, load_format="dummy")):
         yield
 
 
@@ -170,7 +170,7 @@ def engine_phases_told(watch: Told, stage: Stage, candidate: Candidate) -> Itera
         watch.enter_phase("score")
         return result if candidate.method == "online-dpo" else (result[0], *(shortened(each, short_row(candidate)) for each in result[1:]))
 
-    with mock.patch.object(owner, sync, synced), mock.patch.object(owner, generate, generated):
+    with substituted(owner, sync, synced), substituted(owner, generate, generated):
         yield
 
 

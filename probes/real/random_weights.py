@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -20,6 +19,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from planner.model import ModelShape
 from probes.step.stage import EOS, PAD, WORD
+from probes.substitution import substituted
 
 UNKNOWN = "<unknown>"
 SPREAD = 0.02  # standard deviation of the weights: `initializer_range`, as most configs have it
@@ -71,8 +71,8 @@ def random_weights() -> Iterator[None]:
         return NOT_FOUND
 
     with (
-        mock.patch.object(transformers.modeling_utils, "_get_resolved_checkpoint_files", find_nothing),
-        mock.patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(load_numbers)),
+        substituted(transformers.modeling_utils, "_get_resolved_checkpoint_files", find_nothing),
+        substituted(PreTrainedModel, "_load_pretrained_model", staticmethod(load_numbers)),
     ):
         yield
 

@@ -6,12 +6,12 @@ As the formulas do, it leaves out buffers that are no weights (rotary frequencie
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
 from planner.quantities import Component
 from probes.step.stage import Stage
+from probes.substitution import substituted
 
 
 class States:
@@ -109,7 +109,7 @@ def zero_steps_told(stage: Stage, on_step: Callable[[Iterable[torch.Tensor | Non
         return [optimizer.grad_partitions_flat_buffer]
 
     with (
-        mock.patch.object(DeepSpeedZeroOptimizer, "step", told(DeepSpeedZeroOptimizer.step, of_two)),
-        mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "step", told(DeepSpeedZeroOptimizer_Stage3.step, of_three)),
+        substituted(DeepSpeedZeroOptimizer, "step", told(DeepSpeedZeroOptimizer.step, of_two)),
+        substituted(DeepSpeedZeroOptimizer_Stage3, "step", told(DeepSpeedZeroOptimizer_Stage3.step, of_three)),
     ):
         yield

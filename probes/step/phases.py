@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from peft import PeftModel
@@ -14,6 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from probes.step.shortened_rollout import generate_shortened
 from probes.step.stage import WORD, Stage
 from probes.step.told import Told, modules_named
+from probes.substitution import substituted
 
 # A way to run `generate(model, **arguments)`; it says which tensors it puts into the cache.
 Rollout = Callable[[Callable[..., Any], Any, Callable[[list[torch.Tensor]], None], dict[str, Any]], Any]
@@ -22,7 +22,7 @@ Rollout = Callable[[Callable[..., Any], Any, Callable[[list[torch.Tensor]], None
 def one_word_shortened(generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]) -> Any:
     """Every sampled token is the same, none ends its row early, and what lies between the first tokens and the last is left out."""
     multinomial = torch.multinomial
-    with mock.patch.object(torch, "multinomial", lambda probabilities, num_samples: multinomial(probabilities, num_samples).fill_(WORD)):
+    with substituted(torch, "multinomial", lambda probabilities, num_samples: multinomial(probabilities, num_samples).fill_(WORD)):
         return generate_shortened(generate, model, on_cached, arguments)
 
 
@@ -99,10 +99,10 @@ def phases_told(tracker: Told, stage: Stage, padded: bool, rollout: Rollout = on
     ]
     try:
         with (
-            mock.patch.object(stage.trainer.accelerator, "backward", phases.backward),
-            mock.patch.object(GenerationMixin, "generate", lambda model, **arguments: phases.generate(model, **arguments)),
-            mock.patch.object(DynamicLayer, "update", phases.cache_update(DynamicLayer.update)),
-            mock.patch.object(DynamicSlidingWindowLayer, "update", phases.cache_update(DynamicSlidingWindowLayer.update)),
+            substituted(stage.trainer.accelerator, "backward", phases.backward),
+            substituted(GenerationMixin, "generate", lambda model, **arguments: phases.generate(model, **arguments)),
+            substituted(DynamicLayer, "update", phases.cache_update(DynamicLayer.update)),
+            substituted(DynamicSlidingWindowLayer, "update", phases.cache_update(DynamicSlidingWindowLayer.update)),
             modules_named(tracker, stage.trainer.model, phases.on_enter, phases.on_exit),
         ):
             yield

@@ -7,7 +7,6 @@ import copy
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import GenerationConfig
@@ -15,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from planner.errors import UnknownArchitecture
 from probes.step.stage import WORD
+from probes.substitution import substituted
 
 WHOLE_ROLLOUT_TOKENS = 8  # completions up to this are generated token by token
 GENERATED_TOKENS = 3  # of longer ones: from the prompt's pass, from a first step with the cache, from the last step
@@ -36,7 +36,7 @@ def generate_shortened(generate: Callable[..., Any], model: Any, on_cached: Call
         inputs: dict[str, Any] = prepare(input_ids, **kwargs)
         return _as_last_step(inputs, asked - GENERATED_TOKENS, on_cached) if calls[0] == GENERATED_TOKENS else inputs
 
-    with mock.patch.object(model, "prepare_inputs_for_generation", prepare_last):
+    with substituted(model, "prepare_inputs_for_generation", prepare_last):
         result = generate(model, **{**arguments, "generation_config": short})
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     rest = sequences.new_full((sequences.size(0), asked - GENERATED_TOKENS), WORD)

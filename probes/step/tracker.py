@@ -271,10 +271,8 @@ def collector_off() -> Iterator[None]:
     """
     was_on = gc.isenabled()
     gc.disable()
-    gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
         if was_on:
             gc.enable()

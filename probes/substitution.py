@@ -1,0 +1,33 @@
+"""The one place where an attribute of another library is exchanged, and put back.
+
+Used for CUDA kernels that do not exist on the CPU, tensors without memory, weights made up instead of downloaded, and marks at which a phase of the
+step begins. Each use names the attribute, and its source beside it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_ABSENT = object()
+
+
+@contextmanager
+def substituted(owner: Any, name: str, value: Any, *, may_be_absent: bool = False) -> Iterator[None]:
+    """Set `owner.name` to `value` inside the block, and restore it afterwards.
+
+    `may_be_absent`: the installed release may lack the attribute; it is removed again.
+
+    Raises:
+        AttributeError: the installed release has no such attribute, so that a moved function is noticed.
+    """
+    if not may_be_absent:
+        getattr(owner, name)
+    before = vars(owner).get(name, _ABSENT)  # not getattr: a static method stays one, an inherited attribute stays inherited
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
