@@ -5,9 +5,9 @@ from itertools import product
 from time import perf_counter
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
 from planner.estimate import estimate
-from planner.gpus import parse_cluster
+from planner.gpus.parse import parse_cluster
+from planner.models.catalogue import load_model
 
 RISK = 0.01
 

@@ -14,17 +14,17 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from planner.binary_search import largest
 from planner.candidate import Candidate
 from planner.confidence import PASS
 from planner.estimate import estimate
-from planner.halving import largest
-from planner.knobs import Question
-from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage
+from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage
 from planner.memory.communication import nccl_bytes
-from planner.memory.engine import EngineDoesNotFit
+from planner.memory.engine.budget import EngineDoesNotFit
 from planner.quantities import Estimate, GpuMemory, PhaseMemory
+from planner.search.knobs import Question
 from planner.units import MIB
-from probes.learning.space import FEW_SIZES, NO_SHARE, Place, Space
+from probes.study.space import FEW_SIZES, NO_SHARE, Place, Space
 
 CONTEXT_BYTES = 300_000_000
 SLACK = 0.06

@@ -3,15 +3,16 @@
 import random
 from collections.abc import Iterator
 
-from planner.catalogue import gpu_rows, load_model, model_rows
-from planner.cluster import Cluster
 from planner.errors import PlanError
-from planner.gpus import parse_cluster
-from planner.job import Goal, Job
-from planner.knobs import Question
+from planner.gpus.catalogue import gpu_rows
+from planner.gpus.cluster import Cluster
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Goal, Job
 from planner.methods import METHODS
+from planner.models.catalogue import load_model, model_rows
 from planner.plan import classes
-from probes.learning.space import Space, space_of
+from planner.search.knobs import Question
+from probes.study.space import Space, space_of
 
 SMALLEST_PARAMS, LARGEST_PARAMS = 3e8, 8e10
 GPUS = (1, 1, 1, 2, 4, 8)

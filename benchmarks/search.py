@@ -23,13 +23,13 @@ import optuna
 from hidden_cards import HiddenCard, HiddenProbe, best_of_line, exhaustive_best, formulas_alone, hidden_card, truly_fits
 from random_jobs import random_questions
 
+from planner.binary_search import largest
 from planner.errors import PlanError
-from planner.halving import largest
-from planner.knobs import Question
-from probes.certificate import certificate
-from probes.learning.sampler import PlanSampler
-from probes.learning.space import Place, Space, space_of
-from probes.study import Session, StudyOptions, over_bytes
+from planner.search.knobs import Question
+from probes.study.certificate import certificate
+from probes.study.sampler import PlanSampler
+from probes.study.space import Place, Space, space_of
+from probes.study.study import Session, StudyOptions, over_bytes
 
 PEER_PROBES = 30  # at most, for each of the others
 CHECKPOINTS = (5, 10, 30)

@@ -7,12 +7,12 @@ answer.best.candidate.per_device_train_batch_size
 """
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.cluster import Cluster, Gpu
 from planner.estimate import estimate
-from planner.gpus import parse_cluster
-from planner.job import Job
-from planner.model import ModelShape
+from planner.gpus.cluster import Cluster, Gpu
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.models.catalogue import load_model
+from planner.models.shape import ModelShape
 from planner.plan import Plan, plan
 from planner.quantities import Estimate
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from planner.errors import InputError
 from planner.methods import METHODS, Method, MethodName
-from planner.model import ModelShape
+from planner.models.shape import ModelShape
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -21,6 +21,15 @@ Optimizer = Literal[
     "adafactor", "sgd", "adagrad", "rmsprop", "stable_adamw", "adamw_torch_8bit", "adamw_torch_4bit", "galore_adamw", "apollo_adamw", "lomo", "adalomo",
     "grokadamw", "schedule_free_adamw", "schedule_free_sgd", "adamw_anyprecision",
 ]  # fmt: skip
+
+DEEPSPEED: tuple[Sharding, ...] = ("zero1", "zero2", "zero3")
+
+
+SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # whose ranks keep pieces of what DDP repeats
+
+
+BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
+
 
 # Methods whose max_length bounds prompt and completion together (trl 1.16, experimental/online_dpo/online_dpo_config.py, gkd_config.py).
 ROWS_OF_MAX_LENGTH = frozenset({"online-dpo", "gkd"})
@@ -40,7 +49,7 @@ class Candidate:
     """Every setting that memory or speed depends on. Lengths in tokens, batch sizes in samples per process.
 
     Defaults are those of TRL 1.16 (`trl/trainer/base_config.py`, `*_config.py`, `model_config.py`), of its methods' configs
-    where a method has one of its own (`planner/job.py` fills those in).
+    where a method has one of its own (`planner/jobs/job.py` fills those in).
     """
 
     model: ModelShape

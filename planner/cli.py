@@ -4,7 +4,10 @@ import sys
 
 import typer
 
-from planner.commands import diagnosing, planning, running, telling
+from planner.commands import diagnose as diagnosing
+from planner.commands import lists as telling
+from planner.commands import plan as planning
+from planner.commands import probe as running
 from planner.commands.printing import say_error
 from planner.errors import EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
 

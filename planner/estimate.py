@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 from planner.candidate import Candidate
-from planner.cluster import Cluster, Gpu
 from planner.confidence import fit_probability_of, interval_bytes
-from planner.memory.engine import EngineMemory, engine_memory
-from planner.memory.engine_settings import engine_settings
+from planner.gpus.cluster import Cluster, Gpu
+from planner.memory.engine.budget import EngineMemory, engine_memory
+from planner.memory.engine.settings import engine_settings
 from planner.memory.host import host_peak_bytes
 from planner.memory.peak import train_phases
 from planner.memory.states import states_of
 from planner.quantities import TOTAL_BYTES, Estimate, GpuMemory, GpuRole, PhaseMemory
-from planner.throughput import throughput
+from planner.throughput.step import throughput
 
 RISK = 0.01  # accepted probability of running out of memory where nobody says another
 

@@ -1,7 +1,10 @@
 """The methods: one row each. What models are resident, which passes run, how many rows a forward sees, which loss is built."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
+
+from planner.errors import InputError
 
 MethodName = Literal["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo"]
 Loss = Literal[
@@ -132,4 +135,53 @@ METHODS: dict[MethodName, Method] = {
             last_trl="1.12",
         ),
     )
+}
+
+
+# Which loss a release builds where it is not the newest's. The first row whose release is not older than the one in force counts.
+# Source: trl's CHANGELOG and trainer/sft_trainer.py of each release: `chunked_nll` became the default of SFT in 1.5, the fused head of
+# every stable trainer came with 1.15; before, the preference and RL trainers built logits (trainer/utils.py, selective_log_softmax).
+BUILT_LOGITS: dict[MethodName, Loss] = {"dpo": "logits", "kto": "logits", "grpo": "logits", "rloo": "logits", "distillation": "jsd"}
+
+
+ERAS: tuple[tuple[tuple[int, int], dict[MethodName, Loss]], ...] = (
+    ((1, 4), {**BUILT_LOGITS, "sft": "logits_cross_entropy"}),
+    ((1, 14), {**BUILT_LOGITS, "sft": "chunked_nll"}),
+)
+
+
+FUSED_SINCE = (1, 15)  # from here on use_liger_kernel changes the layers' kernels only (trl 1.16, sft_trainer.py:1134-1140)
+
+
+@lru_cache(maxsize=64)
+def release(version: str) -> tuple[int, int]:
+    """`"1.16"` or `"1.16.0"` as numbers that compare.
+
+    Raises:
+        InputError: the text is no release.
+    """
+    parts = version.split(".")
+    if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
+        raise InputError(f"{version!r} is no TRL release. Give one such as 1.16.")
+    return int(parts[0]), int(parts[1])
+
+
+# Samples a process that a trainer asks for at least (trl 1.16, trainer/kto_trainer.py: "Actual (not effective) batch size must be > 1").
+SMALLEST_BATCH: dict[MethodName, int] = {"kto": 2}
+
+
+# What a method's own config sets apart from Candidate's defaults.
+# Source: trl 1.16, trainer/grpo_config.py, rloo_config.py, distillation_config.py, experimental/online_dpo/online_dpo_config.py,
+# experimental/gkd/gkd_config.py; trl 1.12, experimental/ppo/ppo_config.py (response_length 53). Prompts have no limit in TRL 1.16, so
+# their length is a statement about the data: 512 tokens unless --prompt-length says otherwise; where max_length bounds both, the rest of it.
+METHOD_DEFAULTS: dict[MethodName, dict[str, object]] = {
+    "dpo": {"beta": 0.1},
+    "kto": {"beta": 0.1},
+    "orpo": {"beta": 0.1},
+    "cpo": {"beta": 0.1},
+    "rloo": {"num_generations": 2, "beta": 0.05},
+    "online-dpo": {"max_length": 512, "max_completion_length": 64, "beta": 0.1},
+    "gkd": {"max_completion_length": 128, "beta": 0.5},
+    "distillation": {"beta": 1.0},
+    "ppo": {"max_completion_length": 53, "beta": 0.05},
 }

@@ -4,20 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.cluster import Cluster
 from planner.errors import NothingFits, NotMeasured
 from planner.estimate import estimate
-from planner.job import DEQUANTIZED, Job
-from planner.knobs import CLASSES, Question, TuningClass, structures
-from planner.memory.engine import EngineRefusal, engine_or_refusal
-from planner.memory.engine_settings import engine_settings
-from planner.notes import limits, notes, reasons
-from planner.pins import refuse_contradictions
-from planner.proof import Proof
-from planner.quantities import Estimate
-from planner.remedies import Remedy, remedies
-from planner.search import search
-from planner.settings import settings_of_fields, settings_text
+from planner.gpus.cluster import Cluster
+from planner.jobs.job import DEQUANTIZED, Job
+from planner.jobs.rules import refuse_contradictions
+from planner.jobs.settings import settings_of_fields, settings_text
+from planner.memory.engine.budget import EngineRefusal, engine_or_refusal
+from planner.memory.engine.settings import engine_settings
+from planner.quantities import Estimate, Evidence, PhaseDifference
+from planner.search.explain import limits, notes, reasons
+from planner.search.knobs import CLASSES, Question, TuningClass, structures
+from planner.search.remedies import Remedy, remedies
+from planner.search.search import search
 from planner.units import format_gib
 
 
@@ -28,6 +27,18 @@ class Alternative:
     label: str
     estimate: Estimate
     note: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """Why a plan is believed. `lines` are for people, `report` is the study's own JSON object; `expected` names the rung of `expected_bytes`."""
+
+    evidence: Evidence  # "simulated" where the probes were
+    device: Literal["none", "cuda", "cpu", "simulated"]  # what the best candidate's probe ran on; "none": it was not probed
+    lines: tuple[str, ...]
+    report: Mapping[str, object]
+    expected: Evidence
+    differences: tuple[PhaseDifference, ...]  # of the best candidate; none where it was not probed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -96,3 +96,22 @@ class Estimate:
     def over_bytes(self) -> int:
         """How much the worst GPU lacks at the accepted risk; 0 or less when it fits."""
         return max(gpu.interval_bytes[1] - gpu.capacity_bytes for gpu in self.gpus)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseDifference:
+    """One phase of a probed candidate on its heaviest GPU.
+
+    `measured_bytes` is all that was taken; `needed_bytes` is that without what the allocator kept and would have given back, which is what an
+    estimate speaks of.
+    """
+
+    name: Phase
+    expected_bytes: int
+    measured_bytes: int
+    needed_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Of what was expected, as a share of what was needed; below 0 too little was expected."""
+        return self.expected_bytes / self.needed_bytes - 1

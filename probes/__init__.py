@@ -6,14 +6,14 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from probes.callback import MemoryPlanCallback
+    from probes.callback.callback import MemoryPlanCallback
 
 __all__ = ["MemoryPlanCallback"]
 
 
 def __getattr__(name: str) -> object:
     if name == "MemoryPlanCallback":
-        from probes.callback import MemoryPlanCallback
+        from probes.callback.callback import MemoryPlanCallback
 
         return MemoryPlanCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

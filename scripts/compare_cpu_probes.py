@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
+from planner.allocator.trace import Trace
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.measurement import Measurement
+from planner.measurements.measurement import Measurement
 from planner.methods import MethodName
-from planner.trace.timeline import Trace
-from probes.dryrun import dry_run
-from probes.process.task import Task
-from probes.runner import Limits, run_probe
+from planner.models.catalogue import load_model
+from probes.dryrun.dry_run import dry_run
+from probes.runner.runner import Limits, run_probe
+from probes.task import Task
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "results" / "cpu_probes.md"
@@ -32,7 +32,7 @@ NAMES: dict[str, str] = {
 }
 HEAD = f"""# Probes on the CPU against dry runs
 
-Every row is a process of its own, started by `probes/runner.py`, in which the real trainer of TRL trained two steps of a small model with random weights
+Every row is a process of its own, started by `probes/runner/runner.py`, in which the real trainer of TRL trained two steps of a small model with random weights
 (`tests/models/`), its tensors' bytes counted; beside it the peak that the dry run of the same candidate has said. Bytes. bfloat16, full fine-tuning,
 gradient checkpointing, padded batches of {LENGTHS["per_device_train_batch_size"]} rows: {LENGTHS["max_length"]} tokens, or a prompt of
 {LENGTHS["prompt_length"]} and a completion of {LENGTHS["max_completion_length"]}. Nothing here was run on a GPU.

@@ -14,13 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model, parse_cluster
 from planner.errors import PlanError
 from planner.estimate import estimate
-from planner.model import ModelShape
+from planner.gpus.parse import parse_cluster
+from planner.models.catalogue import load_model
+from planner.models.shape import ModelShape
 from planner.quantities import PhaseMemory
-from probes.coefficients import measured
-from probes.simulate import traced
+from probes.dryrun.simulate import traced
+from probes.layers.coefficients import measured
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "measured_architectures.md"
 CLUSTER = parse_cluster("1xH200", None)
@@ -41,7 +42,7 @@ TARGETS = {"phimoe": ("q_proj", "k_proj", "v_proj", "o_proj"), "nemotron_h": ("q
 HEAD = """# Architectures without formulas: measured layers against the dry run of the whole model
 
 Made by `python scripts/compare_measured.py`: SFT, 4 rows of 512 tokens with padding, sdpa, at full depth. The estimate's activations come from
-one layer of each kind on fake tensors (`probes/coefficients.py`); the dry run is the trainer's whole step. {versions}.
+one layer of each kind on fake tensors (`probes/layers/coefficients.py`); the dry run is the trainer's whole step. {versions}.
 
 | model | type | settings | simulated GiB | estimated GiB | error | without weights | seconds to measure | to dry-run |
 |---|---|---|---|---|---|---|---|---|

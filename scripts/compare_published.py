@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any, Literal
 
 from planner.candidate import DTYPE_BYTES, Candidate
-from planner.cases import published_model
-from planner.cluster import Cluster
 from planner.errors import PlanError
 from planner.estimate import estimate
-from planner.gpus import parse_cluster
+from planner.gpus.cluster import Cluster
+from planner.gpus.parse import parse_cluster
+from planner.measurements.cases import published_model
 from planner.memory.communication import nccl_bytes
 from planner.memory.kv_cache import kv_cache_bytes
 from planner.memory.runtime import context_bytes

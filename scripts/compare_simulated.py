@@ -15,13 +15,13 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
-from planner.architectures import shape_of
 from planner.candidate import Candidate
-from planner.catalogue import load_model, parse_cluster
 from planner.estimate import estimate
-from planner.job import METHOD_DEFAULTS
-from planner.methods import METHODS
-from planner.model import ModelShape
+from planner.gpus.parse import parse_cluster
+from planner.methods import METHOD_DEFAULTS, METHODS
+from planner.models.catalogue import load_model
+from planner.models.from_config import shape_of
+from planner.models.shape import ModelShape
 from probes.layers.few_layers import keep_layers
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -80,7 +80,7 @@ def candidates() -> Iterator[tuple[str, Candidate]]:
 
 def simulated(name: str, candidate: Candidate) -> Row:
     """The dry run's side of a row, or what stopped it."""
-    from probes.simulate import dry_run
+    from probes.dryrun.simulate import dry_run
 
     try:
         trace = dry_run(candidate)

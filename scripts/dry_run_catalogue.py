@@ -24,10 +24,11 @@ from unittest import mock
 import torch
 
 from planner.candidate import Candidate
-from planner.catalogue import ModelRow, load_model, model_rows, parse_cluster
 from planner.errors import PlanError
 from planner.estimate import estimate
-from planner.model import ModelShape
+from planner.gpus.parse import parse_cluster
+from planner.models.catalogue import ModelRow, load_model, model_rows
+from planner.models.shape import ModelShape
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, TABLE = RESULTS / "dry_runs.jsonl", RESULTS / "dry_runs.md"
@@ -96,7 +97,7 @@ def ran_in_full(row: ModelRow) -> Row:
 
 
 def compared(candidate: Candidate) -> Row:
-    from probes.dryrun import dry_run
+    from probes.dryrun.dry_run import dry_run
 
     started = time.monotonic()
     trace = dry_run(candidate)

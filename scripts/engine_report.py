@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from planner.catalogue import load_model
-from planner.gpus import bare_gpu
-from planner.memory.engine import BATCHES_IN_FLIGHT, EngineMemory, EngineRefusal, EngineSettings, engine_or_refusal
-from planner.memory.engine_blocks import block_layout
-from planner.memory.engine_weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
-from planner.model import ModelShape
+from planner.gpus.catalogue import bare_gpu
+from planner.memory.engine.blocks import block_layout
+from planner.memory.engine.budget import BATCHES_IN_FLIGHT, EngineMemory, EngineRefusal, EngineSettings, engine_or_refusal
+from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
+from planner.models.catalogue import load_model
+from planner.models.shape import ModelShape
 from planner.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,7 +195,7 @@ def report() -> str:
         "",
         "Written by `python scripts/engine_report.py` from the 25 start-up logs in `tests/data/vllm.jsonl` (vLLM 0.7 to 0.11; GiB).",
         "Weights, activations, memory outside torch and so the KV cache are computed from the model's config and the engine's settings alone.",
-        "Three constants are medians over these same rows (`planner/memory/engine_profile.py`); none is set for a row.",
+        "Three constants are medians over these same rows (`planner/memory/engine/profile_run.py`); none is set for a row.",
         "",
         "| row | weights | printed | activation peak | printed | KV cache | printed | error of the KV cache |",
         "|---|---|---|---|---|---|---|---|",

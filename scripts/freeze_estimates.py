@@ -91,7 +91,7 @@ def lines() -> Iterator[dict[str, object]]:
 
 
 def _known(name: str) -> bool:
-    from planner.catalogue import load_model
+    from planner.models.catalogue import load_model
 
     return load_model(name).known
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from planner.architectures import shape_of
 from planner.candidate import Candidate
-from planner.catalogue import load_model, parse_cluster
-from planner.model import ModelShape
-from planner.throughput import throughput
+from planner.gpus.parse import parse_cluster
+from planner.models.catalogue import load_model
+from planner.models.from_config import shape_of
+from planner.models.shape import ModelShape
+from planner.throughput.step import throughput
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "tests" / "data" / "published_speeds.jsonl"

@@ -17,14 +17,14 @@ import optuna  # noqa: E402
 from hidden_cards import HiddenCard, HiddenProbe, formulas_alone  # noqa: E402
 
 from planner.candidate import Candidate  # noqa: E402
-from planner.catalogue import load_model  # noqa: E402
-from planner.gpus import parse_cluster  # noqa: E402
-from planner.job import Job  # noqa: E402
-from planner.knobs import Question  # noqa: E402
-from planner.measurement import Measurement  # noqa: E402
-from probes.learning.sampler import MEASUREMENT  # noqa: E402
-from probes.learning.space import Space, space_of  # noqa: E402
-from probes.study import Proven, StudyOptions, prove  # noqa: E402
+from planner.gpus.parse import parse_cluster  # noqa: E402
+from planner.jobs.job import Job  # noqa: E402
+from planner.measurements.measurement import Measurement  # noqa: E402
+from planner.models.catalogue import load_model  # noqa: E402
+from planner.search.knobs import Question  # noqa: E402
+from probes.study.sampler import MEASUREMENT  # noqa: E402
+from probes.study.space import Space, space_of  # noqa: E402
+from probes.study.study import Proven, StudyOptions, prove  # noqa: E402
 
 # Its best length needs an out-of-memory probe and two that fit.
 CARD = HiddenCard(seed=7, context_bytes=180e6, slack=0.03, activations=0.04, speed=0.9)

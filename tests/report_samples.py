@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.cluster import Cluster, Gpu
-from planner.job import Job
+from planner.gpus.cluster import Cluster, Gpu
+from planner.jobs.job import Job
+from planner.models.catalogue import load_model
 from planner.plan import Alternative, Plan
 from planner.quantities import Estimate, GpuMemory, PhaseMemory, Throughput
-from planner.remedies import Remedy
+from planner.search.remedies import Remedy
 from planner.units import GIB, MIB
 
 MODEL = load_model("Qwen2.5-7B")

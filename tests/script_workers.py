@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.measurement import Measurement, PhasePeak, RankMemory, measurement_line
-from probes.process.task import ANSWER_PREFIX, Task
-from probes.runner import Limits, run_probe
+from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, measurement_line
+from planner.models.catalogue import load_model
+from probes.runner.runner import Limits, run_probe
+from probes.task import ANSWER_PREFIX, Task
 
 CANDIDATE = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft")
 TASK = Task(candidate=CANDIDATE, device="cpu", folder="")

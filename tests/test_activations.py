@@ -1,7 +1,7 @@
 """A layer's passes on the tape against the same layer under real autograd: every byte that is saved, and both peaks.
 
 The real layer runs on the CPU, so the tape plays the CPU's kernels (`Recipe(device="cpu")`); what a GPU's do otherwise is named
-and cited in `planner/memory/modules/`.
+and cited in `planner/memory/layers/`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from autograd_truth import Truth, Tuning, adapted_names, run_layer, tiny_model
 from transformers import AutoConfig
 
-from planner.architectures import shape_of
-from planner.memory.activations import LayerMemory, layer_memory
-from planner.memory.autograd import Moment
-from planner.memory.modules import Kernel, Recipe
-from planner.memory.modules.attention import backward_workspace
-from planner.model import Layer, ModelShape
+from planner.memory.layers.attention import backward_workspace
+from planner.memory.layers.autograd import Moment
+from planner.memory.layers.one_layer import LayerMemory, layer_memory
+from planner.memory.layers.recipe import Kernel, Recipe
+from planner.models.from_config import shape_of
+from planner.models.shape import Layer, ModelShape
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

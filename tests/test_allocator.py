@@ -5,16 +5,16 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.allocator.caching_allocator import Allocator, AllocatorSettings
+from planner.allocator.loading import warm_up_bytes
+from planner.allocator.replay import replay
+from planner.allocator.reserved import reserved_of
+from planner.allocator.trace import STAYS, Allocation, Trace
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.cluster import Gpu
-from planner.gpus import load_gpu
+from planner.gpus.catalogue import load_gpu
+from planner.gpus.cluster import Gpu
+from planner.models.catalogue import load_model
 from planner.quantities import Phase
-from planner.trace.allocator import Allocator, AllocatorSettings
-from planner.trace.loading import warm_up_bytes
-from planner.trace.replay import replay
-from planner.trace.reserved import reserved_of
-from planner.trace.timeline import STAYS, Allocation, Trace
 from planner.units import GIB, MIB
 
 PLAIN = AllocatorSettings()

@@ -161,7 +161,7 @@ def test_a_file_that_is_no_config_json_is_refused(content, message, tmp_path, ca
 
 
 def test_a_model_without_formulas_needs_the_extra_that_measures_its_layers(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "probes.coefficients", None)
+    monkeypatch.setitem(sys.modules, "probes.layers.coefficients", None)
     said = refused(asked(model="google/gemma-4-12B", method="sft"), capsys)
     assert "google/gemma-4-12B (gemma4_unified) has no formulas here, and measuring its layers needs the extra dryrun (pip install" in said
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "bamba"}), encoding="utf-8")

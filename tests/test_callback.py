@@ -18,23 +18,24 @@ import datasets  # noqa: E402
 import peft  # noqa: E402
 import transformers  # noqa: E402
 
-from planner.architectures import shape_of  # noqa: E402
 from planner.candidate import Candidate  # noqa: E402
-from planner.catalogue import load_model  # noqa: E402
-from planner.cluster import Cluster  # noqa: E402
 from planner.errors import InputError  # noqa: E402
 from planner.estimate import estimate  # noqa: E402
-from planner.fingerprint import candidate_key, model_key  # noqa: E402
-from planner.gpus import load_gpu  # noqa: E402
-from planner.job import Job, base_candidate  # noqa: E402
-from planner.own_results import own_results, results_file  # noqa: E402
+from planner.gpus.catalogue import load_gpu  # noqa: E402
+from planner.gpus.cluster import Cluster  # noqa: E402
+from planner.jobs.base_candidate import base_candidate  # noqa: E402
+from planner.jobs.job import Job  # noqa: E402
+from planner.measurements.fingerprint import candidate_key, model_key  # noqa: E402
+from planner.measurements.own_results import own_results, results_file  # noqa: E402
+from planner.models.catalogue import load_model  # noqa: E402
+from planner.models.from_config import shape_of  # noqa: E402
 from planner.quantities import Estimate  # noqa: E402
 from planner.report.json import estimate_report, json_text  # noqa: E402
 from planner.units import GIB, MIB  # noqa: E402
 from probes import MemoryPlanCallback  # noqa: E402
-from probes.own_run.candidate import candidate_of_run, method_of, plain, zero_of  # noqa: E402
-from probes.own_run.memory import Reading, RunMemory, gpu_of, reading_of  # noqa: E402
-from probes.real.random_weights import tokenizer  # noqa: E402
+from probes.callback.candidate_of_run import candidate_of_run, method_of, plain, zero_of  # noqa: E402
+from probes.callback.memory_of_run import Reading, RunMemory, gpu_of, reading_of  # noqa: E402
+from probes.worker.random_weights import tokenizer  # noqa: E402
 
 pytestmark = [  # what the libraries warn of is theirs
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -350,7 +351,7 @@ def test_probes_has_nothing_else() -> None:
 
 
 def test_a_kept_run_is_told_in_the_next_plan(tmp_path: Path, candidate: Candidate) -> None:
-    from planner.own_results import own_notes
+    from planner.measurements.own_results import own_notes
 
     plan = tmp_plan(candidate)
     trainer(tmp_path, MemoryPlanCallback(plan, memory=memory(lambda number: 7 * GIB + number), say=lambda line: None)).train()

@@ -14,8 +14,8 @@ from report_samples import ESTIMATE, NOTHING_FITS, PLAN
 
 from planner.candidate import Candidate
 from planner.cli import run
-from planner.cluster import Cluster
-from planner.job import Job
+from planner.gpus.cluster import Cluster
+from planner.jobs.job import Job
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.report.simulated import HINT

@@ -10,23 +10,24 @@ import pytest
 
 pytest.importorskip("trl")
 
-from planner.architectures import NOT_COUNTED, shape_of
 from planner.candidate import Candidate
-from planner.catalogue import load_model, parse_cluster
 from planner.errors import NotMeasured, UnknownArchitecture
 from planner.estimate import estimate
-from planner.job import Job
-from planner.memory.activations import LayerMemory, Peaks, layer_memory
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.memory.activations import StackMemory, stack_memory
 from planner.memory.kv_cache import kv_cache_bytes
-from planner.memory.stack import StackMemory, stack_memory
+from planner.memory.layers.one_layer import LayerMemory, Peaks, layer_memory
+from planner.memory.parameters.tensors import model_tensors
 from planner.memory.stack_recipe import stack_recipe
-from planner.memory.tensors import model_tensors
-from planner.model import ModelShape
+from planner.models.catalogue import load_model
+from planner.models.from_config import NOT_COUNTED, shape_of
+from planner.models.shape import ModelShape
 from planner.plan import plan
 from planner.quantities import Phase, PhaseMemory
-from probes.coefficients import measured
+from probes.dryrun.simulate import traced
+from probes.layers.coefficients import measured
 from probes.layers.few_layers import few_layers, layer_kinds
-from probes.simulate import traced
 
 LLAMA: dict[str, object] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -10,8 +10,8 @@ pytest.importorskip("psutil")
 
 from script_workers import CANDIDATE, TASK
 
-from probes.process.command import worker_command
-from probes.process.task import Task
+from probes.runner.command import worker_command
+from probes.task import Task
 
 
 def command(tmp_path: Path, **changes: object) -> list[str]:
@@ -21,7 +21,7 @@ def command(tmp_path: Path, **changes: object) -> list[str]:
 
 @pytest.mark.parametrize("sharding", ["none", "ddp"])
 def test_one_process_needs_no_launcher(sharding: str, tmp_path: Path) -> None:
-    assert command(tmp_path, sharding=sharding) == [sys.executable, "-m", "probes.worker", "task.json"]
+    assert command(tmp_path, sharding=sharding) == [sys.executable, "-m", "probes.worker.worker", "task.json"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -29,7 +29,7 @@ def test_several_processes_are_launched_from_the_candidates_own_files(tmp_path: 
     found = command(tmp_path, sharding="zero3", num_processes=4)
     assert found[: found.index("launch") + 1] == [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     assert found[found.index("--num_processes") + 1] == "4"
-    assert found[-3:] == ["-m", "probes.worker", "task.json"]
+    assert found[-3:] == ["-m", "probes.worker.worker", "task.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["accelerate.yaml", "deepspeed.json"]
 
 

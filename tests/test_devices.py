@@ -14,16 +14,16 @@ pytest.importorskip("trl")
 from script_workers import script
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.cluster import Cluster
 from planner.errors import InputError
 from planner.estimate import estimate
-from planner.gpus import parse_cluster
-from planner.measurement import EVIDENCE, DeviceName, Measurement, measurement_line, measurement_of
+from planner.gpus.cluster import Cluster
+from planner.gpus.parse import parse_cluster
+from planner.measurements.measurement import EVIDENCE, DeviceName, Measurement, measurement_line, measurement_of
+from planner.models.catalogue import load_model
 from planner.units import GIB, MIB
-from probes.devices import DeviceOptions, Probe, capacity_to_keep_to, device
-from probes.process.gpus_in_use import Card
-from probes.runner import Limits
+from probes.runner.devices import DeviceOptions, Probe, capacity_to_keep_to, device
+from probes.runner.gpus_in_use import Card
+from probes.runner.runner import Limits
 
 # The libraries' own deprecations are theirs to mend; those of our code stay errors.
 pytestmark = [
@@ -209,7 +209,7 @@ def test_what_accelerate_does_not_shard_on_the_cpu_is_not_measured_there() -> No
 
 
 def test_on_larger_cards_a_worker_is_told_of_what_an_engine_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("probes.devices.visible_cards", lambda count: (card(80 * GIB),) * count)
+    monkeypatch.setattr("probes.runner.devices.visible_cards", lambda count: (card(80 * GIB),) * count)
     text = "import json; told = json.load(open(task_file)); print(told['capacity_bytes'], told['card_bytes'])"
     cluster = with_cards_of(40 * GIB)
     found = device("cuda", cluster, DeviceOptions(logs=tmp_path, limits=Limits(host_reserve_share=0.0), command=script(text)))(SFT)

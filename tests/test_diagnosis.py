@@ -10,15 +10,17 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from planner.catalogue import load_model, parse_cluster
 from planner.cli import run
-from planner.diagnosis import Incident, incidents
-from planner.diagnosis.advice import advice, what_happened
-from planner.diagnosis.job import CHOSEN_AGAIN
-from planner.diagnosis.messages import MESSAGES
-from planner.diagnosis.places import Frame, phase_of
-from planner.job import Job
-from planner.knobs import KNOBS, Question
+from planner.diagnose.advice import advice, what_happened
+from planner.diagnose.incident import Incident
+from planner.diagnose.job import CHOSEN_AGAIN
+from planner.diagnose.log import incidents
+from planner.diagnose.messages import MESSAGES
+from planner.diagnose.tracebacks import Frame, phase_of
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.models.catalogue import load_model
+from planner.search.knobs import KNOBS, Question
 from planner.units import GIB, MIB
 
 LOGS = Path(__file__).with_name("logs")

@@ -9,19 +9,20 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from planner.allocator.simulation import Simulation, exceeded_by, single_process, with_reserved
+from planner.allocator.trace import STAYS, Allocation, Trace
 from planner.candidate import Candidate
-from planner.catalogue import load_model, parse_cluster
 from planner.cli import run
-from planner.cluster import Cluster
 from planner.errors import DryRunUnsupported, InputError
 from planner.estimate import estimate
-from planner.gpus import load_gpu
+from planner.gpus.catalogue import load_gpu
+from planner.gpus.cluster import Cluster
+from planner.gpus.parse import parse_cluster
+from planner.jobs.settings import settings_of
+from planner.models.catalogue import load_model
 from planner.quantities import Estimate, PhaseMemory
+from planner.report.read_json import candidate_of
 from planner.report.simulated import agreement, disagreement, simulation_report, simulation_table
-from planner.saved import candidate_of
-from planner.settings import settings_of
-from planner.trace.compose import Simulation, exceeded_by, single_process, with_reserved
-from planner.trace.timeline import STAYS, Allocation, Trace
 from planner.units import GIB, MIB
 
 ONE = ["--model", "Qwen2.5-0.5B", "--gpus", "1xA100-40G", "--method", "sft", "--tuning", "lora", "--max-length", "256", "--batch-size", "2", "--no-padded"]
@@ -90,7 +91,7 @@ def test_the_plan_is_searched_again_when_the_dry_run_needs_more_than_the_estimat
     assert run(asked) == 0
     first = json.loads(capsys.readouterr().out)["best"]["gpus"][0]["peak_bytes"]
     heavy = replace(simulation(1, 1), simulated=(PhaseMemory(name="backward", components={"weights": 2 * first}),))
-    monkeypatch.setattr("planner.rungs.simulated", lambda *_: heavy)
+    monkeypatch.setattr("planner.training_stack.simulated", lambda *_: heavy)
     assert run([*asked, "--dry-run"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["best"]["gpus"][0]["phases"][-1]["components"]["unexplained"] > 0
@@ -120,12 +121,12 @@ def test_a_step_that_runs_out_says_so_in_pytorchs_words() -> None:
 
 def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl")
-    import probes.simulate
+    import probes.dryrun.simulate
 
     def stops(_: Estimate, ways: str) -> Simulation:
         raise DryRunUnsupported("The installed libraries stop at it: KeyError: 'q'")
 
-    monkeypatch.setattr(probes.simulate, "simulate", stops)
+    monkeypatch.setattr(probes.dryrun.simulate, "simulate", stops)
     assert run(["estimate", *ONE]) == 0
     plain = capsys.readouterr()
     assert run(["estimate", *ONE, "--dry-run"]) == 0
@@ -136,7 +137,7 @@ def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(monkeypatch: pytest
 
 def test_without_the_packages_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
 
-    monkeypatch.setitem(sys.modules, "probes.simulate", None)
+    monkeypatch.setitem(sys.modules, "probes.dryrun.simulate", None)
     assert run(["dry-run", *ONE]) == DryRunUnsupported.exit_code
     assert "A dry run needs the extra dryrun" in capsys.readouterr().err
 
@@ -175,24 +176,24 @@ class TestWithTheInstalledStack:
         "changes", [{"sharding": "zero2"}, {"sharding": "zero3"}, {"sharding": "fsdp2"}, {"sharding": "ddp", "tuning": "lora", "dtype": "bfloat16"}]
     )
     def test_a_composed_rank_agrees_with_its_estimate(self, changes: dict[str, object]) -> None:
+        from probes.dryrun.simulate import simulate
         from probes.layers.few_layers import few_layers
-        from probes.simulate import simulate
 
         settings = {"model": few_layers(MODEL), "method": "sft", "num_processes": 4, "max_length": 256, "padded": False, "per_device_train_batch_size": 2}
         candidate = Candidate(**(settings | changes))  # type: ignore[arg-type]
         assert abs(simulate(estimate(candidate, parse_cluster("4xA100-40G", None))).difference) < 0.03
 
     def test_heads_that_are_no_multiples_of_16_bytes_are_attended_without_a_kernel_of_their_own(self) -> None:
+        from probes.dryrun.simulate import simulate
         from probes.layers.few_layers import few_layers
-        from probes.simulate import simulate
 
         model = few_layers(load_model("openlm-research/open_llama_3b"))  # heads of 100 features
         candidate = Candidate(model=model, method="sft", tuning="lora", dtype="bfloat16", max_length=512, per_device_train_batch_size=4)
         assert abs(simulate(estimate(candidate, parse_cluster("1xA100-40G", None))).difference) < 0.01
 
     def test_an_engine_is_composed_onto_the_trainers_step(self) -> None:
+        from probes.dryrun.simulate import simulate
         from probes.layers.few_layers import few_layers
-        from probes.simulate import simulate
 
         candidate = Candidate(
             model=few_layers(MODEL), method="grpo", tuning="lora", dtype="bfloat16", vllm="colocate", prompt_length=64, max_completion_length=64,
@@ -207,7 +208,7 @@ def test_a_dry_run_tells_nobody_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
     import huggingface_hub
 
-    from probes.dryrun import dry_run
+    from probes.dryrun.dry_run import dry_run
     from probes.layers.few_layers import few_layers
 
     sent: list[str] = []

@@ -12,11 +12,11 @@ import pytest
 
 from planner.candidate import Candidate, Dtype
 from planner.methods import METHODS, MethodName
-from planner.model import ModelShape, Norm
+from planner.models.shape import ModelShape, Norm
 
 pytest.importorskip("trl")
 
-from probes.dryrun import dry_run
+from probes.dryrun.dry_run import dry_run
 
 METHODS_NOW = [name for name, method in METHODS.items() if method.last_trl == "current"]
 # The libraries' own deprecations are theirs to mend; those of our code stay errors.

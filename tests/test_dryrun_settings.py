@@ -3,15 +3,16 @@
 import pytest
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model, parse_cluster
 from planner.errors import DryRunUnsupported
 from planner.estimate import estimate
+from planner.gpus.parse import parse_cluster
+from planner.models.catalogue import load_model
 
 pytest.importorskip("trl")
 
-from probes.dryrun import dry_run
+from probes.dryrun.dry_run import dry_run
+from probes.dryrun.simulate import stopped_at
 from probes.layers.few_layers import few_layers
-from probes.simulate import stopped_at
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -97,7 +98,7 @@ def test_a_reference_model_is_there_in_every_run(method: str) -> None:
 
 
 def resident_weights(trace: object) -> int:
-    from planner.trace.timeline import Trace
+    from planner.allocator.trace import Trace
 
     assert isinstance(trace, Trace)
     return sum(allocation.size_bytes for allocation in trace.allocations if allocation.operator == "resident")

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
 from planner.errors import NothingFits
-from planner.gpus import load_gpu
-from planner.memory import engine_profile
-from planner.memory.engine import EngineDoesNotFit, EngineMemory, EngineRefusal, EngineSettings, engine_memory, engine_or_refusal
-from planner.memory.engine_blocks import block_layout
-from planner.memory.engine_profile import graph_sizes
-from planner.memory.engine_settings import engine_settings
-from planner.memory.engine_weights import engine_weight_bytes, lora_slot_bytes
+from planner.gpus.catalogue import load_gpu
+from planner.memory.engine import profile_run as engine_profile
+from planner.memory.engine.blocks import block_layout
+from planner.memory.engine.budget import EngineDoesNotFit, EngineMemory, EngineRefusal, EngineSettings, engine_memory, engine_or_refusal
+from planner.memory.engine.profile_run import graph_sizes
+from planner.memory.engine.settings import engine_settings
+from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
+from planner.models.catalogue import load_model
 from planner.units import GIB, format_gib
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,13 +10,13 @@ pytest.importorskip("trl")
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from planner.architectures import shape_of
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from probes.dryrun import dry_run
-from probes.fake import results
-from probes.fake.results import ALIKE, FakeResults
-from probes.fake.tensors import SMALL_BYTES, FakeArithmetic, _mode_and_results
+from planner.models.catalogue import load_model
+from planner.models.from_config import shape_of
+from probes.dryrun import operator_outputs as results
+from probes.dryrun.dry_run import dry_run
+from probes.dryrun.fake_tensors import SMALL_BYTES, FakeArithmetic, _mode_and_results
+from probes.dryrun.operator_outputs import ALIKE, FakeResults
 from probes.layers.few_layers import keep_layers
 from probes.step.tracker import Tracker
 

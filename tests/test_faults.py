@@ -16,7 +16,7 @@ from typing import get_args
 import pytest
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
+from planner.models.catalogue import load_model
 from planner.quantities import Phase
 from planner.units import MIB
 
@@ -24,8 +24,8 @@ pytest.importorskip("psutil")
 
 from script_workers import LIMITS, TASK, run
 
-from probes.process.host import with_environment
-from probes.runner import KEPT_LOG_BYTES, Limits, run_probe
+from probes.runner.host import with_environment
+from probes.runner.runner import KEPT_LOG_BYTES, Limits, run_probe
 
 SOON_SECONDS = 10.0  # an end that takes longer is none; two busy cores take a while
 OURS = "PLAN_TEST_OF_FAULTS"
@@ -239,7 +239,7 @@ def test_the_host_keeps_some_of_its_memory(tmp_path: Path) -> None:
 
 def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_no_foreign_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kills = iter([3, 4])
-    monkeypatch.setattr("probes.runner.kernel_kills", lambda: next(kills))
+    monkeypatch.setattr("probes.runner.runner.kernel_kills", lambda: next(kills))
     outcome = fault("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
     assert outcome == ("host_out_of_memory", "the kernel ended it with SIGKILL: the host had no memory left")
 
@@ -270,7 +270,7 @@ def test_a_kernel_prefers_to_end_a_worker(tmp_path: Path) -> None:
 
 KILLED_AT = """
 import os, runpy, signal, sys
-from probes.real.watch import Clock
+from probes.worker.watch import Clock
 enter = Clock.enter
 def entered(clock, phase):
     enter(clock, phase)
@@ -278,7 +278,7 @@ def entered(clock, phase):
         os.kill(os.getpid(), signal.SIGKILL)
 Clock.enter = entered
 sys.argv = ["worker", sys.argv[1]]
-runpy.run_module("probes.worker", run_name="__main__")
+runpy.run_module("probes.worker.worker", run_name="__main__")
 """
 PHASES = [phase for phase in get_args(Phase) if phase != "weight_sync"]  # which only an engine has
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.catalogue import gpu_rows, load_gpu, parse_cluster
 from planner.errors import InputError, UnknownName
-from planner.local_gpus import Reading, _readings, _visible
+from planner.gpus.catalogue import gpu_rows, load_gpu
+from planner.gpus.local import Reading, _readings, _visible
+from planner.gpus.parse import parse_cluster
 from planner.units import GIB
 
 A100_40G_BYTES = 42_402_064_629  # 39.49 GiB, the least that torch was seen to report
@@ -162,30 +163,30 @@ class TestLocal:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def test_the_least_free_card_counts_for_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("planner.local_gpus._nvml", lambda: fake_nvml(["NVIDIA GeForce RTX 3090"] * 2))
+        monkeypatch.setattr("planner.gpus.local._nvml", lambda: fake_nvml(["NVIDIA GeForce RTX 3090"] * 2))
         cluster = parse_cluster("local")
         assert (cluster.num_gpus, cluster.gpu.name) == (2, "RTX-3090")
         assert (cluster.gpu.total_bytes, cluster.gpu.free_bytes) == (24 * GIB - GIB // 2, 19 * GIB)
         assert cluster.gpu.bf16_flops == load_gpu("RTX-3090").bf16_flops
 
     def test_a_card_that_the_catalogue_lacks_keeps_its_name_and_has_assumed_speeds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("planner.local_gpus._nvml", lambda: fake_nvml(["NVIDIA Brand New 1"]))
+        monkeypatch.setattr("planner.gpus.local._nvml", lambda: fake_nvml(["NVIDIA Brand New 1"]))
         gpu = parse_cluster("local").gpu
         assert gpu.name == "NVIDIA Brand New 1"
         assert "speeds assumed" in gpu.source
         assert gpu.compute_capability == (8, 6)
 
     def test_free_memory_wins_over_what_is_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("planner.local_gpus._nvml", lambda: fake_nvml(["NVIDIA GeForce RTX 3090"]))
+        monkeypatch.setattr("planner.gpus.local._nvml", lambda: fake_nvml(["NVIDIA GeForce RTX 3090"]))
         assert parse_cluster("local", "10GiB").gpu.free_bytes == 10 * GIB
 
     def test_different_cards_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("planner.local_gpus._nvml", lambda: fake_nvml(["Tesla T4", "NVIDIA L4"]))
+        monkeypatch.setattr("planner.gpus.local._nvml", lambda: fake_nvml(["Tesla T4", "NVIDIA L4"]))
         with pytest.raises(InputError, match=r"finds different cards \(NVIDIA L4, Tesla T4\)"):
             parse_cluster("local")
 
     def test_no_card_is_refused_with_what_to_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("planner.local_gpus._nvml", lambda: fake_nvml([]))
+        monkeypatch.setattr("planner.gpus.local._nvml", lambda: fake_nvml([]))
         with pytest.raises(InputError, match=r"finds no NVIDIA GPU here\. Name the card instead"):
             parse_cluster("local")
 
@@ -197,6 +198,6 @@ class TestLocal:
 
 
 def test_names_are_looked_up_without_torch_or_transformers() -> None:
-    program = "import sys; from planner.catalogue import load_model, parse_cluster; load_model('Qwen2.5-7B'); parse_cluster('2xA100-40G'); "
+    program = "import sys; from planner.models.catalogue import load_model; from planner.gpus.parse import parse_cluster; load_model('Qwen2.5-7B'); parse_cluster('2xA100-40G'); "
     program += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'huggingface_hub', 'pynvml', 'pandas')))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

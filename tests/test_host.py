@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("psutil")
 
 from planner.units import GIB
-from probes.process.gpus_in_use import Card, Holder, card_of, in_use, visible_handles
-from probes.process.host import available_bytes, kernel_kills
+from probes.runner.gpus_in_use import Card, Holder, card_of, in_use, visible_handles
+from probes.runner.host import available_bytes, kernel_kills
 
 SMALL = 10**6  # bytes: less than any machine has available
 

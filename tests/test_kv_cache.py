@@ -6,16 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.architectures import shape_of
-from planner.catalogue import load_model
-from planner.memory.kv_cache import (
-    generation_logits_bytes,
-    kv_cache_bytes,
-    kv_cache_dtype_bytes,
-    kv_cache_peak_bytes,
-    mla_expansion_bytes,
-    prefill_cache_bytes,
-)
+from planner.memory.kv_cache import generation_logits_bytes, kv_cache_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
+from planner.models.catalogue import load_model
+from planner.models.from_config import shape_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -14,18 +14,20 @@ import pytest
 import yaml
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
 from planner.errors import InputError
-from planner.gpus import parse_cluster
-from planner.job import Job, base_candidate
-from planner.launch import export, launch_command, launch_files, server_command
+from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import base_candidate
+from planner.jobs.job import Job
+from planner.jobs.settings import candidate_fields
+from planner.jobs.train_config import load_train_config
 from planner.launch.accelerate import accelerate_config
-from planner.launch.command import TRL_COMMANDS
+from planner.launch.command import TRL_COMMANDS, launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
+from planner.launch.export import export
+from planner.launch.files import launch_files
 from planner.launch.trl_config import DATASET, trl_config
 from planner.methods import METHODS, MethodName
-from planner.settings import candidate_fields
-from planner.train_config import load_train_config
+from planner.models.catalogue import load_model
 
 # The libraries' own deprecations are theirs to mend; those of our code stay errors.
 pytestmark = [

@@ -8,19 +8,20 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.architectures import shape_of
 from planner.candidate import Candidate, changed
-from planner.catalogue import load_model, parse_cluster
 from planner.errors import PlanError
 from planner.estimate import estimate
-from planner.job import Job
-from planner.memory.engine import EngineDoesNotFit
-from planner.memory.parameters import policy_parameters
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.memory.engine.budget import EngineDoesNotFit
+from planner.memory.parameters.policy import policy_parameters
 from planner.memory.peak import _of_training
 from planner.methods import METHODS
+from planner.models.catalogue import load_model
+from planner.models.from_config import shape_of
 from planner.plan import plan
 from planner.quantities import Estimate
-from planner.throughput import _without_generation
+from planner.throughput.step import _without_generation
 
 EXAMPLES = 150  # each is a few estimates of tens of microseconds; the first of a structure takes milliseconds
 CLUSTER = parse_cluster("8xH100", None)

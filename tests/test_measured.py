@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from report_samples import ESTIMATE, PLAN, TOO_LARGE
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.cluster import Cluster
-from planner.confirmed import confirmed, contradiction, contradicts
 from planner.errors import PlanError
 from planner.estimate import estimate
-from planner.fingerprint import candidate_key
-from planner.gpus import parse_cluster
-from planner.job import Job
-from planner.measured import LEAST_SURE_FIRST, RUN_TO_RUN_BYTES, differences, measured_estimate, needed_bytes
-from planner.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage, candidate_of_report, candidate_report
+from planner.gpus.cluster import Cluster
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.measurements.corrected_estimate import LEAST_SURE_FIRST, RUN_TO_RUN_BYTES, differences, measured_estimate, needed_bytes
+from planner.measurements.corrected_plan import confirmed, contradiction, contradicts
+from planner.measurements.fingerprint import candidate_key
+from planner.measurements.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage, candidate_of_report, candidate_report
+from planner.models.catalogue import load_model
 from planner.plan import Alternative, Plan, plan
 from planner.quantities import Component, Estimate, PhaseMemory
 from planner.report.html import plan_html
@@ -335,7 +335,7 @@ class TestSameCandidate:
 
     def test_another_depth_or_a_setting_does(self):
         shallow = {**MODEL.config, "num_hidden_layers": 2, "max_window_layers": 2}
-        from planner.architectures import shape_of
+        from planner.models.from_config import shape_of
 
         others = [replace(CANDIDATE, model=shape_of(shallow, id="x")), replace(CANDIDATE, lora_r=8), replace(CANDIDATE, max_length=1024)]
         assert len({candidate_key(each) for each in (CANDIDATE, *others)}) == 4

@@ -6,10 +6,19 @@ from dataclasses import fields, replace
 import pytest
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
 from planner.errors import InputError
-from planner.measurement import Measurement, PhasePeak, RankMemory, Shortage, candidate_of_report, candidate_report, measurement_line, measurement_of
-from planner.model import ModelShape
+from planner.measurements.measurement import (
+    Measurement,
+    PhasePeak,
+    RankMemory,
+    Shortage,
+    candidate_of_report,
+    candidate_report,
+    measurement_line,
+    measurement_of,
+)
+from planner.models.catalogue import load_model
+from planner.models.shape import ModelShape
 
 MODEL = load_model("Qwen2.5-0.5B")
 MEASUREMENT = Measurement(

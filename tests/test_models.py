@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.architectures import KNOWN_MODEL_TYPES, shape_of
-from planner.architectures.defaults import DEFAULTS
-from planner.catalogue import CATALOGUE, ModelRow, load_model, model_rows
 from planner.errors import InputError, UnknownArchitecture, UnknownName
-from planner.model import Experts, Mlp, ModelShape
+from planner.models.architectures.defaults import DEFAULTS
+from planner.models.catalogue import CATALOGUE, ModelRow, load_model, model_rows
+from planner.models.from_config import KNOWN_MODEL_TYPES, shape_of
+from planner.models.shape import Experts, Mlp, ModelShape
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FACTS = REPOSITORY.parent / "shared" / "data"
@@ -243,12 +243,12 @@ class TestNames:
             load_model("Qwen2.5-8B")
 
     def test_without_the_hub_an_unknown_name_points_at_the_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("planner.catalogue.hub_config", lambda name: "the Hub is not reachable")
+        monkeypatch.setattr("planner.models.catalogue.hub_config", lambda name: "the Hub is not reachable")
         with pytest.raises(UnknownName, match=r"not in the catalogue, and the Hub is not reachable\. Or give the path"):
             load_model("nobody/has-this-model")
 
     def test_a_config_from_the_hub_is_read_like_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("planner.catalogue.hub_config", lambda name: LLAMA)
+        monkeypatch.setattr("planner.models.catalogue.hub_config", lambda name: LLAMA)
         assert load_model("somebody/tiny-llama").known
 
     def test_the_hub_is_not_asked_when_it_is_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any, get_args
 import pytest
 
 from planner.candidate import Candidate, Optimizer
-from planner.catalogue import load_model
 from planner.memory.gradients import FUSED_BACKWARD, gradients_bytes
 from planner.memory.optimizer import (
     OPTIMIZERS,
@@ -20,7 +19,8 @@ from planner.memory.optimizer import (
     step_bytes,
     step_temporaries_bytes,
 )
-from planner.memory.tensors import Tensors, TensorSet, rounded_bytes
+from planner.memory.parameters.tensors import Tensors, TensorSet, rounded_bytes
+from planner.models.catalogue import load_model
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")

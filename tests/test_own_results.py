@@ -12,22 +12,22 @@ import pytest
 from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, seen
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.confirmed import confirmed, contradicts
 from planner.errors import InputError
 from planner.estimate import estimate
-from planner.gpus import parse_cluster
-from planner.job import Job
-from planner.journal import append_line, lines_of
+from planner.files.journal import append_line, lines_of
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.measurements.corrected_plan import confirmed, contradicts
+from planner.measurements.own_results import keep, keep_new, kind_of, own_answer, own_notes, own_results, results_file, with_own_results
 from planner.memory.runtime import context_bytes
-from planner.own_results import keep, keep_new, kind_of, own_answer, own_notes, own_results, results_file, with_own_results
+from planner.models.catalogue import load_model
 from planner.plan import plan
 from planner.report.json import json_text, plan_report
 from planner.units import GIB, MIB
 
 GPU = CLUSTER.gpu
 CARD = "NVIDIA GeForce RTX 3090"
-IMPORTS = "import sys\nfrom pathlib import Path\nfrom planner.journal import append_line\n"
+IMPORTS = "import sys\nfrom pathlib import Path\nfrom planner.files.journal import append_line\n"
 
 
 @pytest.fixture(autouse=True)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-import planner.rungs
+import planner.training_stack
 from planner.candidate import Candidate
 from planner.cli import run
-from planner.cluster import Cluster
+from planner.commands.options import Probing
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, EXIT_WRONG_INPUT
 from planner.estimate import estimate
-from planner.gpus import parse_cluster
-from planner.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage, measurement_of
+from planner.gpus.cluster import Cluster
+from planner.gpus.parse import parse_cluster
+from planner.measurements.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage, measurement_of
 from planner.memory.runtime import context_bytes
-from planner.options import Probing
 
 ONE = ["--model", "Qwen2.5-0.5B", "--gpus", "1xRTX-3090", "--method", "sft", "--tuning", "lora", "--max-length", "256"]
 CLUSTER = parse_cluster("1xRTX-3090")
@@ -50,7 +50,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Device]
         def prober(cluster: Cluster, options: Probing, tick: object) -> Device:
             return answers
 
-        monkeypatch.setattr(planner.rungs, "prober", prober)
+        monkeypatch.setattr(planner.training_stack, "prober", prober)
 
     monkeypatch.setenv("PLAN_CACHE", str(tmp_path / "cache"))
     return use

@@ -12,10 +12,11 @@ from types import ModuleType
 import pytest
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model, parse_cluster
 from planner.estimate import estimate
+from planner.gpus.parse import parse_cluster
 from planner.memory.loss import FORMULAS, Head
 from planner.memory.optimizer import step_temporaries_bytes
+from planner.models.catalogue import load_model
 from planner.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent

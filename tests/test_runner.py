@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from planner.measurement import Shortage, measurement_line
+from planner.measurements.measurement import Shortage, measurement_line
 
 pytest.importorskip("psutil")
 
 from script_workers import ANSWER, CANDIDATE, LIMITS, RANK, TASK, run, script
 
-from probes.process.gpus_in_use import Card, Holder
-from probes.process.task import ANSWER_PREFIX, read_task
-from probes.runner import environment, run_probe
+from probes.runner.gpus_in_use import Card, Holder
+from probes.runner.runner import environment, run_probe
+from probes.task import ANSWER_PREFIX, read_task
 
 
 def test_a_workers_answer_is_its_measurement(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_the_worker_and_goes_on(tmp_path: Path) -> None:
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
-        "from probes.runner import run_probe\n"
+        "from probes.runner.runner import run_probe\n"
         "from script_workers import LIMITS, TASK, script\n"
         "folder = Path(sys.argv[3])\n"
         "run_probe(TASK, LIMITS, folder, script(f\"open({str(folder / 'up')!r}, 'w').write(str(os.getpid())); time.sleep(60)\"))\n"

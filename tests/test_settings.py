@@ -10,9 +10,9 @@ from report_samples import COLOCATED, MODEL
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.settings import candidate_fields, field_types, parse_assignments, setting_names, settings_of
-from planner.spellings import SPELLINGS
-from planner.train_config import default_targets, load_train_config
+from planner.jobs.settings import candidate_fields, field_types, parse_assignments, setting_names, settings_of
+from planner.jobs.spellings import SPELLINGS
+from planner.jobs.train_config import default_targets, load_train_config
 
 PUBLISHED = "bfloat16"
 

@@ -15,17 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from planner.architectures import shape_of
 from planner.candidate import Candidate
-from planner.gpus import load_gpu
-from planner.launch import export, launch_command
-from planner.measurement import candidate_report
+from planner.gpus.catalogue import load_gpu
+from planner.launch.command import launch_command
+from planner.launch.export import export
+from planner.measurements.measurement import candidate_report
 from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import communication_bytes, nccl_bytes
 from planner.memory.gradients import gradients_bytes, step_gradients_bytes
 from planner.memory.optimizer import optimizer_states_bytes
-from planner.memory.tensors import rounded_bytes
+from planner.memory.parameters.tensors import rounded_bytes
 from planner.memory.weights import policy_weights_bytes
+from planner.models.from_config import shape_of
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.gpus import load_gpu
+from planner.gpus.catalogue import load_gpu
 from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import NCCL_BYTES, communication_bytes, gather_bytes, generation_gather_bytes, nccl_bytes, weight_sync_bytes
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
-from planner.memory.parameters import policy_parameters
-from planner.memory.sharding import flat_shard, fsdp2_shards, sharded_bytes
-from planner.memory.tensors import Tensors, TensorSet, rounded_bytes
+from planner.memory.parameters.policy import policy_parameters
+from planner.memory.parameters.sharding import flat_shard, fsdp2_shards, sharded_bytes
+from planner.memory.parameters.tensors import Tensors, TensorSet, rounded_bytes
 from planner.memory.weights import policy_weights_bytes
+from planner.models.catalogue import load_model
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B
 HIDDEN = 3584

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.candidate import Candidate, Quantization, Sharding
-from planner.catalogue import load_model
-from planner.cluster import Cluster
 from planner.errors import InputError, UnknownArchitecture, UnknownName
-from planner.gpus import load_gpu
+from planner.gpus.catalogue import load_gpu
+from planner.gpus.cluster import Cluster
 from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes
 from planner.memory.gradients import gradients_bytes, step_gradients_bytes
 from planner.memory.host import PROCESS_BYTES, host_peak_bytes
-from planner.memory.lora import DEFAULT_TARGETS, target_names
 from planner.memory.optimizer import optimizer_states_bytes
-from planner.memory.parameters import Parameters, parameters
+from planner.memory.parameters.lora import target_names
+from planner.memory.parameters.policy import Parameters, parameters
+from planner.memory.parameters.tensors import TensorSet, rounded_bytes
 from planner.memory.runtime import (
     CONTEXT_BYTES,
     SLACK_SHARDED_THOUSANDTHS,
@@ -32,7 +32,6 @@ from planner.memory.runtime import (
     cublas_bytes,
     fragmentation_bytes,
 )
-from planner.memory.tensors import TensorSet, rounded_bytes
 from planner.memory.weights import (
     policy_weights_bytes,
     quantized_bytes,
@@ -42,6 +41,8 @@ from planner.memory.weights import (
     value_weights_bytes,
     weights_by_role,
 )
+from planner.models.catalogue import load_model
+from planner.models.lora_targets import DEFAULT_TARGETS
 from planner.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,16 +21,16 @@ from search import job_row  # noqa: E402
 
 from planner.candidate import Candidate  # noqa: E402
 from planner.errors import InputError  # noqa: E402
-from planner.job import Job  # noqa: E402
-from planner.measurement import Measurement  # noqa: E402
+from planner.jobs.job import Job  # noqa: E402
+from planner.measurements.measurement import Measurement  # noqa: E402
 from planner.plan import plan  # noqa: E402
-from probes.certificate import certificate, certificate_lines, certificate_report  # noqa: E402
-from probes.learning.belief import PRIORS, Observation, believed, chance, draws, no_belief  # noqa: E402
-from probes.learning.knowledge import known, next_place, open_places  # noqa: E402
-from probes.learning.sampler import MEASUREMENT, PlanSampler, distributions_of  # noqa: E402
-from probes.learning.space import Place, space_of  # noqa: E402
-from probes.learning.storage import study_name  # noqa: E402
-from probes.study import BYTES_OVER, question_of  # noqa: E402
+from probes.study.certificate import certificate, certificate_lines, certificate_report  # noqa: E402
+from probes.study.posterior import PRIORS, Observation, believed, chance, draws, no_belief  # noqa: E402
+from probes.study.sampler import MEASUREMENT, PlanSampler, distributions_of  # noqa: E402
+from probes.study.space import Place, space_of  # noqa: E402
+from probes.study.state import known, next_place, open_places  # noqa: E402
+from probes.study.storage import study_name  # noqa: E402
+from probes.study.study import BYTES_OVER, question_of  # noqa: E402
 
 
 def storage(folder: Path) -> str:
@@ -313,7 +313,7 @@ def test_the_script_of_the_faults_asks_the_same_question() -> None:
 
 
 def test_the_password_of_a_storage_is_not_shown() -> None:
-    from probes.learning.storage import shown
+    from probes.study.storage import shown
 
     assert shown("mysql://me:secret@host:3306/db") == "mysql://me:***@host:3306/db"
     assert shown("sqlite:////home/me/probes.db") == "sqlite:////home/me/probes.db"

@@ -16,13 +16,13 @@ optuna = pytest.importorskip("optuna", minversion="5.0")
 from hidden_study import CARD, STAGES, HiddenProbe, proven, question, space  # noqa: E402
 from optuna.trial import TrialState  # noqa: E402
 
-import probes.learning.storage  # noqa: E402
+import probes.study.storage  # noqa: E402
 from planner.candidate import Candidate  # noqa: E402
 from planner.errors import InputError, PlanError  # noqa: E402
-from planner.measurement import Measurement, Outcome  # noqa: E402
-from probes.certificate import certificate_report  # noqa: E402
-from probes.learning.sampler import MEASUREMENT, OWNER, REASON  # noqa: E402
-from probes.learning.storage import alive, this_process  # noqa: E402
+from planner.measurements.measurement import Measurement, Outcome  # noqa: E402
+from probes.study.certificate import certificate_report  # noqa: E402
+from probes.study.sampler import MEASUREMENT, OWNER, REASON  # noqa: E402
+from probes.study.storage import alive, this_process  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("hidden_study.py")
 SIGKILL = -9
@@ -119,7 +119,7 @@ def test_a_locked_storage_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_storage_that_stays_locked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes.learning.storage, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(probes.study.storage, "LOCK_SECONDS", 0.2)
     proven(storage(tmp_path), budget_seconds=-1.0)
     thread = locked(tmp_path / "study.db", 2.0)
     said = r"^The study in sqlite:///\S+ is locked by another process, for more than 0 s\. End that one, or give another --storage\.$"
@@ -211,7 +211,7 @@ def test_two_processes_are_not_at_one_study(tmp_path: Path) -> None:
     name = proven(storage(tmp_path), budget_seconds=-1.0).study_name
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        began = probes.learning.storage._began(other.pid)
+        began = probes.study.storage._began(other.pid)
         trial = optuna.load_study(study_name=name, storage=storage(tmp_path)).ask()
         trial.set_user_attr(OWNER, f"{socket.gethostname()}:{other.pid}:{began}")
         with pytest.raises(PlanError, match=rf"^Process {other.pid} on \S+ is at this study\. Wait for it, end it, or give another --storage\.$"):

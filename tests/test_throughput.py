@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.candidate import Candidate
-from planner.catalogue import load_model, parse_cluster
-from planner.throughput import throughput
+from planner.gpus.parse import parse_cluster
+from planner.models.catalogue import load_model
 from planner.throughput.communication import offload_seconds
 from planner.throughput.generation import rollouts, weight_sync_seconds
 from planner.throughput.optimizer_step import optimizer_seconds
 from planner.throughput.rates import matmul_rate
 from planner.throughput.smooth import either
+from planner.throughput.step import throughput
 from planner.throughput.training import Batch, attention_seconds, backward_seconds, extra_forwards, forward_seconds, micro_batch, micro_step, reuses
 from planner.throughput.work import policy_work
 

@@ -15,10 +15,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback
 
-from probes.dryrun import dry_run
-from probes.fake.models import models_stay_where_they_are
-from probes.fake.surroundings import quiet
-from probes.fake.trainer import METHOD_STAGES
+from probes.dryrun.dry_run import dry_run
+from probes.dryrun.fake_models import models_stay_where_they_are
+from probes.dryrun.fake_trainer import METHOD_STAGES
+from probes.dryrun.quiet_libraries import quiet
 from probes.step.tracker import Tracker, collector_off
 
 pytestmark = [

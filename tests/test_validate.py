@@ -10,19 +10,19 @@ import pytest
 from test_measured import SHORT, seen
 
 from planner.candidate import Candidate
-from planner.cases import Case, Cases, LeftOut, read_cases
 from planner.errors import DryRunUnsupported, InputError, PlanError
 from planner.estimate import estimate
-from planner.gpus import parse_cluster
-from planner.grid import point_candidate
-from planner.journal import append_line, lines_of
-from planner.measurement import Measurement, measurement_line
+from planner.files.journal import append_line, lines_of
+from planner.gpus.parse import parse_cluster
+from planner.measurements.cases import Case, Cases, LeftOut, read_cases
+from planner.measurements.grid import point_candidate
+from planner.measurements.measurement import Measurement, measurement_line
+from planner.measurements.validate import Row, part_bytes, summaries, validate
 from planner.memory.runtime import CUBLAS_WORKSPACE_BYTES, context_bytes
 from planner.report.frame import validation_frame
 from planner.report.json import json_text
 from planner.report.validation import validation_csv, validation_report, validation_table
 from planner.units import GIB
-from planner.validate import Row, part_bytes, summaries, validate
 
 GRID = Path(__file__).parent / "data" / "grid.jsonl"
 PUBLISHED = Path(__file__).parent / "data" / "published.jsonl"

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner.architectures import shape_of
 from planner.candidate import Candidate
-from planner.catalogue import load_model
-from planner.measurement import Measurement, measurement_of
+from planner.measurements.measurement import Measurement, measurement_of
 from planner.methods import MethodName
+from planner.models.catalogue import load_model
+from planner.models.from_config import shape_of
 from planner.units import GIB
 
 pytest.importorskip("trl")
@@ -23,12 +23,12 @@ pytest.importorskip("trl")
 import torch
 import transformers
 
-from probes.dryrun import dry_run
-from probes.process.task import ANSWER_PREFIX, PHASE_FILE, Task, write_task
-from probes.real.engines import command_on, free_port, served, server_environment, with_share_of_this_card
-from probes.real.shortage import lacks_memory, shortage_of_message
-from probes.real.watch import Clock, CudaWatch, Driver
-from probes.worker import measure, step_seconds
+from probes.dryrun.dry_run import dry_run
+from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, write_task
+from probes.worker.engines import command_on, free_port, served, server_environment, with_share_of_this_card
+from probes.worker.shortage import lacks_memory, shortage_of_message
+from probes.worker.watch import Clock, CudaWatch, Driver
+from probes.worker.worker import measure, step_seconds
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -175,7 +175,7 @@ def test_a_worker_prints_its_measurement_last_and_leaves_nothing(tmp_path: Path)
     task = Task(candidate=candidate("reward", "tiny-mixtral"), device="cpu", folder=str(tmp_path))
     write_task(task, tmp_path / "task.json")
     done = subprocess.run(
-        [sys.executable, "-m", "probes.worker", str(tmp_path / "task.json")], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "probes.worker.worker", str(tmp_path / "task.json")], cwd=ROOT, capture_output=True, text=True, timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -231,7 +231,7 @@ class Counters:
 
 def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card = Counters()
-    monkeypatch.setattr("probes.real.watch.Driver", lambda: card)
+    monkeypatch.setattr("probes.worker.watch.Driver", lambda: card)
     for name, fake in {
         "synchronize": lambda: None, "memory_stats": lambda: dict(card.statistics), "reset_peak_memory_stats": card.set_back,
         "mem_get_info": lambda: (9_000, 10_000), "set_per_process_memory_fraction": lambda share: None,
@@ -252,7 +252,7 @@ def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.Monkey
 
 def test_on_a_larger_card_the_allocator_leaves_room_for_what_is_not_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card, shares = Counters(), list[float]()
-    monkeypatch.setattr("probes.real.watch.Driver", lambda: card)
+    monkeypatch.setattr("probes.worker.watch.Driver", lambda: card)
     for name, fake in {
         "synchronize": lambda: None, "memory_stats": lambda: dict(card.statistics), "reset_peak_memory_stats": card.set_back,
         "mem_get_info": lambda: (9_000, 10_000), "set_per_process_memory_fraction": shares.append,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.options import Printed, Written
+from planner.commands.options import Printed, Written
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -31,7 +31,7 @@ def show(printed: Written, report: "dict[str, object]", table: "Text", page: Cal
     """Prints the answer in the form that was asked for, and writes it where --out and --html say."""
     from rich.console import Console
 
-    from planner.report.files import write_all
+    from planner.files.write import write_all
     from planner.report.json import json_text
 
     texts = {}

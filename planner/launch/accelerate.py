@@ -1,10 +1,9 @@
 """The file that `accelerate launch --config_file` takes: how many processes, and what shards the model between them."""
 
-from planner.candidate import Candidate
+from planner.candidate import DEEPSPEED, Candidate
+from planner.jobs.spellings import SPELLINGS
 from planner.launch import deepspeed
 from planner.launch.placement import placement
-from planner.memory.sharding import DEEPSPEED
-from planner.spellings import SPELLINGS
 
 FILE = "accelerate.yaml"
 PORT = 29500  # torchrun's, accelerate 1.15, utils/launch.py `prepare_deepspeed_cmd_env`

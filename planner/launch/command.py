@@ -1,10 +1,10 @@
 """The commands: what starts the training, and what starts a vLLM server beside it."""
 
 from planner.candidate import Candidate
+from planner.jobs.settings import settings_of
 from planner.launch import accelerate, trl_config
 from planner.launch.placement import placement
 from planner.methods import MethodName
-from planner.settings import settings_of
 
 SCRIPT_FILE = "train.py"
 SERVER_PORT = 8000  # trl 1.16, scripts/vllm_serve.py and `vllm_server_port` of the configs

@@ -2,8 +2,8 @@
 
 import json
 
-from planner.candidate import Candidate, Optimizer, Sharding
-from planner.memory.sharding import DEEPSPEED, MAX_REUSE_DISTANCE, SUB_GROUP_SIZE
+from planner.candidate import DEEPSPEED, Candidate, Optimizer, Sharding
+from planner.memory.parameters.sharding import MAX_REUSE_DISTANCE, SUB_GROUP_SIZE
 
 FILE = "deepspeed.json"
 STAGES: dict[Sharding, int] = {"zero1": 1, "zero2": 2, "zero3": 3}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from planner.candidate import Candidate
 from planner.errors import InputError
+from planner.files.write import write_all
 from planner.launch.files import launch_files
-from planner.report.files import write_all
 
 
 def export(candidate: Candidate, folder: Path, overwrite: bool = False) -> tuple[Path, ...]:

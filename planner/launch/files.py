@@ -1,11 +1,10 @@
 """All launch files of a candidate, by name."""
 
-from planner.candidate import Candidate
+from planner.candidate import DEEPSPEED, Candidate
 from planner.launch import accelerate, deepspeed, requirements, trl_config
 from planner.launch.command import SCRIPT_FILE, TRL_COMMANDS
 from planner.launch.script import REWARDS, train_script
 from planner.launch.shell import LAUNCH_FILE, README_FILE, SLURM_FILE, launch_script, readme, slurm_script
-from planner.memory.sharding import DEEPSPEED
 
 
 def launch_files(candidate: Candidate) -> dict[str, str]:

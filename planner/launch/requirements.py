@@ -1,8 +1,6 @@
 """What must be installed, and in which release: the figures of a plan are those of the libraries that they were read from."""
 
-from planner.candidate import AttentionImplementation, Candidate, Optimizer, Quantization
-from planner.memory.parameters import BITSANDBYTES
-from planner.memory.sharding import DEEPSPEED
+from planner.candidate import BITSANDBYTES, DEEPSPEED, AttentionImplementation, Candidate, Optimizer, Quantization
 
 FILE = "requirements.txt"
 

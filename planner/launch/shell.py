@@ -3,11 +3,11 @@
 import shlex
 
 from planner.candidate import Candidate
+from planner.jobs.settings import settings_of, settings_text
 from planner.launch import accelerate
 from planner.launch.command import SERVER_PORT, launch_command, server_command
 from planner.launch.placement import placement
 from planner.launch.trl_config import FILL_IN
-from planner.settings import settings_of, settings_text
 
 LAUNCH_FILE, SLURM_FILE, README_FILE = "launch.sh", "slurm.sh", "README.md"
 

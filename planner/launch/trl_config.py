@@ -2,8 +2,8 @@
 
 from planner.candidate import Candidate, Optimizer
 from planner.errors import InputError
+from planner.jobs.settings import settings_of
 from planner.methods import MethodName
-from planner.settings import settings_of
 
 FILE = "train.yaml"
 FILL_IN = "FILL IN"  # what marks a line that the user completes

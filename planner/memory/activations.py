@@ -1,168 +1,164 @@
-"""Saved activations and what one layer needs besides: coefficients per token, per score and constant, one run a recipe.
+"""The whole stack of decoder layers in one forward and backward pass: which layer, when, is the peak.
 
-`layer_memory` plays a layer's forward and backward pass on the tape once; every batch size and length then costs a few
-multiplications. `tests/test_activations.py` holds the saved bytes against real autograd, to the byte.
+One run for everything but the batch: the answer is a handful of moments with sizes per token, per score and constant.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from planner.memory.autograd import NOTHING, Moment, Node, Pending, Size, Tape, Tensor, moved
-from planner.memory.decoder import PROGRAMS
-from planner.memory.modules import Recipe
-from planner.model import Layer
+from planner.memory.layers.autograd import NOTHING, Kind, Moment, Size
+from planner.memory.layers.one_layer import LayerMemory, Peaks, envelope, layer_memory
+from planner.memory.layers.recipe import Recipe
+from planner.memory.parameters.lora import FUSED_BRANCHES
+from planner.memory.stack_recipe import StackRecipe, kernel
+from planner.models.shape import Experts, Layer, ModelShape
+
+NORM_STATISTICS = 2  # mean and 1 / deviation of each token, float32: pytorch, aten/src/ATen/native/layer_norm.cpp
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Peaks:
-    """The moments of a pass that can be its peak for some size: none is below another in all three coefficients."""
+class StackMemory:
+    """The stack's passes. Every moment counts the embedding's output and what the layers before it left.
 
-    moments: tuple[Moment, ...]
-
-    def at(self, tokens: int, scores: int) -> tuple[int, Moment]:
-        """The peak's bytes and its moment for `tokens` = rows x length and `scores` = rows x length squared."""
-        best, best_bytes = self.moments[0], -1
-        for moment in self.moments:
-            per_token, per_score, constant = moment.total
-            total = per_token * tokens + per_score * scores + constant
-            if total > best_bytes:
-                best, best_bytes = moment, total
-        return best_bytes, best
-
-
-@dataclass(frozen=True, slots=True)
-class LayerMemory:
-    """One layer among its like. All is counted above what was alive when its forward pass began, its input included.
-
-    `saved` and `checkpoint`: what the layer adds for good, without and with checkpointing, its output included (which is
-    the next one's input); autocast's copies, which go when the forward pass ends, are named apart in the moment.
-    `forward`, `backward`: the moments of each pass; a backward pass begins with the gradient of the layer's output alive and its
-    output gone. `inference`: a forward pass without gradients.
+    `saved`: alive when the last layer is done. `copies`: autocast's copies among it, which go when the forward pass ends unless
+    the backward pass keeps them. `backward` counts the gradients that the pass itself has made so far. `inference`: without gradients.
     """
 
     saved: Moment
-    checkpoint: Moment
+    copies: Size
     forward: Peaks
-    checkpointed_forward: Peaks
     backward: Peaks
-    checkpointed_backward: Peaks
     inference: Peaks
-
-
-def envelope(moments: list[Moment]) -> Peaks:
-    """Drop every moment that another one is at least as large as in all coefficients."""
-    kept: list[Moment] = []
-    for moment in sorted(moments, key=lambda moment: moment.total, reverse=True):
-        if not any(all(a >= b for a, b in zip(other.total, moment.total, strict=True)) for other in kept):
-            kept.append(moment)
-    return Peaks(tuple(kept))
-
-
-def residual_width(recipe: Recipe) -> int:
-    """Bytes of the residual stream: the embedding's dtype."""
-    return recipe.weight_width
-
-
-def peaks(tape: Tape, base: Moment) -> Peaks:
-    """The tape's moments without what was alive before they began, and a fresh start for the next pass."""
-    moments = [minus(moment, base) for moment in tape.moments]
-    tape.moments = []
-    return envelope(moments)
-
-
-def minus(moment: Moment, base: Moment) -> Moment:
-    before = dict(base.kinds)
-    kinds = tuple((kind, subtract(size, before.get(kind, NOTHING))) for kind, size in moment.kinds)
-    return Moment(subtract(moment.total, base.total), kinds)
-
-
-def subtract(a: Size, b: Size) -> Size:
-    return (a[0] - b[0], a[1] - b[1], a[2] - b[2])
+    one_layer: Moment  # the most that a single layer saves: what offloading keeps on the GPU
 
 
 @lru_cache(maxsize=4096)
-def layer_memory(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerMemory:
-    """Both passes of `layer`, with and without checkpointing. `gradients_exist`: an accumulation step after the first."""
-    if layer.measure is not None:
-        measured: LayerMemory = layer.measure(recipe, gradients_exist)
-        return measured
-    saved, forward, backward = plain_passes(layer, recipe, gradients_exist)
-    checkpoint, checkpointed_forward, checkpointed_backward = checkpointed_passes(layer, recipe, gradients_exist)
-    return LayerMemory(
-        saved=saved,
-        checkpoint=checkpoint,
-        forward=forward,
-        checkpointed_forward=checkpointed_forward,
-        backward=backward,
-        checkpointed_backward=checkpointed_backward,
-        inference=inference_peaks(layer, recipe),
+def stack_memory(model: ModelShape, stack: StackRecipe, gradients_exist: bool, head_gradient_elements: int) -> StackMemory:
+    """Play every distinct layer once and lay the results along the depth.
+
+        forward  at layer i: embedding + what layers 0..i-1 left + the layer's own moments
+        backward at layer i: embedding + what layers 0..i-1 left + the layer's own moments + gradients of layers i+1.. and of the head
+
+    Memory is linear between the first and the last layer of a kind, so only those two can hold the peak.
+    """
+    width = stack.recipe.weight_width
+    parts = [layer_part(layer, stack, gradients_exist, i) for i, layer in enumerate(model.layers)]
+    embedding = embedded(model, stack)
+    left = [embedding]
+    for part in parts:
+        left.append(plus(left[-1], part.left))
+    learned = [0] * (len(parts) + 1)
+    learned[-1] = 0 if gradients_exist or not stack.recipe.trainable else head_gradient_elements * width
+    for i in range(len(parts) - 1, -1, -1):
+        learned[i] = learned[i + 1] + parts[i].gradient_bytes
+    ends = first_and_last(parts)
+    copies = sum(part.copies for part in parts)
+    forward = [plus(left[i], moment) for i in ends for moment in parts[i].forward.moments]
+    backward = [plus(without_copies(left[i], parts[:i]), moment, gradients(learned[i + 1])) for i in ends for moment in parts[i].backward.moments]
+    inference = [plus(embedding, moment, autocast(i * parts[i].inference_copies)) for i in ends for moment in parts[i].memory.inference.moments]
+    heaviest = max((part.left for part in parts), key=lambda moment: moment.total)
+    return StackMemory(left[-1], (0, 0, copies), envelope(forward), envelope(backward), envelope(inference), heaviest)
+
+
+def embedded(model: ModelShape, stack: StackRecipe) -> Moment:
+    """The first layer's input: the embedding's output, or behind it a norm's (bloom).
+
+    The norm's output is float32 under autocast. It keeps its own input where that needs a gradient: PEFT asks for one when it checkpoints.
+    Source: transformers 5.23, modeling_bloom.py `word_embeddings_layernorm`; pytorch, aten/src/ATen/autocast_mode.h (`layer_norm` in float32).
+    """
+    per_token = model.hidden_size * stack.recipe.weight_width
+    if model.embed_norm is not None:
+        learns = stack.recipe.trainable or stack.gradient_checkpointing
+        kept = per_token + NORM_STATISTICS * FLOAT32_BYTES if learns else 0
+        per_token = kept + (model.hidden_size * FLOAT32_BYTES if stack.recipe.autocast_width else per_token)
+    return Moment((per_token, 0, 0), (("activations", (per_token, 0, 0)),))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """One layer in its place. `left`: what it leaves after its forward pass; `copies`: autocast's copies in that which do not outlive it."""
+
+    memory: LayerMemory
+    left: Moment
+    copies: int
+    forward: Peaks
+    backward: Peaks
+    gradient_bytes: int
+    inference_copies: int
+
+
+def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: int) -> LayerPart:
+    """Checkpointed or not, by its place (transformers 5.23, modeling_layers.py: layers 0, n, 2n, .. are checkpointed)."""
+    recipe = replace(stack.recipe, kernel=kernel(stack, layer.attention))
+    memory = layer_memory(layer, recipe, gradients_exist)
+    checkpointed = stack.gradient_checkpointing and index % stack.every_n_layers == 0
+    left = memory.checkpoint if checkpointed else memory.saved
+    copied = dict(left.kinds).get("autocast_copies", NOTHING)[2]
+    cached = dict(memory.checkpoint.kinds).get("autocast_copies", NOTHING)[2]
+    return LayerPart(
+        memory=memory,
+        left=left,
+        copies=copied if checkpointed else 0,
+        forward=memory.checkpointed_forward if checkpointed else memory.forward,
+        backward=memory.checkpointed_backward if checkpointed else memory.backward,
+        gradient_bytes=0 if gradients_exist else trained_bytes(layer, recipe),
+        inference_copies=cached if recipe.trainable else 0,
     )
 
 
-def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[Moment, Peaks, Peaks]:
-    """Forward, everything kept; backward."""
-    tape = Tape(gradients_exist=gradients_exist)
-    x, before = layer_input(tape, layer, recipe)
-    x = PROGRAMS[layer.program](tape, recipe, layer, x)
-    keep(x)
-    forward = peaks(tape, before)
-    tape.autocast_cache.clear()
-    saved = minus(tape.now(), before)
-    last, elements, width = x.node, x.elements, x.width
-    assert isinstance(last, Node)
-    del x
-    tape.run_backward({last: [tape.empty(elements, width)]})
-    tape.close()
-    return saved, forward, peaks(tape, before)
+def trained_bytes(layer: Layer, recipe: Recipe) -> int:
+    """Bytes of the gradients that one layer's backward pass leaves."""
+    if not layer.passed:
+        return 0
+    if recipe.trainable:
+        return layer.params * recipe.weight_width
+    adapted = [linear for linear in layer.linears if linear.name in recipe.lora_targets]
+    elements = sum(recipe.lora_r * (linear.in_features + linear.out_features) for linear in adapted)
+    return (elements + (expert_adapter_elements(layer, recipe.lora_r) if recipe.lora_experts else 0)) * recipe.adapter_width
 
 
-def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[Moment, Peaks, Peaks]:
-    """Forward, only the input kept; recomputation in the backward pass up to the last tensor it needs; backward."""
-    tape = Tape(gradients_exist=gradients_exist, saving=False)
-    x, before = layer_input(tape, layer, recipe)
-    held = x
-    x = PROGRAMS[layer.program](tape, recipe, layer, x)
-    keep(x)
-    checkpoint = minus(tape.now(), before)
-    forward = peaks(tape, before)
-    last, elements, width = x.node, x.elements, x.width
-    assert isinstance(last, Node)
-    del x
-    tape.autocast_cache.clear()
-    tape.saving, tape.stop_after_saves, tape.saves = True, tape.saves, 0
-    pending: Pending = {last: [tape.empty(elements, width)]}
-    tape.run_until_saved(pending)
-    again = PROGRAMS[layer.program](tape, recipe, layer, held)  # held until its last tensor is taken
-    first, last = last, again.node
-    assert isinstance(last, Node)
-    del again
-    tape.autocast_cache.clear()
-    tape.muted = False
-    tape.recomputed = True
-    pending = moved(pending, first, last)
-    tape.run_backward(pending)
-    tape.close()
-    return checkpoint, forward, peaks(tape, before)
+def expert_adapter_elements(layer: Layer, lora_r: int) -> int:
+    """Elements of the matrices on a layer's fused experts and their router, as `planner.memory.parameters.lora` counts them."""
+    block = layer.feed_forward
+    if not isinstance(block, Experts):
+        return 0
+    rank, inner, hidden = block.num_experts * lora_r, block.moe_intermediate_size, layer.hidden_size
+    return FUSED_BRANCHES * rank * (hidden + 2 * inner) + rank * (inner + hidden) + lora_r * (hidden + block.num_experts)
 
 
-def keep(output: Tensor) -> None:
-    """The layer's output is the next one's input."""
-    assert output.storage is not None
-    output.storage.keep_as("activations")
+def first_and_last(parts: list[LayerPart]) -> list[int]:
+    """The places of the first and the last layer of each kind."""
+    places: dict[tuple[int, bool], list[int]] = {}
+    for i, part in enumerate(parts):
+        places.setdefault((id(part.memory), part.backward is part.memory.backward), []).append(i)
+    return sorted({end for found in places.values() for end in (found[0], found[-1])})
 
 
-def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, Moment]:
-    """The output of the layer before, and what is alive with it."""
-    x = tape.leaf((layer.hidden_size, 0, 0), residual_width(recipe))
-    before = tape.now()
-    tape.moments = []
-    return x, before
+def plus(*moments: Moment) -> Moment:
+    """What is alive together."""
+    kinds: dict[Kind, Size] = {}
+    for moment in moments:
+        for kind, size in moment.kinds:
+            kinds[kind] = add(kinds.get(kind, NOTHING), size)
+    total = NOTHING
+    for moment in moments:
+        total = add(total, moment.total)
+    return Moment(total, tuple(kinds.items()))
 
 
-def inference_peaks(layer: Layer, recipe: Recipe) -> Peaks:
-    """A forward under no_grad; the layer's input is alive already."""
-    tape = Tape(saving=False, grad_enabled=False)
-    x, before = layer_input(tape, layer, recipe)
-    PROGRAMS[layer.program](tape, recipe, layer, x)
-    tape.close()
-    return peaks(tape, before)
+def add(a: Size, b: Size) -> Size:
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
+
+
+def gradients(size_bytes: int) -> Moment:
+    return Moment((0, 0, size_bytes), (("gradients", (0, 0, size_bytes)),))
+
+
+def autocast(size_bytes: int) -> Moment:
+    return Moment((0, 0, size_bytes), (("autocast_copies", (0, 0, size_bytes)),))
+
+
+def without_copies(left: Moment, before: list[LayerPart]) -> Moment:
+    """The same once the forward pass has ended and autocast has dropped the copies that nothing else holds."""
+    return plus(left, autocast(-sum(part.copies for part in before)))

@@ -1,8 +1,8 @@
 """Adapters: the LoRA matrices, the dtype they are trained in, and PEFT's trained copies of whole modules."""
 
-from planner.candidate import DTYPE_BYTES, Candidate
-from planner.memory.parameters import BITSANDBYTES, policy_parameters
-from planner.memory.sharding import DEEPSPEED, sharded_bytes
+from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Candidate
+from planner.memory.parameters.policy import policy_parameters
+from planner.memory.parameters.sharding import sharded_bytes
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2

@@ -3,15 +3,15 @@
 from functools import lru_cache
 from typing import Literal
 
-from planner.candidate import DTYPE_BYTES, Candidate
-from planner.cluster import Gpu
+from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Candidate
+from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.gradients import trained_groups
-from planner.memory.lora import targets_experts
-from planner.memory.parameters import BITSANDBYTES, Parameters, policy_parameters
-from planner.memory.sharding import DEEPSPEED, MAX_REUSE_DISTANCE, PREFETCH_TENTHS, gathered_bytes
+from planner.memory.parameters.lora import targets_experts
+from planner.memory.parameters.policy import Parameters, policy_parameters
+from planner.memory.parameters.sharding import MAX_REUSE_DISTANCE, PREFETCH_TENTHS, gathered_bytes
 from planner.memory.weights import base_dtype_bytes
-from planner.model import ModelShape
+from planner.models.shape import ModelShape
 from planner.units import MIB
 
 SIXTEEN_BIT_BYTES = 2

@@ -2,14 +2,14 @@
 
 from functools import lru_cache
 
-from planner.candidate import Candidate
+from planner.candidate import DEEPSPEED, Candidate
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
-from planner.memory.lora import lora_in_order
-from planner.memory.parameters import Head, policy_parameters
-from planner.memory.sharding import DEEPSPEED, decay_groups, flat_elements, fsdp2_shards, zero3_elements
-from planner.memory.tensors import TensorSet, rounded_bytes, tensor_bytes, tensors_in_order
+from planner.memory.parameters.lora import lora_in_order
+from planner.memory.parameters.policy import Head, policy_parameters
+from planner.memory.parameters.sharding import decay_groups, flat_elements, fsdp2_shards, zero3_elements
+from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes, tensors_in_order
 from planner.memory.weights import base_dtype_bytes, value_parameters
-from planner.model import ModelShape
+from planner.models.shape import ModelShape
 
 # Optimizers that update each parameter inside the backward pass and drop its gradient: one gradient is being used and the next being
 # made. Source: lomo-optim 0.1.1, lomo.py and adalomo.py `fuse_update`.

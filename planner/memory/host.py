@@ -2,15 +2,15 @@
 
 from functools import lru_cache
 
-from planner.candidate import DTYPE_BYTES, Candidate
-from planner.cluster import Cluster
+from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Candidate
+from planner.gpus.cluster import Cluster
+from planner.memory.activations import stack_memory
 from planner.memory.optimizer import host_states_bytes, paged_states_bytes
-from planner.memory.parameters import BITSANDBYTES, parameters, policy_parameters
-from planner.memory.stack import stack_memory
+from planner.memory.parameters.policy import parameters, policy_parameters
 from planner.memory.stack_recipe import stack_recipe
 from planner.memory.states import STRUCTURE, Structure
 from planner.memory.weights import base_dtype_bytes, reference_weights_bytes
-from planner.model import ModelShape
+from planner.models.shape import ModelShape
 
 # Resident memory of a Python process that has started CUDA through PyTorch: 2,056,600 kB. Source: pytorch/pytorch#113326 (RTX 3090,
 # CUDA 11.8). Not measured by us.

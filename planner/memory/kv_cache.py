@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from planner.errors import NotMeasured
-from planner.model import Attention, ModelShape
+from planner.models.shape import Attention, ModelShape, cache_is_known, layer_elements
 
 # Copies of the next token's logits that are float32 whatever the model's dtype. When they are made: the copy itself, the copy and the
 # probabilities of the token before, whose names still hold them; when they are sampled: the copy, its softmax, and the exponential noise
@@ -98,12 +98,6 @@ def kv_cache_dtype_bytes(model: ModelShape, weight_dtype_bytes: int, autocast: b
 
 
 @lru_cache(maxsize=1024)
-def cache_is_known(model: ModelShape) -> bool:
-    """Whether every layer keeps keys and values, or a latent: state spaces, linear attention and indexers keep what has no formula here."""
-    return all(_layer_elements(layer.attention) > 0 for layer, _ in model.layer_kinds)
-
-
-@lru_cache(maxsize=1024)
 def _elements_per_token(model: ModelShape) -> tuple[tuple[tuple[int, int], ...], int]:
     """Cached numbers a token: ((window, of all layers with that window), ...) and of all full layers."""
     if not cache_is_known(model):
@@ -114,7 +108,7 @@ def _elements_per_token(model: ModelShape) -> tuple[tuple[tuple[int, int], ...],
     windowed: dict[int, int] = {}
     full = 0
     for layer, count in model.layer_kinds:
-        elements = _layer_elements(layer.attention) * count
+        elements = layer_elements(layer.attention) * count
         if layer.attention.sliding_window is None:
             full += elements
         else:
@@ -122,13 +116,9 @@ def _elements_per_token(model: ModelShape) -> tuple[tuple[tuple[int, int], ...],
     return tuple(windowed.items()), full
 
 
-def _layer_elements(attention: Attention) -> int:
-    return attention.kv_latent_dim or attention.num_key_value_heads * (attention.head_dim + attention.v_head_dim)
-
-
 def _old_copy_elements(attention: Attention, tokens: int) -> int:
     if attention.sliding_window is not None:
-        return min(tokens - 1, attention.sliding_window) * _layer_elements(attention)
+        return min(tokens - 1, attention.sliding_window) * layer_elements(attention)
     if attention.kv_latent_dim:
         return (tokens - 1) * (attention.kv_latent_dim - _rope_dim(attention))
     return (tokens - 1) * max(attention.k_dim, attention.v_dim)

@@ -6,11 +6,9 @@ w bytes of a head weight, c bytes of the compute dtype.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from planner.candidate import Candidate
-from planner.errors import InputError
-from planner.methods import Loss, MethodName
+from planner.methods import ERAS, FUSED_SINCE, Loss, release
 
 # trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506; kernels/chunked_divergence.py:33-34.
 TOKEN_CHUNK = 4096
@@ -254,15 +252,6 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
 # Losses whose head is a plain nn.Linear.
 LINEAR_HEAD: frozenset[Loss] = frozenset({"logits", "logits_cross_entropy", "log_softmax", "jsd"})
 
-# Which loss a release builds where it is not the newest's. The first row whose release is not older than the one in force counts.
-# Source: trl's CHANGELOG and trainer/sft_trainer.py of each release: `chunked_nll` became the default of SFT in 1.5, the fused head of
-# every stable trainer came with 1.15; before, the preference and RL trainers built logits (trainer/utils.py, selective_log_softmax).
-BUILT_LOGITS: dict[MethodName, Loss] = {"dpo": "logits", "kto": "logits", "grpo": "logits", "rloo": "logits", "distillation": "jsd"}
-ERAS: tuple[tuple[tuple[int, int], dict[MethodName, Loss]], ...] = (
-    ((1, 4), {**BUILT_LOGITS, "sft": "logits_cross_entropy"}),
-    ((1, 14), {**BUILT_LOGITS, "sft": "chunked_nll"}),
-)
-
 
 def loss_of(candidate: Candidate) -> Loss:
     """The loss that the TRL release in force computes for this method."""
@@ -272,19 +261,3 @@ def loss_of(candidate: Candidate) -> Loss:
         if release(candidate.trl_version) <= last and candidate.method in losses:
             return losses[candidate.method]
     return candidate.method_row.loss
-
-
-FUSED_SINCE = (1, 15)  # from here on use_liger_kernel changes the layers' kernels only (trl 1.16, sft_trainer.py:1134-1140)
-
-
-@lru_cache(maxsize=64)
-def release(version: str) -> tuple[int, int]:
-    """`"1.16"` or `"1.16.0"` as numbers that compare.
-
-    Raises:
-        InputError: the text is no release.
-    """
-    parts = version.split(".")
-    if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
-        raise InputError(f"{version!r} is no TRL release. Give one such as 1.16.")
-    return int(parts[0]), int(parts[1])

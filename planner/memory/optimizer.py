@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from planner.candidate import Candidate, Optimizer, Sharding
+from planner.candidate import DEEPSPEED, Candidate, Optimizer, Sharding
 from planner.memory.gradients import learning_groups
-from planner.memory.sharding import DEEPSPEED, SUB_GROUP_SIZE, optimized_tensors
-from planner.memory.tensors import Tensors, TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.sharding import SUB_GROUP_SIZE, optimized_tensors
+from planner.memory.parameters.tensors import Tensors, TensorSet, rounded_bytes, tensor_bytes
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2

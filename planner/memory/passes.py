@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-from planner.candidate import Candidate
-from planner.cluster import Gpu
-from planner.memory.activations import Peaks
-from planner.memory.autograd import NOTHING, Moment
+from planner.candidate import SHARDED, Candidate
+from planner.gpus.cluster import Gpu
+from planner.memory.activations import StackMemory, stack_memory
+from planner.memory.layers.autograd import NOTHING, Moment
+from planner.memory.layers.one_layer import Peaks
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
-from planner.memory.sharding import SHARDED
-from planner.memory.stack import StackMemory, stack_memory
 from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, with_data
 from planner.memory.states import States, states_of
 from planner.quantities import Component

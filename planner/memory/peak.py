@@ -3,13 +3,13 @@
 from functools import lru_cache
 
 from planner.candidate import Candidate, Seen, training_of
-from planner.cluster import Gpu
-from planner.memory.engine import EngineMemory
+from planner.gpus.cluster import Gpu
+from planner.memory.activations import stack_memory
+from planner.memory.engine.budget import EngineMemory
 from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
 from planner.memory.loss import LINEAR_HEAD, loss_of
 from planner.memory.passes import Components, Passes, at, at_moment, gradients_stay, passes_of, remaining, sizes, together, total
 from planner.memory.runtime import fragmentation_bytes
-from planner.memory.stack import stack_memory
 from planner.memory.stack_recipe import frozen_recipe, without_adapters
 from planner.quantities import Phase, PhaseMemory
 

@@ -1,7 +1,7 @@
 """Runtime: what a process takes on a card beside tensors, and what the allocator reserves without giving it away."""
 
 from planner.candidate import Candidate
-from planner.cluster import Gpu
+from planner.gpus.cluster import Gpu
 from planner.units import GIB, MIB
 
 # The CUDA context with the kernels that training has loaded by the time it runs out of memory, by compute capability: process memory

@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from planner.candidate import DTYPE_BYTES, AttentionImplementation, Candidate, Quantization
+from planner.candidate import DTYPE_BYTES, SHARDED, AttentionImplementation, Candidate, Quantization
 from planner.memory.adapters import adapter_dtype_bytes
-from planner.memory.lora import target_names, targets_experts
-from planner.memory.modules import Kernel, Recipe
-from planner.memory.sharding import SHARDED
-from planner.model import Attention, ModelShape
+from planner.memory.layers.recipe import Kernel, Recipe
+from planner.memory.parameters.lora import target_names, targets_experts
+from planner.models.shape import Attention, ModelShape
 
 # How a quantized checkpoint's projections compute. Source: `quantized_linear` of the layer programs.
 QUANTIZED_LINEAR: dict[Quantization, Literal["none", "4bit", "8bit", "dequantized"]] = {

@@ -8,11 +8,11 @@ from functools import lru_cache
 from operator import attrgetter
 
 from planner.candidate import Candidate
-from planner.cluster import Gpu
+from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import communication_bytes, gather_bytes, generation_gather_bytes, weight_sync_bytes
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
-from planner.memory.modules import Recipe
+from planner.memory.layers.recipe import Recipe
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.runtime import runtime_bytes
 from planner.memory.stack_recipe import policy_recipe

@@ -2,11 +2,11 @@
 
 from functools import lru_cache
 
-from planner.candidate import DTYPE_BYTES, Candidate, Quantization
-from planner.memory.parameters import BITSANDBYTES, Parameters, parameters, policy_parameters
-from planner.memory.sharding import DEEPSPEED, sharded_bytes
-from planner.memory.tensors import TensorSet, rounded_bytes, tensor_bytes
-from planner.model import ModelShape
+from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Candidate, Quantization
+from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
+from planner.memory.parameters.sharding import sharded_bytes
+from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes
+from planner.models.shape import ModelShape
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from planner.confirmed import changed
-from planner.diagnosis.advice import advice, what_happened
-from planner.diagnosis.incident import Incident
-from planner.diagnosis.job import Diagnosis
+from planner.diagnose.advice import advice, what_happened
+from planner.diagnose.incident import Incident
+from planner.diagnose.job import Diagnosis
+from planner.measurements.corrected_plan import changed
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.report.json import estimate_report

@@ -5,11 +5,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from planner.errors import PlanError
+from planner.jobs.settings import settings_of
+from planner.measurements.validate import Validation
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.report.validation import csv_rows
-from planner.settings import settings_of
-from planner.validate import Validation
 
 if TYPE_CHECKING:
     import pandas as pd

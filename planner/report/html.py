@@ -6,8 +6,8 @@ The bars are plain HTML, not plotly: that would put 4.5 MB of script into every 
 from collections.abc import Sequence
 from importlib.resources import files
 
-from planner.cluster import Cluster
 from planner.errors import PlanError
+from planner.gpus.cluster import Cluster
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.report.bars import COUNTS, SMALLEST_BYTES

@@ -3,12 +3,12 @@
 import json
 from collections.abc import Sequence
 
-from planner.cluster import Cluster
-from planner.job import Job
+from planner.gpus.cluster import Cluster
+from planner.jobs.job import Job
+from planner.jobs.settings import settings_of, settings_of_fields
 from planner.plan import Plan
 from planner.quantities import Estimate, GpuMemory, Throughput
 from planner.report.proof import proof_report
-from planner.settings import settings_of, settings_of_fields
 
 SCHEMA = 1
 Json = dict[str, object]

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from planner.catalogue import ModelRow
-from planner.gpus import GpuRow
+from planner.gpus.catalogue import GpuRow
+from planner.models.catalogue import ModelRow
 from planner.units import format_gib
 
 BILLION = 1e9

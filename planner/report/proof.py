@@ -1,10 +1,10 @@
 """What probes said of a plan, as lines of the table and as a part of the JSON report."""
 
-from planner.confirmed import agreement
-from planner.measured import differences
-from planner.measurement import Measurement
-from planner.proof import PhaseDifference, Proof
-from planner.quantities import Estimate
+from planner.measurements.corrected_estimate import differences
+from planner.measurements.corrected_plan import agreement
+from planner.measurements.measurement import Measurement
+from planner.plan import Proof
+from planner.quantities import Estimate, PhaseDifference
 from planner.units import MIB, format_size
 
 DECIMALS = 6

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from planner.candidate import Candidate
-from planner.settings import settings_of
-from planner.spellings import SPELLINGS
+from planner.jobs.settings import settings_of
+from planner.jobs.spellings import SPELLINGS
 from planner.units import format_count
 
 # The settings of a candidate, line by line; the names of the second part are shown whatever their value, the others where they differ from TRL's.

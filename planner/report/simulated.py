@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from planner.cluster import Cluster
+from planner.allocator.reserved import Reserved
+from planner.allocator.simulation import Simulation
+from planner.gpus.cluster import Cluster
+from planner.jobs.settings import settings_of
 from planner.quantities import Component, Evidence, Phase, PhaseMemory
 from planner.report.words import cards, describe, words
-from planner.settings import settings_of
-from planner.trace.compose import Simulation
-from planner.trace.reserved import Reserved
 from planner.units import MIB, format_gib
 
 SCHEMA = 1

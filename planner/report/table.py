@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from planner.cluster import Cluster
+from planner.gpus.cluster import Cluster
 from planner.plan import Alternative, Plan
 from planner.quantities import Estimate, GpuMemory
-from planner.remedies import Remedy
 from planner.report.bars import bars
 from planner.report.lines import joined, listed, wrapped
 from planner.report.proof import difference_lines, proof_lines
 from planner.report.shown_settings import launch_environment, shown_settings
 from planner.report.words import bare_gib, cards, describe, rung, speed, tightest, tokens_per_second, verdict, words
+from planner.search.remedies import Remedy
 from planner.units import format_gib
 
 MIN_WIDTH, MAX_WIDTH = 80, 120  # columns; wider lines are hard to follow back

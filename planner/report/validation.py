@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from planner.jobs.settings import settings_of
+from planner.measurements.validate import ALL, UNDER, Row, Summary, Validation, group_of, summaries
 from planner.quantities import Evidence
-from planner.settings import settings_of
 from planner.units import format_count, format_size
-from planner.validate import ALL, UNDER, Row, Summary, Validation, group_of, summaries
 
 SCHEMA = 1
 DECIMALS = 6

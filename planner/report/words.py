@@ -1,7 +1,7 @@
 """A candidate and its estimate in words: what it is, what it stands on, whether it fits and how fast it is."""
 
 from planner.candidate import Candidate
-from planner.cluster import Cluster
+from planner.gpus.cluster import Cluster
 from planner.quantities import Estimate, GpuMemory
 from planner.units import format_count, format_gib
 

@@ -1,7 +1,7 @@
 """Links: gradients and parameters between cards, and what goes to the host and back."""
 
 from planner.candidate import Candidate, Sharding
-from planner.cluster import Cluster
+from planner.gpus.cluster import Cluster
 from planner.throughput.rates import host_rate, link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
 from planner.throughput.work import Work

@@ -1,7 +1,7 @@
 """Rollouts: prefill and decode by generate() or by vLLM, and the weights' way to the engine."""
 
 from planner.candidate import DTYPE_BYTES, Candidate
-from planner.cluster import Cluster, Gpu
+from planner.gpus.cluster import Cluster, Gpu
 from planner.throughput.rates import attention_rate, host_rate, link_rate, matmul_rate, memory_rate, sixteen_bit_rate
 from planner.throughput.smooth import either
 from planner.throughput.training import PPO_EPOCHS

@@ -1,10 +1,9 @@
 """The optimizer's step: reading gradients and states, writing parameters."""
 
-from planner.candidate import DTYPE_BYTES, Candidate
-from planner.cluster import Gpu
+from planner.candidate import DEEPSPEED, DTYPE_BYTES, Candidate
+from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.optimizer import OPTIMIZERS
-from planner.memory.sharding import DEEPSPEED
 from planner.throughput.rates import memory_rate
 from planner.throughput.work import Work
 

@@ -1,7 +1,7 @@
 """What a card, its links and its host really deliver: fractions of their data sheets, each with where it was seen."""
 
 from planner.candidate import Candidate
-from planner.cluster import Cluster, Gpu
+from planner.gpus.cluster import Cluster, Gpu
 
 # Matrix products of the shapes of language models, as a fraction of the dense data-sheet rate, by compute capability.
 # Source: H100 and H200 reach about 720 of 989 TFLOP/s with such shapes (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training"),

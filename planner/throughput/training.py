@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.candidate import Candidate
-from planner.cluster import Gpu
+from planner.gpus.cluster import Gpu
 from planner.memory.loss import loss_of
 from planner.methods import Loss
-from planner.model import ModelShape
+from planner.models.shape import ModelShape
 from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, memory_rate
 from planner.throughput.smooth import either
 from planner.throughput.work import BACKWARD_LAUNCHES, Work, frozen_work

@@ -5,9 +5,9 @@ from functools import lru_cache
 
 from planner.candidate import DTYPE_BYTES, Candidate, Dtype, Quantization
 from planner.memory.adapters import adapter_dtype_bytes
-from planner.memory.parameters import Head, parameters
-from planner.memory.tensors import TensorSet
-from planner.model import Attention, Experts, Layer, Mlp, ModelShape
+from planner.memory.parameters.policy import Head, parameters
+from planner.memory.parameters.tensors import TensorSet
+from planner.models.shape import Attention, Experts, Layer, Mlp, ModelShape
 from planner.throughput.rates import MEMORY_FRACTION
 
 # Bytes that element-wise kernels read and write per element and token in a forward pass in 16 bits; their backward moves twice that.

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from planner.architectures import shape_of
-from planner.model import ModelShape
+from planner.models.from_config import shape_of
+from planner.models.shape import ModelShape
 
 Config = dict[str, Any]
 LAYERS_OF_A_KIND = 2  # the second of a kind shows what each further one adds

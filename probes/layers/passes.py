@@ -9,16 +9,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._pytree import tree_leaves
 
+from planner.allocator.trace import Allocation, Trace
 from planner.candidate import Candidate
-from planner.memory.autograd import Kind
-from planner.memory.modules import Recipe
-from planner.model import ModelShape
-from planner.trace.timeline import Allocation, Trace
-from probes.dryrun import fake_weights
-from probes.fake.models import adapters_without_weights, build_model, models_stay_where_they_are
-from probes.fake.substitutions import WORKSPACES, cuda_ways
-from probes.fake.surroundings import quiet
-from probes.fake.tensors import FakeArithmetic
+from planner.memory.layers.autograd import Kind
+from planner.memory.layers.recipe import Recipe
+from planner.models.shape import ModelShape
+from probes.dryrun.cuda.substitutions import WORKSPACES, cuda_ways
+from probes.dryrun.dry_run import fake_weights
+from probes.dryrun.fake_models import adapters_without_weights, build_model, models_stay_where_they_are
+from probes.dryrun.fake_tensors import FakeArithmetic
+from probes.dryrun.quiet_libraries import quiet
 from probes.layers.few_layers import few_layers, layer_kinds
 from probes.layers.shapes import decoder_layers
 from probes.step.tracker import Tracker, collector_off

@@ -1,4 +1,4 @@
-"""An architecture without formulas as `planner.model` describes models: read off the modules that transformers builds."""
+"""An architecture without formulas as `planner.models.shape` describes models: read off the modules that transformers builds."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from planner.architectures import Counts
 from planner.candidate import Candidate
 from planner.errors import UnknownArchitecture, nearest
-from planner.model import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
-from probes.fake.models import build_model
-from probes.fake.surroundings import quiet
+from planner.models.from_config import Counts
+from planner.models.shape import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
+from probes.dryrun.fake_models import build_model
+from probes.dryrun.quiet_libraries import quiet
 from probes.layers.few_layers import Config, depth_of, described, few_layers, layer_kinds
 from probes.layers.store import Layers
 

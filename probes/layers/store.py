@@ -10,17 +10,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from planner.architectures import Counts
-from planner.memory.activations import LayerMemory, Peaks
-from planner.memory.autograd import Moment
-from planner.memory.modules import Recipe
-from planner.model import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
-from planner.trace.store import cache_root, installed_versions
+from planner.files.cache import cache_root, installed_versions
+from planner.memory.layers.autograd import Moment
+from planner.memory.layers.one_layer import LayerMemory, Peaks
+from planner.memory.layers.recipe import Recipe
+from planner.models.from_config import Counts
+from planner.models.shape import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
 
 FOLDER = "layers"
 # The modules of ours by which layers are measured.
 OURS = Path(__file__).parents[1]
-SOURCES = ("coefficients.py", "dryrun.py", "fake/*.py", "layers/*.py", "step/*.py")
+SOURCES = ("layers/*.py", "dryrun/**/*.py", "step/*.py", "substitution.py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

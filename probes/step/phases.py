@@ -10,9 +10,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from probes.step.listener import Told, modules_named
 from probes.step.shortened_rollout import generate_shortened
 from probes.step.stage import WORD, Stage
-from probes.step.told import Told, modules_named
 from probes.substitution import substituted
 
 # A way to run `generate(model, **arguments)`; it says which tensors it puts into the cache.

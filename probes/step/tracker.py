@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.allocator.trace import STAYS, Allocation, Trace
 from planner.quantities import Component, Phase
-from planner.trace.timeline import STAYS, Allocation, Trace
 
 aten = torch.ops.aten
 _DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")  # asked for twice an operator: answered before any mode is

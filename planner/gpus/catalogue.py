@@ -1,0 +1,133 @@
+"""The GPUs that are known by name, from `data/gpus.toml`."""
+
+import re
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from planner.errors import InputError, UnknownName
+from planner.gpus.cluster import Gpu
+from planner.units import format_gib
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+# A card sold as "24 GB" reports 22.2 to 23.7 GiB: the cards a bare capacity is compared with are those that report at least this share of it.
+SAME_CLASS_SHARE = 0.9
+
+
+SMALLEST_BYTES, LARGEST_BYTES = 2**30, 2**42  # of a card: below, CUDA itself hardly starts; above, there is none
+
+
+CATALOGUE = Path(__file__).resolve().parents[1] / "data" / "gpus.toml"
+
+
+HINT = "`plan gpus` lists the cards; a bare capacity works too, such as 1x24GiB."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuRow:
+    """One card of the catalogue. `reported`: whether its memory was seen in a log, or derived (then `derived` says how)."""
+
+    gpu: Gpu
+    aliases: tuple[str, ...]
+    marketing_gb: int
+    reported: bool
+    derived: str
+    note: str
+
+
+@lru_cache(maxsize=1)
+def gpu_rows() -> tuple[GpuRow, ...]:
+    """Every card of the catalogue, in the order of the file."""
+    tables = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
+    return tuple(_row(name, table) for name, table in tables.items())
+
+
+def _row(name: str, table: dict[str, Any]) -> GpuRow:
+    major, minor = table["compute_capability"]
+    gpu = Gpu(
+        name=name,
+        total_bytes=table["total_bytes"],
+        free_bytes=table["total_bytes"],
+        bf16_flops=float(table["bf16_flops"]),
+        memory_bytes_per_second=float(table["memory_bytes_per_second"]),
+        nvlink_bytes_per_second=float(table["nvlink_bytes_per_second"]),
+        pcie_bytes_per_second=float(table["pcie_bytes_per_second"]),
+        compute_capability=(major, minor),
+        source=table["source"],
+    )
+    return GpuRow(
+        gpu=gpu,
+        aliases=tuple(table["aliases"]),
+        marketing_gb=table["marketing_gb"],
+        reported=table["reported"],
+        derived=table.get("derived", ""),
+        note=table.get("note", ""),
+    )
+
+
+def load_gpu(name: str) -> Gpu:
+    """The card of that name: without regard to case, "NVIDIA", "GeForce", dashes, underscores and blanks; `-40G` is `-40GB`.
+
+    Raises:
+        UnknownName: no card has it; the message names the nearest.
+    """
+    known = _by_key()
+    key = _key(name)
+    if key in known:
+        return known[key].gpu
+    for row in known.values():
+        if key.endswith(f"{row.marketing_gb}g") and known.get(key.removesuffix(f"{row.marketing_gb}g")) is row:
+            return row.gpu  # the size it is sold with, added to its name: L40S-48G
+    raise UnknownName("GPU", name, _nearest_first(name), HINT)
+
+
+def _nearest_first(name: str) -> list[str]:
+    """The names to compare a misspelt one with; those that begin with it alone, where there are some ("A100": 40G or 80G?)."""
+    names = [row.gpu.name for row in gpu_rows()]
+    key = _key(name)
+    continued = [known for known in names if key and (_key(known).startswith(key) or _key(known).removeprefix("rtx").startswith(key))]
+    return [name + known[len(name) :] if known.lower().startswith(name.lower()) else known for known in continued] or names
+
+
+@lru_cache(maxsize=1)
+def _by_key() -> dict[str, GpuRow]:
+    """The names win over the aliases, earlier rows over later ones."""
+    by_key = {_key(row.gpu.name): row for row in gpu_rows()}
+    for row in gpu_rows():
+        for alias in row.aliases:
+            by_key.setdefault(_key(alias), row)
+    return by_key
+
+
+def _key(name: str) -> str:
+    """`"NVIDIA A100-SXM4-40GB"` -> `"a100sxm440g"`."""
+    words = re.sub(r"[-_\s]+", " ", name.lower())
+    words = re.sub(r"\b(nvidia|geforce|tesla)\b", "", words)
+    return re.sub(r"(\d)gb", r"\1g", words).replace(" ", "")
+
+
+def bare_gpu(capacity_bytes: int) -> Gpu:
+    """A card of which only the capacity is known: the slowest speeds of the bf16 cards that report about that much or more."""
+    if not SMALLEST_BYTES <= capacity_bytes <= LARGEST_BYTES:
+        raise InputError(f"A card of {format_gib(capacity_bytes)} does not exist. Give from {format_gib(SMALLEST_BYTES, 0)} to {format_gib(LARGEST_BYTES, 0)}.")
+    bf16 = [row.gpu for row in gpu_rows() if row.gpu.supports_bf16]
+    peers = [gpu for gpu in bf16 if gpu.total_bytes >= SAME_CLASS_SHARE * capacity_bytes] or bf16
+    slowest = min(peers, key=lambda gpu: gpu.bf16_flops)
+    return Gpu(
+        name=format_gib(capacity_bytes, 0 if capacity_bytes % 2**30 == 0 else 2).replace(" ", ""),
+        total_bytes=capacity_bytes,
+        free_bytes=capacity_bytes,
+        bf16_flops=slowest.bf16_flops,
+        memory_bytes_per_second=min(gpu.memory_bytes_per_second for gpu in peers),
+        nvlink_bytes_per_second=0.0,
+        pcie_bytes_per_second=min(gpu.pcie_bytes_per_second for gpu in peers),
+        compute_capability=min(gpu.compute_capability for gpu in peers),
+        source=f"capacity as given; speeds assumed: the slowest of the catalogue's bf16 cards of that size or more (flops of {slowest.name}), no NVLink",
+    )

@@ -1,0 +1,63 @@
+"""`"2xA100-40G"`, `"4x8xH100"`, `"1x24GiB"`, `"local"` -> Cluster."""
+
+import re
+from dataclasses import replace
+
+from planner.errors import InputError
+from planner.gpus.catalogue import SMALLEST_BYTES, bare_gpu, load_gpu
+from planner.gpus.cluster import Cluster, Gpu
+from planner.units import format_gib, parse_bytes
+
+# One machine holds 16 cards at most (NVIDIA DGX-2); what is more is several nodes, with slower links between them.
+MOST_GPUS_PER_NODE = 16
+MOST_NODES = 4096  # Llama 3 was trained on 2,000 nodes of 8 (arXiv 2407.21783, section 3.3.1)
+LOCAL = "local"
+
+
+def parse_cluster(text: str, free_memory: str | None = None) -> Cluster:
+    """The cluster that `--gpus` names.
+
+    Args:
+        text: `"A100-40G"`, `"2xA100-40G"`, `"4x8xH100"` (nodes x GPUs), `"1x24GiB"` (a bare capacity) or `"local"`.
+        free_memory: what may be used of each card, such as `"30GiB"`; None: all of it (for `local`: what is free now).
+    """
+    if text.strip().lower() == LOCAL:
+        from planner.gpus.local import local_cluster  # asks the driver: only on demand
+
+        cluster = local_cluster()
+    else:
+        nodes, per_node, name = _counts_and_name(text)
+        cluster = Cluster(gpu=_gpu_or_capacity(name), nodes=nodes, gpus_per_node=per_node)
+    return cluster if free_memory is None else replace(cluster, gpu=_partly_used(cluster.gpu, free_memory))
+
+
+def _counts_and_name(text: str) -> tuple[int, int, str]:
+    match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?(?:(-?\d+)\s*[xX*]\s*)?(\S.*?)\s*", text)
+    if match is None or re.fullmatch(r"\d+\s*[xX*]", text.strip()):
+        raise InputError(f"--gpus {text!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB or local.")
+    first, second, name = match.groups()
+    nodes, per_node = (1, int(first or 1)) if second is None else (int(first), int(second))
+    if nodes < 1 or per_node < 1:
+        raise InputError(f"--gpus {text!r} has {nodes * per_node} GPUs; at least one is needed.")
+    if per_node > MOST_GPUS_PER_NODE:
+        example = f"{min(-(-per_node * nodes // 8), MOST_NODES)}x8x{name}"
+        raise InputError(f"--gpus {text!r} puts {per_node} GPUs in one machine. Write nodes x GPUs, such as {example}.")
+    if nodes > MOST_NODES:
+        raise InputError(f"--gpus {text!r} has more than {MOST_NODES} nodes. Check the order: nodes x GPUs, such as 4x8x{name}.")
+    return nodes, per_node, name
+
+
+def _gpu_or_capacity(name: str) -> Gpu:
+    if re.fullmatch(r"\d+(\.\d+)?\s*[a-zA-Z]+", name) and name.lower().rstrip("b").endswith(("g", "gi", "m", "mi")):
+        return bare_gpu(parse_bytes(name))
+    if re.fullmatch(r"\d+(\.\d+)?", name):
+        raise InputError(f"--gpus {name!r} is no card. A capacity needs its unit: {name}GiB.")
+    return load_gpu(name)
+
+
+def _partly_used(gpu: Gpu, free_memory: str) -> Gpu:
+    free_bytes = parse_bytes(free_memory)
+    if not SMALLEST_BYTES <= free_bytes <= gpu.total_bytes:
+        unit = f" Did you mean {free_memory.strip()}GiB?" if free_memory.strip().isdecimal() and 0 < free_bytes * SMALLEST_BYTES <= gpu.total_bytes else ""
+        raise InputError(f"--free-memory {free_memory} is not between 1 GiB and the {format_gib(gpu.total_bytes)} of {gpu.name}.{unit}")
+    return replace(gpu, free_bytes=free_bytes)

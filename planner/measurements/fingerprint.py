@@ -1,0 +1,35 @@
+"""When two candidates are the same: every setting that is read, and models of the same layers, whatever they are called."""
+
+import hashlib
+import json
+from dataclasses import replace
+from functools import lru_cache
+
+from planner.candidate import Candidate
+from planner.jobs.settings import settings_of
+from planner.jobs.spellings import NAMES
+from planner.models.shape import ModelShape
+
+MODEL_NAMES = {field: NAMES[field] for field in ("model", "reward_model", "teacher_model")}
+
+
+def candidate_key(candidate: Candidate) -> str:
+    """The same text for candidates that run alike; a name of a file and of a study's trial."""
+    models = (candidate.model, candidate.reward_model, candidate.teacher_model)
+    settings = settings_of(candidate) | {name: model and model_key(model) for name, model in zip(MODEL_NAMES.values(), models, strict=True)}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=list).encode()).hexdigest()[:24]
+
+
+@lru_cache(maxsize=256)
+def model_key(model: ModelShape) -> str:
+    """The same text for models of the same layers: a checkpoint's name, its tokens and its dtype as published change no tensor.
+
+    How it is published quantized is in the candidate, as it is loaded; only the groups of GPTQ and AWQ are the checkpoint's own.
+    """
+    group_size = model.quantization_group_size if model.quantization in ("gptq", "awq") else 0
+    kinds = [layer for layer, _ in model.layer_kinds]
+    shape = (
+        model.model_type, model.params, model.embed_params, model.lm_head_params, model.vocab_size, group_size, model.vision_params,
+        [repr(replace(layer, measure=None)) for layer in kinds], [kinds.index(layer) for layer in model.layers],
+    )  # fmt: skip
+    return hashlib.sha256(repr(shape).encode()).hexdigest()[:24]

@@ -1,0 +1,110 @@
+"""The vLLM engine's KV cache in blocks: what a block costs, and how many blocks one sequence takes."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from math import ceil
+
+from planner.models.shape import Attention, ModelShape
+
+# Tokens in a block unless the attention backend wants another size. Source: vllm/config/cache.py, DEFAULT_BLOCK_SIZE.
+BLOCK_SIZE = 16
+# Layers of two kinds are padded to the larger kind when they are this close in number (vllm/v1/core/kv_cache_planning.py:524).
+PADDING_RATIO = 1.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockGroup:
+    """Layers that share a block table. `sliding_window` None: every token is kept."""
+
+    block_size: int
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockLayout:
+    """One pool of equal blocks, from which every group of layers draws its own."""
+
+    bytes_per_block: int
+    groups: tuple[BlockGroup, ...]
+
+    def blocks_per_request(self, max_model_len: int, in_flight_tokens: int) -> int:
+        """Blocks that one sequence of `max_model_len` tokens may hold on one GPU, over all groups.
+
+            full attention   ceil(max_model_len / block_size)
+            sliding window   ceil(min(window - 1 + in_flight_tokens, max_model_len) / block_size) + 1
+
+        Source: vllm/v1/kv_cache_interface.py, FullAttentionSpec.max_memory_usage_bytes and
+        SlidingWindowSpec.max_admission_blocks_per_request. `in_flight_tokens` are scheduled and not yet settled.
+        """
+        blocks = 0
+        for group in self.groups:
+            if group.sliding_window is None:
+                blocks += -(-max_model_len // group.block_size)
+            else:
+                blocks += -(-min(group.sliding_window - 1 + in_flight_tokens, max_model_len) // group.block_size) + 1
+        return blocks
+
+    def tokens_and_concurrency(self, kv_cache_bytes: int, max_model_len: int, in_flight_tokens: int) -> tuple[int, float]:
+        """What vLLM's log prints of a KV cache on one GPU: tokens, and how many sequences of `max_model_len` they make.
+
+            concurrency = (KV bytes // bytes_per_block) / blocks_per_request;  tokens = concurrency x max_model_len
+
+        Source: vllm/v1/core/kv_cache_planning.py:681, v1/core/kv_cache_utils.py:1061-1128.
+        """
+        num_blocks = kv_cache_bytes // self.bytes_per_block
+        concurrency = num_blocks / self.blocks_per_request(max_model_len, in_flight_tokens)
+        return int(concurrency * max_model_len), concurrency
+
+
+def page_bytes(attention: Attention, tensor_parallel_size: int, block_size: int, kv_dtype_bytes: int) -> int:
+    """Bytes of one block of one layer on one GPU of the tensor-parallel group.
+
+        attention   max(1, num_key_value_heads / tp) x block_size x (head_dim + v_head_dim) x bytes
+        MLA         block_size x (kv_lora_rank + qk_rope_head_dim) x bytes, the same on every GPU
+
+    Source: vllm/v1/kv_cache_interface.py, AttentionSpec.unpadded_page_size_bytes and MLAAttentionSpec (head_size_v = 0).
+    Heads are copied where there are fewer of them than GPUs (vllm/model_executor/models/qwen2.py:149).
+    Example: Qwen2.5-7B, 4 heads of 128, bf16: 4 x 16 x 256 x 2 = 32,768 bytes.
+    """
+    if attention.kv_latent_dim:
+        return block_size * attention.kv_latent_dim * kv_dtype_bytes
+    heads = max(1, attention.num_key_value_heads // tensor_parallel_size)
+    return heads * block_size * (attention.head_dim + attention.v_head_dim) * kv_dtype_bytes
+
+
+@lru_cache(maxsize=4096)
+def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: int) -> BlockLayout:
+    """How vLLM groups the layers of a model, and what a block of all layers of a group costs on one GPU.
+
+        one kind of layer   one group; block = sum of the layers' pages
+        several kinds       groups of g layers each, g = layers of the rarest kind (of the commonest, when that is less than
+                            1.5 times as many); block = g x largest page; kinds with smaller pages get more tokens a block
+
+    Source: vllm/v1/core/kv_cache_planning.py, get_kv_cache_groups, unify_kv_cache_spec_page_size and
+    _get_kv_cache_groups_uniform_page_size.
+    Example: gemma-3-4b, 5 full and 29 sliding layers: g = 5, 1 + 6 groups (one layer of padding),
+    block = 5 x (4 x 16 x 512 x 2) = 327,680 bytes.
+
+    Leaves out Mamba and linear-attention layers, and backends that want another block size (FlashAttention 4 with
+    heads of 256 on Blackwell).
+    """
+    pages = [(layer.attention.sliding_window, page_bytes(layer.attention, tensor_parallel_size, BLOCK_SIZE, kv_dtype_bytes)) for layer in model.layers]
+    if len({window for window, _ in pages}) == 1:
+        group = BlockGroup(block_size=BLOCK_SIZE, sliding_window=pages[0][0])
+        return BlockLayout(bytes_per_block=sum(page for _, page in pages), groups=(group,))
+
+    kinds = [(window, page, len(list(layers))) for (window, page), layers in groupby(sorted(pages, key=_window_first))]
+    largest_page = max(page for _, page, _ in kinds)
+    fewest, most = min(count for *_, count in kinds), max(count for *_, count in kinds)
+    group_size = most if most < fewest * PADDING_RATIO else fewest
+    groups = tuple(
+        BlockGroup(block_size=BLOCK_SIZE * (largest_page // page if largest_page % page == 0 else 1), sliding_window=window)
+        for window, page, count in kinds
+        for _ in range(ceil(count / group_size))
+    )
+    return BlockLayout(bytes_per_block=group_size * largest_page, groups=groups)
+
+
+def _window_first(kind: tuple[int | None, int]) -> tuple[int, int]:
+    return (kind[0] or 0, kind[1])

@@ -1,0 +1,263 @@
+"""The vLLM engine on one GPU: its budget, what it takes before the KV cache, the KV cache, and what stays while it sleeps.
+
+Read in vLLM 0.33.0 and checked against 0.31.0, the newest that trl 1.16 admits (trl/import_utils.py:107).
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil, floor
+from typing import Literal
+
+from planner.binary_search import largest
+from planner.errors import NothingFits, UnknownArchitecture
+from planner.gpus.cluster import Gpu
+from planner.memory.engine.blocks import BLOCK_SIZE, BlockLayout, block_layout
+from planner.memory.engine.profile_run import RUNNERS, activation_peak_bytes, cuda_graph_bytes, non_torch_bytes, persistent_buffer_bytes
+from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
+from planner.models.shape import ModelShape, cache_is_known
+from planner.units import format_count, format_gib
+
+# Batches that are scheduled and not yet settled: two, since scheduling runs ahead of the GPU (vllm/config/vllm.py:588-608).
+BATCHES_IN_FLIGHT = 2
+# `gpu_memory_utilization` is offered in steps of this when one is too small; finer steps buy nothing.
+UTILIZATION_STEP = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """What the engine is started with, named as vLLM's EngineArgs name it. `sleep` 0: no sleep mode."""
+
+    gpu_memory_utilization: float
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    tensor_parallel_size: int = 1
+    kv_dtype_bytes: int = 2  # 1: an fp8 KV cache
+    quantization: EngineQuantization | Literal["int8"] = "none"
+    enforce_eager: bool = False
+    sleep: Literal[0, 1, 2] = 0
+    max_lora_rank: int = 0
+    max_loras: int = 0  # 0: the engine serves no adapters
+    runner: Literal["v1", "v2"] = "v2"  # vLLM's model runner; "v1" in 0.7 to 0.21, and for some models in 0.22
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """The engine's memory on each GPU of its tensor-parallel group.
+
+    `asleep_bytes` stays while the trainer trains: what remains at sleep level 1 or 2, or everything but a step's transients
+    where the engine never sleeps.
+    """
+
+    budget_bytes: int
+    weights_bytes: int  # with LoRA slots
+    activation_peak_bytes: int  # reserved for a step's transients
+    non_torch_bytes: int
+    cuda_graph_bytes: int
+    persistent_buffer_bytes: int
+    outside_budget_bytes: int  # allocated after the KV cache was sized, or before the budget's baseline
+    kv_cache_bytes: int
+    kv_tokens: int
+    max_concurrency: float  # sequences of max_model_len that fit at once
+    block_size: int
+    max_model_len: int
+    num_seqs: int
+    asleep_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """While it generates."""
+        return self.budget_bytes + self.outside_budget_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """While it is awake and idle: all but the headroom for a step's transients."""
+        return self.total_bytes - self.activation_peak_bytes
+
+    @property
+    def weights_awake_bytes(self) -> int:
+        """While the trainer writes new weights into it: a sleeping engine has `wake_up(tags=["weights"])` and no KV cache yet."""
+        return min(self.resident_bytes, self.asleep_bytes + self.weights_bytes + self.persistent_buffer_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRefusal:
+    """vLLM would not start. `reason` is one line with both numbers and the nearest change that helps; 0: no such value."""
+
+    reason: str
+    max_model_len_that_fits: int = 0
+    utilization_that_fits: float = 0.0
+
+
+class EngineDoesNotFit(NothingFits):
+    """The engine refuses to start with these settings."""
+
+    def __init__(self, refusal: EngineRefusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
+
+
+def engine_memory(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> EngineMemory:
+    """The engine's memory on each GPU of its tensor-parallel group.
+
+    Raises:
+        EngineDoesNotFit: vLLM would refuse to start; `engine_or_refusal` returns the same as a value.
+    """
+    answer = engine_or_refusal(model, gpu, settings)
+    if isinstance(answer, EngineRefusal):
+        raise EngineDoesNotFit(answer)
+    return answer
+
+
+@lru_cache(maxsize=16384)
+def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> EngineMemory | EngineRefusal:
+    """The engine's memory on each GPU of its tensor-parallel group, or why it would not start.
+
+        budget = ceil(total x gpu_memory_utilization)
+        KV     = budget - weights - persistent buffers - non-torch - activation peak - CUDA graphs
+        blocks = KV // bytes_per_block;  tokens = blocks / blocks_per_request x max_model_len
+
+    Source: vllm/v1/worker/utils.py:724 (budget), utils/mem_utils.py:312-321 and v1/worker/gpu_worker.py:753-757 (KV),
+    v1/core/kv_cache_planning.py:681 (blocks), v1/core/kv_cache_utils.py:1061-1128 (tokens). What the trainer holds on the
+    same card is in the engine's baseline and is not charged: utilization is a size, not a ceiling for the whole card.
+
+    Example: Llama-3.1-8B at 0.5 on 79.15 GiB: budget 39.58, weights 14.99, leaves about 24 GiB, 196,000 tokens of 128 KiB.
+
+    Leaves out vision encoders' profile run, speculative decoding, pipeline parallelism.
+    """
+    if refusal := _wrong_settings(model, gpu, settings):
+        return refusal
+    budget_bytes = _budget_bytes(gpu, settings)
+    memory = _before_kv(model, settings, budget_bytes)
+    layout = block_layout(model, settings.tensor_parallel_size, settings.kv_dtype_bytes)
+    in_flight_tokens = BATCHES_IN_FLIGHT * settings.max_num_batched_tokens
+    needed_blocks = layout.blocks_per_request(settings.max_model_len, in_flight_tokens) + 1  # one is never handed out (kv_cache_planning.py, check_memory)
+    if memory.kv_cache_bytes < needed_blocks * layout.bytes_per_block:
+        return _too_small(gpu, settings, memory, layout)
+    kv_tokens, max_concurrency = layout.tokens_and_concurrency(memory.kv_cache_bytes, settings.max_model_len, in_flight_tokens)
+    return replace(memory, kv_tokens=kv_tokens, max_concurrency=max_concurrency)
+
+
+def _budget_bytes(gpu: Gpu, settings: EngineSettings) -> int:
+    return ceil(gpu.total_bytes * settings.gpu_memory_utilization)
+
+
+def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -> EngineMemory:
+    """Everything but the division of the KV cache into sequences. `kv_cache_bytes` is below 0 where nothing remains."""
+    assert settings.quantization != "int8"
+    tensor_parallel_size = settings.tensor_parallel_size
+    weights_bytes = engine_weight_bytes(model, tensor_parallel_size, settings.quantization)
+    weights_bytes += lora_slot_bytes(model, tensor_parallel_size, settings.max_lora_rank, settings.max_loras)
+    rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
+    activation = activation_peak_bytes(
+        model, tensor_parallel_size, settings.max_num_batched_tokens, rows, settings.runner, settings.quantization.startswith("bitsandbytes")
+    )
+    persistent = persistent_buffer_bytes(model, settings.max_num_seqs, settings.max_num_batched_tokens, settings.runner)
+    non_torch, before_baseline = non_torch_bytes(tensor_parallel_size, settings.runner)
+    graphs = 0 if settings.enforce_eager else cuda_graph_bytes(settings.max_num_seqs, settings.max_num_batched_tokens)
+    graphs_in_budget = graphs if RUNNERS[settings.runner].graphs_in_budget else 0
+    layout = block_layout(model, tensor_parallel_size, settings.kv_dtype_bytes)
+    tables = len(layout.groups) * (2 * 4 * settings.max_num_seqs * -(-settings.max_model_len // BLOCK_SIZE) + 8 * settings.max_num_batched_tokens)
+    outside_budget_bytes = before_baseline + tables + graphs - graphs_in_budget
+    awake_bytes = budget_bytes + outside_budget_bytes - activation
+    return EngineMemory(
+        budget_bytes=budget_bytes,
+        weights_bytes=weights_bytes,
+        activation_peak_bytes=activation,
+        non_torch_bytes=non_torch,
+        cuda_graph_bytes=graphs,
+        persistent_buffer_bytes=persistent,
+        outside_budget_bytes=outside_budget_bytes,
+        kv_cache_bytes=budget_bytes - weights_bytes - activation - non_torch - persistent - graphs_in_budget,
+        kv_tokens=0,
+        max_concurrency=0.0,
+        block_size=BLOCK_SIZE,
+        max_model_len=settings.max_model_len,
+        num_seqs=settings.max_num_seqs,
+        asleep_bytes=_asleep_bytes(non_torch + before_baseline, graphs, tables) if settings.sleep else awake_bytes,
+    )
+
+
+def _asleep_bytes(outside_torch_bytes: int, graphs_bytes: int, tables_bytes: int) -> int:
+    """Bytes that stay on each GPU of a sleeping engine, at level 1 and at level 2 alike.
+
+        asleep = memory outside torch + CUDA graphs + block tables
+
+    Level 1 copies the weights to the host, level 2 drops them; both drop the KV cache. CUDA graphs live outside the pool
+    that sleep frees unless `sleep_mode_offload_cudagraph` is set (vllm/config/vllm.py:716-727), which TRL does not.
+    Source: vllm/device_allocator/sleep_mode_backend.py:127-137, v1/worker/gpu_worker.py (`_maybe_get_memory_pool_context`).
+    """
+    return outside_torch_bytes + graphs_bytes + tables_bytes
+
+
+def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> EngineRefusal | None:
+    if not model.known:
+        raise UnknownArchitecture(f"The KV cache of {model.id} has no formula here. Try --set use_vllm=false.")
+    if not cache_is_known(model):
+        reason = f"{model.id} ({model.model_type}) has layers that keep no keys and values; what vLLM keeps for them has no formula here."
+        return EngineRefusal(reason=reason)
+    if settings.quantization == "int8":  # trl/generation/vllm_generation.py:344
+        return EngineRefusal(reason="vLLM does not quantize to 8 bits in flight. Try load_in_4bit, or no quantization.")
+    if reason := _uneven_heads(model, settings.tensor_parallel_size):
+        return EngineRefusal(reason=reason)
+    if settings.max_model_len > model.max_position_embeddings:
+        return EngineRefusal(
+            reason=f"vllm_max_model_length {format_count(settings.max_model_len)} is more than the {format_count(model.max_position_embeddings)} positions"
+            f" of {model.id}. Try {format_count(model.max_position_embeddings)}.",
+            max_model_len_that_fits=model.max_position_embeddings,
+        )
+    budget_bytes = _budget_bytes(gpu, settings)
+    if budget_bytes > gpu.free_bytes:  # vllm/v1/worker/utils.py, request_memory
+        utilization = _utilization(gpu.free_bytes / gpu.total_bytes, down=True)
+        return EngineRefusal(
+            reason=f"vLLM's budget at utilization {settings.gpu_memory_utilization:g} is {format_gib(budget_bytes)}, but only {format_gib(gpu.free_bytes)}"
+            f" of {gpu.name} are free. Try vllm_gpu_memory_utilization {utilization:g}.",
+            utilization_that_fits=utilization,
+        )
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _uneven_heads(model: ModelShape, tensor_parallel_size: int) -> str:
+    for layer, _ in model.layer_kinds:
+        attention = layer.attention
+        heads, kv_heads = attention.num_attention_heads, attention.num_key_value_heads
+        divides = heads % tensor_parallel_size == 0
+        if not attention.kv_latent_dim:  # vllm/model_executor/models/qwen2.py:137-148
+            divides = divides and (kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % kv_heads == 0)
+        if not divides:
+            fits = [size for size in range(1, tensor_parallel_size) if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)]
+            return f"The {heads} heads ({kv_heads} for keys) of {model.id} do not divide over {tensor_parallel_size} GPUs. Try tensor parallel {fits[-1]}."
+    return ""
+
+
+def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout: BlockLayout) -> EngineRefusal:
+    """One sequence of `max_model_len` does not fit, or nothing at all: by how much, and what would do."""
+    in_flight_tokens = BATCHES_IN_FLIGHT * settings.max_num_batched_tokens
+    needed_bytes = (layout.blocks_per_request(settings.max_model_len, in_flight_tokens) + 1) * layout.bytes_per_block
+    needed_budget_bytes = memory.budget_bytes - memory.kv_cache_bytes + needed_bytes
+    utilization = _utilization(needed_budget_bytes / gpu.total_bytes)
+    if ceil(gpu.total_bytes * utilization) > gpu.free_bytes:
+        utilization = 0.0
+    fitting_len = _fitting_len(memory.kv_cache_bytes // layout.bytes_per_block - 1, settings.max_model_len, in_flight_tokens, layout)
+    available_bytes = memory.kv_cache_bytes
+    what = f"vLLM at utilization {settings.gpu_memory_utilization:g} ({format_gib(memory.budget_bytes)})"
+    if available_bytes <= 0:
+        reason = f"{what} has no room for a KV cache: weights and buffers alone need {format_gib(memory.budget_bytes - available_bytes)}."
+    else:
+        tokens = format_count(settings.max_model_len)
+        reason = f"{what} leaves {format_gib(available_bytes)} for the KV cache; one sequence of {tokens} tokens needs {format_gib(needed_bytes)}."
+    changes = [f"vllm_max_model_length {format_count(fitting_len)}"] if fitting_len else []
+    changes += [f"vllm_gpu_memory_utilization {utilization:g}"] if utilization else []
+    advice = f" Try {', or '.join(changes)}." if changes else " Try a larger GPU, or vllm_tensor_parallel_size."
+    return EngineRefusal(reason=reason + advice, max_model_len_that_fits=fitting_len, utilization_that_fits=utilization)
+
+
+def _fitting_len(usable_blocks: int, max_model_len: int, in_flight_tokens: int, layout: BlockLayout) -> int:
+    """The longest max_model_len whose one sequence fits; 0 when none does. Found by halving, as vLLM finds it."""
+    return largest(1, max_model_len, lambda length: layout.blocks_per_request(length, in_flight_tokens) <= usable_blocks)
+
+
+def _utilization(share: float, down: bool = False) -> float:
+    steps = share / UTILIZATION_STEP
+    return round((floor(steps) if down else ceil(steps)) * UTILIZATION_STEP, 2)

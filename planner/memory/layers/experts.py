@@ -1,0 +1,283 @@
+"""Experts behind a router: gathered tokens through `grouped_mm`, weighted and put back in order.
+
+Sources: transformers 5.23 `integrations/moe.py` (`grouped_mm_experts_forward`), `models/<family>/modeling_<family>.py` (`*TopKRouter`,
+`*SparseMoeBlock`). Indices are int64. grouped_mm is not autocast-enabled: experts compute in the dtype of their weights.
+"""
+
+from collections.abc import Callable
+
+from planner.memory.layers import operators as op
+from planner.memory.layers.autograd import Tape, Tensor
+from planner.memory.layers.feed_forward import activate, mlp
+from planner.memory.layers.linear import cast_weight, linear
+from planner.memory.layers.recipe import Recipe, tokens
+from planner.models.shape import Experts, Linear, Mlp, RouterStyle
+
+INDEX = 8  # bytes of an int64
+GATE_AND_UP = 2  # branches in one parameter
+
+
+def experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
+    """The whole block: router, experts, and the shared expert where there is one. What the router gave is kept to the end."""
+    flat = op.view(tape, x)
+    if block.shared is not None and block.shared_gate_params:
+        return op.view(tape, with_gated_shared(tape, recipe, block, flat, block.shared))
+    chosen = ROUTERS[block.router](tape, recipe, block, flat)
+    result = op.view(tape, grouped_experts(tape, recipe, block, flat, *chosen[1:]))
+    if block.shared is None:
+        return result
+    shared = mlp(tape, recipe, block.shared, x)
+    result = op.add(tape, result, shared)
+    del chosen
+    return result
+
+
+def with_gated_shared(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, shared_block: Mlp) -> Tensor:
+    """Qwen2MoeSparseMoeBlock: the shared expert first, weighted by a sigmoid at the end."""
+    shared = mlp(tape, recipe, shared_block, x, flat=True)
+    chosen = ROUTERS[block.router](tape, recipe, block, x)
+    result = grouped_experts(tape, recipe, block, x, *chosen[1:])
+    gate = Linear(name="shared_expert_gate", in_features=x.elements[0], out_features=1)
+    opening = open_gate(tape, recipe, gate, x)
+    shared = op.mul(tape, opening, shared)
+    del opening
+    result = op.add(tape, result, shared)
+    del chosen
+    return result
+
+
+def open_gate(tape: Tape, recipe: Recipe, gate: Linear, x: Tensor) -> Tensor:
+    logits = linear(tape, recipe, gate, x, flat=True)
+    return op.unary(tape, logits, "output")
+
+
+# -- routers: logits, the weights of the chosen experts, their indices -----------------------------------------------------
+
+
+def router_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, width: int) -> Tensor:
+    """F.linear of the router's weight in `width` bytes, with whatever bias its parameters leave over."""
+    hidden, count = x.elements[0], block.num_experts
+    bias = block.router_params - hidden * count
+    offset = cast_weight(tape, tape.weight(bias, recipe.weight_width, recipe.trainable), width) if bias else None
+    stored = router_weight(tape, recipe, hidden, count)
+    weight = cast_weight(tape, stored, width)
+    narrow = op.cast(tape, x, width)
+    return op.mm(tape, narrow, op.view(tape, weight), tokens(count), offset)
+
+
+def router_weight(tape: Tape, recipe: Recipe, hidden: int, count: int) -> Tensor:
+    """The router's weight; with adapters on the experts, the weight plus B @ A (peft `ParamWrapper.get_delta_weight`)."""
+    weight = tape.weight(hidden * count, recipe.weight_width, recipe.trainable)
+    if not recipe.lora_experts:
+        return weight
+    rank, own = recipe.lora_r, recipe.adapter_width if recipe.on_cuda else 4  # peft adds in float32 on the CPU
+    width = recipe.autocast_width or own
+    wide_down = op.cast(tape, tape.weight(rank * hidden, recipe.adapter_width, True), own)
+    wide_up = op.cast(tape, tape.weight(rank * count, recipe.adapter_width, True), own)
+    down, up = cast_weight(tape, wide_down, width), cast_weight(tape, wide_up, width)
+    del wide_down, wide_up
+    product = op.bmm(tape, up, down, weight.elements)
+    delta = op.cast(tape, op.scale(tape, product), recipe.weight_width)
+    del product
+    tape.empty(weight.elements, recipe.weight_width)  # register_parametrization tries the sum once
+    return op.add(tape, weight, delta)
+
+
+def expert_factors(tape: Tape, recipe: Recipe, block: Experts, sizes: tuple[int, int], branches: int) -> tuple[Tensor, Tensor]:
+    """B and A of every expert in the dtype of the weights (`get_delta_factors`); the sum is tried once.
+
+    PEFT doubles the rank of gate and up, which are one parameter (utils/transformers_weight_conversion.py:470).
+    """
+    inward, outward = sizes
+    rank = recipe.lora_r * block.num_experts * branches
+    up = op.cast(tape, tape.weight(rank * outward, recipe.adapter_width, True), recipe.weight_width)
+    down = op.cast(tape, tape.weight(rank * inward, recipe.adapter_width, True), recipe.weight_width)
+    tape.empty((0, 0, block.num_experts * inward * outward), recipe.weight_width)
+    return up, down
+
+
+def softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax in float32, the largest k, divided by their sum (mixtral); qwen and olmoe cast them back."""
+    logits = router_product(tape, recipe, block, x, recipe.compute_width)
+    probabilities = op.softmax(tape, logits)
+    values, indices = topk(tape, probabilities, block.num_experts_per_tok)
+    if block.router_normalised:
+        values = divided_by_sum(tape, values)
+    if block.router == "softmax_cast":
+        values = op.cast(tape, values, logits.width)
+    return logits, values, indices
+
+
+def topk_softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest k logits, and softmax over them in their own dtype (gpt_oss)."""
+    logits = router_product(tape, recipe, block, x, recipe.compute_width)
+    values, indices = topk(tape, logits, block.num_experts_per_tok)
+    return logits, op.softmax(tape, values, float32=False), indices
+
+
+def float32_softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """deepseek_v2: a float32 product (autocast casts it back), softmax, the largest k."""
+    logits = float32_product(tape, recipe, block, x)
+    probabilities = op.softmax(tape, logits)
+    if block.router_groups:
+        mask = grouped_mask(tape, probabilities, block)
+        probabilities = op.masked(tape, probabilities, mask)
+        del mask
+    values, indices = topk(tape, probabilities, block.num_experts_per_tok)
+    return logits, op.scale(tape, values), indices
+
+
+def float32_sigmoid_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """deepseek_v3: sigmoid scores; a bias and groups only choose the experts."""
+    logits = float32_product(tape, recipe, block, x)
+    probabilities = op.unary(tape, logits, "output")
+    chosen = Tensor(probabilities.storage, probabilities.elements, probabilities.width)
+    biased = op.plus_number(tape, op.cast(tape, chosen, 4))
+    mask = grouped_mask(tape, biased, block)
+    biased = op.masked(tape, biased, mask)
+    del mask, chosen
+    indices = tape.empty(tokens(block.num_experts_per_tok), INDEX)
+    values = op.gather(tape, probabilities, indices)
+    if block.router_normalised:
+        values = divided_by_sum(tape, values)
+    return logits, op.scale(tape, values), indices
+
+
+def float32_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
+    """F.linear(x.type(float32), weight.type(float32)); under autocast both are cast on to 16 bits."""
+    hidden, count, width = x.elements[0], block.num_experts, recipe.autocast_width or 4
+    wide = op.cast(tape, x, 4)
+    weight = op.cast(tape, router_weight(tape, recipe, hidden, count), 4)
+    narrow_weight, narrow = op.cast(tape, weight, width), op.cast(tape, wide, width)
+    return op.mm(tape, narrow, op.view(tape, narrow_weight), tokens(count))
+
+
+def grouped_mask(tape: Tape, scores: Tensor, block: Experts) -> Tensor:
+    """Which experts belong to a chosen group: scores of the groups, their choice, the mask of every expert (one byte)."""
+    groups = max(block.router_groups, 1)
+    group_scores = tape.empty(tokens(groups), scores.width)
+    group_mask = tape.empty(tokens(groups), scores.width)
+    score_mask = tape.empty(tokens(block.num_experts), scores.width)
+    del group_scores, group_mask
+    as_bool = tape.empty(tokens(block.num_experts), 1)
+    del score_mask
+    return as_bool
+
+
+def topk(tape: Tape, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest values and their indices, which are kept; the gradient goes into zeros of x's size."""
+    values, indices = tape.empty(tokens(count), x.width), tape.empty(tokens(count), INDEX)
+    saved = tape.save(indices) if x.requires_grad else []
+    return tape.output(values, (x,), saved, op.fresh(tape, x)), indices
+
+
+def divided_by_sum(tape: Tape, values: Tensor) -> Tensor:
+    """values /= values.sum(): in place, so that autograd keeps a copy of what was there, and the sum."""
+    one = tokens(1)
+    sum_ = op.total(tape, values, one)
+    original = tape.empty(values.elements, values.width)
+    saved = tape.save(original if sum_.requires_grad else None, sum_ if values.requires_grad else None)
+    elements, width = values.elements, values.width
+
+    def backward(gradient: Tensor) -> list[Tensor | None]:
+        held = [tape.empty(elements, width)]
+        quotient = tape.empty(elements, width)
+        held.append(tape.empty(elements, width))
+        of_sum = tape.empty(elements, width)
+        del quotient
+        return [held[0], of_sum]
+
+    return tape.output(Tensor(values.storage, elements, width), (values, sum_), saved, backward)
+
+
+ROUTERS: dict[RouterStyle, Callable[[Tape, Recipe, Experts, Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "softmax": softmax_router,
+    "softmax_cast": softmax_router,
+    "topk_softmax": topk_softmax_router,
+    "float32_softmax": float32_softmax_router,
+    "float32_sigmoid": float32_sigmoid_router,
+}
+
+
+# -- the experts -----------------------------------------------------------------------------------------------------------
+
+
+def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """integrations/moe.py: sort by expert, two grouped products, weigh, sort back, sum over the chosen experts."""
+    top_k, hidden, inner = block.num_experts_per_tok, x.elements[0], block.moe_intermediate_size
+    down_factors = expert_factors(tape, recipe, block, (inner, hidden), 1) if recipe.lora_experts else ()
+    up_factors = expert_factors(tape, recipe, block, (hidden, 2 * inner), GATE_AND_UP) if recipe.lora_experts else ()
+    chosen = tokens(top_k)
+    order, permutation = tape.empty(chosen, INDEX), tape.empty(chosen, INDEX)
+    rows = tape.empty(chosen, INDEX)
+    gathered = op.index(tape, x, rows, tokens(top_k * hidden))
+    del rows
+    sorted_weights = op.index(tape, op.view(tape, weights), permutation, weights.elements)
+    histogram_input = tape.empty(chosen, 4)
+    counts = tape.empty((0, 0, block.num_experts), 4)
+    offsets = tape.empty((0, 0, block.num_experts), 4)
+    merged_up = merged(tape, recipe, block, hidden * 2 * inner, up_factors)
+    biases = expert_biases(tape, recipe, block, order, 2 * inner)
+    projected = grouped(tape, recipe, block, gathered, offsets, merged_up, biases, 2 * inner)
+    projected = gated(tape, recipe, block, projected)
+    merged_down = merged(tape, recipe, block, inner * hidden, down_factors)
+    biases = expert_biases(tape, recipe, block, order, hidden)
+    projected = grouped(tape, recipe, block, projected, offsets, merged_down, biases, hidden)
+    weighted = op.mul(tape, projected, sorted_weights)
+    inverse = inverse_permutation(tape, top_k)
+    weighted = op.index(tape, weighted, inverse, tokens(top_k * hidden))
+    result = op.reduce(tape, weighted, tokens(hidden), 4 if recipe.autocast_width and recipe.on_cuda else weighted.width)
+    narrow = op.cast(tape, result, x.width)
+    del order, histogram_input, counts, gathered
+    return narrow
+
+
+def merged(tape: Tape, recipe: Recipe, block: Experts, elements: int, factors: tuple[Tensor, ...]) -> Tensor:
+    """All experts' weights; with adapters, a tensor of its own of the weights and their update, kept for the backward pass."""
+    count = block.num_experts * elements
+    if not factors:
+        return tape.weight(count, recipe.weight_width, recipe.trainable)
+    return op.folded(tape, count, recipe.weight_width, *factors)
+
+
+def inverse_permutation(tape: Tape, count: int) -> Tensor:
+    result = tape.empty(tokens(count), INDEX)
+    tape.empty(tokens(count), INDEX)  # arange, which is written into it
+    return result
+
+
+def expert_biases(tape: Tape, recipe: Recipe, block: Experts, order: Tensor, outward: int) -> Tensor | None:
+    """gpt_oss: the bias of its expert for every chosen token."""
+    if not block.clamped:
+        return None
+    biases = tape.weight(block.num_experts * outward, recipe.weight_width, recipe.trainable)
+    return op.index(tape, biases, order, tokens(block.num_experts_per_tok * outward))
+
+
+def grouped(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, outward: int) -> Tensor:
+    """One grouped product over all experts' weights, in the weights' dtype; the bias is added in place."""
+    top_k, width = block.num_experts_per_tok, recipe.weight_width
+    narrow = op.cast(tape, x, width)
+    result = op.mm(tape, narrow, op.view(tape, weight), tokens(top_k * outward), extra=offsets, weight_kind="activations")
+    if bias is None:
+        return result
+    return tape.output(Tensor(result.storage, result.elements, result.width), (result, bias), [], lambda gradient: [gradient, gradient])
+
+
+def gated(tape: Tape, recipe: Recipe, block: Experts, together: Tensor) -> Tensor:
+    """act(gate) * up of the two halves; gpt_oss clamps strided halves and writes (up + 1) * gate * sigmoid(gate * alpha)."""
+    half = together.elements[0] // 2
+    if not block.clamped:
+        gate, up = op.split(tape, together, (half, half))
+        active = activate(tape, recipe, block.activation, gate)
+        return op.mul(tape, active, up)
+    gate, up = op.part(tape, together, tokens(half)), op.part(tape, together, tokens(half))
+    clamped_gate = op.unary(tape, gate, "input", temporaries=1)
+    clamped_up = op.unary(tape, up, "input", temporaries=1)
+    scaled = op.scale(tape, clamped_gate)
+    opening = op.unary(tape, scaled, "output")
+    del scaled
+    active = op.mul(tape, clamped_gate, opening)
+    del opening
+    raised = op.plus_number(tape, clamped_up)
+    return op.mul(tape, raised, active)

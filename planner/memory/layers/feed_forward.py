@@ -1,0 +1,85 @@
+"""Dense MLPs: gated or not, written out or fused.
+
+Sources: transformers 5.23 `activations.py`, `models/llama/modeling_llama.py` (`LlamaMLP`), `models/phi3` (`Phi3MLP`); liger-kernel
+`ops/swiglu.py`, `ops/geglu.py`.
+"""
+
+from planner.memory.layers import operators as op
+from planner.memory.layers.autograd import Tape, Tensor
+from planner.memory.layers.linear import linear
+from planner.memory.layers.recipe import Recipe
+from planner.models.shape import Activation, Mlp
+
+
+def activate(tape: Tape, recipe: Recipe, activation: Activation, x: Tensor) -> Tensor:
+    """silu and gelu are one kernel that keeps its input; relu keeps its result; gelu_new is written out."""
+    if activation == "gelu_new":
+        return gelu_written_out(tape, recipe, x)
+    return op.unary(tape, x, "output" if activation == "relu" else "input")
+
+
+def gelu_written_out(tape: Tape, recipe: Recipe, x: Tensor) -> Tensor:
+    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) (activations.py, NewGELUActivation).
+
+    CUDA's autocast computes powers in float32 (autocast_mode.h, `AT_FORALL_FP32`), and all that follows; the CPU's does not.
+    """
+    half = op.scale(tape, x)
+    cubed = op.square(tape, op.cast(tape, x, 4 if recipe.autocast_width and recipe.on_cuda else x.width))
+    weighted = op.scale(tape, cubed)
+    del cubed
+    summed = op.add(tape, x, weighted)
+    del weighted
+    inner = op.scale(tape, summed)
+    del summed
+    outer = op.unary(tape, inner, "output")
+    del inner
+    shifted = op.plus_number(tape, outer)
+    del outer
+    return op.mul(tape, half, shifted)
+
+
+def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool = False) -> Tensor:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))); phi3 computes gate and up in one projection."""
+    down = block.linears[-1]
+    held: list[Tensor] = []  # phi3 keeps its view of the gate, and with it the whole projection
+    if not block.gated:
+        h = linear(tape, recipe, block.linears[0], x)
+        h = activate(tape, recipe, block.activation, h)
+    elif recipe.liger:
+        h = fused_gate(tape, recipe, block, x)
+    elif len(block.linears) == 2:
+        h, *held = gate_of_one_projection(tape, recipe, block, x)
+    else:
+        h = gate_product(tape, recipe, block, x, flat)
+    result = linear(tape, recipe, down, h, flat)
+    del held
+    return result
+
+
+def gate_product(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool) -> Tensor:
+    gate = linear(tape, recipe, block.linears[0], x, flat)
+    active = activate(tape, recipe, block.activation, gate)
+    del gate
+    up = linear(tape, recipe, block.linears[1], x, flat)
+    return op.mul(tape, active, up)
+
+
+def gate_of_one_projection(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> tuple[Tensor, Tensor]:
+    """up * act(gate) of one tensor's halves, and the gate: both are views of the whole, which is kept."""
+    together = linear(tape, recipe, block.linears[0], x)
+    gate, up = op.split(tape, together, (block.intermediate_size, block.intermediate_size))
+    active = activate(tape, recipe, block.activation, gate)
+    return op.mul(tape, up, active), gate
+
+
+def fused_gate(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
+    """Liger's SwiGLU and GeGLU keep gate and up only, and overwrite them with their gradients (ops/swiglu.py)."""
+    gate, up = linear(tape, recipe, block.linears[0], x), linear(tape, recipe, block.linears[1], x)
+    product = tape.empty(gate.elements, gate.width)
+    saved = tape.save(gate, up)
+    elements, width = gate.elements, gate.width
+
+    def backward(gradient: Tensor) -> list[Tensor | None]:
+        return [Tensor(storage, elements, width) for storage in saved]
+
+    return tape.output(product, (gate, up), saved, backward)

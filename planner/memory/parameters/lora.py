@@ -1,0 +1,142 @@
+"""LoRA: which modules PEFT wraps, and the shapes of the matrices it adds."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from planner.errors import InputError, UnknownArchitecture, UnknownName
+from planner.memory.parameters.tensors import Tensors, decoder_linears, expert_shapes, outer_linears, vision_linears
+from planner.models.lora_targets import DEFAULT_TARGETS
+from planner.models.shape import Experts, Linear, ModelShape
+
+ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py:404
+DEFAULT = "default"  # ours: no target_modules given, PEFT's own choice for the architecture
+
+
+# Names of transformers 4 that PEFT turns into the fused 3-D parameters of transformers 5, for the model types whose checkpoints are
+# converted like mixtral's and like qwen2_moe's (qwen2_moe itself is not among them).
+# Source: peft 0.21.2, utils/transformers_weight_conversion.py:333-352 and 405-482; transformers 5.23, conversion_mapping.py:44-75.
+MIXTRAL_NAMES = {"w1": "gate_up", "w3": "gate_up", "w2": "down", "gate": "router"}
+QWEN2_MOE_NAMES = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down", "gate": "router"}
+CONVERTED_NAMES: dict[str, dict[str, str]] = {
+    "mixtral": MIXTRAL_NAMES,
+    "minimax": MIXTRAL_NAMES,
+    "minimax_m2": MIXTRAL_NAMES,
+    **dict.fromkeys(
+        (
+            "afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash",
+            "solar_open", "qwen3_moe", "qwen3_omni_moe", "qwen3_next", "hunyuan_v1_moe", "flex_olmo", "olmoe", "exaone_moe", "cohere2_moe",
+        ),
+        QWEN2_MOE_NAMES,
+    ),
+}  # fmt: skip
+FUSED_BRANCHES = 2  # gate and up in one parameter: PEFT doubles its rank (transformers_weight_conversion.py:470-476)
+
+
+@lru_cache(maxsize=4096)
+def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tuple[Tensors, ...]:
+    """The matrices that PEFT adds for `targets`: module names, `("all-linear",)` or `("default",)`.
+
+        A is [r, in], B is [out, r] for each targeted module; for fused experts A is [r x experts, in], B is [out, r x experts]
+
+    Source: peft 0.21.2, tuners/tuners_utils.py:2430 (all-linear: every nn.Linear and Conv1D but the output head, the vision tower
+    included), tuners/lora/layer.py `ParamWrapper` (experts). A name also matches in the vision tower, whose adapters text never passes.
+
+    Example: Qwen3-30B-A3B on all-linear, r 16: 996,507,648 parameters, of which attention has 13,369,344: since transformers 5 the
+    experts are one parameter, and PEFT gives it r for every expert.
+
+    Raises:
+        InputError: the targets match nothing or half of a fused parameter (PEFT raises as well), or name a path.
+        UnknownArchitecture: the shapes of the targeted modules are not known.
+    """
+    converted = CONVERTED_NAMES.get(model.model_type, {})
+    names = _names(model, targets)
+    plain = names - converted.keys()
+    found: dict[Tensors, int] = {}
+    matrices = [*_expert_matrices(model, lora_r, names, converted), *_matrices(_linears(model), lora_r, plain)]
+    for matrix in matrices:
+        one = replace(matrix, count=1)
+        found[one] = found.get(one, 0) + matrix.count
+    if not found:
+        known = ", ".join(sorted({linear.name for linear, _, _ in _linears(model)}))
+        raise InputError(f"lora_target_modules {', '.join(targets)} match no module of {model.id}: it has {known}.")
+    return tuple(replace(one, count=count) for one, count in found.items())
+
+
+@lru_cache(maxsize=256)
+def lora_in_order(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tuple[Tensors, ...]:
+    """The same matrices one layer after the other, as `named_parameters` has them; those of fused experts behind all others."""
+    converted = CONVERTED_NAMES.get(model.model_type, {})
+    names = _names(model, targets)
+    linears = [(linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)] + _outside(model)
+    return (*_matrices(linears, lora_r, names - converted.keys()), *_expert_matrices(model, lora_r, names, converted))
+
+
+@lru_cache(maxsize=4096)
+def target_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
+    """The names of the plain projections that PEFT wraps for `targets`; fused experts are not among them (`targets_experts`)."""
+    return frozenset(_names(model, targets) - CONVERTED_NAMES.get(model.model_type, {}).keys())
+
+
+@lru_cache(maxsize=1024)
+def targets_experts(model: ModelShape, targets: tuple[str, ...]) -> bool:
+    """Whether the adapters wrap fused experts (see `lora_tensors`)."""
+    converted = CONVERTED_NAMES.get(model.model_type, {})
+    return any(converted[name] != "router" for name in _names(model, targets) & converted.keys())
+
+
+def _names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
+    """The names that are targeted, in transformers 4's spelling for experts."""
+    if not model.known:
+        raise UnknownArchitecture(f"{model.id} ({model.model_type}) has no layer shapes here, so its LoRA matrices cannot be counted. Use --tuning full.")
+    if targets == (ALL_LINEAR,):
+        if model.vision_linear_params and not vision_linears(model):
+            raise UnknownArchitecture(f"all-linear reaches the vision tower of {model.id}, whose shapes are not known here. Name lora_target_modules.")
+        return frozenset(linear.name for linear, _, _ in _linears(model)) - {"lm_head"} | CONVERTED_NAMES.get(model.model_type, {}).keys()
+    if targets == (DEFAULT,):
+        if model.model_type not in DEFAULT_TARGETS:
+            raise UnknownName("default LoRA targets of", model.model_type, DEFAULT_TARGETS, hint="PEFT has none for it either: set lora_target_modules.")
+        return frozenset(DEFAULT_TARGETS[model.model_type])
+    paths = [target for target in targets if "." in target]
+    if paths:
+        raise InputError(f"lora_target_modules takes the last name of a module here, not a path: {paths[0].rsplit('.', 1)[1]} for {paths[0]}.")
+    return frozenset(targets)
+
+
+def _linears(model: ModelShape) -> list[tuple[Linear, int, bool]]:
+    """Every projection with its count, and whether text passes it."""
+    found = [(linear, count, layer.passed) for layer, count in model.layer_kinds for linear in decoder_linears(layer)]
+    return [*found, *_outside(model), (Linear(name="lm_head", in_features=model.hidden_size, out_features=model.vocab_size), 1, True)]
+
+
+def _outside(model: ModelShape) -> list[tuple[Linear, int, bool]]:
+    return [(linear, count, True) for linear, count in outer_linears(model)] + [(linear, count, False) for linear, count in vision_linears(model)]
+
+
+def _matrices(linears: list[tuple[Linear, int, bool]], lora_r: int, names: frozenset[str]) -> Iterator[Tensors]:
+    for linear, count, passed in linears:
+        if linear.name in names:
+            yield Tensors(part="adapter", shape=(lora_r, linear.in_features), count=count, passed=passed)
+            yield Tensors(part="adapter", shape=(linear.out_features, lora_r), count=count, passed=passed)
+
+
+def _expert_matrices(model: ModelShape, lora_r: int, names: frozenset[str], converted: dict[str, str]) -> list[Tensors]:
+    targeted = sorted({converted[name] for name in names & converted.keys()})
+    missing = {name for name in converted if converted[name] == "gate_up"} - names
+    if "gate_up" in targeted and missing:
+        raise InputError(f"lora_target_modules also needs {', '.join(sorted(missing))}: {model.id} has the experts' gate and up projections in one parameter.")
+    found: list[Tensors] = []
+    for layer, count in model.layer_kinds:
+        experts = layer.feed_forward
+        if not isinstance(experts, Experts):
+            continue
+        (num, gate_up_out, hidden), (_, _, inner) = expert_shapes(layer, experts)
+        shapes = {
+            "gate_up": (num * lora_r * FUSED_BRANCHES, hidden, gate_up_out),
+            "down": (num * lora_r, inner, hidden),
+            "router": (lora_r, hidden, num),
+        }
+        for name in targeted:
+            rank, in_features, out_features = shapes[name]
+            found += [Tensors(part="adapter", shape=shape, count=count) for shape in ((rank, in_features), (out_features, rank))]
+    return found

@@ -1,0 +1,140 @@
+"""Parameters: which tensors the policy has, which of them are trained, and which a quantizer really converts.
+
+Everything here depends on shapes only, so it is computed once for a model, a tuning and its targets, and remembered.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from planner.candidate import BITSANDBYTES, Candidate, Quantization
+from planner.errors import InputError
+from planner.memory.parameters.lora import lora_tensors
+from planner.memory.parameters.tensors import Tensors, TensorSet, decoder_linears, model_tensors, score_tensors
+from planner.models.shape import ModelShape
+
+Head = Literal["lm_head", "score"]
+
+# What each quantizer converts, by the part a tensor belongs to. 3-D experts, norms, embeddings, the head and biases stay.
+# Source: transformers 5.23, integrations/bitsandbytes.py:189 (`type(module) is nn.Linear` or Conv1D) and quantizers/base.py:39-68
+# (never the head, tied weights, the last module); GPTQ and AWQ checkpoints hold the decoder layers' projections;
+# integrations/mxfp4.py replaces the experts only.
+QUANTIZED_PARTS: dict[Quantization, tuple[str, ...]] = {
+    "none": (),
+    "nf4": ("linear", "vision_linear"),
+    "nf4-double": ("linear", "vision_linear"),
+    "int8": ("linear", "vision_linear"),
+    "gptq": ("linear",),
+    "awq": ("linear",),
+    "fp8": ("linear",),
+    "mxfp4": ("expert",),
+}
+
+# Architectures whose projections are subclasses of nn.Linear, which bitsandbytes therefore leaves alone.
+# Source: transformers 5.23, models/falcon/modeling_falcon.py `FalconLinear` against integrations/bitsandbytes.py:189.
+SUBCLASSED_LINEARS = frozenset({"falcon"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Parameters:
+    """The policy's parameters as elements. Compared by identity, so that caches on it cost nothing.
+
+    `base` is the model as loaded (for a reward model with its score head), `total` also counts the adapters and PEFT's copies.
+    """
+
+    base: int
+    total: int
+    trainable: int
+    adapter_params: int
+    quantized_params: int
+    unquantized_params: int  # of the base
+    largest_params: int  # the largest single tensor of the base
+    largest_trainable_params: int
+    tensor_count: int
+    trainable_tensor_count: int
+    base_tensors: TensorSet
+    quantized_tensors: TensorSet
+    unquantized_tensors: TensorSet
+    adapter_tensors: TensorSet  # LoRA matrices
+    copied_tensors: TensorSet  # trained copies of whole modules that PEFT makes (`modules_to_save`)
+    trainable_tensors: TensorSet
+
+
+def policy_parameters(candidate: Candidate) -> Parameters:
+    """The parameters of the model that is trained."""
+    return parameters(
+        candidate.model,
+        candidate.tuning,
+        candidate.lora_r,
+        candidate.lora_target_modules,
+        candidate.quantization,
+        "score" if candidate.method == "reward" else "lm_head",
+    )
+
+
+@lru_cache(maxsize=4096)
+def parameters(
+    model: ModelShape, tuning: Literal["full", "lora"], lora_r: int, lora_target_modules: tuple[str, ...], quantization: Quantization, method_head: Head
+) -> Parameters:
+    """Count the tensors of `model` as they are after TRL and PEFT have prepared it.
+
+        trainable = base (full) | sum over targeted projections of r x (in + out), and a copy of the score head (LoRA)
+
+    Source: peft 0.21.2, tuners/lora/layer.py (A is [r, in], B is [out, r]); peft_model.py:1830 (a sequence classifier's `score` joins
+    `modules_to_save`, so the original stays beside its trained copy).
+
+    Example: Qwen2.5-7B, r 16 on all linear layers: 40,370,176 of 7,655,986,688 parameters are trained.
+
+    Leaves out the shapes of tensors that the catalogue only counts (vision towers, projectors): they are one tensor here.
+
+    Raises:
+        InputError: full fine-tuning of quantized weights (transformers refuses), or LoRA targets that match nothing.
+    """
+    if tuning == "full" and quantization != "none":
+        raise InputError(f"{quantization} weights cannot be trained: transformers refuses full fine-tuning of a quantized model. Use --tuning lora.")
+    base = model_tensors(model, method_head)
+    quantized, kept = _converted(model, base, quantization, method_head)
+    adapters: tuple[Tensors, ...] = ()
+    copies: tuple[Tensors, ...] = ()
+    if tuning == "lora":
+        adapters = lora_tensors(model, lora_r, lora_target_modules)
+        copies = score_tensors(model) if method_head == "score" else ()
+    base_set, adapter_set, copied_set = TensorSet(kinds=base), TensorSet(kinds=adapters), TensorSet(kinds=copies)
+    trainable = base_set if tuning == "full" else TensorSet(kinds=adapters + copies)
+    return Parameters(
+        base=base_set.params,
+        total=base_set.params + adapter_set.params + copied_set.params,
+        trainable=trainable.params,
+        adapter_params=adapter_set.params,
+        quantized_params=quantized.params,
+        unquantized_params=kept.params,
+        largest_params=base_set.largest,
+        largest_trainable_params=trainable.largest,
+        tensor_count=base_set.count + adapter_set.count + copied_set.count,
+        trainable_tensor_count=trainable.count,
+        base_tensors=base_set,
+        quantized_tensors=quantized,
+        unquantized_tensors=kept,
+        adapter_tensors=adapter_set,
+        copied_tensors=copied_set,
+        trainable_tensors=trainable,
+    )
+
+
+def _converted(model: ModelShape, base: tuple[Tensors, ...], quantization: Quantization, head: Head) -> tuple[TensorSet, TensorSet]:
+    """What is quantized and what is not. bitsandbytes also skips a model's very last module, which is a projection in OLMo 1 (its norms
+    have no weights and its head is tied)."""
+    if quantization in BITSANDBYTES and model.model_type in SUBCLASSED_LINEARS:
+        return TensorSet(kinds=()), TensorSet(kinds=base)
+    quantized = [kind for kind in base if kind.part in QUANTIZED_PARTS[quantization]]
+    kept = [kind for kind in base if kind.part not in QUANTIZED_PARTS[quantization]]
+    if quantization in BITSANDBYTES and head == "lm_head" and _ends_in_projection(model):
+        last = decoder_linears(model.layers[-1])[-1]
+        index = max(i for i, kind in enumerate(quantized) if kind.shape == (last.out_features, last.in_features))
+        quantized[index] = quantized[index].times(1, less=1)
+        kept.append(Tensors(part="linear", shape=(last.out_features, last.in_features)))
+    return TensorSet(kinds=tuple(quantized)), TensorSet(kinds=tuple(kept))
+
+
+def _ends_in_projection(model: ModelShape) -> bool:
+    return bool(model.layers) and model.tied and not model.final_norm.params and not any(norm.params for norm in model.layers[-1].norms)

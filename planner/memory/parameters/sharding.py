@@ -1,0 +1,135 @@
+"""Sharding: what one of G GPUs keeps of tensors that DDP repeats and ZeRO or FSDP2 cut into pieces."""
+
+from functools import lru_cache
+
+from planner.candidate import DEEPSPEED, Candidate, Sharding
+from planner.memory.parameters.tensors import Tensors, TensorSet, rounded_bytes, tensor_bytes
+
+# Hugging Face's values for "auto" in a DeepSpeed config, in elements.
+# Source: transformers 5.23, integrations/deepspeed.py:229-242 (H^2, 0.9 H^2, 10 H for hidden_size H).
+PERSISTENCE_THRESHOLD_HIDDEN_SIZES = 10
+PREFETCH_TENTHS = 9
+
+# deepspeed 0.19.8, runtime/zero/config.py: `stage3_max_reuse_distance` and `sub_group_size`, in elements.
+MAX_REUSE_DISTANCE = 10**9
+SUB_GROUP_SIZE = 10**9
+
+START_ALIGNMENT = 2  # elements. Source: deepspeed 0.19.8, zero/stage_1_and_2.py:387 (`nccl_start_alignment_factor`)
+
+
+def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: Candidate, trained: bool = False) -> int:
+    """Bytes of model tensors on one of `num_processes` GPUs, between the layers that use them.
+
+        ZeRO-3: ceil(n / G) of each tensor, and small ones (at most 10 hidden_size elements) whole besides |
+        FSDP2: ceil(rows / G) rows of each tensor | else: whole; parameters offloaded to the host: none (ZeRO-3: the small ones)
+
+    What is `trained` lies in one buffer under ZeRO-3, in one for each optimizer group under ZeRO-1 and 2; else each tensor is alone.
+
+    Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py `_partition_param`, stage3.py:972 (`defragment`) and
+    parameter_offload.py:317 (`ds_persist`), stage_1_and_2.py:492 (`flatten_dense_tensors_aligned`);
+    torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py (`Shard(0)`, padded to the largest chunk). Two processes of each have been
+    counted, to the byte: tests/test_sharded_runs.py.
+
+    Leaves out the smaller last shards: this is rank 0.
+    """
+    if candidate.sharding == "zero3":
+        persistent = _persistent_bytes(tensors, bytes_per_param, candidate.model.hidden_size)
+        return persistent if candidate.offload_param else persistent + _zero3_bytes(tensors, bytes_per_param, candidate.num_processes, trained)
+    if candidate.sharding == "fsdp2":
+        return 0 if candidate.offload_param else _fsdp2_bytes(tensors, bytes_per_param, candidate.num_processes)
+    if candidate.sharding in DEEPSPEED and trained:
+        return sum(rounded_bytes(flat_elements(group.params, candidate.num_processes) * bytes_per_param) for group in decay_groups(tensors))
+    return tensor_bytes(tensors, bytes_per_param)
+
+
+@lru_cache(maxsize=4096)
+def _persistent_bytes(tensors: TensorSet, bytes_per_param: int, hidden_size: int) -> int:
+    threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * hidden_size
+    return sum(rounded_bytes(kind.elements * bytes_per_param) * kind.count for kind in tensors.kinds if kind.elements <= threshold)
+
+
+@lru_cache(maxsize=4096)
+def _zero3_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int, trained: bool) -> int:
+    if trained:
+        return rounded_bytes(zero3_elements(tensors, num_processes) * bytes_per_param)
+    return sum(rounded_bytes(-(-kind.elements // num_processes) * bytes_per_param) * kind.count for kind in tensors.kinds)
+
+
+def zero3_elements(tensors: TensorSet, num_processes: int) -> int:
+    """Elements of ZeRO-3's pieces on one rank: each tensor is padded by itself."""
+    return sum(-(-kind.elements // num_processes) * kind.count for kind in tensors.kinds)
+
+
+def flat_elements(params: int, num_processes: int) -> int:
+    """Elements of a flat buffer of ZeRO-1 and 2 over all ranks, padded to equal pieces.
+
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:441 (`nccl_start_alignment_factor * world_size`).
+    """
+    unit = START_ALIGNMENT * num_processes
+    return -(-params // unit) * unit
+
+
+@lru_cache(maxsize=4096)
+def decay_groups(tensors: TensorSet) -> tuple[TensorSet, ...]:
+    """The optimizer's groups: Transformers decays matrices, and neither norms nor biases; a group without parameters is not made.
+
+    Source: transformers 5.23, trainer.py:1274-1286 and 1416. Leaves out gpt_oss' attention sinks, which are decayed.
+    """
+    groups = (tuple(kind for kind in tensors.kinds if (kind.part == "vector") == undecayed) for undecayed in (False, True))
+    return tuple(TensorSet(kinds=kinds) for kinds in groups if kinds)
+
+
+@lru_cache(maxsize=4096)
+def _fsdp2_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int) -> int:
+    return tensor_bytes(fsdp2_shards(tensors, num_processes), bytes_per_param)
+
+
+@lru_cache(maxsize=4096)
+def fsdp2_shards(tensors: TensorSet, num_processes: int) -> TensorSet:
+    """The piece of each tensor that rank 0 has under FSDP2: its first ceil(rows / G) rows."""
+    return TensorSet(
+        kinds=tuple(Tensors(part=kind.part, shape=(-(-kind.shape[0] // num_processes), *kind.shape[1:]), count=kind.count) for kind in tensors.kinds)
+    )
+
+
+@lru_cache(maxsize=4096)
+def flat_shard(tensors: TensorSet, sharding: Sharding, num_processes: int) -> TensorSet:
+    """The flat pieces that a rank optimizes under ZeRO, one for each group of the optimizer: params / G elements without shape.
+
+    Leaves out ZeRO-3's sub-groups of 1e9 elements, which only round otherwise.
+    """
+    pieces = (
+        zero3_elements(group, num_processes) if sharding == "zero3" else flat_elements(group.params, num_processes) // num_processes
+        for group in decay_groups(tensors)
+    )
+    return TensorSet(kinds=tuple(Tensors(part="other", shape=(piece,)) for piece in pieces))
+
+
+def optimized_tensors(tensors: TensorSet, candidate: Candidate) -> TensorSet:
+    """The tensors as the optimizer on one GPU sees them: flat under ZeRO, cut in rows under FSDP2, else as they are.
+
+    Flat pieces have no rows and columns, so that a factored optimizer does not factor them.
+    """
+    if candidate.sharding in DEEPSPEED:
+        return flat_shard(tensors, candidate.sharding, candidate.num_processes)
+    if candidate.sharding == "fsdp2":
+        return fsdp2_shards(tensors, candidate.num_processes)
+    return tensors
+
+
+def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: Candidate) -> int:
+    """Bytes of every parameter gathered on one GPU at once, beside its own piece: what ZeRO-3 does for `generate` with
+    `ds3_gather_for_generation`, and for the weight sync of a PEFT model.
+
+    Source: trl 1.16, models/utils.py `unwrap_model_for_generation` (`deepspeed.zero.GatheredParameters(model.parameters())`);
+    generation/vllm_generation.py:447. Small persistent parameters are there already.
+    """
+    if candidate.sharding != "zero3":
+        return 0
+    return _gathered_bytes(tensors, bytes_per_param, candidate.model.hidden_size)
+
+
+@lru_cache(maxsize=4096)
+def _gathered_bytes(tensors: TensorSet, bytes_per_param: int, hidden_size: int) -> int:
+    threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * hidden_size
+    return sum(rounded_bytes(kind.elements * bytes_per_param) * kind.count for kind in tensors.kinds if kind.elements > threshold)

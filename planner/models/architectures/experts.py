@@ -1,0 +1,94 @@
+"""Experts behind a router, as transformers 5 keeps them: 3-D parameters `gate_up_proj` [E, 2F, H] and `down_proj` [E, H, F].
+
+Source: transformers 5.23, models/<folder>/modeling_<folder>.py, `...Experts`, `...TopKRouter`, `...SparseMoeBlock`. A bias that only
+steers the routing (`e_score_correction_bias`) is a buffer there, not a parameter.
+"""
+
+from planner.models.architectures.fields import Fields
+from planner.models.architectures.parts import activation, gated_mlp
+from planner.models.shape import Experts, Mlp, RouterStyle
+
+# Source: transformers 5.23, models/<folder>/modeling_<folder>.py, `...TopKRouter.forward`.
+ROUTERS: dict[str, RouterStyle] = {
+    "mixtral": "softmax",
+    "qwen2_moe": "softmax_cast",
+    "qwen3_moe": "softmax_cast",
+    "olmoe": "softmax_cast",
+    "gpt_oss": "topk_softmax",
+    "deepseek_v2": "float32_softmax",
+    "deepseek_v3": "float32_sigmoid",
+}
+
+PROJECTIONS = 3  # gate, up, down: hidden_size x moe_intermediate_size elements each
+
+
+def is_sparse(fields: Fields, index: int) -> bool:
+    """Whether a layer has experts (qwen2_moe, qwen3_moe: modeling_qwen2_moe.py `Qwen2MoeDecoderLayer`); always elsewhere."""
+    if index in fields.sequence("mlp_only_layers"):
+        return False
+    return not fields.has("decoder_sparse_step") or (index + 1) % fields.positive("decoder_sparse_step") == 0
+
+
+def of(fields: Fields, *, count_key: str, intermediate_key: str, shared: Mlp | None = None, shared_gate_params: int = 0) -> Experts:
+    """Experts without biases, with a router `hidden_size -> num_experts` without one."""
+    hidden_size, count, intermediate_size = fields.positive("hidden_size"), fields.positive(count_key), fields.positive(intermediate_key)
+    return Experts(
+        num_experts=count,
+        num_experts_per_tok=fields.positive("num_experts_per_tok"),
+        moe_intermediate_size=intermediate_size,
+        activation=activation(fields, "hidden_act"),
+        router_params=count * hidden_size,
+        expert_params=count * PROJECTIONS * hidden_size * intermediate_size,
+        shared=shared,
+        shared_gate_params=shared_gate_params,
+        router=ROUTERS[fields.model_type],
+        router_normalised=fields.model_type == "mixtral" or fields.flag("norm_topk_prob"),
+        router_groups=_groups(fields),
+    )
+
+
+def _groups(fields: Fields) -> int:
+    """deepseek_v3 always chooses within groups; v2 where `topk_method` says so."""
+    grouped = fields.model_type == "deepseek_v3" or fields.values.get("topk_method") == "group_limited_greedy"
+    return fields.positive("n_group") if grouped and fields.has("n_group") else 0
+
+
+def mixtral(fields: Fields, index: int) -> Experts:
+    return of(fields, count_key="num_local_experts", intermediate_key="intermediate_size")
+
+
+def olmoe(fields: Fields, index: int) -> Experts:
+    return of(fields, count_key="num_experts", intermediate_key="intermediate_size")
+
+
+def qwen3_moe(fields: Fields, index: int) -> Experts:
+    return of(fields, count_key="num_experts", intermediate_key="moe_intermediate_size")
+
+
+def qwen2_moe(fields: Fields, index: int) -> Experts:
+    """With an expert that every token passes, behind a gate of its own (`shared_expert_gate`, hidden_size -> 1)."""
+    hidden_size = fields.positive("hidden_size")
+    shared = gated_mlp(hidden_size, fields.positive("shared_expert_intermediate_size"), activation(fields, "hidden_act"))
+    return of(fields, count_key="num_experts", intermediate_key="moe_intermediate_size", shared=shared, shared_gate_params=hidden_size)
+
+
+def deepseek(fields: Fields, index: int) -> Experts:
+    """`n_shared_experts` shared experts are one MLP that many times as wide (modeling_deepseek_v3.py `DeepseekV3MoE`)."""
+    width = fields.positive("moe_intermediate_size") * fields.positive("n_shared_experts")
+    shared = gated_mlp(fields.positive("hidden_size"), width, activation(fields, "hidden_act"))
+    return of(fields, count_key="n_routed_experts", intermediate_key="moe_intermediate_size", shared=shared)
+
+
+def gpt_oss(fields: Fields, index: int) -> Experts:
+    """With biases on the router and on both projections of every expert (modeling_gpt_oss.py `GptOssExperts`)."""
+    hidden_size, intermediate_size, count = fields.positive("hidden_size"), fields.positive("intermediate_size"), fields.positive("num_local_experts")
+    return Experts(
+        num_experts=count,
+        num_experts_per_tok=fields.positive("num_experts_per_tok"),
+        moe_intermediate_size=intermediate_size,
+        activation="silu",  # gate * sigmoid(alpha * gate), clamped: SiLU's shape
+        router_params=count * hidden_size + count,
+        expert_params=count * (PROJECTIONS * hidden_size * intermediate_size + 2 * intermediate_size + hidden_size),
+        router=ROUTERS["gpt_oss"],
+        clamped=True,
+    )

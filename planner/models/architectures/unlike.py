@@ -1,0 +1,197 @@
+"""The families whose decoder layer is written in its own way: gpt2, gpt_neox, opt, falcon, deepseek v2 and v3.
+
+Source: transformers 5.23, models/<folder>/modeling_<folder>.py, named at each function.
+"""
+
+from dataclasses import replace
+
+from planner.models.architectures import experts, positions
+from planner.models.architectures.families import heads
+from planner.models.architectures.fields import Fields
+from planner.models.architectures.parts import activation, gated_mlp, norm, plain_mlp
+from planner.models.shape import Attention, Layer, LayerProgram, Linear, Norm, QkvLayout
+
+
+def gpt2(fields: Fields, index: int) -> Layer:
+    """`GPT2Block`: Conv1D projections, all with biases (modeling_gpt2.py)."""
+    hidden_size = fields.positive("n_embd")
+    query_heads = fields.positive("n_head")
+    inner = fields.positive("n_inner") if fields.has("n_inner") else 4 * hidden_size
+    return Layer(
+        program="gpt2",
+        hidden_size=hidden_size,
+        attention=replace(
+            _fused(hidden_size, query_heads, query_heads, names=("c_attn", "c_proj"), bias=True),
+            rotary=False,
+            qkv_layout="split",
+            softmax_float32=False,
+            dropout=fields.number("attn_pdrop"),
+        ),
+        feed_forward=plain_mlp(hidden_size, inner, activation(fields, "activation_function"), names=("c_fc", "c_proj"), bias=True),
+        norms=(norm("layer", hidden_size),) * 2,
+        residual_dropout=fields.number("resid_pdrop"),
+    )
+
+
+def gpt_neox(fields: Fields, index: int) -> Layer:
+    """`GPTNeoXLayer`: two norms of the same input, one for each block; in sequence without `use_parallel_residual`."""
+    hidden_size, query_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    bias = fields.flag("attention_bias")
+    act = activation(fields, "hidden_act")
+    return Layer(
+        program="parallel" if fields.flag("use_parallel_residual") else "llama",
+        hidden_size=hidden_size,
+        attention=replace(
+            _fused(hidden_size, query_heads, query_heads, names=("query_key_value", "dense"), bias=bias),
+            rotary_style=positions.rotary_style(fields),
+            rotary_dim=positions.rotary_dim(fields, hidden_size // query_heads),
+            qkv_layout="heads_chunked",
+            dropout=fields.number("attention_dropout"),
+        ),
+        feed_forward=plain_mlp(hidden_size, fields.positive("intermediate_size"), act, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True),
+        norms=(norm("layer", hidden_size),) * 2,
+        residual_dropout=fields.number("hidden_dropout"),
+    )
+
+
+def opt(fields: Fields, index: int) -> Layer:
+    """`OPTDecoderLayer`: its norms come after the blocks where `do_layer_norm_before` is false (opt-350m); same tensors either way."""
+    hidden_size = fields.positive("hidden_size")
+    query_heads, key_heads, head_dim = heads(fields)
+    bias = fields.flag("enable_bias")
+    names = ("q_proj", "k_proj", "v_proj", "out_proj")
+    kind = opt_norm(fields)
+    return Layer(
+        program="opt",
+        hidden_size=hidden_size,
+        attention=Attention(
+            num_attention_heads=query_heads,
+            num_key_value_heads=key_heads,
+            head_dim=head_dim,
+            v_head_dim=head_dim,
+            linears=tuple(Linear(name=name, in_features=hidden_size, out_features=hidden_size, bias=bias) for name in names),
+            rotary=False,
+            query_scaled=True,
+            dropout=fields.number("attention_dropout"),
+        ),
+        feed_forward=plain_mlp(hidden_size, fields.positive("ffn_dim"), activation(fields, "activation_function"), names=("fc1", "fc2"), bias=bias),
+        norms=(kind,) * 2,
+        residual_dropout=fields.number("dropout"),
+    )
+
+
+def opt_norm(fields: Fields) -> Norm:
+    hidden_size = fields.positive("hidden_size")
+    return norm("layer", hidden_size) if fields.flag("layer_norm_elementwise_affine") else Norm(kind="layer", features=hidden_size, params=0)
+
+
+def falcon(fields: Fields, index: int) -> Layer:
+    """`FalconDecoderLayer`: one norm for both blocks (7B), one each (40B and 180B), or in sequence without `parallel_attn`."""
+    hidden_size = fields.positive("hidden_size")
+    query_heads = fields.positive("num_attention_heads")
+    in_parallel = fields.flag("new_decoder_architecture") or fields.flag("parallel_attn")
+    program: LayerProgram = "parallel" if in_parallel else "llama"
+    inner = fields.positive("ffn_hidden_size") if fields.has("ffn_hidden_size") else 4 * hidden_size
+    bias = fields.flag("bias")
+    return Layer(
+        program=program,
+        hidden_size=hidden_size,
+        attention=replace(
+            _fused(hidden_size, query_heads, _falcon_key_heads(fields), names=("query_key_value", "dense"), bias=bias),
+            rotary=not fields.flag("alibi"),
+            qkv_layout=_falcon_layout(fields),
+            softmax_float32=False,
+            dropout=fields.number("attention_dropout"),
+        ),
+        feed_forward=plain_mlp(hidden_size, inner, activation(fields, "activation"), names=("dense_h_to_4h", "dense_4h_to_h"), bias=bias),
+        norms=(norm("layer", hidden_size),) * _falcon_norms(fields),
+        residual_dropout=fields.number("hidden_dropout"),
+    )
+
+
+def _falcon_key_heads(fields: Fields) -> int:
+    """`FalconAttention.__init__`: one head when multi-query, except in the new architecture, which groups queries."""
+    if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
+        return 1
+    return fields.positive("num_kv_heads") if fields.has("num_kv_heads") else fields.positive("num_attention_heads")
+
+
+def _falcon_layout(fields: Fields) -> QkvLayout:
+    """`FalconAttention._split_heads`."""
+    if fields.flag("new_decoder_architecture"):
+        return "grouped_repeated"
+    return "multi_query" if fields.flag("multi_query") else "heads_selected"
+
+
+def _falcon_norms(fields: Fields) -> int:
+    """`FalconDecoderLayer.__init__`: `num_ln_in_parallel_attn` is 2 in the new architecture unless it says otherwise."""
+    if not fields.flag("parallel_attn"):
+        return 2
+    if fields.has("num_ln_in_parallel_attn"):
+        return 2 if fields.integer("num_ln_in_parallel_attn") == 2 else 1
+    return 2 if fields.flag("new_decoder_architecture") else 1
+
+
+def _fused(hidden_size: int, query_heads: int, key_heads: int, *, names: tuple[str, str], bias: bool) -> Attention:
+    """Attention whose query, key and value come out of one projection."""
+    head_dim = hidden_size // query_heads
+    width = (query_heads + 2 * key_heads) * head_dim
+    return Attention(
+        num_attention_heads=query_heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        linears=(
+            Linear(name=names[0], in_features=hidden_size, out_features=width, bias=bias),
+            Linear(name=names[1], in_features=query_heads * head_dim, out_features=hidden_size, bias=bias),
+        ),
+    )
+
+
+def deepseek(fields: Fields, index: int) -> Layer:
+    """`DeepseekV3DecoderLayer`: multi-head latent attention; the first `first_k_dense_replace` layers have a dense MLP.
+
+    `norms`: before attention, before the MLP, then those inside attention (`q_a_layernorm` where there is one, `kv_a_layernorm`).
+    """
+    hidden_size = fields.positive("hidden_size")
+    dense = index < fields.integer("first_k_dense_replace")
+    latents = ([fields.positive("q_lora_rank")] if fields.has("q_lora_rank") else []) + [fields.positive("kv_lora_rank")]
+    act = activation(fields, "hidden_act")
+    return Layer(
+        program="mla",
+        hidden_size=hidden_size,
+        attention=_latent_attention(fields),
+        feed_forward=gated_mlp(hidden_size, fields.positive("intermediate_size"), act) if dense else experts.deepseek(fields, index),
+        norms=(norm("rms", hidden_size), norm("rms", hidden_size), *(norm("rms", latent) for latent in latents)),
+    )
+
+
+def _latent_attention(fields: Fields) -> Attention:
+    """`DeepseekV3Attention.__init__` (modeling_deepseek_v3.py). An engine keeps kv_lora_rank + qk_rope_head_dim elements a token."""
+    hidden_size, query_heads, latent = fields.positive("hidden_size"), fields.positive("num_attention_heads"), fields.positive("kv_lora_rank")
+    rope, v_head_dim = fields.positive("qk_rope_head_dim"), fields.positive("v_head_dim")
+    nope = fields.positive("qk_nope_head_dim")
+    head_dim, bias = nope + rope, fields.flag("attention_bias")
+    query: tuple[Linear, ...] = (Linear(name="q_proj", in_features=hidden_size, out_features=query_heads * head_dim),)
+    if fields.has("q_lora_rank"):
+        rank = fields.positive("q_lora_rank")
+        query = (
+            Linear(name="q_a_proj", in_features=hidden_size, out_features=rank, bias=bias),
+            Linear(name="q_b_proj", in_features=rank, out_features=query_heads * head_dim),
+        )
+    return Attention(
+        num_attention_heads=query_heads,
+        num_key_value_heads=query_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        linears=(
+            *query,
+            Linear(name="kv_a_proj_with_mqa", in_features=hidden_size, out_features=latent + rope, bias=bias),
+            Linear(name="kv_b_proj", in_features=latent, out_features=query_heads * (nope + v_head_dim)),
+            Linear(name="o_proj", in_features=query_heads * v_head_dim, out_features=hidden_size, bias=bias),
+        ),
+        rotary_style="complex" if fields.model_type == "deepseek_v2" else "pairs",
+        rotary_dim=rope,
+        kv_latent_dim=latent + rope,
+        dropout=fields.number("attention_dropout"),
+    )

@@ -1,0 +1,174 @@
+"""Names -> models and GPUs: the catalogue in `data/`, a folder or config.json, the Hub."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from planner.errors import InputError, UnknownName
+from planner.models.architectures.published import NOT_QUANTIZED, Published, from_name, published_checkpoint
+from planner.models.from_config import KNOWN_MODEL_TYPES, NOT_COUNTED, Counts, shape_of
+from planner.models.hub import hub_config
+from planner.models.shape import ModelShape
+
+CATALOGUE = Path(__file__).resolve().parents[1] / "data" / "models.jsonl"
+MIRRORS = ("unsloth/",)  # organisations that publish the weights of others unchanged, under the same names
+BY_PATH = "Or give the path of a folder with its config.json: --model ./folder."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelRow:
+    """One model of the catalogue. `known`: whether its activations have formulas. `verified`: its count was published by others."""
+
+    id: str
+    aliases: tuple[str, ...]
+    model_type: str
+    params: int
+    dtype: str
+    known: bool
+    verified: bool
+    source: str
+    doubts: tuple[str, ...]
+
+
+@lru_cache(maxsize=64)
+def load_model(name: str) -> ModelShape:
+    """The model that `--model` names: a path, a name of the catalogue, or a name on the Hub.
+
+    A model without formulas (`known` is False) has no layers, and no `params` either where the catalogue does not have it:
+    `planner.training_stack.with_layers` completes it.
+
+    Names are compared without case, with or without their organisation; `Qwen2.5-7B-Instruct-GPTQ-Int4` is
+    Qwen2.5-7B-Instruct, quantized so.
+
+    Raises:
+        UnknownName: neither path nor catalogue nor Hub has it.
+        InputError: the config.json is not one, or misses what its model type needs.
+    """
+    if not name.strip():
+        raise InputError("--model is empty. Give a name such as Qwen2.5-7B, or a path.")
+    if _is_path(name):
+        return _from_path(Path(name).expanduser())
+    return _from_catalogue(name.strip()) or _from_hub(name.strip())
+
+
+def model_rows() -> tuple[ModelRow, ...]:
+    """Every model of the catalogue, in the order of the file."""
+    return tuple(_row(json.loads(line)) for line in _lines())
+
+
+def _row(row: dict[str, Any]) -> ModelRow:
+    model_type = row["config"]["model_type"]
+    why_unverified = [row["why_unverified"]] if "why_unverified" in row else []
+    return ModelRow(
+        id=row["id"],
+        aliases=tuple(row["aliases"]),
+        model_type=model_type,
+        params=row["params"],
+        dtype=row["dtype"],
+        known=model_type in KNOWN_MODEL_TYPES,
+        verified=row["verified"],
+        source=row["source"],
+        doubts=(*why_unverified, *row.get("notes", [])),
+    )
+
+
+def _is_path(name: str) -> bool:
+    if name.endswith(".json") or name.startswith((".", "/", "~")):
+        return True
+    return _is_file(Path(name, "config.json"))
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; a text that the system takes for no path at all is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _from_path(path: Path) -> ModelShape:
+    file = path if path.suffix == ".json" or _is_file(path) else path / "config.json"
+    if not _is_file(file):
+        raise InputError(f"{file} does not exist. --model takes a folder with a config.json, such a file, or a name.")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise InputError(f"{file} is no JSON: {str(error).splitlines()[0]}.") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{file} is no JSON object, so it is not a model's config.json.")
+    shape = shape_of(config, id=_path_id(file), counts=NOT_COUNTED)
+    return replace(shape, path=str(file.resolve().parent)) if file.name == "config.json" else shape
+
+
+def _path_id(file: Path) -> str:
+    return file.resolve().parent.name if file.name == "config.json" else file.stem
+
+
+def _from_catalogue(name: str) -> ModelShape | None:
+    """The row of that name, or of that name without its quantization ending; None where there is none."""
+    row = _find(name)
+    if row is not None:
+        return _shape(row, _proper_name(row, name), published_checkpoint(_proper_name(row, name)))
+    base, published = from_name(name)
+    if published is NOT_QUANTIZED and not name.lower().startswith(MIRRORS):
+        return None
+    row = _find(base) or _find(base.rsplit("/", 1)[-1])  # whoever quantized it: the shape is the original's
+    return _shape(row, name, published) if row is not None else None
+
+
+def _shape(row: dict[str, Any], name: str, published: Published) -> ModelShape:
+    detail = row["params_detail"]
+    counts = Counts(params=row["params"], embed=detail["embed"], lm_head=detail["lm_head"], vision=detail["vision"])
+    shape = shape_of(row["config"], id=name, counts=counts, dtype=row["dtype"], auto_class=row["auto_class"], published=published)
+    return shape if shape.params == row["params"] else replace(shape, params=row["params"])
+
+
+def _proper_name(row: dict[str, Any], name: str) -> str:
+    """The spelling of the catalogue: `qwen2.5-7b` -> `Qwen/Qwen2.5-7B`, `qwen2.5-7b-instruct` -> `Qwen/Qwen2.5-7B-Instruct`."""
+    spellings: list[str] = [row["id"], *sorted(row["aliases"], key=lambda alias: "/" not in alias)]
+    tail = name.lower().rsplit("/", 1)[-1]
+    exact = [spelling for spelling in spellings if spelling.lower() == name.lower() and "/" in spelling]
+    return (exact + [spelling for spelling in spellings if spelling.lower().rsplit("/", 1)[-1] == tail])[0]
+
+
+def _find(name: str) -> dict[str, Any] | None:
+    """The row whose id or alias it is; an id beats an alias, a whole name one without organisation.
+
+    Only lines that hold the name are parsed: the file has 200 kB.
+    """
+    wanted = name.lower()
+    found = [json.loads(line) for line in _lines() if f'{wanted}"' in line.lower()]
+    ranked = [(rank, row) for row in found if (rank := _rank(row, wanted)) is not None]
+    return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+
+def _rank(row: dict[str, Any], wanted: str) -> int | None:
+    names = [row["id"].lower()], [alias.lower() for alias in row["aliases"]]
+    for rank, known in enumerate((*names, *([full.rsplit("/", 1)[-1] for full in full_names] for full_names in names))):
+        if wanted in known:
+            return rank
+    return None
+
+
+@lru_cache(maxsize=1)
+def _lines() -> tuple[str, ...]:
+    return tuple(CATALOGUE.read_text(encoding="utf-8").splitlines())
+
+
+def _names() -> Iterator[str]:
+    for line in _lines():
+        row = json.loads(line)
+        yield row["id"]
+        yield from row["aliases"]
+
+
+def _from_hub(name: str) -> ModelShape:
+    if name.count("/") != 1:
+        raise UnknownName("model", name, _names(), f"`plan models` lists the catalogue; a name on the Hub has an organisation (org/name). {BY_PATH}")
+    config = hub_config(name)
+    if isinstance(config, str):
+        raise UnknownName("model", name, _names(), f"It is not in the catalogue, and {config}. {BY_PATH}")
+    return shape_of(config, id=name, counts=NOT_COUNTED)

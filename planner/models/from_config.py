@@ -1,0 +1,247 @@
+"""Any Hugging Face `config.json` -> the shapes of its layers. Our own formulas; nothing here reads files or imports transformers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from planner.errors import InputError, UnknownArchitecture
+from planner.models.architectures import unlike, vision
+from planner.models.architectures.defaults import DEFAULTS
+from planner.models.architectures.families import FAMILIES, Family, layer_of
+from planner.models.architectures.fields import Fields
+from planner.models.architectures.parts import ACTIVATIONS, norm
+from planner.models.architectures.published import Published, from_config
+from planner.models.shape import Layer, ModelShape, Norm
+
+__all__ = ["KNOWN_MODEL_TYPES", "NOT_COUNTED", "Counts", "shape_of"]
+
+_UNLIKE: dict[str, Callable[[Fields, int], Layer]] = {
+    "gpt2": unlike.gpt2,
+    "gpt_neox": unlike.gpt_neox,
+    "opt": unlike.opt,
+    "falcon": unlike.falcon,
+    "deepseek_v2": unlike.deepseek,
+    "deepseek_v3": unlike.deepseek,
+}
+_WRAPPERS = {"gemma3": "gemma3_text"}  # a text model beside a vision tower -> the text model's type
+KNOWN_MODEL_TYPES = frozenset({*FAMILIES, *_UNLIKE, *_WRAPPERS})
+
+# Names of sizes where they differ from the usual ones. Source: transformers 5.23, `attribute_map` of the config classes.
+_SPELLINGS: dict[str, dict[str, str]] = {
+    "gpt2": {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "n_positions"},
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+    "deepseek_v2": {"n_routed_experts": "num_experts"},
+    "deepseek_v3": {"n_routed_experts": "num_local_experts"},
+}
+# The rate of the dropout behind the embedding. Source: transformers 5.23, the `...Model.__init__` of modeling_<folder>.py.
+_EMBED_DROPOUT_KEYS = {"gpt2": "embd_pdrop", "phi": "embd_pdrop", "gpt_neox": "hidden_dropout", "starcoder2": "embedding_dropout"}
+_ACT_KEYS = {"gpt2": "activation_function", "opt": "activation_function", "falcon": "activation"}
+_NO_NORM = Norm(kind="none", features=0, params=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What somebody counted of a model: all that stands for an architecture without formulas. `vision`: what text does not pass."""
+
+    params: int
+    embed: int
+    lm_head: int
+    vision: int = 0
+
+
+NOT_COUNTED = Counts(params=0, embed=0, lm_head=0)  # nobody has: `probes.layers.coefficients.measured` builds the model and counts
+
+
+def shape_of(
+    config: dict[str, object], *, id: str, counts: Counts | None = None, dtype: str = "", auto_class: str = "", published: Published | None = None
+) -> ModelShape:
+    """The shape of the model that a `config.json` describes.
+
+    Args:
+        config: the parsed file; `text_config` holds the language model of a multimodal one.
+        id: the name to show.
+        counts: used where the layers have no formulas (`ModelShape.known` is then False).
+        dtype: of the published weights, where the config does not say.
+        auto_class: the class that loads it, where it is not `AutoModelForCausalLM`.
+        published: how the checkpoint is quantized, where the config does not say.
+
+    Raises:
+        UnknownArchitecture: no formulas for the model type, and no counts either.
+        InputError: a size is missing or is not a number.
+    """
+    fields = _fields(config, id)
+    if _model_type(config, id) not in KNOWN_MODEL_TYPES and counts is None:
+        raise UnknownArchitecture(
+            f"{id} is of model type {fields.model_type!r}, whose layers have no formula here, and it is not in the catalogue. "
+            f"Known model types: {', '.join(sorted(KNOWN_MODEL_TYPES))}."
+        )
+    reason = _unknown_because(config, fields)
+    if not reason:
+        return _computed(config, fields, dtype, auto_class, from_config(config, id) if published is None else published)
+    if counts is None:
+        raise UnknownArchitecture(f"{id} {reason}, which has no formula here, and it is not in the catalogue.")
+    return _counted(config, fields, counts, reason, dtype, auto_class, from_config(config, id) if published is None else published)
+
+
+def _unknown_because(config: dict[str, object], fields: Fields) -> str:
+    """Why the layers of a model have no formulas; "" where they have."""
+    if _model_type(config, fields.id) not in KNOWN_MODEL_TYPES:
+        return f"is of model type {fields.model_type!r}"
+    family = FAMILIES.get(fields.model_type)
+    switched_on = [key for key in family.unknown_if if fields.flag(key)] if family else []
+    if switched_on:
+        return f"sets {' and '.join(switched_on)} on {fields.model_type!r}"
+    act_key = family.act_key if family else _ACT_KEYS.get(fields.model_type, "hidden_act")
+    return "" if fields.text(act_key) in ACTIVATIONS else f"has the activation {fields.text(act_key)!r}"
+
+
+def _model_type(config: dict[str, object], model_id: str) -> str:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise InputError(f"The config.json of {model_id} has no model_type, so it is not a Hugging Face model config.")
+    return model_type
+
+
+def _fields(config: dict[str, object], model_id: str) -> Fields:
+    """The language model's keys: those of `text_config` where there is one, the defaults underneath."""
+    outer = _model_type(config, model_id)
+    inner = config.get("text_config")
+    values = dict(inner) if isinstance(inner, dict) else dict(config)
+    model_type = _WRAPPERS.get(outer, str(values.get("model_type", outer)))
+    spelled = {usual: values[other] for usual, other in _SPELLINGS.get(model_type, {}).items() if other in values and usual not in values}
+    return Fields(id=model_id, model_type=model_type, values={**DEFAULTS.get(model_type, {}), **values, **spelled})
+
+
+def _computed(config: dict[str, object], fields: Fields, dtype: str, auto_class: str, published: Published) -> ModelShape:
+    """All from formulas."""
+    layers = _layers(fields)
+    tied = _tied(config, fields)
+    width = fields.positive("word_embed_proj_dim") if fields.has("word_embed_proj_dim") else fields.positive("hidden_size")
+    embed_params = fields.positive("vocab_size") * width
+    family = FAMILIES.get(fields.model_type)
+    final_norm = _final_norm(fields)
+    head_bias = fields.positive("vocab_size") if family is not None and family.lm_head_bias else 0
+    tower = _tower(config, fields)
+    projections = 2 * width * fields.positive("hidden_size") if width != fields.positive("hidden_size") else 0  # opt-350m: project_in and project_out
+    other = projections + (vision.gemma3_projector_params(tower, fields.positive("hidden_size")) if tower else 0)
+    positions = _position_params(fields)
+    vision_params = tower.params if tower else 0
+    parts = (embed_params, 0 if tied else embed_params, head_bias, positions, other, vision_params, final_norm.params)
+    return ModelShape(
+        id=fields.id,
+        model_type=_model_type(config, fields.id),
+        dtype=_dtype(config, dtype),
+        hidden_size=fields.positive("hidden_size"),
+        vocab_size=fields.positive("vocab_size"),
+        max_position_embeddings=fields.positive("max_position_embeddings"),
+        layers=layers,
+        embed_params=embed_params,
+        position_params=positions,
+        lm_head_params=0 if tied else embed_params,
+        lm_head_bias_params=head_bias,
+        final_norm=final_norm,
+        other_params=other,
+        vision_params=vision_params,
+        vision_linear_params=tower.linear_params if tower else 0,
+        tied=tied,
+        params=sum(parts) + sum(layer.params for layer in layers),
+        auto_class=auto_class or ("AutoModelForImageTextToText" if tower else "AutoModelForCausalLM"),
+        quantization=published.quantization,
+        quantization_group_size=published.group_size,
+        scaled_logits=_scaled_logits(family, fields),
+        embed_dropout=fields.number(_EMBED_DROPOUT_KEYS.get(fields.model_type, "embed_dropout")),
+        scaled_embeddings=family.scaled_embeddings if family else False,
+        notes=_notes(config, dtype, published),
+        config=config,
+    )
+
+
+def _counted(config: dict[str, object], fields: Fields, counts: Counts, reason: str, dtype: str, auto_class: str, published: Published) -> ModelShape:
+    """Counts alone: the layers of this architecture have no formulas. Sizes that the config does not name so are 0 until the modules show them."""
+    said = "its parameters are counted" if counts.params else "its parameters are not counted"
+    return ModelShape(
+        id=fields.id,
+        model_type=_model_type(config, fields.id),
+        dtype=_dtype(config, dtype),
+        hidden_size=_size(fields, "hidden_size", "n_embd"),
+        vocab_size=_size(fields, "vocab_size"),
+        max_position_embeddings=_size(fields, "max_position_embeddings"),
+        layers=(),
+        embed_params=counts.embed,
+        lm_head_params=counts.lm_head,
+        final_norm=_NO_NORM,
+        other_params=counts.params - counts.embed - counts.lm_head - counts.vision,
+        vision_params=counts.vision,
+        tied=counts.lm_head == 0,
+        params=counts.params,
+        auto_class=auto_class if auto_class or not counts.params else "AutoModelForCausalLM",
+        quantization=published.quantization,
+        quantization_group_size=published.group_size,
+        notes=(f"It {reason}: its activations are not known by formula, {said}.",),
+        config=config,
+    )
+
+
+def _size(fields: Fields, *names: str) -> int:
+    return next((fields.positive(name) for name in names if fields.has(name)), 0)
+
+
+def _layers(fields: Fields) -> tuple[Layer, ...]:
+    """Every decoder layer in order; equal ones are the same object."""
+    distinct: dict[Layer, Layer] = {}
+    made = (_layer(fields, index) for index in range(fields.positive("num_hidden_layers")))
+    return tuple(distinct.setdefault(layer, layer) for layer in made)
+
+
+def _layer(fields: Fields, index: int) -> Layer:
+    unlike_layer = _UNLIKE.get(fields.model_type)
+    return unlike_layer(fields, index) if unlike_layer else layer_of(FAMILIES[fields.model_type], fields, index)
+
+
+def _final_norm(fields: Fields) -> Norm:
+    """The norm before the head. opt-350m, whose layers end in a norm, has none (modeling_opt.py `OPTDecoder.__init__`)."""
+    if fields.model_type == "opt":
+        present = fields.flag("do_layer_norm_before") and not fields.flag("_remove_final_layer_norm")
+        return unlike.opt_norm(fields) if present else _NO_NORM
+    family = FAMILIES.get(fields.model_type)
+    kind = family.norm if family else "rms" if fields.model_type.startswith("deepseek") else "layer"
+    return norm(kind, fields.positive("hidden_size"))
+
+
+def _position_params(fields: Fields) -> int:
+    """Learned positions of gpt2 (`wpe`) and opt, whose table starts at 2 (modeling_opt.py `OPTLearnedPositionalEmbedding`)."""
+    offsets = {"gpt2": 0, "opt": 2}
+    if fields.model_type not in offsets:
+        return 0
+    return (fields.positive("max_position_embeddings") + offsets[fields.model_type]) * fields.positive("hidden_size")
+
+
+def _tied(config: dict[str, object], fields: Fields) -> bool:
+    """The outer config decides for a multimodal model (modeling_gemma3.py `_tied_weights_keys` of the outer class)."""
+    outer = config.get("tie_word_embeddings")
+    return outer if isinstance(outer, bool) else fields.flag("tie_word_embeddings")
+
+
+def _tower(config: dict[str, object], fields: Fields) -> vision.VisionTower | None:
+    inner = config.get("vision_config")
+    if config.get("model_type") not in _WRAPPERS or not isinstance(inner, dict):
+        return None
+    return vision.siglip(Fields(id=fields.id, model_type="siglip_vision_model", values={**DEFAULTS["siglip_vision_model"], **inner}))
+
+
+def _scaled_logits(family: Family | None, fields: Fields) -> bool:
+    return family is not None and (family.scaled_logits or fields.has("final_logit_softcapping"))
+
+
+def _dtype(config: dict[str, object], given: str) -> str:
+    inner = config.get("text_config")
+    inner = inner if isinstance(inner, dict) else {}
+    for stated in (config.get("dtype"), config.get("torch_dtype"), inner.get("dtype"), inner.get("torch_dtype")):
+        if isinstance(stated, str):
+            return stated.removeprefix("torch.")
+    return given or "bfloat16"
+
+
+def _notes(config: dict[str, object], dtype: str, published: Published) -> tuple[str, ...]:
+    stated = dtype or any(key in config for key in ("dtype", "torch_dtype")) or "text_config" in config
+    notes = [] if stated else ["The config.json names no dtype; its weights are taken to be bfloat16."]
+    return tuple(notes + ([f"Quantization {published.note}."] if published.note else []))

@@ -1,0 +1,28 @@
+"""The modules that PEFT adapts when `lora_target_modules` is not given, by model type."""
+
+# Source: peft 0.21.2, utils/constants.py:67-108, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, the decoder-only rows. Architectures
+# that are missing there (gemma3, phi3, qwen2_moe, qwen3_moe, olmo2, ...) have no default: PEFT raises.
+DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
+    "gpt2": ("c_attn",),
+    "bloom": ("query_key_value",),
+    "opt": ("q_proj", "v_proj"),
+    "gptj": ("q_proj", "v_proj"),
+    "gpt_neox": ("query_key_value",),
+    "gpt_neo": ("q_proj", "v_proj"),
+    "llama": ("q_proj", "v_proj"),
+    "llama4": ("q_proj", "v_proj"),
+    "chatglm": ("query_key_value",),
+    "gpt_bigcode": ("c_attn",),
+    "mpt": ("Wqkv",),
+    "falcon": ("query_key_value",),
+    "codegen": ("qkv_proj",),
+    "mistral": ("q_proj", "v_proj"),
+    "stablelm": ("q_proj", "v_proj"),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "gemma": ("q_proj", "v_proj"),
+    "gemma2": ("q_proj", "v_proj"),
+    "gemma3_text": ("q_proj", "v_proj"),
+    "qwen2": ("q_proj", "v_proj"),
+    "qwen3": ("q_proj", "v_proj"),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}

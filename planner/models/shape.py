@@ -1,0 +1,288 @@
+"""What a model is made of, as far as memory and speed can tell: the shapes of its layers.
+
+A `ModelShape` is built by `planner/models/from_config.py` from any `config.json`; nothing here reads files.
+Sizes are named as in Hugging Face's `config.json`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+NormKind = Literal[
+    "rms",  # LlamaRMSNorm: fp32 inside, cast back, then multiplied by the weight
+    "rms_fp32_weight",  # Olmo2RMSNorm, GptOssRMSNorm: weight multiplied in fp32, then cast back
+    "rms_gemma",  # GemmaRMSNorm, Gemma3RMSNorm: (1 + weight) in fp32, then cast back
+    "rms_unweighted",  # no weight at all
+    "layer",  # nn.LayerNorm, one fused kernel
+    "layer_cohere",  # CohereLayerNorm: written out in fp32
+    "layer_unweighted",  # OlmoLayerNorm: F.layer_norm in fp32 without weight
+    "none",
+]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu"]
+RotaryStyle = Literal[
+    "half",  # llama: x * cos + rotate_half(x) * sin
+    "half_cast_back",  # olmo 2: the same, cast back to the projection's dtype
+    "float32",  # cohere: in float32, cast back
+    "float32_interleaved",  # ernie: the same with angles repeated in every layer
+    "partial",  # gpt_neox: on the first rotary_dim features, the rest joined on
+    "partial_interleaved",  # glm: the same with angles repeated in every layer
+    "partial_kept",  # phi, stablelm: the turned features are kept beside the join
+    "partial_summed",  # phi3: the sum inside the join
+    "halves",  # gpt_oss: each half on its own, joined
+    "pairs",  # deepseek_v3: even and odd features, joined
+    "complex",  # deepseek_v2: as complex numbers in float32
+]
+QkvLayout = Literal[
+    "separate",
+    "slices",  # phi3: three slices of one projection
+    "split",  # gpt2: one split of it
+    "heads_chunked",  # gpt_neox: chunks of every head's share
+    "heads_selected",  # falcon with as many keys as queries
+    "multi_query",  # falcon-7b: one key and value head, taken by a list of indices
+    "grouped_repeated",  # falcon-40b: keys and values repeated for every query head
+]
+RouterStyle = Literal[
+    "softmax",  # mixtral: float32 weights
+    "softmax_cast",  # qwen, olmoe: cast back to the logits' dtype
+    "topk_softmax",  # gpt_oss: softmax over the chosen
+    "float32_softmax",  # deepseek_v2: a float32 product
+    "float32_sigmoid",  # deepseek_v3: and groups chosen by biased scores
+]
+LayerProgram = Literal[
+    "llama",  # norm, attention, add, norm, MLP, add
+    "gemma2",  # norms before and after both blocks (gemma 2, gemma 3)
+    "olmo2",  # norms after both blocks only
+    "parallel",  # attention and MLP read the same (or a second) norm of the input (gpt_neox, falcon, cohere, phi)
+    "gpt2",  # Conv1D projections, learned positions
+    "stablelm",  # as gpt2, and the first norm's output is kept
+    "opt",  # learned positions, biases, ReLU
+    "mla",  # multi-head latent attention (deepseek v2 and v3)
+    "gpt_oss",  # attention sinks, clamped SwiGLU experts
+    "measured",  # no formulas: `Layer.measure` answers
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Linear:
+    """One projection: `out = in @ weight.T + bias`. `name` is the module's own last name (`q_proj`)."""
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+
+    @property
+    def weight_params(self) -> int:
+        return self.in_features * self.out_features
+
+    @property
+    def params(self) -> int:
+        return self.weight_params + (self.out_features if self.bias else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """One normalisation over `features` elements. `params` counts its weight and bias."""
+
+    kind: NormKind
+    features: int
+    params: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """One attention block.
+
+    `linears` in the order of the forward pass. For MLA `head_dim` is the query and key head (nope + rope) and
+    `v_head_dim` the value head, which differ; `kv_latent_dim` is what the KV cache of an engine keeps (0 elsewhere).
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    v_head_dim: int
+    linears: tuple[Linear, ...]
+    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm_kind: NormKind = "none"
+    qk_norm_params: int = 0
+    sliding_window: int | None = None  # None: every token sees all before it
+    rotary: bool = True
+    rotary_style: RotaryStyle = "half"
+    rotary_dim: int = 0  # features of a head that turn; 0: all of them
+    qkv_layout: QkvLayout = "separate"
+    query_scaled: bool = False  # opt: queries times a number
+    qk_norm_each: bool = False  # queries are normalised before keys are projected
+    softmax_float32: bool = True  # eager attention's softmax
+    softcap: bool = False
+    dropout: float = 0.0  # of attention probabilities while training
+    sink_params: int = 0
+    kv_latent_dim: int = 0
+
+    @property
+    def q_dim(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def k_dim(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        return self.num_key_value_heads * self.v_head_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mlp:
+    """A dense MLP. `gated`: act(gate) * up. `linears` in the order of the forward pass."""
+
+    linears: tuple[Linear, ...]
+    intermediate_size: int
+    gated: bool
+    activation: Activation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """Experts behind a router, kept as 3-D parameters since transformers 5 (they are no `nn.Linear`).
+
+    `shared` is a dense MLP that every token passes besides (qwen2_moe, deepseek), with `shared_gate_params`
+    of a gate on it.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    activation: Activation
+    router_params: int
+    expert_params: int  # all experts of the layer together, biases included
+    shared: Mlp | None = None  # None: there is no shared expert
+    shared_gate_params: int = 0
+    router: RouterStyle = "softmax"
+    router_normalised: bool = True  # the chosen weights are divided by their sum
+    router_groups: int = 0  # deepseek: experts are chosen within so many groups; 0: among all
+    clamped: bool = False  # gpt_oss: biases, clamps and a written-out gate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One decoder layer and the way its forward pass is written (`program`)."""
+
+    program: LayerProgram
+    hidden_size: int
+    attention: Attention
+    feed_forward: Mlp | Experts
+    norms: tuple[Norm, ...]
+    residual_dropout: float = 0.0  # of the output of each block while training (gpt2, opt)
+    residual_scaled: bool = False  # granite: the output of each block times a number
+    passed: bool = True  # text runs through it; mllama's cross-attention to images is passed by
+    measure: Callable[..., Any] | None = None  # a program "measured": (Recipe, gradients_exist) -> LayerMemory, from probes/layers/coefficients.py
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every `nn.Linear` of the layer that PEFT's `all-linear` would find, in forward order (routers are not)."""
+        dense = self.feed_forward if isinstance(self.feed_forward, Mlp) else self.feed_forward.shared
+        return self.attention.linears + (dense.linears if dense else ())
+
+    @property
+    def expert_params(self) -> int:
+        return self.feed_forward.expert_params if isinstance(self.feed_forward, Experts) else 0
+
+    @property
+    def linear_params(self) -> int:
+        """Elements of `nn.Linear` weights: what autocast copies and bitsandbytes quantizes."""
+        return sum(linear.weight_params for linear in self.linears)
+
+    @property
+    def params(self) -> int:
+        attention, rest = self.attention, 0
+        if isinstance(self.feed_forward, Experts):
+            rest = self.feed_forward.expert_params + self.feed_forward.router_params + self.feed_forward.shared_gate_params
+        return sum(linear.params for linear in self.linears) + sum(norm.params for norm in self.norms) + attention.qk_norm_params + attention.sink_params + rest
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ModelShape:
+    """A model as shapes. Compared by identity, so that caches on it cost nothing.
+
+    `layers` lists every decoder layer in order; equal layers are the same object. It is empty for an architecture
+    without formulas, which then has `params` (from the catalogue) and nothing else to stand on.
+    """
+
+    id: str
+    model_type: str
+    dtype: str  # of the published weights
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    layers: tuple[Layer, ...]
+    embed_params: int  # token embedding
+    position_params: int = 0  # learned position embeddings
+    lm_head_params: int  # 0 when tied
+    lm_head_bias_params: int = 0
+    final_norm: Norm
+    embed_norm: Norm | None = None  # None: the embedding goes straight into the first layer
+    other_params: int = 0  # outside embeddings, layers, final norm and head, with the vision tower: projectors, adapters
+    vision_params: int = 0
+    vision_linear_params: int = 0
+    outer_linears: tuple[tuple[Linear, int], ...] = ()  # an architecture without formulas: `nn.Linear` outside its layers, with counts
+    vision_linears: tuple[tuple[Linear, int], ...] = ()  # those of them that text does not pass
+    tied: bool
+    params: int
+    auto_class: str = "AutoModelForCausalLM"
+    quantization: Literal["none", "gptq", "awq", "nf4", "nf4-double", "int8", "fp8", "mxfp4"] = "none"  # of the published checkpoint
+    quantization_group_size: int = 128
+    path: str = ""  # of the folder that it was read from; empty: it is loaded by its id
+    scaled_logits: bool = False  # granite, cohere: logits are multiplied by a constant; gemma 2: soft-capped
+    embed_dropout: float = 0.0  # of the embedding output while training (gpt2)
+    scaled_embeddings: bool = False  # gemma, granite: the embedding output is multiplied by a constant
+    notes: tuple[str, ...] = ()
+    config: dict[str, object]
+
+    def __repr__(self) -> str:
+        return f"ModelShape({self.id!r})"
+
+    @cached_property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def layer_kinds(self) -> tuple[tuple[Layer, int], ...]:
+        """The distinct layers with their counts, in order of first appearance."""
+        counts: dict[Layer, int] = {}
+        for layer in self.layers:
+            counts[layer] = counts.get(layer, 0) + 1
+        return tuple(counts.items())
+
+    @cached_property
+    def linear_params(self) -> int:
+        """Weights of every `nn.Linear` in the decoder layers."""
+        return sum(layer.linear_params * count for layer, count in self.layer_kinds)
+
+    @cached_property
+    def expert_params(self) -> int:
+        return sum(layer.expert_params * count for layer, count in self.layer_kinds)
+
+    @property
+    def idle_params(self) -> int:
+        """Parameters outside the decoder layers that text does not pass: towers for images and sound, with gemma 3's projector behind its own."""
+        return self.vision_params + (self.other_params if self.vision_linear_params else 0)
+
+    @cached_property
+    def largest_layer_params(self) -> int:
+        return max((layer.params for layer, _ in self.layer_kinds), default=0)
+
+    @property
+    def known(self) -> bool:
+        """Whether the activations of this architecture have formulas."""
+        return bool(self.layers)
+
+
+@lru_cache(maxsize=1024)
+def cache_is_known(model: ModelShape) -> bool:
+    """Whether every layer keeps keys and values, or a latent: state spaces, linear attention and indexers keep what has no formula here."""
+    return all(layer_elements(layer.attention) > 0 for layer, _ in model.layer_kinds)
+
+
+def layer_elements(attention: Attention) -> int:
+    return attention.kv_latent_dim or attention.num_key_value_heads * (attention.head_dim + attention.v_head_dim)

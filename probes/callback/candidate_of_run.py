@@ -1,0 +1,174 @@
+"""A trainer that is about to train -> the candidate that it is: from its arguments, its model's config and its adapters."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
+
+from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
+from planner.errors import InputError
+from planner.jobs.from_options import NEWEST_TRL
+from planner.jobs.settings import candidate_fields, setting_names
+from planner.jobs.spellings import Value
+from planner.methods import METHODS, MethodName, release
+from planner.models.from_config import shape_of
+from planner.models.shape import ModelShape
+
+GIVE_A_PLAN = "Give the callback a plan: MemoryPlanCallback('plan.json')."
+# The config of each method, by its class (planner/methods.py).
+METHOD_OF = {row.config: name for name, row in METHODS.items()}
+# Arguments that say where and how to run; memory's share of them is read from what really runs.
+READ_ELSEWHERE = frozenset(
+    {"model_name_or_path", "model", "dtype", "torch_dtype", "attn_implementation", "teacher_model_name_or_path", "activation_checkpointing"}
+)
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+ZERO_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+ON_THE_GPU = (None, "none")  # devices of an `offload_optimizer` or `offload_param` of DeepSpeed's config
+# accelerate 1.15, utils/dataclasses.py `DistributedType`: those whose processes hold what one process alone would.
+REPLICATED = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
+# PEFT's own options that add to a LoRA what is not counted (peft 0.21, tuners/lora/config.py).
+BEYOND_LORA = ("use_dora", "modules_to_save", "target_parameters", "layer_replication", "alora_invocation_tokens")
+# Heads that PEFT trains whole for a sequence classifier, as a reward model is (peft 0.21, peft_model.py `PeftModelForSequenceClassification`).
+HEADS = frozenset({"classifier", "score"})
+
+
+def candidate_of_run(args: TrainingArguments, model: PreTrainedModel | PeftModel, settings: Mapping[str, Value]) -> Candidate:
+    """The candidate that a trainer is.
+
+    Args:
+        settings: what no trainer says and its user knows: `prompt_length` of methods that generate, `padded`; they win over what is read.
+
+    Raises:
+        InputError: something that memory depends on cannot be told from the trainer; the message says what.
+    """
+    method = method_of(args)
+    if METHODS[method].generates and method not in ROWS_OF_MAX_LENGTH and "prompt_length" not in settings:
+        raise InputError(f"How long prompts are is in no {type(args).__name__}. Give it as settings={{'prompt_length': 512}}, or a plan.")
+    if METHODS[method].teacher:
+        raise InputError(f"A {METHODS[method].trainer} does not show its teacher to a callback. {GIVE_A_PLAN}")
+    shape = _shape(model)
+    given: dict[str, Any] = {**_arguments(args), **_of_model(model), **_adapters(model, shape), **_sharding(args), **settings}
+    chosen: dict[str, Any] = {**candidate_fields(given, shape.dtype), **_environment(args)}
+    if method in ROWS_OF_MAX_LENGTH:
+        chosen.setdefault("prompt_length", max(chosen["max_length"] - chosen["max_completion_length"], 1))
+    return Candidate(model=shape, method=method, trl_version=_trl_version(), **chosen)
+
+
+def method_of(args: TrainingArguments) -> MethodName:
+    """The method whose config the arguments are, the nearest in their class' line."""
+    for ancestor in type(args).__mro__:
+        if ancestor.__name__ in METHOD_OF:
+            return METHOD_OF[ancestor.__name__]
+    raise InputError(f"{type(args).__name__} is no config of a TRL method, so the loss and the passes are not known. {GIVE_A_PLAN}")
+
+
+def _arguments(args: TrainingArguments) -> dict[str, Any]:
+    """The arguments that are settings; those of an engine that is not used say nothing."""
+    values = args.to_dict()
+    if values.get("torch_compile"):
+        raise InputError(f"torch_compile changes what is kept, and is not counted. {GIVE_A_PLAN}")
+    known = set(setting_names()) - READ_ELSEWHERE
+    unused = () if values.get("use_vllm") else tuple(name for name in values if name.startswith("vllm_"))
+    return {name: value for name, value in values.items() if name in known and name not in unused and value is not None}
+
+
+def _of_model(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
+    config = model.config
+    weight = model.get_input_embeddings().weight
+    if weight.dtype not in DTYPES:
+        raise InputError(f"Weights of {weight.dtype} are not counted. {GIVE_A_PLAN}")
+    found: dict[str, Any] = {"dtype": DTYPES[weight.dtype], "attn_implementation": config._attn_implementation}
+    return found | quantization_of(plain(config))
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """How the weights are quantized, as a setting: bitsandbytes' is one of the run, the others are the checkpoint's."""
+    said = config.get("quantization_config")
+    shape = shape_of(dict(config), id="the model") if said else None
+    return {"quantization": shape.quantization} if shape is not None else {}
+
+
+def plain(config: PretrainedConfig) -> dict[str, Any]:
+    """A config as its file would have it, every name a text."""
+    written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return written
+
+
+def _shape(model: PreTrainedModel | PeftModel) -> ModelShape:
+    config = plain(model.config)
+    if (config.get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
+        del config["quantization_config"]  # done while loading: the checkpoint is not quantized
+    return shape_of(config, id=str(model.config._name_or_path or config["model_type"]))
+
+
+def _adapters(model: PreTrainedModel | PeftModel, shape: ModelShape) -> dict[str, Any]:
+    """LoRA as PEFT has put it in; without adapters everything must learn."""
+    if not isinstance(model, PeftModel):
+        if not all(parameter.requires_grad for parameter in model.parameters()):
+            raise InputError(f"A part of the model is frozen without adapters, which is not counted. {GIVE_A_PLAN}")
+        return {"tuning": "full"}
+    if len(model.peft_config) > 1:
+        raise InputError(f"The model has several adapters ({', '.join(model.peft_config)}). {GIVE_A_PLAN}")
+    (config,) = model.peft_config.values()
+    if type(config) is not LoraConfig:
+        raise InputError(f"Adapters of {type(config).__name__} are not counted, only LoRA. {GIVE_A_PLAN}")
+    written = config.to_dict() | {"modules_to_save": set(config.modules_to_save or ()) - HEADS}
+    beyond = [name for name in BEYOND_LORA if written.get(name)]
+    if beyond:
+        raise InputError(f"LoRA with {', '.join(beyond)} is not counted. {GIVE_A_PLAN}")
+    return {"tuning": "lora", "lora_r": config.r, "lora_dropout": config.lora_dropout, "lora_target_modules": _targets(model, shape)}
+
+
+def _targets(model: PeftModel, shape: ModelShape) -> tuple[str, ...]:
+    """The layers that really have adapters, by their last names; `all-linear` where that is all of them."""
+    placed = Counter(name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    there = Counter(linear.name for layer in shape.layers for linear in layer.linears)
+    if placed == there or (shape.vision_params and there <= placed):  # of a vision tower's layers too
+        return ("all-linear",)
+    partly = [name for name, count in placed.items() if count != there[name]]
+    if partly:
+        raise InputError(f"Adapters on some layers only ({', '.join(partly)}) are not counted. {GIVE_A_PLAN}")
+    return tuple(sorted(placed))
+
+
+def _sharding(args: TrainingArguments) -> dict[str, Any]:
+    state = AcceleratorState()
+    kind = str(state.distributed_type.value)
+    if kind == "DEEPSPEED":
+        return zero_of(state.deepspeed_plugin.deepspeed_config)
+    if kind == "FSDP" and state.fsdp_plugin.fsdp_version == 2:
+        return {"sharding": "fsdp2", "offload_param": type(state.fsdp_plugin.cpu_offload).__name__ == "CPUOffloadPolicy"}
+    if kind not in REPLICATED:
+        raise InputError(f"What {kind} puts on each GPU is not counted. {GIVE_A_PLAN}")
+    return {"sharding": REPLICATED[kind]}
+
+
+def zero_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a DeepSpeed config puts where; stage 0 replicates everything, as DDP does."""
+    zero = config.get("zero_optimization") or {}
+    moved = {f"offload_{part}": (zero.get(f"offload_{part}") or {}).get("device") not in ON_THE_GPU for part in ("optimizer", "param")}
+    return {"sharding": ZERO_STAGES[int(zero.get("stage", 0))], **moved}
+
+
+def _environment(args: TrainingArguments) -> dict[str, Any]:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))  # torchrun's; accelerate launches through it
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    return {
+        "num_processes": args.world_size,
+        "num_nodes": max(args.world_size // local, 1),
+        "expandable_segments": "expandable_segments:True" in allocator,
+    }
+
+
+def _trl_version() -> str:
+    """The installed release; a newer one than is known is taken for the newest that is."""
+    installed = ".".join(version("trl").split(".")[:2])
+    return installed if release(installed) <= release(NEWEST_TRL) else NEWEST_TRL

@@ -1,1 +1,0 @@
-"""What a study learns from its probes, and which candidate it asks about next."""

@@ -1,1 +1,0 @@
-"""The user's own run, as a callback in it sees it."""

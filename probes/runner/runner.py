@@ -1,0 +1,243 @@
+"""The runner: one worker, a process family of its own under a guard, watched, ended when it must be, and its answer read.
+
+Whatever a worker does, a measurement comes back, and nothing of the worker is left: no process, no folder, no memory of a GPU.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from planner.jobs.settings import settings_of
+from planner.measurements.measurement import Measurement, candidate_report
+from planner.units import GIB, MIB, format_gib, format_seconds
+from probes.runner import guard
+from probes.runner.command import worker_command
+from probes.runner.gpus_in_use import Card, in_use, wait_until_free
+from probes.runner.host import available_bytes, family, held_bytes, kernel_kills, with_environment
+from probes.runner.verdict import Ending, Stop, nothing_measured, verdict
+from probes.task import PHASE_FILE, Task, write_task
+
+MARK = "PLAN_PROBE"  # in the environment of every process of a probe
+LOOK_SECONDS = 0.1  # between two looks at the worker
+LOOK_AT_DISK_SECONDS = 1.0
+AFTER_GRACE_SECONDS = 5.0  # a process that does not end on SIGKILL waits for a device; the runner does not wait for it any longer
+KEPT_LOG_BYTES = 1 * MIB  # of a log that grew beyond its limit
+# Of the launchers that `plan` itself may run under; a worker is not one of their processes.
+OUTER_LAUNCHERS = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+ALLOCATOR_VARIABLES = frozenset({"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"})  # the candidate decides
+ALWAYS = {
+    "PYTHONUNBUFFERED": "1",  # a log is whole up to where the worker was killed
+    "PYTHONFAULTHANDLER": "1",  # a crash below Python says where
+    "HF_HUB_DISABLE_TELEMETRY": "1",  # TRL tells of each trainer that is made (trl 1.16, trainer/base_trainer.py:82): a probe is no training
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML counts: the GPU that was looked at is the one that is used
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a worker may use before it is ended. A limit of 0 is none."""
+
+    seconds: float = 1800.0
+    host_bytes: int = 0  # of main memory, all its processes together
+    host_reserve_share: float = 0.05  # of main memory must stay available; where earlyoom, with its defaults, sends SIGKILL
+    disk_bytes: int = 0  # of its folder
+    disk_reserve_bytes: int = 1 * GIB  # must stay free where its folder is: room for logs and the study
+    log_bytes: int = 256 * MIB
+    grace_seconds: float = 5.0  # between SIGTERM and SIGKILL
+    free_gpu_bytes: int = 0  # each GPU must have so much free before anything is started
+    gpu_wait_seconds: float = 30.0  # for memory of a probe before to come back
+
+
+Command = Callable[[Task, Path], list[str]]
+Cards = Callable[[Task], tuple[Card, ...]]
+
+
+def no_cards(task: Task) -> tuple[Card, ...]:
+    """Of a worker that uses no GPU."""
+    return ()
+
+
+def run_probe(
+    task: Task, limits: Limits, logs: Path, command: Command = worker_command, cards: Cards = no_cards, say: Callable[[str], None] = lambda _: None
+) -> Measurement:
+    """One probe in a fresh process, to its end. `task.folder` is where the worker's own folder is made, empty for the system's temporary one.
+
+    `logs` keeps what the worker was told and what it printed. `cards` reads the GPUs that it would use. Never raises for what a worker does.
+    """
+    started = time.monotonic()
+    taken = in_use(wait_until_free(lambda: cards(task), limits.free_gpu_bytes, limits.gpu_wait_seconds), limits.free_gpu_bytes)
+    if taken:
+        stop = Stop(outcome="gpu_in_use", message="; ".join(card.description for card in taken))
+        return nothing_measured(task, stop, time.monotonic() - started, "")
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="plan-probe-", dir=task.folder or None, ignore_cleanup_errors=True) as folder:
+        told = replace(task, folder=folder)
+        worker = _Worker(folder=Path(folder), log=logs / _name(task), mark=uuid.uuid4().hex, limits=limits, started=started, say=say)
+        return replace(verdict(told, _run(told, worker, command)), candidate=task.candidate)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Worker:
+    """A worker's own things. `log` is the path of its logs without their endings."""
+
+    folder: Path
+    log: Path
+    mark: str
+    limits: Limits
+    started: float
+    say: Callable[[str], None]
+
+    @property
+    def task_file(self) -> Path:
+        return self.log.with_name(f"{self.log.name}.json")
+
+    @property
+    def stdout(self) -> Path:
+        return self.log.with_name(f"{self.log.name}.out")
+
+    @property
+    def stderr(self) -> Path:
+        return self.log.with_name(f"{self.log.name}.err")
+
+
+def _run(task: Task, worker: _Worker, command: Command) -> Ending:
+    write_task(task, worker.task_file)
+    kills, grace = kernel_kills(), worker.limits.grace_seconds
+    guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(grace), task.folder]
+    with worker.stdout.open("wb") as stdout, worker.stderr.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*guarded, *command(task, worker.task_file)], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=task.folder,
+            env=environment(task, worker.mark), start_new_session=True,
+        )  # fmt: skip
+        stopped = None
+        try:
+            stopped = _watch(process, worker)
+        finally:  # on Ctrl-C too
+            _end(process, worker, at_once=stopped is not None and stopped.outcome == "host_out_of_memory")
+    return Ending(
+        exit_code=process.returncode, stopped=stopped, phase=_phase(worker.folder), stdout=worker.stdout, stderr=worker.stderr,
+        kernel_kills=kernel_kills() - kills, wall_seconds=time.monotonic() - worker.started,
+    )  # fmt: skip
+
+
+def environment(task: Task, mark: str) -> dict[str, str]:
+    """The worker's: this process' own without what would make its run another one, and what the candidate says."""
+    candidates = settings_of(task.candidate)["environment"]
+    assert isinstance(candidates, dict)
+    kept = {name: value for name, value in os.environ.items() if name not in OUTER_LAUNCHERS | ALLOCATOR_VARIABLES}
+    paths = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
+    own = {MARK: mark, "TMPDIR": task.folder, "PYTHONPATH": os.pathsep.join(paths)}
+    if task.weights == "random":
+        own["HF_HUB_OFFLINE"] = "1"
+    if task.device == "cpu":
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    return kept | ALWAYS | own | candidates
+
+
+def _watch(process: subprocess.Popen[bytes], worker: _Worker) -> Stop | None:
+    """Waits for the worker to end; why it has to be ended where it crosses a limit first."""
+    look_at_disk, phase = 0.0, ""
+    while True:
+        try:
+            process.wait(LOOK_SECONDS)
+            return None
+        except subprocess.TimeoutExpired:
+            pass
+        entered = _phase(worker.folder)
+        if entered not in ("", phase):
+            phase = entered
+            worker.say(phase)
+        stop = _over_time(worker) or _over_memory(process, worker.limits)
+        if stop is None and time.monotonic() >= look_at_disk:
+            stop, look_at_disk = _over_disk(worker), time.monotonic() + LOOK_AT_DISK_SECONDS
+        if stop is not None:
+            return stop
+
+
+def _over_time(worker: _Worker) -> Stop | None:
+    if not worker.limits.seconds or time.monotonic() - worker.started < worker.limits.seconds:
+        return None
+    return Stop(outcome="hung", message=f"it had not ended after {format_seconds(worker.limits.seconds)}")
+
+
+def _over_memory(process: subprocess.Popen[bytes], limits: Limits) -> Stop | None:
+    if limits.host_bytes:
+        held = held_bytes(family(process.pid))
+        if held > limits.host_bytes:
+            return Stop(outcome="host_out_of_memory", message=f"it held {format_gib(held)} of main memory, {format_gib(limits.host_bytes)} were allowed")
+    reserve, available = int(psutil.virtual_memory().total * limits.host_reserve_share), available_bytes()
+    if available < reserve:
+        message = f"{format_gib(available)} of main memory were left to the host, {format_gib(reserve)} must be"
+        return Stop(outcome="host_out_of_memory", message=message)
+    return None
+
+
+def _over_disk(worker: _Worker) -> Stop | None:
+    limits = worker.limits
+    free, held = shutil.disk_usage(worker.folder).free, sum(_file_bytes(worker.folder))
+    if free < limits.disk_reserve_bytes:
+        return Stop(outcome="disk_full", message=f"{format_gib(free)} of disk were left, {format_gib(limits.disk_reserve_bytes)} must be")
+    if limits.disk_bytes and held > limits.disk_bytes:
+        return Stop(outcome="disk_full", message=f"it held {format_gib(held)} of disk, {format_gib(limits.disk_bytes)} were allowed")
+    if limits.log_bytes and max(path.stat().st_size for path in (worker.stdout, worker.stderr)) > limits.log_bytes:
+        return Stop(outcome="garbage", message=f"it printed more than {format_gib(limits.log_bytes)}")
+    return None
+
+
+def _file_bytes(folder: Path) -> Iterator[int]:
+    """What each file takes on the disk."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                yield os.lstat(os.path.join(parent, name)).st_blocks * 512  # POSIX, stat(2): blocks of 512 bytes
+            except OSError:  # removed meanwhile
+                continue
+
+
+def _phase(folder: Path) -> str:
+    """The last phase that the worker wrote down, empty where there is none."""
+    try:
+        return (folder / PHASE_FILE).read_text(encoding="utf-8", errors="replace")[:32].strip()
+    except OSError:
+        return ""
+
+
+def _end(process: subprocess.Popen[bytes], worker: _Worker, at_once: bool) -> None:
+    """Ends everything that the worker has started; the guard does it, and where the guard is gone the mark tells what is left."""
+    if process.poll() is None:
+        process.send_signal(guard.END_NOW if at_once else guard.END)
+        try:
+            process.wait(worker.limits.grace_seconds + AFTER_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            for left in family(process.pid):
+                _kill(left)
+            process.wait()
+    for left in with_environment(MARK, worker.mark):
+        _kill(left)
+    for log in (worker.stdout, worker.stderr):
+        if worker.limits.log_bytes and log.stat().st_size > worker.limits.log_bytes:
+            os.truncate(log, KEPT_LOG_BYTES)
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+        process.kill()
+
+
+def _name(task: Task) -> str:
+    """The name of a probe's files: the same for the same task, whose newest logs are kept."""
+    told = [task.device, task.steps, task.weights, task.save, task.evaluate, task.resume, task.capacity_bytes, task.card_bytes, task.seed]
+    text = json.dumps([told, candidate_report(task.candidate)], sort_keys=True)
+    return f"{task.candidate.method}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
