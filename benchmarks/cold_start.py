@@ -18,7 +18,9 @@ KIB = 2**10
 def wall_and_peak(arguments: list[str]) -> tuple[float, int]:
     """Seconds and the peak of resident memory of one run, in a process of its own."""
     start = perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", "from planner.cli import main; main()", *arguments], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from planner.cli import main; main()", *arguments], stdout=subprocess.DEVNULL
+    )
     _, status, usage = os.wait4(process.pid, 0)
     seconds = perf_counter() - start
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -32,7 +34,9 @@ def main() -> None:
     for command, limit_seconds in COMMANDS.items():
         runs = [wall_and_peak(command.split()) for _ in range(RUNS)]
         seconds, peak_bytes = statistics.median(wall for wall, _ in runs), max(peak for _, peak in runs)
-        print(f"plan {command}: {seconds:.2f} s (median of {RUNS}; at most {limit_seconds} s), {peak_bytes / 10**6:.0f} MB (at most {LIMIT_BYTES // 10**6})")
+        print(
+            f"plan {command}: {seconds:.2f} s (median of {RUNS}; at most {limit_seconds} s), {peak_bytes / 10**6:.0f} MB (at most {LIMIT_BYTES // 10**6})"
+        )
         slow = slow or seconds > limit_seconds or peak_bytes > LIMIT_BYTES
     sys.exit(slow)
 

@@ -14,10 +14,24 @@ RISK = 0.01
 
 def candidates() -> list[Candidate]:
     """Every combination of what a search turns most: 9,216 of them."""
-    grpo = Candidate(model=load_model("Qwen2.5-7B"), method="grpo", dtype="bfloat16", sharding="ddp", num_processes=2, vllm="colocate")
+    grpo = Candidate(
+        model=load_model("Qwen2.5-7B"),
+        method="grpo",
+        dtype="bfloat16",
+        sharding="ddp",
+        num_processes=2,
+        vllm="colocate",
+    )
     grpo = replace(grpo, vllm_tensor_parallel_size=2, vllm_max_model_length=4096)
     knobs = product(
-        (1, 2, 4, 8), (256, 512, 1024, 2048), (1, 2, 4, 8), (8, 16, 32, 64), ("full", "lora"), (True, False), ("ddp", "zero2", "zero3"), (0.2, 0.3, 0.4)
+        (1, 2, 4, 8),
+        (256, 512, 1024, 2048),
+        (1, 2, 4, 8),
+        (8, 16, 32, 64),
+        ("full", "lora"),
+        (True, False),
+        ("ddp", "zero2", "zero3"),
+        (0.2, 0.3, 0.4),
     )
     return [
         replace(

@@ -90,7 +90,9 @@ class TruePhase:
         return self.allocated + self.kept + self.outside + self.engine
 
 
-def true_phase(card: HiddenCard, phase: PhaseMemory, gpu: GpuMemory, structure: str, kernel: str, nccl: int, states: bool = True) -> TruePhase:
+def true_phase(
+    card: HiddenCard, phase: PhaseMemory, gpu: GpuMemory, structure: str, kernel: str, nccl: int, states: bool = True
+) -> TruePhase:
     """`states`: whether there are optimizer states yet."""
     parts = phase.components
     allocated = sum(size for name, size in parts.items() if name not in OUTSIDE_TORCH) - nccl
@@ -112,15 +114,32 @@ def true_phases(card: HiddenCard, space: Space, place: Place, states: bool = Tru
     """Of each role's GPUs."""
     answer = space.estimate(place)
     assert answer is not None
-    nccl, kernel, structure = nccl_bytes(answer.candidate, space.question.cluster.gpu), answer.candidate.attn_implementation, space.lines[place.line].name
+    nccl, kernel, structure = (
+        nccl_bytes(answer.candidate, space.question.cluster.gpu),
+        answer.candidate.attn_implementation,
+        space.lines[place.line].name,
+    )
     return [
-        [true_phase(card, phase, gpu, structure, kernel, nccl if gpu.role != "vllm" else 0, states or phase.name == "optimizer_step") for phase in gpu.phases]
+        [
+            true_phase(
+                card,
+                phase,
+                gpu,
+                structure,
+                kernel,
+                nccl if gpu.role != "vllm" else 0,
+                states or phase.name == "optimizer_step",
+            )
+            for phase in gpu.phases
+        ]
         for gpu in answer.gpus
     ]
 
 
 def truly_fits(card: HiddenCard, space: Space, place: Place) -> bool:
-    return space.starts(place) and all(phase.total <= phase.capacity for gpu in true_phases(card, space, place) for phase in gpu)
+    return space.starts(place) and all(
+        phase.total <= phase.capacity for gpu in true_phases(card, space, place) for phase in gpu
+    )
 
 
 def exhaustive_best(space: Space, fits: Callable[[Place], bool]) -> Place | None:
@@ -166,18 +185,30 @@ class HiddenProbe:
         answer = self.space.estimate(place)
         assert answer is not None
         first, second = (true_phases(self.card, self.space, place, states) for states in (False, True))
-        failed = next((phase for step in (*second[1:], first[0], second[0]) for phase in step if phase.total > phase.capacity), None)
+        failed = next(
+            (phase for step in (*second[1:], first[0], second[0]) for phase in step if phase.total > phase.capacity),
+            None,
+        )
         if failed is None:
             return self._measurement(answer, place, second[0], None)
         of_trainer = failed in (*first[0], *second[0])
         seen = first[0][: first[0].index(failed)] if failed in first[0] else first[0]
         draw = random.Random(f"{self.card.seed} {place} short")
-        return self._measurement(answer, place, seen, _shortage(failed, 0 if of_trainer else answer.candidate.num_processes, self.card.slack, draw))
+        return self._measurement(
+            answer,
+            place,
+            seen,
+            _shortage(failed, 0 if of_trainer else answer.candidate.num_processes, self.card.slack, draw),
+        )
 
-    def _measurement(self, answer: Estimate, place: Place, seen: list[TruePhase], shortage: Shortage | None) -> Measurement:
+    def _measurement(
+        self, answer: Estimate, place: Place, seen: list[TruePhase], shortage: Shortage | None
+    ) -> Measurement:
         candidate, draw = answer.candidate, random.Random(f"{self.card.seed} {place}")
         peaks = tuple(_peak(phase, candidate.vllm == "colocate", draw) for phase in seen)
-        rank = RankMemory(rank=0, phases=peaks, state_bytes={}, capacity_bytes=answer.gpus[0].capacity_bytes, allocator={})
+        rank = RankMemory(
+            rank=0, phases=peaks, state_bytes={}, capacity_bytes=answer.gpus[0].capacity_bytes, allocator={}
+        )
         speed = self.card.speed if shortage is None else 0.0
         return Measurement(
             candidate=candidate,

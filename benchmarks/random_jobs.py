@@ -46,11 +46,22 @@ def random_job(draw: random.Random) -> tuple[Job, Cluster]:
     pinned: dict[str, object] = {}
     for name, (share, values) in PINS.items():
         value, taken = draw.choice(values), draw.random() * 100 < share
-        if taken and (name not in ONLY_GENERATING or METHODS[method].generates) and not (goal == "max-length" and name in LENGTHS):
+        if (
+            taken
+            and (name not in ONLY_GENERATING or METHODS[method].generates)
+            and not (goal == "max-length" and name in LENGTHS)
+        ):
             pinned[name] = value
     if tuning == "qlora":
         pinned |= {"tuning": "lora", "quantization": "nf4"}
-    job = Job(model=model, method=method, tuning=tuning, pinned=pinned, optimize=goal, effective_batch_size=draw.choice(EFFECTIVE))  # type: ignore[arg-type]
+    job = Job(
+        model=model,
+        method=method,
+        tuning=tuning,
+        pinned=pinned,
+        optimize=goal,
+        effective_batch_size=draw.choice(EFFECTIVE),
+    )  # type: ignore[arg-type]
     return job, cluster
 
 

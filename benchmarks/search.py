@@ -119,7 +119,11 @@ def bisection(space: Space, counted: Counted, seed: int) -> None:
     """Every structure in the order of the table: the largest size that runs, then the largest share of the card for its engine."""
     for line in range(len(space.lines)):
         count = len(space.lines[line].sizes)
-        size = largest(0, count - 1, lambda size: space.starts(space.leanest(line, size)) and counted.fits(space.leanest(line, size)))  # noqa: B023
+        size = largest(
+            0,
+            count - 1,
+            lambda size, line=line: space.starts(space.leanest(line, size)) and counted.fits(space.leanest(line, size)),
+        )
         if size >= 0:
             low, high = space.shares(line, size)
             largest(low, high, lambda share: counted.fits(Place(line, size, share)))  # noqa: B023
@@ -149,7 +153,13 @@ def ours(space: Space, card: HiddenCard, best: Place | None) -> dict[str, Any]:
     sampler = PlanSampler(space)
     study = optuna.create_study(sampler=sampler, direction="maximize")
     began = time.process_time()
-    session = Session(study=study, sampler=sampler, probe=HiddenProbe(card=card, space=space), options=StudyOptions(attempt=formulas_alone), began=0.0)
+    session = Session(
+        study=study,
+        sampler=sampler,
+        probe=HiddenProbe(card=card, space=space),
+        options=StudyOptions(attempt=formulas_alone),
+        began=0.0,
+    )
     ending, _ = session.run()
     knowledge = sampler.knowledge(study)
     found = certificate(knowledge)
@@ -185,7 +195,11 @@ def fits_by_estimate(space: Space, place: Place) -> bool:
 
 def one_by_one(space: Space, card: HiddenCard) -> Place | None:
     """The best of a small space with nothing skipped."""
-    shares = [(line, size, space.shares(line, size)) for line in range(len(space.lines)) for size in range(len(space.lines[line].sizes))]
+    shares = [
+        (line, size, space.shares(line, size))
+        for line in range(len(space.lines))
+        for size in range(len(space.lines[line].sizes))
+    ]
     places = [Place(line, size, share) for line, size, (low, high) in shares for share in range(low, high + 1)]
     if len(places) > FEW_CANDIDATES:
         raise ValueError("too many")
@@ -207,7 +221,11 @@ def regret(space: Space, card: HiddenCard, certified: Place) -> float:
 
     mine = speed(certified)
     precise = space.merit(certified)[0]
-    fitting = [place for line in range(len(space.lines)) for place in best_of_line(space, line, lambda place: truly_fits(card, space, place))]
+    fitting = [
+        place
+        for line in range(len(space.lines))
+        for place in best_of_line(space, line, lambda place: truly_fits(card, space, place))
+    ]
     return 1 - mine / max(speed(place) for place in fitting if space.merit(place)[0] == precise)
 
 
@@ -223,7 +241,9 @@ def job_row(number: int, question: Question, seed: int, peers: Sequence[str]) ->
     card = hidden_card(CARDS_A_SEED * seed + number)
     best = exhaustive_best(space, lambda place: truly_fits(card, space, place))
     try:
-        verified = (one_by_one(space, card) is None) == (best is None) and (best is None or space.merit(best) == space.merit(one_by_one(space, card) or best))
+        verified = (one_by_one(space, card) is None) == (best is None) and (
+            best is None or space.merit(best) == space.merit(one_by_one(space, card) or best)
+        )
     except ValueError:
         verified = None
     mine = ours(space, card, best)
@@ -238,7 +258,9 @@ def job_row(number: int, question: Question, seed: int, peers: Sequence[str]) ->
         "pins": {name: value for name, value in question.job.pinned.items() if isinstance(value, (int, str, bool))},
         "structures": len(space.lines),
         "estimates": len(space.estimates),
-        "plan_was_best": best is not None and space.merit(expected) == space.merit(best) and truly_fits(card, space, expected),
+        "plan_was_best": best is not None
+        and space.merit(expected) == space.merit(best)
+        and truly_fits(card, space, expected),
         "plan_fits": truly_fits(card, space, expected),
         "verified": verified,
         "ours": mine,
@@ -260,11 +282,19 @@ def percentile(values: Sequence[int], share: float) -> int:
 
 def report(rows: Sequence[dict[str, Any]], seed: int, command: str, seconds: float) -> str:
     lines = [HEADER.format(count=len(rows), command=command, seed=seed, minutes=seconds / 60), ""]
-    lines += ["## Ours, until it certifies", "", "| jobs | count | certified is the best | median probes | 95th percentile | most | ended by out of memory |"]
+    lines += [
+        "## Ours, until it certifies",
+        "",
+        "| jobs | count | certified is the best | median probes | 95th percentile | most | ended by out of memory |",
+    ]
     lines += ["|---|---|---|---|---|---|---|"]
     goals = sorted({row["goal"] for row in rows})
     hard = [row for row in rows if not row["plan_was_best"]]
-    for name, chosen in [("all", rows), *((goal, [row for row in rows if row["goal"] == goal]) for goal in goals), ("plan alone was not the best", hard)]:
+    for name, chosen in [
+        ("all", rows),
+        *((goal, [row for row in rows if row["goal"] == goal]) for goal in goals),
+        ("plan alone was not the best", hard),
+    ]:
         lines.append(our_line(name, chosen))
     lines += ["", *facts(rows), "", "## The others, over the same candidates", "", *peer_table(rows)]
     return "\n".join(lines) + "\n"
@@ -298,19 +328,25 @@ def facts(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def peer_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = [f"| sampler | jobs | {' | '.join(f'best run within {count}' for count in CHECKPOINTS)} | within 1 % of it after {PEER_PROBES} |"]
+    lines = [
+        f"| sampler | jobs | {' | '.join(f'best run within {count}' for count in CHECKPOINTS)} | within 1 % of it after {PEER_PROBES} |"
+    ]
     lines += ["|---" * (len(CHECKPOINTS) + 3) + "|"]
     feasible = [row for row in rows if row["peers"]]
     if not feasible:
         return ["Not run: `--ours-only`."]
     counts = [row["ours"]["probes"] if row["ours"]["correct"] else 10**6 for row in feasible]
     cells = [f"{sum(count <= most for count in counts) / len(counts):.0%}" for most in CHECKPOINTS]
-    lines.append(f"| ours, proof included | {len(feasible)} | {' | '.join(cells)} | {sum(count < 10**6 for count in counts) / len(counts):.0%} |")
+    lines.append(
+        f"| ours, proof included | {len(feasible)} | {' | '.join(cells)} | {sum(count < 10**6 for count in counts) / len(counts):.0%} |"
+    )
     for name in PEERS:
         answers = [row["peers"][name] for row in feasible if name in row["peers"]]
         if not answers:
             continue
-        cells = [f"{sum(0 < answer['found_at'] <= most for answer in answers) / len(answers):.0%}" for most in CHECKPOINTS]
+        cells = [
+            f"{sum(0 < answer['found_at'] <= most for answer in answers) / len(answers):.0%}" for most in CHECKPOINTS
+        ]
         close = sum(answer["close_at"] > 0 for answer in answers) / len(answers)
         lines.append(f"| {name} | {len(answers)} | {' | '.join(cells)} | {close:.0%} |")
     return lines
@@ -347,7 +383,10 @@ def main() -> None:
         row = job_row(number, question, asked.seed, peers)
         if row is not None:
             rows.append(row)
-            print(f"{len(rows)}/{asked.jobs} {row['goal']} {row['method']}: {row['ours']['probes']} probes", file=sys.stderr)
+            print(
+                f"{len(rows)}/{asked.jobs} {row['goal']} {row['method']}: {row['ours']['probes']} probes",
+                file=sys.stderr,
+            )
         if len(rows) == asked.jobs:
             break
     command = f"python benchmarks/search.py --jobs {asked.jobs} --seed {asked.seed} --out results"
@@ -355,7 +394,9 @@ def main() -> None:
     print(text)
     if asked.out:
         (asked.out / "search_efficiency.md").write_text(text, encoding="utf-8")
-        (asked.out / "search_efficiency.jsonl").write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows), encoding="utf-8")
+        (asked.out / "search_efficiency.jsonl").write_text(
+            "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

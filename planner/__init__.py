@@ -16,4 +16,16 @@ from planner.models.shape import ModelShape
 from planner.plan import Plan, plan
 from planner.quantities import Estimate
 
-__all__ = ["Candidate", "Cluster", "Estimate", "Gpu", "Job", "ModelShape", "Plan", "estimate", "load_model", "parse_cluster", "plan"]
+__all__ = [
+    "Candidate",
+    "Cluster",
+    "Estimate",
+    "Gpu",
+    "Job",
+    "ModelShape",
+    "Plan",
+    "estimate",
+    "load_model",
+    "parse_cluster",
+    "plan",
+]

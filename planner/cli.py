@@ -19,7 +19,12 @@ plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo
 plan estimate --model Qwen2.5-0.5B --gpus 1xRTX-3090 --method sft --tuning lora --max-length 2048
 """
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 app.callback(invoke_without_command=True, epilog=EPILOG)(planning.search)
 for name, command in (
     ("estimate", planning.estimate), ("dry-run", running.dry_run), ("probe", running.probe), ("diagnose", diagnosing.diagnose),
@@ -56,5 +61,7 @@ def _with_commands(message: str) -> str:
     """An unknown command that is like none: with all there are."""
     if not message.startswith("No such command") or "Did you mean" in message:
         return message
-    commands = [command.name or (command.callback.__name__ if command.callback else "") for command in app.registered_commands]
+    commands = [
+        command.name or (command.callback.__name__ if command.callback else "") for command in app.registered_commands
+    ]
     return f"{message} There are {', '.join(commands)}, and plan alone."

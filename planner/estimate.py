@@ -42,7 +42,10 @@ def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
     `residual` is what a dry run found above an estimate of the same tuning class: simulated peak / estimated peak - 1.
     """
     train, *others = answer.gpus
-    phases = tuple(replace(phase, components={**phase.components, "unexplained": round(residual * phase.total_bytes)}) for phase in train.phases)
+    phases = tuple(
+        replace(phase, components={**phase.components, "unexplained": round(residual * phase.total_bytes)})
+        for phase in train.phases
+    )
     corrected = replace(train, phases=phases, interval_bytes=interval_bytes(max(phases, key=TOTAL_BYTES), risk))
     gpus = (corrected, *others)
     return replace(
@@ -58,12 +61,16 @@ def engine_of(candidate: Candidate, gpu: Gpu) -> EngineMemory | None:
     return None if candidate.vllm == "off" else engine_memory(candidate.model, gpu, engine_settings(candidate, gpu))
 
 
-def gpus_of(candidate: Candidate, cluster: Cluster, engine: EngineMemory | None, risk: float = RISK) -> tuple[GpuMemory, ...]:
+def gpus_of(
+    candidate: Candidate, cluster: Cluster, engine: EngineMemory | None, risk: float = RISK
+) -> tuple[GpuMemory, ...]:
     """The GPUs of each role. A server has cards of its own; a colocated engine lives in the trainer's process."""
     colocated = engine if candidate.vllm == "colocate" else None
     phases = train_phases(candidate, cluster.gpu, colocated)
     role: GpuRole = "train+vllm" if colocated is not None else "train"
-    details = {"weights": states_of(candidate, cluster.gpu).weights_by_role} | (engine_details(colocated) if colocated is not None else {})
+    details = {"weights": states_of(candidate, cluster.gpu).weights_by_role} | (
+        engine_details(colocated) if colocated is not None else {}
+    )
     gpus = [gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk)]
     if candidate.vllm == "server" and engine is not None:
         serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})
@@ -72,9 +79,23 @@ def gpus_of(candidate: Candidate, cluster: Cluster, engine: EngineMemory | None,
     return tuple(gpus)
 
 
-def gpu_memory(role: GpuRole, count: int, gpu: Gpu, phases: tuple[PhaseMemory, ...], details: dict[str, dict[str, int]], risk: float) -> GpuMemory:
+def gpu_memory(
+    role: GpuRole,
+    count: int,
+    gpu: Gpu,
+    phases: tuple[PhaseMemory, ...],
+    details: dict[str, dict[str, int]],
+    risk: float,
+) -> GpuMemory:
     heaviest = max(phases, key=TOTAL_BYTES)
-    return GpuMemory(role=role, count=count, capacity_bytes=gpu.free_bytes, phases=phases, interval_bytes=interval_bytes(heaviest, risk), details=details)
+    return GpuMemory(
+        role=role,
+        count=count,
+        capacity_bytes=gpu.free_bytes,
+        phases=phases,
+        interval_bytes=interval_bytes(heaviest, risk),
+        details=details,
+    )
 
 
 def engine_details(engine: EngineMemory) -> dict[str, dict[str, int]]:

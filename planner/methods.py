@@ -6,7 +6,9 @@ from typing import Literal
 
 from planner.errors import InputError
 
-MethodName = Literal["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo"]
+MethodName = Literal[
+    "sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo"
+]
 Loss = Literal[
     "fused",  # TRL >= 1.15 ChunkedLogProbFunction: only labelled tokens, tiles of 4096 x 32768, no logits (internals.md 1.3)
     "chunked_nll",  # TRL 1.5-1.14 SFT: 256 labelled tokens' logits at a time
@@ -48,8 +50,24 @@ METHODS: dict[MethodName, Method] = {
     method.name: method
     for method in (
         # Source: trl 1.16 trainer/*_trainer.py and experimental/*/; tabled in docs of each trainer. PPO: trl 1.12 experimental/ppo.
-        Method(name="sft", trainer="SFTTrainer", config="SFTConfig", loss="fused", rows_per_sample=1, reference="never", generates=False),
-        Method(name="dpo", trainer="DPOTrainer", config="DPOConfig", loss="fused", rows_per_sample=2, reference="always", generates=False),
+        Method(
+            name="sft",
+            trainer="SFTTrainer",
+            config="SFTConfig",
+            loss="fused",
+            rows_per_sample=1,
+            reference="never",
+            generates=False,
+        ),
+        Method(
+            name="dpo",
+            trainer="DPOTrainer",
+            config="DPOConfig",
+            loss="fused",
+            rows_per_sample=2,
+            reference="always",
+            generates=False,
+        ),
         Method(
             name="kto",
             trainer="KTOTrainer",
@@ -61,10 +79,34 @@ METHODS: dict[MethodName, Method] = {
             extra_forward_rows=1,
         ),
         Method(
-            name="orpo", trainer="ORPOTrainer", config="ORPOConfig", loss="logits", rows_per_sample=2, reference="never", generates=False, experimental=True
+            name="orpo",
+            trainer="ORPOTrainer",
+            config="ORPOConfig",
+            loss="logits",
+            rows_per_sample=2,
+            reference="never",
+            generates=False,
+            experimental=True,
         ),
-        Method(name="cpo", trainer="CPOTrainer", config="CPOConfig", loss="logits", rows_per_sample=2, reference="never", generates=False, experimental=True),
-        Method(name="reward", trainer="RewardTrainer", config="RewardConfig", loss="score", rows_per_sample=2, reference="never", generates=False),
+        Method(
+            name="cpo",
+            trainer="CPOTrainer",
+            config="CPOConfig",
+            loss="logits",
+            rows_per_sample=2,
+            reference="never",
+            generates=False,
+            experimental=True,
+        ),
+        Method(
+            name="reward",
+            trainer="RewardTrainer",
+            config="RewardConfig",
+            loss="score",
+            rows_per_sample=2,
+            reference="never",
+            generates=False,
+        ),
         Method(
             name="grpo",
             trainer="GRPOTrainer",
@@ -141,7 +183,13 @@ METHODS: dict[MethodName, Method] = {
 # Which loss a release builds where it is not the newest's. The first row whose release is not older than the one in force counts.
 # Source: trl's CHANGELOG and trainer/sft_trainer.py of each release: `chunked_nll` became the default of SFT in 1.5, the fused head of
 # every stable trainer came with 1.15; before, the preference and RL trainers built logits (trainer/utils.py, selective_log_softmax).
-BUILT_LOGITS: dict[MethodName, Loss] = {"dpo": "logits", "kto": "logits", "grpo": "logits", "rloo": "logits", "distillation": "jsd"}
+BUILT_LOGITS: dict[MethodName, Loss] = {
+    "dpo": "logits",
+    "kto": "logits",
+    "grpo": "logits",
+    "rloo": "logits",
+    "distillation": "jsd",
+}
 
 
 ERAS: tuple[tuple[tuple[int, int], dict[MethodName, Loss]], ...] = (
@@ -150,7 +198,10 @@ ERAS: tuple[tuple[tuple[int, int], dict[MethodName, Loss]], ...] = (
 )
 
 
-FUSED_SINCE = (1, 15)  # from here on use_liger_kernel changes the layers' kernels only (trl 1.16, sft_trainer.py:1134-1140)
+FUSED_SINCE = (
+    1,
+    15,
+)  # from here on use_liger_kernel changes the layers' kernels only (trl 1.16, sft_trainer.py:1134-1140)
 
 
 @lru_cache(maxsize=64)

@@ -34,7 +34,9 @@ class Proof:
     """Why a plan is believed. `lines` are for people, `report` is the study's own JSON object; `expected` names the rung of `expected_bytes`."""
 
     evidence: Evidence  # "simulated" where the probes were
-    device: Literal["none", "cuda", "cpu", "simulated"]  # what the best candidate's probe ran on; "none": it was not probed
+    device: Literal[
+        "none", "cuda", "cpu", "simulated"
+    ]  # what the best candidate's probe ran on; "none": it was not probed
     lines: tuple[str, ...]
     report: Mapping[str, object]
     expected: Evidence
@@ -59,7 +61,15 @@ class Plan:
 
 CLASS_LABELS: dict[TuningClass, str] = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 # The stack whose defaults and code paths are counted (internals of planner/memory name its files and lines).
-VERSIONS = {"transformers": "5.23", "peft": "0.21.2", "accelerate": "1.15", "deepspeed": "0.19.8", "bitsandbytes": "0.50.2", "vllm": "0.31", "torch": "2.13"}
+VERSIONS = {
+    "transformers": "5.23",
+    "peft": "0.21.2",
+    "accelerate": "1.15",
+    "deepspeed": "0.19.8",
+    "bitsandbytes": "0.50.2",
+    "vllm": "0.31",
+    "torch": "2.13",
+}
 
 
 def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | None = None) -> Plan:
@@ -73,14 +83,20 @@ def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | No
     """
     refuse_contradictions(job, cluster)
     above = residuals or {}
-    questions = [Question(job=job, cluster=cluster, tuning_class=name, residual=above.get(name, 0.0)) for name in classes(job)]
+    questions = [
+        Question(job=job, cluster=cluster, tuning_class=name, residual=above.get(name, 0.0)) for name in classes(job)
+    ]
     found = {question: search(question) for question in questions}
     chosen = recommended(found) or least_of_the_host(offloaded(found))
-    nearest = min((answer for answer in found.values() if answer is not None), key=lambda answer: answer.over_bytes, default=None)
+    nearest = min(
+        (answer for answer in found.values() if answer is not None), key=lambda answer: answer.over_bytes, default=None
+    )
     if chosen is None and nearest is None:
         unmeasured = (reason for question in questions if (reason := not_measured(question)))
         raise NothingFits(next(unmeasured, "") or no_candidate(questions[-1]))
-    question, best = chosen or next((each, answer) for each, answer in found.items() if answer is nearest and answer is not None)
+    question, best = chosen or next(
+        (each, answer) for each, answer in found.items() if answer is nearest and answer is not None
+    )
     best = replace(best, reasons=reasons(best, question))
     return Plan(
         job=job,
@@ -126,7 +142,11 @@ def least_of_the_host(found: Found) -> tuple[Question, Estimate] | None:
 
 def offloaded(found: Found) -> Found:
     """The same classes with activations, optimizer or parameters on the host."""
-    return {question: answer for question in (replace(each, offload=True) for each in found) if (answer := search(question)) is not None}
+    return {
+        question: answer
+        for question in (replace(each, offload=True) for each in found)
+        if (answer := search(question)) is not None
+    }
 
 
 def alternatives(found: Found, chosen: Question) -> tuple[Alternative, ...]:
@@ -141,7 +161,9 @@ def alternatives(found: Found, chosen: Question) -> tuple[Alternative, ...]:
             if helped is not None and helped.fits:
                 rest.append(
                     Alternative(
-                        label="full fine-tuning with offloading", estimate=helped, note=f"{format_gib(helped.host_peak_bytes, 0)} of host memory a node"
+                        label="full fine-tuning with offloading",
+                        estimate=helped,
+                        note=f"{format_gib(helped.host_peak_bytes, 0)} of host memory a node",
                     )
                 )
     return tuple(rest)
@@ -176,7 +198,11 @@ def unpinned(best: Estimate, question: Question) -> tuple[Alternative, ...]:
 def refused(found: Found) -> tuple[str, ...]:
     """The classes of which no candidate could be measured, where the layers have no formulas."""
     missing = {question: not_measured(question) for question, answer in found.items() if answer is None}
-    return tuple(f"{CLASS_LABELS[question.tuning_class]} is not planned: {reason}" for question, reason in missing.items() if reason)
+    return tuple(
+        f"{CLASS_LABELS[question.tuning_class]} is not planned: {reason}"
+        for question, reason in missing.items()
+        if reason
+    )
 
 
 def not_measured(question: Question) -> str:
@@ -194,13 +220,21 @@ def no_candidate(question: Question) -> str:
     """Why not a single candidate could be built or started."""
     job, cluster = question.job, question.cluster
     for candidate in structures(question):
-        answer = engine_or_refusal(candidate.model, cluster.gpu, engine_settings(candidate, cluster.gpu)) if candidate.vllm != "off" else None
+        answer = (
+            engine_or_refusal(candidate.model, cluster.gpu, engine_settings(candidate, cluster.gpu))
+            if candidate.vllm != "off"
+            else None
+        )
         if isinstance(answer, EngineRefusal):
             return answer.reason
     if job.effective_batch_size is not None:
         return (
             f"No candidate keeps an effective batch of {job.effective_batch_size} on {cluster.num_gpus} GPUs"
-            + (f" with groups of {job.pinned.get('num_generations', 8)} completions" if job.method in ("grpo", "rloo") else "")
+            + (
+                f" with groups of {job.pinned.get('num_generations', 8)} completions"
+                if job.method in ("grpo", "rloo")
+                else ""
+            )
             + ". Give an --effective-batch-size that both divide."
         )
     return f"No candidate of {job.method} with these pins can start on {cluster.num_gpus} x {cluster.gpu.name}. Drop a --set."

@@ -11,7 +11,15 @@ from pathlib import Path
 from planner.allocator.simulation import Simulation, with_reserved
 from planner.candidate import Candidate
 from planner.commands.options import Probing, Proving
-from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, DryRunUnsupported, InputError, ProbeFailed, UnknownArchitecture
+from planner.errors import (
+    EXIT_OTHER,
+    EXIT_PLANNED,
+    EXIT_PROBE_CONTRADICTS,
+    DryRunUnsupported,
+    InputError,
+    ProbeFailed,
+    UnknownArchitecture,
+)
 from planner.files.cache import cache_root
 from planner.gpus.cluster import Cluster, Gpu
 from planner.jobs.job import Job
@@ -109,7 +117,9 @@ def runnable_here(job: Job, cluster: Cluster, options: Probing) -> tuple[Job, tu
     if FLASH not in attention(Question(job=job, cluster=cluster, tuning_class="lora")):
         return job, ()
     where = "has no CPU kernels" if options.device == "cpu" else "is not installed here (pip install flash-attn)"
-    return replace(job, pinned={**job.pinned, "attn_implementation": "sdpa"}), (f"attn_implementation sdpa: flash_attention_2 {where}",)
+    return replace(job, pinned={**job.pinned, "attn_implementation": "sdpa"}), (
+        f"attn_implementation sdpa: flash_attention_2 {where}",
+    )
 
 
 def prober(cluster: Cluster, options: Probing, tick: Say) -> Probe:
@@ -153,7 +163,9 @@ def probed(candidate: Candidate, probe: Probe, gpu: str) -> Measurement:
     measurement = probe(candidate)
     if not measurement.decided:
         log = f" Its log: {measurement.log}" if measurement.log else ""
-        raise ProbeFailed(f"The probe says nothing about memory: {measurement.outcome.replace('_', ' ')}. {measurement.message}{log}")
+        raise ProbeFailed(
+            f"The probe says nothing about memory: {measurement.outcome.replace('_', ' ')}. {measurement.message}{log}"
+        )
     keep_new([measurement], gpu)
     return measurement
 
@@ -177,18 +189,31 @@ def proven(plan: Plan, probe: Probe, options: Proving, say: Say) -> ProvenPlan:
     from probes.study.study import StudyOptions, prove
 
     budget = parse_seconds(options.budget) if options.budget is not None else math.inf
-    chosen = StudyOptions(device=DEVICE_NAMES[options.device], storage=options.storage or "", budget_seconds=budget, say=say)
+    chosen = StudyOptions(
+        device=DEVICE_NAMES[options.device], storage=options.storage or "", budget_seconds=budget, say=say
+    )
     study = prove(plan, probe, chosen)
     keep_new(study.measurements, plan.cluster.gpu.name)
-    report = {**certificate_report(study.certificate), "study": study.study_name, "storage": study.storage, "ending": study.ending}
+    report = {
+        **certificate_report(study.certificate),
+        "study": study.study_name,
+        "storage": study.storage,
+        "ending": study.ending,
+    }
     lines = (*certificate_lines(study.certificate), *([f"{study.ending}: {study.reason}"] if study.reason else []))
     best = study.best.candidate if study.best is not None else None
     corrected = confirmed(plan, best, study.measurements, lines, report)
     wrong = contradiction_of(plan, study.measurements)
     if study.ending in BROKEN_OFF:
-        return ProvenPlan(plan=corrected, exit_code=EXIT_OTHER, reason=f"The probes ended early ({study.ending}): {study.reason or SET_ASIDE}.")
+        return ProvenPlan(
+            plan=corrected,
+            exit_code=EXIT_OTHER,
+            reason=f"The probes ended early ({study.ending}): {study.reason or SET_ASIDE}.",
+        )
     if wrong:
-        return ProvenPlan(plan=corrected, exit_code=EXIT_PROBE_CONTRADICTS, reason=f"The probes contradict the plan: {wrong}.")
+        return ProvenPlan(
+            plan=corrected, exit_code=EXIT_PROBE_CONTRADICTS, reason=f"The probes contradict the plan: {wrong}."
+        )
     return ProvenPlan(plan=corrected, exit_code=EXIT_PLANNED, reason="")
 
 

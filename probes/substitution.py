@@ -22,7 +22,9 @@ def substituted(owner: Any, name: str, value: Any, *, may_be_absent: bool = Fals
     """
     if not may_be_absent:
         getattr(owner, name)
-    before = vars(owner).get(name, _ABSENT)  # not getattr: a static method stays one, an inherited attribute stays inherited
+    before = vars(owner).get(
+        name, _ABSENT
+    )  # not getattr: a static method stays one, an inherited attribute stays inherited
     setattr(owner, name, value)
     try:
         yield

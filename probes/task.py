@@ -36,7 +36,9 @@ def write_task(task: Task, path: Path) -> None:
     """The whole file or none."""
     values: dict[str, object] = {field.name: getattr(task, field.name) for field in fields(Task)}
     part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps({**values, "candidate": candidate_report(task.candidate)}, sort_keys=True), encoding="utf-8")
+    part.write_text(
+        json.dumps({**values, "candidate": candidate_report(task.candidate)}, sort_keys=True), encoding="utf-8"
+    )
     part.replace(path)
 
 

@@ -23,8 +23,15 @@ def rows(name: str) -> list[dict[str, object]]:
 
 def accuracy_table() -> str:
     """Markdown: one line for each thing the estimate is held against, with signed errors."""
-    lines = ["| computed | against | figures | median error | mean absolute | worst | under by more than 3 % |", "|---|---|---|---|---|---|---|"]
-    simulated = [ratio(row, "estimated_bytes", "simulated_bytes") for row in rows("estimated_vs_simulated.jsonl") if "error" not in row]
+    lines = [
+        "| computed | against | figures | median error | mean absolute | worst | under by more than 3 % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    simulated = [
+        ratio(row, "estimated_bytes", "simulated_bytes")
+        for row in rows("estimated_vs_simulated.jsonl")
+        if "error" not in row
+    ]
     lines.append(line("training peak, formulas", "[the dry run](results/estimated_vs_simulated.md)", simulated))
     published = [row for row in rows("published.jsonl") if row.get("measured_bytes")]
     for words, quantities, quantized in PUBLISHED:

@@ -13,7 +13,11 @@ def load_rows() -> list[dict[str, str | float | bool]]:
 
 def slack_ratios(rows: list[dict[str, str | float | bool]], gathers: bool) -> list[float]:
     """Reserved but unallocated over allocated, smallest first."""
-    return sorted(float(row["slack_gib"]) / float(row["allocated_gib"]) for row in rows if row["gathers"] is gathers and float(row["allocated_gib"]) > 1)
+    return sorted(
+        float(row["slack_gib"]) / float(row["allocated_gib"])
+        for row in rows
+        if row["gathers"] is gathers and float(row["allocated_gib"]) > 1
+    )
 
 
 def outside_mib(rows: list[dict[str, str | float | bool]], key: str) -> dict[str, list[int]]:
@@ -21,7 +25,12 @@ def outside_mib(rows: list[dict[str, str | float | bool]], key: str) -> dict[str
     found: dict[str, list[int]] = {}
     for row in rows:
         if key in row:
-            outside = float(row["process_gib"]) - float(row["allocated_gib"]) - float(row["slack_gib"]) - float(row.get("context_gib", 0.0))
+            outside = (
+                float(row["process_gib"])
+                - float(row["allocated_gib"])
+                - float(row["slack_gib"])
+                - float(row.get("context_gib", 0.0))
+            )
             found.setdefault(str(row[key]), []).append(round(outside * 1024))
     return {name: sorted(values) for name, values in sorted(found.items())}
 
@@ -31,12 +40,16 @@ def main() -> None:
     print("# What is on a card beside tensors, from public out-of-memory messages\n")
     print("Read from issue threads, not measured by us; printed there to 0.01 GiB. Rows: `allocator_slack.jsonl`.")
     print("Regenerate: `python scripts/allocator_slack.py > results/allocator_slack.md`.\n")
-    print("## Reserved but unallocated over allocated\n\n| runs | rows | smallest | median | largest |\n|---|---|---|---|---|")
+    print(
+        "## Reserved but unallocated over allocated\n\n| runs | rows | smallest | median | largest |\n|---|---|---|---|---|"
+    )
     for name, gathers in (("layers stay (one GPU, DDP)", False), ("layers are gathered (ZeRO-3, FSDP)", True)):
         ratios = slack_ratios(rows, gathers)
         cells = (min(ratios), median(ratios), max(ratios))
         print(f"| {name} | {len(ratios)} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |")
-    print("\n## Memory of the process less what PyTorch reserved: the CUDA context\n\n| compute capability | rows | MiB | median |\n|---|---|---|---|")
+    print(
+        "\n## Memory of the process less what PyTorch reserved: the CUDA context\n\n| compute capability | rows | MiB | median |\n|---|---|---|---|"
+    )
     for name, values in outside_mib(rows, "context").items():
         print(f"| {name} | {len(values)} | {', '.join(map(str, values))} | {median(values):g} |")
     print("\n## The same less the context, with peers: NCCL\n\n| | rows | MiB | median |\n|---|---|---|---|")

@@ -15,7 +15,20 @@ DEFAULT_FACTS = REPOSITORY.parent / "shared" / "data"
 GIB = 2**30
 MIB = 2**20
 
-MODEL_KEYS = ("id", "aliases", "auto_class", "dtype", "params", "params_detail", "verified", "check", "source", "why_unverified", "notes", "config")
+MODEL_KEYS = (
+    "id",
+    "aliases",
+    "auto_class",
+    "dtype",
+    "params",
+    "params_detail",
+    "verified",
+    "check",
+    "source",
+    "why_unverified",
+    "notes",
+    "config",
+)
 
 # Names people use that the facts do not list.
 EXTRA_ALIASES = {
@@ -31,7 +44,18 @@ EXTRA_ALIASES = {
 }
 
 # Cards whose NVLink is an optional bridge between two of them: planned for as PCIe cards. Source: the facts' notes and NVIDIA's data sheets.
-BRIDGED = {"H100-NVL", "A40", "A30", "RTX-A6000", "RTX-A5000", "RTX-3090", "RTX-3090-Ti", "RTX-2080-Ti", "Quadro-RTX-8000", "Titan-RTX"}
+BRIDGED = {
+    "H100-NVL",
+    "A40",
+    "A30",
+    "RTX-A6000",
+    "RTX-A5000",
+    "RTX-3090",
+    "RTX-3090-Ti",
+    "RTX-2080-Ti",
+    "Quadro-RTX-8000",
+    "Titan-RTX",
+}
 
 # Bytes a second in one direction of one lane: transfers a second x coding / 8. Source: PCI Express base specifications 3.0 to 6.0
 # (128b/130b coding up to 5.0; 242 of 256 bytes of a flit are payload in 6.0).
@@ -118,7 +142,9 @@ def gpu_table(row: dict, absolute: int, share: float) -> str:
         "source": row["source"],
     }
     if not known_bytes:
-        values["derived"] = f"the lower of {row['memory_gib']} GiB and nvidia-smi's {row['nvidia_smi_mib']} MiB less {reserve // MIB} MiB"
+        values["derived"] = (
+            f"the lower of {row['memory_gib']} GiB and nvidia-smi's {row['nvidia_smi_mib']} MiB less {reserve // MIB} MiB"
+        )
     if name in BRIDGED and link:
         values["bridge_bytes_per_second"] = link
     if "note" in row:

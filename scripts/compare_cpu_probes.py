@@ -21,9 +21,27 @@ from probes.task import Task
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "results" / "cpu_probes.md"
-METHODS: tuple[MethodName, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation", "online-dpo", "cpo", "orpo", "gkd")
+METHODS: tuple[MethodName, ...] = (
+    "sft",
+    "dpo",
+    "kto",
+    "reward",
+    "grpo",
+    "rloo",
+    "distillation",
+    "online-dpo",
+    "cpo",
+    "orpo",
+    "gkd",
+)
 MODELS = ("tiny-qwen2", "tiny-llama", "tiny-gemma3", "tiny-mixtral")
-LENGTHS = {"max_length": 128, "prompt_length": 32, "max_completion_length": 32, "num_generations": 2, "per_device_train_batch_size": 4}
+LENGTHS = {
+    "max_length": 128,
+    "prompt_length": 32,
+    "max_completion_length": 32,
+    "num_generations": 2,
+    "per_device_train_batch_size": 4,
+}
 # Phases in which a measurement and its dry run differ, and why.
 NAMES: dict[str, str] = {
     "rollout": "the dry run makes the last of a rollout's tokens at once, so its one mask and its positions are as long as they get: it is above, "
@@ -57,7 +75,11 @@ def row(method: str, model: str, measured: Measurement, dry: Trace) -> str:
     if measured.outcome != "fits":
         return f"| {method} | {model} | {measured.outcome}: {measured.message} | {dry.peak_bytes:,} | | |"
     phases = {phase.name: phase.allocated_bytes for phase in measured.ranks[0].phases}
-    by_phase = [f"{phase.name} {phases[phase.name] - phase.total_bytes:+,}" for phase in dry.phases if phases[phase.name] != phase.total_bytes]
+    by_phase = [
+        f"{phase.name} {phases[phase.name] - phase.total_bytes:+,}"
+        for phase in dry.phases
+        if phases[phase.name] != phase.total_bytes
+    ]
     difference = measured.peak_bytes - dry.peak_bytes
     share = f"{difference:+,} ({difference / dry.peak_bytes:+.3%})" if difference else "0"
     return f"| {method} | {model} | {measured.peak_bytes:,} | {dry.peak_bytes:,} | {share} | {', '.join(by_phase)} |"
@@ -82,7 +104,11 @@ def main() -> None:
 
 
 def report(rows: list[str], versions: dict[str, str]) -> str:
-    table = ["| method | model | measured peak | dry run | difference | by phase |", "|---|---|---:|---:|---:|---|", *rows]
+    table = [
+        "| method | model | measured peak | dry run | difference | by phase |",
+        "|---|---|---:|---:|---:|---|",
+        *rows,
+    ]
     names = [f"- **{phase}**: {why}." for phase, why in NAMES.items()]
     libraries = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     return "\n".join([HEAD, f"Versions: {libraries}.", "", *table, "", "## What differs", "", *names, ""])

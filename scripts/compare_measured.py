@@ -38,7 +38,10 @@ SETTINGS: dict[str, dict[str, object]] = {
     "full, checkpointed": {"tuning": "full", "dtype": "float32"},
 }
 # PEFT takes these by name only: its all-linear stops at modules of theirs (results/dry_runs.md).
-TARGETS = {"phimoe": ("q_proj", "k_proj", "v_proj", "o_proj"), "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")}
+TARGETS = {
+    "phimoe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
+}
 HEAD = """# Architectures without formulas: measured layers against the dry run of the whole model
 
 Made by `python scripts/compare_measured.py`: SFT, 4 rows of 512 tokens with padding, sdpa, at full depth. The estimate's activations come from
@@ -61,7 +64,13 @@ GIB = 1 << 30
 
 def allocated_bytes(phases: tuple[PhaseMemory, ...]) -> tuple[int, int]:
     """The heaviest phase of what PyTorch allocates, and its weights."""
-    totals = [(sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_TRACE), phase.components.get("weights", 0)) for phase in phases]
+    totals = [
+        (
+            sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_TRACE),
+            phase.components.get("weights", 0),
+        )
+        for phase in phases
+    ]
     return max(totals)
 
 

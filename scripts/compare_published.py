@@ -128,7 +128,11 @@ def compared(row: Row) -> Compared:
         phase = next(phase for phase in phases if phase.name == "optimizer_step")
         kept = sum(phase.components.get(component, 0) for component in RESIDENT)
         return Compared(row=row, computed_bytes=kept + _workspaces_bytes(row, phase) + _held_bytes(row), phase=phase)
-    outside = 0 if row.quantity in ("process", "over") else context_bytes(row.cluster.gpu) + nccl_bytes(row.candidate, row.cluster.gpu)
+    outside = (
+        0
+        if row.quantity in ("process", "over")
+        else context_bytes(row.cluster.gpu) + nccl_bytes(row.candidate, row.cluster.gpu)
+    )
     slack = phase.components["fragmentation"] if row.quantity == "allocated" else 0
     return Compared(row=row, computed_bytes=phase.total_bytes - outside - slack, phase=phase)
 
@@ -189,9 +193,19 @@ def _assumptions(done: list[Compared]) -> list[str]:
 
 
 def report(done: list[Compared], refused: Counter[str]) -> str:
-    lines = [HEAD, "| group | quantity | rows | median error | mean absolute | worst | under-predicted |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        HEAD,
+        "| group | quantity | rows | median error | mean absolute | worst | under-predicted |",
+        "|---|---|---|---|---|---|---|",
+    ]
     lines += [_summary(group, members) for group, members in groups(done).items()]
-    lines += ["", "## Row by row (GiB on one GPU)", "", "| row | computed | published | error | heaviest phase |", "|---|---|---|---|---|"]
+    lines += [
+        "",
+        "## Row by row (GiB on one GPU)",
+        "",
+        "| row | computed | published | error | heaviest phase |",
+        "|---|---|---|---|---|",
+    ]
     lines += [_line(one) for one in done]
     lines += ["", "## Assumed", "", *_assumptions(done), "", "## Left out", "", "| rows | why |", "|---|---|"]
     lines += [f"| {count} | {why} |" for why, count in (left_out() + refused).most_common()]

@@ -85,7 +85,10 @@ def simulated(name: str, candidate: Candidate) -> Row:
     try:
         trace = dry_run(candidate)
     except Exception as error:  # the library's own refusal of a combination is a row too
-        return {"key": key(name, candidate), "error": f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"}
+        return {
+            "key": key(name, candidate),
+            "error": f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}",
+        }
     phases = {phase.name: phase.total_bytes for phase in trace.phases}
     return {"key": key(name, candidate), "simulated_bytes": trace.peak_bytes, "simulated_phases": phases}
 
@@ -107,7 +110,17 @@ def estimated(row: Row, candidate: Candidate) -> Row:
 
 
 def key(name: str, candidate: Candidate) -> str:
-    shown = ("method", "tuning", "dtype", "per_device_train_batch_size", "row_tokens", "gradient_checkpointing", "padded", "attn_implementation", "lora_r")
+    shown = (
+        "method",
+        "tuning",
+        "dtype",
+        "per_device_train_batch_size",
+        "row_tokens",
+        "gradient_checkpointing",
+        "padded",
+        "attn_implementation",
+        "lora_r",
+    )
     return " ".join([name, *(str(getattr(candidate, field)) for field in shown)])
 
 
@@ -133,7 +146,9 @@ def table(rows: list[Row]) -> str:
     lines += ["", "| candidate | estimated GiB | simulated GiB | error | heaviest phase |", "|---|---|---|---|---|"]
     for row in sorted(good, key=lambda row: -abs(error(row))):
         gib = [float(str(row[side])) / 2**30 for side in ("estimated_bytes", "simulated_bytes")]
-        lines.append(f"| {row['key']} | {gib[0]:.3f} | {gib[1]:.3f} | {100 * error(row):+.2f} % | {row['estimated_phase']} |")
+        lines.append(
+            f"| {row['key']} | {gib[0]:.3f} | {gib[1]:.3f} | {100 * error(row):+.2f} % | {row['estimated_phase']} |"
+        )
     lines += ["", "Refused:", ""] + [f"- {row['key']}: {row['error']}" for row in rows if "error" in row]
     return "\n".join(lines) + "\n"
 
@@ -159,7 +174,11 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="run every row again")
     args = parser.parse_args()
     wanted = {key(*each): each for each in list(candidates())[: args.limit]}
-    known: dict[str, Row] = {} if args.fresh or not ROWS.exists() else {row["key"]: row for row in map(json.loads, ROWS.read_text().splitlines())}
+    known: dict[str, Row] = (
+        {}
+        if args.fresh or not ROWS.exists()
+        else {row["key"]: row for row in map(json.loads, ROWS.read_text().splitlines())}
+    )
     missing = [each for name, each in wanted.items() if name not in known]
     with ProcessPoolExecutor(args.workers) as pool:
         for number, row in enumerate(pool.map(simulated, *zip(*missing, strict=True)) if missing else []):

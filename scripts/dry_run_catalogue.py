@@ -44,10 +44,17 @@ GIB = 2**30
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ADAPTED: dict[str, tuple[str, ...]] = {
     "phimoe": ATTENTION,  # its router is an nn.Linear that returns three tensors
-    "deepseek_v4": ("q_a_proj", "q_b_proj", "kv_proj", "o_b_proj"),  # o_a_proj is an nn.Linear with a forward pass of its own
+    "deepseek_v4": (
+        "q_a_proj",
+        "q_b_proj",
+        "kv_proj",
+        "o_b_proj",
+    ),  # o_a_proj is an nn.Linear with a forward pass of its own
     "nemotron_h": (*ATTENTION, "up_proj", "down_proj"),  # PEFT refuses out_proj and conv1d of Mamba blocks
 }
-WITHOUT_AUX_LOSS = frozenset({"phimoe", "deepseek_v4", "granitemoehybrid"})  # TRL's load balancing reads num_experts, which their configs lack
+WITHOUT_AUX_LOSS = frozenset(
+    {"phimoe", "deepseek_v4", "granitemoehybrid"}
+)  # TRL's load balancing reads num_experts, which their configs lack
 
 Row = dict[str, Any]
 
@@ -74,7 +81,10 @@ def ran(row: ModelRow) -> Row:
         answer["error"] = said(error)
     if row.model_type in ADAPTED or row.model_type in WITHOUT_AUX_LOSS:
         with without_aux_loss(row.model_type):
-            answer["runs"] = [compared(replace(candidate, lora_target_modules=ADAPTED.get(row.model_type, ("all-linear",)))) for candidate in candidates]
+            answer["runs"] = [
+                compared(replace(candidate, lora_target_modules=ADAPTED.get(row.model_type, ("all-linear",))))
+                for candidate in candidates
+            ]
         answer["instead"] = instead(row.model_type)
     return answer
 
@@ -121,7 +131,9 @@ def with_estimates(answer: Row) -> Row:
     if "full_depth" in answer:
         return answer | {"full_depth": answer["full_depth"] | estimated(candidate_of(whole, True))}
     model = few_layers(whole)
-    return answer | {"runs": [run | estimated(candidate_of(model, run["checkpointing"])) for run in answer.get("runs", [])]}
+    return answer | {
+        "runs": [run | estimated(candidate_of(model, run["checkpointing"])) for run in answer.get("runs", [])]
+    }
 
 
 def estimated(candidate: Candidate) -> Row:
@@ -129,14 +141,20 @@ def estimated(candidate: Candidate) -> Row:
         gpu = estimate(candidate, CLUSTER).gpus[0]
     except PlanError as error:
         return {"estimate_error": str(error)}
-    phases = {p.name: sum(size for name, size in p.components.items() if name not in OUTSIDE_THE_TRACE) for p in gpu.phases}
+    phases = {
+        p.name: sum(size for name, size in p.components.items() if name not in OUTSIDE_THE_TRACE) for p in gpu.phases
+    }
     heaviest = max(phases, key=lambda phase: phases[phase])
     return {"estimated_bytes": phases[heaviest], "estimated_phase": heaviest, "estimated_phases": phases}
 
 
 def said(error: Exception) -> str:
     """The first line of what a library says, and where in it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages/" in frame.filename and "/torch/" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages/" in frame.filename and "/torch/" not in frame.filename
+    ]
     where = f" ({frames[-1].filename.split('site-packages/')[-1]}:{frames[-1].lineno})" if frames else ""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:180]}{where}"
@@ -144,7 +162,12 @@ def said(error: Exception) -> str:
 
 def in_a_process(work: Callable[[ModelRow], Row], row: ModelRow) -> Row:
     """A process each, so that nothing of one model is left for the next."""
-    nothing: Row = {"id": row.id, "model_type": row.model_type, "known": row.known, "auto_class": load_model(row.id).auto_class}
+    nothing: Row = {
+        "id": row.id,
+        "model_type": row.model_type,
+        "known": row.known,
+        "auto_class": load_model(row.id).auto_class,
+    }
     with multiprocessing.get_context("fork").Pool(1) as pool:
         try:
             return pool.apply_async(work, (row,)).get(timeout=SECONDS)
@@ -194,7 +217,9 @@ def table(rows: list[Row], full: list[Row]) -> str:
         members = [row for row in (*other, *never) if row["model_type"] == model_type]
         for text_said in dict.fromkeys(row["error"] for row in members):
             alike = [row for row in members if row["error"] == text_said]
-            lines.append(f"| {model_type} | {len(alike)} | {text_said} | {alike[0].get('instead', 'nothing that was tried')} |")
+            lines.append(
+                f"| {model_type} | {len(alike)} | {text_said} | {alike[0].get('instead', 'nothing that was tried')} |"
+            )
     return "\n".join([*lines, "", *by_type(usual), CAUSES, "", *in_full(full), "", *all_rows(rows)]) + "\n"
 
 
@@ -225,7 +250,12 @@ def by_type(rows: list[Row]) -> list[str]:
 
 
 def in_full(full: list[Row]) -> list[str]:
-    lines = ["## At full depth, checkpointed", "", "| model | seconds | simulated GiB | estimated GiB | error |", "|---|---|---|---|---|"]
+    lines = [
+        "## At full depth, checkpointed",
+        "",
+        "| model | seconds | simulated GiB | estimated GiB | error |",
+        "|---|---|---|---|---|",
+    ]
     for row in full:
         if "full_depth" in row:
             lines.append(f"| {row['id']} | {row['full_depth']['seconds']} | {cells_of(row['full_depth'])} |")
@@ -270,11 +300,17 @@ What is known of the differences:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", nargs="*", default=[], metavar="MODEL_TYPE", help="run the models of these types again")
-    parser.add_argument("--full", action="store_true", help="run the smallest model of each type at its full depth (some minutes)")
+    parser.add_argument(
+        "--again", nargs="*", default=[], metavar="MODEL_TYPE", help="run the models of these types again"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="run the smallest model of each type at its full depth (some minutes)"
+    )
     args = parser.parse_args()
     rows = model_rows()
-    torch.set_num_threads(1)  # what has computed with several threads cannot fork: the child waits for threads that it has not
+    torch.set_num_threads(
+        1
+    )  # what has computed with several threads cannot fork: the child waits for threads that it has not
     ran(rows[0])  # imports what all need, once, before the processes fork
     smallest: dict[str, ModelRow] = {}
     for row in rows:
@@ -282,7 +318,11 @@ def main() -> None:
     kept = {key: row for key, row in known_lines().items() if row["model_type"] not in args.again}
     cut = [with_estimates(line(kept, "cut", ran, row)) for row in rows]
     refused = {answer["model_type"] for answer in cut if "error" in answer}
-    wanted = [row for model_type, row in smallest.items() if model_type not in refused and (args.full or ("full", row.id) in kept)]
+    wanted = [
+        row
+        for model_type, row in smallest.items()
+        if model_type not in refused and (args.full or ("full", row.id) in kept)
+    ]
     full = [with_estimates(line(kept, "full", ran_in_full, row)) for row in wanted]
     TABLE.write_text(table(cut, full))
 

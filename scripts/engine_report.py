@@ -11,7 +11,13 @@ from typing import Any
 
 from planner.gpus.catalogue import bare_gpu
 from planner.memory.engine.blocks import block_layout
-from planner.memory.engine.budget import BATCHES_IN_FLIGHT, EngineMemory, EngineRefusal, EngineSettings, engine_or_refusal
+from planner.memory.engine.budget import (
+    BATCHES_IN_FLIGHT,
+    EngineMemory,
+    EngineRefusal,
+    EngineSettings,
+    engine_or_refusal,
+)
 from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
@@ -55,7 +61,9 @@ NO_MODEL = {
 MAX_POSITION_EMBEDDINGS = {"vllm-r1-qwen3-8b-tp4": 131072}
 # What the engine was started with where the log's command does not say: the defaults of vLLM 0.7 to 0.11 (engine/arg_utils.py).
 DEFAULT_MAX_NUM_SEQS = 256
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048  # max_model_len where that is longer, unless the prompt is chunked, which began above 32,768
+DEFAULT_MAX_NUM_BATCHED_TOKENS = (
+    2048  # max_model_len where that is longer, unless the prompt is chunked, which began above 32,768
+)
 CHUNKED_FROM = 32768
 DEFAULT_LORA_RANK = 16
 
@@ -77,7 +85,9 @@ class Row:
     @property
     def max_model_len(self) -> int:
         assert self.model is not None
-        return self.config["max_model_len"] or DEFAULT_MAX_NUM_BATCHED_TOKENS  # the size of the KV cache does not depend on it
+        return (
+            self.config["max_model_len"] or DEFAULT_MAX_NUM_BATCHED_TOKENS
+        )  # the size of the KV cache does not depend on it
 
     @property
     def quantization(self) -> EngineQuantization:
@@ -94,7 +104,9 @@ class Row:
             gpu_memory_utilization=self.config["gpu_memory_utilization"],
             max_model_len=self.max_model_len,
             max_num_seqs=self.config.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS),
-            max_num_batched_tokens=self.config.get("max_num_batched_tokens", max(unset, DEFAULT_MAX_NUM_BATCHED_TOKENS)),
+            max_num_batched_tokens=self.config.get(
+                "max_num_batched_tokens", max(unset, DEFAULT_MAX_NUM_BATCHED_TOKENS)
+            ),
             tensor_parallel_size=self.tensor_parallel_size,
             quantization=self.quantization,
             enforce_eager=self.config.get("enforce_eager", False),
@@ -112,7 +124,9 @@ class Row:
 
     def computed(self) -> EngineMemory | EngineRefusal:
         assert self.model is not None and not self.why_not
-        return engine_or_refusal(self.model, bare_gpu(round(self.measured["total_gpu_memory_gib"] * GIB)), self.settings())
+        return engine_or_refusal(
+            self.model, bare_gpu(round(self.measured["total_gpu_memory_gib"] * GIB)), self.settings()
+        )
 
     def tokens_of(self, kv_cache_gib: float) -> int:
         """KV tokens from the printed size of the KV cache."""
@@ -149,7 +163,9 @@ def _line(row: Row) -> str:
     weights = row.weights_bytes() / GIB
     head = f"| {row.id} | {_cell(weights)} | {_cell(printed['model_weights_gib'])} "
     if row.why_not:
-        return f"{head}| | {_cell(printed['activation_peak_gib'])} | | {_cell(printed['kv_cache_gib'])} | {row.why_not} |"
+        return (
+            f"{head}| | {_cell(printed['activation_peak_gib'])} | | {_cell(printed['kv_cache_gib'])} | {row.why_not} |"
+        )
     answer = row.computed()
     if isinstance(answer, EngineRefusal):
         return f"{head}| | {_cell(printed['activation_peak_gib'])} | refused | {_cell(printed['kv_cache_gib'])} | the engine {printed['outcome']} |"
@@ -175,14 +191,21 @@ def kv_errors(printed_sequences: bool) -> dict[str, float]:
 def budget_shares(errors: dict[str, float]) -> list[float]:
     """Errors in GiB as shares of the budget that the cache is cut from."""
     by_id = {row.id: row for row in rows()}
-    return sorted(error / (by_id[id].measured["total_gpu_memory_gib"] * by_id[id].config["gpu_memory_utilization"]) for id, error in errors.items())
+    return sorted(
+        error / (by_id[id].measured["total_gpu_memory_gib"] * by_id[id].config["gpu_memory_utilization"])
+        for id, error in errors.items()
+    )
 
 
 def _summary(printed_sequences: bool) -> str:
     errors = kv_errors(printed_sequences)
     shares = budget_shares(errors)
     mean = sum(abs(share) for share in shares) / len(shares)
-    which = "print the number of sequences" if printed_sequences else f"do not ({DEFAULT_MAX_NUM_SEQS}, the default, is taken)"
+    which = (
+        "print the number of sequences"
+        if printed_sequences
+        else f"do not ({DEFAULT_MAX_NUM_SEQS}, the default, is taken)"
+    )
     return (
         f"- {len(errors)} rows {which}: KV cache computed less printed, of the engine's budget: median {median(shares):+.1%}, "
         f"mean of the absolute errors {mean:.1%}, from {shares[0]:+.1%} to {shares[-1]:+.1%}."

@@ -21,7 +21,19 @@ SEED, COUNT = 20261122, 300
 METHODS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo")
 GENERATES = ("grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo")
 WITH_VLLM = ("grpo", "rloo", "online-dpo", "distillation")
-GPUS = ("1xT4", "1xRTX-4090", "1xA100-40G", "1xH100", "2xA100-40G", "4xL40S", "8xH100", "8xA100-80G", "2x8xH100", "8xH200", "1xRTX-3050-4G")
+GPUS = (
+    "1xT4",
+    "1xRTX-4090",
+    "1xA100-40G",
+    "1xH100",
+    "2xA100-40G",
+    "4xL40S",
+    "8xH100",
+    "8xA100-80G",
+    "2x8xH100",
+    "8xH200",
+    "1xRTX-3050-4G",
+)
 # Settings and the share of candidates that pin them, in per cent.
 SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "gradient_checkpointing": (40, ("true", "false")),
@@ -41,13 +53,26 @@ SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "offload_optimizer_device": (6, ("cpu",)),
     "fsdp_version": (8, ("2",)),
 }
-VLLM = (("vllm_gpu_memory_utilization", ("0.2", "0.3", "0.5")), ("vllm_tensor_parallel_size", ("1", "2")), ("vllm_enable_sleep_mode", ("true", "false")))
+VLLM = (
+    ("vllm_gpu_memory_utilization", ("0.2", "0.3", "0.5")),
+    ("vllm_tensor_parallel_size", ("1", "2")),
+    ("vllm_enable_sleep_mode", ("true", "false")),
+)
 
 
 def arguments(draw: random.Random, models: list[str]) -> list[str]:
     """One random command line of `plan estimate`; it may contradict itself."""
     method = draw.choice(METHODS)
-    found = ["--model", draw.choice(models), "--gpus", draw.choice(GPUS), "--method", method, "--tuning", draw.choice(("full", "lora", "lora", "qlora"))]
+    found = [
+        "--model",
+        draw.choice(models),
+        "--gpus",
+        draw.choice(GPUS),
+        "--method",
+        method,
+        "--tuning",
+        draw.choice(("full", "lora", "lora", "qlora")),
+    ]
     found += ["--batch-size", draw.choice(("1", "2", "4", "8"))]
     lengths = ("--prompt-length", "--max-completion-length") if method in GENERATES else ("--max-length",)
     for flag in lengths:
@@ -81,7 +106,11 @@ def estimated(argv: list[str]) -> dict[str, object] | None:
 
 
 def lines() -> Iterator[dict[str, object]]:
-    models = [row["id"] for row in map(json.loads, CATALOGUE.read_text().splitlines()) if row.get("params") and _known(row["id"])]
+    models = [
+        row["id"]
+        for row in map(json.loads, CATALOGUE.read_text().splitlines())
+        if row.get("params") and _known(row["id"])
+    ]
     draw, count = random.Random(SEED), 0
     while count < COUNT:
         line = estimated(arguments(draw, models))

@@ -28,7 +28,9 @@ def published_rows() -> list[dict[str, Any]]:
 
 def predicted_seconds(row: dict[str, Any]) -> float:
     """What `throughput` says of one row: its optimizer step, or its rollout where only that was measured."""
-    settings: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row["candidate"].items()}
+    settings: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in row["candidate"].items()
+    }
     candidate = Candidate(model=_model(row), **settings)
     cluster = parse_cluster(row["gpus"], None)
     if "memory_bytes_per_second" in row:
@@ -73,13 +75,18 @@ def report(rows: list[dict[str, Any]]) -> str:
     ]
     groups = {row["group"]: None for row in rows}
     chosen = [(name, [point for point in points if point[0]["group"] == name]) for name in groups]
-    chosen += [("**all, no constant read from them**", [point for point in points if not point[0]["used"]]), ("**all**", points)]
+    chosen += [
+        ("**all, no constant read from them**", [point for point in points if not point[0]["used"]]),
+        ("**all**", points),
+    ]
     for name, part in chosen:
         agreement = rank_agreement([(predicted, measured) for _, predicted, measured in part])
         ratios = [predicted / measured for _, predicted, measured in part]
         lines.append(f"| {name} | {len(part)} | {_spread(ratios)} | {agreement:.0%} |")
     lines += ["", "| row | measured s | predicted s | ratio | |", "|---|---|---|---|---|"]
-    lines += [f"| {row['id']} | {m:.2f} | {p:.2f} | {p / m:.2f} | {'used' if row['used'] else ''} |" for row, p, m in points]
+    lines += [
+        f"| {row['id']} | {m:.2f} | {p:.2f} | {p / m:.2f} | {'used' if row['used'] else ''} |" for row, p, m in points
+    ]
     lines += ["", "Sources:", ""] + [f"- {source}" for source in dict.fromkeys(row["source"] for row in rows)]
     return "\n".join(lines) + "\n"
 

@@ -110,11 +110,15 @@ class Tuning:
 def tiny_model(model_type: str, sizes: tuple[tuple[str, Any], ...], dtype: torch.dtype, tuning: Tuning) -> Any:
     """A random model whose decoder layers learn as `tuning` says."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{key: (list(value) if isinstance(value, tuple) else value) for key, value in sizes})
+    config = AutoConfig.for_model(
+        model_type, **{key: (list(value) if isinstance(value, tuple) else value) for key, value in sizes}
+    )
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     model.train()
     if tuning.lora_r:
-        lora = LoraConfig(r=tuning.lora_r, lora_dropout=tuning.dropout, target_modules="all-linear", task_type="CAUSAL_LM")
+        lora = LoraConfig(
+            r=tuning.lora_r, lora_dropout=tuning.dropout, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = get_peft_model(model, lora, autocast_adapter_dtype=tuning.float32_adapters)
@@ -132,7 +136,9 @@ def adapted_names(model: Any, index: int) -> frozenset[str]:
     return frozenset(name.removesuffix(".base_layer").rpartition(".")[2] for name in wrapped)
 
 
-def arguments(model: Any, layer: Any, rows: int, length: int, padded: bool, attention: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(
+    model: Any, layer: Any, rows: int, length: int, padded: bool, attention: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model passes to `layer`."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config._attn_implementation = attention  # falcon does not listen to set_attn_implementation
@@ -166,7 +172,16 @@ def no_cycles_collected() -> Iterator[None]:
 
 
 def run_layer(
-    model: Any, *, index: int, rows: int, length: int, padded: bool, attention: str, autocast: bool, checkpointed: bool, gradients_exist: bool
+    model: Any,
+    *,
+    index: int,
+    rows: int,
+    length: int,
+    padded: bool,
+    attention: str,
+    autocast: bool,
+    checkpointed: bool,
+    gradients_exist: bool,
 ) -> Truth:
     """Forward and backward pass of decoder layer `index`."""
     layer = decoder_of(model)[index]
@@ -174,7 +189,9 @@ def run_layer(
         args, kwargs = arguments(model, layer, rows, length, padded, attention)
     layer.gradient_checkpointing = checkpointed
     # A GPU's random state is kept in host memory, the CPU's would be counted here.
-    layer._gradient_checkpointing_func = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
+    layer._gradient_checkpointing_func = partial(
+        torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False
+    )
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -184,7 +201,11 @@ def run_layer(
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter) if gradients_exist and parameter.requires_grad else None
     with no_cycles_collected():
-        return measured(forward, args[0].detach(), storages_of([*layer.parameters(), *layer.buffers(), *tree_leaves((args, kwargs))]))
+        return measured(
+            forward,
+            args[0].detach(),
+            storages_of([*layer.parameters(), *layer.buffers(), *tree_leaves((args, kwargs))]),
+        )
 
 
 def storages_of(values: list[Any]) -> set[int]:
@@ -230,7 +251,9 @@ class Event:
 
 def changes(seen: Any, alive: int) -> list[Change]:
     """The allocator's log without the kernels' scratch and without single numbers."""
-    events = sorted(allocator_events(seen.profiler.kineto_results.experimental_event_tree(), ()), key=lambda event: event.time)
+    events = sorted(
+        allocator_events(seen.profiler.kineto_results.experimental_event_tree(), ()), key=lambda event: event.time
+    )
     scratch = scratch_events(events)
     result = []
     for i, event in enumerate(events):

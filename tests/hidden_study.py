@@ -32,7 +32,12 @@ VERSIONS = {"hidden card": "1"}
 
 
 def question() -> Question:
-    job = Job(model=load_model("Qwen2.5-7B"), method="sft", pinned={"lora_r": 16, "gradient_checkpointing": True}, optimize="max-length")
+    job = Job(
+        model=load_model("Qwen2.5-7B"),
+        method="sft",
+        pinned={"lora_r": 16, "gradient_checkpointing": True},
+        optimize="max-length",
+    )
     return Question(job=job, cluster=parse_cluster("1xA100-40G", None), tuning_class="lora")
 
 
@@ -53,7 +58,9 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dying(function: Callable[..., Any], count: int, wanted: Callable[..., bool] = lambda *_: True, before: bool = False) -> Callable[..., Any]:
+def dying(
+    function: Callable[..., Any], count: int, wanted: Callable[..., bool] = lambda *_: True, before: bool = False
+) -> Callable[..., Any]:
     """The function, whose caller is killed before or after the count-th call that is wanted."""
     calls = [0]
 
@@ -77,8 +84,12 @@ def is_measurement(trial: object, key: str, *_: object) -> bool:
 STAGES: dict[str, Callable[[int], None]] = {
     "created": lambda count: setattr(optuna.Trial, "__init__", dying(optuna.Trial.__init__, count)),
     "suggested": lambda count: setattr(optuna.Trial, "_suggest", dying(optuna.Trial._suggest, 6 * count - 3)),
-    "before it was written": lambda count: setattr(optuna.Trial, "set_user_attr", dying(optuna.Trial.set_user_attr, count, is_measurement, before=True)),
-    "written": lambda count: setattr(optuna.Trial, "set_user_attr", dying(optuna.Trial.set_user_attr, count, is_measurement)),
+    "before it was written": lambda count: setattr(
+        optuna.Trial, "set_user_attr", dying(optuna.Trial.set_user_attr, count, is_measurement, before=True)
+    ),
+    "written": lambda count: setattr(
+        optuna.Trial, "set_user_attr", dying(optuna.Trial.set_user_attr, count, is_measurement)
+    ),
     "constrained": lambda count: setattr(optuna.Trial, "set_constraint", dying(optuna.Trial.set_constraint, count)),
     "told": lambda count: setattr(optuna.Study, "tell", dying(optuna.Study.tell, count)),
 }

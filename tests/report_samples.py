@@ -66,7 +66,9 @@ ESTIMATE = Estimate(
     evidence="estimated",
     gpus=(TRAINING,),
     host_peak_bytes=20 * GIB,
-    throughput=Throughput(tokens_per_second=2904.7, step_seconds=14.1, seconds={"rollout": 9.1, "training": 5.0}, evidence="estimated"),
+    throughput=Throughput(
+        tokens_per_second=2904.7, step_seconds=14.1, seconds={"rollout": 9.1, "training": 5.0}, evidence="estimated"
+    ),
     reasons=("TRL loads in float32 unless dtype is set: that would need 14.0 GiB more; the plan sets bfloat16",),
 )
 TOO_LARGE = replace(
@@ -79,7 +81,10 @@ TOO_LARGE = replace(
             TRAINING,
             phases=(
                 *TRAINING.phases[:2],
-                PhaseMemory(name="optimizer_step", components={"weights": 14 * GIB, "gradients": 14 * GIB, "optimizer_states": 28 * GIB}),
+                PhaseMemory(
+                    name="optimizer_step",
+                    components={"weights": 14 * GIB, "gradients": 14 * GIB, "optimizer_states": 28 * GIB},
+                ),
             ),
             interval_bytes=(55 * GIB, 58 * GIB),
         ),
@@ -92,7 +97,11 @@ PLAN = Plan(
     cluster=CLUSTER,
     verdict="fits",
     best=ESTIMATE,
-    alternatives=(Alternative(label="full fine-tuning", estimate=TOO_LARGE, note="cheapest way in: ZeRO-3 with the optimizer on the host"),),
+    alternatives=(
+        Alternative(
+            label="full fine-tuning", estimate=TOO_LARGE, note="cheapest way in: ZeRO-3 with the optimizer on the host"
+        ),
+    ),
     remedies=(),
     more=("max_completion_length 2304 at batch 4; why not more: the backward phase",),
     warnings=("the catalogue has this model's config without its licence",),

@@ -79,7 +79,10 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc]
     def backward_ends(self, optimizer: Any) -> None:
         """The last gradients are about to be reduced: those that stay, and those that stood on the bucket left out."""
         held = [parameter.grad for parameter in self.trainer.model.parameters()]
-        held += [optimizer.grads_in_partition, *(gradient for group in optimizer.all_grad_tensors.values() for gradient in group or ())]
+        held += [
+            optimizer.grads_in_partition,
+            *(gradient for group in optimizer.all_grad_tensors.values() for gradient in group or ()),
+        ]
         found = storages(held)
         for address in storages(buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer):
             found.pop(address, None)
@@ -96,16 +99,43 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         model, optimizer = self.trainer.model, self.trainer.optimizer
-        inner = optimizer.optimizer if self.trainer.accelerator.distributed_type != DistributedType.DEEPSPEED else self.trainer.model_wrapped.optimizer
+        inner = (
+            optimizer.optimizer
+            if self.trainer.accelerator.distributed_type != DistributedType.DEEPSPEED
+            else self.trainer.model_wrapped.optimizer
+        )
         parameters = list(model.parameters())
-        trained = storages(each for one in parameters if one.requires_grad for each in (one.data, getattr(one, "ds_tensor", None)))
-        frozen = storages(each for one in parameters if not one.requires_grad for each in (one.data, getattr(one, "ds_tensor", None)))
-        masters = [*getattr(inner, "single_partition_of_fp32_groups", ()), *getattr(inner, "fp32_partitioned_groups_flat", ())]
+        trained = storages(
+            each for one in parameters if one.requires_grad for each in (one.data, getattr(one, "ds_tensor", None))
+        )
+        frozen = storages(
+            each for one in parameters if not one.requires_grad for each in (one.data, getattr(one, "ds_tensor", None))
+        )
+        masters = [
+            *getattr(inner, "single_partition_of_fp32_groups", ()),
+            *getattr(inner, "fp32_partitioned_groups_flat", ()),
+        ]
         state = getattr(inner, "optimizer", inner).state
-        states = storages([*masters, *(value for row in state.values() for value in row.values() if isinstance(value, torch.Tensor))])
-        buckets = storages(bucket.buffer for bucket in getattr(inner, "ipg_buckets", {}).values() if isinstance(getattr(bucket, "buffer", None), torch.Tensor))
-        others = {address: size for address, size in numbers().items() if address not in trained | frozen | states | buckets | self.kept_gradients}
-        for name, found in {"trained": trained, "frozen": frozen, "optimizer_states": states, "buckets": buckets, "others": others}.items():
+        states = storages(
+            [*masters, *(value for row in state.values() for value in row.values() if isinstance(value, torch.Tensor))]
+        )
+        buckets = storages(
+            bucket.buffer
+            for bucket in getattr(inner, "ipg_buckets", {}).values()
+            if isinstance(getattr(bucket, "buffer", None), torch.Tensor)
+        )
+        others = {
+            address: size
+            for address, size in numbers().items()
+            if address not in trained | frozen | states | buckets | self.kept_gradients
+        }
+        for name, found in {
+            "trained": trained,
+            "frozen": frozen,
+            "optimizer_states": states,
+            "buckets": buckets,
+            "others": others,
+        }.items():
             self.look(name, found)
 
     def look(self, name: str, found: Storages) -> None:
@@ -127,9 +157,15 @@ def trainer_of(candidate: Candidate, folder: Path) -> Any:
         bf16=candidate.precision == "bf16", optim=candidate.optim, max_length=candidate.max_length, dataset_kwargs={"skip_prepare_dataset": True},
         report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
-    adapters = LoraConfig(r=candidate.lora_r, target_modules="all-linear", task_type="CAUSAL_LM") if candidate.tuning == "lora" else None
+    adapters = (
+        LoraConfig(r=candidate.lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
+        if candidate.tuning == "lora"
+        else None
+    )
     data = datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
-    return trl.SFTTrainer(model=built(candidate), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters)
+    return trl.SFTTrainer(
+        model=built(candidate), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters
+    )
 
 
 def run(candidate: Candidate, folder: Path) -> dict[str, list[int]]:
@@ -171,7 +207,14 @@ def forked(case: dict[str, Any], folder: Path) -> list[int]:
     for rank in range(PROCESSES):
         child = os.fork()
         if child == 0:
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            world = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": PROCESSES,
+                "LOCAL_WORLD_SIZE": PROCESSES,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             os.environ.update(case["environment"] | {name: str(value) for name, value in world.items()})
             code = 1
             try:

@@ -32,7 +32,14 @@ SIZES: dict[str, Any] = {
 }
 OWN_KEYS = {**SIZES, "num_key_value_heads": 6}
 GPT2 = {"vocab_size": 96, "n_embd": 48, "n_layer": 1, "n_head": 6}
-OPT = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "ffn_dim": 112, "word_embed_proj_dim": 48}
+OPT = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "ffn_dim": 112,
+    "word_embed_proj_dim": 48,
+}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 DEEPSEEK = {
     **OWN_KEYS,
@@ -60,7 +67,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**SIZES, "head_dim": 16, "sliding_window": 16}),
     "gemma": ("gemma", {**SIZES, "head_dim": 16}),
     "gemma2": ("gemma2", {**SIZES, "head_dim": 16, "sliding_window": 16}),
-    "gemma3": ("gemma3_text", {**SIZES, "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 16, "layer_types": ("sliding_attention", "full_attention")}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **SIZES,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "sliding_window": 16,
+            "layer_types": ("sliding_attention", "full_attention"),
+        },
+    ),
     "phi": ("phi", OWN_KEYS),
     "phi3": ("phi3", {**SIZES, "pad_token_id": 0}),
     "gpt2": ("gpt2", {**GPT2, "resid_pdrop": 0.0, "attn_pdrop": 0.0}),
@@ -87,7 +103,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 56}),
     "qwen3_moe": ("qwen3_moe", {**SIZES, **EXPERTS, "head_dim": 16}),
     "olmoe": ("olmoe", {**SIZES, "num_experts": 5, "num_experts_per_tok": 2}),
-    "gpt_oss": ("gpt_oss", {**SIZES, "num_hidden_layers": 2, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **SIZES,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+        },
+    ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None}),
 }
@@ -141,7 +167,9 @@ class Case:
 @lru_cache(maxsize=64)
 def shape(model: str) -> ModelShape:
     model_type, sizes = MODELS[model]
-    config = AutoConfig.for_model(model_type, **{key: list(value) if isinstance(value, tuple) else value for key, value in sizes.items()})
+    config = AutoConfig.for_model(
+        model_type, **{key: list(value) if isinstance(value, tuple) else value for key, value in sizes.items()}
+    )
     return shape_of(config.to_dict(), id=model)
 
 
@@ -225,7 +253,15 @@ def layers_of(model: str) -> list[int]:
 
 
 EXACT_CASES = [
-    Case(model=model, index=index, tuning=tuning, precision=precision, attention=attention, padded=padded, checkpointed=checkpointed)
+    Case(
+        model=model,
+        index=index,
+        tuning=tuning,
+        precision=precision,
+        attention=attention,
+        padded=padded,
+        checkpointed=checkpointed,
+    )
     for model in ("llama", "qwen3", "gemma3", "mixtral")
     for index in layers_of(model)
     for tuning in TUNINGS
@@ -243,11 +279,20 @@ def test_a_layer_needs_every_byte_that_the_real_one_does(case: Case) -> None:
     truth = assert_equal_to_the_byte(case)
     if not case.checkpointed:
         output = case.rows * case.length * case.layer.hidden_size * DTYPES[case.precision].itemsize
-        assert truth.kept - truth.packed in (0, output)  # what the hooks see, and the output where the input is kept as well
+        assert truth.kept - truth.packed in (
+            0,
+            output,
+        )  # what the hooks see, and the output where the input is kept as well
 
 
-ANGLES_OF_THEIR_OWN = ("glm", "glm4", "ernie4_5")  # each layer makes cos and sin again, one row for all rows: counted for every row
-OTHERS = [model for model in MODELS if model not in ("llama", "qwen3", "gemma3", "mixtral", *FALCONS, *ANGLES_OF_THEIR_OWN)]
+ANGLES_OF_THEIR_OWN = (
+    "glm",
+    "glm4",
+    "ernie4_5",
+)  # each layer makes cos and sin again, one row for all rows: counted for every row
+OTHERS = [
+    model for model in MODELS if model not in ("llama", "qwen3", "gemma3", "mixtral", *FALCONS, *ANGLES_OF_THEIR_OWN)
+]
 ONE_ROW = (*ANGLES_OF_THEIR_OWN, "deepseek_v2", "deepseek_v3")  # so is the causal triangle of the fallback kernel
 NO_SDPA = ("gemma2", "gpt_oss")
 DROPOUT = ("gpt2-dropout",)  # the CPU has no fused kernel with dropout
@@ -260,7 +305,9 @@ def kernels(model: str) -> tuple[Literal["sdpa", "eager"], ...]:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(model=model, index=index, attention=attention, checkpointed=checkpointed, rows=1 if model in ONE_ROW else 2)
+        Case(
+            model=model, index=index, attention=attention, checkpointed=checkpointed, rows=1 if model in ONE_ROW else 2
+        )
         for model in (*OTHERS, *ANGLES_OF_THEIR_OWN)
         for index in layers_of(model)
         for attention in kernels(model)
@@ -279,7 +326,9 @@ def test_falcon_saves_every_byte(model: str, attention: Literal["sdpa", "eager"]
     case = Case(model=model, attention=attention)
     truth, memory = real(case), estimated(case)
     assert kept(case, memory) == truth.kept
-    assert both_peaks(case, memory)[1] == pytest.approx(truth.backward_peak, rel=0.001)  # its biases are added by themselves
+    assert both_peaks(case, memory)[1] == pytest.approx(
+        truth.backward_peak, rel=0.001
+    )  # its biases are added by themselves
 
 
 # Peaks of routers and adapters on experts are within this: small temporaries of the routing are not all written down.
@@ -289,7 +338,14 @@ SMALL_TEMPORARIES = 0.03
 @pytest.mark.parametrize(
     "case",
     [
-        Case(model=model, index=index, tuning=tuning, precision=precision, attention=kernels(model)[-1], rows=1 if model in ONE_ROW else 2)
+        Case(
+            model=model,
+            index=index,
+            tuning=tuning,
+            precision=precision,
+            attention=kernels(model)[-1],
+            rows=1 if model in ONE_ROW else 2,
+        )
         for model in (*OTHERS, *ANGLES_OF_THEIR_OWN)
         for index in layers_of(model)
         for tuning, precision in (("lora", "float32"), ("lora-bf16", "bfloat16"))
@@ -309,7 +365,17 @@ def test_adapters_save_the_same_bytes_in_every_family(case: Case) -> None:
 def test_one_run_of_the_tape_answers_for_other_sizes(
     model: str, tuning: str, checkpointed: bool, attention: Literal["sdpa", "eager"], rows: int, length: int
 ) -> None:
-    assert_equal_to_the_byte(Case(model=model, tuning=tuning, attention=attention, checkpointed=checkpointed, rows=rows, length=length, padded=rows > 1))
+    assert_equal_to_the_byte(
+        Case(
+            model=model,
+            tuning=tuning,
+            attention=attention,
+            checkpointed=checkpointed,
+            rows=rows,
+            length=length,
+            padded=rows > 1,
+        )
+    )
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
@@ -317,7 +383,9 @@ def test_one_run_of_the_tape_answers_for_other_sizes(
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_first_step_keeps_its_gradients(model: str, tuning: str, precision: Precision, checkpointed: bool) -> None:
-    assert_equal_to_the_byte(Case(model=model, tuning=tuning, precision=precision, checkpointed=checkpointed, gradients_exist=False))
+    assert_equal_to_the_byte(
+        Case(model=model, tuning=tuning, precision=precision, checkpointed=checkpointed, gradients_exist=False)
+    )
 
 
 # One llama layer, 64 tokens, 256 features, 8 heads, 704 in the MLP: bytes measured by another program than ours, before this one was written.
@@ -330,8 +398,17 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("weight_width, autocast_width, adapters", list(MEASURED))
-def test_saved_bytes_of_a_llama_layer_are_what_was_measured(weight_width: int, autocast_width: int, adapters: str) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 1, "vocab_size": 96}
+def test_saved_bytes_of_a_llama_layer_are_what_was_measured(
+    weight_width: int, autocast_width: int, adapters: str
+) -> None:
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 96,
+    }
     layer = shape_of(AutoConfig.for_model("llama", **sizes).to_dict(), id="measured").layers[0]
     recipe = Recipe(
         weight_width=weight_width,
@@ -355,13 +432,36 @@ def test_int8_inputs_stay_under_checkpointing() -> None:
     layer = shape("llama").layers[0]
     names = frozenset(linear.name for linear in layer.linears)
     plain = Recipe(weight_width=2, autocast_width=2, trainable=False, lora_r=8, lora_targets=names, adapter_width=2)
-    int8 = Recipe(weight_width=2, autocast_width=2, trainable=False, lora_r=8, lora_targets=names, adapter_width=2, quantized="8bit")
-    inputs = 2 * (2 * layer.hidden_size + layer.attention.q_dim + 112)  # two norms, the attention's output, the MLP's product
-    assert layer_memory(layer, int8, True).checkpoint.total[0] - layer_memory(layer, plain, True).checkpoint.total[0] == inputs
+    int8 = Recipe(
+        weight_width=2,
+        autocast_width=2,
+        trainable=False,
+        lora_r=8,
+        lora_targets=names,
+        adapter_width=2,
+        quantized="8bit",
+    )
+    inputs = 2 * (
+        2 * layer.hidden_size + layer.attention.q_dim + 112
+    )  # two norms, the attention's output, the MLP's product
+    assert (
+        layer_memory(layer, int8, True).checkpoint.total[0] - layer_memory(layer, plain, True).checkpoint.total[0]
+        == inputs
+    )
 
 
 def test_flash_attention_sums_its_gradients_in_float32_on_a_gpu() -> None:
     layer = shape("llama").layers[0]
     attention = layer.attention
-    wanted = 4 * 6 + 4 * 6 * 32 + 2 * 2 * attention.q_dim  # softmax_d, dq of heads rounded up to 32, dk and dv of every query head
-    assert sum(features * (width or 2) for features, width in backward_workspace(Recipe(weight_width=2, autocast_width=2, trainable=True), attention)) == wanted
+    wanted = (
+        4 * 6 + 4 * 6 * 32 + 2 * 2 * attention.q_dim
+    )  # softmax_d, dq of heads rounded up to 32, dk and dv of every query head
+    assert (
+        sum(
+            features * (width or 2)
+            for features, width in backward_workspace(
+                Recipe(weight_width=2, autocast_width=2, trainable=True), attention
+            )
+        )
+        == wanted
+    )

@@ -60,7 +60,11 @@ def test_free_neighbours_are_joined() -> None:
 
 
 def test_a_full_card_gives_free_segments_back_before_it_raises() -> None:
-    assert reserved((0, 60 * MIB), (0, -60 * MIB), (1, 70 * MIB), card_bytes=100 * MIB) == (60 * MIB, 60 * MIB, 70 * MIB)
+    assert reserved((0, 60 * MIB), (0, -60 * MIB), (1, 70 * MIB), card_bytes=100 * MIB) == (
+        60 * MIB,
+        60 * MIB,
+        70 * MIB,
+    )
 
 
 def test_running_out_says_the_figures_of_the_message() -> None:
@@ -112,11 +116,21 @@ def test_slack_of_expandable_segments_is_less_than_a_page() -> None:
 
 
 def made(index: int, mebibytes: int, phase: Phase, died: int = STAYS) -> Allocation:
-    return Allocation(size_bytes=mebibytes * MIB, born=index, died=died, phase=phase, component="transients", operator="aten.mm.default", module="")
+    return Allocation(
+        size_bytes=mebibytes * MIB,
+        born=index,
+        died=died,
+        phase=phase,
+        component="transients",
+        operator="aten.mm.default",
+        module="",
+    )
 
 
 # weights of 60 MiB, 30 MiB in the forward that die with it (event 3), 48 MiB in the backward
-STEP = Trace(allocations=(made(0, 60, "load"), made(1, 30, "forward", died=2), made(3, 48, "backward")), phase_starts=())
+STEP = Trace(
+    allocations=(made(0, 60, "load"), made(1, 30, "forward", died=2), made(3, 48, "backward")), phase_starts=()
+)
 
 
 # Of several processes each loads onto the host, and moves one tensor after the other.
@@ -137,15 +151,23 @@ def test_each_phase_reserves_what_the_ones_before_have_left() -> None:
 
 
 def test_weights_that_one_process_loads_lie_side_by_side_in_one_segment() -> None:
-    weights = tuple(replace(made(index, 0, "load"), size_bytes=11 * MIB + 512, component="weights") for index in range(4))
-    assert [reserved_of(Trace(allocations=weights, phase_starts=()), case, load_gpu("T4"), 0).most["load"] for case in (IN_SEVERAL, ALONE)] == [
+    weights = tuple(
+        replace(made(index, 0, "load"), size_bytes=11 * MIB + 512, component="weights") for index in range(4)
+    )
+    assert [
+        reserved_of(Trace(allocations=weights, phase_starts=()), case, load_gpu("T4"), 0).most["load"]
+        for case in (IN_SEVERAL, ALONE)
+    ] == [
         4 * 12 * MIB,
         46 * MIB,
     ]
 
 
 def test_of_quantized_weights_the_statistics_are_not_taken_in_one_piece() -> None:
-    packed, statistics = (replace(made(index, 60, "load"), component="weights", module=f"layer.{name}") for index, name in enumerate(("weight", "absmax")))
+    packed, statistics = (
+        replace(made(index, 60, "load"), component="weights", module=f"layer.{name}")
+        for index, name in enumerate(("weight", "absmax"))
+    )
     trace = Trace(allocations=(packed, statistics), phase_starts=())
     assert warm_up_bytes(trace, ALONE, load_gpu("T4")) == 60 * MIB
     assert warm_up_bytes(trace, IN_SEVERAL, load_gpu("T4")) == 0

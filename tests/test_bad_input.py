@@ -8,7 +8,14 @@ import pytest
 
 from planner.cli import run
 
-LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
 
 
 def asked(model: str = "Qwen2.5-7B", gpus: str = "2xA100-40G", method: str = "grpo") -> list[str]:
@@ -49,9 +56,15 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (asked(method="pretrain"), "Unknown method 'pretrain'. It can be sft, dpo"),
         ([*asked(), "--tuning", ""], "--tuning is empty."),
         ([*asked(), "--tuning", "adapter"], "Unknown tuning class 'adapter'. It can be auto, full, lora, qlora."),
-        ([*asked(), "--risk", "nan"], "--risk must be a probability from 0.000001 to below 0.5, such as 0.01, not nan."),
+        (
+            [*asked(), "--risk", "nan"],
+            "--risk must be a probability from 0.000001 to below 0.5, such as 0.01, not nan.",
+        ),
         ([*asked(), "--risk", "1e-300"], "--risk must be a probability"),
-        ([*asked(), "--free-memory", "30"], "--free-memory 30 is not between 1 GiB and the 39.49 GiB of A100-40G. Did you mean 30GiB?"),
+        (
+            [*asked(), "--free-memory", "30"],
+            "--free-memory 30 is not between 1 GiB and the 39.49 GiB of A100-40G. Did you mean 30GiB?",
+        ),
         ([*asked(), "--trl-version", "nonsense"], "'nonsense' is no TRL release."),
         ([*asked(), "--trl-version", "99.9"], "--trl-version 99.9 is newer than 1.16, the newest"),
         ([*asked(), "--max-length", "many"], "max_length must be a whole number, not many."),
@@ -60,8 +73,14 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ([*asked(), "--batch-size", "99999999"], "per_device_train_batch_size must be at most 1,000,000"),
         ([*asked(), "--lora-r", "0"], "lora_r must be at least 1, not 0."),
         ([*asked(), "--lora-r", "16,x,64"], "--lora-r 16,x,64 is no list of ranks. Write them as 16,32,64."),
-        ([*asked(), "--effective-batch-size", "7"], "--effective-batch-size 7 is not made of whole samples on 2 GPUs and groups of 8. Use 8."),
-        ([*asked(method="sft"), "--effective-batch-size", "7"], "--effective-batch-size 7 is not made of whole samples on 2 GPUs. Use 6 or 8."),
+        (
+            [*asked(), "--effective-batch-size", "7"],
+            "--effective-batch-size 7 is not made of whole samples on 2 GPUs and groups of 8. Use 8.",
+        ),
+        (
+            [*asked(method="sft"), "--effective-batch-size", "7"],
+            "--effective-batch-size 7 is not made of whole samples on 2 GPUs. Use 6 or 8.",
+        ),
         (
             [*asked(method="sft"), "--effective-batch-size", "8", "--batch-size", "3"],
             "--effective-batch-size 8 is not made of whole micro-batches of 3 on 2 GPUs. Use 6 or 12.",
@@ -92,11 +111,27 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         ),
         (asked(), "packing=true", "grpo has no packing, which is a setting of sft."),
         (asked(method="kto"), "padding_free=true", "kto has no padding_free, which is a setting of sft, dpo."),
-        (asked(method="sft"), "teacher_model_name_or_path=gpt2", "sft has no teacher_model, which is a setting of gkd, distillation."),
+        (
+            asked(method="sft"),
+            "teacher_model_name_or_path=gpt2",
+            "sft has no teacher_model, which is a setting of gkd, distillation.",
+        ),
         (asked(method="sft"), "vllm_mode=colocate", "sft does not generate with vLLM."),
-        (asked(method="sft"), "vllm_enable_sleep_mode=true", "sft has no vllm_enable_sleep_mode, which is a setting of grpo"),
-        (asked(gpus="1xH100"), "vllm_mode=server", "A vLLM server on 1 of 1 GPUs leaves none for the trainer. Use --set vllm_mode=colocate."),
-        (asked(gpus="8xH100"), "vllm_mode=server num_processes=8", "num_processes 8 and a vLLM server on 1 of the same 8 GPUs would share cards"),
+        (
+            asked(method="sft"),
+            "vllm_enable_sleep_mode=true",
+            "sft has no vllm_enable_sleep_mode, which is a setting of grpo",
+        ),
+        (
+            asked(gpus="1xH100"),
+            "vllm_mode=server",
+            "A vLLM server on 1 of 1 GPUs leaves none for the trainer. Use --set vllm_mode=colocate.",
+        ),
+        (
+            asked(gpus="8xH100"),
+            "vllm_mode=server num_processes=8",
+            "num_processes 8 and a vLLM server on 1 of the same 8 GPUs would share cards",
+        ),
         (
             asked(gpus="8xH100"),
             "vllm_mode=server vllm_tensor_parallel_size=3",
@@ -107,31 +142,95 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "vllm_mode=colocate vllm_tensor_parallel_size=2 num_generations=2",
             "vllm_tensor_parallel_size 2 does not divide the 3 processes. Use 1.",
         ),
-        (asked(gpus="8xH100"), "vllm_mode=server vllm_enable_sleep_mode=true", "vllm_enable_sleep_mode is for a colocated engine"),
-        (asked(), "use_vllm=false vllm_gpu_memory_utilization=0.5", "vllm_gpu_memory_utilization is read with vLLM only"),
+        (
+            asked(gpus="8xH100"),
+            "vllm_mode=server vllm_enable_sleep_mode=true",
+            "vllm_enable_sleep_mode is for a colocated engine",
+        ),
+        (
+            asked(),
+            "use_vllm=false vllm_gpu_memory_utilization=0.5",
+            "vllm_gpu_memory_utilization is read with vLLM only",
+        ),
         (asked("gpt2", "1xT4", "sft"), "bf16=true", "T4 has no bfloat16"),
-        (asked("gpt2", "1xT4", "sft"), "dtype=bfloat16", "T4 has no bfloat16, so dtype=bfloat16 cannot be had there. Use --set dtype=float16"),
-        (asked("gpt2", "1xV100-16G", "sft"), "attn_implementation=flash_attention_2", "flash_attention_2 does not run on V100-16G."),
-        (asked("gpt-oss-20b", "8xH100", "sft"), "attn_implementation=sdpa", "openai/gpt-oss-20b has attention sinks, which sdpa does not know."),
+        (
+            asked("gpt2", "1xT4", "sft"),
+            "dtype=bfloat16",
+            "T4 has no bfloat16, so dtype=bfloat16 cannot be had there. Use --set dtype=float16",
+        ),
+        (
+            asked("gpt2", "1xV100-16G", "sft"),
+            "attn_implementation=flash_attention_2",
+            "flash_attention_2 does not run on V100-16G.",
+        ),
+        (
+            asked("gpt-oss-20b", "8xH100", "sft"),
+            "attn_implementation=sdpa",
+            "openai/gpt-oss-20b has attention sinks, which sdpa does not know.",
+        ),
         (asked(method="sft"), "fp16=true bf16=true", "fp16=True and bf16=True contradict each other."),
         ([*asked(method="sft"), "--tuning", "full"], "dtype=float16", "float16 weights cannot be trained in full"),
         ([*asked(method="sft"), "--tuning", "full"], "load_in_4bit=true", "--tuning full cannot be quantized"),
-        ([*asked(method="sft"), "--tuning", "full"], "lora_r=8", "lora_r needs adapters, and full fine-tuning has none."),
+        (
+            [*asked(method="sft"), "--tuning", "full"],
+            "lora_r=8",
+            "lora_r needs adapters, and full fine-tuning has none.",
+        ),
         ([*asked(method="sft"), "--tuning", "lora"], "use_peft=false", "--tuning lora contradicts use_peft=false."),
-        ([*asked(method="sft"), "--tuning", "lora"], "load_in_4bit=true", "--tuning lora contradicts a quantized load. Use --tuning qlora."),
-        (asked(method="sft"), "load_in_4bit=true load_in_8bit=true", "load_in_4bit=True and load_in_8bit=True contradict each other."),
+        (
+            [*asked(method="sft"), "--tuning", "lora"],
+            "load_in_4bit=true",
+            "--tuning lora contradicts a quantized load. Use --tuning qlora.",
+        ),
+        (
+            asked(method="sft"),
+            "load_in_4bit=true load_in_8bit=true",
+            "load_in_4bit=True and load_in_8bit=True contradict each other.",
+        ),
         (asked(method="sft"), "quant_method=gptq", "Qwen/Qwen2.5-7B is not a gptq checkpoint"),
-        (asked("Qwen2.5-7B-Instruct-GPTQ-Int4", method="sft"), "load_in_4bit=true", "Qwen2.5-7B-Instruct-GPTQ-Int4 is quantized already (gptq)"),
-        (asked("Qwen2.5-7B-Instruct-GPTQ-Int4", method="sft"), "use_peft=false", "Qwen2.5-7B-Instruct-GPTQ-Int4 is quantized (gptq)"),
-        (asked(method="sft"), "offload_param=true sharding=ddp", "Only ZeRO-3 and FSDP move parameters to the host, not ddp. Add --set zero_stage=3."),
-        (asked(method="sft"), "offload_param_device=cpu", "Only ZeRO-3 and FSDP move parameters to the host. Add --set zero_stage=3."),
-        (asked(method="sft"), "offload_optimizer=true sharding=fsdp2", "Only DeepSpeed moves the optimizer alone to the host, not fsdp2. Use --set fsdp_"),
+        (
+            asked("Qwen2.5-7B-Instruct-GPTQ-Int4", method="sft"),
+            "load_in_4bit=true",
+            "Qwen2.5-7B-Instruct-GPTQ-Int4 is quantized already (gptq)",
+        ),
+        (
+            asked("Qwen2.5-7B-Instruct-GPTQ-Int4", method="sft"),
+            "use_peft=false",
+            "Qwen2.5-7B-Instruct-GPTQ-Int4 is quantized (gptq)",
+        ),
+        (
+            asked(method="sft"),
+            "offload_param=true sharding=ddp",
+            "Only ZeRO-3 and FSDP move parameters to the host, not ddp. Add --set zero_stage=3.",
+        ),
+        (
+            asked(method="sft"),
+            "offload_param_device=cpu",
+            "Only ZeRO-3 and FSDP move parameters to the host. Add --set zero_stage=3.",
+        ),
+        (
+            asked(method="sft"),
+            "offload_optimizer=true sharding=fsdp2",
+            "Only DeepSpeed moves the optimizer alone to the host, not fsdp2. Use --set fsdp_",
+        ),
         (asked(method="sft"), "distributed_type=NO", "distributed_type=NO is one process, and there are 2 GPUs."),
         (asked(method="sft"), "num_processes=3", "num_processes 3 needs as many GPUs, and there are 2."),
         (asked(gpus="2x8xH100", method="sft"), "num_machines=3", "num_machines 3 contradicts --gpus, which has 2"),
-        (asked(method="sft"), "lora_target_modules=foo", "lora_target_modules foo match no module of Qwen/Qwen2.5-7B: it has down_proj"),
-        (asked(method="sft"), "every_n_layers=4 gradient_checkpointing=false", "every_n_layers is a detail of gradient_checkpointing, which is false."),
-        (asked("gpt2", method="sft"), "max_length=4096", "max_length 4,096 is longer than the 1,024 positions that openai-community/gpt2 has learned."),
+        (
+            asked(method="sft"),
+            "lora_target_modules=foo",
+            "lora_target_modules foo match no module of Qwen/Qwen2.5-7B: it has down_proj",
+        ),
+        (
+            asked(method="sft"),
+            "every_n_layers=4 gradient_checkpointing=false",
+            "every_n_layers is a detail of gradient_checkpointing, which is false.",
+        ),
+        (
+            asked("gpt2", method="sft"),
+            "max_length=4096",
+            "max_length 4,096 is longer than the 1,024 positions that openai-community/gpt2 has learned.",
+        ),
     ],
 )
 def test_a_setting_that_contradicts_is_refused(question, settings, message, capsys):
@@ -163,10 +262,16 @@ def test_a_file_that_is_no_config_json_is_refused(content, message, tmp_path, ca
 def test_a_model_without_formulas_needs_the_extra_that_measures_its_layers(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "probes.layers.coefficients", None)
     said = refused(asked(model="google/gemma-4-12B", method="sft"), capsys)
-    assert "google/gemma-4-12B (gemma4_unified) has no formulas here, and measuring its layers needs the extra dryrun (pip install" in said
+    assert (
+        "google/gemma-4-12B (gemma4_unified) has no formulas here, and measuring its layers needs the extra dryrun (pip install"
+        in said
+    )
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "bamba"}), encoding="utf-8")
     said = refused(asked(model=str(tmp_path), method="sft"), capsys)
-    assert f"{tmp_path.name} (bamba) has no formulas here, and measuring its layers needs the extra dryrun (pip install" in said
+    assert (
+        f"{tmp_path.name} (bamba) has no formulas here, and measuring its layers needs the extra dryrun (pip install"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,12 +298,17 @@ def test_a_file_that_is_no_trl_config_is_refused(content, message, tmp_path, cap
     assert message in refused(["estimate", "--config", str(file), *asked(method="sft")], capsys)
 
 
-@pytest.mark.parametrize(("model", "model_type"), [("gemma-3-4b-it", "gemma3"), ("Mixtral-8x7B-v0.1", "mixtral"), ("Phi-4", "phi3")])
+@pytest.mark.parametrize(
+    ("model", "model_type"), [("gemma-3-4b-it", "gemma3"), ("Mixtral-8x7B-v0.1", "mixtral"), ("Phi-4", "phi3")]
+)
 def test_adapters_that_peft_has_no_default_for_are_refused(model, model_type, tmp_path, capsys):
     file = tmp_path / "train.yaml"
     file.write_text("use_peft: true\n")
     message = refused(["estimate", "--config", str(file), *asked(model=model, method="sft")], capsys)
-    assert message == f"PEFT has no default lora_target_modules for {model_type}. Name them in the config, such as lora_target_modules: all-linear."
+    assert (
+        message
+        == f"PEFT has no default lora_target_modules for {model_type}. Name them in the config, such as lora_target_modules: all-linear."
+    )
 
 
 @pytest.mark.parametrize("path", ["/", "none.yaml"])

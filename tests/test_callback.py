@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -64,7 +64,13 @@ def one_thread() -> Iterator[None]:
 
 def small_model() -> Any:
     config = transformers.Qwen2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
     )
     return transformers.Qwen2ForCausalLM(config)
 
@@ -102,7 +108,12 @@ def memory(peaks: Callable[[int], int], outside: int = 500 * MIB) -> RunMemory:
 
     def read() -> Reading:
         allocated = peaks(next(readings))
-        return Reading(peak_allocated_bytes=allocated, peak_reserved_bytes=allocated + 2 * MIB, outside_bytes=outside, allocator={"num_ooms": 0})
+        return Reading(
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=allocated + 2 * MIB,
+            outside_bytes=outside,
+            allocator={"num_ooms": 0},
+        )
 
     return RunMemory(gpu=GPU, read=read)
 
@@ -140,7 +151,9 @@ class TestRuns:
 
     def test_a_run_above_the_plan_says_so_once_and_goes_on(self, tmp_path, said, candidate):
         plan = expected_of(8 * GIB, (7 * GIB, 9 * GIB), candidate)
-        run = trainer(tmp_path, MemoryPlanCallback(plan, memory=memory(lambda number: 10 * GIB + number * MIB), say=said.append))
+        run = trainer(
+            tmp_path, MemoryPlanCallback(plan, memory=memory(lambda number: 10 * GIB + number * MIB), say=said.append)
+        )
         run.train()
         assert run.state.global_step == STEPS
         (line,) = said
@@ -154,18 +167,32 @@ class TestRuns:
         assert line.startswith("the first 3 steps needed 1.5 GiB of RTX-3090, less than the ")
 
     def test_without_a_plan_the_estimate_is_made_from_the_trainer(self, tmp_path, said):
-        trainer(tmp_path, MemoryPlanCallback(memory=memory(lambda number: 20 * GIB + number), say=said.append), lora=True).train()
+        trainer(
+            tmp_path, MemoryPlanCallback(memory=memory(lambda number: 20 * GIB + number), say=said.append), lora=True
+        ).train()
         (line,) = said
         assert "more than the" in line and "GiB estimated" in line
         kept = own_results().results[0].measurement.candidate
-        assert (kept.tuning, kept.lora_r, kept.lora_target_modules, kept.model.num_layers) == ("lora", 4, ("all-linear",), 2)
+        assert (kept.tuning, kept.lora_r, kept.lora_target_modules, kept.model.num_layers) == (
+            "lora",
+            4,
+            ("all-linear",),
+            2,
+        )
 
     def test_a_plan_is_read_from_its_file(self, tmp_path, said):
         model = "Qwen2.5-0.5B"
-        planned = Candidate(model=load_model(model), method="sft", dtype="bfloat16", max_length=LENGTH, per_device_train_batch_size=4)
+        planned = Candidate(
+            model=load_model(model), method="sft", dtype="bfloat16", max_length=LENGTH, per_device_train_batch_size=4
+        )
         path = tmp_path / "estimate.json"
-        path.write_text(json_text(estimate_report(estimate(planned, Cluster(gpu=GPU, nodes=1, gpus_per_node=1), 0.01))), encoding="utf-8")
-        callback = MemoryPlanCallback(str(path), gpus="1xRTX-3090", memory=memory(lambda number: 4 * GIB + number), say=said.append)
+        path.write_text(
+            json_text(estimate_report(estimate(planned, Cluster(gpu=GPU, nodes=1, gpus_per_node=1), 0.01))),
+            encoding="utf-8",
+        )
+        callback = MemoryPlanCallback(
+            str(path), gpus="1xRTX-3090", memory=memory(lambda number: 4 * GIB + number), say=said.append
+        )
         trainer(tmp_path, callback).train()
         assert said[0].startswith("the run is not what was planned: ") and "per_device_train_batch_size=2" in said[0]
 
@@ -179,7 +206,9 @@ class TestRuns:
 
 class TestNothingIsRaised:
     def test_a_plan_that_cannot_be_read_ends_the_watching(self, tmp_path, said):
-        run = trainer(tmp_path, MemoryPlanCallback(tmp_path / "none.json", memory=memory(lambda number: GIB), say=said.append))
+        run = trainer(
+            tmp_path, MemoryPlanCallback(tmp_path / "none.json", memory=memory(lambda number: GIB), say=said.append)
+        )
         run.train()
         (line,) = said
         assert line.startswith("this run is not watched: ") and "none.json cannot be read" in line
@@ -222,9 +251,22 @@ def tmp_plan(candidate: Candidate) -> Estimate:
 
 class TestCandidate:
     def test_a_trainer_is_the_candidate_of_its_arguments_and_its_model(self, candidate):
-        assert (candidate.method, candidate.tuning, candidate.dtype, candidate.precision) == ("sft", "full", "float32", "bf16")
-        assert (candidate.per_device_train_batch_size, candidate.max_length, candidate.optim) == (BATCH, LENGTH, "adamw_torch_fused")
-        assert (candidate.gradient_checkpointing, candidate.attn_implementation, candidate.sharding) == (True, "sdpa", "none")
+        assert (candidate.method, candidate.tuning, candidate.dtype, candidate.precision) == (
+            "sft",
+            "full",
+            "float32",
+            "bf16",
+        )
+        assert (candidate.per_device_train_batch_size, candidate.max_length, candidate.optim) == (
+            BATCH,
+            LENGTH,
+            "adamw_torch_fused",
+        )
+        assert (candidate.gradient_checkpointing, candidate.attn_implementation, candidate.sharding) == (
+            True,
+            "sdpa",
+            "none",
+        )
         assert candidate.model.params == sum(parameter.numel() for parameter in small_model().parameters())
 
     @pytest.mark.parametrize(
@@ -243,7 +285,9 @@ class TestCandidate:
     def test_a_run_as_planned_is_the_planned_candidate(self, candidate):
         pinned = {"tuning": "full", "per_device_train_batch_size": BATCH, "max_length": LENGTH}
         job = Job(model=candidate.model, method="sft", pinned=pinned)
-        assert candidate_key(base_candidate(job, Cluster(gpu=GPU, nodes=1, gpus_per_node=1))) == candidate_key(candidate)
+        assert candidate_key(base_candidate(job, Cluster(gpu=GPU, nodes=1, gpus_per_node=1))) == candidate_key(
+            candidate
+        )
 
     def test_the_config_of_a_model_in_memory_makes_its_checkpoints_layers(self):
         """Transformers adds keys to a config that its file does not have."""
@@ -253,7 +297,9 @@ class TestCandidate:
         assert model_key(shape_of(plain(config), id="in memory")) == model_key(known)
 
     def test_what_the_user_knows_wins(self, candidate, tmp_path):
-        assert candidate.padded and not candidate_of_run(sft_arguments(tmp_path), small_model(), {"padded": False}).padded
+        assert (
+            candidate.padded and not candidate_of_run(sft_arguments(tmp_path), small_model(), {"padded": False}).padded
+        )
 
     @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*\.(q|v)_proj"])
     def test_adapters_on_some_kinds_of_layers_are_those(self, tmp_path, targets):
@@ -266,9 +312,18 @@ class TestCandidate:
         ("config", "message"),
         [
             (peft.LoraConfig(use_dora=True, target_modules=["q_proj"]), "LoRA with use_dora is not counted"),
-            (peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"]), "LoRA with modules_to_save is not counted"),
-            (peft.LoraConfig(target_modules="model.layers.0.self_attn.q_proj"), "Adapters on some layers only .q_proj. are not counted"),
-            (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "Adapters of IA3Config are not counted"),
+            (
+                peft.LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"]),
+                "LoRA with modules_to_save is not counted",
+            ),
+            (
+                peft.LoraConfig(target_modules="model.layers.0.self_attn.q_proj"),
+                "Adapters on some layers only .q_proj. are not counted",
+            ),
+            (
+                peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+                "Adapters of IA3Config are not counted",
+            ),
         ],
     )
     def test_adapters_that_are_not_counted_are_refused(self, tmp_path, config, message):
@@ -317,11 +372,21 @@ class TestCandidate:
     def test_a_deepspeed_config_says_where_states_are(self):
         assert zero_of({}) == {"sharding": "ddp", "offload_optimizer": False, "offload_param": False}
         zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
-        assert zero_of({"zero_optimization": zero}) == {"sharding": "zero3", "offload_optimizer": True, "offload_param": False}
+        assert zero_of({"zero_optimization": zero}) == {
+            "sharding": "zero3",
+            "offload_optimizer": True,
+            "offload_param": False,
+        }
 
 
 class TestCounters:
-    STATS = {"allocated_bytes.all.peak": 30, "reserved_bytes.all.peak": 40, "reserved_bytes.all.current": 36, "num_ooms": 0, "other": 1}  # noqa: RUF012
+    STATS: ClassVar = {
+        "allocated_bytes.all.peak": 30,
+        "reserved_bytes.all.peak": 40,
+        "reserved_bytes.all.current": 36,
+        "num_ooms": 0,
+        "other": 1,
+    }
 
     def test_what_is_outside_pytorch_is_what_the_driver_counts_more_than_is_reserved_then(self):
         reading = reading_of(self.STATS, 50)
@@ -338,7 +403,9 @@ class TestCounters:
 
 
 def test_to_import_probes_imports_no_training_stack() -> None:
-    script = "import sys, probes; assert not {'torch', 'transformers'} & set(sys.modules); print(sorted(probes.__all__))"
+    script = (
+        "import sys, probes; assert not {'torch', 'transformers'} & set(sys.modules); print(sorted(probes.__all__))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "['MemoryPlanCallback']\n"
 
@@ -354,7 +421,9 @@ def test_a_kept_run_is_told_in_the_next_plan(tmp_path: Path, candidate: Candidat
     from planner.measurements.own_results import own_notes
 
     plan = tmp_plan(candidate)
-    trainer(tmp_path, MemoryPlanCallback(plan, memory=memory(lambda number: 7 * GIB + number), say=lambda line: None)).train()
+    trainer(
+        tmp_path, MemoryPlanCallback(plan, memory=memory(lambda number: 7 * GIB + number), say=lambda line: None)
+    ).train()
     notes = own_notes(plan, GPU, own_results())
     assert notes[0].startswith("1 run of your own on RTX-3090 needed 7.5 GiB in the first steps, with your data")
     assert json.loads(results_file().read_text(encoding="utf-8"))["source"] == "run"

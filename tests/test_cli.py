@@ -60,7 +60,19 @@ class TestSearch:
         assert json.loads(capsys.readouterr().out)["verdict"] == "fits"
 
     def test_what_is_set_is_pinned(self, planned):
-        flags = ["--max-length", "2048", "--batch-size", "4", "--lora-r", "8", "--prompt-length", "100", "--max-completion-length", "200", "--no-padded"]
+        flags = [
+            "--max-length",
+            "2048",
+            "--batch-size",
+            "4",
+            "--lora-r",
+            "8",
+            "--prompt-length",
+            "100",
+            "--max-completion-length",
+            "200",
+            "--no-padded",
+        ]
         assert run([*ASKED, *flags, "--set", "zero_stage=3", "--set", "dtype=auto"]) == 0
         ((job, _),) = planned
         assert job.pinned == {
@@ -76,10 +88,27 @@ class TestSearch:
         }
 
     def test_the_job_and_the_cluster_are_what_was_asked(self, planned):
-        flags = ["--tuning", "qlora", "--optimize", "max-length", "--risk", "0.05", "--effective-batch-size", "64", "--free-memory", "30GiB"]
+        flags = [
+            "--tuning",
+            "qlora",
+            "--optimize",
+            "max-length",
+            "--risk",
+            "0.05",
+            "--effective-batch-size",
+            "64",
+            "--free-memory",
+            "30GiB",
+        ]
         assert run([*ASKED, *flags, "--trl-version", "1.15"]) == 0
         ((job, cluster),) = planned
-        assert (job.tuning, job.optimize, job.risk, job.effective_batch_size, job.trl_version) == ("qlora", "max-length", 0.05, 64, "1.15")
+        assert (job.tuning, job.optimize, job.risk, job.effective_batch_size, job.trl_version) == (
+            "qlora",
+            "max-length",
+            0.05,
+            64,
+            "1.15",
+        )
         assert (cluster.num_gpus, cluster.gpu.free_bytes) == (2, 30 * 2**30)
 
     def test_a_reward_model_is_loaded_by_its_name(self, planned):
@@ -110,7 +139,12 @@ class TestEstimate:
     def test_one_candidate_is_trls_defaults_and_the_flags(self, capsys):
         assert run(["estimate", *ASKED, "--tuning", "qlora", "--json"]) == 0
         settings = settings_printed(capsys)
-        assert (settings["use_peft"], settings["load_in_4bit"], settings["dtype"], settings["num_processes"]) == (True, True, "float32", 2)
+        assert (settings["use_peft"], settings["load_in_4bit"], settings["dtype"], settings["num_processes"]) == (
+            True,
+            True,
+            "float32",
+            2,
+        )
         assert (settings["per_device_train_batch_size"], settings["distributed_type"]) == (8, "MULTI_GPU")
 
     def test_a_quantized_load_means_adapters(self, capsys):
@@ -121,7 +155,9 @@ class TestEstimate:
         assert run(["estimate", *ASKED, "--set", "lora_target_modules=default", "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["settings"]["lora_target_modules"] is None
-        jsonschema.validate(report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8")))
+        jsonschema.validate(
+            report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
+        )
 
     def test_the_effective_batch_is_kept_by_accumulation(self, capsys):
         assert run(["estimate", *ASKED, "--effective-batch-size", "64", "--json"]) == 0
@@ -130,7 +166,21 @@ class TestEstimate:
 
     def test_a_server_takes_its_gpus_from_the_trainer(self, capsys):
         assert (
-            run(["estimate", *ASKED[:2], "--gpus", "8xH100", "--method", "grpo", "--set", "vllm_mode=server", "--set", "vllm_tensor_parallel_size=2", "--json"])
+            run(
+                [
+                    "estimate",
+                    *ASKED[:2],
+                    "--gpus",
+                    "8xH100",
+                    "--method",
+                    "grpo",
+                    "--set",
+                    "vllm_mode=server",
+                    "--set",
+                    "vllm_tensor_parallel_size=2",
+                    "--json",
+                ]
+            )
             == 0
         )
         assert settings_printed(capsys)["num_processes"] == 6
@@ -140,7 +190,18 @@ class TestEstimate:
         file.write_text(
             "model_name_or_path: Qwen/Qwen2.5-7B\nuse_peft: true\nper_device_train_batch_size: 16\nlearning_rate: 1.0e-5\nmax_completion_length: 64\n"
         )
-        asked = ["estimate", "--config", str(file), "--gpus", "1xA100-40G", "--method", "grpo", "--max-completion-length", "128", "--json"]
+        asked = [
+            "estimate",
+            "--config",
+            str(file),
+            "--gpus",
+            "1xA100-40G",
+            "--method",
+            "grpo",
+            "--max-completion-length",
+            "128",
+            "--json",
+        ]
         assert run(asked) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["settings"]["per_device_train_batch_size"] == 16
@@ -166,7 +227,23 @@ class TestEstimate:
     def test_a_key_of_the_file_that_the_method_has_not_is_said_and_dropped(self, tmp_path, capsys):
         file = tmp_path / "train.yaml"
         file.write_text("model_name_or_path: Qwen/Qwen2.5-7B\npacking: true\nmax_seq_length: 4096\n")
-        assert run(["estimate", "--config", str(file), "--gpus", "1xA100-40G", "--method", "dpo", "--max-length", "512", "--json"]) == 0
+        assert (
+            run(
+                [
+                    "estimate",
+                    "--config",
+                    str(file),
+                    "--gpus",
+                    "1xA100-40G",
+                    "--method",
+                    "dpo",
+                    "--max-length",
+                    "512",
+                    "--json",
+                ]
+            )
+            == 0
+        )
         report = json.loads(capsys.readouterr().out)
         assert report["warnings"][0] == "dpo has no packing: TRL stops at a config that sets it"
         assert report["settings"]["max_length"] == 512
@@ -174,7 +251,23 @@ class TestEstimate:
     def test_the_tuning_flag_wins_over_the_file(self, tmp_path, capsys):
         file = tmp_path / "train.yaml"
         file.write_text("model_name_or_path: Qwen/Qwen2.5-7B\nlearning_rate: 1.0e-5\n")
-        assert run(["estimate", "--config", str(file), "--gpus", "1xA100-40G", "--method", "sft", "--tuning", "lora", "--json"]) == 0
+        assert (
+            run(
+                [
+                    "estimate",
+                    "--config",
+                    str(file),
+                    "--gpus",
+                    "1xA100-40G",
+                    "--method",
+                    "sft",
+                    "--tuning",
+                    "lora",
+                    "--json",
+                ]
+            )
+            == 0
+        )
         assert settings_printed(capsys)["lora_target_modules"] == ["q_proj", "v_proj"]
 
     def test_an_estimate_has_a_page(self, tmp_path):
@@ -186,7 +279,10 @@ class TestWrongInput:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "--model, --gpus and --method are missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo"),
+            (
+                [],
+                "--model, --gpus and --method are missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo",
+            ),
             (ASKED[:4], "--method is missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo"),
             (["--modell", "x"], "No such option: --modell"),
             (["--model"], "Option '--model' requires an argument."),
@@ -195,21 +291,36 @@ class TestWrongInput:
             ([*ASKED, "--tuning", "qlor"], "Unknown tuning class 'qlor'. Did you mean qlora"),
             ([*ASKED, "--optimize", "speed"], "Unknown goal 'speed'."),
             ([*ASKED, "--risk", "2"], "--risk must be a probability from 0.000001 to below 0.5, such as 0.01, not 2."),
-            ([*ASKED, "--risk", "some"], "--risk must be a probability from 0.000001 to below 0.5, such as 0.01, not some."),
+            (
+                [*ASKED, "--risk", "some"],
+                "--risk must be a probability from 0.000001 to below 0.5, such as 0.01, not some.",
+            ),
             ([*ASKED, "--max-length", "0"], "max_length must be at least 1, not 0."),
             ([*ASKED, "--max-length", "-8"], "max_length must be at least 1, not -8."),
-            ([*ASKED, "--effective-batch-size", "0"], "--effective-batch-size must be a whole number from 1 to 1,000,000, not 0."),
+            (
+                [*ASKED, "--effective-batch-size", "0"],
+                "--effective-batch-size must be a whole number from 1 to 1,000,000, not 0.",
+            ),
             ([*ASKED, "--max-length", "8", "--set", "max_length=9"], "max_length is set twice: 8 and 9."),
             ([*ASKED, "estimate"], "--model stands before estimate. Put it behind: plan estimate --model ..."),
             ([*ASKED[:2], "--gpus", "2xA100-41G", "--method", "sft"], "Unknown GPU 'A100-41G'."),
             (["--model", "Qwen2.5-7C", *ASKED[2:]], "Unknown model 'Qwen2.5-7C'. Did you mean"),
-            (["estimate", *ASKED, "--effective-batch-size", "7"], "--effective-batch-size 7 is not made of whole samples on 2 GPUs and groups of 8. Use 8."),
-            (["estimate", *ASKED, "--effective-batch-size", "24"], "--effective-batch-size 24 is no multiple of 8 samples on each of 2 GPUs."),
+            (
+                ["estimate", *ASKED, "--effective-batch-size", "7"],
+                "--effective-batch-size 7 is not made of whole samples on 2 GPUs and groups of 8. Use 8.",
+            ),
+            (
+                ["estimate", *ASKED, "--effective-batch-size", "24"],
+                "--effective-batch-size 24 is no multiple of 8 samples on each of 2 GPUs.",
+            ),
             (
                 ["estimate", *ASKED, "--effective-batch-size", "24", "--set", "gradient_accumulation_steps=3"],
                 "--effective-batch-size 24 contradicts gradient_accumulation_steps 3, which makes 48.",
             ),
-            (["estimate", *ASKED, "--config", "missing.yaml"], "missing.yaml cannot be read: No such file or directory."),
+            (
+                ["estimate", *ASKED, "--config", "missing.yaml"],
+                "missing.yaml cannot be read: No such file or directory.",
+            ),
         ],
     )
     def test_wrong_input_is_one_line_and_exit_2(self, arguments, message, capsys):
@@ -222,7 +333,10 @@ class TestWrongInput:
     def test_a_place_that_cannot_be_written_is_exit_2(self, tmp_path, capsys):
         (tmp_path / "file").write_text("")
         assert run([*ASKED, "--out", str(tmp_path / "file")]) == 2
-        assert capsys.readouterr() == ("", f"Error: {tmp_path / 'file'} cannot be written: {tmp_path / 'file'} is no folder.\n")
+        assert capsys.readouterr() == (
+            "",
+            f"Error: {tmp_path / 'file'} cannot be written: {tmp_path / 'file'} is no folder.\n",
+        )
 
     def test_where_one_file_cannot_be_written_none_is(self, tmp_path, capsys):
         (tmp_path / "page.html.part").mkdir()
@@ -245,7 +359,9 @@ class TestCatalogues:
 
     def test_gpus_are_listed_with_what_their_driver_reports(self, capsys):
         assert run(["gpus"]) == 0
-        assert any(line.startswith("A100-40G  ") and "39.49 GiB" in line for line in capsys.readouterr().out.splitlines())
+        assert any(
+            line.startswith("A100-40G  ") and "39.49 GiB" in line for line in capsys.readouterr().out.splitlines()
+        )
 
     def test_the_schema_is_printed(self, capsys):
         assert run(["schema"]) == 0
@@ -254,14 +370,35 @@ class TestCatalogues:
 
 class TestProcess:
     def test_importing_the_command_imports_nothing_heavy(self):
-        heavy = ("torch", "transformers", "trl", "optuna", "pandas", "jinja2", "yaml", "huggingface_hub", "rich", "pydantic", "numpy")
+        heavy = (
+            "torch",
+            "transformers",
+            "trl",
+            "optuna",
+            "pandas",
+            "jinja2",
+            "yaml",
+            "huggingface_hub",
+            "rich",
+            "pydantic",
+            "numpy",
+        )
         code = f"import sys, planner.cli; print([name for name in {heavy!r} if name in sys.modules])"
-        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]).stdout
+        out = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+        ).stdout
         assert out.strip() == "[]"
 
     def test_an_ascii_terminal_still_gets_an_answer(self):
         code = "import sys; sys.argv = ['plan', 'gpus', '--wrong']; from planner.cli import main; main()"
         environment = {"PYTHONIOENCODING": "ascii", "PATH": ""}
-        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1], check=False)
+        process = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).parents[1],
+            check=False,
+        )
         assert (process.returncode, process.stdout) == (2, "")
         assert process.stderr.startswith("Error: No such option: --wrong")

@@ -33,15 +33,36 @@ LLAMA: dict[str, object] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 1000, "max_position_embeddings": 4096,
 }  # fmt: skip
-GEMMA: dict[str, object] = {**LLAMA, "model_type": "gemma3_text", "head_dim": 64, "num_hidden_layers": 13, "sliding_window": 128, "sliding_window_pattern": 6}
+GEMMA: dict[str, object] = {
+    **LLAMA,
+    "model_type": "gemma3_text",
+    "head_dim": 64,
+    "num_hidden_layers": 13,
+    "sliding_window": 128,
+    "sliding_window_pattern": 6,
+}
 HYBRID: dict[str, object] = {
     **LLAMA, "model_type": "lfm2", "layer_types": ["conv", "conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
 SIZES_OF_ALL: dict[str, object] = {"hidden_size": 256, "vocab_size": 1000}
-ATTENDING: dict[str, object] = {**SIZES_OF_ALL, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+ATTENDING: dict[str, object] = {
+    **SIZES_OF_ALL,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+}
 # Tiny models of types that have no formulas: one mixes attention with a state space, one with linear attention and experts, one has a norm
 # behind its embedding, one a tower for images.
-BAMBA = {**ATTENDING, "model_type": "bamba", "attn_layer_indices": [3], "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_n_groups": 1}
+BAMBA = {
+    **ATTENDING,
+    "model_type": "bamba",
+    "attn_layer_indices": [3],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+}
 NEXT = {
     **ATTENDING, "model_type": "qwen3_next", "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
@@ -62,7 +83,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def stack(model: ModelShape, **settings: object) -> StackMemory:
-    candidate = Candidate(model=model, method="sft", tuning="lora", dtype="bfloat16", per_device_train_batch_size=4, **settings)  # type: ignore[arg-type]
+    candidate = Candidate(
+        model=model, method="sft", tuning="lora", dtype="bfloat16", per_device_train_batch_size=4, **settings
+    )  # type: ignore[arg-type]
     return stack_memory(model, stack_recipe(candidate, True), False, 0)
 
 
@@ -73,7 +96,10 @@ def bytes_at(peaks: Peaks) -> list[int]:
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_measured_layer_needs_what_its_formulas_say(padded: bool) -> None:
     model = shape_of(LLAMA, id="llama")
-    found, expected = stack(measured(replace(model, layers=()), nullcontext), padded=padded), stack(model, padded=padded)
+    found, expected = (
+        stack(measured(replace(model, layers=()), nullcontext), padded=padded),
+        stack(model, padded=padded),
+    )
     assert found.saved.total == expected.saved.total
     assert bytes_at(found.forward) == pytest.approx(bytes_at(expected.forward), abs=SCALARS)
     assert bytes_at(found.backward) == pytest.approx(bytes_at(expected.backward), abs=SCALARS)
@@ -86,7 +112,10 @@ def test_a_measured_layer_leaves_what_its_formulas_say(tuning: str, dtype: str) 
     model = shape_of(LLAMA, id="llama")
     candidate = Candidate(model=model, method="sft", tuning=tuning, dtype=dtype, per_device_train_batch_size=4)  # type: ignore[arg-type]
     recipe = replace(stack_recipe(candidate, True).recipe, kernel="efficient")
-    found, expected = layer_memory(measured(replace(model, layers=()), nullcontext).layers[0], recipe, False), layer_memory(model.layers[0], recipe, False)
+    found, expected = (
+        layer_memory(measured(replace(model, layers=()), nullcontext).layers[0], recipe, False),
+        layer_memory(model.layers[0], recipe, False),
+    )
     assert found.saved.total == pytest.approx(expected.saved.total, abs=SCALARS)
     assert bytes_at(found.backward) == pytest.approx(bytes_at(expected.backward), abs=SCALARS)
 
@@ -102,26 +131,54 @@ def test_a_config_of_a_type_without_formulas_is_planned_for(config: dict[str, ob
     assert model.params == sum(tensors.params for tensors in model_tensors(model, "lm_head"))
     answer = plan(Job(model=model, method="sft"), parse_cluster("1xA100-40G", None))
     assert answer.verdict == "fits"
-    assert {each.candidate.tuning for each in (answer.best, *(other.estimate for other in answer.alternatives))} == {"full", "lora"}
+    assert {each.candidate.tuning for each in (answer.best, *(other.estimate for other in answer.alternatives))} == {
+        "full",
+        "lora",
+    }
 
 
 def test_a_published_count_is_found_without_the_catalogue(tmp_path: Path) -> None:
     published = load_model("LiquidAI/LFM2-350M")
     model = from_file(tmp_path, dict(published.config))
-    found = (model.params, model.embed_params, model.lm_head_params, model.auto_class, model.hidden_size, model.vocab_size)
-    assert found == (published.params, published.embed_params, published.lm_head_params, published.auto_class, published.hidden_size, published.vocab_size)
+    found = (
+        model.params,
+        model.embed_params,
+        model.lm_head_params,
+        model.auto_class,
+        model.hidden_size,
+        model.vocab_size,
+    )
+    assert found == (
+        published.params,
+        published.embed_params,
+        published.lm_head_params,
+        published.auto_class,
+        published.hidden_size,
+        published.vocab_size,
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**BAMBA, "model_type": "bamda"}, r"^\S+ is of model type 'bamda', which transformers \S+ does not know either\. Did you mean bamba"),
-        ({**BAMBA, "model_type": "t5"}, r"^\S+ is of model type 't5', of which transformers \S+ has no causal language model\.$"),
+        (
+            {**BAMBA, "model_type": "bamda"},
+            r"^\S+ is of model type 'bamda', which transformers \S+ does not know either\. Did you mean bamba",
+        ),
+        (
+            {**BAMBA, "model_type": "t5"},
+            r"^\S+ is of model type 't5', of which transformers \S+ has no causal language model\.$",
+        ),
         ({**BAMBA, "model_type": "bert"}, r"^\S+ \(bert\) cannot be built here: it is no decoder"),
-        ({**ATTENDING, "model_type": "jamba"}, r"^\S+ \(jamba\): layer 1 is unlike layer 0, and its config does not show why\.$"),
+        (
+            {**ATTENDING, "model_type": "jamba"},
+            r"^\S+ \(jamba\): layer 1 is unlike layer 0, and its config does not show why\.$",
+        ),
     ],
 )
-def test_what_is_no_language_model_that_transformers_knows_is_refused(config: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_what_is_no_language_model_that_transformers_knows_is_refused(
+    config: dict[str, object], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UnknownArchitecture, match=message) as refusal:
         from_file(tmp_path, config)
     assert "\n" not in str(refusal.value)
@@ -129,19 +186,34 @@ def test_what_is_no_language_model_that_transformers_knows_is_refused(config: di
 
 def test_a_model_that_nobody_counted_is_refused_where_nothing_measures_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BAMBA), encoding="utf-8")
-    with pytest.raises(UnknownArchitecture, match=r"\(bamba\) are not known by formula\. The extra dryrun measures such layers"):
+    with pytest.raises(
+        UnknownArchitecture, match=r"\(bamba\) are not known by formula\. The extra dryrun measures such layers"
+    ):
         Job(model=load_model(str(tmp_path)), method="sft")
 
 
-@pytest.mark.parametrize("settings", [{"tuning": "full"}, {"tuning": "lora", "dtype": "bfloat16"}], ids=lambda settings: settings["tuning"])
+@pytest.mark.parametrize(
+    "settings", [{"tuning": "full"}, {"tuning": "lora", "dtype": "bfloat16"}], ids=lambda settings: settings["tuning"]
+)
 @pytest.mark.parametrize("config", [BLOOM, VISION], ids=lambda config: str(config["model_type"]))
-def test_what_a_dry_run_keeps_between_passes_is_what_is_estimated(config: dict[str, object], settings: dict[str, str], tmp_path: Path) -> None:
+def test_what_a_dry_run_keeps_between_passes_is_what_is_estimated(
+    config: dict[str, object], settings: dict[str, str], tmp_path: Path
+) -> None:
     """A tower's adapters are there, its gradients and optimizer states are not: text does not pass it."""
-    candidate = Candidate(model=from_file(tmp_path, config), method="sft", per_device_train_batch_size=2, max_length=256, padded=True, **settings)  # type: ignore[arg-type]
+    candidate = Candidate(
+        model=from_file(tmp_path, config),
+        method="sft",
+        per_device_train_batch_size=2,
+        max_length=256,
+        padded=True,
+        **settings,
+    )  # type: ignore[arg-type]
     found = at_step(estimate(candidate, parse_cluster("1xH200", None)).gpus[0].phases)
     expected = at_step(traced(candidate).phases)
     for component in ("weights", "adapters", "gradients", "optimizer_states"):
-        assert found.components.get(component, 0) == pytest.approx(expected.components.get(component, 0), rel=ROUNDED_WITHIN, abs=SCALARS), component
+        assert found.components.get(component, 0) == pytest.approx(
+            expected.components.get(component, 0), rel=ROUNDED_WITHIN, abs=SCALARS
+        ), component
 
 
 def at_step(phases: tuple[PhaseMemory, ...]) -> PhaseMemory:
@@ -158,7 +230,12 @@ def test_a_measured_model_has_the_parameters_that_its_formulas_count() -> None:
 
 def test_a_cut_model_keeps_two_layers_of_each_kind() -> None:
     assert layer_kinds(GEMMA) == ((0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12), (5, 11))
-    assert few_layers(shape_of(GEMMA, id="gemma")).config["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
+    assert few_layers(shape_of(GEMMA, id="gemma")).config["layer_types"] == [
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+        "full_attention",
+    ]
 
 
 def test_a_gradient_is_added_to_the_one_that_exists() -> None:
@@ -168,7 +245,9 @@ def test_a_gradient_is_added_to_the_one_that_exists() -> None:
     recipe = stack_recipe(candidate, True).recipe
     with_gradients, expected = layer_memory(found.layers[0], recipe, True), layer_memory(model.layers[0], recipe, True)
     assert bytes_at(with_gradients.backward) == pytest.approx(bytes_at(expected.backward), abs=SCALARS)
-    assert bytes_at(with_gradients.checkpointed_backward) == pytest.approx(bytes_at(expected.checkpointed_backward), abs=SCALARS)
+    assert bytes_at(with_gradients.checkpointed_backward) == pytest.approx(
+        bytes_at(expected.checkpointed_backward), abs=SCALARS
+    )
 
 
 def test_what_was_measured_is_kept_and_a_broken_file_is_made_anew(tmp_path: Path) -> None:

@@ -58,7 +58,12 @@ def name(request: pytest.FixtureRequest) -> DeviceName:
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> DeviceOptions:
-    return DeviceOptions(logs=tmp_path_factory.mktemp("logs"), limits=Limits(host_reserve_share=0.0, disk_reserve_bytes=0), resume=False, save=False)
+    return DeviceOptions(
+        logs=tmp_path_factory.mktemp("logs"),
+        limits=Limits(host_reserve_share=0.0, disk_reserve_bytes=0),
+        resume=False,
+        save=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +90,13 @@ class TestContract:
         assert 2 * MODEL.params <= states["weights"] <= 2 * MODEL.params + 64 * 1024
         assert 2 * states["weights"] <= states["optimizer_states"] + 64 * 1024 <= 2 * states["weights"] + 128 * 1024
 
-    def test_the_same_candidate_needs_the_same_bytes_again(self, name: DeviceName, options: DeviceOptions, measured: Callable[[], Measurement]) -> None:
+    def test_the_same_candidate_needs_the_same_bytes_again(
+        self, name: DeviceName, options: DeviceOptions, measured: Callable[[], Measurement]
+    ) -> None:
         again = device(name, CLUSTER, options)(SFT)
-        assert [replace(phase, seconds=0.0) for phase in again.ranks[0].phases] == [replace(phase, seconds=0.0) for phase in measured().ranks[0].phases]
+        assert [replace(phase, seconds=0.0) for phase in again.ranks[0].phases] == [
+            replace(phase, seconds=0.0) for phase in measured().ranks[0].phases
+        ]
         assert again.ranks[0].state_bytes == measured().ranks[0].state_bytes
 
     def test_it_says_on_which_rung_it_stands(self, name: DeviceName, measured: Callable[[], Measurement]) -> None:
@@ -111,7 +120,9 @@ class TestContract:
         assert short.step_seconds == 0.0
         assert short.message
 
-    def test_what_a_device_does_not_have_is_nothing(self, name: DeviceName, measured: Callable[[], Measurement]) -> None:
+    def test_what_a_device_does_not_have_is_nothing(
+        self, name: DeviceName, measured: Callable[[], Measurement]
+    ) -> None:
         (rank,) = measured().ranks
         assert bool(rank.driver_bytes) == (name == "cuda")
         assert bool(rank.reserved_bytes) == (name in ("cuda", "simulated"))
@@ -143,7 +154,9 @@ def test_the_states_of_a_simulated_rank_are_those_of_its_estimate() -> None:
     found = simulated(candidate)
     forward = next(phase for phase in estimate(candidate, CLUSTER).gpus[0].phases if phase.name == "forward")
     assert found.outcome == "fits"
-    assert found.ranks[0].state_bytes == {name: forward.components[name] for name in ("weights", "gradients", "optimizer_states")}
+    assert found.ranks[0].state_bytes == {
+        name: forward.components[name] for name in ("weights", "gradients", "optimizer_states")
+    }
 
 
 def test_a_phase_that_only_the_estimate_knows_can_run_out_too() -> None:
@@ -184,7 +197,10 @@ def test_a_worker_keeps_to_the_plans_card_on_a_larger_one() -> None:
 
 
 def test_too_small_and_too_few_gpus_are_refused() -> None:
-    with pytest.raises(InputError, match=r"The plan is for GPUs with 39\.\d\d GiB, GPU 0 of this machine has 24\.00 GiB\. Plan with --gpus local\."):
+    with pytest.raises(
+        InputError,
+        match=r"The plan is for GPUs with 39\.\d\d GiB, GPU 0 of this machine has 24\.00 GiB\. Plan with --gpus local\.",
+    ):
         capacity_to_keep_to(CLUSTER, (card(24 * GIB),))
     with pytest.raises(InputError, match=r"The plan is for 1 GPUs, this machine shows 0\. Plan with --gpus local\."):
         capacity_to_keep_to(CLUSTER, ())
@@ -192,13 +208,18 @@ def test_too_small_and_too_few_gpus_are_refused() -> None:
 
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
 def test_without_a_driver_the_devices_that_need_none_are_named() -> None:
-    with pytest.raises(InputError, match=r"--device cuda needs an NVIDIA driver of 510 or newer, .*--device cpu for a small model"):
+    with pytest.raises(
+        InputError, match=r"--device cuda needs an NVIDIA driver of 510 or newer, .*--device cpu for a small model"
+    ):
         device("cuda", CLUSTER, DeviceOptions(logs=Path()))
 
 
 @pytest.mark.parametrize("name", ["cuda", "cpu"])
 def test_several_nodes_are_refused(name: DeviceName) -> None:
-    with pytest.raises(InputError, match=r"A probe runs on one machine, the cluster has 2\. Probe one node with --gpus 8xA100-40G, or .*--machine_rank\."):
+    with pytest.raises(
+        InputError,
+        match=r"A probe runs on one machine, the cluster has 2\. Probe one node with --gpus 8xA100-40G, or .*--machine_rank\.",
+    ):
         device(name, parse_cluster("2x8xA100-40G", None), DeviceOptions(logs=Path()))
 
 
@@ -208,17 +229,26 @@ def test_what_accelerate_does_not_shard_on_the_cpu_is_not_measured_there() -> No
     assert "FSDP2" in refused.message
 
 
-def test_on_larger_cards_a_worker_is_told_of_what_an_engine_takes_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_larger_cards_a_worker_is_told_of_what_an_engine_takes_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("probes.runner.devices.visible_cards", lambda count: (card(80 * GIB),) * count)
     text = "import json; told = json.load(open(task_file)); print(told['capacity_bytes'], told['card_bytes'])"
     cluster = with_cards_of(40 * GIB)
-    found = device("cuda", cluster, DeviceOptions(logs=tmp_path, limits=Limits(host_reserve_share=0.0), command=script(text)))(SFT)
-    assert Path(found.log).with_suffix(".out").read_text().split() == [str(cluster.gpu.free_bytes), str(cluster.gpu.total_bytes)]
+    found = device(
+        "cuda", cluster, DeviceOptions(logs=tmp_path, limits=Limits(host_reserve_share=0.0), command=script(text))
+    )(SFT)
+    assert Path(found.log).with_suffix(".out").read_text().split() == [
+        str(cluster.gpu.free_bytes),
+        str(cluster.gpu.total_bytes),
+    ]
 
 
 def test_a_device_gives_its_options_to_the_worker(tmp_path: Path) -> None:
     text = "import json; told = json.load(open(task_file)); print({name: told[name] for name in sorted(told) if name not in ('candidate', 'folder')})"
-    options = DeviceOptions(logs=tmp_path, limits=Limits(host_reserve_share=0.0), steps=3, evaluate=True, seed=7, command=script(text))
+    options = DeviceOptions(
+        logs=tmp_path, limits=Limits(host_reserve_share=0.0), steps=3, evaluate=True, seed=7, command=script(text)
+    )
     found = device("cpu", with_cards_of(GIB), options)(SFT)
     assert Path(found.log).with_suffix(".out").read_text().strip() == str({
         "capacity_bytes": GIB, "card_bytes": 0, "device": "cpu", "evaluate": True, "resume": True, "save": True, "seed": 7, "steps": 3, "weights": "random",

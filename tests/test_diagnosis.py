@@ -81,7 +81,9 @@ def test_a_number_that_a_terminal_has_broken_in_two_is_one_number():
 
 def test_of_the_processes_on_a_card_those_of_others_are_counted():
     (incident,) = read("shared_card")
-    listed = sum(round(float(size) * unit) for size, unit in (("6.79", GIB), ("514.00", MIB), ("4.93", GIB), ("894.00", MIB)))
+    listed = sum(
+        round(float(size) * unit) for size, unit in (("6.79", GIB), ("514.00", MIB), ("4.93", GIB), ("894.00", MIB))
+    )
     assert incident.sizes["others"] == listed - round(4.50 * GIB) - round(2.14 * GIB)
     assert any(line.startswith("other processes hold 6.46 GiB") for line in advice(incident))
 
@@ -96,7 +98,9 @@ def test_an_engine_is_told_the_share_that_would_start_and_the_length_that_fits()
     (start,), (length,) = read("vllm_start"), read("vllm_length")
     assert "vllm_gpu_memory_utilization 0.51 is the largest" in advice(start)[0]
     assert "vllm_max_model_length up to 82,944" in advice(length)[0]
-    assert what_happened(length).endswith("a sequence of max_model_len 131,072 needs a KV cache of 34.00 GiB, there were 21.50 GiB")
+    assert what_happened(length).endswith(
+        "a sequence of max_model_len 131,072 needs a KV cache of 34.00 GiB, there were 21.50 GiB"
+    )
 
 
 def test_a_process_that_its_launcher_killed_did_not_lack_main_memory():
@@ -111,12 +115,17 @@ def test_a_policy_that_is_made_whole_to_generate_need_not_be() -> None:
 
 def test_where_more_was_free_than_asked_nothing_is_said_of_fragmentation() -> None:
     (incident,) = read("more_free_than_asked")
-    assert incident.had_room and [line.split(":")[0] for line in advice(incident)] == ["more was free than was asked for"]
+    assert incident.had_room and [line.split(":")[0] for line in advice(incident)] == [
+        "more was free than was asked for"
+    ]
 
 
 def test_each_rank_is_told_of_once():
     lines = (LOGS / "grpo_optimizer_step.log").read_text(encoding="utf-8")
-    assert [incident.rank for incident in incidents(lines + lines + lines.replace("rank0", "rank1"))] == ["rank0", "rank1"]
+    assert [incident.rank for incident in incidents(lines + lines + lines.replace("rank0", "rank1"))] == [
+        "rank0",
+        "rank1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,12 +134,21 @@ def test_each_rank_is_told_of_once():
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "library"),
         ("RuntimeError: CUDA error: out of memory", "library"),
         ("Failed to CUDA calloc async 608 bytes", "communication"),
-        ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.", "engine_cache"),
+        (
+            "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.",
+            "engine_cache",
+        ),
         ("AssertionError: Expandable segments are not compatible with memory pool. Please track ..", "engine_pool"),
         ("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62", "engine_wake"),
         ("RuntimeError: DataLoader worker (pid 412) is killed by signal: Killed.", "host"),
-        ("RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.", "host"),
-        ("HIP out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 63.98 GiB of which 0 bytes is free.", "gpu"),
+        (
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.",
+            "host",
+        ),
+        (
+            "HIP out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 63.98 GiB of which 0 bytes is free.",
+            "gpu",
+        ),
     ],
 )
 def test_every_kind_of_message_is_known_and_said_in_a_line(line, kind):
@@ -147,7 +165,11 @@ def test_a_long_log_without_an_error_is_read_quickly():
 
 def test_every_message_is_found_by_its_first_line():
     samples = [*(path.read_text(encoding="utf-8") for path in LOGS.glob("*.log")), *LINES]
-    unseen = [message.pattern for message in MESSAGES if not any(re.search(message.pattern, text) and message.kind in kinds(text) for text in samples)]
+    unseen = [
+        message.pattern
+        for message in MESSAGES
+        if not any(re.search(message.pattern, text) and message.kind in kinds(text) for text in samples)
+    ]
     assert unseen == []
 
 
@@ -167,7 +189,12 @@ def test_a_batch_that_is_moved_to_the_card_is_not_scored():
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_a_search_turns_is_chosen_again(tuning_class, offload):
     for method in ("sft", "grpo", "online-dpo"):
-        question = Question(job=Job(model=load_model("Qwen2.5-7B"), method=method), cluster=parse_cluster("4xH100"), tuning_class=tuning_class, offload=offload)
+        question = Question(
+            job=Job(model=load_model("Qwen2.5-7B"), method=method),
+            cluster=parse_cluster("4xH100"),
+            tuning_class=tuning_class,
+            offload=offload,
+        )
         turned = {name for knob in KNOBS.values() for change in knob(question) for name in change}
         assert turned - CHOSEN_AGAIN <= {"tuning", "quantization", "dtype"}  # what is learned stays
 
@@ -176,7 +203,22 @@ def test_what_a_search_turns_is_chosen_again(tuning_class, offload):
 
 
 def test_with_the_job_it_says_what_was_expected_and_what_fits(capsys):
-    assert run(["diagnose", str(LOGS / "rollout.log"), *JOB, "--tuning", "lora", "--batch-size", "16", "--max-completion-length", "2048"]) == 0
+    assert (
+        run(
+            [
+                "diagnose",
+                str(LOGS / "rollout.log"),
+                *JOB,
+                "--tuning",
+                "lora",
+                "--batch-size",
+                "16",
+                "--max-completion-length",
+                "2048",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert text.startswith("happened     GPU 0 ran out of memory in the rollout")
     assert "does not fit" in text.split("instead")[0] and "in the rollout, where it stopped" in text
@@ -189,7 +231,10 @@ def test_what_fits_keeps_the_data_and_the_optimizer_step_of_the_run(capsys):
     report = json.loads(capsys.readouterr().out)
     settings, before = report["instead"]["settings"], report["expected"]["settings"]
     assert (settings["max_completion_length"], settings["lora_r"]) == (2048, 64)
-    samples = [each["per_device_train_batch_size"] * each["gradient_accumulation_steps"] * each["num_processes"] for each in (settings, before)]
+    samples = [
+        each["per_device_train_batch_size"] * each["gradient_accumulation_steps"] * each["num_processes"]
+        for each in (settings, before)
+    ]
     assert samples[0] == samples[1]
 
 

@@ -18,7 +18,10 @@ REWRITE = os.environ.get("PLAN_REWRITE_GOLDEN") == "1"
 
 def shown_commands(text: str) -> list[str]:
     """The lines of a document's code that begin with `plan`, or end in it after an installation."""
-    lines = [line.strip().removeprefix("$ ").rpartition("&& ")[2] for line in re.findall(r"^ {4,}\S.*$|^plan .*$", text, flags=re.MULTILINE)]
+    lines = [
+        line.strip().removeprefix("$ ").rpartition("&& ")[2]
+        for line in re.findall(r"^ {4,}\S.*$|^plan .*$", text, flags=re.MULTILINE)
+    ]
     return list(dict.fromkeys(line.split("  #")[0].strip() for line in lines if line.startswith("plan ")))
 
 
@@ -75,4 +78,6 @@ def test_what_is_pinned_for_the_tests_is_what_the_project_asks_for():
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().replace("_", "-")
     wanted = re.findall(r'"([A-Za-z][\w.-]*)(?:\[[\w,]+\])?>=', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     optional = {"hatchling", "deepspeed", "vllm", "ray", "tomli"}
-    assert [name for name in wanted if name not in optional and f"\n{name.lower().replace('_', '-')}==" not in constraints] == []
+    assert [
+        name for name in wanted if name not in optional and f"\n{name.lower().replace('_', '-')}==" not in constraints
+    ] == []

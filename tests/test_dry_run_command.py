@@ -25,16 +25,51 @@ from planner.report.read_json import candidate_of
 from planner.report.simulated import agreement, disagreement, simulation_report, simulation_table
 from planner.units import GIB, MIB
 
-ONE = ["--model", "Qwen2.5-0.5B", "--gpus", "1xA100-40G", "--method", "sft", "--tuning", "lora", "--max-length", "256", "--batch-size", "2", "--no-padded"]
-SEGMENTS = ["--set", "expandable_segments=true"]  # small tensors leave holes otherwise, which the estimate takes for 1.1 %
+ONE = [
+    "--model",
+    "Qwen2.5-0.5B",
+    "--gpus",
+    "1xA100-40G",
+    "--method",
+    "sft",
+    "--tuning",
+    "lora",
+    "--max-length",
+    "256",
+    "--batch-size",
+    "2",
+    "--no-padded",
+]
+SEGMENTS = [
+    "--set",
+    "expandable_segments=true",
+]  # small tensors leave holes otherwise, which the estimate takes for 1.1 %
 MODEL = load_model("Qwen2.5-0.5B")
 CANDIDATES = [
     Candidate(model=MODEL, method="sft"),
-    Candidate(model=MODEL, method="grpo", tuning="lora", vllm="colocate", sharding="zero3", num_processes=4, dtype="bfloat16"),
-    Candidate(model=MODEL, method="sft", tuning="lora", quantization="nf4", sharding="fsdp2", num_processes=8, num_nodes=2, offload_param=True),
+    Candidate(
+        model=MODEL, method="grpo", tuning="lora", vllm="colocate", sharding="zero3", num_processes=4, dtype="bfloat16"
+    ),
+    Candidate(
+        model=MODEL,
+        method="sft",
+        tuning="lora",
+        quantization="nf4",
+        sharding="fsdp2",
+        num_processes=8,
+        num_nodes=2,
+        offload_param=True,
+    ),
     Candidate(model=MODEL, method="grpo", reward_model=MODEL, vllm="server", sharding="ddp", num_processes=3),
     Candidate(model=MODEL, method="dpo", checkpoint_every_n_layers=2, precision="fp16", beta=0.1),
-    Candidate(model=MODEL, method="sft", tuning="lora", lora_target_modules=("q_proj", "v_proj"), expandable_segments=True, checkpoint_offload=True),
+    Candidate(
+        model=MODEL,
+        method="sft",
+        tuning="lora",
+        lora_target_modules=("q_proj", "v_proj"),
+        expandable_segments=True,
+        checkpoint_offload=True,
+    ),
 ]
 
 
@@ -56,7 +91,10 @@ def test_a_saved_estimate_needs_to_be_told_its_gpus(tmp_path: Path, capsys: pyte
 
 def simulation(simulated_bytes: int, estimated_bytes: int) -> Simulation:
     def phases(size: int) -> tuple[PhaseMemory, ...]:
-        return (PhaseMemory(name="forward", components={"weights": 1000}), PhaseMemory(name="backward", components={"weights": size}))
+        return (
+            PhaseMemory(name="forward", components={"weights": 1000}),
+            PhaseMemory(name="backward", components={"weights": size}),
+        )
 
     return Simulation(
         candidate=CANDIDATES[0],
@@ -99,7 +137,9 @@ def test_the_plan_is_searched_again_when_the_dry_run_needs_more_than_the_estimat
 
 
 def test_the_steps_own_fragmentation_stands_in_the_place_of_the_estimated_one() -> None:
-    made = Allocation(size_bytes=4 * MIB, born=0, died=STAYS, phase="backward", component="weights", operator="resident", module="")
+    made = Allocation(
+        size_bytes=4 * MIB, born=0, died=STAYS, phase="backward", component="weights", operator="resident", module=""
+    )
     phases = (PhaseMemory(name="backward", components={"weights": 4 * MIB, "fragmentation": 1, "runtime": 100}),)
     one = replace(simulation(1, 1), trace=Trace(allocations=(made,), phase_starts=()), simulated=phases)
     found = with_reserved(one, load_gpu("A100-40G"))
@@ -108,18 +148,27 @@ def test_the_steps_own_fragmentation_stands_in_the_place_of_the_estimated_one() 
 
 
 def test_a_step_that_runs_out_says_so_in_pytorchs_words() -> None:
-    made = Allocation(size_bytes=GIB, born=0, died=STAYS, phase="backward", component="weights", operator="resident", module="")
+    made = Allocation(
+        size_bytes=GIB, born=0, died=STAYS, phase="backward", component="weights", operator="resident", module=""
+    )
     one = replace(simulation(GIB, GIB), trace=Trace(allocations=(made,), phase_starts=()))
     small = replace(load_gpu("A100-40G"), total_bytes=GIB, free_bytes=GIB // 2)
     found = with_reserved(one, small)
     report = simulation_report(found)
-    jsonschema.validate(report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8")))
+    jsonschema.validate(
+        report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
+    )
     assert report["out_of_memory"]["phase"] == "backward"  # type: ignore[index]
     table = simulation_table(found, Cluster(gpu=small, nodes=1, gpus_per_node=1)).plain
-    assert "runs out in the backward: CUDA out of memory. Tried to allocate 1024.00 MiB." in table or "Tried to allocate 1.00 GiB." in table
+    assert (
+        "runs out in the backward: CUDA out of memory. Tried to allocate 1024.00 MiB." in table
+        or "Tried to allocate 1.00 GiB." in table
+    )
 
 
-def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("trl")
     import probes.dryrun.simulate
 
@@ -135,7 +184,9 @@ def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(monkeypatch: pytest
     assert checked.out.splitlines()[:8] == plain.out.splitlines()[:8]
 
 
-def test_without_the_packages_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_packages_a_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
 
     monkeypatch.setitem(sys.modules, "probes.dryrun.simulate", None)
     assert run(["dry-run", *ONE]) == DryRunUnsupported.exit_code
@@ -163,7 +214,9 @@ class TestWithTheInstalledStack:
     def test_json_says_that_it_is_simulated(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run(["dry-run", *ONE, "--json", "--quiet"]) == 0
         report = json.loads(capsys.readouterr().out)
-        jsonschema.validate(report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8")))
+        jsonschema.validate(
+            report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
+        )
         assert report["evidence"] == "simulated"
         assert report["reserved_peak_bytes"] == max(phase.get("reserved_bytes", 0) for phase in report["phases"])
         assert report["peak_bytes"] == max(phase["total_bytes"] for phase in report["phases"])
@@ -173,13 +226,26 @@ class TestWithTheInstalledStack:
         assert "a dry run with the installed trl" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
-        "changes", [{"sharding": "zero2"}, {"sharding": "zero3"}, {"sharding": "fsdp2"}, {"sharding": "ddp", "tuning": "lora", "dtype": "bfloat16"}]
+        "changes",
+        [
+            {"sharding": "zero2"},
+            {"sharding": "zero3"},
+            {"sharding": "fsdp2"},
+            {"sharding": "ddp", "tuning": "lora", "dtype": "bfloat16"},
+        ],
     )
     def test_a_composed_rank_agrees_with_its_estimate(self, changes: dict[str, object]) -> None:
         from probes.dryrun.simulate import simulate
         from probes.layers.few_layers import few_layers
 
-        settings = {"model": few_layers(MODEL), "method": "sft", "num_processes": 4, "max_length": 256, "padded": False, "per_device_train_batch_size": 2}
+        settings = {
+            "model": few_layers(MODEL),
+            "method": "sft",
+            "num_processes": 4,
+            "max_length": 256,
+            "padded": False,
+            "per_device_train_batch_size": 2,
+        }
         candidate = Candidate(**(settings | changes))  # type: ignore[arg-type]
         assert abs(simulate(estimate(candidate, parse_cluster("4xA100-40G", None))).difference) < 0.03
 
@@ -188,7 +254,9 @@ class TestWithTheInstalledStack:
         from probes.layers.few_layers import few_layers
 
         model = few_layers(load_model("openlm-research/open_llama_3b"))  # heads of 100 features
-        candidate = Candidate(model=model, method="sft", tuning="lora", dtype="bfloat16", max_length=512, per_device_train_batch_size=4)
+        candidate = Candidate(
+            model=model, method="sft", tuning="lora", dtype="bfloat16", max_length=512, per_device_train_batch_size=4
+        )
         assert abs(simulate(estimate(candidate, parse_cluster("1xA100-40G", None))).difference) < 0.01
 
     def test_an_engine_is_composed_onto_the_trainers_step(self) -> None:

@@ -52,14 +52,18 @@ CASES = list(itertools.product(METHODS_NOW, ["full", "lora"], [True, False], ["f
 
 
 @pytest.mark.parametrize(("method", "tuning", "checkpointing", "dtype"), CASES)
-def test_dry_run_peaks_where_a_real_run_does(method: MethodName, tuning: str, checkpointing: bool, dtype: Dtype) -> None:
+def test_dry_run_peaks_where_a_real_run_does(
+    method: MethodName, tuning: str, checkpointing: bool, dtype: Dtype
+) -> None:
     assert_alike(candidate(method, tuning=tuning, gradient_checkpointing=checkpointing, dtype=dtype))
 
 
 def assert_alike(case: Candidate) -> None:
     real, fake = dry_run(case, "cpu", "real"), dry_run(case, "cpu")
     assert fake.peak_bytes == real.peak_bytes
-    assert [(phase.name, phase.total_bytes) for phase in fake.phases] == [(phase.name, phase.total_bytes) for phase in real.phases]
+    assert [(phase.name, phase.total_bytes) for phase in fake.phases] == [
+        (phase.name, phase.total_bytes) for phase in real.phases
+    ]
 
 
 OTHERS: dict[str, dict[str, object]] = {
@@ -71,9 +75,14 @@ OTHERS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "tuning", "dtype"), [("sft", "full", "float32"), ("dpo", "lora", "bfloat16"), ("grpo", "lora", "float32")])
+@pytest.mark.parametrize(
+    ("method", "tuning", "dtype"),
+    [("sft", "full", "float32"), ("dpo", "lora", "bfloat16"), ("grpo", "lora", "float32")],
+)
 @pytest.mark.parametrize("name", OTHERS)
-def test_experts_and_sliding_windows_peak_where_a_real_run_does(name: str, method: MethodName, tuning: str, dtype: Dtype) -> None:
+def test_experts_and_sliding_windows_peak_where_a_real_run_does(
+    name: str, method: MethodName, tuning: str, dtype: Dtype
+) -> None:
     assert_alike(candidate(method, model=shape(**OTHERS[name]), tuning=tuning, dtype=dtype))
 
 
@@ -82,11 +91,14 @@ def test_a_reward_model_scores_as_in_a_real_run(method: MethodName) -> None:
     assert_alike(candidate(method, tuning="lora", reward_model=shape()))
 
 
-@pytest.mark.parametrize(("method", "rows"), [("sft", 1), ("sft", 2), ("gkd", 1), ("dpo", 1), ("reward", 1), ("grpo", 2)])
+@pytest.mark.parametrize(
+    ("method", "rows"), [("sft", 1), ("sft", 2), ("gkd", 1), ("dpo", 1), ("reward", 1), ("grpo", 2)]
+)
 def test_batches_are_masked_where_rows_are_padded_together(method: MethodName, rows: int) -> None:
     case = candidate(method, per_device_train_batch_size=rows, gradient_checkpointing=False)
     forward, without = (
-        next(phase.total_bytes for phase in dry_run(each, "cpu").phases if phase.name == "forward") for each in (case, replace(case, padded=False))
+        next(phase.total_bytes for phase in dry_run(each, "cpu").phases if phase.name == "forward")
+        for each in (case, replace(case, padded=False))
     )
     assert case.pads is (rows * METHODS[method].rows_per_sample > 1)
     assert (forward > without) is case.pads
@@ -103,8 +115,13 @@ def test_every_method_runs_in_cudas_ways(method: MethodName) -> None:
 def test_an_older_card_takes_another_kernel_where_sdpa_has_no_mask(key_heads: int, before: str) -> None:
     """Fewer key heads are only FlashAttention's to take; the memory-efficient kernel refuses them."""
     few = shape(num_key_value_heads=key_heads)
-    case = candidate(model=few, dtype="bfloat16", precision="bf16", per_device_train_batch_size=1, gradient_checkpointing=False)
-    kernels = {ways: " ".join(made.operator for made in dry_run(case, ways).allocations) for ways in ("cuda", "cuda before 8.0")}
+    case = candidate(
+        model=few, dtype="bfloat16", precision="bf16", per_device_train_batch_size=1, gradient_checkpointing=False
+    )
+    kernels = {
+        ways: " ".join(made.operator for made in dry_run(case, ways).allocations)
+        for ways in ("cuda", "cuda before 8.0")
+    }
     assert "flash_attention" in kernels["cuda"] and before not in kernels["cuda"]
     assert "flash_attention" not in kernels["cuda before 8.0"] and before in kernels["cuda before 8.0"]
 
@@ -112,7 +129,9 @@ def test_an_older_card_takes_another_kernel_where_sdpa_has_no_mask(key_heads: in
 def test_the_second_step_runs_beside_optimizer_states_of_twice_the_weights() -> None:
     trace = dry_run(candidate(dtype="float32"))
     held = {phase.name: phase.components for phase in trace.phases}["backward"]
-    assert held["optimizer_states"] - 2 * held["weights"] < 2 * 512 * sum(1 for allocation in trace.allocations if allocation.component == "optimizer_states")
+    assert held["optimizer_states"] - 2 * held["weights"] < 2 * 512 * sum(
+        1 for allocation in trace.allocations if allocation.component == "optimizer_states"
+    )
 
 
 def test_padding_costs_a_mask_of_every_pair_of_tokens() -> None:

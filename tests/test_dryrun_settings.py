@@ -57,11 +57,17 @@ SETTINGS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", SETTINGS, ids=lambda changes: " ".join(f"{name}={getattr(value, 'id', value)}" for name, value in changes.items()))
+@pytest.mark.parametrize(
+    "changes",
+    SETTINGS,
+    ids=lambda changes: " ".join(f"{name}={getattr(value, 'id', value)}" for name, value in changes.items()),
+)
 def test_formulas_and_dry_run_agree(changes: dict[str, object]) -> None:
     case = candidate(**changes)
     phases = estimate(case, parse_cluster("1xH200", None)).gpus[0].phases
-    estimated = max(sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_TRACE) for phase in phases)
+    estimated = max(
+        sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_TRACE) for phase in phases
+    )
     assert abs(estimated / dry_run(case).peak_bytes - 1) < AGREEMENT
 
 
@@ -86,13 +92,20 @@ def test_what_one_process_cannot_show_is_refused_by_name(changes: dict[str, obje
 
 def test_a_package_that_is_not_installed_is_named() -> None:
     error = ModuleNotFoundError("No module named 'bitsandbytes.nn'", name="bitsandbytes.nn")
-    assert str(stopped_at(error)) == "The installed libraries need bitsandbytes for it, which is not installed: pip install bitsandbytes."
+    assert (
+        str(stopped_at(error))
+        == "The installed libraries need bitsandbytes for it, which is not installed: pip install bitsandbytes."
+    )
     assert str(stopped_at(KeyError("q"))) == "The installed libraries stop at it: KeyError: 'q'"
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_a_reference_model_is_there_in_every_run(method: str) -> None:
-    weights = {component for _ in range(2) for component in [resident_weights(dry_run(candidate(method=method, tuning="full", beta=0.1)))]}
+    weights = {
+        component
+        for _ in range(2)
+        for component in [resident_weights(dry_run(candidate(method=method, tuning="full", beta=0.1)))]
+    }
     assert len(weights) == 1
     assert weights.pop() > 1.9 * resident_weights(dry_run(candidate(tuning="full")))
 
@@ -107,9 +120,14 @@ def resident_weights(trace: object) -> int:
 BATCHES_BYTES = 2**16  # the batch of the step before or after, as numbers of tokens
 
 
-@pytest.mark.parametrize("changes", [{"tuning": "full"}, {"method": "grpo", "num_generations": 2, "prompt_length": 64, "max_completion_length": 64}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"tuning": "full"}, {"method": "grpo", "num_generations": 2, "prompt_length": 64, "max_completion_length": 64}],
+)
 def test_one_step_beside_ready_states_peaks_as_two_steps_do(changes: dict[str, object]) -> None:
     case = candidate(**changes)
     two, one = ({phase.name: phase.total_bytes for phase in dry_run(case, steps=steps).phases} for steps in (2, 1))
     assert two.keys() == one.keys()
-    assert all(abs(two[phase] - one[phase]) < BATCHES_BYTES for phase in ("forward", "loss", "backward", "optimizer_step"))
+    assert all(
+        abs(two[phase] - one[phase]) < BATCHES_BYTES for phase in ("forward", "loss", "backward", "optimizer_step")
+    )

@@ -18,7 +18,14 @@ from planner.errors import NothingFits
 from planner.gpus.catalogue import load_gpu
 from planner.memory.engine import profile_run as engine_profile
 from planner.memory.engine.blocks import block_layout
-from planner.memory.engine.budget import EngineDoesNotFit, EngineMemory, EngineRefusal, EngineSettings, engine_memory, engine_or_refusal
+from planner.memory.engine.budget import (
+    EngineDoesNotFit,
+    EngineMemory,
+    EngineRefusal,
+    EngineSettings,
+    engine_memory,
+    engine_or_refusal,
+)
 from planner.memory.engine.profile_run import graph_sizes
 from planner.memory.engine.settings import engine_settings
 from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
@@ -52,7 +59,14 @@ def _printed(*names: str):  # type: ignore[no-untyped-def]
 # ---- facts: what vLLM printed
 
 
-@pytest.mark.parametrize("row", [param for param in _printed("kv_cache_gib", "kv_tokens") if param.values[0].model and param.values[0].measured["kv_tokens"]])
+@pytest.mark.parametrize(
+    "row",
+    [
+        param
+        for param in _printed("kv_cache_gib", "kv_tokens")
+        if param.values[0].model and param.values[0].measured["kv_tokens"]
+    ],
+)
 def test_printed_kv_gib_hold_the_printed_tokens(row):  # type: ignore[no-untyped-def]
     printed = row.measured["kv_tokens"]
     assert abs(row.tokens_of(row.measured["kv_cache_gib"]) - printed) <= PRINTED_TOKENS_WITHIN * printed
@@ -63,7 +77,9 @@ def test_sixteen_rows_print_both_kv_gib_and_tokens():
     assert len(both) == 16
 
 
-@pytest.mark.parametrize("row", _printed("total_gpu_memory_gib", "activation_peak_gib", "non_torch_gib", "kv_cache_gib"))
+@pytest.mark.parametrize(
+    "row", _printed("total_gpu_memory_gib", "activation_peak_gib", "non_torch_gib", "kv_cache_gib")
+)
 def test_budget_is_total_times_utilization_and_holds_what_was_printed(row):  # type: ignore[no-untyped-def]
     names = ("model_weights_gib", "activation_peak_gib", "non_torch_gib", "kv_cache_gib")
     budget_gib = ceil(row.measured["total_gpu_memory_gib"] * GIB * row.config["gpu_memory_utilization"]) / GIB
@@ -114,13 +130,21 @@ def test_sampler_bytes_are_the_median_of_rows_whose_sampler_made_the_peak():
 
 
 def test_memory_outside_torch_is_the_median_of_single_gpu_rows():
-    outside = [row.measured["non_torch_gib"] for row in ROWS if row.measured["non_torch_gib"] is not None and row.tensor_parallel_size == 1]
+    outside = [
+        row.measured["non_torch_gib"]
+        for row in ROWS
+        if row.measured["non_torch_gib"] is not None and row.tensor_parallel_size == 1
+    ]
     assert len(outside) == 13
     assert round(median(outside), 2) * GIB == pytest.approx(engine_profile.NON_TORCH_BYTES, abs=1)
 
 
 def test_nccl_is_what_rows_over_several_gpus_print_more():
-    outside = [row.measured["non_torch_gib"] for row in ROWS if row.measured["non_torch_gib"] is not None and row.tensor_parallel_size > 1]
+    outside = [
+        row.measured["non_torch_gib"]
+        for row in ROWS
+        if row.measured["non_torch_gib"] is not None and row.tensor_parallel_size > 1
+    ]
     assert outside == [0.2, 0.2]
     assert pytest.approx(0.2 * GIB, abs=1) == engine_profile.NON_TORCH_BYTES + engine_profile.NCCL_BYTES
 
@@ -137,7 +161,13 @@ def test_a_graph_costs_the_median_of_engines_that_captured_67_sizes():
 def test_gptq_qwen_colocated_at_a_fifth_of_an_a100_has_a_budget_of_7_9_gib():
     model = load_model("Qwen2.5-7B-Instruct-GPTQ-Int4")
     candidate = Candidate(
-        model=model, method="grpo", tuning="lora", vllm="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=2500, num_generations=2
+        model=model,
+        method="grpo",
+        tuning="lora",
+        vllm="colocate",
+        vllm_gpu_memory_utilization=0.2,
+        vllm_max_model_length=2500,
+        num_generations=2,
     )
     memory = engine_memory(model, A100_40G, engine_settings(candidate, A100_40G))
     assert format_gib(memory.budget_bytes, 1) == "7.9 GiB"
@@ -151,19 +181,35 @@ def test_colocate_is_started_as_trl_starts_it():
         vllm_enable_sleep_mode=True,
     )  # fmt: skip
     assert engine_settings(candidate, A100_40G) == EngineSettings(
-        gpu_memory_utilization=0.3, max_model_len=QWEN_7B.max_position_embeddings, max_num_seqs=24, max_num_batched_tokens=4096, tensor_parallel_size=2, sleep=2
+        gpu_memory_utilization=0.3,
+        max_model_len=QWEN_7B.max_position_embeddings,
+        max_num_seqs=24,
+        max_num_batched_tokens=4096,
+        tensor_parallel_size=2,
+        sleep=2,
     )
 
 
 def test_online_dpo_gives_the_engine_its_own_length_and_no_steps():
-    candidate = Candidate(model=QWEN_7B, method="online-dpo", vllm="colocate", max_length=512, max_completion_length=64, steps_per_generation=4)
+    candidate = Candidate(
+        model=QWEN_7B,
+        method="online-dpo",
+        vllm="colocate",
+        max_length=512,
+        max_completion_length=64,
+        steps_per_generation=4,
+    )
     started = engine_settings(candidate, A100_40G)
     assert (started.max_model_len, started.max_num_seqs) == (576, 8)
 
 
-@pytest.mark.parametrize(("gpu", "batch"), [("H100", (8192, 1024)), ("A100-80G", (2048, 256)), ("RTX-4090", (2048, 256))])
+@pytest.mark.parametrize(
+    ("gpu", "batch"), [("H100", (8192, 1024)), ("A100-80G", (2048, 256)), ("RTX-4090", (2048, 256))]
+)
 def test_a_server_takes_the_batch_defaults_of_its_card(gpu, batch):  # type: ignore[no-untyped-def]
-    started = engine_settings(Candidate(model=QWEN_7B, method="grpo", vllm="server", vllm_gpu_memory_utilization=0.9), load_gpu(gpu))
+    started = engine_settings(
+        Candidate(model=QWEN_7B, method="grpo", vllm="server", vllm_gpu_memory_utilization=0.9), load_gpu(gpu)
+    )
     assert (started.max_num_batched_tokens, started.max_num_seqs) == batch
 
 
@@ -184,10 +230,24 @@ def test_a_context_that_does_not_fit_is_refused_with_what_would():
     assert isinstance(refused.value, NothingFits)
     assert str(refused.value).startswith("vLLM at utilization 0.4 (15.80 GiB) leaves ")
     refusal = refused.value.refusal
-    assert isinstance(engine_or_refusal(QWEN_7B, A100_40G, replace(tight, max_model_len=refusal.max_model_len_that_fits)), EngineMemory)
-    assert isinstance(engine_or_refusal(QWEN_7B, A100_40G, replace(tight, max_model_len=refusal.max_model_len_that_fits + 16)), EngineRefusal)
-    assert isinstance(engine_or_refusal(QWEN_7B, A100_40G, replace(tight, gpu_memory_utilization=refusal.utilization_that_fits)), EngineMemory)
-    assert isinstance(engine_or_refusal(QWEN_7B, A100_40G, replace(tight, gpu_memory_utilization=refusal.utilization_that_fits - 0.01)), EngineRefusal)
+    assert isinstance(
+        engine_or_refusal(QWEN_7B, A100_40G, replace(tight, max_model_len=refusal.max_model_len_that_fits)),
+        EngineMemory,
+    )
+    assert isinstance(
+        engine_or_refusal(QWEN_7B, A100_40G, replace(tight, max_model_len=refusal.max_model_len_that_fits + 16)),
+        EngineRefusal,
+    )
+    assert isinstance(
+        engine_or_refusal(QWEN_7B, A100_40G, replace(tight, gpu_memory_utilization=refusal.utilization_that_fits)),
+        EngineMemory,
+    )
+    assert isinstance(
+        engine_or_refusal(
+            QWEN_7B, A100_40G, replace(tight, gpu_memory_utilization=refusal.utilization_that_fits - 0.01)
+        ),
+        EngineRefusal,
+    )
 
 
 def test_a_model_larger_than_the_budget_is_refused_with_the_utilization_that_would_do():
@@ -195,20 +255,29 @@ def test_a_model_larger_than_the_budget_is_refused_with_the_utilization_that_wou
     assert isinstance(refusal, EngineRefusal)
     assert "has no room for a KV cache" in refusal.reason
     assert refusal.max_model_len_that_fits == 0
-    assert isinstance(engine_or_refusal(QWEN_7B, A100_40G, replace(COLOCATE, gpu_memory_utilization=refusal.utilization_that_fits)), EngineMemory)
+    assert isinstance(
+        engine_or_refusal(QWEN_7B, A100_40G, replace(COLOCATE, gpu_memory_utilization=refusal.utilization_that_fits)),
+        EngineMemory,
+    )
 
 
 def test_a_budget_larger_than_what_is_free_is_refused():
     partly_used = replace(A100_40G, free_bytes=A100_40G.total_bytes // 4)
     refusal = engine_or_refusal(QWEN_7B, partly_used, COLOCATE)
     assert isinstance(refusal, EngineRefusal)
-    assert refusal.reason == "vLLM's budget at utilization 0.5 is 19.75 GiB, but only 9.87 GiB of A100-40G are free. Try vllm_gpu_memory_utilization 0.24."
+    assert (
+        refusal.reason
+        == "vLLM's budget at utilization 0.5 is 19.75 GiB, but only 9.87 GiB of A100-40G are free. Try vllm_gpu_memory_utilization 0.24."
+    )
 
 
 def test_heads_that_do_not_divide_over_the_gpus_are_refused():
     refusal = engine_or_refusal(QWEN_7B, H100, replace(COLOCATE, tensor_parallel_size=8))
     assert isinstance(refusal, EngineRefusal)
-    assert refusal.reason == "The 28 heads (4 for keys) of Qwen/Qwen2.5-7B do not divide over 8 GPUs. Try tensor parallel 4."
+    assert (
+        refusal.reason
+        == "The 28 heads (4 for keys) of Qwen/Qwen2.5-7B do not divide over 8 GPUs. Try tensor parallel 4."
+    )
 
 
 # ---- blocks
@@ -225,7 +294,11 @@ def test_key_heads_are_copied_when_there_are_fewer_than_gpus():
 
 def test_latent_attention_keeps_one_latent_on_every_gpu():
     model = load_model("deepseek-ai/DeepSeek-V3")
-    assert block_layout(model, 1, 2).bytes_per_block == block_layout(model, 8, 2).bytes_per_block == 61 * 16 * (512 + 64) * 2
+    assert (
+        block_layout(model, 1, 2).bytes_per_block
+        == block_layout(model, 8, 2).bytes_per_block
+        == 61 * 16 * (512 + 64) * 2
+    )
 
 
 def test_gemma_3_draws_seven_groups_of_five_layers_from_one_pool():
@@ -255,7 +328,10 @@ def test_a_large_batch_captures_51_graphs_at_most():
 def test_eager_engines_keep_no_graphs():
     eager = engine_memory(QWEN_7B, H100, replace(COLOCATE, enforce_eager=True))
     assert eager.cuda_graph_bytes == 0
-    assert eager.kv_cache_bytes == engine_memory(QWEN_7B, H100, COLOCATE).kv_cache_bytes + 5 * engine_profile.CUDA_GRAPH_BYTES_PER_SIZE
+    assert (
+        eager.kv_cache_bytes
+        == engine_memory(QWEN_7B, H100, COLOCATE).kv_cache_bytes + 5 * engine_profile.CUDA_GRAPH_BYTES_PER_SIZE
+    )
 
 
 def test_a_sleeping_engine_keeps_neither_weights_nor_cache():
@@ -266,7 +342,12 @@ def test_a_sleeping_engine_keeps_neither_weights_nor_cache():
 
 def test_an_engine_that_never_sleeps_keeps_all_but_its_transients():
     memory = engine_memory(QWEN_7B, H100, COLOCATE)
-    assert memory.asleep_bytes == memory.resident_bytes == memory.weights_awake_bytes == memory.total_bytes - memory.activation_peak_bytes
+    assert (
+        memory.asleep_bytes
+        == memory.resident_bytes
+        == memory.weights_awake_bytes
+        == memory.total_bytes - memory.activation_peak_bytes
+    )
 
 
 def test_a_float32_checkpoint_is_served_in_16_bits():
@@ -276,7 +357,9 @@ def test_a_float32_checkpoint_is_served_in_16_bits():
 # ---- laws
 
 UTILIZATIONS = st.floats(min_value=0.3, max_value=0.95)
-MODELS = st.sampled_from([load_model(name) for name in ("Qwen2.5-0.5B", "Qwen3-4B", "gemma-3-4b-pt", "Llama-3.1-8B", "Qwen3-30B-A3B")])
+MODELS = st.sampled_from(
+    [load_model(name) for name in ("Qwen2.5-0.5B", "Qwen3-4B", "gemma-3-4b-pt", "Llama-3.1-8B", "Qwen3-30B-A3B")]
+)
 SETTINGS = st.builds(
     EngineSettings,
     gpu_memory_utilization=UTILIZATIONS,
@@ -296,7 +379,14 @@ def test_the_budget_is_the_sum_of_its_parts(model, started):  # type: ignore[no-
     memory = engine_or_refusal(model, H100, started)
     if isinstance(memory, EngineMemory):
         graphs = memory.cuda_graph_bytes if started.runner == "v2" else 0
-        parts = (memory.weights_bytes, memory.activation_peak_bytes, memory.non_torch_bytes, graphs, memory.persistent_buffer_bytes, memory.kv_cache_bytes)
+        parts = (
+            memory.weights_bytes,
+            memory.activation_peak_bytes,
+            memory.non_torch_bytes,
+            graphs,
+            memory.persistent_buffer_bytes,
+            memory.kv_cache_bytes,
+        )
         assert sum(parts) == memory.budget_bytes
         assert memory.max_concurrency >= 1
 
@@ -315,7 +405,9 @@ def test_more_sequences_never_leave_more_for_the_cache(model, started, more):  #
 @given(model=MODELS, started=SETTINGS)
 def test_more_gpus_never_need_more_weights_on_each(model, started):  # type: ignore[no-untyped-def]
     size = started.tensor_parallel_size
-    assert engine_weight_bytes(model, 2 * size, started.quantization) <= engine_weight_bytes(model, size, started.quantization)
+    assert engine_weight_bytes(model, 2 * size, started.quantization) <= engine_weight_bytes(
+        model, size, started.quantization
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -323,16 +415,24 @@ def test_more_gpus_never_need_more_weights_on_each(model, started):  # type: ign
 def test_what_a_refusal_offers_starts(model, started):  # type: ignore[no-untyped-def]
     refusal = engine_or_refusal(model, A100_40G, started)
     if isinstance(refusal, EngineRefusal) and refusal.utilization_that_fits:
-        assert isinstance(engine_or_refusal(model, A100_40G, replace(started, gpu_memory_utilization=refusal.utilization_that_fits)), EngineMemory)
+        assert isinstance(
+            engine_or_refusal(model, A100_40G, replace(started, gpu_memory_utilization=refusal.utilization_that_fits)),
+            EngineMemory,
+        )
     if isinstance(refusal, EngineRefusal) and refusal.max_model_len_that_fits:
-        assert isinstance(engine_or_refusal(model, A100_40G, replace(started, max_model_len=refusal.max_model_len_that_fits)), EngineMemory)
+        assert isinstance(
+            engine_or_refusal(model, A100_40G, replace(started, max_model_len=refusal.max_model_len_that_fits)),
+            EngineMemory,
+        )
 
 
 # ---- speed
 
 
 def test_a_call_takes_microseconds():
-    candidate = Candidate(model=QWEN_7B, method="grpo", vllm="colocate", vllm_gpu_memory_utilization=0.5, vllm_max_model_length=2048)
+    candidate = Candidate(
+        model=QWEN_7B, method="grpo", vllm="colocate", vllm_gpu_memory_utilization=0.5, vllm_max_model_length=2048
+    )
     best = float("inf")
     for _ in range(5):
         start = perf_counter()

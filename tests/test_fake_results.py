@@ -35,7 +35,13 @@ def comparable(answer: Any) -> Any:
     """Without the strides of dimensions of one, which step nowhere."""
     if isinstance(answer, tuple):
         return tuple(map(comparable, answer))
-    return answer if answer.shape is None else replace(answer, stride=tuple(step for step, size in zip(answer.stride, answer.shape, strict=True) if size != 1))
+    return (
+        answer
+        if answer.shape is None
+        else replace(
+            answer, stride=tuple(step for step, size in zip(answer.stride, answer.shape, strict=True) if size != 1)
+        )
+    )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -49,7 +55,9 @@ def test_cached_outputs_equal_those_of_the_fake_mode(settings: dict[str, Any], m
             return asked(self, key, func, args, kwargs, tensors)
         expected = results._answer(self._mode.dispatch(func, (), args, kwargs), tensors)
         result = asked(self, key, func, args, kwargs, tensors)
-        onto_numbers = func._schema.is_mutable and not isinstance(tensors[0], FakeTensor)  # which `FakeArithmetic` answers with the tensor itself
+        onto_numbers = func._schema.is_mutable and not isinstance(
+            tensors[0], FakeTensor
+        )  # which `FakeArithmetic` answers with the tensor itself
         if expected is not None and not onto_numbers:
             assert comparable(self._known[key]) == comparable(expected), key
             compared.add(func)
@@ -59,14 +67,23 @@ def test_cached_outputs_equal_those_of_the_fake_mode(settings: dict[str, Any], m
     monkeypatch.setattr(FakeResults, "_asked", compare)
     try:
         model = shape_of(keep_layers(dict(load_model("Qwen2.5-0.5B").config), [0, 1]), id="two layers")
-        dry_run(Candidate(**({"model": model, "tuning": "lora", "per_device_train_batch_size": 4, "dtype": "bfloat16"} | settings)))
+        dry_run(
+            Candidate(
+                **({"model": model, "tuning": "lora", "per_device_train_batch_size": 4, "dtype": "bfloat16"} | settings)
+            )
+        )
     finally:
         _mode_and_results.cache_clear()
     assert len(compared) > 15
 
 
-@pytest.mark.parametrize("reshaped", [lambda held: held[:, 1:].reshape(-1), lambda held: held.t().reshape(-1), lambda held: held[:, ::2].flatten()])
-def test_what_is_reshaped_of_a_real_tensor_is_made_though_nothing_on_the_meta_device_can_share_it(reshaped: Any) -> None:
+@pytest.mark.parametrize(
+    "reshaped",
+    [lambda held: held[:, 1:].reshape(-1), lambda held: held.t().reshape(-1), lambda held: held[:, ::2].flatten()],
+)
+def test_what_is_reshaped_of_a_real_tensor_is_made_though_nothing_on_the_meta_device_can_share_it(
+    reshaped: Any,
+) -> None:
     arithmetic = FakeArithmetic()
     with Tracker(arithmetic=arithmetic.result):
         held = torch.arange(12_000).view(3, 4000)
@@ -96,10 +113,20 @@ def test_so_it_answers_of_those_that_the_dry_runs_do_not_come_to(func: Any) -> N
     for shape, stride in (((3, 8), (8, 1)), ((5, 7), (7, 1)), ((1, 7), (7, 1)), ((4, 6), (1, 4))):
         tensors = [known.empty(shape, stride, dtype) for dtype in (torch.bfloat16, torch.bool, torch.int64)]
         for _ in range(2):
-            told, expected = known.of(func, OTHERS[func](*tensors), {}), mode.dispatch(func, (), OTHERS[func](*tensors), {})
+            told, expected = (
+                known.of(func, OTHERS[func](*tensors), {}),
+                mode.dispatch(func, (), OTHERS[func](*tensors), {}),
+            )
             assert shapes_of(told) == shapes_of(expected)
 
 
 def shapes_of(result: Any) -> list[Any]:
     each = result if isinstance(result, tuple) else (result,)
-    return [(tensor.dtype, tuple(tensor.shape), comparable(results._Made(tensor.dtype, tuple(tensor.shape), tensor.stride())).stride) for tensor in each]
+    return [
+        (
+            tensor.dtype,
+            tuple(tensor.shape),
+            comparable(results._Made(tensor.dtype, tuple(tensor.shape), tensor.stride())).stride,
+        )
+        for tensor in each
+    ]

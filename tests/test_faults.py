@@ -71,7 +71,10 @@ def test_a_worker_killed_in_a_phase_is_killed_there(phase: Phase, tmp_path: Path
 def test_a_process_of_several_that_is_killed_is_told_through_its_launcher(tmp_path: Path) -> None:
     summary = "Root Cause (first observed failure):\\n[0]:\\n  time      : 2026\\n  rank      : 1\\n  exitcode  : -9 (pid: 7)\\n"
     failed = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
-    assert fault(f"sys.stderr.write('{failed}\\n{summary}'); sys.exit(1)", tmp_path) == ("killed", "it was ended by SIGKILL that was not ours")
+    assert fault(f"sys.stderr.write('{failed}\\n{summary}'); sys.exit(1)", tmp_path) == (
+        "killed",
+        "it was ended by SIGKILL that was not ours",
+    )
 
 
 def test_a_killed_guard_leaves_nothing_either(tmp_path: Path) -> None:
@@ -124,7 +127,10 @@ def test_an_exit_code_without_a_word_is_a_crash(tmp_path: Path) -> None:
 
 def test_a_command_that_does_not_exist_is_a_crash(tmp_path: Path) -> None:
     measured = run_probe(TASK, LIMITS, tmp_path / "logs", lambda task, file: ["/no/such/python"])
-    assert (measured.outcome, measured.message) == ("crashed", "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/python'")
+    assert (measured.outcome, measured.message) == (
+        "crashed",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/python'",
+    )
 
 
 # -- hanging -----------------------------------------------------------------------------------------------------------
@@ -173,9 +179,15 @@ def test_a_worker_has_time_to_tidy_up(tmp_path: Path) -> None:
     [
         ("print('done')", "it printed no measurement"),
         ("print(answer[:-20])", "its measurement cannot be read: "),
-        ("print(answer.replace('\"schema\": 1', '\"schema\": 2'))", "its measurement cannot be read: A measurement of schema 2"),
+        (
+            "print(answer.replace('\"schema\": 1', '\"schema\": 2'))",
+            "its measurement cannot be read: A measurement of schema 2",
+        ),
         ("print('@plan-measurement []')", "its measurement cannot be read: "),
-        ("print(answer.replace('\"max_length\": 1024', '\"max_length\": 8'))", "it measured another candidate or device than it was told"),
+        (
+            "print(answer.replace('\"max_length\": 1024', '\"max_length\": 8'))",
+            "it measured another candidate or device than it was told",
+        ),
         ("sys.stdout.buffer.write(bytes(range(256)) * 100)", "it printed no measurement"),
     ],
     ids=["nothing", "cut", "schema", "list", "another", "binary"],
@@ -237,7 +249,9 @@ def test_the_host_keeps_some_of_its_memory(tmp_path: Path) -> None:
     assert "of main memory were left to the host" in message
 
 
-def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_no_foreign_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_no_foreign_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kills = iter([3, 4])
     monkeypatch.setattr("probes.runner.runner.kernel_kills", lambda: next(kills))
     outcome = fault("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
@@ -288,12 +302,26 @@ def test_the_real_worker_killed_in_a_phase_is_killed_there(phase: Phase, tmp_pat
     """Each costs the imports of a trainer."""
     pytest.importorskip("trl")
     model = load_model(str(Path(__file__).parent / "models" / "tiny-qwen2"))
-    candidate = Candidate(model=model, method="grpo", prompt_length=8, max_completion_length=8, num_generations=2, per_device_train_batch_size=2, beta=0.1)
+    candidate = Candidate(
+        model=model,
+        method="grpo",
+        prompt_length=8,
+        max_completion_length=8,
+        num_generations=2,
+        per_device_train_batch_size=2,
+        beta=0.1,
+    )
     limits = replace(LIMITS, seconds=120.0)
     killed = run_probe(
-        replace(TASK, candidate=candidate), limits, tmp_path / "logs", lambda _, file: [sys.executable, "-c", KILLED_AT.format(phase=phase), str(file)]
+        replace(TASK, candidate=candidate),
+        limits,
+        tmp_path / "logs",
+        lambda _, file: [sys.executable, "-c", KILLED_AT.format(phase=phase), str(file)],
     )
-    assert (killed.outcome, killed.message) == ("killed", f"it was ended by SIGKILL that was not ours (in the {phase.replace('_', ' ')})")
+    assert (killed.outcome, killed.message) == (
+        "killed",
+        f"it was ended by SIGKILL that was not ours (in the {phase.replace('_', ' ')})",
+    )
 
 
 def test_the_real_worker_is_ended_while_it_imports(tmp_path: Path) -> None:

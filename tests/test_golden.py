@@ -48,10 +48,14 @@ def test_the_same_question_gives_the_same_bytes(capsys: pytest.CaptureFixture[st
 def test_the_readme_s_accuracy_is_that_of_the_results() -> None:
     accuracy_table = runpy.run_path(str(ROOT / "scripts" / "accuracy_table.py"))["accuracy_table"]
     page = README.read_text(encoding="utf-8")
-    rewrite_or_compare(README, ACCURACY.sub(lambda match: f"{match.group(1)}\n{accuracy_table()}\n{match.group(2)}", page))
+    rewrite_or_compare(
+        README, ACCURACY.sub(lambda match: f"{match.group(1)}\n{accuracy_table()}\n{match.group(2)}", page)
+    )
 
 
-def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_shows_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     page = README.read_text(encoding="utf-8")
 

@@ -57,7 +57,15 @@ class TestCatalogue:
 class TestNames:
     @pytest.mark.parametrize(
         "name",
-        ["A100-40G", "a100-40g", "A100_40GB", "A100 40GB", "NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb", "A100-SXM4-40GB"],
+        [
+            "A100-40G",
+            "a100-40g",
+            "A100_40GB",
+            "A100 40GB",
+            "NVIDIA A100-SXM4-40GB",
+            "nvidia-a100-sxm4-40gb",
+            "A100-SXM4-40GB",
+        ],
     )
     def test_spelling_does_not_matter(self, name: str) -> None:
         assert load_gpu(name).name == "A100-40G"
@@ -90,14 +98,23 @@ class TestNames:
 class TestClusters:
     @pytest.mark.parametrize(
         ("text", "nodes", "per_node"),
-        [("A100-40G", 1, 1), ("2xA100-40G", 1, 2), ("2 x A100-40G", 1, 2), ("4x8xA100-40G", 4, 8), ("1X8XA100-40G", 1, 8)],
+        [
+            ("A100-40G", 1, 1),
+            ("2xA100-40G", 1, 2),
+            ("2 x A100-40G", 1, 2),
+            ("4x8xA100-40G", 4, 8),
+            ("1X8XA100-40G", 1, 8),
+        ],
     )
     def test_counts_are_nodes_times_gpus(self, text: str, nodes: int, per_node: int) -> None:
         cluster = parse_cluster(text)
         assert (cluster.nodes, cluster.gpus_per_node, cluster.num_gpus) == (nodes, per_node, nodes * per_node)
         assert cluster.gpu.name == "A100-40G"
 
-    @pytest.mark.parametrize(("text", "size"), [("1x24GiB", 24 * GIB), ("24GiB", 24 * GIB), ("2x39.5 GiB", int(39.5 * GIB)), ("1x4096MiB", 4 * GIB)])
+    @pytest.mark.parametrize(
+        ("text", "size"),
+        [("1x24GiB", 24 * GIB), ("24GiB", 24 * GIB), ("2x39.5 GiB", int(39.5 * GIB)), ("1x4096MiB", 4 * GIB)],
+    )
     def test_a_bare_capacity_is_a_card_with_assumed_speeds(self, text: str, size: int) -> None:
         gpu = parse_cluster(text).gpu
         assert gpu.total_bytes == gpu.free_bytes == size
@@ -125,7 +142,11 @@ class TestClusters:
             ("1x0GiB", None, r"^A card of 0\.00 GiB does not exist\. Give from 1 GiB to 4,096 GiB\.$"),
             ("2x", None, r"names no GPU"),
             ("1x24", None, r"^--gpus '24' is no card\. A capacity needs its unit: 24GiB\.$"),
-            ("64xH100", None, r"^--gpus '64xH100' puts 64 GPUs in one machine\. Write nodes x GPUs, such as 8x8xH100\.$"),
+            (
+                "64xH100",
+                None,
+                r"^--gpus '64xH100' puts 64 GPUs in one machine\. Write nodes x GPUs, such as 8x8xH100\.$",
+            ),
             ("99999x8xH100", None, r"has more than 4096 nodes"),
             ("A100-40G", "30", r"Did you mean 30GiB\?$"),
             ("A100-40G", "50GiB", r"^--free-memory 50GiB is not between 1 GiB and the 39\.49 GiB of A100-40G\.$"),
@@ -153,7 +174,9 @@ def fake_nvml(names: list[str]) -> SimpleNamespace:
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda index: names[index],
         nvmlDeviceGetCudaComputeCapability=lambda index: (8, 6),
-        nvmlDeviceGetMemoryInfo=lambda index, version: SimpleNamespace(total=24 * GIB, reserved=GIB // 2, free=(20 - index) * GIB),
+        nvmlDeviceGetMemoryInfo=lambda index, version: SimpleNamespace(
+            total=24 * GIB, reserved=GIB // 2, free=(20 - index) * GIB
+        ),
     )
 
 
@@ -169,7 +192,9 @@ class TestLocal:
         assert (cluster.gpu.total_bytes, cluster.gpu.free_bytes) == (24 * GIB - GIB // 2, 19 * GIB)
         assert cluster.gpu.bf16_flops == load_gpu("RTX-3090").bf16_flops
 
-    def test_a_card_that_the_catalogue_lacks_keeps_its_name_and_has_assumed_speeds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_card_that_the_catalogue_lacks_keeps_its_name_and_has_assumed_speeds(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("planner.gpus.local._nvml", lambda: fake_nvml(["NVIDIA Brand New 1"]))
         gpu = parse_cluster("local").gpu
         assert gpu.name == "NVIDIA Brand New 1"
@@ -198,6 +223,9 @@ class TestLocal:
 
 
 def test_names_are_looked_up_without_torch_or_transformers() -> None:
-    program = "import sys; from planner.models.catalogue import load_model; from planner.gpus.parse import parse_cluster; load_model('Qwen2.5-7B'); parse_cluster('2xA100-40G'); "
+    program = (
+        "import sys; from planner.models.catalogue import load_model; from planner.gpus.parse import parse_cluster; "
+    )
+    program += "load_model('Qwen2.5-7B'); parse_cluster('2xA100-40G'); "
     program += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'huggingface_hub', 'pynvml', 'pandas')))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

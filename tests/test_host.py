@@ -84,12 +84,24 @@ def test_a_card_in_use_says_how_much_is_free_and_who_holds_the_rest() -> None:
     assert card(30 * GIB).description.endswith("; no process that can be seen from here holds the rest")
 
 
-NVML = SimpleNamespace(nvmlDeviceGetCount=lambda: 3, nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetHandleByUUID=lambda name: name)
+NVML = SimpleNamespace(
+    nvmlDeviceGetCount=lambda: 3,
+    nvmlDeviceGetHandleByIndex=lambda index: index,
+    nvmlDeviceGetHandleByUUID=lambda name: name,
+)
 
 
 @pytest.mark.parametrize(
     ("listed", "handles"),
-    [(None, [0, 1, 2]), ("", []), ("2,0", [2, 0]), (" 1 ", [1]), ("1,-1,2", [1]), ("0,9,1", [0]), ("GPU-8a,MIG-b", ["GPU-8a", "MIG-b"])],
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("2,0", [2, 0]),
+        (" 1 ", [1]),
+        ("1,-1,2", [1]),
+        ("0,9,1", [0]),
+        ("GPU-8a,MIG-b", ["GPU-8a", "MIG-b"]),
+    ],
 )
 def test_the_cards_are_those_that_cuda_shows(listed: str | None, handles: list[object]) -> None:
     assert list(visible_handles(NVML, listed)) == handles  # type: ignore[arg-type]

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.memory.kv_cache import generation_logits_bytes, kv_cache_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
+from planner.memory.kv_cache import (
+    generation_logits_bytes,
+    kv_cache_bytes,
+    kv_cache_dtype_bytes,
+    kv_cache_peak_bytes,
+    mla_expansion_bytes,
+    prefill_cache_bytes,
+)
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 
@@ -30,9 +37,13 @@ LATENT = {
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**COMMON, num_hidden_layers=3),
     "gemma3_text": lambda: transformers.Gemma3TextConfig(**COMMON, num_hidden_layers=6, sliding_window=8),
-    "mixtral": lambda: transformers.MixtralConfig(**COMMON, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **COMMON, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**LATENT),
-    "gpt2": lambda: transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=512, bos_token_id=1, eos_token_id=None, pad_token_id=0),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=512, bos_token_id=1, eos_token_id=None, pad_token_id=0
+    ),
 }
 
 
@@ -70,7 +81,9 @@ def _stored_bytes(cache) -> int:  # type: ignore[no-untyped-def]
 def _model(name, dtype):  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     config = CONFIGS[name]()
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), shape_of(config.to_dict(), id=name)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), shape_of(
+        config.to_dict(), id=name
+    )
 
 
 def _prompts():  # type: ignore[no-untyped-def]
@@ -80,7 +93,9 @@ def _prompts():  # type: ignore[no-untyped-def]
 
 
 def _generate(model, **more):  # type: ignore[no-untyped-def]
-    return model.generate(**_prompts(), max_new_tokens=COMPLETION, do_sample=True, top_k=0, return_dict_in_generate=True, **more)
+    return model.generate(
+        **_prompts(), max_new_tokens=COMPLETION, do_sample=True, top_k=0, return_dict_in_generate=True, **more
+    )
 
 
 CASES = [
@@ -103,7 +118,9 @@ def test_generate_keeps_the_bytes_of_the_formula(name, dtype, autocast):  # type
 def test_the_prompt_is_kept_whole_until_the_next_token(name):  # type: ignore[no-untyped-def]
     model, shape = _model(name, torch.bfloat16)
     with torch.no_grad():
-        cache = model(**_prompts(), use_cache=True, past_key_values=transformers.DynamicCache(config=model.config)).past_key_values
+        cache = model(
+            **_prompts(), use_cache=True, past_key_values=transformers.DynamicCache(config=model.config)
+        ).past_key_values
     assert _stored_bytes(cache) == prefill_cache_bytes(shape, ROWS, PROMPT, 2)
 
 
@@ -128,7 +145,10 @@ def test_growth_of_mixed_layers_stays_within_a_token_of_the_formula(name):  # ty
 
 def test_latent_attention_expands_every_token_of_one_layer():
     model, shape = _model("deepseek_v3", torch.bfloat16)
-    sizes = {ROWS * TOKENS * 4 * (16 + 16), ROWS * TOKENS * 4 * (16 + 8)}  # kv_b_proj's output of nope and v; the keys of nope and rope
+    sizes = {
+        ROWS * TOKENS * 4 * (16 + 16),
+        ROWS * TOKENS * 4 * (16 + 8),
+    }  # kv_b_proj's output of nope and v; the keys of nope and rope
     # The float32 copies are the CPU's own way of attention.
     expanded = _Alive(lambda op, args, tensor: tensor.numel() in sizes and tensor.dtype == torch.bfloat16)
     with torch.no_grad(), expanded:
@@ -150,9 +170,16 @@ def test_qwen_under_autocast_caches_in_float32():
     assert kv_cache_bytes(qwen, 8, 1023, kv_cache_dtype_bytes(qwen, 4, autocast=True)) == 8 * 1023 * 28 * 1024 * 4
 
 
-@given(rows=st.integers(1, 64), tokens=st.integers(2, 8192), more=st.integers(1, 64), name=st.sampled_from(["Qwen3-4B", "gemma-3-4b-pt"]))
+@given(
+    rows=st.integers(1, 64),
+    tokens=st.integers(2, 8192),
+    more=st.integers(1, 64),
+    name=st.sampled_from(["Qwen3-4B", "gemma-3-4b-pt"]),
+)
 def test_more_tokens_and_rows_never_need_less(rows, tokens, more, name):  # type: ignore[no-untyped-def]
     shape = load_model(name)
     assert kv_cache_bytes(shape, rows, tokens, 2) <= kv_cache_bytes(shape, rows, tokens + more, 2)
-    assert kv_cache_peak_bytes(shape, rows, tokens, tokens, 2) <= kv_cache_peak_bytes(shape, rows + more, tokens, tokens + more, 2)
+    assert kv_cache_peak_bytes(shape, rows, tokens, tokens, 2) <= kv_cache_peak_bytes(
+        shape, rows + more, tokens, tokens + more, 2
+    )
     assert kv_cache_bytes(shape, rows, tokens, 2) <= kv_cache_peak_bytes(shape, rows, 1, tokens, 2)

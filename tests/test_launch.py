@@ -41,23 +41,79 @@ METHODS_NOW = [name for name, method in METHODS.items() if method.last_trl == "c
 SCRIPTED = [name for name in METHODS_NOW if name not in TRL_COMMANDS]
 
 VARIANTS: dict[str, dict[str, object]] = {
-    "full": {"dtype": "bfloat16", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "gradient_checkpointing": False},
-    "qlora": {"tuning": "lora", "quantization": "nf4-double", "lora_r": 8, "lora_target_modules": ("q_proj", "v_proj"), "lora_dropout": 0.05},
-    "lora": {"tuning": "lora", "dtype": "bfloat16", "num_processes": 2, "sharding": "ddp", "attn_implementation": "eager", "use_liger_kernel": True},
-    "zero2": {"num_processes": 4, "sharding": "zero2", "offload_optimizer": True, "optim": "adamw_torch", "expandable_segments": True},
-    "zero3": {"num_processes": 4, "sharding": "zero3", "offload_param": True, "precision": "fp16", "checkpoint_every_n_layers": 2},
-    "fsdp2": {"num_processes": 8, "num_nodes": 2, "sharding": "fsdp2", "offload_param": True, "precision": "no", "padded": False},
+    "full": {
+        "dtype": "bfloat16",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": False,
+    },
+    "qlora": {
+        "tuning": "lora",
+        "quantization": "nf4-double",
+        "lora_r": 8,
+        "lora_target_modules": ("q_proj", "v_proj"),
+        "lora_dropout": 0.05,
+    },
+    "lora": {
+        "tuning": "lora",
+        "dtype": "bfloat16",
+        "num_processes": 2,
+        "sharding": "ddp",
+        "attn_implementation": "eager",
+        "use_liger_kernel": True,
+    },
+    "zero2": {
+        "num_processes": 4,
+        "sharding": "zero2",
+        "offload_optimizer": True,
+        "optim": "adamw_torch",
+        "expandable_segments": True,
+    },
+    "zero3": {
+        "num_processes": 4,
+        "sharding": "zero3",
+        "offload_param": True,
+        "precision": "fp16",
+        "checkpoint_every_n_layers": 2,
+    },
+    "fsdp2": {
+        "num_processes": 8,
+        "num_nodes": 2,
+        "sharding": "fsdp2",
+        "offload_param": True,
+        "precision": "no",
+        "padded": False,
+    },
     "projected": {"optim": "galore_adamw", "checkpoint_offload": True},
 }
 ENGINES: dict[str, dict[str, object]] = {
-    "colocate": {"vllm": "colocate", "num_processes": 2, "sharding": "ddp", "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.25},
-    "server": {"vllm": "server", "num_processes": 6, "sharding": "zero3", "vllm_tensor_parallel_size": 2, "vllm_max_model_length": 1024},
+    "colocate": {
+        "vllm": "colocate",
+        "num_processes": 2,
+        "sharding": "ddp",
+        "vllm_enable_sleep_mode": True,
+        "vllm_gpu_memory_utilization": 0.25,
+    },
+    "server": {
+        "vllm": "server",
+        "num_processes": 6,
+        "sharding": "zero3",
+        "vllm_tensor_parallel_size": 2,
+        "vllm_max_model_length": 1024,
+    },
 }
 OF_A_METHOD: dict[MethodName, dict[str, object]] = {
     "sft": {"packing": True, "max_length": 512},
     "dpo": {"padding_free": True, "beta": 0.2},
     "kto": {"precompute_ref_log_probs": True},
-    "grpo": {"beta": 0.04, "num_generations": 4, "steps_per_generation": 2, "num_iterations": 2, "max_completion_length": 128, "reward_model": REWARD},
+    "grpo": {
+        "beta": 0.04,
+        "num_generations": 4,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "max_completion_length": 128,
+        "reward_model": REWARD,
+    },
     "online-dpo": {"reward_model": REWARD, "max_length": 600, "max_completion_length": 100},
 }
 
@@ -65,13 +121,22 @@ OF_A_METHOD: dict[MethodName, dict[str, object]] = {
 def candidate(method: MethodName, **settings: object) -> Candidate:
     """What `plan` makes of these settings on a cluster that is large enough."""
     nodes = settings.get("num_nodes", 1)
-    return base_candidate(Job(model=MODEL, method=method, pinned={"num_processes": 1, **settings}), parse_cluster(f"{nodes}x8xH100"))
+    return base_candidate(
+        Job(model=MODEL, method=method, pinned={"num_processes": 1, **settings}), parse_cluster(f"{nodes}x8xH100")
+    )
 
 
 CASES = [(method, name, settings) for method in METHODS_NOW for name, settings in VARIANTS.items()]
-CASES += [(method, name, settings) for method in METHODS_NOW if METHODS[method].supports_vllm for name, settings in ENGINES.items()]
+CASES += [
+    (method, name, settings)
+    for method in METHODS_NOW
+    if METHODS[method].supports_vllm
+    for name, settings in ENGINES.items()
+]
 CASES += [(method, "its own", settings) for method, settings in OF_A_METHOD.items()]
-each_case = pytest.mark.parametrize(("method", "settings"), [pytest.param(method, settings, id=f"{method} {name}") for method, name, settings in CASES])
+each_case = pytest.mark.parametrize(
+    ("method", "settings"), [pytest.param(method, settings, id=f"{method} {name}") for method, name, settings in CASES]
+)
 
 
 def written(held: Candidate, folder: Path) -> Path:
@@ -96,7 +161,9 @@ def parsed(held: Candidate, folder: Path) -> argparse.Namespace:
 
 class TestTheTrainer:
     @each_case
-    def test_it_takes_every_setting_of_the_file(self, method: MethodName, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_takes_every_setting_of_the_file(
+        self, method: MethodName, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # the parser sets it, and the test takes it back
         held = candidate(method, **settings)
         arguments = parsed(held, written(held, tmp_path))
@@ -107,20 +174,28 @@ class TestTheTrainer:
         assert arguments.dataset_name == DATASET
 
     @each_case
-    def test_plan_reads_the_same_candidate_from_it(self, method: MethodName, settings: dict[str, Any], tmp_path: Path) -> None:
+    def test_plan_reads_the_same_candidate_from_it(
+        self, method: MethodName, settings: dict[str, Any], tmp_path: Path
+    ) -> None:
         held = candidate(method, **settings)
         read = candidate_fields(load_train_config(written(held, tmp_path) / "train.yaml").settings, "bfloat16")
         assert read.pop("model") == MODEL.id
         for role in ("reward_model", "teacher_model"):
             if role in read:
                 read[role] = load_model(str(read[role]))  # type: ignore[assignment]
-        launched = {name: getattr(held, name) for name in ("sharding", "num_processes", "num_nodes", "offload_optimizer", "offload_param")}
+        launched = {
+            name: getattr(held, name)
+            for name in ("sharding", "num_processes", "num_nodes", "offload_optimizer", "offload_param")
+        }
         of_the_data = {name: getattr(held, name) for name in ("padded", "prompt_length", "vllm_data_parallel_size")}
         unread = {"vllm_max_model_length": held.vllm_max_model_length} if method == "online-dpo" else {}
         assert candidate(method, **{**read, **launched, **of_the_data, **unread}) == held
 
     def test_no_argument_of_trl_changes_the_dtype_of_adapters(self) -> None:
-        with pytest.raises(InputError, match=r"^TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it\. Use .*$"):
+        with pytest.raises(
+            InputError,
+            match=r"^TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it\. Use .*$",
+        ):
             launch_files(candidate("sft", tuning="lora", autocast_adapter_dtype=False))
 
     @pytest.mark.parametrize("method", [*SCRIPTED, "ppo"])
@@ -137,7 +212,13 @@ class TestTheTrainer:
         module = importlib.import_module(f"trl.experimental.{method.replace('-', '_')}")
         takes = inspect.signature(getattr(module, METHODS[method].trainer).__init__).parameters
         tree = ast.parse(launch_files(candidate(method))["train.py"])
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == METHODS[method].trainer]
+        calls = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == METHODS[method].trainer
+        ]
         assert {keyword.arg for keyword in calls[0].keywords} <= takes.keys()
 
 
@@ -157,15 +238,24 @@ class TestAccelerate:
         assert read.distributed_type.value == accelerate_config(held)["distributed_type"]
 
     @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
-    def test_its_launcher_takes_the_file_and_our_command(self, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_its_launcher_takes_the_file_and_our_command(
+        self, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
         held = candidate("sft", **settings)
         monkeypatch.chdir(written(held, tmp_path))
         arguments = launch_command_parser().parse_args([*launch_command(held, "train.py")[2:], "--max_steps", "2"])
         launched, _, _ = _validate_launch_command(arguments)
-        assert (launched.num_processes, launched.training_script, launched.training_script_args) == (held.num_processes, "train.py", ["--max_steps", "2"])
-        assert (launched.use_deepspeed, launched.use_fsdp) == (held.sharding.startswith("zero"), held.sharding == "fsdp2")
+        assert (launched.num_processes, launched.training_script, launched.training_script_args) == (
+            held.num_processes,
+            "train.py",
+            ["--max_steps", "2"],
+        )
+        assert (launched.use_deepspeed, launched.use_fsdp) == (
+            held.sharding.startswith("zero"),
+            held.sharding == "fsdp2",
+        )
 
     def test_fsdp_is_version_2(self, tmp_path: Path) -> None:
         config = yaml.safe_load(launch_files(candidate("sft", **VARIANTS["fsdp2"]))["accelerate.yaml"])
@@ -203,12 +293,16 @@ class TestDeepSpeed:
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
         from accelerate import DeepSpeedPlugin
 
-        plugin = DeepSpeedPlugin(hf_ds_config=str(written(candidate("sft", **VARIANTS["zero3"]), tmp_path) / "deepspeed.json"))
+        plugin = DeepSpeedPlugin(
+            hf_ds_config=str(written(candidate("sft", **VARIANTS["zero3"]), tmp_path) / "deepspeed.json")
+        )
         assert plugin.zero_stage == 3
         assert plugin.hf_ds_config.is_offload()
 
     def test_offloading_goes_to_the_host(self) -> None:
-        zero = deepspeed_config(candidate("sft", num_processes=2, sharding="zero3", offload_optimizer=True))["zero_optimization"]
+        zero = deepspeed_config(candidate("sft", num_processes=2, sharding="zero3", offload_optimizer=True))[
+            "zero_optimization"
+        ]
         assert isinstance(zero, dict)
         assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
         assert "offload_param" not in zero
@@ -224,18 +318,38 @@ class TestDeepSpeed:
 
 class TestCommands:
     def test_a_method_with_a_command_is_run_by_trl(self) -> None:
-        assert launch_command(candidate("grpo")) == ["trl", "grpo", "--config", "train.yaml", "--accelerate_config", "accelerate.yaml"]
+        assert launch_command(candidate("grpo")) == [
+            "trl",
+            "grpo",
+            "--config",
+            "train.yaml",
+            "--accelerate_config",
+            "accelerate.yaml",
+        ]
 
     def test_a_script_is_run_by_accelerate_in_as_many_processes(self) -> None:
         held = candidate("grpo", num_processes=4, sharding="ddp")
-        assert launch_command(held, "worker.py") == ["accelerate", "launch", "--config_file", "accelerate.yaml", "--num_processes", "4", "worker.py"]
+        assert launch_command(held, "worker.py") == [
+            "accelerate",
+            "launch",
+            "--config_file",
+            "accelerate.yaml",
+            "--num_processes",
+            "4",
+            "worker.py",
+        ]
         assert launch_command(held, "w.py", ("python", "-m", "x"))[:3] == ["python", "-m", "x"]
 
     def test_the_server_takes_its_arguments(self) -> None:
         from trl.scripts.vllm_serve import make_parser
 
         (read,) = make_parser().parse_args_and_config(server_command(candidate("grpo", **ENGINES["server"]))[2:])
-        assert (read.model, read.tensor_parallel_size, read.data_parallel_size, read.max_model_len) == (MODEL.id, 2, 1, 1024)
+        assert (read.model, read.tensor_parallel_size, read.data_parallel_size, read.max_model_len) == (
+            MODEL.id,
+            2,
+            1,
+            1024,
+        )
 
     def test_server_and_trainer_have_cards_of_their_own(self) -> None:
         script = launch_files(candidate("grpo", **ENGINES["server"]))["launch.sh"]
@@ -246,7 +360,9 @@ class TestCommands:
         assert server_command(candidate("grpo")) == []
 
     def test_on_several_nodes_a_server_has_the_last_one(self) -> None:
-        files = launch_files(candidate("grpo", num_nodes=2, vllm="server", vllm_tensor_parallel_size=8, num_processes=8, sharding="ddp"))
+        files = launch_files(
+            candidate("grpo", num_nodes=2, vllm="server", vllm_tensor_parallel_size=8, num_processes=8, sharding="ddp")
+        )
         assert yaml.safe_load(files["accelerate.yaml"])["num_machines"] == 1
         assert "#SBATCH --nodes=2" in files["slurm.sh"]
         assert '--vllm_server_host "$2"' in files["slurm.sh"]
@@ -256,7 +372,15 @@ class TestCommands:
         with pytest.raises(InputError, match=message):
             launch_files(candidate("sft", num_nodes=2, num_processes=15, sharding="ddp"))
 
-    @pytest.mark.parametrize("settings", [{}, ENGINES["server"], VARIANTS["fsdp2"], {"num_nodes": 2, "num_processes": 8, "sharding": "ddp", "vllm": "server"}])
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {},
+            ENGINES["server"],
+            VARIANTS["fsdp2"],
+            {"num_nodes": 2, "num_processes": 8, "sharding": "ddp", "vllm": "server"},
+        ],
+    )
     def test_the_scripts_are_shell(self, settings: dict[str, Any], tmp_path: Path) -> None:
         files = launch_files(candidate("grpo", **settings))
         for name in ("launch.sh", "slurm.sh"):
@@ -300,7 +424,10 @@ class TestExport:
         export(held, tmp_path)
         export(held, tmp_path)  # the same again is no change
         (tmp_path / "train.yaml").write_text("mine")
-        with pytest.raises(InputError, match=r"^\S*train\.yaml, \S*README\.md would be overwritten and say something else\. Use --overwrite\.$"):
+        with pytest.raises(
+            InputError,
+            match=r"^\S*train\.yaml, \S*README\.md would be overwritten and say something else\. Use --overwrite\.$",
+        ):
             export(replace(held, max_length=2048), tmp_path)
         assert (tmp_path / "train.yaml").read_text() == "mine"
         assert "max_length=1024" in (tmp_path / "README.md").read_text()
@@ -311,4 +438,6 @@ class TestExport:
         assert "max_length: 2048" in (tmp_path / "train.yaml").read_text()
 
     def test_the_same_candidate_gives_the_same_bytes(self) -> None:
-        assert launch_files(candidate("grpo", **ENGINES["server"])) == launch_files(candidate("grpo", **ENGINES["server"]))
+        assert launch_files(candidate("grpo", **ENGINES["server"])) == launch_files(
+            candidate("grpo", **ENGINES["server"])
+        )

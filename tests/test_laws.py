@@ -40,7 +40,9 @@ MODELS = [
 
 ROUNDING = 1024  # bytes: an allocation is rounded to 512, and fused AdamW keeps its step count in one of its own
 
-pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of a candidate that breaks a law, with its whole model
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Generating overly large repr"
+)  # of a candidate that breaks a law, with its whole model
 
 laws = settings(
     max_examples=int(os.environ.get("PLAN_LAWS", EXAMPLES)), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
@@ -54,7 +56,11 @@ def candidates(draw: st.DrawFn) -> Candidate:
     tuning = draw(st.sampled_from(["full", "lora"]))
     processes = draw(st.sampled_from([1, 2, 4]))
     sharding = "none" if processes == 1 else draw(st.sampled_from(["ddp", "zero1", "zero2", "zero3", "fsdp2"]))
-    quantization = draw(st.sampled_from(["none", "nf4", "nf4-double", "int8"])) if tuning == "lora" and sharding in ("none", "ddp") else "none"
+    quantization = (
+        draw(st.sampled_from(["none", "nf4", "nf4-double", "int8"]))
+        if tuning == "lora" and sharding in ("none", "ddp")
+        else "none"
+    )
     model = load_model(draw(st.sampled_from(MODELS)))
     return Candidate(
         model=model,
@@ -93,14 +99,18 @@ def estimated(candidate: Candidate) -> Estimate:
 @laws
 @given(candidates(), st.integers(1, 3000))
 def test_more_tokens_never_need_less(candidate: Candidate, more: int) -> None:
-    longer = replace(candidate, max_length=candidate.max_length + more, max_completion_length=candidate.max_completion_length + more)
+    longer = replace(
+        candidate, max_length=candidate.max_length + more, max_completion_length=candidate.max_completion_length + more
+    )
     assert peak_bytes(longer) >= peak_bytes(candidate)
 
 
 @laws
 @given(candidates(), st.integers(1, 8))
 def test_more_rows_never_need_less(candidate: Candidate, more: int) -> None:
-    assert peak_bytes(replace(candidate, per_device_train_batch_size=candidate.per_device_train_batch_size + more)) >= peak_bytes(candidate)
+    assert peak_bytes(
+        replace(candidate, per_device_train_batch_size=candidate.per_device_train_batch_size + more)
+    ) >= peak_bytes(candidate)
 
 
 @laws
@@ -108,14 +118,18 @@ def test_more_rows_never_need_less(candidate: Candidate, more: int) -> None:
 def test_a_larger_rank_never_needs_less(candidate: Candidate, more: int) -> None:
     # ZeRO-3 leaves small matrices whole: a rank that makes them large enough to be cut needs less; of ZeRO-1 and 2 see the next law
     assume(candidate.sharding not in ("zero1", "zero2", "zero3"))
-    assume(candidate.optim != "adamw_8bit")  # there small matrices have states of 32 bits, larger ones of 8 (planner/memory/optimizer.py)
+    assume(
+        candidate.optim != "adamw_8bit"
+    )  # there small matrices have states of 32 bits, larger ones of 8 (planner/memory/optimizer.py)
     assert peak_bytes(replace(candidate, lora_r=candidate.lora_r + more)) >= peak_bytes(candidate)
 
 
 @laws
 @given(candidates(), st.integers(1, 6))
 def test_more_parameters_never_need_less(candidate: Candidate, more: int) -> None:
-    assume(candidate.sharding not in ("zero1", "zero2"))  # where a piece ends decides how many whole gradients a rank has
+    assume(
+        candidate.sharding not in ("zero1", "zero2")
+    )  # where a piece ends decides how many whole gradients a rank has
     config = {key: value for key, value in load_model("Llama-3.2-1B").config.items()}
     models = [shape_of({**config, "num_hidden_layers": layers}, id=f"{layers} layers") for layers in (4, 4 + more)]
     smaller, larger = (peak_bytes(replace(candidate, model=model, teacher_model=None)) for model in models)
@@ -145,8 +159,14 @@ def test_frozen_parameters_have_no_gradients_and_no_states(candidate: Candidate)
     frozen = replace(candidate, tuning="lora", lora_r=1, sharding="none", num_processes=1)
     trained = policy_parameters(frozen).trainable
     for phase in estimated(frozen).gpus[0].phases:
-        assert phase.components.get("gradients", 0) <= trained * 4 + ROUNDING * policy_parameters(frozen).trainable_tensor_count
-        assert phase.components.get("optimizer_states", 0) <= trained * 8 + 2 * ROUNDING * policy_parameters(frozen).trainable_tensor_count
+        assert (
+            phase.components.get("gradients", 0)
+            <= trained * 4 + ROUNDING * policy_parameters(frozen).trainable_tensor_count
+        )
+        assert (
+            phase.components.get("optimizer_states", 0)
+            <= trained * 8 + 2 * ROUNDING * policy_parameters(frozen).trainable_tensor_count
+        )
 
 
 @settings(max_examples=12, deadline=None)
@@ -156,24 +176,37 @@ def test_frozen_parameters_have_no_gradients_and_no_states(candidate: Candidate)
     st.sampled_from(["sft", "dpo", "grpo", "reward"]),
     st.integers(256, 4096),
 )
-def test_what_is_recommended_is_not_beaten_by_its_own_class_and_every_fit_is_one(model: str, gpus: str, method: str, length: int) -> None:
+def test_what_is_recommended_is_not_beaten_by_its_own_class_and_every_fit_is_one(
+    model: str, gpus: str, method: str, length: int
+) -> None:
     job = Job(model=load_model(model), method=method, pinned={"max_length": length})
     answer = plan(job, parse_cluster(gpus, None))
     assert answer.best.fits == (answer.verdict == "fits")
     for estimate_ in (answer.best, *(other.estimate for other in answer.alternatives)):
         fits = all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in estimate_.gpus)
         assert estimate_.fits == fits
-        same_class = (estimate_.candidate.tuning, estimate_.candidate.quantization) == (answer.best.candidate.tuning, answer.best.candidate.quantization)
+        same_class = (estimate_.candidate.tuning, estimate_.candidate.quantization) == (
+            answer.best.candidate.tuning,
+            answer.best.candidate.quantization,
+        )
         if same_class and estimate_.fits and not estimate_.candidate.offload_optimizer:
             assert estimate_.throughput.tokens_per_second <= answer.best.throughput.tokens_per_second
 
 
 @laws
 @given(candidates(), st.integers(5, 60), st.integers(5, 60), st.booleans())
-def test_what_is_remembered_of_a_training_is_what_it_is_beside_any_share_of_an_engine(candidate: Candidate, first: int, then: int, sleeps: bool) -> None:
+def test_what_is_remembered_of_a_training_is_what_it_is_beside_any_share_of_an_engine(
+    candidate: Candidate, first: int, then: int, sleeps: bool
+) -> None:
     assume(METHODS[candidate.method].supports_vllm and candidate.quantization == "none")
     beside = [
-        replace(candidate, vllm="colocate", vllm_gpu_memory_utilization=share / 100, vllm_max_model_length=4096, vllm_enable_sleep_mode=sleeps)
+        replace(
+            candidate,
+            vllm="colocate",
+            vllm_gpu_memory_utilization=share / 100,
+            vllm_max_model_length=4096,
+            vllm_enable_sleep_mode=sleeps,
+        )
         for share in (first, then)
     ]
     try:

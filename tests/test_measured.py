@@ -16,10 +16,25 @@ from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
-from planner.measurements.corrected_estimate import LEAST_SURE_FIRST, RUN_TO_RUN_BYTES, differences, measured_estimate, needed_bytes
+from planner.measurements.corrected_estimate import (
+    LEAST_SURE_FIRST,
+    RUN_TO_RUN_BYTES,
+    differences,
+    measured_estimate,
+    needed_bytes,
+)
 from planner.measurements.corrected_plan import confirmed, contradiction, contradicts
 from planner.measurements.fingerprint import candidate_key
-from planner.measurements.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage, candidate_of_report, candidate_report
+from planner.measurements.measurement import (
+    DeviceName,
+    Measurement,
+    Outcome,
+    PhasePeak,
+    RankMemory,
+    Shortage,
+    candidate_of_report,
+    candidate_report,
+)
 from planner.models.catalogue import load_model
 from planner.plan import Alternative, Plan, plan
 from planner.quantities import Component, Estimate, PhaseMemory
@@ -28,22 +43,32 @@ from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.table import estimate_table, plan_table
 from planner.units import GIB, MIB
 
-VALIDATOR = jsonschema.Draft202012Validator(json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8")))
+VALIDATOR = jsonschema.Draft202012Validator(
+    json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
+)
 MODEL = load_model("Qwen2.5-0.5B")
-CANDIDATE = Candidate(model=MODEL, method="sft", tuning="lora", dtype="bfloat16", per_device_train_batch_size=4, max_length=2048)
+CANDIDATE = Candidate(
+    model=MODEL, method="sft", tuning="lora", dtype="bfloat16", per_device_train_batch_size=4, max_length=2048
+)
 CLUSTER: Cluster = parse_cluster("1xRTX-3090")
 EXPECTED: Estimate = estimate(CANDIDATE, CLUSTER)
 CAPACITY = CLUSTER.gpu.free_bytes
 
 
-def peak_of(phase: PhaseMemory, *, more: int = 0, spare: int = 0, driver: bool = True, reserved: bool = True) -> PhasePeak:
+def peak_of(
+    phase: PhaseMemory, *, more: int = 0, spare: int = 0, driver: bool = True, reserved: bool = True
+) -> PhasePeak:
     """A phase as it would be seen if it held `more` bytes of tensors than expected, with `spare` ones kept by the allocator."""
     outside, slack = phase.components["runtime"], phase.components.get("fragmentation", 0)
     engine = 0 if driver else phase.components.get("engine", 0)  # of a simulated card: reserved, and of no tensor
     allocated = phase.total_bytes - outside - slack - engine + more
     kept = allocated + slack + engine + spare
     return PhasePeak(
-        name=phase.name, allocated_bytes=allocated, reserved_bytes=kept if reserved else 0, driver_bytes=kept + outside if driver else 0, seconds=0.25
+        name=phase.name,
+        allocated_bytes=allocated,
+        reserved_bytes=kept if reserved else 0,
+        driver_bytes=kept + outside if driver else 0,
+        seconds=0.25,
     )
 
 
@@ -57,7 +82,10 @@ def seen(
     capacity: int = CAPACITY,
     shortage: Shortage | None = None,
 ) -> Measurement:
-    phases = tuple(peak_of(phase, more=more, spare=spare, driver=device == "cuda", reserved=device != "cpu") for phase in answer.gpus[0].phases)
+    phases = tuple(
+        peak_of(phase, more=more, spare=spare, driver=device == "cuda", reserved=device != "cpu")
+        for phase in answer.gpus[0].phases
+    )
     return Measurement(
         candidate=answer.candidate,
         device=device,
@@ -73,7 +101,9 @@ def seen(
     )
 
 
-SHORT = Shortage(rank=0, phase="backward", tried_bytes=2 * GIB, free_bytes=GIB, allocated_bytes=20 * GIB, reserved_bytes=21 * GIB)
+SHORT = Shortage(
+    rank=0, phase="backward", tried_bytes=2 * GIB, free_bytes=GIB, allocated_bytes=20 * GIB, reserved_bytes=21 * GIB
+)
 PLANNED = Plan(
     job=Job(model=MODEL, method="sft"),
     cluster=CLUSTER,
@@ -99,7 +129,10 @@ class TestMeasuredEstimate:
         assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 2 * GIB
 
     def test_more_than_expected_is_unexplained_and_spare_is_fragmentation(self):
-        before, after = EXPECTED.gpus[0].peak.components, measured_estimate(EXPECTED, seen(more=GIB, spare=GIB)).gpus[0].peak.components
+        before, after = (
+            EXPECTED.gpus[0].peak.components,
+            measured_estimate(EXPECTED, seen(more=GIB, spare=GIB)).gpus[0].peak.components,
+        )
         assert after["unexplained"] == GIB
         assert after["fragmentation"] == before["fragmentation"] + GIB
         assert {name: size for name, size in after.items() if name not in ("unexplained", "fragmentation")} == {
@@ -107,7 +140,10 @@ class TestMeasuredEstimate:
         }
 
     def test_less_than_expected_is_cut_from_what_is_least_sure(self):
-        before, after = EXPECTED.gpus[0].peak.components, measured_estimate(EXPECTED, seen(more=-MIB)).gpus[0].peak.components
+        before, after = (
+            EXPECTED.gpus[0].peak.components,
+            measured_estimate(EXPECTED, seen(more=-MIB)).gpus[0].peak.components,
+        )
         first = next(name for name in LEAST_SURE_FIRST if before.get(name))
         assert after[first] == before[first] - MIB
         assert "unexplained" not in after and after["weights"] == before["weights"]
@@ -116,8 +152,12 @@ class TestMeasuredEstimate:
     def test_components_sum_to_the_total_and_none_is_negative(self, more, spare, device):
         measurement = seen(device=device, more=more, spare=spare)
         for phase in measured_estimate(EXPECTED, measurement).gpus[0].phases:
-            assert sum(phase.components.values()) == phase.total_bytes and all(size > 0 for size in phase.components.values())
-            assert phase.total_bytes >= next(peak.allocated_bytes for peak in measurement.ranks[0].phases if peak.name == phase.name)
+            assert sum(phase.components.values()) == phase.total_bytes and all(
+                size > 0 for size in phase.components.values()
+            )
+            assert phase.total_bytes >= next(
+                peak.allocated_bytes for peak in measurement.ranks[0].phases if peak.name == phase.name
+            )
 
     def test_every_component_can_be_cut(self):
         assert set(LEAST_SURE_FIRST) == set(Component.__args__)
@@ -146,7 +186,9 @@ class TestMeasuredEstimate:
         gpu = measured_estimate(EXPECTED, lost).gpus[0]
         assert (gpu.peak_bytes, gpu.peak_phase) == (CAPACITY + 1, EXPECTED.gpus[0].peak_phase)
 
-    @pytest.mark.parametrize("outcome", ["hung", "killed", "crashed", "disk_full", "garbage", "gpu_in_use", "host_out_of_memory"])
+    @pytest.mark.parametrize(
+        "outcome", ["hung", "killed", "crashed", "disk_full", "garbage", "gpu_in_use", "host_out_of_memory"]
+    )
     def test_a_probe_that_ended_otherwise_measures_nothing(self, outcome):
         with pytest.raises(PlanError, match="says nothing about memory"):
             measured_estimate(EXPECTED, seen(outcome=outcome))
@@ -157,8 +199,13 @@ class TestMeasuredEstimate:
 
     def test_a_card_that_differs_by_what_its_driver_keeps_is_no_other_card(self):
         for capacity in (CAPACITY - CAPACITY // 200, CAPACITY + CAPACITY // 200):
-            assert not measured_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=capacity)).fits
-            assert measured_estimate(EXPECTED, seen(spare=GIB, capacity=capacity)).gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + GIB
+            assert not measured_estimate(
+                EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=capacity)
+            ).fits
+            assert (
+                measured_estimate(EXPECTED, seen(spare=GIB, capacity=capacity)).gpus[0].peak_bytes
+                == EXPECTED.gpus[0].peak_bytes + GIB
+            )
 
     def test_phases_are_told_in_the_order_of_a_run(self):
         rank = seen().ranks[0]
@@ -172,13 +219,19 @@ class TestMeasuredEstimate:
         assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + GIB
 
     def test_a_phase_that_nobody_expected_holds_what_stays(self):
-        save = PhasePeak(name="save", allocated_bytes=30 * GIB, reserved_bytes=30 * GIB, driver_bytes=31 * GIB, seconds=1.0)
+        save = PhasePeak(
+            name="save", allocated_bytes=30 * GIB, reserved_bytes=30 * GIB, driver_bytes=31 * GIB, seconds=1.0
+        )
         rank = replace(seen().ranks[0], phases=(save,))
         components = measured_estimate(EXPECTED, replace(seen(), ranks=(rank,))).gpus[0].phases[0].components
         assert components["weights"] == EXPECTED.gpus[0].peak.components["weights"] and components["unexplained"] > 0
 
     def test_a_server_stays_as_it_was_expected(self):
-        server = replace(TOO_LARGE.gpus[0], role="vllm", phases=(PhaseMemory(name="rollout", components={"engine": GIB, "runtime": MIB}),))
+        server = replace(
+            TOO_LARGE.gpus[0],
+            role="vllm",
+            phases=(PhaseMemory(name="rollout", components={"engine": GIB, "runtime": MIB}),),
+        )
         expected = replace(EXPECTED, gpus=(*EXPECTED.gpus, server))
         answer = measured_estimate(expected, seen())
         assert answer.gpus[1] is server and "the vLLM server's cards are still estimated" in answer.reasons
@@ -206,7 +259,11 @@ class TestOtherDevices:
         answer = measured_estimate(EXPECTED, seen(device="cpu", capacity=0))
         assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes
         assert answer.throughput is EXPECTED.throughput
-        assert 0 < answer.gpus[0].interval_bytes[1] - answer.gpus[0].peak_bytes < EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
+        assert (
+            0
+            < answer.gpus[0].interval_bytes[1] - answer.gpus[0].peak_bytes
+            < EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
+        )
         assert "the probe ran on the CPU, where tensors' bytes are counted" in answer.reasons[-1]
         assert "measured on the CPU (torch 2.13, trl 1.16)" in estimate_table(answer, CLUSTER, (), 120).plain
         plan = confirmed(PLANNED, CANDIDATE, [seen(device="cpu", capacity=0)], ["it ran"], {})
@@ -305,7 +362,11 @@ class TestConfirmed:
 
 class TestReports:
     PROVEN = confirmed(
-        PLANNED, CANDIDATE, [seen(more=GIB, spare=GIB)], ["3 probes: the next larger batch ran out of memory"], {"probes": 3, "learned": {"runtime": 1}}
+        PLANNED,
+        CANDIDATE,
+        [seen(more=GIB, spare=GIB)],
+        ["3 probes: the next larger batch ran out of memory"],
+        {"probes": 3, "learned": {"runtime": 1}},
     )
 
     def test_the_json_follows_the_schema(self):
@@ -337,7 +398,11 @@ class TestSameCandidate:
         shallow = {**MODEL.config, "num_hidden_layers": 2, "max_window_layers": 2}
         from planner.models.from_config import shape_of
 
-        others = [replace(CANDIDATE, model=shape_of(shallow, id="x")), replace(CANDIDATE, lora_r=8), replace(CANDIDATE, max_length=1024)]
+        others = [
+            replace(CANDIDATE, model=shape_of(shallow, id="x")),
+            replace(CANDIDATE, lora_r=8),
+            replace(CANDIDATE, max_length=1024),
+        ]
         assert len({candidate_key(each) for each in (CANDIDATE, *others)}) == 4
 
     def test_a_setting_that_the_method_does_not_read_makes_no_difference(self):

@@ -49,12 +49,17 @@ def test_a_measurement_is_read_back_as_it_was() -> None:
     assert replace(read, candidate=replace(read.candidate, model=MODEL)) == MEASUREMENT
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-7B", "gemma-3-4b-it", "Qwen2.5-7B-Instruct-GPTQ-Int4", "gpt-oss-20b", "Mixtral-8x7B-v0.1"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5-7B", "gemma-3-4b-it", "Qwen2.5-7B-Instruct-GPTQ-Int4", "gpt-oss-20b", "Mixtral-8x7B-v0.1"]
+)
 def test_a_model_goes_with_its_candidate(name: str) -> None:
     model = load_model(name)
     report = json.loads(json.dumps(candidate_report(Candidate(model=model, method="grpo", reward_model=model))))
     read = candidate_of_report(report).model
-    assert [field.name for field in fields(ModelShape) if getattr(read, field.name) != getattr(model, field.name)] in ([], ["notes"])
+    assert [field.name for field in fields(ModelShape) if getattr(read, field.name) != getattr(model, field.name)] in (
+        [],
+        ["notes"],
+    )
 
 
 def test_the_peak_is_the_most_inclusive_figure_there_is() -> None:

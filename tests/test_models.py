@@ -33,12 +33,18 @@ def catalogue_config(model_id: str) -> dict:
 
 
 class TestFacts:
-    @pytest.mark.parametrize("row", [row for row in FORMULAS if row["id"] not in COUNTED_ONLY], ids=lambda row: row["id"])
+    @pytest.mark.parametrize(
+        "row", [row for row in FORMULAS if row["id"] not in COUNTED_ONLY], ids=lambda row: row["id"]
+    )
     def test_formulas_count_every_parameter_of_the_catalogue(self, row: dict) -> None:
         shape = shape_of(row["config"], id=row["id"])
         detail = row["params_detail"]
         assert shape.params == row["params"]
-        assert (shape.embed_params, shape.lm_head_params, shape.expert_params) == (detail["embed"], detail["lm_head"], detail["experts"])
+        assert (shape.embed_params, shape.lm_head_params, shape.expert_params) == (
+            detail["embed"],
+            detail["lm_head"],
+            detail["experts"],
+        )
         assert shape.vision_params + (shape.other_params if shape.vision_params else 0) == detail["vision"]
         assert shape.tied is (detail["lm_head"] == 0)
 
@@ -49,8 +55,17 @@ class TestFacts:
         for row in FORMULAS:
             shape = load_model(row["id"])
             if shape.known:
-                parts = shape.embed_params + shape.position_params + shape.lm_head_params + shape.lm_head_bias_params + shape.final_norm.params
-                assert parts + shape.other_params + shape.vision_params + sum(layer.params for layer in shape.layers) == shape.params
+                parts = (
+                    shape.embed_params
+                    + shape.position_params
+                    + shape.lm_head_params
+                    + shape.lm_head_bias_params
+                    + shape.final_norm.params
+                )
+                assert (
+                    parts + shape.other_params + shape.vision_params + sum(layer.params for layer in shape.layers)
+                    == shape.params
+                )
 
     @pytest.mark.parametrize("row", ROWS, ids=ids(ROWS))
     def test_every_row_is_a_shape_with_its_count_and_says_where_it_is_from(self, row: dict) -> None:
@@ -87,7 +102,12 @@ class TestLayers:
         assert windows.count(None) == 5
 
     def test_smollm3_leaves_rotary_positions_out_of_every_fourth_layer(self) -> None:
-        assert [layer.attention.rotary for layer in load_model("SmolLM3-3B").layers[:8]] == [True, True, True, False] * 2
+        assert [layer.attention.rotary for layer in load_model("SmolLM3-3B").layers[:8]] == [
+            True,
+            True,
+            True,
+            False,
+        ] * 2
 
     def test_a_qwen2_window_needs_use_sliding_window(self) -> None:
         config = {**catalogue_config("Qwen/Qwen2.5-7B"), "sliding_window": 4096, "max_window_layers": 20}
@@ -96,7 +116,12 @@ class TestLayers:
         assert [layer.attention.sliding_window for layer in shape_of(config, id="x").layers] == [None] * 20 + [4096] * 8
 
     def test_the_layer_types_of_a_config_win_over_its_familys_rule(self) -> None:
-        config = {**LLAMA, "model_type": "gemma3_text", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+        config = {
+            **LLAMA,
+            "model_type": "gemma3_text",
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 8,
+        }
         assert [layer.attention.sliding_window for layer in shape_of(config, id="x").layers] == [None, 8]
 
     def test_deepseek_v3_is_dense_in_its_first_three_layers(self) -> None:
@@ -121,7 +146,11 @@ class TestLayers:
 
     def test_gpt2_drops_a_tenth_everywhere_while_it_trains(self) -> None:
         shape = load_model("gpt2")
-        assert (shape.embed_dropout, shape.layers[0].residual_dropout, shape.layers[0].attention.dropout) == (0.1, 0.1, 0.1)
+        assert (shape.embed_dropout, shape.layers[0].residual_dropout, shape.layers[0].attention.dropout) == (
+            0.1,
+            0.1,
+            0.1,
+        )
 
     def test_olmo_2_normalises_whole_projections_and_qwen3_heads(self) -> None:
         assert load_model("OLMo-2-1124-7B").layers[0].attention.qk_norm == "full"
@@ -157,7 +186,9 @@ class TestAgainstTransformers:
             found = {
                 (name.rsplit(".", 1)[-1], module.weight.numel(), module.bias is not None)
                 for name, module in model.named_modules()
-                if name.startswith(prefix) and (isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D") and not name.endswith("_gate")
+                if name.startswith(prefix)
+                and (isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D")
+                and not name.endswith("_gate")
             }
             assert {(linear.name, linear.weight_params, linear.bias) for linear in layer.linears} == found
             if layer_types:
@@ -190,7 +221,9 @@ def built(config: dict):
     import torch
     import transformers
 
-    known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict({key: value for key, value in config.items() if key != "model_type"})
+    known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(
+        {key: value for key, value in config.items() if key != "model_type"}
+    )
     auto = transformers.AutoModelForImageTextToText if "vision_config" in config else transformers.AutoModelForCausalLM
     with torch.device("meta"):
         return auto.from_config(known)
@@ -198,7 +231,11 @@ def built(config: dict):
 
 def layer_prefix(model, index: int) -> str:
     """The module name of decoder layer `index`."""
-    layers = (name for name, module in model.named_modules() if type(module).__name__ == "ModuleList" and len(module) == SHORT and "vision" not in name)
+    layers = (
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ == "ModuleList" and len(module) == SHORT and "vision" not in name
+    )
     return f"{next(layers)}.{index}."
 
 
@@ -239,7 +276,9 @@ class TestNames:
         assert load_model("unsloth/gpt-oss-20b-BF16").quantization == "none"
 
     def test_an_unknown_name_is_answered_with_the_nearest(self) -> None:
-        with pytest.raises(UnknownName, match=r"^Unknown model 'Qwen2\.5-8B'\. Did you mean Qwen/Qwen2\.5-7B or .*--model \./folder\.$"):
+        with pytest.raises(
+            UnknownName, match=r"^Unknown model 'Qwen2\.5-8B'\. Did you mean Qwen/Qwen2\.5-7B or .*--model \./folder\.$"
+        ):
             load_model("Qwen2.5-8B")
 
     def test_without_the_hub_an_unknown_name_points_at_the_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +324,10 @@ class TestConfigs:
             ({key: value for key, value in LLAMA.items() if key != "hidden_size"}, r"has no 'hidden_size'"),
             ({**LLAMA, "num_hidden_layers": "two"}, r"'num_hidden_layers': 'two', which is not a whole number"),
             ({**LLAMA, "num_attention_heads": 0}, r"'num_attention_heads': 0, which must be positive"),
-            ({**LLAMA, "quantization_config": {"quant_method": "hqq"}}, r"quantized with hqq, which has no formula here"),
+            (
+                {**LLAMA, "quantization_config": {"quant_method": "hqq"}},
+                r"quantized with hqq, which has no formula here",
+            ),
             ({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 3}}, r"with gptq to 3 bits"),
         ],
     )
@@ -308,7 +350,11 @@ class TestConfigs:
         [
             ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "gptq", 32),
             ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "awq", 64),
-            ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "nf4-double", 64),
+            (
+                {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+                "nf4-double",
+                64,
+            ),
             ({"load_in_4bit": True}, "nf4", 64),
             ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8", 128),
             ({"quant_method": "fp8"}, "fp8", 128),

@@ -39,7 +39,9 @@ TENSORS = TensorSet(
     )
 )
 SCALAR_BYTES = 8  # counts and norms that an optimizer keeps beside its states
-STEP_WITHIN = 16 * 512 + 4 * 4 * 96 * 40  # a few scalars, 512 bytes each; Adafactor's update of the tensor before the largest, still in scope
+STEP_WITHIN = (
+    16 * 512 + 4 * 4 * 96 * 40
+)  # a few scalars, 512 bytes each; Adafactor's update of the tensor before the largest, still in scope
 
 
 def trained(dtype: Any) -> list[Any]:
@@ -139,7 +141,12 @@ def step_peak(optimizer: Any, parameters: list[Any]) -> int:
     from torch.utils._pytree import tree_leaves
 
     known = [tensor.untyped_storage() for parameter in parameters for tensor in (parameter, parameter.grad)]
-    known += [value.untyped_storage() for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    known += [
+        value.untyped_storage()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     peak = Peak(known={storage._cdata: weakref.ref(storage) for storage in known})
 
     class Watch(TorchDispatchMode):
@@ -163,7 +170,10 @@ class TestAgainstTheLibraries:
         optimizer = REAL[optim](parameters)
         optimizer.step()
         step_counts = rounded_bytes(4) * len(parameters) if OPTIMIZERS[optim].step_tensor else 0
-        assert state_bytes(TENSORS, parameters[0].element_size(), optim, False) == sum(state_storages(optimizer).values()) + step_counts
+        assert (
+            state_bytes(TENSORS, parameters[0].element_size(), optim, False)
+            == sum(state_storages(optimizer).values()) + step_counts
+        )
 
     @pytest.mark.parametrize("optim", STEPS_ON_CPU)
     def test_temporaries_are_those_of_the_real_step(self, optim: Optimizer, dtype: str) -> None:
@@ -192,7 +202,9 @@ class TestFacts:
     def test_eight_bits_keep_the_embedding_in_32(self) -> None:
         tied = candidate(optim="adamw_8bit")
         embedding = 152_064 * 3584
-        assert optimizer_states_bytes(tied) - 8 * embedding == pytest.approx(2.03125 * (7_615_616_512 - embedding), rel=1e-3)  # small vectors: 8
+        assert optimizer_states_bytes(tied) - 8 * embedding == pytest.approx(
+            2.03125 * (7_615_616_512 - embedding), rel=1e-3
+        )  # small vectors: 8
 
     def test_paged_states_are_counted_on_the_host(self) -> None:
         paged, plain = candidate(optim="paged_adamw_8bit"), candidate(optim="adamw_8bit")
@@ -200,7 +212,9 @@ class TestFacts:
         assert paged_states_bytes(paged) > 30 * optimizer_states_bytes(paged)
 
     def test_kahan_sums_are_for_16_bits(self) -> None:
-        sizes = [optimizer_states_bytes(candidate(optim="stable_adamw", dtype=dtype)) for dtype in ("float32", "bfloat16")]
+        sizes = [
+            optimizer_states_bytes(candidate(optim="stable_adamw", dtype=dtype)) for dtype in ("float32", "bfloat16")
+        ]
         assert sizes[0] // 4 // 2 == sizes[1] // 2 // 3
 
     def test_grokadamw_keeps_its_states_on_the_host(self) -> None:

@@ -18,7 +18,16 @@ from planner.files.journal import append_line, lines_of
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.measurements.corrected_plan import confirmed, contradicts
-from planner.measurements.own_results import keep, keep_new, kind_of, own_answer, own_notes, own_results, results_file, with_own_results
+from planner.measurements.own_results import (
+    keep,
+    keep_new,
+    kind_of,
+    own_answer,
+    own_notes,
+    own_results,
+    results_file,
+    with_own_results,
+)
 from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
 from planner.plan import plan
@@ -77,7 +86,10 @@ class TestTheFile:
         row = json.loads(results_file().read_text(encoding="utf-8"))
         del row["measurement"]["ranks"]
         results_file().write_text(json.dumps(row) + "\n", encoding="utf-8")
-        with pytest.raises(InputError, match=r"One of your own measurements of RTX-3090 cannot be read .* Remove its line from .*schema-1\.jsonl"):
+        with pytest.raises(
+            InputError,
+            match=r"One of your own measurements of RTX-3090 cannot be read .* Remove its line from .*schema-1\.jsonl",
+        ):
             own_answer(EXPECTED, GPU, own_results(), 0.01)
 
     def test_lines_of_several_processes_do_not_mix(self, tmp_path):
@@ -118,7 +130,11 @@ class TestPlans:
 
     @pytest.mark.parametrize(
         ("card", "candidate"),
-        [("NVIDIA A100-SXM4-40GB", CANDIDATE), (CARD, replace(CANDIDATE, max_length=1024)), (CARD, replace(CANDIDATE, trl_version="1.15"))],
+        [
+            ("NVIDIA A100-SXM4-40GB", CANDIDATE),
+            (CARD, replace(CANDIDATE, max_length=1024)),
+            (CARD, replace(CANDIDATE, trl_version="1.15")),
+        ],
     )
     def test_another_card_candidate_or_release_is_not_used(self, card, candidate):
         keep(replace(seen(), candidate=candidate), card, "probe")
@@ -140,15 +156,25 @@ class TestPlans:
         keep(seen(outcome="out_of_memory", shortage=SHORT), CARD, "probe")
         found = with_own_results(PLANNED, own_results())
         assert found.best == EXPECTED
-        assert found.warnings[0].startswith("your own probe of this candidate on RTX-3090 ran out of memory in the backward")
+        assert found.warnings[0].startswith(
+            "your own probe of this candidate on RTX-3090 ran out of memory in the backward"
+        )
 
     def test_a_context_of_another_size_is_told(self):
         measurement = seen()
-        phases = tuple(replace(peak, driver_bytes=peak.reserved_bytes + context_bytes(GPU) + 300 * MIB) for peak in measurement.ranks[0].phases)
-        other = replace(measurement, candidate=replace(CANDIDATE, lora_r=8), ranks=(replace(measurement.ranks[0], phases=phases),))
+        phases = tuple(
+            replace(peak, driver_bytes=peak.reserved_bytes + context_bytes(GPU) + 300 * MIB)
+            for peak in measurement.ranks[0].phases
+        )
+        other = replace(
+            measurement, candidate=replace(CANDIDATE, lora_r=8), ranks=(replace(measurement.ranks[0], phases=phases),)
+        )
         keep(other, CARD, "run")
         (note,) = own_notes(EXPECTED, GPU, own_results())
-        assert note == "CUDA took 0.77 GiB beside PyTorch on your RTX-3090 (median of 1 measurement); 0.47 GiB are estimated"
+        assert (
+            note
+            == "CUDA took 0.77 GiB beside PyTorch on your RTX-3090 (median of 1 measurement); 0.47 GiB are estimated"
+        )
 
     def test_a_crash_is_not_used(self):
         keep(seen(outcome="crashed"), CARD, "probe")

@@ -34,7 +34,9 @@ def measured(candidate: Candidate, more_bytes: int = 0, outcome: Outcome = "fits
         for phase in gpu.phases
     )  # fmt: skip
     rank = RankMemory(rank=0, phases=peaks, state_bytes={}, capacity_bytes=CLUSTER.gpu.free_bytes, allocator={})
-    short = Shortage(rank=0, phase="backward", tried_bytes=2**30, free_bytes=0, allocated_bytes=2**34, reserved_bytes=2**34)
+    short = Shortage(
+        rank=0, phase="backward", tried_bytes=2**30, free_bytes=0, allocated_bytes=2**34, reserved_bytes=2**34
+    )
     return Measurement(
         candidate=candidate, device="cuda", outcome=outcome, ranks=(rank,) if outcome == "fits" else (), shortage=short if outcome == "out_of_memory" else None,
         step_seconds=0.5, tokens_per_second=1000.0, wall_seconds=1.0, message="" if outcome == "fits" else "KeyError: 'q'", log="", versions={},
@@ -87,7 +89,10 @@ class TestProbe:
         ("arguments", "words"),
         [
             (["--device", "tpu"], "--device tpu is none of cuda, cpu, simulated."),
-            (["--time-limit", "soon"], "'soon' is not a duration. Write it in seconds, minutes or hours, such as 90s, 10m or 1h."),
+            (
+                ["--time-limit", "soon"],
+                "'soon' is not a duration. Write it in seconds, minutes or hours, such as 90s, 10m or 1h.",
+            ),
             (["--time-limit", "0s"], "'0s' is not a duration."),
         ],
     )
@@ -133,7 +138,9 @@ class TestProof:
         device(lambda candidate: measured(candidate, outcome="crashed"))
         assert run([*ONE, "--probe"]) == EXIT_PLANNED
 
-    @pytest.mark.parametrize(("option", "value"), [("--budget", "5m"), ("--device", "simulated"), ("--storage", "sqlite:///a.db")])
+    @pytest.mark.parametrize(
+        ("option", "value"), [("--budget", "5m"), ("--device", "simulated"), ("--storage", "sqlite:///a.db")]
+    )
     def test_how_to_probe_is_no_answer_to_whether(self, option, value, capsys):
         assert run([*ONE, option, value]) == EXIT_WRONG_INPUT
         assert capsys.readouterr().err == f"Error: {option} says how to probe: give --probe too.\n"
@@ -152,13 +159,26 @@ class TestValidate:
         device(counted)
         grid, record = tmp_path / "grid.jsonl", tmp_path / "record.jsonl"
         grid.write_text(self.GRID)
-        command = ["validate", str(grid), "--gpus", "1xRTX-3090", "--measure", "--record", str(record), "--json", "--quiet"]
+        command = [
+            "validate",
+            str(grid),
+            "--gpus",
+            "1xRTX-3090",
+            "--measure",
+            "--record",
+            str(record),
+            "--json",
+            "--quiet",
+        ]
         assert run(command) == EXIT_PLANNED
         first = capsys.readouterr().out
         assert run(command) == EXIT_PLANNED
         assert capsys.readouterr().out == first
         assert len(asked) == 2
-        assert [measurement_of(json.loads(line)).outcome for line in record.read_text().splitlines()] == ["fits", "fits"]
+        assert [measurement_of(json.loads(line)).outcome for line in record.read_text().splitlines()] == [
+            "fits",
+            "fits",
+        ]
 
     def test_measuring_needs_to_be_told_the_cards(self, tmp_path, capsys):
         (tmp_path / "grid.jsonl").write_text(self.GRID)
@@ -168,7 +188,10 @@ class TestValidate:
     def test_a_simulated_card_measures_nothing(self, tmp_path, capsys):
         cases = tmp_path / "cases.jsonl"
         cases.write_text(self.GRID, encoding="utf-8")
-        assert run(["validate", str(cases), "--measure", "--gpus", "1xRTX-3090", "--device", "simulated"]) == EXIT_WRONG_INPUT
+        assert (
+            run(["validate", str(cases), "--measure", "--gpus", "1xRTX-3090", "--device", "simulated"])
+            == EXIT_WRONG_INPUT
+        )
         assert capsys.readouterr().err.startswith("Error: --device simulated measures nothing: ")
 
     def test_a_wrong_key_names_its_line(self, tmp_path, capsys):
@@ -188,7 +211,23 @@ class TestExport:
 
     def test_a_model_from_a_folder_is_found_again_from_anywhere(self, tmp_path, capsys, monkeypatch):
         monkeypatch.chdir(TINY.parent)
-        assert run(["estimate", "--model", f"./{TINY.name}", "--gpus", "1xT4", "--method", "sft", "--out", str(tmp_path), "--quiet"]) == 0
+        assert (
+            run(
+                [
+                    "estimate",
+                    "--model",
+                    f"./{TINY.name}",
+                    "--gpus",
+                    "1xT4",
+                    "--method",
+                    "sft",
+                    "--out",
+                    str(tmp_path),
+                    "--quiet",
+                ]
+            )
+            == 0
+        )
         assert "tiny-qwen2 · sft" in capsys.readouterr().out
         monkeypatch.chdir(tmp_path)
         assert run(["export", "plan.json", "run"]) == EXIT_PLANNED

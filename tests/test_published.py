@@ -76,7 +76,11 @@ class TestPublishedFigures:
         assert set(errors()) == set(WORST)
 
     def test_a_token_more_costs_what_published_lengths_say(self) -> None:
-        rows = {one.row.candidate.max_length: one for one in comparison().all_compared()[0] if one.row.id.startswith("qwen1-7b-lora-")}
+        rows = {
+            one.row.candidate.max_length: one
+            for one in comparison().all_compared()[0]
+            if one.row.id.startswith("qwen1-7b-lora-")
+        }
         computed = rows[8192].computed_bytes - rows[256].computed_bytes
         published = rows[8192].row.measured_bytes - rows[256].row.measured_bytes
         assert computed == pytest.approx(published, rel=SLOPE_WITHIN)
@@ -97,7 +101,9 @@ class TestPublishedFigures:
         assert all(row.source and row.assumptions for row in comparison().rows())
 
     def test_the_table_is_the_one_that_the_script_writes(self) -> None:
-        assert (ROOT / "results" / "published.md").read_text(encoding="utf-8") == comparison().report(*comparison().all_compared())
+        assert (ROOT / "results" / "published.md").read_text(encoding="utf-8") == comparison().report(
+            *comparison().all_compared()
+        )
 
     def test_the_record_holds_every_compared_row(self) -> None:
         lines = (ROOT / "results" / "published.jsonl").read_text(encoding="utf-8").splitlines()
@@ -117,8 +123,12 @@ class TestWhatTheRowsTaught:
         assert memory.saved == 6 * TOKENS * VOCABULARY + 4 * TOKENS * HIDDEN + 2 * VOCABULARY * HIDDEN
 
     def test_the_gradient_of_the_head_comes_after_the_gradient_of_the_logits(self) -> None:
-        frozen, trained = (FORMULAS["logits_cross_entropy"](head(trainable, weight_width=2)) for trainable in (False, True))
-        assert trained.backward - frozen.backward == 2 * TOKENS * HIDDEN  # the normalised hidden state, and nothing of the head
+        frozen, trained = (
+            FORMULAS["logits_cross_entropy"](head(trainable, weight_width=2)) for trainable in (False, True)
+        )
+        assert (
+            trained.backward - frozen.backward == 2 * TOKENS * HIDDEN
+        )  # the normalised hidden state, and nothing of the head
 
     def test_liger_makes_the_gradient_of_the_head_through_a_float32_copy(self) -> None:
         frozen, trained = (FORMULAS["liger"](head(trainable, weight_width=2)) for trainable in (False, True))
@@ -126,7 +136,9 @@ class TestWhatTheRowsTaught:
         assert trained.forward - frozen.forward == normalised + (2 + 2 + 4) * VOCABULARY * HIDDEN - chunk
 
     def test_zero_3_steps_one_sub_group_of_a_billion_parameters_at_a_time(self) -> None:
-        many = Candidate(model=load_model("Qwen2.5-7B"), method="sft", sharding="zero3", num_processes=2, optim="adamw_torch")
+        many = Candidate(
+            model=load_model("Qwen2.5-7B"), method="sft", sharding="zero3", num_processes=2, optim="adamw_torch"
+        )
         assert step_temporaries_bytes(many) == 2 * 4 * 10**9
 
     def test_a_loaded_model_on_one_gpu_is_what_published_runs_begin_with(self) -> None:

@@ -30,7 +30,15 @@ class TestJson:
     def test_the_schema_is_a_schema(self):
         jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
-    @pytest.mark.parametrize("report", [plan_report(PLAN), plan_report(NOTHING_FITS), estimate_report(ESTIMATE), estimate_report(TOO_LARGE, ["a word"])])
+    @pytest.mark.parametrize(
+        "report",
+        [
+            plan_report(PLAN),
+            plan_report(NOTHING_FITS),
+            estimate_report(ESTIMATE),
+            estimate_report(TOO_LARGE, ["a word"]),
+        ],
+    )
     def test_reports_follow_the_schema(self, report):
         VALIDATOR.validate(json.loads(json_text(report)))
 
@@ -43,7 +51,9 @@ class TestJson:
     @pytest.mark.parametrize("quantization", ["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"])
     @pytest.mark.parametrize("vllm", ["off", "colocate", "server"])
     def test_every_structure_follows_the_schema(self, sharding, quantization, vllm):
-        candidate = replace(COLOCATED, sharding=sharding, quantization=quantization, vllm=vllm, reward_model=MODEL, teacher_model=MODEL)
+        candidate = replace(
+            COLOCATED, sharding=sharding, quantization=quantization, vllm=vllm, reward_model=MODEL, teacher_model=MODEL
+        )
         VALIDATOR.validate(estimate_report(estimate_of(candidate)))
 
     @pytest.mark.parametrize("key", ["settings", "fits", "gpus", "throughput"])
@@ -69,7 +79,9 @@ class TestJson:
         assert [name for part in SCHEMA["$defs"].values() for name in undescribed(part)] == []
 
     def test_a_plan_has_the_keys_that_are_promised(self):
-        assert {"schema", "job", "cluster", "verdict", "best", "alternatives", "warnings", "versions"} <= plan_report(PLAN).keys()
+        assert {"schema", "job", "cluster", "verdict", "best", "alternatives", "warnings", "versions"} <= plan_report(
+            PLAN
+        ).keys()
 
     def test_an_estimate_is_shaped_as_the_best_of_a_plan(self):
         assert estimate_report(ESTIMATE).keys() - {"schema", "warnings"} == plan_report(PLAN)["best"].keys()
@@ -109,8 +121,12 @@ class TestTable:
         assert "             engine 5.0 = kv cache 5.0 (148,000 tokens, 72 sequences)" in lines
 
     def test_what_would_print_as_nothing_is_added_up(self):
-        phase = replace(ESTIMATE.gpus[0].phases[0], components={"weights": GIB, "loss": 40 * 2**20, "runtime": 50 * 2**20})
-        text = estimate_table(replace(ESTIMATE, gpus=(replace(ESTIMATE.gpus[0], phases=(phase,)),)), CLUSTER, (), 100).plain
+        phase = replace(
+            ESTIMATE.gpus[0].phases[0], components={"weights": GIB, "loss": 40 * 2**20, "runtime": 50 * 2**20}
+        )
+        text = estimate_table(
+            replace(ESTIMATE, gpus=(replace(ESTIMATE.gpus[0], phases=(phase,)),)), CLUSTER, (), 100
+        ).plain
         assert "peak: the load = weights 1.0 + rest 0.1" in text
 
     def test_a_bar_that_does_not_fit_crosses_the_end_of_the_card(self):
@@ -127,18 +143,25 @@ class TestTable:
 
     @pytest.mark.parametrize("width", [MIN_WIDTH, 100, MAX_WIDTH])
     def test_a_long_name_takes_a_line_of_its_own(self, width):
-        long = replace(ESTIMATE, candidate=replace(COLOCATED, model=replace(MODEL, id="organisation/" + "long-" * 8 + "name")))
+        long = replace(
+            ESTIMATE, candidate=replace(COLOCATED, model=replace(MODEL, id="organisation/" + "long-" * 8 + "name"))
+        )
         lines = estimate_table(long, replace(CLUSTER, nodes=4), (), width).plain.splitlines()
         assert max(map(len, lines)) <= width
         assert lines[0].endswith("estimated")
 
     def test_every_setting_has_a_line_by_what_it_is_about(self):
         lines = plan_table(PLAN, 120).plain.splitlines()
-        assert "batch        per_device_train_batch_size 8 · gradient_accumulation_steps 2 · num_generations 8 · 32 samples a step" in lines
+        assert (
+            "batch        per_device_train_batch_size 8 · gradient_accumulation_steps 2 · num_generations 8 · 32 samples a step"
+            in lines
+        )
         assert "lengths      prompt_length 512 · max_completion_length 512" in lines
         assert any(line.startswith("vLLM         vllm_mode colocate · ") for line in lines)
 
-    @pytest.mark.parametrize(("seconds", "words"), [(0.01234, "0.012 s"), (7.534, "7.5 s"), (131.0, "130 s"), (4000.0, "67 min")])
+    @pytest.mark.parametrize(
+        ("seconds", "words"), [(0.01234, "0.012 s"), (7.534, "7.5 s"), (131.0, "130 s"), (4000.0, "67 min")]
+    )
     def test_a_step_is_told_with_two_figures(self, seconds, words):
         speed = replace(ESTIMATE.throughput, step_seconds=seconds)
         assert f", {words} a step" in plan_table(replace(PLAN, best=replace(ESTIMATE, throughput=speed)), 100).plain
@@ -155,9 +178,14 @@ class TestTable:
     def test_defaults_of_what_was_chosen_take_no_line(self):
         assert "vllm_tensor_parallel_size" not in plan_table(PLAN, 100).plain
 
-    @pytest.mark.parametrize(("probability", "words"), [(1.0, "99.9 %"), (0.99999, "99.9 %"), (0.9951, "99.5 %"), (0.5, "50 %")])
+    @pytest.mark.parametrize(
+        ("probability", "words"), [(1.0, "99.9 %"), (0.99999, "99.9 %"), (0.9951, "99.5 %"), (0.5, "50 %")]
+    )
     def test_certainty_is_never_rounded_up(self, probability, words):
-        assert f"fits with {words}" in plan_table(replace(PLAN, best=replace(ESTIMATE, fit_probability=probability)), 100).plain
+        assert (
+            f"fits with {words}"
+            in plan_table(replace(PLAN, best=replace(ESTIMATE, fit_probability=probability)), 100).plain
+        )
 
     def test_the_memory_of_the_host_is_said(self):
         assert "host         20.0 GiB of memory on each node" in plan_table(PLAN, 100).plain
@@ -183,7 +211,10 @@ class TestTable:
         ("changes", "words"),
         [
             ({}, "LoRA r 16 on a bfloat16 base · DDP · vLLM colocated, asleep while training"),
-            ({"quantization": "nf4-double"}, "QLoRA r 16 on a double-quantized nf4 base · DDP · vLLM colocated, asleep while training"),
+            (
+                {"quantization": "nf4-double"},
+                "QLoRA r 16 on a double-quantized nf4 base · DDP · vLLM colocated, asleep while training",
+            ),
             (
                 {"tuning": "full", "dtype": "float32", "vllm": "off"},
                 "full fine-tuning of float32 weights under bf16 autocast · DDP · generates with Transformers",

@@ -52,7 +52,10 @@ def test_the_same_task_has_the_same_logs_and_another_task_others(tmp_path: Path)
 
 
 def test_a_worker_works_in_a_folder_of_its_own_that_is_gone_afterwards(tmp_path: Path) -> None:
-    measured = run("open('checkpoint', 'w').write('x'); print(os.getcwd(), os.environ['TMPDIR'], file=sys.stderr); print(answer)", tmp_path)
+    measured = run(
+        "open('checkpoint', 'w').write('x'); print(os.getcwd(), os.environ['TMPDIR'], file=sys.stderr); print(answer)",
+        tmp_path,
+    )
     folder, temporary = Path(measured.log).read_text().split()
     assert folder == temporary
     assert Path(folder).parent == tmp_path
@@ -61,7 +64,10 @@ def test_a_worker_works_in_a_folder_of_its_own_that_is_gone_afterwards(tmp_path:
 
 def test_the_candidate_decides_what_the_allocator_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:1")
-    plain, expandable = (environment(replace(TASK, candidate=replace(CANDIDATE, expandable_segments=said)), "m") for said in (False, True))
+    plain, expandable = (
+        environment(replace(TASK, candidate=replace(CANDIDATE, expandable_segments=said)), "m")
+        for said in (False, True)
+    )
     assert "PYTORCH_CUDA_ALLOC_CONF" not in plain
     assert expandable["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
@@ -85,12 +91,19 @@ def test_of_several_processes_the_one_that_ran_out_of_memory_counts(tmp_path: Pa
 
 def test_an_answer_counts_however_its_process_ends(tmp_path: Path) -> None:
     measured = run("print(answer, flush=True); os.kill(os.getpid(), signal.SIGSEGV)", tmp_path)
-    assert (measured.outcome, measured.ranks, measured.message) == ("fits", (RANK,), "it answered, then it was ended by SIGSEGV")
+    assert (measured.outcome, measured.ranks, measured.message) == (
+        "fits",
+        (RANK,),
+        "it answered, then it was ended by SIGSEGV",
+    )
 
 
 def test_an_answer_counts_though_its_process_does_not_end(tmp_path: Path) -> None:
     measured = run("print(answer, flush=True); time.sleep(60)", tmp_path, replace(LIMITS, seconds=2.0))
-    assert (measured.outcome, measured.message) == ("fits", "it answered and did not end: it had not ended after 2.00 s")
+    assert (measured.outcome, measured.message) == (
+        "fits",
+        "it answered and did not end: it had not ended after 2.00 s",
+    )
 
 
 def test_phases_are_told_as_they_come(tmp_path: Path) -> None:
@@ -101,7 +114,12 @@ def test_phases_are_told_as_they_come(tmp_path: Path) -> None:
 
 
 def card(free_bytes: int) -> Card:
-    return Card(index=0, total_bytes=1000, free_bytes=free_bytes, holders=(Holder(process=12, name="python", used_bytes=1000 - free_bytes),))
+    return Card(
+        index=0,
+        total_bytes=1000,
+        free_bytes=free_bytes,
+        holders=(Holder(process=12, name="python", used_bytes=1000 - free_bytes),),
+    )
 
 
 def test_a_gpu_that_others_use_is_noticed_before_anything_starts(tmp_path: Path) -> None:
@@ -115,7 +133,10 @@ def test_a_gpu_that_others_use_is_noticed_before_anything_starts(tmp_path: Path)
 def test_memory_that_a_probe_before_has_left_is_waited_for(tmp_path: Path) -> None:
     readings = iter([400, 400, 1000])
     limits = replace(LIMITS, free_gpu_bytes=1000)
-    assert run_probe(TASK, limits, tmp_path, script("print(answer)"), cards=lambda _: (card(next(readings)),)).outcome == "fits"
+    assert (
+        run_probe(TASK, limits, tmp_path, script("print(answer)"), cards=lambda _: (card(next(readings)),)).outcome
+        == "fits"
+    )
 
 
 def test_a_second_wait_for_the_same_task_reads_the_new_answer(tmp_path: Path) -> None:
@@ -134,7 +155,9 @@ def test_ctrl_c_ends_the_worker_and_goes_on(tmp_path: Path) -> None:
         "run_probe(TASK, LIMITS, folder, script(f\"open({str(folder / 'up')!r}, 'w').write(str(os.getpid())); time.sleep(60)\"))\n"
     )
     here = Path(__file__).parent
-    process = subprocess.Popen([sys.executable, "-c", code, str(here.parent), str(here), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(here.parent), str(here), str(tmp_path)], stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 20
     while not ((tmp_path / "up").exists() and (tmp_path / "up").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -70,7 +70,10 @@ class TestAssignments:
             (["vllm_gpu_memory_utilization=nan"], r"vllm_gpu_memory_utilization must be from 0\.01 to 1, not nan\."),
             (["padded=perhaps"], r"padded must be true or false, not perhaps\."),
             (["zero_stage=5"], r"zero_stage=5 is not supported\. zero_stage can be 1, 2, 3\."),
-            (["bnb_4bit_quant_type=fp4"], r"bnb_4bit_quant_type=fp4 is not supported\. bnb_4bit_quant_type can be nf4\."),
+            (
+                ["bnb_4bit_quant_type=fp4"],
+                r"bnb_4bit_quant_type=fp4 is not supported\. bnb_4bit_quant_type can be nf4\.",
+            ),
             (["dtype=bfloat"], r"Unknown dtype 'bfloat'\. Did you mean .*\? dtype can be float32, bfloat16, float16\."),
             (["load_in_4bit=1", "load_in_8bit=1"], r"load_in_4bit=True and load_in_8bit=True contradict each other\."),
             (["use_vllm=no", "vllm_mode=server"], r"use_vllm=False and vllm_mode=server contradict each other\."),
@@ -91,7 +94,9 @@ class TestAssignments:
 
 
 class TestRoundTrip:
-    @pytest.mark.parametrize(("field", "value"), [(field, value) for field, rows in SPELLINGS.items() for value in rows])
+    @pytest.mark.parametrize(
+        ("field", "value"), [(field, value) for field, rows in SPELLINGS.items() for value in rows]
+    )
     def test_what_is_written_is_read_back(self, field, value):
         written = {name: setting for name, setting in SPELLINGS[field][value].items() if setting != ""}
         assert candidate_fields(written, PUBLISHED).get(field, False) == value
@@ -104,10 +109,20 @@ class TestRoundTrip:
         quantization=st.sampled_from(list(SPELLINGS["quantization"])),
         vllm=st.sampled_from(["colocate", "server"]),
     )
-    def test_the_settings_of_a_candidate_give_the_candidate(self, lora_r, batch, utilization, sharding, quantization, vllm):
-        candidate = replace(COLOCATED, lora_r=lora_r, per_device_train_batch_size=batch, vllm_gpu_memory_utilization=utilization)
-        candidate = replace(candidate, sharding=sharding, quantization=quantization, vllm=vllm, vllm_enable_sleep_mode=False)
-        written = {name: value for name, value in settings_of(candidate).items() if name in setting_names() and not isinstance(value, (dict, list))}
+    def test_the_settings_of_a_candidate_give_the_candidate(
+        self, lora_r, batch, utilization, sharding, quantization, vllm
+    ):
+        candidate = replace(
+            COLOCATED, lora_r=lora_r, per_device_train_batch_size=batch, vllm_gpu_memory_utilization=utilization
+        )
+        candidate = replace(
+            candidate, sharding=sharding, quantization=quantization, vllm=vllm, vllm_enable_sleep_mode=False
+        )
+        written = {
+            name: value
+            for name, value in settings_of(candidate).items()
+            if name in setting_names() and not isinstance(value, (dict, list))
+        }
         read = candidate_fields(written, PUBLISHED) | {"model": MODEL, "expandable_segments": True}
         assert replace(candidate, **read) == candidate
 
@@ -119,11 +134,15 @@ class TestRoundTrip:
         assert "offload_param_device" not in fsdp
 
     def test_adapters_under_zero3_are_checkpointed_reentrantly(self):
-        assert settings_of(replace(COLOCATED, sharding="zero3"))["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
+        assert settings_of(replace(COLOCATED, sharding="zero3"))["gradient_checkpointing_kwargs"] == {
+            "use_reentrant": True
+        }
         assert settings_of(COLOCATED)["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
 
     def test_every_type_of_a_field_is_one_that_settings_can_have(self):
-        assert {str(kind) for kind in field_types().values() if isinstance(kind, type)} == {str(kind) for kind in (str, int, float, bool)}
+        assert {str(kind) for kind in field_types().values() if isinstance(kind, type)} == {
+            str(kind) for kind in (str, int, float, bool)
+        }
 
 
 def config(folder: Path, text: str) -> Path:
@@ -165,10 +184,15 @@ class TestTrainConfig:
         assert read.warnings == ("not used by the plan: learning_rate, use_reentrant",)
 
     def test_fp16_turns_the_default_bf16_off(self, tmp_path):
-        assert candidate_fields(load_train_config(config(tmp_path, "fp16: true")).settings, PUBLISHED)["precision"] == "fp16"
+        assert (
+            candidate_fields(load_train_config(config(tmp_path, "fp16: true")).settings, PUBLISHED)["precision"]
+            == "fp16"
+        )
 
     def test_details_of_what_is_off_are_not_read(self, tmp_path):
-        read = load_train_config(config(tmp_path, "vllm_mode: server\nlora_r: 8\nbnb_4bit_quant_type: nf4\nuse_bnb_nested_quant: true"))
+        read = load_train_config(
+            config(tmp_path, "vllm_mode: server\nlora_r: 8\nbnb_4bit_quant_type: nf4\nuse_bnb_nested_quant: true")
+        )
         assert candidate_fields(read.settings, PUBLISHED) == {"tuning": "full", "vllm": "off", "precision": "bf16"}
 
     def test_a_deepspeed_file_beside_the_config_is_read(self, tmp_path):
@@ -178,7 +202,10 @@ class TestTrainConfig:
 
     def test_what_may_change_memory_and_is_not_counted_is_said_first(self, tmp_path):
         read = load_train_config(config(tmp_path, "torch_compile: true\nuse_dora: false\nlearning_rate: 1"))
-        assert read.warnings == ("the config sets what the plan does not count: torch_compile", "not used by the plan: learning_rate")
+        assert read.warnings == (
+            "the config sets what the plan does not count: torch_compile",
+            "not used by the plan: learning_rate",
+        )
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -186,7 +213,10 @@ class TestTrainConfig:
             ("- a\n- b", r"is no TRL config: it should hold keys and values"),
             ("a: [", r"is not YAML: "),
             ("", r"is no TRL config"),
-            ("deepspeed: missing.json", r"The DeepSpeed config .*missing\.json cannot be read: No such file or directory\."),
+            (
+                "deepspeed: missing.json",
+                r"The DeepSpeed config .*missing\.json cannot be read: No such file or directory\.",
+            ),
         ],
     )
     def test_a_file_that_is_none_is_refused(self, tmp_path, text, message):

@@ -44,7 +44,15 @@ MODEL = shape_of(CONFIG, id="tiny", dtype="float32")
 
 def candidate(**settings: object) -> Candidate:
     return Candidate(
-        **{"model": MODEL, "method": "sft", "num_processes": 2, "per_device_train_batch_size": 2, "max_length": 32, "dtype": "bfloat16", **settings}
+        **{
+            "model": MODEL,
+            "method": "sft",
+            "num_processes": 2,
+            "per_device_train_batch_size": 2,
+            "max_length": 32,
+            "dtype": "bfloat16",
+            **settings,
+        }
     )  # type: ignore[arg-type]
 
 
@@ -81,7 +89,9 @@ def environment(held: Candidate, folder: Path) -> dict[str, str]:
         arguments = launch_command_parser().parse_args([*launch_command(held, str(WORKER))[2:]])
         arguments, defaults, from_file = _validate_launch_command(arguments)
         if arguments.use_deepspeed:
-            arguments.deepspeed_fields_from_accelerate_config = ",".join([*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])])
+            arguments.deepspeed_fields_from_accelerate_config = ",".join(
+                [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
+            )
             told = prepare_deepspeed_cmd_env(arguments)[1]
         else:
             told = prepare_multi_gpu_env(arguments)
@@ -104,7 +114,9 @@ def finished(command: list[str], folder: Path, settings: dict[str, str]) -> str:
     log = folder / "log"
     told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **settings}
     with log.open("w") as sink:
-        started = subprocess.Popen(command, cwd=folder, env=told, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+        started = subprocess.Popen(
+            command, cwd=folder, env=told, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = started.wait(LIMIT_SECONDS)
         finally:
@@ -127,7 +139,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Rank, ...]
     cases = []
     for name, held in CANDIDATES.items():
         export(held, folder / name)
-        cases.append({"name": name, "candidate": candidate_report(held), "environment": environment(held, folder / name)})
+        cases.append(
+            {"name": name, "candidate": candidate_report(held), "environment": environment(held, folder / name)}
+        )
     (folder / "cases.json").write_text(json.dumps(cases))
     finished([sys.executable, str(WORKER), "cases.json", str(folder)], folder, {})
     return {name: ranks_of(name, folder) for name in CANDIDATES}
@@ -137,12 +151,16 @@ class TestEveryRankKeepsWhatTheFormulasSay:
     @each
     def test_weights(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
         for rank in runs[name]:
-            assert rank.held_bytes("trained", "frozen") == policy_weights_bytes(CANDIDATES[name]) + adapters_bytes(CANDIDATES[name])
+            assert rank.held_bytes("trained", "frozen") == policy_weights_bytes(CANDIDATES[name]) + adapters_bytes(
+                CANDIDATES[name]
+            )
 
     @each
     def test_optimizer_states(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
         """Of the heaviest rank: FSDP2's last shards are smaller, and optimizer states are not padded."""
-        assert max(rank.held_bytes("optimizer_states") for rank in runs[name]) == optimizer_states_bytes(CANDIDATES[name])
+        assert max(rank.held_bytes("optimizer_states") for rank in runs[name]) == optimizer_states_bytes(
+            CANDIDATES[name]
+        )
 
     @each
     def test_gradients_when_the_optimizer_steps(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
@@ -161,7 +179,9 @@ class TestEveryRankKeepsWhatTheFormulasSay:
     def test_the_bucket_that_zero_3_keeps(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
         gpu = load_gpu("A100-80G")
         for rank in runs[name]:
-            assert rank.held_bytes("buckets") == rounded_bytes(communication_bytes(CANDIDATES[name], gpu) - nccl_bytes(CANDIDATES[name], gpu))
+            assert rank.held_bytes("buckets") == rounded_bytes(
+                communication_bytes(CANDIDATES[name], gpu) - nccl_bytes(CANDIDATES[name], gpu)
+            )
 
     @each
     def test_nothing_else_stays(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
@@ -170,10 +190,14 @@ class TestEveryRankKeepsWhatTheFormulasSay:
 
 
 class TestTheCommand:
-    def test_accelerate_launch_starts_it_with_our_files(self, runs: dict[str, tuple[Rank, ...]], tmp_path: Path) -> None:
+    def test_accelerate_launch_starts_it_with_our_files(
+        self, runs: dict[str, tuple[Rank, ...]], tmp_path: Path
+    ) -> None:
         held = CANDIDATES["zero2"]
         export(held, tmp_path)
         (tmp_path / "cases.json").write_text(json.dumps([{"name": "zero2", "candidate": candidate_report(held)}]))
-        command = launch_command(held, str(WORKER), (sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"))
+        command = launch_command(
+            held, str(WORKER), (sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0")
+        )
         finished([*command, "cases.json", str(tmp_path)], tmp_path, {})
         assert [rank.parts for rank in ranks_of("zero2", tmp_path)] == [rank.parts for rank in runs["zero2"]]

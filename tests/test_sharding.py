@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from planner.candidate import Candidate
 from planner.gpus.catalogue import load_gpu
 from planner.memory.adapters import adapters_bytes
-from planner.memory.communication import NCCL_BYTES, communication_bytes, gather_bytes, generation_gather_bytes, nccl_bytes, weight_sync_bytes
+from planner.memory.communication import (
+    NCCL_BYTES,
+    communication_bytes,
+    gather_bytes,
+    generation_gather_bytes,
+    nccl_bytes,
+    weight_sync_bytes,
+)
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.parameters.policy import policy_parameters
@@ -22,7 +29,9 @@ from planner.models.catalogue import load_model
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B
 HIDDEN = 3584
 ROUNDED_WITHIN = 339 * 512  # one allocation a tensor
-PIECE_ENDS = 2 * 2 * 18_944 * HIDDEN  # ZeRO-2 keeps the whole of the tensors at both ends of a piece, here of the MLP, in bfloat16
+PIECE_ENDS = (
+    2 * 2 * 18_944 * HIDDEN
+)  # ZeRO-2 keeps the whole of the tensors at both ends of a piece, here of the MLP, in bfloat16
 SMALL_PARAMS = 339 * 10 * HIDDEN  # at most so many are persistent
 
 
@@ -46,7 +55,9 @@ class TestStates:
             ("fsdp2", 4 * QWEN // 8, 4 * QWEN // 8, 4 * QWEN // 8, 8 * QWEN // 8),
         ],
     )
-    def test_the_published_table_of_stages(self, sharding: str, weights: int, gradients: int, step_gradients: int, optimizer: int) -> None:
+    def test_the_published_table_of_stages(
+        self, sharding: str, weights: int, gradients: int, step_gradients: int, optimizer: int
+    ) -> None:
         held = candidate(sharding=sharding)
         ends = PIECE_ENDS if sharding in ("zero1", "zero2") else 0
         assert 0 <= gradients_bytes(held) - gradients <= ROUNDED_WITHIN + ends * (sharding == "zero2")
@@ -68,7 +79,9 @@ class TestStates:
     def test_lora_matrices_of_rank_16_are_too_large_to_persist(self) -> None:
         lora = candidate(sharding="zero3", tuning="lora")
         assert adapters_bytes(lora) < 2 * 40_370_176 // 4
-        assert adapters_bytes(replace(lora, lora_r=8)) > adapters_bytes(lora)  # 8 x 3584 elements are not: half the rank, twice the bytes
+        assert adapters_bytes(replace(lora, lora_r=8)) > adapters_bytes(
+            lora
+        )  # 8 x 3584 elements are not: half the rank, twice the bytes
 
     def test_a_piece_inside_the_embedding_has_the_gradient_of_the_whole(self) -> None:
         embedding = 152_064 * HIDDEN
@@ -79,7 +92,11 @@ class TestStates:
     def test_accumulating_under_zero_2_has_new_gradients_beside_the_old_ones(self) -> None:
         held = candidate(sharding="zero2")
         assert gradients_bytes(replace(held, gradient_accumulation_steps=2)) == 2 * gradients_bytes(held)
-        assert accumulated_gradients_bytes(replace(held, gradient_accumulation_steps=2)) == step_gradients_bytes(held) == gradients_bytes(held)
+        assert (
+            accumulated_gradients_bytes(replace(held, gradient_accumulation_steps=2))
+            == step_gradients_bytes(held)
+            == gradients_bytes(held)
+        )
 
     @pytest.mark.parametrize("sharding", ["none", "ddp", "zero3", "fsdp2"])
     def test_elsewhere_they_are_added_in_place(self, sharding: str) -> None:
@@ -88,8 +105,14 @@ class TestStates:
 
     def test_norms_and_biases_are_a_flat_piece_of_their_own(self) -> None:
         kinds = (Tensors(part="linear", shape=(10, 7)), Tensors(part="vector", shape=(7,), count=3))
-        assert [kind.elements for kind in flat_shard(TensorSet(kinds=kinds), "zero2", 4).kinds] == [18, 6]  # of 70 and 21, padded to 72 and 24
-        assert [kind.elements for kind in flat_shard(TensorSet(kinds=kinds), "zero3", 4).kinds] == [18, 6]  # 70/4, and 7/4 three times
+        assert [kind.elements for kind in flat_shard(TensorSet(kinds=kinds), "zero2", 4).kinds] == [
+            18,
+            6,
+        ]  # of 70 and 21, padded to 72 and 24
+        assert [kind.elements for kind in flat_shard(TensorSet(kinds=kinds), "zero3", 4).kinds] == [
+            18,
+            6,
+        ]  # 70/4, and 7/4 three times
 
     def test_fsdp_cuts_rows(self) -> None:
         held = fsdp2_shards(TensorSet(kinds=(Tensors(part="linear", shape=(10, 6)),)), 4)
@@ -130,7 +153,9 @@ class TestCommunication:
     def test_zero_3_keeps_what_it_will_need_again(self) -> None:
         prefetch, largest = 9 * HIDDEN**2 // 10, 152_064 * HIDDEN
         assert gather_bytes(candidate(sharding="zero3"), "forward") == 2 * (10**9 // 3 + prefetch + largest)
-        assert gather_bytes(candidate(sharding="zero3", gradient_checkpointing=False), "forward") == 2 * (10**9 // 2 + prefetch + largest)
+        assert gather_bytes(candidate(sharding="zero3", gradient_checkpointing=False), "forward") == 2 * (
+            10**9 // 2 + prefetch + largest
+        )
 
     def test_a_small_model_is_gathered_whole(self) -> None:
         small = candidate(model=load_model("Qwen/Qwen2.5-0.5B"), sharding="zero3", gradient_checkpointing=False)
@@ -150,7 +175,10 @@ class TestCommunication:
         assert generation_gather_bytes(replace(told, num_processes=64)) == generation_gather_bytes(told)
 
     def test_adapters_gather_the_whole_model_for_the_engine(self) -> None:
-        full, lora = candidate(sharding="zero3", vllm="server"), candidate(sharding="zero3", vllm="server", tuning="lora")
+        full, lora = (
+            candidate(sharding="zero3", vllm="server"),
+            candidate(sharding="zero3", vllm="server", tuning="lora"),
+        )
         assert weight_sync_bytes(full) == 2 * 152_064 * HIDDEN
         assert weight_sync_bytes(lora) > 2 * QWEN * 0.99
 
@@ -164,13 +192,18 @@ class TestLaws:
     @settings(max_examples=30, deadline=None)
     @given(processes=st.integers(2, 64), hidden=st.sampled_from(["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B"]))
     def test_each_stage_holds_no_more_than_the_one_before(self, processes: int, hidden: str) -> None:
-        stages = [candidate(model=load_model(hidden), sharding=name, num_processes=processes) for name in ("zero1", "zero2", "zero3")]
+        stages = [
+            candidate(model=load_model(hidden), sharding=name, num_processes=processes)
+            for name in ("zero1", "zero2", "zero3")
+        ]
         states = [gradients_bytes(stage) + optimizer_states_bytes(stage) for stage in stages]
         for one, next_one in pairwise(states):
             assert next_one <= one + ROUNDED_WITHIN
 
     @settings(max_examples=30, deadline=None)
-    @given(rank=st.integers(1, 64), more=st.integers(1, 64), sharding=st.sampled_from(["ddp", "zero2", "zero3", "fsdp2"]))
+    @given(
+        rank=st.integers(1, 64), more=st.integers(1, 64), sharding=st.sampled_from(["ddp", "zero2", "zero3", "fsdp2"])
+    )
     def test_a_higher_rank_never_talks_less(self, rank: int, more: int, sharding: str) -> None:
         small = candidate(tuning="lora", lora_r=rank, sharding=sharding, vllm="colocate")
         large = replace(small, lora_r=rank + more)

@@ -45,7 +45,10 @@ def test_a_4_gb_card_fits_with_the_batch_kept_by_accumulation(tuning: str, capsy
 
 def test_a_4_gb_card_is_told_what_peft_and_trl_do_in_which_order(capsys: pytest.CaptureFixture[str]) -> None:
     said = table(f"{FOUR_GB} --tuning qlora --set gradient_checkpointing=true", capsys)
-    assert "in this order: load the model (nf4), get_peft_model, adapters cast to bfloat16, enable_input_require_grads, checkpointing at train()" in said
+    assert (
+        "in this order: load the model (nf4), get_peft_model, adapters cast to bfloat16, enable_input_require_grads, checkpointing at train()"
+        in said
+    )
     assert "non-reentrant" in said
 
 
@@ -58,10 +61,18 @@ def test_a_colocated_engine_prints_its_budget_and_its_cache(capsys: pytest.Captu
 def test_a_colocated_engine_is_within_its_budget_and_the_pins_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     report = answered(GPTQ, capsys)
     gpu = report["best"]["gpus"][0]
-    budget = {name: size for name, size in gpu["details"]["engine_budget"].items() if not name.endswith(("tokens", "sequences"))}
+    budget = {
+        name: size
+        for name, size in gpu["details"]["engine_budget"].items()
+        if not name.endswith(("tokens", "sequences"))
+    }
     assert abs(sum(budget.values()) / GIB - 0.2 * 39.49) < 0.01  # torch's total on an A100-40G is 39.49 GiB
     settings = report["best"]["settings"]
-    assert (settings["vllm_gpu_memory_utilization"], settings["vllm_max_model_length"], settings["num_generations"]) == (0.2, 2500, 2)
+    assert (
+        settings["vllm_gpu_memory_utilization"],
+        settings["vllm_max_model_length"],
+        settings["num_generations"],
+    ) == (0.2, 2500, 2)
 
 
 def test_quadratic_attention_fits_at_8192_as_published(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +90,9 @@ def test_quadratic_attention_does_not_fit_at_16384_as_published(capsys: pytest.C
 def test_the_longest_rows_say_what_made_them_possible(capsys: pytest.CaptureFixture[str]) -> None:
     report = answered(f"{LONG_REWARD} --optimize max-length", capsys)
     assert report["best"]["settings"]["max_length"] >= 32768
-    assert any("attn_implementation flash_attention_2 instead of sdpa" in reason for reason in report["best"]["reasons"])
+    assert any(
+        "attn_implementation flash_attention_2 instead of sdpa" in reason for reason in report["best"]["reasons"]
+    )
 
 
 def test_a_server_has_gpus_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +113,11 @@ def test_eight_processes_and_a_server_on_eight_gpus_are_refused(capsys: pytest.C
 
 @pytest.mark.parametrize("method", ["online-dpo", "rloo", "ppo"])
 def test_gathering_a_model_larger_than_a_gpu_does_not_fit(method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    report = answered(f"estimate {LARGER_THAN_A_GPU} --method {method} --tuning lora --set dtype=bfloat16 --batch-size 1", capsys, EXIT_NOTHING_FITS)
+    report = answered(
+        f"estimate {LARGER_THAN_A_GPU} --method {method} --tuning lora --set dtype=bfloat16 --batch-size 1",
+        capsys,
+        EXIT_NOTHING_FITS,
+    )
     rollout = next(phase for phase in report["gpus"][0]["phases"] if phase["name"] == "rollout")
     assert rollout["components"]["communication"] > 60 * GIB  # 65.5 GB of bfloat16 weights, gathered whole
 
@@ -109,7 +126,11 @@ def test_gathering_a_model_larger_than_a_gpu_does_not_fit(method: str, capsys: p
 def test_partitioned_generation_is_chosen_with_its_price(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = answered(f"{LARGER_THAN_A_GPU} --method {method}", capsys)
     assert report["best"]["settings"]["ds3_gather_for_generation"] is False
-    reason = next(reason for reason in report["best"]["reasons"] if reason.startswith("ds3_gather_for_generation false instead of true"))
+    reason = next(
+        reason
+        for reason in report["best"]["reasons"]
+        if reason.startswith("ds3_gather_for_generation false instead of true")
+    )
     assert "times the speed" in reason
     assert "gathering the whole model on every GPU takes" in reason
 

@@ -60,7 +60,13 @@ REPORTED_WITHIN = 0.005  # the engine's own small buffers, 16 MiB
 MEASURED_WITHIN_MIB = 1.0  # the messages print hundredths of a GiB, ten MiB; medians of two are rounded once more
 
 
-def counted(name: str, tuning: str = "lora", quantization: Quantization = "none", targets: tuple[str, ...] = ALL_LINEAR, head: str = "lm_head") -> Parameters:
+def counted(
+    name: str,
+    tuning: str = "lora",
+    quantization: Quantization = "none",
+    targets: tuple[str, ...] = ALL_LINEAR,
+    head: str = "lm_head",
+) -> Parameters:
     return parameters(load_model(name), tuning, 16, targets, quantization, head)  # type: ignore[arg-type]
 
 
@@ -121,12 +127,18 @@ class TestAgainstTheLibraries:
         real = [p for p in Libraries(name).with_adapters("all-linear").parameters() if p.requires_grad]
         ours = counted(name)
         assert (ours.trainable, ours.trainable_tensor_count) == (sum(p.numel() for p in real), len(real))
-        assert sorted(tuple(p.shape) for p in real) == sorted(kind.shape for kind in ours.adapter_tensors.kinds for _ in range(kind.count))
+        assert sorted(tuple(p.shape) for p in real) == sorted(
+            kind.shape for kind in ours.adapter_tensors.kinds for _ in range(kind.count)
+        )
 
-    @pytest.mark.parametrize("name", [QWEN, "openai-community/gpt2", "facebook/opt-350m", "EleutherAI/pythia-14m", "tiiuae/falcon-7b"])
+    @pytest.mark.parametrize(
+        "name", [QWEN, "openai-community/gpt2", "facebook/opt-350m", "EleutherAI/pythia-14m", "tiiuae/falcon-7b"]
+    )
     def test_default_adapters_are_those_of_peft(self, name: str) -> None:
         real = Libraries(name).with_adapters(None)
-        assert counted(name, targets=("default",)).trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
+        assert counted(name, targets=("default",)).trainable == sum(
+            p.numel() for p in real.parameters() if p.requires_grad
+        )
 
     def test_default_targets_are_the_table_of_peft(self) -> None:
         constants = pytest.importorskip("peft.utils.constants")
@@ -136,9 +148,13 @@ class TestAgainstTheLibraries:
 
     def test_a_name_also_matches_in_the_vision_tower(self) -> None:
         real = Libraries("google/gemma-3-4b-pt").with_adapters(["q_proj", "v_proj"])
-        assert counted("google/gemma-3-4b-pt", targets=("q_proj", "v_proj")).trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
+        assert counted("google/gemma-3-4b-pt", targets=("q_proj", "v_proj")).trainable == sum(
+            p.numel() for p in real.parameters() if p.requires_grad
+        )
 
-    @pytest.mark.parametrize("name", [SMALL, "google/gemma-3-4b-pt", "openai-community/gpt2", "EleutherAI/pythia-14m", "facebook/opt-350m"])
+    @pytest.mark.parametrize(
+        "name", [SMALL, "google/gemma-3-4b-pt", "openai-community/gpt2", "EleutherAI/pythia-14m", "facebook/opt-350m"]
+    )
     def test_a_reward_model_keeps_its_score_and_trains_a_copy(self, name: str) -> None:
         real = Libraries(name, "score").with_adapters("all-linear")
         ours = counted(name, head="score")
@@ -156,11 +172,15 @@ class TestAgainstTheLibraries:
         model = Libraries(name).model()
         replace_with_bnb_linear(model, get_keys_to_not_convert(model), BitsAndBytesConfig(load_in_4bit=True))
         converted = [module for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
-        assert counted(name, quantization="nf4").quantized_params == sum(module.in_features * module.out_features for module in converted)
+        assert counted(name, quantization="nf4").quantized_params == sum(
+            module.in_features * module.out_features for module in converted
+        )
 
     @pytest.mark.parametrize(("quantization", "nested"), [("nf4", False), ("nf4-double", True)])
     @pytest.mark.parametrize("shape", [(512, 384), (100, 77), (1000, 4096)])
-    def test_four_bits_take_what_bitsandbytes_keeps(self, quantization: Quantization, nested: bool, shape: tuple[int, int]) -> None:
+    def test_four_bits_take_what_bitsandbytes_keeps(
+        self, quantization: Quantization, nested: bool, shape: tuple[int, int]
+    ) -> None:
         torch = pytest.importorskip("torch")
         functional = pytest.importorskip("bitsandbytes.functional")
         packed, state = functional.quantize_4bit(torch.randn(*shape), compress_statistics=nested, quant_type="nf4")
@@ -190,7 +210,10 @@ class TestFacts:
         assert abs(ours / reported - 1) < REPORTED_WITHIN
 
     def test_gptq_has_an_index_that_awq_has_not(self) -> None:
-        sizes = [policy_weights_bytes(candidate(tuning="lora", quantization=name, dtype="float16")) for name in ("gptq", "awq")]
+        sizes = [
+            policy_weights_bytes(candidate(tuning="lora", quantization=name, dtype="float16"))
+            for name in ("gptq", "awq")
+        ]
         indices = sum(linear.in_features for layer in load_model(QWEN).layers for linear in layer.linears)
         assert sizes[0] - sizes[1] == 4 * indices
 
@@ -209,14 +232,23 @@ class TestFacts:
     def test_a_towers_adapters_take_room_and_learn_nothing(self) -> None:
         gemma = load_model("google/gemma-3-4b-pt")
         adapted = candidate(model=gemma, tuning="lora", lora_target_modules=ALL_LINEAR)
-        in_layers = sum(16 * (linear.in_features + linear.out_features) * count for layer, count in gemma.layer_kinds for linear in layer.linears)
+        in_layers = sum(
+            16 * (linear.in_features + linear.out_features) * count
+            for layer, count in gemma.layer_kinds
+            for linear in layer.linears
+        )
         assert gradients_bytes(adapted) == 4 * in_layers
         assert adapters_bytes(adapted) > gradients_bytes(adapted)
 
     def test_norms_and_embeddings_stay_in_the_load_dtype(self) -> None:
-        loads = [policy_weights_bytes(candidate(tuning="lora", quantization="nf4", dtype=dtype)) for dtype in ("float32", "bfloat16")]
+        loads = [
+            policy_weights_bytes(candidate(tuning="lora", quantization="nf4", dtype=dtype))
+            for dtype in ("float32", "bfloat16")
+        ]
         kept = counted(QWEN, quantization="nf4").unquantized_tensors
-        assert loads[0] - loads[1] == sum((rounded_bytes(kind.elements * 4) - rounded_bytes(kind.elements * 2)) * kind.count for kind in kept.kinds)
+        assert loads[0] - loads[1] == sum(
+            (rounded_bytes(kind.elements * 4) - rounded_bytes(kind.elements * 2)) * kind.count for kind in kept.kinds
+        )
 
     def test_cublas_takes_two_workspaces(self) -> None:
         assert cublas_bytes(load_gpu("A100-40G")) == 2 * 8_519_680
@@ -269,7 +301,9 @@ class TestRoles:
         assert reward_weights_bytes(candidate(method="grpo", reward_model=load_model(SMALL))) > 0
 
     def test_a_teacher_is_whole_unless_zero_3(self) -> None:
-        teacher = candidate(method="gkd", teacher_model=load_model(QWEN), model=load_model(SMALL), sharding="zero3", num_processes=8)
+        teacher = candidate(
+            method="gkd", teacher_model=load_model(QWEN), model=load_model(SMALL), sharding="zero3", num_processes=8
+        )
         assert teacher_weights_bytes(teacher) * 7 < teacher_weights_bytes(replace(teacher, sharding="zero2"))
 
     def test_a_value_model_is_trained_too(self) -> None:
@@ -284,7 +318,9 @@ class TestRefusals:
             counted(QWEN, "full", "nf4")
 
     def test_targets_that_match_nothing_are_refused(self) -> None:
-        with pytest.raises(InputError, match=r"^lora_target_modules c_attn match no module of Qwen/Qwen2.5-7B: it has down_proj, .*$"):
+        with pytest.raises(
+            InputError, match=r"^lora_target_modules c_attn match no module of Qwen/Qwen2.5-7B: it has down_proj, .*$"
+        ):
             counted(QWEN, targets=("c_attn",))
 
     def test_half_of_a_fused_parameter_is_refused(self) -> None:
@@ -321,7 +357,11 @@ class TestRuntime:
         assert capsys.readouterr().out == (ROOT / "results" / "allocator_slack.md").read_text(encoding="utf-8")
 
     def test_a_small_card_has_a_small_context(self) -> None:
-        assert context_bytes(load_gpu("RTX-3050-4G")) < context_bytes(load_gpu("RTX-3090")) < context_bytes(load_gpu("H100"))
+        assert (
+            context_bytes(load_gpu("RTX-3050-4G"))
+            < context_bytes(load_gpu("RTX-3090"))
+            < context_bytes(load_gpu("H100"))
+        )
 
     def test_expandable_segments_leave_next_to_nothing(self) -> None:
         plain = candidate()

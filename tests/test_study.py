@@ -77,11 +77,16 @@ def test_a_certificate_of_a_simulated_device_says_so() -> None:
     candidates = space_of(question(), "simulated", formulas_alone)
     place = Place(0, 0, 0)
     measured = replace(HiddenProbe(card=CARD, space=candidates).at(place), device="simulated")
-    assert certificate_lines(certificate(known(candidates, {place: measured}, {})))[0].startswith("not certified (simulated): ")
+    assert certificate_lines(certificate(known(candidates, {place: measured}, {})))[0].startswith(
+        "not certified (simulated): "
+    )
 
 
 def test_where_nothing_fits_the_study_ends_and_says_so(tmp_path: Path) -> None:
-    asked = replace(question(), cluster=replace(question().cluster, gpu=replace(question().cluster.gpu, total_bytes=2**33, free_bytes=2**33)))
+    asked = replace(
+        question(),
+        cluster=replace(question().cluster, gpu=replace(question().cluster.gpu, total_bytes=2**33, free_bytes=2**33)),
+    )
     candidates = space_of(asked, "cuda", formulas_alone)
     knowledge = known(candidates, {}, {})
     assert open_places(knowledge) == [] and next_place(knowledge) is None
@@ -117,7 +122,11 @@ def test_a_trials_parameters_are_the_settings_of_its_candidate(tmp_path: Path) -
 
 
 def test_every_candidate_is_found_again_by_its_settings() -> None:
-    asked = replace(question(), job=Job(model=question().job.model, method="grpo", pinned={"max_completion_length": 512}), cluster=question().cluster)
+    asked = replace(
+        question(),
+        job=Job(model=question().job.model, method="grpo", pinned={"max_completion_length": 512}),
+        cluster=question().cluster,
+    )
     candidates = space_of(asked, "cuda", formulas_alone)
     distributions = distributions_of(candidates)
     draw = random.Random(0)
@@ -128,7 +137,9 @@ def test_every_candidate_is_found_again_by_its_settings() -> None:
         place = Place(line, size, draw.randint(low, max(high, low)))
         knobs = candidates.knobs(place)
         assert candidates.place(knobs) == place
-        assert all(distributions[name]._contains(distributions[name].to_internal_repr(value)) for name, value in knobs.items())
+        assert all(
+            distributions[name]._contains(distributions[name].to_internal_repr(value)) for name, value in knobs.items()
+        )
 
 
 def test_a_trial_that_somebody_queued_is_probed_first(tmp_path: Path) -> None:
@@ -146,7 +157,9 @@ def test_the_same_question_again_probes_nothing(tmp_path: Path) -> None:
     first, second = proven(storage(tmp_path)), proven(storage(tmp_path))
     assert (first.probes > 1, second.probes) == (True, 0)
     assert second.best == first.best or (
-        second.best is not None and first.best is not None and second.best.candidate.max_length == first.best.candidate.max_length
+        second.best is not None
+        and first.best is not None
+        and second.best.candidate.max_length == first.best.candidate.max_length
     )
     assert certificate_report(second.certificate) == certificate_report(first.certificate)
 
@@ -160,9 +173,14 @@ def test_other_libraries_are_another_study() -> None:
 
 def test_on_the_cpu_nothing_is_asked_that_needs_a_gpus_kernels() -> None:
     assert {line.structure.attn_implementation for line in space(question()).lines} == {"sdpa", "flash_attention_2"}
-    assert {line.structure.attn_implementation for line in space_of(question(), "cpu", formulas_alone).lines} == {"sdpa"}
+    assert {line.structure.attn_implementation for line in space_of(question(), "cpu", formulas_alone).lines} == {
+        "sdpa"
+    }
     pinned = replace(question(), job=replace(question().job, pinned={"attn_implementation": "flash_attention_2"}))
-    with pytest.raises(InputError, match=r"^Nothing that this asks for runs on the cpu device\. Drop a --set, or give another --device\.$"):
+    with pytest.raises(
+        InputError,
+        match=r"^Nothing that this asks for runs on the cpu device\. Drop a --set, or give another --device\.$",
+    ):
         space_of(pinned, "cpu", formulas_alone)
 
 
@@ -201,7 +219,9 @@ def test_ctrl_c_leaves_the_best_so_far_and_a_study_that_goes_on(tmp_path: Path) 
     assert (stopped.ending, stopped.probes, len(stopped.measurements)) == ("interrupted", 1, 1)
     whole = proven(storage(tmp_path))
     assert whole.ending == "certified" and whole.measurements[0].candidate.max_length == calls[0]
-    assert whole.measurements[1].candidate.max_length == calls[1]  # it says nothing of the candidate that was interrupted
+    assert (
+        whole.measurements[1].candidate.max_length == calls[1]
+    )  # it says nothing of the candidate that was interrupted
 
 
 def test_a_plan_is_asked_about_the_class_that_it_recommends() -> None:
@@ -222,7 +242,9 @@ def test_an_equality_leaves_its_noise_of_a_constant() -> None:
 
 
 def test_what_two_constants_share_is_left_undecided_between_them() -> None:
-    belief = believed([Observation(kind="equal", coefficients={"activations": 1e10, "kernel:sdpa": 1e10}, value=5e8, noise=1e6)])
+    belief = believed(
+        [Observation(kind="equal", coefficients={"activations": 1e10, "kernel:sdpa": 1e10}, value=5e8, noise=1e6)]
+    )
     activations, kernel = belief.constant("activations"), belief.constant("kernel:sdpa")
     assert math.isclose(activations[0] + kernel[0], 0.05, rel_tol=1e-3)
     assert activations[0] > kernel[0] > 0 and activations[1] > 0.01
@@ -242,7 +264,9 @@ def test_an_inequality_cuts_the_normal_distribution(kind: str, sign: int) -> Non
 def test_a_surprise_is_believed_and_leaves_everything_else_less_certain() -> None:
     belief = believed([Observation(kind="equal", coefficients={"activations": 1.0}, value=1.0, noise=1e-6)])
     assert math.isclose(belief.constant("activations")[0], 1.0, rel_tol=1e-3)
-    assert math.isclose(belief.constant("slack")[1], 1.0 / PRIORS["activations"].deviation / 4 * PRIORS["slack"].deviation, rel_tol=1e-3)
+    assert math.isclose(
+        belief.constant("slack")[1], 1.0 / PRIORS["activations"].deviation / 4 * PRIORS["slack"].deviation, rel_tol=1e-3
+    )
 
 
 def test_a_device_that_is_wholly_another_is_searched_by_halving() -> None:
@@ -261,12 +285,16 @@ def test_nothing_seen_is_the_prior() -> None:
     assert no_belief().constant("slack") == (PRIORS["slack"].mean, PRIORS["slack"].deviation)
 
 
-UNKNOWN = Observation(kind="at_least", coefficients={"activations": 1e10, "slack": 1e10, "counted:0": 1.0}, value=0.0, noise=1e7)
+UNKNOWN = Observation(
+    kind="at_least", coefficients={"activations": 1e10, "slack": 1e10, "counted:0": 1.0}, value=0.0, noise=1e7
+)
 
 
 @pytest.mark.parametrize("beside", [(), (UNKNOWN,)], ids=["alone", "beside 256 GiB of doubt"])
 def test_worlds_are_as_the_belief_says(beside: tuple[Observation, ...]) -> None:
-    belief = believed([Observation(kind="equal", coefficients={"activations": 1e10, "runtime": 1.0}, value=5e8, noise=1e7), *beside])
+    belief = believed(
+        [Observation(kind="equal", coefficients={"activations": 1e10, "runtime": 1.0}, value=5e8, noise=1e7), *beside]
+    )
     worlds = draws(belief, 20_000, 0)
     for name in ("activations", "runtime", "slack"):
         mean, deviation = belief.constant(name)
@@ -289,9 +317,14 @@ def test_what_the_prior_excludes_fits_on_hardly_any_card() -> None:
     """Of the candidates that the prior excludes before any probe, the likeliest of each structure: on less than one of a hundred hidden cards."""
     candidates = space(question())
     knowledge = known(candidates, {}, {})
-    places = [next(Place(line, size, 0) for size in range(512) if not knowledge.may_fit(Place(line, size, 0))) for line in range(len(candidates.lines))]
+    places = [
+        next(Place(line, size, 0) for size in range(512) if not knowledge.may_fit(Place(line, size, 0)))
+        for line in range(len(candidates.lines))
+    ]
     cards = [hidden_card(seed) for seed in range(300)]
-    assert sum(truly_fits(card, candidates, place) for card in cards for place in places) < len(cards) * len(places) / 100
+    assert (
+        sum(truly_fits(card, candidates, place) for card in cards for place in places) < len(cards) * len(places) / 100
+    )
     assert chance(0.0) == 0.5
 
 

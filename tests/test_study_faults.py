@@ -28,7 +28,12 @@ SCRIPT = Path(__file__).with_name("hidden_study.py")
 SIGKILL = -9
 
 
-KNOBS = ("max_length", "per_device_train_batch_size", "attn_implementation", "gradient_checkpointing")  # tell the question's candidates apart
+KNOBS = (
+    "max_length",
+    "per_device_train_batch_size",
+    "attn_implementation",
+    "gradient_checkpointing",
+)  # tell the question's candidates apart
 
 
 class Card:
@@ -68,11 +73,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("stage", list(STAGES))
-def test_a_study_killed_at_any_stage_goes_on_repeats_nothing_and_answers_the_same(stage: str, tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    killed = subprocess.run([sys.executable, str(SCRIPT), storage(tmp_path), stage, "2"], capture_output=True, text=True, check=False)
+def test_a_study_killed_at_any_stage_goes_on_repeats_nothing_and_answers_the_same(
+    stage: str, tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    killed = subprocess.run(
+        [sys.executable, str(SCRIPT), storage(tmp_path), stage, "2"], capture_output=True, text=True, check=False
+    )
     assert killed.returncode == SIGKILL, killed.stderr
     (name,) = optuna.study.get_all_study_names(storage(tmp_path))
-    written = [tuple(trial.params[knob] for knob in KNOBS) for trial in trials(storage(tmp_path), name) if MEASUREMENT in trial.user_attrs]
+    written = [
+        tuple(trial.params[knob] for knob in KNOBS)
+        for trial in trials(storage(tmp_path), name)
+        if MEASUREMENT in trial.user_attrs
+    ]
     card = Card()
     answer = proven(storage(tmp_path), card)
     assert certificate_report(answer.certificate) == undisturbed
@@ -83,7 +96,11 @@ def test_a_study_killed_at_any_stage_goes_on_repeats_nothing_and_answers_the_sam
 
 @pytest.mark.parametrize("seconds", [0.4, 1.2])
 def test_a_study_killed_from_outside_goes_on(seconds: float, tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    process = subprocess.Popen([sys.executable, str(SCRIPT), storage(tmp_path), "told", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), storage(tmp_path), "told", "1000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     time.sleep(seconds)
     process.kill()
     process.wait()
@@ -136,7 +153,9 @@ def test_a_storage_that_is_none_is_wrong_input(url: str) -> None:
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PlanError, match=r"^The study in sqlite:///\S+ cannot be read or written: File exists: \S+/file\.$"):
+    with pytest.raises(
+        PlanError, match=r"^The study in sqlite:///\S+ cannot be read or written: File exists: \S+/file\.$"
+    ):
         proven(f"sqlite:///{tmp_path / 'file' / 'study.db'}")
 
 
@@ -154,7 +173,11 @@ def test_a_candidate_that_crashes_twice_is_set_aside_and_the_certificate_says_so
 
     def probe(candidate: Candidate) -> Measurement:
         measured = card(candidate)
-        return replace(measured, outcome="crashed", ranks=(), shortage=None, message="RuntimeError: boom") if card.asked[0] == card.asked[-1] else measured
+        return (
+            replace(measured, outcome="crashed", ranks=(), shortage=None, message="RuntimeError: boom")
+            if card.asked[0] == card.asked[-1]
+            else measured
+        )
 
     answer = proven(storage(tmp_path), probe)
     assert answer.ending == "set aside" and not answer.certificate.holds
@@ -170,7 +193,11 @@ def test_where_a_package_is_missing_what_needs_it_is_not_asked_again(tmp_path: P
     def probe(candidate: Candidate) -> Measurement:
         measured = card(candidate)
         missing = "ImportError: the package for FlashAttention2 doesn't seem to be installed."
-        return replace(measured, outcome="crashed", ranks=(), shortage=None, message=missing) if "flash" in candidate.attn_implementation else measured
+        return (
+            replace(measured, outcome="crashed", ranks=(), shortage=None, message=missing)
+            if "flash" in candidate.attn_implementation
+            else measured
+        )
 
     answer = proven(storage(tmp_path), probe)
     assert answer.ending == "certified" and answer.certificate.holds
@@ -190,12 +217,16 @@ def test_probes_that_always_crash_end_the_study(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outcome", ["gpu_in_use", "disk_full"])
 def test_what_would_happen_to_every_candidate_ends_the_study_at_once(outcome: Outcome, tmp_path: Path) -> None:
-    answer = proven(storage(tmp_path), lambda candidate: replace(ends_as(outcome, "somebody has it"), candidate=candidate))
+    answer = proven(
+        storage(tmp_path), lambda candidate: replace(ends_as(outcome, "somebody has it"), candidate=candidate)
+    )
     assert (answer.ending, answer.probes) == ("environment", 1)
     assert answer.reason.endswith(": somebody has it")
 
 
-def test_a_bug_in_the_probe_is_raised_and_the_study_goes_on_later(tmp_path: Path, undisturbed: dict[str, object]) -> None:
+def test_a_bug_in_the_probe_is_raised_and_the_study_goes_on_later(
+    tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
     def broken(candidate: Candidate) -> Measurement:
         raise ZeroDivisionError("a bug")
 
@@ -214,7 +245,10 @@ def test_two_processes_are_not_at_one_study(tmp_path: Path) -> None:
         began = probes.study.storage._began(other.pid)
         trial = optuna.load_study(study_name=name, storage=storage(tmp_path)).ask()
         trial.set_user_attr(OWNER, f"{socket.gethostname()}:{other.pid}:{began}")
-        with pytest.raises(PlanError, match=rf"^Process {other.pid} on \S+ is at this study\. Wait for it, end it, or give another --storage\.$"):
+        with pytest.raises(
+            PlanError,
+            match=rf"^Process {other.pid} on \S+ is at this study\. Wait for it, end it, or give another --storage\.$",
+        ):
             proven(storage(tmp_path))
     finally:
         other.kill()

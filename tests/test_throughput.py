@@ -21,7 +21,16 @@ from planner.throughput.optimizer_step import optimizer_seconds
 from planner.throughput.rates import matmul_rate
 from planner.throughput.smooth import either
 from planner.throughput.step import throughput
-from planner.throughput.training import Batch, attention_seconds, backward_seconds, extra_forwards, forward_seconds, micro_batch, micro_step, reuses
+from planner.throughput.training import (
+    Batch,
+    attention_seconds,
+    backward_seconds,
+    extra_forwards,
+    forward_seconds,
+    micro_batch,
+    micro_step,
+    reuses,
+)
 from planner.throughput.work import policy_work
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +67,9 @@ def grpo(**changes: object) -> Candidate:
 jobs = st.fixed_dictionaries(
     {
         "model": st.sampled_from(["Qwen2.5-7B", "Qwen2.5-0.5B", "Qwen3-30B-A3B"]),
-        "method": st.sampled_from(["sft", "dpo", "kto", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo", "orpo", "reward"]),
+        "method": st.sampled_from(
+            ["sft", "dpo", "kto", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo", "orpo", "reward"]
+        ),
         "tuning": st.sampled_from(["full", "lora"]),
         "dtype": st.sampled_from(["float32", "bfloat16"]),
         "precision": st.sampled_from(["bf16", "no"]),
@@ -82,7 +93,9 @@ class TestWorkedExamples:
     def test_a_forward_of_1024_tokens_is_products_weights_and_element_wise_traffic(self) -> None:
         candidate = sft(per_device_train_batch_size=1)
 
-        seconds = forward_seconds(policy_work(candidate), A100.gpu, matmul_rate(A100.gpu, candidate), micro_batch(candidate, A100.gpu))
+        seconds = forward_seconds(
+            policy_work(candidate), A100.gpu, matmul_rate(A100.gpu, candidate), micro_batch(candidate, A100.gpu)
+        )
 
         assert seconds == pytest.approx(0.0549 + 0.0085 + 0.0109, rel=EXAMPLES_WITHIN)
 
@@ -96,7 +109,9 @@ class TestWorkedExamples:
     def test_an_adam_step_in_16_bits_moves_twenty_bytes_a_parameter(self) -> None:
         candidate = sft()
 
-        assert optimizer_seconds(candidate, A100.gpu, policy_work(candidate)) == pytest.approx(20 * 7_615_616_512 / (0.75 * 2.039e12), rel=ROUNDING)
+        assert optimizer_seconds(candidate, A100.gpu, policy_work(candidate)) == pytest.approx(
+            20 * 7_615_616_512 / (0.75 * 2.039e12), rel=ROUNDING
+        )
 
     def test_an_offloaded_optimizer_costs_seven_seconds_for_seven_billion(self) -> None:
         candidate = sft(sharding="zero2", num_processes=8, offload_optimizer=True)
@@ -109,12 +124,16 @@ class TestWorkedExamples:
     def test_colocated_weights_are_read_and_written_once(self) -> None:
         candidate = grpo(tuning="full", vllm="colocate")
 
-        assert weight_sync_seconds(candidate, A100, policy_work(candidate)) == pytest.approx(4 * 7_615_616_512 / (0.75 * 2.039e12), rel=ROUNDING)
+        assert weight_sync_seconds(candidate, A100, policy_work(candidate)) == pytest.approx(
+            4 * 7_615_616_512 / (0.75 * 2.039e12), rel=ROUNDING
+        )
 
     def test_64_sequences_in_the_engine_decode_in_nine_seconds_and_prefill_in_two(self) -> None:
         candidate = grpo(tuning="full", vllm="colocate", per_device_train_batch_size=64)
 
-        assert throughput(candidate, A100, SEQUENCES).seconds["generation"] == pytest.approx(8.85 + 2.13, rel=EXAMPLES_WITHIN)
+        assert throughput(candidate, A100, SEQUENCES).seconds["generation"] == pytest.approx(
+            8.85 + 2.13, rel=EXAMPLES_WITHIN
+        )
 
     def test_generate_waits_for_launches_a_token(self) -> None:
         candidate = grpo(tuning="full")
@@ -136,12 +155,17 @@ class TestCounts:
         assert 0.75 * weight_gradients < saved < weight_gradients  # the adapters move some bytes of their own
 
     def test_every_second_checkpoint_recomputes_half(self) -> None:
-        all_layers, every_second = (throughput(sft(checkpoint_every_n_layers=n), A100, 0.0).seconds["recompute"] for n in (1, 2))
+        all_layers, every_second = (
+            throughput(sft(checkpoint_every_n_layers=n), A100, 0.0).seconds["recompute"] for n in (1, 2)
+        )
 
         assert every_second == pytest.approx(all_layers / 2, rel=ROUNDING)
 
     def test_only_active_experts_are_multiplied(self) -> None:
-        sparse, dense = policy_work(sft(model=load_model("Mixtral-8x7B-v0.1"))), policy_work(sft(model=load_model("Mistral-7B-v0.1")))
+        sparse, dense = (
+            policy_work(sft(model=load_model("Mixtral-8x7B-v0.1"))),
+            policy_work(sft(model=load_model("Mistral-7B-v0.1"))),
+        )
 
         assert 1.5 < sparse.linear_flops / dense.linear_flops < 2
         assert sparse.weight_bytes > 6 * dense.weight_bytes
@@ -189,7 +213,9 @@ class TestLaws:
 
     @given(job=jobs)
     @settings(max_examples=150, deadline=None)
-    def test_larger_micro_batches_at_the_same_effective_batch_and_padding_are_never_slower(self, job: dict[str, Any]) -> None:
+    def test_larger_micro_batches_at_the_same_effective_batch_and_padding_are_never_slower(
+        self, job: dict[str, Any]
+    ) -> None:
         """A row alone has no padding, and no mask that keeps sdpa from FlashAttention: two padded ones may well be slower."""
         accumulation = job["gradient_accumulation_steps"]
         candidate = replace(built(job), steps_per_generation=accumulation)
@@ -201,7 +227,9 @@ class TestLaws:
             steps_per_generation=accumulation // 2,
         )
 
-        assert throughput(larger, NODE, SEQUENCES).step_seconds <= throughput(candidate, NODE, SEQUENCES).step_seconds * (1 + ROUNDING)
+        assert throughput(larger, NODE, SEQUENCES).step_seconds <= throughput(
+            candidate, NODE, SEQUENCES
+        ).step_seconds * (1 + ROUNDING)
 
     @given(job=jobs, every=st.integers(min_value=1, max_value=8))
     @settings(max_examples=150, deadline=None)
@@ -209,15 +237,22 @@ class TestLaws:
         without = replace(built(job), gradient_checkpointing=False)
         with_it = replace(without, gradient_checkpointing=True, checkpoint_every_n_layers=every)
 
-        assert throughput(with_it, NODE, SEQUENCES).step_seconds >= throughput(without, NODE, SEQUENCES).step_seconds * (1 - ROUNDING)
+        assert throughput(with_it, NODE, SEQUENCES).step_seconds >= throughput(
+            without, NODE, SEQUENCES
+        ).step_seconds * (1 - ROUNDING)
 
-    @given(job=jobs, field=st.sampled_from(["offload_optimizer", "offload_param", "activation_offloading", "checkpoint_offload"]))
+    @given(
+        job=jobs,
+        field=st.sampled_from(["offload_optimizer", "offload_param", "activation_offloading", "checkpoint_offload"]),
+    )
     @settings(max_examples=150, deadline=None)
     def test_offloading_is_never_faster(self, job: dict[str, Any], field: str) -> None:
         candidate = built(job)
         offloaded = replace(candidate, **{field: True})  # type: ignore[arg-type]
 
-        assert throughput(offloaded, NODE, SEQUENCES).step_seconds >= throughput(candidate, NODE, SEQUENCES).step_seconds * (1 - ROUNDING)
+        assert throughput(offloaded, NODE, SEQUENCES).step_seconds >= throughput(
+            candidate, NODE, SEQUENCES
+        ).step_seconds * (1 - ROUNDING)
 
     @given(job=jobs)
     @settings(max_examples=100, deadline=None)
@@ -225,19 +260,27 @@ class TestLaws:
         candidate = built(job)
         longer = replace(candidate, max_length=2 * candidate.max_length, prompt_length=2 * candidate.prompt_length)
 
-        assert throughput(longer, NODE, SEQUENCES).step_seconds >= throughput(candidate, NODE, SEQUENCES).step_seconds * (1 - ROUNDING)
+        assert throughput(longer, NODE, SEQUENCES).step_seconds >= throughput(
+            candidate, NODE, SEQUENCES
+        ).step_seconds * (1 - ROUNDING)
 
     @given(concurrency=st.floats(min_value=1, max_value=500), more=st.floats(min_value=1, max_value=8))
     def test_more_sequences_at_once_never_slow_a_rollout(self, concurrency: float, more: float) -> None:
         candidate = grpo(vllm="colocate", per_device_train_batch_size=128)
-        few, many = (throughput(candidate, A100, sequences).seconds["generation"] for sequences in (concurrency, concurrency * more))
+        few, many = (
+            throughput(candidate, A100, sequences).seconds["generation"]
+            for sequences in (concurrency, concurrency * more)
+        )
 
         assert many <= few * (1 + ROUNDING)
 
     @pytest.mark.parametrize("sharding", ["ddp", "zero3", "fsdp2"])
     def test_more_nvlink_cards_at_the_same_effective_batch_shorten_the_step(self, sharding: str) -> None:
         steps = [
-            throughput(sft(tuning="lora", sharding=sharding, num_processes=n, gradient_accumulation_steps=16 // n), NODE, 0.0).step_seconds for n in (2, 4, 8)
+            throughput(
+                sft(tuning="lora", sharding=sharding, num_processes=n, gradient_accumulation_steps=16 // n), NODE, 0.0
+            ).step_seconds
+            for n in (2, 4, 8)
         ]
 
         assert steps == sorted(steps, reverse=True)
@@ -250,14 +293,19 @@ class TestLaws:
 class TestPrices:
     def test_a_mask_makes_sdpa_slower_than_flash_attention(self) -> None:
         flash, masked, eager = (
-            throughput(sft(max_length=8192, padded=True, per_device_train_batch_size=2, attn_implementation=name), A100, 0.0).seconds["attention"]
+            throughput(
+                sft(max_length=8192, padded=True, per_device_train_batch_size=2, attn_implementation=name), A100, 0.0
+            ).seconds["attention"]
             for name in ("flash_attention_2", "sdpa", "eager")
         )
 
         assert flash < masked < eager
 
     def test_a_row_alone_has_no_mask_and_takes_flash_attention(self) -> None:
-        alone, flash = (sft(max_length=8192, padded=True, per_device_train_batch_size=1, attn_implementation=name) for name in ("sdpa", "flash_attention_2"))
+        alone, flash = (
+            sft(max_length=8192, padded=True, per_device_train_batch_size=1, attn_implementation=name)
+            for name in ("sdpa", "flash_attention_2")
+        )
 
         assert throughput(alone, A100, 0.0).seconds == throughput(flash, A100, 0.0).seconds
 
@@ -270,13 +318,18 @@ class TestPrices:
         assert micro_batch(replace(alone, per_device_train_batch_size=2, padded=True), t4).kernel == "sdpa-masked"
 
     def test_small_micro_batches_pay_for_launches(self) -> None:
-        one = throughput(sft(model=SMALL, per_device_train_batch_size=1, gradient_accumulation_steps=16, max_length=256), A100, 0.0)
+        one = throughput(
+            sft(model=SMALL, per_device_train_batch_size=1, gradient_accumulation_steps=16, max_length=256), A100, 0.0
+        )
         sixteen = throughput(sft(model=SMALL, per_device_train_batch_size=16, max_length=256), A100, 0.0)
 
         assert one.step_seconds > 4 * sixteen.step_seconds
 
     def test_four_bit_weights_are_unpacked_at_a_price(self) -> None:
-        plain, packed = (throughput(sft(tuning="lora", autocast_adapter_dtype=False, quantization=name), A100, 0.0) for name in ("none", "nf4"))
+        plain, packed = (
+            throughput(sft(tuning="lora", autocast_adapter_dtype=False, quantization=name), A100, 0.0)
+            for name in ("none", "nf4")
+        )
 
         assert packed.step_seconds > plain.step_seconds
 
@@ -288,13 +341,18 @@ class TestPrices:
     def test_gathering_for_every_token_is_the_price_of_not_gathering_once(self) -> None:
         cluster = parse_cluster("4xRTX-3090", None)
         gathered, sharded = (
-            throughput(grpo(sharding="zero3", num_processes=4, ds3_gather_for_generation=once), cluster, 0.0).seconds["generation"] for once in (True, False)
+            throughput(grpo(sharding="zero3", num_processes=4, ds3_gather_for_generation=once), cluster, 0.0).seconds[
+                "generation"
+            ]
+            for once in (True, False)
         )
 
         assert sharded > 10 * gathered
 
     def test_vllm_beats_generate(self) -> None:
-        engine, generate = (throughput(grpo(vllm=name), A100, SEQUENCES).seconds["generation"] for name in ("colocate", "off"))
+        engine, generate = (
+            throughput(grpo(vllm=name), A100, SEQUENCES).seconds["generation"] for name in ("colocate", "off")
+        )
 
         assert engine < generate
 
@@ -310,7 +368,9 @@ class TestPublishedSpeeds:
     def test_the_published_table_is_up_to_date(self) -> None:
         report = throughput_report()
 
-        assert report.report(report.published_rows()) == report.REPORT.read_text(encoding="utf-8"), "run python scripts/throughput_report.py"
+        assert report.report(report.published_rows()) == report.REPORT.read_text(encoding="utf-8"), (
+            "run python scripts/throughput_report.py"
+        )
 
     def test_rows_that_no_constant_was_read_from_are_met_in_the_median(self) -> None:
         report = throughput_report()

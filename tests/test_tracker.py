@@ -38,7 +38,10 @@ def untracked_peak_bytes(case: Candidate) -> int:
         stage.trainer.remove_callback(PrinterCallback)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             stage.trainer.train()
-    reports = sorted((event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    reports = sorted(
+        (event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"),
+        key=lambda event: event.start_ns(),
+    )
     total = peak = 0
     for report in reports:
         total += report.nbytes()
@@ -80,7 +83,9 @@ class _Owner(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_gradient_from_python_is_added_to_in_place_unless_python_holds_it(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_from_python_is_added_to_in_place_unless_python_holds_it(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_Owner, "keeps", keeps)
     monkeypatch.setattr(_Owner, "kept", [])
     weight = torch.nn.Parameter(torch.zeros(1000))
@@ -89,5 +94,9 @@ def test_a_gradient_from_python_is_added_to_in_place_unless_python_holds_it(keep
         inner = weight * 1.0
         total = (inner * 2.0).sum() + _Owner.apply(inner)  # type: ignore[no-untyped-call]
         total.backward()
-    sums = [allocation for allocation in tracker.trace().allocations if allocation.operator == "aten.add.Tensor" and allocation.size_bytes == weight.nbytes]
+    sums = [
+        allocation
+        for allocation in tracker.trace().allocations
+        if allocation.operator == "aten.add.Tensor" and allocation.size_bytes == weight.nbytes
+    ]
     assert len(sums) == keeps

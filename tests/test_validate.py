@@ -30,12 +30,19 @@ CLUSTER = parse_cluster("1xA100-80G")
 SMALL = {"model": "Qwen/Qwen2.5-0.5B", "layers": 2}
 
 
-POINT = {"point": {**SMALL, "dtype": "bfloat16"}, "outcome": "fits", "gpu": "NVIDIA A100-SXM4-80GB", "total_bytes": 85_000_000_000}
+POINT = {
+    "point": {**SMALL, "dtype": "bfloat16"},
+    "outcome": "fits",
+    "gpu": "NVIDIA A100-SXM4-80GB",
+    "total_bytes": 85_000_000_000,
+}
 
 
 def written(tmp_path: Path, *rows: object) -> Path:
     path = tmp_path / "cases.jsonl"
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -56,8 +63,21 @@ class TestLines:
         assert {case.outcome for case in cases.cases} == {"not measured"}
 
     def test_a_point_is_the_candidate_of_its_trainer(self):
-        candidate = point_candidate({**SMALL, "method": "grpo", "max_length": 512, "max_completion_length": 200, "gradient_accumulation_steps": 2})
-        assert (candidate.prompt_length, candidate.max_completion_length, candidate.num_generations, candidate.steps_per_generation) == (312, 200, 2, 2)
+        candidate = point_candidate(
+            {
+                **SMALL,
+                "method": "grpo",
+                "max_length": 512,
+                "max_completion_length": 200,
+                "gradient_accumulation_steps": 2,
+            }
+        )
+        assert (
+            candidate.prompt_length,
+            candidate.max_completion_length,
+            candidate.num_generations,
+            candidate.steps_per_generation,
+        ) == (312, 200, 2, 2)
         assert candidate.model.num_layers == 2 and candidate.dtype == "float32" and not candidate.padded
 
     def test_a_point_without_beta_has_its_trainers(self):
@@ -69,7 +89,9 @@ class TestLines:
         assert candidate.teacher_model is candidate.model
 
     def test_further_settings_are_read_by_their_own_names(self):
-        candidate = point_candidate({**SMALL, "extra": {"packing": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}})
+        candidate = point_candidate(
+            {**SMALL, "extra": {"packing": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+        )
         assert candidate.packing and candidate.quantization == "nf4"
         assert point_candidate({**SMALL, "use_liger_kernel": True}).use_liger_kernel
 
@@ -85,15 +107,27 @@ class TestLines:
             ("[1]", r"line 2: it is no JSON object"),
             ({}, r"line 2: it is an empty object"),
             ({"modle": "x"}, r"line 2: Unknown key 'modle'. Did you mean model"),
-            ({**SMALL, "per_device_batch_size": 2}, r"line 2: Unknown key 'per_device_batch_size'. Did you mean per_device_train_batch_size"),
+            (
+                {**SMALL, "per_device_batch_size": 2},
+                r"line 2: Unknown key 'per_device_batch_size'. Did you mean per_device_train_batch_size",
+            ),
             ({**SMALL, "extra": {"packin": True}}, r"line 2: Unknown key 'packin'. Did you mean packing"),
             ({**SMALL, "method": "grop"}, r"line 2: Unknown method 'grop'. Did you mean grpo"),
             ({**SMALL, "model": "Qwen2.5-0.6B"}, r"line 2: Unknown model"),
-            ({**SMALL, "optim": "adamw_torch_fusde"}, r"line 2: Unknown optim 'adamw_torch_fusde'. Did you mean adamw_torch_fused"),
+            (
+                {**SMALL, "optim": "adamw_torch_fusde"},
+                r"line 2: Unknown optim 'adamw_torch_fusde'. Did you mean adamw_torch_fused",
+            ),
             ({**SMALL, "method": "grpo", "max_length": 100}, r"line 2: max_length 100 leaves no room for a prompt"),
-            ({**SMALL, "per_device_train_batch_size": "two"}, r"line 2: per_device_train_batch_size must be a whole number"),
+            (
+                {**SMALL, "per_device_train_batch_size": "two"},
+                r"line 2: per_device_train_batch_size must be a whole number",
+            ),
             ({"schema": 2, "candidate": {}}, r"line 2: A measurement of schema 2"),
-            ({"model": "Qwen2.5-0.5B", "settings": {"method": "sft", "max_lenght": 3}, "quantity": "reserved"}, r"line 2: Unknown setting 'max_lenght'"),
+            (
+                {"model": "Qwen2.5-0.5B", "settings": {"method": "sft", "max_lenght": 3}, "quantity": "reserved"},
+                r"line 2: Unknown setting 'max_lenght'",
+            ),
         ],
     )
     def test_a_bad_line_is_named_with_the_nearest_key(self, tmp_path, row, message):
@@ -130,7 +164,11 @@ class TestMeasuredLines:
 
     def test_a_measurement_is_a_case_of_its_device(self, tmp_path):
         on_gpu, on_cpu = seen(), seen(device="cpu", capacity=0)
-        first, second = of(tmp_path, measurement_line(replace(on_gpu, versions={"gpu": "NVIDIA GeForce RTX 3090"})), measurement_line(on_cpu)).cases
+        first, second = of(
+            tmp_path,
+            measurement_line(replace(on_gpu, versions={"gpu": "NVIDIA GeForce RTX 3090"})),
+            measurement_line(on_cpu),
+        ).cases
         assert first.measured.keys() == {"allocated", "reserved", "driver"} and second.measured.keys() == {"tensors"}
         assert first.gpu is not None and first.gpu.name == "RTX-3090"
 
@@ -143,7 +181,10 @@ class TestComparison:
     def test_each_quantity_contains_what_its_counter_counts(self):
         candidate = point_candidate({**SMALL, "dtype": "bfloat16"})
         phase = estimate(candidate, CLUSTER).gpus[0].peak
-        sizes = [part_bytes(phase, quantity, candidate, CLUSTER.gpu) for quantity in ("driver", "reserved", "allocated", "tensors")]
+        sizes = [
+            part_bytes(phase, quantity, candidate, CLUSTER.gpu)
+            for quantity in ("driver", "reserved", "allocated", "tensors")
+        ]
         assert sizes[0] == phase.total_bytes
         assert sizes[0] - sizes[1] == context_bytes(CLUSTER.gpu)
         assert sizes[1] - sizes[2] == phase.components["fragmentation"]
@@ -151,7 +192,10 @@ class TestComparison:
 
     def test_what_is_measured_as_estimated_has_no_error(self, tmp_path):
         answer = estimate(point_candidate({**SMALL, "dtype": "bfloat16"}), CLUSTER)
-        figures = {name: max(part_bytes(phase, name, answer.candidate, CLUSTER.gpu) for phase in answer.gpus[0].phases) for name in ("allocated", "reserved")}
+        figures = {
+            name: max(part_bytes(phase, name, answer.candidate, CLUSTER.gpu) for phase in answer.gpus[0].phases)
+            for name in ("allocated", "reserved")
+        }
         line = {**POINT, **{f"peak_{name}": size for name, size in figures.items()}}
         del line["total_bytes"]
         validation = validate(of(tmp_path, line))
@@ -255,7 +299,11 @@ class TestMeasuring:
         assert "left out: 1 (line 1): not measured" in validation_table(validation).plain
 
     def test_a_device_that_runs_out_of_memory_is_an_ending(self, tmp_path):
-        validation = validate(of(tmp_path, SMALL), CLUSTER, probe=lambda candidate: replace(device(candidate), outcome="out_of_memory", shortage=SHORT))
+        validation = validate(
+            of(tmp_path, SMALL),
+            CLUSTER,
+            probe=lambda candidate: replace(device(candidate), outcome="out_of_memory", shortage=SHORT),
+        )
         assert len(validation.endings) == 1 and validation.rows == ()
 
 
@@ -273,7 +321,10 @@ class TestReports:
     def test_the_json_is_one_document_with_integers(self, validation):
         report = json.loads(json_text(validation_report(validation)))
         assert report["schema"] == 1 and len(report["rows"]) == 6
-        assert all(isinstance(row["measured_bytes"], int) and isinstance(row["predicted"]["estimated"]["bytes"], int) for row in report["rows"])
+        assert all(
+            isinstance(row["measured_bytes"], int) and isinstance(row["predicted"]["estimated"]["bytes"], int)
+            for row in report["rows"]
+        )
 
     def test_csv_and_frame_have_the_same_rows(self, validation):
         rows = list(csv.DictReader(io.StringIO(validation_csv(validation))))
@@ -298,4 +349,6 @@ class TestJournal:
 
 def test_an_error_is_predicted_over_measured_less_one() -> None:
     case = Case(line=1, label="", candidate=point_candidate(SMALL), gpu=None, measured={}, outcome="fits")
-    assert Row(case=case, quantity="driver", measured_bytes=100, predicted={"estimated": 97}).error("estimated") == pytest.approx(-0.03)
+    assert Row(case=case, quantity="driver", measured_bytes=100, predicted={"estimated": 97}).error(
+        "estimated"
+    ) == pytest.approx(-0.03)

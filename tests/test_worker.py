@@ -87,7 +87,14 @@ def test_a_measured_peak_is_the_dry_runs(method: MethodName, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("method", ["sft", "grpo"])
 def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_path: Path) -> None:
-    case = candidate(method, "tiny-gemma3", tuning="lora", dtype="float32", gradient_checkpointing=False, gradient_accumulation_steps=2)
+    case = candidate(
+        method,
+        "tiny-gemma3",
+        tuning="lora",
+        dtype="float32",
+        gradient_checkpointing=False,
+        gradient_accumulation_steps=2,
+    )
     found, dry = measured(case, tmp_path), dry_run(case, "cpu")
     assert found.peak_bytes == dry.peak_bytes
 
@@ -97,24 +104,36 @@ def test_made_up_weights_cost_what_saved_ones_cost(tmp_path: Path) -> None:
     case = candidate("sft", "tiny-mixtral")
     config = dict(case.model.config) | {"architectures": ["MixtralForCausalLM"]}
     fields = {name: value for name, value in config.items() if name != "model_type"}
-    saved = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("mixtral", **fields), dtype=torch.bfloat16)
+    saved = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("mixtral", **fields), dtype=torch.bfloat16
+    )
     saved.save_pretrained(tmp_path / "saved")
     from_disk = measured(replace(case, model=shape_of(config, id=str(tmp_path / "saved"))), tmp_path, weights="hub")
     assert from_disk.peak_bytes == measured(case, tmp_path).peak_bytes
 
 
-@pytest.mark.parametrize(("method", "pads"), [("sft", False), ("gkd", False), ("dpo", True), ("reward", True), ("online-dpo", True)])
+@pytest.mark.parametrize(
+    ("method", "pads"), [("sft", False), ("gkd", False), ("dpo", True), ("reward", True), ("online-dpo", True)]
+)
 def test_one_row_a_batch_is_padded_where_more_are_made_together(method: MethodName, pads: bool, tmp_path: Path) -> None:
     alone = candidate(method, per_device_train_batch_size=1, gradient_checkpointing=False)
     found, without = measured(alone, tmp_path), measured(replace(alone, padded=False), tmp_path)
-    forward, forward_without = (next(phase for phase in case.ranks[0].phases if phase.name == "forward") for case in (found, without))
+    forward, forward_without = (
+        next(phase for phase in case.ranks[0].phases if phase.name == "forward") for case in (found, without)
+    )
     assert alone.pads is pads
     assert (forward.allocated_bytes > forward_without.allocated_bytes) is pads
     assert found.peak_bytes == dry_run(alone, "cpu").peak_bytes
 
 
 def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampled(tmp_path: Path) -> None:
-    alone = candidate("grpo", per_device_train_batch_size=1, steps_per_generation=2, gradient_accumulation_steps=2, gradient_checkpointing=False)
+    alone = candidate(
+        "grpo",
+        per_device_train_batch_size=1,
+        steps_per_generation=2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=False,
+    )
     found = measured(alone, tmp_path)
     assert alone.pads and not replace(alone, steps_per_generation=1).pads
     assert found.peak_bytes == dry_run(alone, "cpu").peak_bytes
@@ -164,7 +183,15 @@ def test_models_that_do_not_fit_run_out_of_memory_while_loading(tmp_path: Path) 
 def test_a_probe_saves_evaluates_and_goes_on_from_its_checkpoint(method: MethodName, tmp_path: Path) -> None:
     case = candidate(method, tuning="lora")
     whole, alone = measured(case, tmp_path, save=True, evaluate=True, resume=True), measured(case, tmp_path)
-    assert {phase.name for phase in whole.ranks[0].phases} >= {"load", "forward", "loss", "backward", "optimizer_step", "save", "score"}
+    assert {phase.name for phase in whole.ranks[0].phases} >= {
+        "load",
+        "forward",
+        "loss",
+        "backward",
+        "optimizer_step",
+        "save",
+        "score",
+    }
     assert all(phase.seconds > 0 for phase in whole.ranks[0].phases)
     assert whole.peak_bytes >= alone.peak_bytes
     assert whole.step_seconds > 0
@@ -189,7 +216,9 @@ def test_a_worker_prints_its_measurement_last_and_leaves_nothing(tmp_path: Path)
 def test_a_worker_refuses_what_it_was_not_launched_for(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"^The candidate has num_processes 2, and 1 were launched\.$"):
         measured(candidate(num_processes=2, sharding="ddp"), tmp_path)
-    with pytest.raises(Exception, match=r"^Weights of gptq are published so and cannot be made up: probe with --weights hub\.$"):
+    with pytest.raises(
+        Exception, match=r"^Weights of gptq are published so and cannot be made up: probe with --weights hub\.$"
+    ):
         measured(candidate(quantization="gptq", tuning="lora"), tmp_path)
 
 
@@ -213,11 +242,18 @@ class Counters:
     """A card's counters as PyTorch gives them: what was current and what was most since they were last set back."""
 
     def __init__(self) -> None:
-        self.statistics = {f"{what}_bytes.all.{which}": 0 for what in ("allocated", "reserved") for which in ("current", "peak")}
+        self.statistics = {
+            f"{what}_bytes.all.{which}": 0 for what in ("allocated", "reserved") for which in ("current", "peak")
+        }
         self.driver_bytes = 500
 
     def allocate(self, allocated: int, peak: int, reserved: int, reserved_peak: int) -> None:
-        names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current", "reserved_bytes.all.peak")
+        names = (
+            "allocated_bytes.all.current",
+            "allocated_bytes.all.peak",
+            "reserved_bytes.all.current",
+            "reserved_bytes.all.peak",
+        )
         self.statistics.update(zip(names, (allocated, peak, reserved, reserved_peak), strict=True))
         self.driver_bytes = 500 + reserved
 
@@ -250,7 +286,9 @@ def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.Monkey
     assert watch.capacity_bytes == 8_000
 
 
-def test_on_a_larger_card_the_allocator_leaves_room_for_what_is_not_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_on_a_larger_card_the_allocator_leaves_room_for_what_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     card, shares = Counters(), list[float]()
     monkeypatch.setattr("probes.worker.watch.Driver", lambda: card)
     for name, fake in {
@@ -288,7 +326,12 @@ def test_a_driver_that_does_not_know_the_process_tells_what_its_card_has_given(m
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."), True),
+        (
+            ValueError(
+                "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("max_length must be positive"), False),
     ],

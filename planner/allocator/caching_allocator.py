@@ -16,7 +16,10 @@ SMALL_SEGMENT_BYTES = 2 * MIB  # segments of the small pool
 LARGE_SEGMENT_BYTES = 20 * MIB  # segments for requests between 1 and 10 MiB
 MIN_OWN_SEGMENT_BYTES = 10 * MIB  # from this on a request gets a segment of its own size
 SEGMENT_ROUND_BYTES = 2 * MIB  # rounded up to this
-EXPANDABLE_PAGE_BYTES = {True: 2 * MIB, False: 20 * MIB}  # of the small pool, of the large: granularity of expandable_segments
+EXPANDABLE_PAGE_BYTES = {
+    True: 2 * MIB,
+    False: 20 * MIB,
+}  # of the small pool, of the large: granularity of expandable_segments
 NO_LIMIT = 2**62
 
 
@@ -99,7 +102,10 @@ class Allocator:
         self._pools = {True: _Pool(), False: _Pool()}
         self._next_address = 0
         self._count = 0
-        self._tails: dict[bool, Block | None] = {True: None, False: None}  # expandable_segments: the last block of each pool's segment
+        self._tails: dict[bool, Block | None] = {
+            True: None,
+            False: None,
+        }  # expandable_segments: the last block of each pool's segment
 
     def allocate(self, size_bytes: int) -> Block | None:
         """A block for a request, or None where the card has no room even after the free segments were given back."""

@@ -20,5 +20,9 @@ def warm_up_bytes(trace: Trace, candidate: Candidate, gpu: Gpu) -> int:
     """
     if candidate.num_processes > 1 or candidate.sharding != "none":
         return 0
-    weights = (each for each in trace.allocations if each.component == "weights" and each.phase == "load" and not each.module.endswith(STATISTICS))
+    weights = (
+        each
+        for each in trace.allocations
+        if each.component == "weights" and each.phase == "load" and not each.module.endswith(STATISTICS)
+    )
     return min(sum(each.size_bytes for each in weights), max(gpu.total_bytes - LEFT_ALONE_BYTES, 0))

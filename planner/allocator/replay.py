@@ -15,11 +15,17 @@ class Replay:
     peak_reserved_bytes: int
     fragmentation_bytes: int  # reserved beyond what was allocated when most was reserved
     out_of_memory: OutOfMemory | None  # None: the card was large enough
-    slack: dict[int, int]  # after the events that were asked about: reserved, in no tensor, and in no segment that could be given back
+    slack: dict[
+        int, int
+    ]  # after the events that were asked about: reserved, in no tensor, and in no segment that could be given back
 
 
 def replay(
-    events: Iterable[tuple[int, int]], card_bytes: int, settings: AllocatorSettings | None = None, slack_at: frozenset[int] = frozenset(), free_before: int = 0
+    events: Iterable[tuple[int, int]],
+    card_bytes: int,
+    settings: AllocatorSettings | None = None,
+    slack_at: frozenset[int] = frozenset(),
+    free_before: int = 0,
 ) -> Replay:
     """Events of (allocation, +bytes or -bytes) run on a card that has `card_bytes` for the allocator.
 
@@ -47,7 +53,10 @@ def replay(
         reserved.append(allocator.reserved_bytes)
         peak_allocated = max(peak_allocated, allocator.allocated_bytes)
         if allocator.reserved_bytes > peak_reserved:
-            peak_reserved, unused_at_peak = allocator.reserved_bytes, allocator.reserved_bytes - allocator.allocated_bytes
+            peak_reserved, unused_at_peak = (
+                allocator.reserved_bytes,
+                allocator.reserved_bytes - allocator.allocated_bytes,
+            )
         if event in slack_at:
             slack[event] = allocator.reserved_bytes - allocator.idle_bytes() - requested
     return Replay(

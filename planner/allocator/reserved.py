@@ -45,7 +45,9 @@ def reserved_of(trace: Trace, candidate: Candidate, gpu: Gpu, outside_bytes: int
     return Reserved(
         most=_most(trace, endless.reserved),
         slack={phase: endless.slack[event] for phase, event in trace.heaviest_events.items()},
-        shortfall=_shortfall(trace, card_bytes, gpu, settings, warm_up) if endless.peak_reserved_bytes > card_bytes else None,
+        shortfall=_shortfall(trace, card_bytes, gpu, settings, warm_up)
+        if endless.peak_reserved_bytes > card_bytes
+        else None,
     )
 
 

@@ -32,7 +32,9 @@ class Simulation:
     estimated: tuple[PhaseMemory, ...]
     simulated: tuple[PhaseMemory, ...]
     composed: bool  # whether the planner's components stand in for sharding or an engine
-    reserved: Reserved | None = None  # by the allocator; None where it is composed, which has no order in which all is allocated
+    reserved: Reserved | None = (
+        None  # by the allocator; None where it is composed, which has no order in which all is allocated
+    )
 
     @property
     def peak(self) -> PhaseMemory:
@@ -64,7 +66,9 @@ def single_process(candidate: Candidate) -> Candidate:
 
     Source: deepspeed 0.19.8, runtime/engine.py (`module.bfloat16()`); accelerate 1.15, utils/fsdp_utils.py (`MixedPrecisionPolicy`).
     """
-    one = replace(candidate, sharding="none", num_processes=1, num_nodes=1, offload_optimizer=False, offload_param=False)
+    one = replace(
+        candidate, sharding="none", num_processes=1, num_nodes=1, offload_optimizer=False, offload_param=False
+    )
     if candidate.sharding not in SHARDED or candidate.precision == "no":
         return one
     return replace(one, dtype="float16" if candidate.precision == "fp16" else "bfloat16", autocast_adapter_dtype=False)
@@ -86,21 +90,33 @@ def with_reserved(simulation: Simulation, gpu: Gpu) -> Simulation:
     """The simulation with what its step reserves on a card, and the step's own fragmentation in the place of the estimated one."""
     if simulation.composed:
         return simulation
-    outside = max(phase.components.get("runtime", 0) + phase.components.get("communication", 0) for phase in simulation.simulated)
+    outside = max(
+        phase.components.get("runtime", 0) + phase.components.get("communication", 0) for phase in simulation.simulated
+    )
     reserved = reserved_of(simulation.trace, simulation.candidate, gpu, outside)
     phases = (
-        PhaseMemory(name=phase.name, components={**phase.components, "fragmentation": reserved.slack[phase.name]}) if phase.name in reserved.slack else phase
+        PhaseMemory(name=phase.name, components={**phase.components, "fragmentation": reserved.slack[phase.name]})
+        if phase.name in reserved.slack
+        else phase
         for phase in simulation.simulated
     )
     return replace(simulation, simulated=tuple(phases), reserved=reserved)
 
 
-def composed(candidate: Candidate, traced: tuple[PhaseMemory, ...], estimated: tuple[PhaseMemory, ...]) -> tuple[PhaseMemory, ...]:
+def composed(
+    candidate: Candidate, traced: tuple[PhaseMemory, ...], estimated: tuple[PhaseMemory, ...]
+) -> tuple[PhaseMemory, ...]:
     """The phases of one process as a rank has them. `traced` are without states where the candidate shards them."""
-    return tuple(_phases(candidate, {phase.name: phase.components for phase in traced}, {phase.name: phase for phase in estimated}))
+    return tuple(
+        _phases(
+            candidate, {phase.name: phase.components for phase in traced}, {phase.name: phase for phase in estimated}
+        )
+    )
 
 
-def _phases(candidate: Candidate, traced: dict[Phase, Components], rows: dict[Phase, PhaseMemory]) -> Iterator[PhaseMemory]:
+def _phases(
+    candidate: Candidate, traced: dict[Phase, Components], rows: dict[Phase, PhaseMemory]
+) -> Iterator[PhaseMemory]:
     sharded = candidate.sharding in SHARDED
     replaced = (*(OF_THE_RANK if sharded else ()), *(OF_THE_ENGINE if candidate.vllm != "off" else ()))
     kept = OUTSIDE | STATES if sharded else OUTSIDE

@@ -29,10 +29,28 @@ class Allocation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Several times as fast as what a dataclass does, for the thousands that one process tells another."""
-        return _allocation, (self.size_bytes, self.born, self.died, self.phase, self.component, self.operator, self.module, self.accumulated)
+        return _allocation, (
+            self.size_bytes,
+            self.born,
+            self.died,
+            self.phase,
+            self.component,
+            self.operator,
+            self.module,
+            self.accumulated,
+        )
 
 
-def _allocation(size_bytes: int, born: int, died: int, phase: Phase, component: Component, operator: str, module: str, accumulated: int) -> Allocation:
+def _allocation(
+    size_bytes: int,
+    born: int,
+    died: int,
+    phase: Phase,
+    component: Component,
+    operator: str,
+    module: str,
+    accumulated: int,
+) -> Allocation:
     return Allocation(
         size_bytes=size_bytes, born=born, died=died, phase=phase, component=component, operator=operator, module=module, accumulated=accumulated
     )  # fmt: skip
@@ -94,7 +112,10 @@ class Trace:
     @cached_property
     def phases(self) -> tuple[PhaseMemory, ...]:
         """For each phase the components at its own heaviest moment, which is a birth, over all the steps of the trace."""
-        return tuple(PhaseMemory(name=phase, components=_by_component(self.alive(event))) for phase, event in self.heaviest_events.items())
+        return tuple(
+            PhaseMemory(name=phase, components=_by_component(self.alive(event)))
+            for phase, event in self.heaviest_events.items()
+        )
 
     @cached_property
     def heaviest_events(self) -> dict[Phase, int]:
@@ -120,7 +141,9 @@ class Trace:
             groups[key] = (number + 1, size_bytes + allocation.size_bytes)
         largest = sorted(groups.items(), key=lambda group: -group[1][1])[:count]
         return tuple(
-            Holding(component=component, phase=phase, module=module, operator=operator, count=number, size_bytes=size_bytes)
+            Holding(
+                component=component, phase=phase, module=module, operator=operator, count=number, size_bytes=size_bytes
+            )
             for (component, phase, module, operator), (number, size_bytes) in largest
         )
 

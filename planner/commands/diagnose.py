@@ -19,7 +19,11 @@ def diagnose(logged: Logged, asked: AskedOne, printed: Printed) -> int:
 
     found = read_incidents(logged.log)
     about_a_job = any(option is not None for option in (asked.model, asked.gpus, asked.method, asked.config))
-    diagnosis = of_job(found, read_question(given(asked, printed), with_layers(sayer(printed)))) if about_a_job else Diagnosis(incidents=found)
+    diagnosis = (
+        of_job(found, read_question(given(asked, printed), with_layers(sayer(printed))))
+        if about_a_job
+        else Diagnosis(incidents=found)
+    )
     if printed.json:
         print(json_text(diagnosis_report(diagnosis)))
     else:

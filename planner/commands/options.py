@@ -13,20 +13,56 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 Method = Annotated[
-    str | None, typer.Option("--method", metavar="METHOD", help="sft, dpo, kto, orpo, cpo, reward, grpo, rloo, online-dpo, gkd, distillation, ppo.")
+    str | None,
+    typer.Option(
+        "--method",
+        metavar="METHOD",
+        help="sft, dpo, kto, orpo, cpo, reward, grpo, rloo, online-dpo, gkd, distillation, ppo.",
+    ),
 ]
 EffectiveBatchSize = Annotated[
     str | None,
-    typer.Option("--effective-batch-size", metavar="SAMPLES", help="Samples per optimizer step over all GPUs. Default: what TRL's defaults amount to."),
+    typer.Option(
+        "--effective-batch-size",
+        metavar="SAMPLES",
+        help="Samples per optimizer step over all GPUs. Default: what TRL's defaults amount to.",
+    ),
 ]
-LoraR = Annotated[str | None, typer.Option("--lora-r", metavar="RANK", help="LoRA rank; several (16,32,64) to get the largest that fits. Default: TRL's, 16.")]
-MaxCompletionLength = Annotated[str | None, typer.Option("--max-completion-length", metavar="TOKENS", help="Tokens of the longest completion. Default: TRL's.")]
+LoraR = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-r",
+        metavar="RANK",
+        help="LoRA rank; several (16,32,64) to get the largest that fits. Default: TRL's, 16.",
+    ),
+]
+MaxCompletionLength = Annotated[
+    str | None,
+    typer.Option("--max-completion-length", metavar="TOKENS", help="Tokens of the longest completion. Default: TRL's."),
+]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Pin any setting by its own name, such as vllm_gpu_memory_utilization=0.3. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Pin any setting by its own name, such as vllm_gpu_memory_utilization=0.3. Repeatable.",
+    ),
 ]
-Tuning = Annotated[str, typer.Option("--tuning", metavar="CLASS", help="auto, full, lora or qlora; auto takes the first of them that fits.")]
-OneTuning = Annotated[str, typer.Option("--tuning", metavar="CLASS", help="full, lora or qlora; auto: as the settings say, full where they say nothing.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the answer by a dry run of the installed libraries, about 15 s.")]
+Tuning = Annotated[
+    str,
+    typer.Option(
+        "--tuning", metavar="CLASS", help="auto, full, lora or qlora; auto takes the first of them that fits."
+    ),
+]
+OneTuning = Annotated[
+    str,
+    typer.Option(
+        "--tuning", metavar="CLASS", help="full, lora or qlora; auto: as the settings say, full where they say nothing."
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check the answer by a dry run of the installed libraries, about 15 s.")
+]
 
 
 # No slots: groups are joined by inheritance from several.
@@ -35,42 +71,74 @@ class Asked:
     """What is asked about."""
 
     model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="A name of `plan models`, a folder with a config.json, or a name on the Hub.")
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            help="A name of `plan models`, a folder with a config.json, or a name on the Hub.",
+        ),
     ] = None
-    gpus: Annotated[str | None, typer.Option("--gpus", metavar="CLUSTER", help="2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB, or local (this machine's).")] = (
-        None
-    )
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", metavar="CLUSTER", help="2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB, or local (this machine's)."
+        ),
+    ] = None
     free_memory: Annotated[
-        str | None, typer.Option("--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all of it.")
+        str | None,
+        typer.Option(
+            "--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all of it."
+        ),
     ] = None
     method: Method = None
     tuning: Tuning = "auto"
-    max_length: Annotated[str | None, typer.Option("--max-length", metavar="TOKENS", help="Tokens of a whole row. Default: TRL's.")] = None
-    prompt_length: Annotated[str | None, typer.Option("--prompt-length", metavar="TOKENS", help="Tokens of the longest prompt, for methods that generate.")] = (
-        None
-    )
+    max_length: Annotated[
+        str | None, typer.Option("--max-length", metavar="TOKENS", help="Tokens of a whole row. Default: TRL's.")
+    ] = None
+    prompt_length: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-length", metavar="TOKENS", help="Tokens of the longest prompt, for methods that generate."
+        ),
+    ] = None
     max_completion_length: MaxCompletionLength = None
-    batch_size: Annotated[str | None, typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: searched.")] = None
+    batch_size: Annotated[
+        str | None,
+        typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: searched."),
+    ] = None
     effective_batch_size: EffectiveBatchSize = None
     lora_r: LoraR = None
     set: Set = None
-    padded: Annotated[bool | None, typer.Option("--padded/--no-padded", help="Do batches hold padding? Default: yes, real data does.")] = None
-    risk: Annotated[str, typer.Option("--risk", metavar="PROBABILITY", help="Accepted probability of running out of memory.")] = "0.01"
-    trl_version: Annotated[str | None, typer.Option("--trl-version", metavar="VERSION", help="The TRL to plan for. Default: the newest that is known.")] = None
+    padded: Annotated[
+        bool | None, typer.Option("--padded/--no-padded", help="Do batches hold padding? Default: yes, real data does.")
+    ] = None
+    risk: Annotated[
+        str, typer.Option("--risk", metavar="PROBABILITY", help="Accepted probability of running out of memory.")
+    ] = "0.01"
+    trl_version: Annotated[
+        str | None,
+        typer.Option(
+            "--trl-version", metavar="VERSION", help="The TRL to plan for. Default: the newest that is known."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Searched(Asked):
     """What is asked about where candidates are searched."""
 
-    optimize: Annotated[str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")] = "throughput"
+    optimize: Annotated[
+        str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")
+    ] = "throughput"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A file beside the flags."""
 
-    config: Annotated[str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")] = None
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,28 +146,43 @@ class AskedOne(Asked, TrainConfig):
     """One candidate, no search: what is not said is TRL's."""
 
     tuning: OneTuning = "auto"
-    batch_size: Annotated[str | None, typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: TRL's, 8.")] = None
+    batch_size: Annotated[
+        str | None,
+        typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: TRL's, 8."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
     """A report instead of a question."""
 
-    saved: Annotated[str | None, typer.Argument(metavar="PLAN.json", help="A saved report of plan or plan estimate; instead of the options below.")] = None
+    saved: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PLAN.json", help="A saved report of plan or plan estimate; instead of the options below."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
     """A log of a run."""
 
-    log: Annotated[str, typer.Argument(metavar="LOG", help="A traceback or the log of a run, of TRL, accelerate, DeepSpeed or vLLM; - reads stdin.")]
+    log: Annotated[
+        str,
+        typer.Argument(
+            metavar="LOG", help="A traceback or the log of a run, of TRL, accelerate, DeepSpeed or vLLM; - reads stdin."
+        ),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Printed:
     """What is printed."""
 
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON (`plan schema`), bytes as integers.")] = False
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON (`plan schema`), bytes as integers.")
+    ] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")] = False
 
 
@@ -107,8 +190,12 @@ class Printed:
 class Written(Printed):
     """What is printed, and written into files."""
 
-    out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Also write plan.json and plan.txt there.")] = None
-    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write the report as one HTML file.")] = None
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="DIR", help="Also write plan.json and plan.txt there.")
+    ] = None
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Also write the report as one HTML file.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,24 +210,53 @@ class Probing:
     """How a probe runs."""
 
     device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="cuda: the GPUs here. cpu: real runs of small models. simulated: dry runs on such cards.")
+        str,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="cuda: the GPUs here. cpu: real runs of small models. simulated: dry runs on such cards.",
+        ),
     ] = "cuda"
-    time_limit: Annotated[str, typer.Option("--time-limit", metavar="DURATION", help="A probe that takes longer is ended, such as 90s, 30m, 1h.")] = "30m"
+    time_limit: Annotated[
+        str,
+        typer.Option(
+            "--time-limit", metavar="DURATION", help="A probe that takes longer is ended, such as 90s, 30m, 1h."
+        ),
+    ] = "30m"
     evaluate: Annotated[bool, typer.Option("--evaluate", help="A probe also runs one evaluation batch.")] = False
-    hub_weights: Annotated[bool, typer.Option("--hub-weights", help="Load the model's real weights from the Hub. Default: random ones, made here.")] = False
-    logs: Annotated[str | None, typer.Option("--logs", metavar="DIR", help="Where the workers' logs are kept. Default: the user's cache.")] = None
+    hub_weights: Annotated[
+        bool,
+        typer.Option(
+            "--hub-weights", help="Load the model's real weights from the Hub. Default: random ones, made here."
+        ),
+    ] = False
+    logs: Annotated[
+        str | None,
+        typer.Option("--logs", metavar="DIR", help="Where the workers' logs are kept. Default: the user's cache."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proving(Probing):
     """Whether and how a plan is proven."""
 
-    probe: Annotated[bool, typer.Option("--probe", help="Prove the answer by probes: short real runs. Exit 4: they contradict the plan.")] = False
-    budget: Annotated[str | None, typer.Option("--budget", metavar="DURATION", help="With --probe: time for all probes, such as 10m. Default: no limit.")] = (
-        None
-    )
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Prove the answer by probes: short real runs. Exit 4: they contradict the plan."),
+    ] = False
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget", metavar="DURATION", help="With --probe: time for all probes, such as 10m. Default: no limit."
+        ),
+    ] = None
     storage: Annotated[
-        str | None, typer.Option("--storage", metavar="URL", help="With --probe: an Optuna storage. Default: a file in the user's cache; it is resumed.")
+        str | None,
+        typer.Option(
+            "--storage",
+            metavar="URL",
+            help="With --probe: an Optuna storage. Default: a file in the user's cache; it is resumed.",
+        ),
     ] = None
 
 
@@ -148,12 +264,32 @@ class Proving(Probing):
 class Compared:
     """What is compared, and what is measured for it."""
 
-    cases: Annotated[str, typer.Argument(metavar="CASES.jsonl", help="Grid points, measurements or published figures, one JSON object a line.")]
-    gpus: Annotated[str | None, typer.Option("--gpus", metavar="CLUSTER", help="The card of cases that name none; with --measure, those to run on.")] = None
-    free_memory: Annotated[str | None, typer.Option("--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all.")] = None
+    cases: Annotated[
+        str,
+        typer.Argument(
+            metavar="CASES.jsonl", help="Grid points, measurements or published figures, one JSON object a line."
+        ),
+    ]
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", metavar="CLUSTER", help="The card of cases that name none; with --measure, those to run on."
+        ),
+    ] = None
+    free_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all."
+        ),
+    ] = None
     measure: Annotated[bool, typer.Option("--measure", help="Measure the cases that nobody has, on --device.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Compare a dry run of each case too.")] = False
-    record: Annotated[str | None, typer.Option("--record", metavar="FILE", help="Add each measurement to this file, and go on from what is in it.")] = None
+    record: Annotated[
+        str | None,
+        typer.Option(
+            "--record", metavar="FILE", help="Add each measurement to this file, and go on from what is in it."
+        ),
+    ] = None
     csv: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Also write the rows as CSV.")] = None
 
 
@@ -163,7 +299,9 @@ class Exported:
 
     saved: Annotated[str, typer.Argument(metavar="PLAN.json", help="A saved report of plan or plan estimate.")]
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder for the files.")]
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files of the same names that say something else.")] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files of the same names that say something else.")
+    ] = False
 
 
 def given(*groups: Asked | Printed) -> dict[str, Any]:
@@ -183,7 +321,10 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(command)
     def called(**options: Any) -> int:
-        filled = {name: group(**{field.name: options.pop(field.name) for field in fields(group)}) for name, group in groups.items()}
+        filled = {
+            name: group(**{field.name: options.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
         return command(**filled, **options)
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by `inspect.signature`, which Typer calls
@@ -198,4 +339,6 @@ def _parameters(name: str, hint: Any) -> Iterator[inspect.Parameter]:
     types = get_type_hints(hint, include_extras=True)
     for field in fields(hint):
         default = inspect.Parameter.empty if field.default is MISSING else field.default
-        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name])
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
+        )

@@ -45,7 +45,9 @@ def search(ctx: typer.Context, asked: Searched, printed: Checked, proving: Provi
         checked, residual = _dry_run(answer.best, question.cluster, say)
         if residual:
             say(f"{checked[0]}; searching again")
-            answer = with_own_results(plan(job, question.cluster, {tuning_class_of(answer.best.candidate): residual}), own_results())
+            answer = with_own_results(
+                plan(job, question.cluster, {tuning_class_of(answer.best.candidate): residual}), own_results()
+            )
             checked = (*checked, searched_again(residual))
     elif can_dry_run() and answer.verdict == "fits" and probe is None and not printed.json:
         say(HINT)
@@ -84,7 +86,12 @@ def estimate(asked: AskedOne, printed: Checked) -> int:
     expected = estimated(single_candidate(question), cluster, risk)
     answer = own_answer(expected, cluster.gpu, own, risk)
     checked = _dry_run(expected, cluster, say)[0] if printed.dry_run else ()
-    warnings = (*question.warnings, *checked, *own_notes(expected, cluster.gpu, own), *notes(answer, question_of(question.job, cluster, answer)))
+    warnings = (
+        *question.warnings,
+        *checked,
+        *own_notes(expected, cluster.gpu, own),
+        *notes(answer, question_of(question.job, cluster, answer)),
+    )
     table = estimate_table(answer, cluster, warnings, width())
     show(printed, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))
     if answer.fits:
@@ -108,9 +115,15 @@ def _dry_run(answer: "Estimate", cluster: "Cluster", say: Callable[[str], None])
 
 def _refuse_leading_options(ctx: typer.Context) -> None:
     """`plan --model M estimate` would drop --model: a subcommand's options come after its name."""
-    given = [option.opts[0] for option in ctx.command.params if (ctx.params.get(option.name or "") or None) != (option.default or None)]
+    given = [
+        option.opts[0]
+        for option in ctx.command.params
+        if (ctx.params.get(option.name or "") or None) != (option.default or None)
+    ]
     if given:
-        raise InputError(f"{given[0]} stands before {ctx.invoked_subcommand}. Put it behind: plan {ctx.invoked_subcommand} {given[0]} ...")
+        raise InputError(
+            f"{given[0]} stands before {ctx.invoked_subcommand}. Put it behind: plan {ctx.invoked_subcommand} {given[0]} ..."
+        )
 
 
 def refuse_unusable(options: Proving) -> None:

@@ -54,7 +54,12 @@ def probe(report: Saved, asked: AskedOne, printed: Written, probing: Probing) ->
     measurement = probed(candidate, prober(cluster, probing, ticker(printed)), cluster.gpu.name)
     answer = measured_estimate(expected, measurement, risk)
     lines = (*seen_lines(expected, measurement), *beside_a_dry_run(expected, measurement, sayer(printed)))
-    show(printed, estimate_report(answer, lines), estimate_table(answer, cluster, lines, width()), lambda: estimate_html(answer, cluster, lines))
+    show(
+        printed,
+        estimate_report(answer, lines),
+        estimate_table(answer, cluster, lines, width()),
+        lambda: estimate_html(answer, cluster, lines),
+    )
     if wrong := contradiction(expected, measurement):
         say_error(wrong)
         return EXIT_PROBE_CONTRADICTS
@@ -79,13 +84,19 @@ def validate(compared: Compared, printed: Printed, probing: Probing) -> int:
 
     say = sayer(printed)
     if compared.measure and probing.device == "simulated":
-        raise InputError("--device simulated measures nothing: compare with dry runs by --dry-run, or --measure on --device cuda or cpu.")
+        raise InputError(
+            "--device simulated measures nothing: compare with dry runs by --dry-run, or --measure on --device cuda or cpu."
+        )
     cluster = parse_cluster(compared.gpus, compared.free_memory) if compared.gpus is not None else None
     cases = read_cases(Path(compared.cases), with_layers(say))
     if compared.measure and cluster is None:
         raise InputError("--measure needs --gpus: the cards that probes run on, such as --gpus local.")
     probe = prober(cluster, probing, ticker(printed)) if compared.measure and cluster is not None else None
-    simulate = (lambda answer, gpu: traced(answer, say, None if probing.device == "cpu" else gpu)) if compared.dry_run else None
+    simulate = (
+        (lambda answer, gpu: traced(answer, say, None if probing.device == "cpu" else gpu))
+        if compared.dry_run
+        else None
+    )
     record = Path(compared.record) if compared.record is not None else None
     found = validated(cases, cluster, probe=probe, simulate=simulate, record=record, say=say)
     if compared.csv is not None:

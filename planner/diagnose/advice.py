@@ -54,14 +54,17 @@ def _in_a_library(incident: Incident) -> str:
 
 def _in_nccl(incident: Incident) -> str:
     asked = f" for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
-    return f"NCCL asked the driver{asked} and got nothing{_place(incident)}: PyTorch's allocator had taken what was left"
+    return (
+        f"NCCL asked the driver{asked} and got nothing{_place(incident)}: PyTorch's allocator had taken what was left"
+    )
 
 
 def _engine_start(incident: Incident) -> str:
     free, total, wanted = (incident.sizes.get(name, 0) for name in ("free", "total", "wanted"))
     share = incident.numbers.get("utilization", 0.0)
     return (
-        f"vLLM did not start: gpu_memory_utilization {share:g} is {format_gib(wanted)} of a card of {format_gib(total)}, of which {format_gib(free)} were free"
+        f"vLLM did not start: gpu_memory_utilization {share:g} is {format_gib(wanted)} of a card of {format_gib(total)}, "
+        f"of which {format_gib(free)} were free"
     )
 
 

@@ -15,11 +15,15 @@ PREFIX = re.compile(
     r"^\s*(?:(?P<rank>\[(?:rank|default)\d+\]):?|\((?P<worker>\w+(?: [\w=]+)?) pid=\d+[^)]*\)|(?:ERROR|INFO|WARNING|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\])\s?"
 )
 FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-RICH_FRAME = re.compile(r"^\W*(?P<path>/[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)")  # a long path leaves the function to the next line
+RICH_FRAME = re.compile(
+    r"^\W*(?P<path>/[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)"
+)  # a long path leaves the function to the next line
 PYTEST_FRAME = re.compile(r"^\s*(?P<path>[\w./-]+\.py):(?P<line>\d+): in (?P<function>\S+)")
 BEGIN = "Traceback (most recent call last)"
 # In the first line of every message: most lines need no other look.
-HINT = re.compile(r"memory|CUBLAS|CUDNN|cuda|Cuda|calloc|Killed|SIGKILL|exitcode|serve at least|seq len|cache blocks|oom-kill|Expandable")
+HINT = re.compile(
+    r"memory|CUBLAS|CUDNN|cuda|Cuda|calloc|Killed|SIGKILL|exitcode|serve at least|seq len|cache blocks|oom-kill|Expandable"
+)
 MESSAGE_LINES = 8  # that a message may be wrapped over
 
 
@@ -35,7 +39,9 @@ def read_incidents(path: str) -> tuple[Incident, ...]:
         raise InputError(f"{path} cannot be read: {error.strerror}. Give a log file, or - for stdin.") from error
     found = incidents(text)
     if not found:
-        raise InputError(f"{'stdin' if path == '-' else path} tells of no lack of memory. The messages of PyTorch, vLLM, NCCL and the kernel are known.")
+        raise InputError(
+            f"{'stdin' if path == '-' else path} tells of no lack of memory. The messages of PyTorch, vLLM, NCCL and the kernel are known."
+        )
     return found
 
 
@@ -49,7 +55,11 @@ def incidents(text: str) -> tuple[Incident, ...]:
         found.setdefault((incident.kind, incident.rank, incident.gpu), incident)
     first = {incident.kind for incident in found.values()}
     # A process that is killed after it ran out of memory on the GPU was killed by its launcher.
-    return tuple(incident for incident in found.values() if incident.kind != "host" or first == {"host"} or "-9" not in incident.message)
+    return tuple(
+        incident
+        for incident in found.values()
+        if incident.kind != "host" or first == {"host"} or "-9" not in incident.message
+    )
 
 
 def _all(text: str) -> Iterator[Incident]:
@@ -72,7 +82,9 @@ def _frame(lines: Sequence[tuple[str, str]], number: int) -> Frame | None:
     if match := FRAME.match(line) or PYTEST_FRAME.match(line):
         return Frame(**match.groupdict())
     if match := RICH_FRAME.match(line):
-        following = re.search(r"\w+", lines[number + 1][1]) if not match["function"] and number + 1 < len(lines) else None
+        following = (
+            re.search(r"\w+", lines[number + 1][1]) if not match["function"] and number + 1 < len(lines) else None
+        )
         return Frame(match["path"], match["line"], following[0] if following else match["function"])
     return None
 
@@ -91,7 +103,11 @@ def _found(message: Message, lines: Sequence[tuple[str, str]], number: int) -> s
     rank, line = lines[number]
     if not line.strip():
         return ""
-    following = [other for its_rank, other in lines[number + 1 : number + MESSAGE_LINES] if its_rank in (rank, "") and BEGIN not in other]
+    following = [
+        other
+        for its_rank, other in lines[number + 1 : number + MESSAGE_LINES]
+        if its_rank in (rank, "") and BEGIN not in other
+    ]
     wrapped = [re.sub(r"[ \t]+", " ", between.join([line, *following])) for between in (" ", "")]
     begun = [whole for whole in wrapped if (match := re.search(message.pattern, whole)) and match.start() < len(line)]
     return max(begun, key=lambda whole: sum(len(each) for each in figures(message, whole)), default="")

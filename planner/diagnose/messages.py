@@ -86,12 +86,20 @@ MESSAGES: tuple[Message, ...] = (
 def figures(message: Message, text: str) -> tuple[dict[str, int], dict[str, float]]:
     """Sizes in bytes and other numbers of a message, those that it has."""
     sizes = {name: found for name, pattern in message.sizes.items() if (found := _size(pattern, text)) is not None}
-    sizes |= {name: round(float(match[1]) * GIB) for name, pattern in message.gibs.items() if (match := re.search(pattern, text))}
-    numbers = {name: float(match[1]) for name, pattern in message.numbers.items() if (match := re.search(pattern, text))}
+    sizes |= {
+        name: round(float(match[1]) * GIB)
+        for name, pattern in message.gibs.items()
+        if (match := re.search(pattern, text))
+    }
+    numbers = {
+        name: float(match[1]) for name, pattern in message.numbers.items() if (match := re.search(pattern, text))
+    }
     if "reserved" in sizes and "allocated" in sizes:
         sizes.setdefault("unallocated", max(sizes["reserved"] - sizes["allocated"], 0))
     if message is GPU and (others := [_bytes(*found) for found in OTHER_PROCESS.findall(text)]):
-        own = 0 if "process" in sizes else sizes.get("allocated", 0) + sizes.get("unallocated", 0)  # in a container a process does not find itself in the list
+        own = (
+            0 if "process" in sizes else sizes.get("allocated", 0) + sizes.get("unallocated", 0)
+        )  # in a container a process does not find itself in the list
         sizes["others"] = max(sum(others) - own, 0)
     return sizes, numbers
 

@@ -21,7 +21,9 @@ def refuse_unwritable(out: str | None, html: str | None) -> None:
         for folder in folders + ([page.parent] if page is not None else []):
             there = next(each for each in (folder, *folder.parents) if each.exists())
             if not there.is_dir() or not os.access(there, os.W_OK):
-                raise InputError(f"{folder} cannot be written: {there} is {'not writable' if there.is_dir() else 'no folder'}.")
+                raise InputError(
+                    f"{folder} cannot be written: {there} is {'not writable' if there.is_dir() else 'no folder'}."
+                )
     except OSError as error:
         raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
 

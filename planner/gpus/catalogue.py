@@ -92,8 +92,14 @@ def _nearest_first(name: str) -> list[str]:
     """The names to compare a misspelt one with; those that begin with it alone, where there are some ("A100": 40G or 80G?)."""
     names = [row.gpu.name for row in gpu_rows()]
     key = _key(name)
-    continued = [known for known in names if key and (_key(known).startswith(key) or _key(known).removeprefix("rtx").startswith(key))]
-    return [name + known[len(name) :] if known.lower().startswith(name.lower()) else known for known in continued] or names
+    continued = [
+        known
+        for known in names
+        if key and (_key(known).startswith(key) or _key(known).removeprefix("rtx").startswith(key))
+    ]
+    return [
+        name + known[len(name) :] if known.lower().startswith(name.lower()) else known for known in continued
+    ] or names
 
 
 @lru_cache(maxsize=1)
@@ -116,7 +122,9 @@ def _key(name: str) -> str:
 def bare_gpu(capacity_bytes: int) -> Gpu:
     """A card of which only the capacity is known: the slowest speeds of the bf16 cards that report about that much or more."""
     if not SMALLEST_BYTES <= capacity_bytes <= LARGEST_BYTES:
-        raise InputError(f"A card of {format_gib(capacity_bytes)} does not exist. Give from {format_gib(SMALLEST_BYTES, 0)} to {format_gib(LARGEST_BYTES, 0)}.")
+        raise InputError(
+            f"A card of {format_gib(capacity_bytes)} does not exist. Give from {format_gib(SMALLEST_BYTES, 0)} to {format_gib(LARGEST_BYTES, 0)}."
+        )
     bf16 = [row.gpu for row in gpu_rows() if row.gpu.supports_bf16]
     peers = [gpu for gpu in bf16 if gpu.total_bytes >= SAME_CLASS_SHARE * capacity_bytes] or bf16
     slowest = min(peers, key=lambda gpu: gpu.bf16_flops)

@@ -32,7 +32,9 @@ def local_cluster() -> Cluster:
         raise InputError(f"--gpus local finds no NVIDIA GPU here. {NAME_A_CARD}")
     names = sorted({reading.name for reading in readings})
     if len(names) > 1:
-        raise InputError(f"--gpus local finds different cards ({', '.join(names)}); choose equal ones with CUDA_VISIBLE_DEVICES.")
+        raise InputError(
+            f"--gpus local finds different cards ({', '.join(names)}); choose equal ones with CUDA_VISIBLE_DEVICES."
+        )
     return Cluster(gpu=_gpu(readings), nodes=1, gpus_per_node=len(readings))
 
 
@@ -58,7 +60,9 @@ def _nvml() -> ModuleType:
     try:
         import pynvml
     except ImportError as error:
-        raise InputError(f"--gpus local needs the package nvidia-ml-py (pip install nvidia-ml-py). {NAME_A_CARD}") from error
+        raise InputError(
+            f"--gpus local needs the package nvidia-ml-py (pip install nvidia-ml-py). {NAME_A_CARD}"
+        ) from error
     module: ModuleType = pynvml
     try:
         module.nvmlInit()

@@ -34,7 +34,9 @@ def parse_cluster(text: str, free_memory: str | None = None) -> Cluster:
 def _counts_and_name(text: str) -> tuple[int, int, str]:
     match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?(?:(-?\d+)\s*[xX*]\s*)?(\S.*?)\s*", text)
     if match is None or re.fullmatch(r"\d+\s*[xX*]", text.strip()):
-        raise InputError(f"--gpus {text!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB or local.")
+        raise InputError(
+            f"--gpus {text!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB or local."
+        )
     first, second, name = match.groups()
     nodes, per_node = (1, int(first or 1)) if second is None else (int(first), int(second))
     if nodes < 1 or per_node < 1:
@@ -43,7 +45,9 @@ def _counts_and_name(text: str) -> tuple[int, int, str]:
         example = f"{min(-(-per_node * nodes // 8), MOST_NODES)}x8x{name}"
         raise InputError(f"--gpus {text!r} puts {per_node} GPUs in one machine. Write nodes x GPUs, such as {example}.")
     if nodes > MOST_NODES:
-        raise InputError(f"--gpus {text!r} has more than {MOST_NODES} nodes. Check the order: nodes x GPUs, such as 4x8x{name}.")
+        raise InputError(
+            f"--gpus {text!r} has more than {MOST_NODES} nodes. Check the order: nodes x GPUs, such as 4x8x{name}."
+        )
     return nodes, per_node, name
 
 
@@ -58,6 +62,12 @@ def _gpu_or_capacity(name: str) -> Gpu:
 def _partly_used(gpu: Gpu, free_memory: str) -> Gpu:
     free_bytes = parse_bytes(free_memory)
     if not SMALLEST_BYTES <= free_bytes <= gpu.total_bytes:
-        unit = f" Did you mean {free_memory.strip()}GiB?" if free_memory.strip().isdecimal() and 0 < free_bytes * SMALLEST_BYTES <= gpu.total_bytes else ""
-        raise InputError(f"--free-memory {free_memory} is not between 1 GiB and the {format_gib(gpu.total_bytes)} of {gpu.name}.{unit}")
+        unit = (
+            f" Did you mean {free_memory.strip()}GiB?"
+            if free_memory.strip().isdecimal() and 0 < free_bytes * SMALLEST_BYTES <= gpu.total_bytes
+            else ""
+        )
+        raise InputError(
+            f"--free-memory {free_memory} is not between 1 GiB and the {format_gib(gpu.total_bytes)} of {gpu.name}.{unit}"
+        )
     return replace(gpu, free_bytes=free_bytes)

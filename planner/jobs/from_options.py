@@ -38,7 +38,20 @@ TUNING_PINS: dict[TuningClass, dict[str, str]] = {
 NEWEST_TRL = "1.16"  # whose defaults and code paths are counted
 OLDEST_TRL = "1.0"  # the first whose loss has a row in planner/memory/loss.py; older ones are taken for it
 SMALLEST_RISK, LARGEST_RISK = 1e-6, 0.5  # beyond them the normal distribution of the residuals says nothing
-NOT_EMPTY = ("model", "gpus", "method", "tuning", "risk", "trl_version", "free_memory", "effective_batch_size", "optimize", "config", "out", "html")
+NOT_EMPTY = (
+    "model",
+    "gpus",
+    "method",
+    "tuning",
+    "risk",
+    "trl_version",
+    "free_memory",
+    "effective_batch_size",
+    "optimize",
+    "config",
+    "out",
+    "html",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +74,17 @@ def read_question(options: Mapping[str, Any], with_layers: Callable[[ModelShape]
     """
     _complain_if_empty(options)
     ranks = _ranks(options)
-    shorthands = [f"{setting}={options[flag]}" for flag, setting in SHORTHANDS.items() if options[flag] is not None and not (ranks and flag == "lora_r")]
+    shorthands = [
+        f"{setting}={options[flag]}"
+        for flag, setting in SHORTHANDS.items()
+        if options[flag] is not None and not (ranks and flag == "lora_r")
+    ]
     flags = parse_assignments([*shorthands, *(options["set"] or ())])
     in_file, warnings = _config_file(options.get("config"))
     tuning = _one_of("tuning class", options["tuning"], get_args(TuningClass))
-    settings = _without(in_file, fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})) | flags
+    settings = (
+        _without(in_file, fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})) | flags
+    )
     name = _model_name(options["model"], flags, in_file)
     _complain_if_missing({"--model": name, "--gpus": options["gpus"], "--method": options["method"]})
     method = _one_of("method", options["method"], tuple(METHODS))
@@ -154,16 +173,24 @@ def _without(settings: Mapping[str, Value], fields: set[str]) -> dict[str, Value
     return {name: value for name, value in settings.items() if not fields_named([name]) & fields}
 
 
-def _read_by(method: MethodName, settings: Mapping[str, Value], in_file: Collection[str]) -> tuple[dict[str, Value], list[str]]:
+def _read_by(
+    method: MethodName, settings: Mapping[str, Value], in_file: Collection[str]
+) -> tuple[dict[str, Value], list[str]]:
     """Settings without those of a file that the method does not have: TRL would stop at them, and the plan says so."""
-    unread = [name for name in settings if name in in_file and any(field in READ_BY and not reads(method, field) for field in fields_named([name]))]
+    unread = [
+        name
+        for name in settings
+        if name in in_file and any(field in READ_BY and not reads(method, field) for field in fields_named([name]))
+    ]
     said = [f"{method} has no {', '.join(unread)}: TRL stops at a config that sets it"] if unread else []
     return {name: value for name, value in settings.items() if name not in unread}, said
 
 
 def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[str, Value]) -> str:
     """The policy's name, from its flag, from a setting of that name, or from the file."""
-    names = [name for given in (flags, in_file) for name in (given.get("model_name_or_path"), given.get("model")) if name]
+    names = [
+        name for given in (flags, in_file) for name in (given.get("model_name_or_path"), given.get("model")) if name
+    ]
     if flag is None:
         return str(names[0]) if names else ""
     if {"model", "model_name_or_path"} & flags.keys() and names[0] != flag:
@@ -172,7 +199,11 @@ def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[s
 
 
 def _pins(
-    settings: Mapping[str, Value], model: ModelShape, tuning: TuningClass, with_layers: Callable[[ModelShape], ModelShape], from_file: bool
+    settings: Mapping[str, Value],
+    model: ModelShape,
+    tuning: TuningClass,
+    with_layers: Callable[[ModelShape], ModelShape],
+    from_file: bool,
 ) -> dict[str, Any]:
     """Settings as Candidate fields with their models loaded; the policy is the job's own."""
     pinned: dict[str, Any] = candidate_fields(settings, model.dtype)
@@ -193,9 +224,13 @@ def _trl_version(text: str | None) -> tuple[str, list[str]]:
     """The release to plan for, and a word where it is older than what is counted."""
     version = NEWEST_TRL if text is None else text
     if release(version) > release(NEWEST_TRL):
-        raise InputError(f"--trl-version {version} is newer than {NEWEST_TRL}, the newest whose code paths are counted here. Leave it out to plan for that.")
+        raise InputError(
+            f"--trl-version {version} is newer than {NEWEST_TRL}, the newest whose code paths are counted here. Leave it out to plan for that."
+        )
     older = release(version) < release(OLDEST_TRL)
-    return version, [f"trl {version} is taken for {OLDEST_TRL}, the oldest whose code paths are counted"] if older else []
+    return version, [
+        f"trl {version} is taken for {OLDEST_TRL}, the oldest whose code paths are counted"
+    ] if older else []
 
 
 def _complain_if_empty(options: Mapping[str, Any]) -> None:
@@ -209,7 +244,9 @@ def _complain_if_missing(needed: Mapping[str, object]) -> None:
     missing = [flag for flag, value in needed.items() if not value]
     if missing:
         example = " ".join(f"{flag} {value}" for flag, value in EXAMPLES.items())
-        raise InputError(f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing. For example: plan {example}")
+        raise InputError(
+            f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing. For example: plan {example}"
+        )
 
 
 def _listed(words: list[str]) -> str:
@@ -230,7 +267,9 @@ def read_risk(text: str) -> float:
     except ValueError:
         risk = -1.0
     if not SMALLEST_RISK <= risk < LARGEST_RISK:
-        raise InputError(f"--risk must be a probability from {SMALLEST_RISK:.6f} to below {LARGEST_RISK}, such as 0.01, not {text}.")
+        raise InputError(
+            f"--risk must be a probability from {SMALLEST_RISK:.6f} to below {LARGEST_RISK}, such as 0.01, not {text}."
+        )
     return risk
 
 

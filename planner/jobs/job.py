@@ -33,7 +33,9 @@ class Job:
     risk: float = 0.01  # accepted probability of running out of memory
     effective_batch_size: int | None = None  # None: what TRL's defaults amount to on the cluster
     trl_version: str = "1.16"
-    lora_ranks: tuple[int, ...] = ()  # ranks that the search may choose from, the largest that fits; none: lora_r as it is
+    lora_ranks: tuple[
+        int, ...
+    ] = ()  # ranks that the search may choose from, the largest that fits; none: lora_r as it is
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -44,7 +46,11 @@ class Job:
         for problem in wish_problems(self):
             raise InputError(problem)
         if not self.model.known:
-            counted = f"; its {self.model.params:,} parameters are {format_gib(2 * self.model.params)} in bfloat16" if self.model.params else ""
+            counted = (
+                f"; its {self.model.params:,} parameters are {format_gib(2 * self.model.params)} in bfloat16"
+                if self.model.params
+                else ""
+            )
             raise UnknownArchitecture(
                 f"The activations of {self.model.id} ({self.model.model_type}) are not known by formula{counted}. "
                 "The extra dryrun measures such layers (probes.layers.coefficients.measured)."

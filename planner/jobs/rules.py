@@ -41,7 +41,12 @@ LORA_FIELDS = ("lora_r", "lora_target_modules", "lora_dropout", "autocast_adapte
 ENGINE_FIELDS = tuple(field for field in READ_BY if field.startswith("vllm_"))
 DETAILS_OFF: dict[str, Any] = {"checkpoint_every_n_layers": 1, "checkpoint_offload": False}
 ALIASED = {"checkpoint_every_n_layers": "every_n_layers", "checkpoint_offload": "offload"}
-OFF: dict[str, Any] = {"packing": False, "padding_free": False, "activation_offloading": False, "precompute_ref_log_probs": False}
+OFF: dict[str, Any] = {
+    "packing": False,
+    "padding_free": False,
+    "activation_offloading": False,
+    "precompute_ref_log_probs": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +87,11 @@ def unread_lengths(job: Job) -> list[str]:
     """A sentence for each length that the method has no use for."""
     row = METHODS[job.method]
     limits = "max_length" if LENGTHS["max_length"](row) else "prompt_length and max_completion_length"
-    return [f"{field} is not used: the rows of {job.method} are {limits}" for field in LENGTHS if field in job.pinned and not reads(job.method, field)]
+    return [
+        f"{field} is not used: the rows of {job.method} are {limits}"
+        for field in LENGTHS
+        if field in job.pinned and not reads(job.method, field)
+    ]
 
 
 # -- the rules ---------------------------------------------------------------------------------------------------------
@@ -132,13 +141,19 @@ def precision_problems(asked: Asked) -> Iterator[str]:
     if asked.full and pinned.get("dtype") == "float16":
         yield "float16 weights cannot be trained in full: their gradients cannot be unscaled. Use --set dtype=float32, or --tuning lora."
     sinks = any(layer.attention.sink_params for layer, _ in asked.job.model.layer_kinds)
-    if sinks and pinned.get("attn_implementation") == "sdpa":  # transformers 5.23, models/gpt_oss/modeling_gpt_oss.py:379
+    if (
+        sinks and pinned.get("attn_implementation") == "sdpa"
+    ):  # transformers 5.23, models/gpt_oss/modeling_gpt_oss.py:379
         yield f"{asked.job.model.id} has attention sinks, which sdpa does not know. Use --set attn_implementation=eager."
 
 
 def checkpointing_problems(asked: Asked) -> Iterator[str]:
     """Details of checkpointing without checkpointing."""
-    details = [field for field in ("checkpoint_every_n_layers", "checkpoint_offload") if asked.pinned.get(field, DETAILS_OFF[field]) != DETAILS_OFF[field]]
+    details = [
+        field
+        for field in ("checkpoint_every_n_layers", "checkpoint_offload")
+        if asked.pinned.get(field, DETAILS_OFF[field]) != DETAILS_OFF[field]
+    ]
     if asked.pinned.get("gradient_checkpointing") is False and details:
         yield f"{ALIASED[details[0]]} is a detail of gradient_checkpointing, which is false. Use --set gradient_checkpointing=true."
 
@@ -237,7 +252,9 @@ def _group(job: Job) -> int:
     """Completions of one prompt, which stay together; generation batches of another size than a step's are checked when they are built."""
     if not reads(job.method, "num_generations") or "steps_per_generation" in job.pinned:
         return 1
-    group = job.pinned.get("num_generations", METHOD_DEFAULTS.get(job.method, {}).get("num_generations", 8))  # trl 1.16, grpo_config.py:480
+    group = job.pinned.get(
+        "num_generations", METHOD_DEFAULTS.get(job.method, {}).get("num_generations", 8)
+    )  # trl 1.16, grpo_config.py:480
     assert isinstance(group, int)
     return group
 
@@ -250,7 +267,11 @@ def _processes(asked: Asked) -> list[int]:
     whole = [cluster.num_gpus] if pinned.get("vllm") != "server" else []
     if not METHODS[asked.job.method].supports_vllm or pinned.get("vllm") in ("off", "colocate"):
         return whole
-    sizes = [server_gpus(pinned)] if {"vllm_tensor_parallel_size", "vllm_data_parallel_size"} & pinned.keys() else [1, 2, 4, 8]
+    sizes = (
+        [server_gpus(pinned)]
+        if {"vllm_tensor_parallel_size", "vllm_data_parallel_size"} & pinned.keys()
+        else [1, 2, 4, 8]
+    )
     return whole + [cluster.num_gpus - size for size in sizes if size < cluster.num_gpus]
 
 
@@ -266,7 +287,11 @@ def check(candidate: Candidate, job: Job, cluster: Cluster) -> None:
     Raises:
         InputError: the first contradiction found.
     """
-    for problem in (*unusable_on_card(candidate, cluster), *unplaceable(candidate, cluster), *unusable_by_method(candidate, job)):
+    for problem in (
+        *unusable_on_card(candidate, cluster),
+        *unplaceable(candidate, cluster),
+        *unusable_by_method(candidate, job),
+    ):
         raise InputError(problem)
 
 
@@ -275,17 +300,28 @@ def unusable_on_card(candidate: Candidate, cluster: Cluster) -> list[str]:
     found = []
     if candidate.precision == "bf16" and not cluster.gpu.supports_bf16:
         major, minor = cluster.gpu.compute_capability
-        found.append(f"{cluster.gpu.name} has no bfloat16 (compute capability {major}.{minor}; it needs 8.0). Use --set fp16=true --set bf16=false.")
-    if candidate.attn_implementation in ("flash_attention_2", "flash_attention_3") and not cluster.gpu.supports_flash_attention_2:
-        found.append(f"{candidate.attn_implementation} does not run on {cluster.gpu.name}. Use --set attn_implementation=sdpa.")
+        found.append(
+            f"{cluster.gpu.name} has no bfloat16 (compute capability {major}.{minor}; it needs 8.0). Use --set fp16=true --set bf16=false."
+        )
+    if (
+        candidate.attn_implementation in ("flash_attention_2", "flash_attention_3")
+        and not cluster.gpu.supports_flash_attention_2
+    ):
+        found.append(
+            f"{candidate.attn_implementation} does not run on {cluster.gpu.name}. Use --set attn_implementation=sdpa."
+        )
     return found
 
 
 def unplaceable(candidate: Candidate, cluster: Cluster) -> list[str]:
     """Processes, engines and GPUs must add up."""
-    server = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
+    server = (
+        candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
+    )
     if candidate.num_processes > cluster.num_gpus:
-        return [f"num_processes {candidate.num_processes} needs as many GPUs, and there are {cluster.num_gpus}. Use num_processes={cluster.num_gpus}."]
+        return [
+            f"num_processes {candidate.num_processes} needs as many GPUs, and there are {cluster.num_gpus}. Use num_processes={cluster.num_gpus}."
+        ]
     if server and candidate.num_processes + server > cluster.num_gpus:
         return [
             f"num_processes {candidate.num_processes} and a vLLM server on {server} of the same {cluster.num_gpus} GPUs would share cards: the server keeps "
@@ -293,7 +329,9 @@ def unplaceable(candidate: Candidate, cluster: Cluster) -> list[str]:
             f"Use num_processes={max(1, cluster.num_gpus - server)}, or vllm_mode=colocate."
         ]
     if candidate.vllm == "colocate" and candidate.num_processes % candidate.vllm_tensor_parallel_size:
-        return [f"vllm_tensor_parallel_size {candidate.vllm_tensor_parallel_size} does not divide num_processes {candidate.num_processes}."]
+        return [
+            f"vllm_tensor_parallel_size {candidate.vllm_tensor_parallel_size} does not divide num_processes {candidate.num_processes}."
+        ]
     return []
 
 
@@ -302,16 +340,24 @@ def unusable_by_method(candidate: Candidate, job: Job) -> list[str]:
     row, found = candidate.method_row, []
     smallest = SMALLEST_BATCH.get(candidate.method, 1)
     if candidate.per_device_train_batch_size < smallest:
-        found.append(f"{candidate.method} needs a per_device_train_batch_size of at least {smallest}, not {candidate.per_device_train_batch_size}.")
+        found.append(
+            f"{candidate.method} needs a per_device_train_batch_size of at least {smallest}, not {candidate.per_device_train_batch_size}."
+        )
     if candidate.vllm != "off" and not row.supports_vllm:
         found.append(f"{candidate.method} does not generate with vLLM. Drop use_vllm.")
     if candidate.method in ROWS_OF_MAX_LENGTH and candidate.max_completion_length >= candidate.max_length:
         lengths = f"max_new_tokens {candidate.max_completion_length} leaves no room for a prompt in max_length {candidate.max_length}"
         found.append(f"{lengths}. Raise --max-length.")
     pinned_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"} <= job.pinned.keys()
-    if candidate.method in ("grpo", "rloo") and pinned_batch and generation_batch(candidate) % candidate.num_generations:
+    if (
+        candidate.method in ("grpo", "rloo")
+        and pinned_batch
+        and generation_batch(candidate) % candidate.num_generations
+    ):
         batch = generation_batch(candidate)
-        made_of = f"{candidate.per_device_train_batch_size} x {candidate.num_processes} x {candidate.steps_per_generation}"
+        made_of = (
+            f"{candidate.per_device_train_batch_size} x {candidate.num_processes} x {candidate.steps_per_generation}"
+        )
         found.append(
             f"A generation batch of {batch} completions (per_device_train_batch_size x num_processes x steps_per_generation = {made_of}) is no "
             f"multiple of num_generations {candidate.num_generations}. Use num_generations={largest_divisor(batch, candidate.num_generations)}, "

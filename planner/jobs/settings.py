@@ -69,7 +69,11 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def field_types() -> dict[str, object]:
     """Every Candidate field that can be set, with its type; a model is set by its name."""
     hints = get_type_hints(Candidate)
-    return {field.name: str if field.name in _MODELS else hints[field.name] for field in fields(Candidate) if field.name not in FLAGS_OF_THEIR_OWN}
+    return {
+        field.name: str if field.name in _MODELS else hints[field.name]
+        for field in fields(Candidate)
+        if field.name not in FLAGS_OF_THEIR_OWN
+    }
 
 
 @cache
@@ -125,7 +129,13 @@ def candidate_fields(given: Mapping[str, Value], published_dtype: str) -> dict[s
         else:
             _choose(chosen, said, ALIASES.get(name, name), value, f"{name}={_text(value)}")
     for field, names in spelled.items():
-        _choose(chosen, said, field, _row_of(field, names), " ".join(f"{name}={_text(value)}" for name, value in names.items()))
+        _choose(
+            chosen,
+            said,
+            field,
+            _row_of(field, names),
+            " ".join(f"{name}={_text(value)}" for name, value in names.items()),
+        )
     return chosen
 
 
@@ -139,7 +149,9 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
         if field.name in SPELLINGS:
             values.update(SPELLINGS[field.name][value])
         else:
-            values[_name_of(candidate, field.name)] = (value.path or value.id) if field.name in _MODELS else _plain(field.name, value)
+            values[_name_of(candidate, field.name)] = (
+                (value.path or value.id) if field.name in _MODELS else _plain(field.name, value)
+            )
     if candidate.sharding == "fsdp2":
         values[FSDP_OFFLOAD] = candidate.offload_param
     return _nested(candidate, values)
@@ -152,13 +164,17 @@ def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:
         if field in SPELLINGS and isinstance(value, (str, bool)):
             values.update(SPELLINGS[field][value])
         else:
-            values[NAMES.get(field, field)] = (value.path or value.id) if isinstance(value, ModelShape) else _plain(field, value)
+            values[NAMES.get(field, field)] = (
+                (value.path or value.id) if isinstance(value, ModelShape) else _plain(field, value)
+            )
     return values
 
 
 def settings_text(settings: Mapping[str, object]) -> str:
     """Settings as `--set` takes them: `use_vllm=true vllm_mode=server`."""
-    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items())
+    return " ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
+    )
 
 
 def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object]:
@@ -167,7 +183,9 @@ def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object
     # Source: trl/trainer/sft_trainer.py:870-895: adapters under ZeRO-3 are checkpointed reentrantly, everything else is not.
     kwargs: dict[str, object] = {"use_reentrant": candidate.tuning == "lora" and candidate.sharding == "zero3"}
     every, offload = values.pop("checkpoint_every_n_layers", 1), values.pop("checkpoint_offload", False)
-    values["gradient_checkpointing_kwargs"] = kwargs | ({"every_n_layers": every} if every != 1 else {}) | ({"offload": True} if offload else {})
+    values["gradient_checkpointing_kwargs"] = (
+        kwargs | ({"every_n_layers": every} if every != 1 else {}) | ({"offload": True} if offload else {})
+    )
     values["environment"] = {name: value for name, value in environment.items() if value}
     return values
 
@@ -260,7 +278,15 @@ def _number(name: str, text: str, field: str, whole: bool) -> int | float:
         _refuse(name, text, wanted)
     low, high = RANGES.get(field, (1 if whole else 0.0, LARGEST))
     if not low <= number <= high:
-        _refuse(name, text, f"from {low:g} to {high:g}" if high < MANY else f"at most {high:,}" if number > high else f"at least {low:g}")
+        _refuse(
+            name,
+            text,
+            f"from {low:g} to {high:g}"
+            if high < MANY
+            else f"at most {high:,}"
+            if number > high
+            else f"at least {low:g}",
+        )
     return number
 
 

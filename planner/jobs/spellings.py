@@ -13,8 +13,18 @@ SPELLINGS: dict[str, dict[str | bool, dict[str, Value]]] = {
     # Source: trl/trainer/model_config.py, get_quantization_config; quant_method as in the `quantization_config` of a published checkpoint.
     "quantization": {
         "none": {"load_in_4bit": False, "load_in_8bit": False},
-        "nf4": {"load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": False},
-        "nf4-double": {"load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True},
+        "nf4": {
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "use_bnb_nested_quant": False,
+        },
+        "nf4-double": {
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "use_bnb_nested_quant": True,
+        },
         "int8": {"load_in_4bit": False, "load_in_8bit": True},
         "gptq": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "gptq"},
         "awq": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "awq"},
@@ -22,7 +32,11 @@ SPELLINGS: dict[str, dict[str | bool, dict[str, Value]]] = {
         "mxfp4": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "mxfp4"},
     },
     # Source: transformers/training_args.py. `bf16: false` alone trains without autocast.
-    "precision": {"bf16": {"bf16": True, "fp16": False}, "no": {"bf16": False, "fp16": False}, "fp16": {"bf16": False, "fp16": True}},
+    "precision": {
+        "bf16": {"bf16": True, "fp16": False},
+        "no": {"bf16": False, "fp16": False},
+        "fp16": {"bf16": False, "fp16": True},
+    },
     # Source: accelerate's launch file, trl/accelerate_configs/*.yaml.
     "sharding": {
         "none": {"distributed_type": "NO"},
@@ -35,9 +49,16 @@ SPELLINGS: dict[str, dict[str | bool, dict[str, Value]]] = {
     "offload_optimizer": {False: {"offload_optimizer_device": "none"}, True: {"offload_optimizer_device": "cpu"}},
     "offload_param": {False: {"offload_param_device": "none"}, True: {"offload_param_device": "cpu"}},
     # Source: trl/trainer/grpo_config.py, use_vllm and vllm_mode.
-    "vllm": {"off": {"use_vllm": False}, "colocate": {"use_vllm": True, "vllm_mode": "colocate"}, "server": {"use_vllm": True, "vllm_mode": "server"}},
+    "vllm": {
+        "off": {"use_vllm": False},
+        "colocate": {"use_vllm": True, "vllm_mode": "colocate"},
+        "server": {"use_vllm": True, "vllm_mode": "server"},
+    },
     # Source: torch/cuda/memory.py; read from the environment before the first allocation.
-    "expandable_segments": {False: {"PYTORCH_CUDA_ALLOC_CONF": ""}, True: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+    "expandable_segments": {
+        False: {"PYTORCH_CUDA_ALLOC_CONF": ""},
+        True: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    },
 }
 # The field that one of their settings decides.
 OWNER: dict[str, str] = {name: field for field, rows in SPELLINGS.items() for row in rows.values() for name in row}

@@ -15,7 +15,13 @@ from planner.models.lora_targets import DEFAULT_TARGETS
 NESTED = ("env", "model_init_kwargs", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "fsdp_config")
 
 # What a key turned on without another one means in a file. Source: trl/trainer/model_config.py, trl/trainer/grpo_config.py.
-FILE_DEFAULTS: dict[str, Value] = {"use_peft": False, "use_vllm": False, "bf16": True, "fp16": False, "lora_dropout": 0.05}
+FILE_DEFAULTS: dict[str, Value] = {
+    "use_peft": False,
+    "use_vllm": False,
+    "bf16": True,
+    "fp16": False,
+    "lora_dropout": 0.05,
+}
 
 # Keys that change memory or speed and have no formula here: said louder than the rest.
 UNCOVERED = (
@@ -67,7 +73,9 @@ def default_targets(model_type: str) -> tuple[str, ...]:
         InputError: PEFT has no default for this kind of model, and would stop.
     """
     if model_type not in DEFAULT_TARGETS:
-        raise InputError(f"PEFT has no default lora_target_modules for {model_type}. Name them in the config, such as lora_target_modules: all-linear.")
+        raise InputError(
+            f"PEFT has no default lora_target_modules for {model_type}. Name them in the config, such as lora_target_modules: all-linear."
+        )
     return DEFAULT_TARGETS[model_type]
 
 
@@ -81,7 +89,9 @@ def _mapping(path: Path) -> dict[str, object]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(read, dict):
-        raise InputError(f"{path} is no TRL config: it should hold keys and values, such as model_name_or_path: Qwen/Qwen2.5-7B.")
+        raise InputError(
+            f"{path} is no TRL config: it should hold keys and values, such as model_name_or_path: Qwen/Qwen2.5-7B."
+        )
     return {str(name): value for name, value in read.items()}
 
 
@@ -108,7 +118,9 @@ def _deepspeed(value: object, folder: Path) -> Iterator[tuple[str, Value]]:
     if not isinstance(zero, Mapping):
         raise InputError("zero_optimization in the DeepSpeed config should hold keys and values, such as stage: 3.")
     stage = zero.get("stage", 0)
-    yield ("zero_stage", stage) if stage else ("distributed_type", "MULTI_GPU")  # stage 0 replicates everything, as DDP does
+    yield (
+        ("zero_stage", stage) if stage else ("distributed_type", "MULTI_GPU")
+    )  # stage 0 replicates everything, as DDP does
     for part in ("offload_optimizer", "offload_param"):
         offload = zero.get(part)
         yield f"{part}_device", offload.get("device", "none") if isinstance(offload, Mapping) else "none"
@@ -117,7 +129,9 @@ def _deepspeed(value: object, folder: Path) -> Iterator[tuple[str, Value]]:
 def _deepspeed_mapping(value: object, folder: Path) -> Mapping[str, object]:
     if isinstance(value, Mapping):
         return value
-    path = Path(str(value))  # from where the command runs, as Transformers opens it; a file beside the config is meant as often
+    path = Path(
+        str(value)
+    )  # from where the command runs, as Transformers opens it; a file beside the config is meant as often
     path = path if path.exists() else folder / path
     try:
         read = json.loads(path.read_text(encoding="utf-8"))

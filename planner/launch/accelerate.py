@@ -38,7 +38,11 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
     }
     if candidate.sharding in DEEPSPEED:
         # torchrun starts the processes of each node, as it does without DeepSpeed, and not DeepSpeed's own launcher over ssh
-        plugin = {"deepspeed_config_file": deepspeed.FILE, "deepspeed_multinode_launcher": "standard", "zero3_init_flag": candidate.sharding == "zero3"}
+        plugin = {
+            "deepspeed_config_file": deepspeed.FILE,
+            "deepspeed_multinode_launcher": "standard",
+            "zero3_init_flag": candidate.sharding == "zero3",
+        }
         return config | {"deepspeed_config": plugin}
     config["mixed_precision"] = candidate.precision
     if candidate.sharding == "fsdp2":

@@ -45,7 +45,9 @@ def deepspeed_config(candidate: Candidate) -> dict[str, object]:
         zero["offload_optimizer"] = host
     if candidate.offload_param:
         zero["offload_param"] = host
-    forced = {} if candidate.optim in CPU_ADAM or not candidate.offload_optimizer else {"zero_force_ds_cpu_optimizer": False}
+    forced = (
+        {} if candidate.optim in CPU_ADAM or not candidate.offload_optimizer else {"zero_force_ds_cpu_optimizer": False}
+    )
     return {
         "bf16": {"enabled": AUTO},
         "fp16": {"enabled": AUTO},

@@ -17,7 +17,9 @@ def export(candidate: Candidate, folder: Path, overwrite: bool = False) -> tuple
     texts = {folder / name: text for name, text in launch_files(candidate).items()}
     changed = [path for path, text in texts.items() if not overwrite and _differs(path, text)]
     if changed:
-        raise InputError(f"{', '.join(map(str, changed))} would be overwritten and {'says' if len(changed) == 1 else 'say'} something else. Use --overwrite.")
+        raise InputError(
+            f"{', '.join(map(str, changed))} would be overwritten and {'says' if len(changed) == 1 else 'say'} something else. Use --overwrite."
+        )
     write_all(texts)
     return tuple(texts)
 

@@ -39,13 +39,17 @@ def placement(candidate: Candidate) -> Placement:
     Raises:
         InputError: the processes cannot be split so.
     """
-    server = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
+    server = (
+        candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
+    )
     apart = bool(server) and candidate.num_nodes > 1
     nodes = candidate.num_nodes - apart
     per_node, rest = divmod(candidate.num_processes, nodes)
     if rest:
         wanted = f"num_processes {candidate.num_processes} is not the same number on each of {nodes} nodes"
-        raise InputError(f"{wanted}{', beside one for the vLLM server' if apart else ''}. Use num_processes={per_node * nodes or nodes}.")
+        raise InputError(
+            f"{wanted}{', beside one for the vLLM server' if apart else ''}. Use num_processes={per_node * nodes or nodes}."
+        )
     return Placement(train_nodes=nodes, processes_per_node=per_node, server_gpus=server, server_apart=apart)
 
 

@@ -5,7 +5,13 @@ from planner.candidate import BITSANDBYTES, DEEPSPEED, AttentionImplementation, 
 FILE = "requirements.txt"
 
 # The releases whose sources the formulas name. vLLM has its own bounds on transformers (vllm 0.33: <5.21), so that nothing of it is pinned beside vLLM.
-READ_FROM: dict[str, str] = {"transformers": "5.23.*", "peft": "0.21.*", "accelerate": "1.15.*", "bitsandbytes": "0.50.*", "deepspeed": "0.19.*"}
+READ_FROM: dict[str, str] = {
+    "transformers": "5.23.*",
+    "peft": "0.21.*",
+    "accelerate": "1.15.*",
+    "bitsandbytes": "0.50.*",
+    "deepspeed": "0.19.*",
+}
 CURRENT_TRL = "1.16"  # the others go with it; an older TRL takes what it asks for
 
 # Optimizers from packages of their own. Source: transformers 5.23, trainer_optimizer.py. adamw_anyprecision (torchdistx) is on no index.
@@ -14,9 +20,16 @@ OPTIMIZER_PACKAGES: dict[Optimizer, str] = {
     "schedule_free_adamw": "schedulefree", "schedule_free_sgd": "schedulefree", "adamw_torch_8bit": "torchao", "adamw_torch_4bit": "torchao",
     "stable_adamw": "torch-optimi",
 }  # fmt: skip
-ATTENTION_PACKAGES: dict[AttentionImplementation, str] = {"flash_attention_2": "flash-attn", "flash_attention_3": "kernels"}
+ATTENTION_PACKAGES: dict[AttentionImplementation, str] = {
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "kernels",
+}
 # Source: transformers 5.23, quantizers/quantizer_gptq.py:53-71, quantizer_awq.py:47, quantizer_mxfp4.py.
-QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {"gptq": ("optimum", "gptqmodel"), "awq": ("gptqmodel",), "mxfp4": ("kernels",)}
+QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("gptqmodel",),
+    "mxfp4": ("kernels",),
+}
 BITSANDBYTES_OPTIMIZERS = ("bnb", "8bit", "32bit", "ademamix")  # parts of the names of those that bitsandbytes has
 
 
@@ -37,7 +50,9 @@ def requirements(candidate: Candidate) -> str:
 
 
 def _packages(candidate: Candidate) -> list[str]:
-    of_optimizer = candidate.optim not in OPTIMIZER_PACKAGES and any(part in candidate.optim for part in BITSANDBYTES_OPTIMIZERS)
+    of_optimizer = candidate.optim not in OPTIMIZER_PACKAGES and any(
+        part in candidate.optim for part in BITSANDBYTES_OPTIMIZERS
+    )
     wanted = {
         "transformers": True,
         "accelerate": True,

@@ -83,7 +83,8 @@ def train_script(candidate: Candidate) -> str:
         autos="AutoModelForCausalLM, AutoModelForSequenceClassification" if method == "ppo" else "AutoModelForCausalLM",
         script_class="" if of_grpo else "ScriptArguments, ",
         script_name="GRPOScriptArguments" if of_grpo else "ScriptArguments",
-        imports="from trl.scripts.grpo import GRPOScriptArguments\n" * of_grpo + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * rewarded,
+        imports="from trl.scripts.grpo import GRPOScriptArguments\n" * of_grpo
+        + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * rewarded,
         prepared=PREPARED.get(method, ""),
         extra=EXTRA_ARGUMENTS[method].format(rewards=REWARD_FUNCTION if rewarded else "None"),
     )

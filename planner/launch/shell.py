@@ -63,7 +63,9 @@ def launch_script(candidate: Candidate) -> str:
     placed = placement(candidate)
     text = HEAD.format(title=title(candidate), fill_in=FILL_IN, file=LAUNCH_FILE)
     if placed.server_gpus:
-        text += SERVER.format(devices=_devices(placed.server_devices), command=shlex.join(server_command(candidate)), port=SERVER_PORT)
+        text += SERVER.format(
+            devices=_devices(placed.server_devices), command=shlex.join(server_command(candidate)), port=SERVER_PORT
+        )
     return f'{text}\n{_devices(placed.train_devices)}{shlex.join(launch_command(candidate))} "$@"\n'
 
 
@@ -117,7 +119,11 @@ def readme(candidate: Candidate, names: list[str]) -> str:
     """What each file is and which command to give."""
     files = "\n".join(f"- `{name}`: {ABOUT[name]}" for name in names)
     start = f"sbatch {SLURM_FILE}" if candidate.num_nodes > 1 else f"bash {LAUNCH_FILE}"
-    said = {name: value for name, value in settings_of(candidate).items() if not isinstance(value, (dict, list)) and value is not None}
+    said = {
+        name: value
+        for name, value in settings_of(candidate).items()
+        if not isinstance(value, (dict, list)) and value is not None
+    }
     return (
         f"# {title(candidate)}\n\nComplete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`), then:\n\n    pip install -r requirements.txt\n    {start}\n\n"
         f"{files}\n\nThe plan counts with the data's longest rows: {_lengths(candidate)}.\n\nAll settings: `{settings_text(said)}`\n"

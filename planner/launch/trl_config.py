@@ -44,10 +44,16 @@ def trl_config(candidate: Candidate) -> dict[str, object]:
         InputError: a setting that no argument of TRL can make.
     """
     if not candidate.autocast_adapter_dtype and candidate.tuning == "lora":
-        raise InputError("TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it. Use --set autocast_adapter_dtype=true.")
+        raise InputError(
+            "TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it. Use --set autocast_adapter_dtype=true."
+        )
     spelled = settings_of(candidate)
     unknown = UNKNOWN_TO.get(candidate.method, frozenset())
-    said = {name: value for name, value in spelled.items() if name not in SAID_ELSEWHERE and name not in unknown and value is not None}
+    said = {
+        name: value
+        for name, value in spelled.items()
+        if name not in SAID_ELSEWHERE and name not in unknown and value is not None
+    }
     if candidate.optim in PROJECTED:
         said["optim_target_modules"] = "all-linear"
     if candidate.method == "ppo":

@@ -126,7 +126,9 @@ def _point(row: Mapping[str, Any], number: int) -> Case:
 
 def _case(point: Mapping[str, Any], number: int, gpu: Gpu | None) -> Case:
     candidate = point_candidate(point)
-    return Case(line=number, label=label_of(candidate), candidate=candidate, gpu=gpu, measured={}, outcome="not measured")
+    return Case(
+        line=number, label=label_of(candidate), candidate=candidate, gpu=gpu, measured={}, outcome="not measured"
+    )
 
 
 def _measured_point(row: Mapping[str, Any], number: int) -> Case | LeftOut:
@@ -137,8 +139,14 @@ def _measured_point(row: Mapping[str, Any], number: int) -> Case | LeftOut:
     case = _case(row["point"], number, _gpu_named(row.get("gpu"), row.get("total_bytes")))
     if outcome == "oom":
         return replace(case, outcome="out_of_memory")
-    figures: dict[Quantity, int] = {name: int(row[f"peak_{name}"]) for name in ("allocated", "reserved") if row.get(f"peak_{name}")}
-    return replace(case, measured=figures, outcome="fits") if figures else LeftOut(line=number, why="no memory was measured (no GPU)")
+    figures: dict[Quantity, int] = {
+        name: int(row[f"peak_{name}"]) for name in ("allocated", "reserved") if row.get(f"peak_{name}")
+    }
+    return (
+        replace(case, measured=figures, outcome="fits")
+        if figures
+        else LeftOut(line=number, why="no memory was measured (no GPU)")
+    )
 
 
 def _measurement(row: Mapping[str, Any], number: int) -> Case | LeftOut:
@@ -170,7 +178,9 @@ def _left_out(row: Mapping[str, Any], number: int) -> LeftOut:
 
 
 def _prose(row: Mapping[str, Any], number: int) -> LeftOut:
-    return LeftOut(line=number, why="its `config` is prose: say it as `settings` (Candidate fields) with `measured_bytes`")
+    return LeftOut(
+        line=number, why="its `config` is prose: say it as `settings` (Candidate fields) with `measured_bytes`"
+    )
 
 
 def _unknown(row: Mapping[str, Any], number: int) -> Case:
@@ -237,5 +247,9 @@ def _figures(measurement: Measurement) -> dict[Quantity, int]:
     rank = heaviest_rank(measurement)
     if measurement.device == "cpu":
         return {"tensors": rank.allocated_bytes}
-    figures: dict[Quantity, int] = {"allocated": rank.allocated_bytes, "reserved": rank.reserved_bytes, "driver": rank.driver_bytes}
+    figures: dict[Quantity, int] = {
+        "allocated": rank.allocated_bytes,
+        "reserved": rank.reserved_bytes,
+        "driver": rank.driver_bytes,
+    }
     return {name: size for name, size in figures.items() if size}

@@ -27,7 +27,11 @@ from planner.units import MIB, format_gib
 RUN_TO_RUN_BYTES = 22 * MIB
 
 # What a probe without a driver does not see; a simulated card's allocator is replayed, so its fragmentation is seen.
-UNSEEN: dict[DeviceName, tuple[Component, ...]] = {"cuda": (), "cpu": ("fragmentation", "runtime"), "simulated": ("runtime",)}
+UNSEEN: dict[DeviceName, tuple[Component, ...]] = {
+    "cuda": (),
+    "cpu": ("fragmentation", "runtime"),
+    "simulated": ("runtime",),
+}
 # Where less was measured than expected: what is cut first is what an estimate is least sure of (planner/confidence.py), states last.
 LEAST_SURE_FIRST: tuple[Component, ...] = (
     "transients", "loss", "activations", "attention_scores", "autocast_copies", "runtime", "communication", "kv_cache", "engine", "optimizer_states",
@@ -94,7 +98,12 @@ def differences(estimate: Estimate, measurement: Measurement) -> tuple[PhaseDiff
 def _difference(peak: PhasePeak, expected: PhaseMemory, measurement: Measurement) -> PhaseDifference:
     if measurement.device == "cpu":
         tensors = expected.total_bytes - _unseen(expected, "cpu").total_bytes
-        return PhaseDifference(name=peak.name, expected_bytes=tensors, measured_bytes=peak.allocated_bytes, needed_bytes=peak.allocated_bytes)
+        return PhaseDifference(
+            name=peak.name,
+            expected_bytes=tensors,
+            measured_bytes=peak.allocated_bytes,
+            needed_bytes=peak.allocated_bytes,
+        )
     return PhaseDifference(
         name=peak.name,
         expected_bytes=expected.total_bytes,
@@ -122,7 +131,9 @@ def needed_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
     engine = _engine_bytes(peak, expected)
     if peak.reserved_bytes:
         slack = min(slack, max(peak.reserved_bytes - peak.allocated_bytes - engine, 0))
-    outside = peak.driver_bytes - peak.reserved_bytes if peak.driver_bytes else engine + expected.components.get("runtime", 0)
+    outside = (
+        peak.driver_bytes - peak.reserved_bytes if peak.driver_bytes else engine + expected.components.get("runtime", 0)
+    )
     return peak.allocated_bytes + slack + outside
 
 
@@ -134,7 +145,9 @@ def needed_peak_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
 def lacking_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
     """How large a card would have to be at least for what did not fit."""
     shortage = shortage_of(gpu, measurement)
-    capacities = [rank.capacity_bytes for rank in measurement.ranks if rank.rank == shortage.rank and rank.capacity_bytes]
+    capacities = [
+        rank.capacity_bytes for rank in measurement.ranks if rank.rank == shortage.rank and rank.capacity_bytes
+    ]
     alike = not capacities or abs(capacities[0] - gpu.capacity_bytes) <= _unnoticed_bytes(gpu)
     return (gpu.capacity_bytes if alike else capacities[0]) + shortage.over_bytes
 
@@ -157,14 +170,22 @@ def _phases(train: GpuMemory, measurement: Measurement) -> Iterator[PhaseMemory]
             whole = not _larger_card(train, measurement)
             yield _phase(peak, expected, _total_bytes(peak, expected) if whole else needed_bytes(peak, expected))
     if shortage is not None:
-        peak = PhasePeak(name=shortage.phase, allocated_bytes=shortage.allocated_bytes, reserved_bytes=shortage.reserved_bytes, driver_bytes=0, seconds=0.0)
+        peak = PhasePeak(
+            name=shortage.phase,
+            allocated_bytes=shortage.allocated_bytes,
+            reserved_bytes=shortage.reserved_bytes,
+            driver_bytes=0,
+            seconds=0.0,
+        )
         yield _phase(peak, _expected(train, peak), lacking_bytes(train, measurement))
 
 
 def _phase(peak: PhasePeak, expected: PhaseMemory, total_bytes: int) -> PhaseMemory:
     parts = dict(expected.components)
     if peak.reserved_bytes:
-        parts["fragmentation"] = min(max(peak.reserved_bytes - peak.allocated_bytes - _engine_bytes(peak, expected), 0), total_bytes)
+        parts["fragmentation"] = min(
+            max(peak.reserved_bytes - peak.allocated_bytes - _engine_bytes(peak, expected), 0), total_bytes
+        )
     missing = sum(parts.values()) - total_bytes
     if missing < 0:
         parts["unexplained"] = -missing
@@ -180,7 +201,9 @@ def _expected(train: GpuMemory, peak: PhasePeak) -> PhaseMemory:
     found = next((phase for phase in train.phases if phase.name == peak.name), None)
     if found is not None:
         return found
-    return PhaseMemory(name=peak.name, components={name: size for name, size in train.peak.components.items() if name in STAYS})
+    return PhaseMemory(
+        name=peak.name, components={name: size for name, size in train.peak.components.items() if name in STAYS}
+    )
 
 
 def _total_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
@@ -222,7 +245,9 @@ def _interval(gpu: GpuMemory, measurement: Measurement, heaviest: PhaseMemory, r
 
 
 def _unseen(phase: PhaseMemory, device: DeviceName) -> PhaseMemory:
-    return PhaseMemory(name=phase.name, components={name: size for name, size in phase.components.items() if name in UNSEEN[device]})
+    return PhaseMemory(
+        name=phase.name, components={name: size for name, size in phase.components.items() if name in UNSEEN[device]}
+    )
 
 
 def _probability(gpu: GpuMemory, measurement: Measurement, ran: bool) -> float:
@@ -249,7 +274,9 @@ def _throughput(expected: Throughput, measurement: Measurement) -> Throughput:
 def _reasons(estimate: Estimate, gpu: GpuMemory, measurement: Measurement) -> Iterator[str]:
     """What the figures are not."""
     if measurement.device == "cpu":
-        yield CPU_REASON.format(format_gib(sum(gpu.peak.components.get(name, 0) for name in UNSEEN["cpu"]), 1), estimate.evidence)
+        yield CPU_REASON.format(
+            format_gib(sum(gpu.peak.components.get(name, 0) for name in UNSEEN["cpu"]), 1), estimate.evidence
+        )
     if measurement.outcome == "out_of_memory":
         shortage = shortage_of(estimate.gpus[0], measurement)
         where = f"{DEVICE_WORDS[measurement.device]} in the {shortage.phase.replace('_', ' ')}"

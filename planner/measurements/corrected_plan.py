@@ -6,7 +6,13 @@ from dataclasses import fields, replace
 from planner.candidate import Candidate
 from planner.estimate import estimate
 from planner.jobs.settings import settings_of_fields, settings_text
-from planner.measurements.corrected_estimate import DEVICE_WORDS, differences, measured_estimate, needed_peak_bytes, silence
+from planner.measurements.corrected_estimate import (
+    DEVICE_WORDS,
+    differences,
+    measured_estimate,
+    needed_peak_bytes,
+    silence,
+)
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import Measurement
 from planner.plan import Plan, Proof
@@ -22,7 +28,9 @@ def contradicts(plan: Plan, measurements: Sequence[Measurement]) -> bool:
 def contradiction_of(plan: Plan, measurements: Sequence[Measurement]) -> str:
     """The first contradiction between a plan and the probes of what it recommends, in a line; empty where there is none."""
     best = as_expected(plan).best
-    return next(filter(None, (contradiction(best, measurement) for measurement in _of(best.candidate, measurements))), "")
+    return next(
+        filter(None, (contradiction(best, measurement) for measurement in _of(best.candidate, measurements))), ""
+    )
 
 
 def as_expected(plan: Plan) -> Plan:
@@ -46,7 +54,11 @@ def contradiction(answer: Estimate, measurement: Measurement) -> str:
     expected = answer.gpus[0]
     if measurement.outcome == "out_of_memory":
         said = f"{answer.evidence}: it fits in {format_size(expected.peak_bytes)}"
-        return f"the candidate ran out of memory {device} in the {seen.gpus[0].peak_phase.replace('_', ' ')} ({said})" if answer.fits else ""
+        return (
+            f"the candidate ran out of memory {device} in the {seen.gpus[0].peak_phase.replace('_', ' ')} ({said})"
+            if answer.fits
+            else ""
+        )
     if not answer.fits:
         return f"the candidate fits {device}, which the plan had denied" if seen.fits else ""
     needed, high = needed_peak_bytes(expected, measurement), expected.interval_bytes[1]
@@ -55,7 +67,13 @@ def contradiction(answer: Estimate, measurement: Measurement) -> str:
     return f"the candidate needs {format_size(needed)} {device}, more than the {format_size(high)} that were {answer.evidence} at most"
 
 
-def confirmed(plan: Plan, best: Candidate | None, measurements: Sequence[Measurement], lines: Sequence[str], report: Mapping[str, object]) -> Plan:
+def confirmed(
+    plan: Plan,
+    best: Candidate | None,
+    measurements: Sequence[Measurement],
+    lines: Sequence[str],
+    report: Mapping[str, object],
+) -> Plan:
     """The plan as its probes leave it.
 
     Args:
@@ -65,7 +83,11 @@ def confirmed(plan: Plan, best: Candidate | None, measurements: Sequence[Measure
         report: the certificate, as a JSON object.
     """
     plan = as_expected(plan)
-    expected = plan.best if best is None or candidate_key(best) == candidate_key(plan.best.candidate) else _expected(plan, best)
+    expected = (
+        plan.best
+        if best is None or candidate_key(best) == candidate_key(plan.best.candidate)
+        else _expected(plan, best)
+    )
     seen = decided_of(expected, measurements)
     answer = measured_estimate(expected, seen, plan.job.risk) if seen is not None else expected
     proof = Proof(
@@ -80,9 +102,17 @@ def confirmed(plan: Plan, best: Candidate | None, measurements: Sequence[Measure
         plan,
         verdict="fits" if answer.fits else "does_not_fit",
         best=answer,
-        alternatives=tuple(replace(other, estimate=_over(other.estimate, measurements, plan.job.risk)) for other in plan.alternatives),
-        remedies=() if answer.fits else tuple(replace(other, estimate=_over(other.estimate, measurements, plan.job.risk)) for other in plan.remedies),
-        more=plan.more if expected is plan.best else (),  # it spoke of what was recommended; the certificate speaks of what is proven
+        alternatives=tuple(
+            replace(other, estimate=_over(other.estimate, measurements, plan.job.risk)) for other in plan.alternatives
+        ),
+        remedies=()
+        if answer.fits
+        else tuple(
+            replace(other, estimate=_over(other.estimate, measurements, plan.job.risk)) for other in plan.remedies
+        ),
+        more=plan.more
+        if expected is plan.best
+        else (),  # it spoke of what was recommended; the certificate speaks of what is proven
         warnings=(*_corrections(plan, expected, seen, measurements), *plan.warnings),
         versions={**plan.versions, **dict(answer.versions)},
         proof=proof,
@@ -111,7 +141,9 @@ def _over(answer: Estimate, measurements: Sequence[Measurement], risk: float) ->
     return answer if seen is None else measured_estimate(answer, seen, risk)
 
 
-def _corrections(plan: Plan, expected: Estimate, seen: Measurement | None, measurements: Sequence[Measurement]) -> list[str]:
+def _corrections(
+    plan: Plan, expected: Estimate, seen: Measurement | None, measurements: Sequence[Measurement]
+) -> list[str]:
     """How wrong the plan was, and what stands in its place."""
     of_best = decided_of(plan.best, measurements)
     said = [wrong] if of_best is not None and (wrong := contradiction(plan.best, of_best)) else []

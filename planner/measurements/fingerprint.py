@@ -16,7 +16,9 @@ MODEL_NAMES = {field: NAMES[field] for field in ("model", "reward_model", "teach
 def candidate_key(candidate: Candidate) -> str:
     """The same text for candidates that run alike; a name of a file and of a study's trial."""
     models = (candidate.model, candidate.reward_model, candidate.teacher_model)
-    settings = settings_of(candidate) | {name: model and model_key(model) for name, model in zip(MODEL_NAMES.values(), models, strict=True)}
+    settings = settings_of(candidate) | {
+        name: model and model_key(model) for name, model in zip(MODEL_NAMES.values(), models, strict=True)
+    }
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=list).encode()).hexdigest()[:24]
 
 

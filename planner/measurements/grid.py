@@ -19,7 +19,18 @@ POINT: dict[str, Any] = {
     "attn_implementation": "sdpa", "padded": False, "optim": "adamw_torch_fused", "lora_r": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear",
     "beta": None, "activation_offloading": False, "bf16": True, "layers": None, "steps": 3, "extra": {},
 }  # fmt: skip
-NO_SETTINGS = ("model", "method", "layers", "steps", "extra", "bf16", "max_length", "max_completion_length", "num_generations", "history")
+NO_SETTINGS = (
+    "model",
+    "method",
+    "layers",
+    "steps",
+    "extra",
+    "bf16",
+    "max_length",
+    "max_completion_length",
+    "num_generations",
+    "history",
+)
 # Layers of another number than published: what in a config has one entry a layer.
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
@@ -39,7 +50,11 @@ def point_candidate(given: Mapping[str, Any]) -> Candidate:
         raise UnknownName("method", str(point["method"]), METHODS)
     row = METHODS[point["method"]]
     model = _with_layers(load_model(point["model"]), point["layers"])
-    settings = {key: as_setting(value) for key, value in {**point, **point["extra"]}.items() if key not in NO_SETTINGS and value is not None}
+    settings = {
+        key: as_setting(value)
+        for key, value in {**point, **point["extra"]}.items()
+        if key not in NO_SETTINGS and value is not None
+    }
     settings |= _lengths(point, row.generates)
     chosen: dict[str, Any] = {**METHOD_DEFAULTS.get(row.name, {}), **candidate_fields(settings, model.dtype)}
     if row.name in ("grpo", "rloo"):
@@ -56,7 +71,9 @@ def _lengths(point: Mapping[str, Any], generates: bool) -> dict[str, Any]:
         return {"max_length": point["max_length"]}
     prompt = point["max_length"] - point["max_completion_length"]
     if prompt < 1:
-        raise InputError(f"max_length {point['max_length']} leaves no room for a prompt beside max_completion_length {point['max_completion_length']}.")
+        raise InputError(
+            f"max_length {point['max_length']} leaves no room for a prompt beside max_completion_length {point['max_completion_length']}."
+        )
     return {"prompt_length": prompt, "max_completion_length": point["max_completion_length"]}
 
 

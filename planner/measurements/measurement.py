@@ -72,7 +72,13 @@ class RankMemory:
 
     @property
     def peak_phase(self) -> Phase:
-        return max(self.phases, key=lambda phase: (phase.driver_bytes or phase.reserved_bytes or phase.allocated_bytes, phase.allocated_bytes)).name
+        return max(
+            self.phases,
+            key=lambda phase: (
+                phase.driver_bytes or phase.reserved_bytes or phase.allocated_bytes,
+                phase.allocated_bytes,
+            ),
+        ).name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,9 +158,16 @@ def measurement_of(report: Mapping[str, Any]) -> Measurement:
     try:
         if report["schema"] != SCHEMA:
             raise InputError(f"A measurement of schema {report['schema']!r}; this release reads {SCHEMA}.")
-        ranks = tuple(RankMemory(**{**rank, "phases": tuple(PhasePeak(**phase) for phase in rank["phases"])}) for rank in report["ranks"])
+        ranks = tuple(
+            RankMemory(**{**rank, "phases": tuple(PhasePeak(**phase) for phase in rank["phases"])})
+            for rank in report["ranks"]
+        )
         shortage = None if report["shortage"] is None else Shortage(**report["shortage"])
-        rest = {field.name: report[field.name] for field in fields(Measurement) if field.name not in ("candidate", "ranks", "shortage")}
+        rest = {
+            field.name: report[field.name]
+            for field in fields(Measurement)
+            if field.name not in ("candidate", "ranks", "shortage")
+        }
         return Measurement(candidate=candidate_of_report(report["candidate"]), ranks=ranks, shortage=shortage, **rest)
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"That is no measurement: {type(error).__name__} {error}.") from error
@@ -164,22 +177,41 @@ def candidate_report(candidate: Candidate) -> dict[str, object]:
     """Every field of a candidate, its models with their whole config: what another process needs to run it, with nothing to look up."""
     values = {field.name: getattr(candidate, field.name) for field in fields(Candidate)}
     return {
-        name: _model_report(value) if isinstance(value, ModelShape) else list(value) if isinstance(value, tuple) else value for name, value in values.items()
+        name: _model_report(value)
+        if isinstance(value, ModelShape)
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+        for name, value in values.items()
     }
 
 
 def candidate_of_report(report: Mapping[str, Any]) -> Candidate:
     """The candidate that `candidate_report` has written; its models are new objects, equal in all they say."""
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in report.items()}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in report.items()
+    }
     for role in ("model", "reward_model", "teacher_model"):
         values[role] = None if values[role] is None else _model_of(values[role])
     return Candidate(**values)
 
 
 def _model_report(model: ModelShape) -> dict[str, object]:
-    counts = {"params": model.params, "embed": model.embed_params, "lm_head": model.lm_head_params, "vision": model.vision_params}
+    counts = {
+        "params": model.params,
+        "embed": model.embed_params,
+        "lm_head": model.lm_head_params,
+        "vision": model.vision_params,
+    }
     published = {"quantization": model.quantization, "group_size": model.quantization_group_size}
-    return {"id": model.id, "config": model.config, "counts": counts, "dtype": model.dtype, "auto_class": model.auto_class, "published": published}
+    return {
+        "id": model.id,
+        "config": model.config,
+        "counts": counts,
+        "dtype": model.dtype,
+        "auto_class": model.auto_class,
+        "published": published,
+    }
 
 
 def _model_of(report: Mapping[str, Any]) -> ModelShape:

@@ -46,7 +46,9 @@ class OwnResult:
         try:
             return measurement_of(self.report)
         except InputError as error:
-            raise InputError(f"One of your own measurements of {self.gpu} cannot be read ({error}). Remove its line from {results_file()}.") from error
+            raise InputError(
+                f"One of your own measurements of {self.gpu} cannot be read ({error}). Remove its line from {results_file()}."
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +95,9 @@ def keep_new(measurements: Iterable[Measurement], gpu: str) -> int:
     What says nothing about a card is passed over: CPUs, simulated cards, probes that ended otherwise.
     """
     there = {json.dumps(result.report, sort_keys=True) for result in own_results().results}
-    new = [each for each in measurements if each.device == "cuda" and each.decided and measurement_line(each) not in there]
+    new = [
+        each for each in measurements if each.device == "cuda" and each.decided and measurement_line(each) not in there
+    ]
     for measurement in new:
         keep(measurement, gpu, "probe")
     return len(new)
@@ -103,7 +107,11 @@ def own_results(path: Path | None = None) -> OwnResults:
     """All that is there; nothing where nobody has measured yet."""
     path = results_file() if path is None else path
     read = [_read(line) for line in lines_of(path)]
-    return OwnResults(path=path, results=tuple(result for result in read if result is not None), unread=sum(result is None for result in read))
+    return OwnResults(
+        path=path,
+        results=tuple(result for result in read if result is not None),
+        unread=sum(result is None for result in read),
+    )
 
 
 def kind_of(gpu: str) -> str:
@@ -127,8 +135,12 @@ def with_own_results(plan: Plan, own: OwnResults) -> Plan:
         plan,
         best=best,
         verdict="fits" if best.fits else "does_not_fit",
-        alternatives=tuple(replace(other, estimate=own_answer(other.estimate, gpu, own, plan.job.risk)) for other in plan.alternatives),
-        remedies=tuple(replace(remedy, estimate=own_answer(remedy.estimate, gpu, own, plan.job.risk)) for remedy in plan.remedies),
+        alternatives=tuple(
+            replace(other, estimate=own_answer(other.estimate, gpu, own, plan.job.risk)) for other in plan.alternatives
+        ),
+        remedies=tuple(
+            replace(remedy, estimate=own_answer(remedy.estimate, gpu, own, plan.job.risk)) for remedy in plan.remedies
+        ),
         warnings=(*own_notes(plan.best, gpu, own), *plan.warnings),
     )
 
@@ -172,9 +184,15 @@ def _notes(answer: Estimate, gpu: Gpu, own: OwnResults) -> Iterator[str]:
 def _about_the_context(gpu: Gpu, own: OwnResults) -> Iterator[str]:
     """What CUDA took beside PyTorch in single processes without an engine, where that is not what is estimated."""
     recent = _measurements(result for result in own.of_gpu(gpu)[-NEWEST:])
-    alone = [each for each in recent if each.candidate.num_processes == 1 and each.candidate.vllm == "off" and each.ranks]
+    alone = [
+        each for each in recent if each.candidate.num_processes == 1 and each.candidate.vllm == "off" and each.ranks
+    ]
     peaks = [max(heaviest_rank(each).phases, key=lambda peak: peak.driver_bytes, default=None) for each in alone]
-    outside = [peak.driver_bytes - peak.reserved_bytes for peak in peaks if peak is not None and peak.driver_bytes and peak.reserved_bytes]
+    outside = [
+        peak.driver_bytes - peak.reserved_bytes
+        for peak in peaks
+        if peak is not None and peak.driver_bytes and peak.reserved_bytes
+    ]
     if outside and abs(median(outside) - context_bytes(gpu)) >= WORTH_SAYING_BYTES:
         yield (
             f"CUDA took {format_gib(median(outside), 2)} beside PyTorch on your {gpu.name} (median of {_count(len(outside), 'measurement')}); "
@@ -185,7 +203,9 @@ def _about_the_context(gpu: Gpu, own: OwnResults) -> Iterator[str]:
 def _probed(answer: Estimate, gpu: Gpu, own: OwnResults) -> tuple[list[Measurement], list[Measurement]]:
     """The user's probes of an answer's candidate that fitted such a card, and those that ran out of its memory."""
     probes = [probe for probe in _of(answer, gpu, own, "probe") if not silence(answer, probe)]
-    return [probe for probe in probes if probe.outcome == "fits"], [probe for probe in probes if probe.outcome == "out_of_memory"]
+    return [probe for probe in probes if probe.outcome == "fits"], [
+        probe for probe in probes if probe.outcome == "out_of_memory"
+    ]
 
 
 def _of(answer: Estimate, gpu: Gpu, own: OwnResults, source: Source) -> list[Measurement]:

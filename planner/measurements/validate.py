@@ -107,7 +107,11 @@ def validate(
             left_out.append(LeftOut(line=case.line, why=str(error)))
             continue
         rows += _rows(case, phases, its_cluster.gpu)
-        endings += [Ending(case=case, foreseen={rung: not fit for rung, fit in fits.items()})] if case.outcome == "out_of_memory" else []
+        endings += (
+            [Ending(case=case, foreseen={rung: not fit for rung, fit in fits.items()})]
+            if case.outcome == "out_of_memory"
+            else []
+        )
     return Validation(rows=tuple(rows), endings=tuple(endings), left_out=tuple(left_out), interrupted=interrupted)
 
 
@@ -161,15 +165,22 @@ def _probed(cases: Cases, probe: Probe | None, record: Path | None, say: Say) ->
         except KeyboardInterrupt:
             say("interrupted: the same command goes on from here" if record is not None else "interrupted")
             return known, True
-        if record is not None and known[key].outcome != "gpu_in_use":  # nothing was measured, so it is asked again another time
+        if (
+            record is not None and known[key].outcome != "gpu_in_use"
+        ):  # nothing was measured, so it is asked again another time
             append_line(record, measurement_line(known[key]))
     return known, False
 
 
-def _filled(cases: Cases, known: Mapping[str, Measurement], cluster: Cluster | None) -> tuple[list[Case], list[LeftOut]]:
+def _filled(
+    cases: Cases, known: Mapping[str, Measurement], cluster: Cluster | None
+) -> tuple[list[Case], list[LeftOut]]:
     """The cases with their figures, and what is left out because it has none."""
     read = [_with_figures(case, known, cluster) if case.outcome == "not measured" else case for case in cases.cases]
-    return [case for case in read if isinstance(case, Case)], [*cases.left_out, *(case for case in read if isinstance(case, LeftOut))]
+    return [case for case in read if isinstance(case, Case)], [
+        *cases.left_out,
+        *(case for case in read if isinstance(case, LeftOut)),
+    ]
 
 
 def _recorded(record: Path | None) -> dict[str, Measurement]:
@@ -201,7 +212,9 @@ def _with_figures(case: Case, known: Mapping[str, Measurement], cluster: Cluster
 # -- predicting --------------------------------------------------------------------------------------------------------
 
 
-def _predicted(case: Case, cluster: Cluster, simulate: Simulate | None, say: Say) -> tuple[dict[Evidence, tuple[PhaseMemory, ...]], dict[Evidence, bool]]:
+def _predicted(
+    case: Case, cluster: Cluster, simulate: Simulate | None, say: Say
+) -> tuple[dict[Evidence, tuple[PhaseMemory, ...]], dict[Evidence, bool]]:
     """The estimate of a case and, if wanted, its dry run: phases of the training GPU by rung, and whether each says that it fits."""
     answer = estimate(case.candidate, cluster)
     phases: dict[Evidence, tuple[PhaseMemory, ...]] = {"estimated": answer.gpus[0].phases}
@@ -212,13 +225,19 @@ def _predicted(case: Case, cluster: Cluster, simulate: Simulate | None, say: Say
         except PlanError as error:
             say(f"line {case.line} is not simulated: {error}")
         else:
-            phases["simulated"], fits["simulated"] = simulation.simulated, simulation.peak.total_bytes <= cluster.gpu.free_bytes
+            phases["simulated"], fits["simulated"] = (
+                simulation.simulated,
+                simulation.peak.total_bytes <= cluster.gpu.free_bytes,
+            )
     return phases, fits
 
 
 def _rows(case: Case, phases: Mapping[Evidence, tuple[PhaseMemory, ...]], gpu: Gpu) -> Iterator[Row]:
     for quantity, size in case.measured.items():
-        sizes = {rung: max(part_bytes(phase, quantity, case.candidate, gpu) for phase in found) for rung, found in phases.items()}
+        sizes = {
+            rung: max(part_bytes(phase, quantity, case.candidate, gpu) for phase in found)
+            for rung, found in phases.items()
+        }
         yield Row(case=case, quantity=quantity, measured_bytes=size, predicted=sizes)
 
 
@@ -230,8 +249,12 @@ def _cluster_of(case: Case, cluster: Cluster | None) -> Cluster:
     if gpu is None:
         raise InputError(f"Line {case.line} names no GPU. Say which one with --gpus, such as --gpus 1xA100-80G.")
     candidate = case.candidate
-    server = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
-    return Cluster(gpu=gpu, nodes=candidate.num_nodes, gpus_per_node=-(-candidate.num_processes // candidate.num_nodes) + server)
+    server = (
+        candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
+    )
+    return Cluster(
+        gpu=gpu, nodes=candidate.num_nodes, gpus_per_node=-(-candidate.num_processes // candidate.num_nodes) + server
+    )
 
 
 def _summaries(group: str, quantity: Quantity, rows: list[Row]) -> Iterator[Summary]:

@@ -34,7 +34,9 @@ class StackMemory:
 
 
 @lru_cache(maxsize=4096)
-def stack_memory(model: ModelShape, stack: StackRecipe, gradients_exist: bool, head_gradient_elements: int) -> StackMemory:
+def stack_memory(
+    model: ModelShape, stack: StackRecipe, gradients_exist: bool, head_gradient_elements: int
+) -> StackMemory:
     """Play every distinct layer once and lay the results along the depth.
 
         forward  at layer i: embedding + what layers 0..i-1 left + the layer's own moments
@@ -55,8 +57,16 @@ def stack_memory(model: ModelShape, stack: StackRecipe, gradients_exist: bool, h
     ends = first_and_last(parts)
     copies = sum(part.copies for part in parts)
     forward = [plus(left[i], moment) for i in ends for moment in parts[i].forward.moments]
-    backward = [plus(without_copies(left[i], parts[:i]), moment, gradients(learned[i + 1])) for i in ends for moment in parts[i].backward.moments]
-    inference = [plus(embedding, moment, autocast(i * parts[i].inference_copies)) for i in ends for moment in parts[i].memory.inference.moments]
+    backward = [
+        plus(without_copies(left[i], parts[:i]), moment, gradients(learned[i + 1]))
+        for i in ends
+        for moment in parts[i].backward.moments
+    ]
+    inference = [
+        plus(embedding, moment, autocast(i * parts[i].inference_copies))
+        for i in ends
+        for moment in parts[i].memory.inference.moments
+    ]
     heaviest = max((part.left for part in parts), key=lambda moment: moment.total)
     return StackMemory(left[-1], (0, 0, copies), envelope(forward), envelope(backward), envelope(inference), heaviest)
 
@@ -115,7 +125,9 @@ def trained_bytes(layer: Layer, recipe: Recipe) -> int:
         return layer.params * recipe.weight_width
     adapted = [linear for linear in layer.linears if linear.name in recipe.lora_targets]
     elements = sum(recipe.lora_r * (linear.in_features + linear.out_features) for linear in adapted)
-    return (elements + (expert_adapter_elements(layer, recipe.lora_r) if recipe.lora_experts else 0)) * recipe.adapter_width
+    return (
+        elements + (expert_adapter_elements(layer, recipe.lora_r) if recipe.lora_experts else 0)
+    ) * recipe.adapter_width
 
 
 def expert_adapter_elements(layer: Layer, lora_r: int) -> int:
@@ -124,7 +136,9 @@ def expert_adapter_elements(layer: Layer, lora_r: int) -> int:
     if not isinstance(block, Experts):
         return 0
     rank, inner, hidden = block.num_experts * lora_r, block.moe_intermediate_size, layer.hidden_size
-    return FUSED_BRANCHES * rank * (hidden + 2 * inner) + rank * (inner + hidden) + lora_r * (hidden + block.num_experts)
+    return (
+        FUSED_BRANCHES * rank * (hidden + 2 * inner) + rank * (inner + hidden) + lora_r * (hidden + block.num_experts)
+    )
 
 
 def first_and_last(parts: list[LayerPart]) -> list[int]:

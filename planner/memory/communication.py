@@ -28,7 +28,9 @@ REUSE_PASSES = 2
 REUSE_PASSES_RECOMPUTED = 3
 
 GATHERED_LAYERS = 2  # FSDP2 holds the layer it computes and has gathered the next: torch, distributed/fsdp/_fully_shard/_fsdp_param_group.py
-MERGE_COPIES = 2  # B @ A, and its product with the scaling. Source: peft 0.21.2, tuners/lora/layer.py `get_delta_weight`
+MERGE_COPIES = (
+    2  # B @ A, and its product with the scaling. Source: peft 0.21.2, tuners/lora/layer.py `get_delta_weight`
+)
 MERGE_COPIES_4BIT = 2  # the dequantized weight and the sum. Source: peft 0.21.2, tuners/lora/bnb.py `Linear4bit.merge`
 
 
@@ -88,7 +90,9 @@ def gather_bytes(candidate: Candidate, pass_name: str) -> int:
     if candidate.sharding in ("zero1", "zero2"):
         return _bucket_bytes(candidate) if pass_name == "backward" else 0
     if candidate.sharding == "zero3":
-        return _zero3_live_params(counted, candidate.model.hidden_size, candidate.gradient_checkpointing) * base_dtype_bytes(candidate)
+        return _zero3_live_params(
+            counted, candidate.model.hidden_size, candidate.gradient_checkpointing
+        ) * base_dtype_bytes(candidate)
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     layer, tail, trained = _fsdp2_units(candidate.model, counted, candidate.quantization in BITSANDBYTES)
     reduced = GATHERED_LAYERS * trained if pass_name == "backward" else 0
@@ -117,7 +121,11 @@ def weight_sync_bytes(candidate: Candidate) -> int:
     counted = policy_parameters(candidate)
     merged = _merge_bytes(candidate, counted)
     if candidate.sharding == "zero3" and not alone(candidate):
-        return merged + (_whole_model_bytes(candidate) if candidate.tuning == "lora" else counted.largest_params * base_dtype_bytes(candidate))
+        return merged + (
+            _whole_model_bytes(candidate)
+            if candidate.tuning == "lora"
+            else counted.largest_params * base_dtype_bytes(candidate)
+        )
     if candidate.sharding == "fsdp2" and not alone(candidate):
         return merged + counted.unquantized_tensors.largest * base_dtype_bytes(candidate)
     return merged
@@ -138,7 +146,9 @@ def _merge_bytes(candidate: Candidate, counted: Parameters) -> int:
     if targets_experts(candidate.model, candidate.lora_target_modules):
         parts = (*parts, "expert")
     largest = _largest_of(counted, parts)
-    dequantized = MERGE_COPIES_4BIT * DTYPE_BYTES[candidate.dtype] if candidate.quantization in ("nf4", "nf4-double") else 0
+    dequantized = (
+        MERGE_COPIES_4BIT * DTYPE_BYTES[candidate.dtype] if candidate.quantization in ("nf4", "nf4-double") else 0
+    )
     return largest * (MERGE_COPIES * adapter_dtype_bytes(candidate) + dequantized)
 
 

@@ -23,7 +23,10 @@ def trained_groups(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
     if candidate.tuning == "full":
         groups = [(counted.base_tensors, base_dtype_bytes(candidate))]
     else:
-        groups = [(counted.adapter_tensors, adapter_dtype_bytes(candidate)), (counted.copied_tensors, copied_dtype_bytes(candidate))]
+        groups = [
+            (counted.adapter_tensors, adapter_dtype_bytes(candidate)),
+            (counted.copied_tensors, copied_dtype_bytes(candidate)),
+        ]
     if candidate.method_row.value_model:
         groups.append((value_parameters(candidate).base_tensors, base_dtype_bytes(candidate)))
     return tuple(group for group in groups if group[0].kinds)
@@ -60,7 +63,10 @@ def gradients_bytes(candidate: Candidate) -> int:
     Leaves out DDP's second copy (communication.py); that ZeRO-1 has dropped other ranks' small gradients by then.
     """
     if candidate.optim in FUSED_BACKWARD:
-        return sum(FUSED_GRADIENTS_ALIVE * rounded_bytes(tensors.largest * size) for tensors, size in learning_groups(candidate))
+        return sum(
+            FUSED_GRADIENTS_ALIVE * rounded_bytes(tensors.largest * size)
+            for tensors, size in learning_groups(candidate)
+        )
     kept = accumulated_gradients_bytes(candidate)
     return kept + touched_gradients_bytes(candidate) if candidate.accumulates else kept
 
@@ -84,9 +90,17 @@ def step_gradients_bytes(candidate: Candidate) -> int:
     if candidate.sharding in ("zero1", "zero2"):
         return touched_gradients_bytes(candidate)
     if candidate.sharding == "zero3":
-        return 0 if candidate.offload_optimizer else sum(rounded_bytes(zero3_elements(tensors, processes) * size) for tensors, size in groups)
+        return (
+            0
+            if candidate.offload_optimizer
+            else sum(rounded_bytes(zero3_elements(tensors, processes) * size) for tensors, size in groups)
+        )
     if candidate.sharding == "fsdp2":
-        return 0 if candidate.offload_param else sum(rounded_bytes(fsdp2_shards(tensors, processes).params * size) for tensors, size in groups)
+        return (
+            0
+            if candidate.offload_param
+            else sum(rounded_bytes(fsdp2_shards(tensors, processes).params * size) for tensors, size in groups)
+        )
     return sum(tensor_bytes(tensors, size) for tensors, size in groups)
 
 
@@ -105,7 +119,13 @@ def touched_gradients_bytes(candidate: Candidate) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _touched_elements(model: ModelShape, head: Head, lora: tuple[int, tuple[str, ...]] | tuple[()], others: tuple[TensorSet, ...], num_processes: int) -> int:
+def _touched_elements(
+    model: ModelShape,
+    head: Head,
+    lora: tuple[int, tuple[str, ...]] | tuple[()],
+    others: tuple[TensorSet, ...],
+    num_processes: int,
+) -> int:
     """Of the rank that has most; the optimizer's groups are cut each by itself."""
     ordered = lora_in_order(model, *lora) if lora else tensors_in_order(model, head)
     ranks = [0] * num_processes
@@ -113,9 +133,15 @@ def _touched_elements(model: ModelShape, head: Head, lora: tuple[int, tuple[str,
     for group in decay_groups(every):
         piece, start = flat_elements(group.params, num_processes) // num_processes, 0
         for kind in group.kinds:
-            whole = len(kind.shape) > 1 or kind.part == "vector"  # what is only counted has no shape, and is taken as fine-grained
+            whole = (
+                len(kind.shape) > 1 or kind.part == "vector"
+            )  # what is only counted has no shape, and is taken as fine-grained
             for _ in range(kind.count):
                 for rank in range(start // piece, (start + kind.elements - 1) // piece + 1):
-                    ranks[rank] += kind.elements if whole else min(start + kind.elements, (rank + 1) * piece) - max(start, rank * piece)
+                    ranks[rank] += (
+                        kind.elements
+                        if whole
+                        else min(start + kind.elements, (rank + 1) * piece) - max(start, rank * piece)
+                    )
                 start += kind.elements
     return max(ranks)

@@ -48,7 +48,10 @@ def loading_bytes(candidate: Candidate, processes: int) -> int:
     """
     if processes == 1 or candidate.quantization in BITSANDBYTES or candidate.sharding in ("none", "zero3"):
         return 0
-    whole = sum(parameters(model, "full", 1, (), "none", "lm_head").base for model in loaded_models(candidate)) * DTYPE_BYTES[candidate.dtype]
+    whole = (
+        sum(parameters(model, "full", 1, (), "none", "lm_head").base for model in loaded_models(candidate))
+        * DTYPE_BYTES[candidate.dtype]
+    )
     return whole if candidate.sharding == "fsdp2" else whole * processes
 
 
@@ -72,7 +75,9 @@ def offloaded_activation_bytes(candidate: Candidate, cluster: Cluster) -> int:
     if not (candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)):
         return 0
     recipe = stack_recipe(candidate, cluster.gpu.supports_flash_attention_2)
-    per_token, per_score, fixed = dict(stack_memory(candidate.model, recipe, True, 0).saved.kinds).get("activations", (0, 0, 0))
+    per_token, per_score, fixed = dict(stack_memory(candidate.model, recipe, True, 0).saved.kinds).get(
+        "activations", (0, 0, 0)
+    )
     return per_token * candidate.tokens + per_score * candidate.scores + fixed
 
 

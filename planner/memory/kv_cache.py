@@ -66,7 +66,12 @@ def mla_expansion_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: 
     `kv_b_proj` expands the whole latent for every new token, and the keys are copied together with their rotary part.
     Source: transformers/models/deepseek_v3/modeling_deepseek_v3.py:407-424, expand_kv.
     """
-    return rows * tokens * dtype_bytes * max((_expanded_elements(layer.attention) for layer, _ in model.layer_kinds), default=0)
+    return (
+        rows
+        * tokens
+        * dtype_bytes
+        * max((_expanded_elements(layer.attention) for layer, _ in model.layer_kinds), default=0)
+    )
 
 
 def generation_logits_bytes(model: ModelShape, rows: int, logits_dtype_bytes: int = FLOAT32_BYTES) -> int:

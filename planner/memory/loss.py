@@ -77,8 +77,12 @@ def fused(head: Head) -> LossMemory:
     """
     tile = tile_bytes(head, head.compute_width)
     labelled = head.labelled_tokens * head.hidden_size
-    cast_weight = head.compute_width * head.hidden_size if head.weight_width != head.compute_width else 0  # bytes a word
-    hidden_chunk = head.compute_width * chunk_tokens(head) * head.hidden_size if head.hidden_width != head.compute_width else 0
+    cast_weight = (
+        head.compute_width * head.hidden_size if head.weight_width != head.compute_width else 0
+    )  # bytes a word
+    hidden_chunk = (
+        head.compute_width * chunk_tokens(head) * head.hidden_size if head.hidden_width != head.compute_width else 0
+    )
     saved = head.final_norm_bytes + labelled * head.hidden_width + 32 * head.labelled_tokens
     last_hidden = head.tokens * head.hidden_size * head.hidden_width
     gradients = FLOAT32 * labelled + (FLOAT32 * head.weight_elements if head.trainable else 0)
@@ -86,7 +90,12 @@ def fused(head: Head) -> LossMemory:
         head.weight_width * head.weight_elements if head.trainable and head.weight_width != FLOAT32 else 0
     )
     return LossMemory(
-        forward=saved + last_hidden + 28 * head.labelled_tokens + tile + cast_weight * min(VOCABULARY_CHUNK, head.vocab_size) + hidden_chunk,
+        forward=saved
+        + last_hidden
+        + 28 * head.labelled_tokens
+        + tile
+        + cast_weight * min(VOCABULARY_CHUNK, head.vocab_size)
+        + hidden_chunk,
         saved=saved,
         backward=saved + tile + gradients + max(cast_weight * named_columns(head) + hidden_chunk, casts),
     )
@@ -101,7 +110,9 @@ def divergence(head: Head) -> LossMemory:
     alone = fused(head)
     extra = 2 * tile_bytes(head, FLOAT32) - tile_bytes(head, head.compute_width)
     teacher = head.labelled_tokens * head.hidden_size * head.hidden_width
-    gradient_tile = head.compute_width * chunk_tokens(head) * named_columns(head) if head.compute_width != FLOAT32 else 0
+    gradient_tile = (
+        head.compute_width * chunk_tokens(head) * named_columns(head) if head.compute_width != FLOAT32 else 0
+    )
     return LossMemory(
         forward=alone.forward + extra + teacher,
         saved=alone.saved + teacher,
@@ -157,7 +168,9 @@ def liger(head: Head) -> LossMemory:
     saved = head.final_norm_bytes + hidden + gradients
     upcast = FLOAT32 if head.compute_width != FLOAT32 else 0
     product = (head.compute_width + upcast) * head.weight_elements if head.trainable else 0
-    return LossMemory(forward=saved + chunk + max(chunk + head.weight_cast_bytes, product), saved=saved, backward=saved + gradients)
+    return LossMemory(
+        forward=saved + chunk + max(chunk + head.weight_cast_bytes, product), saved=saved, backward=saved + gradients
+    )
 
 
 def liger_chunk_tokens(head: Head) -> int:
@@ -220,13 +233,23 @@ def log_softmax(head: Head) -> LossMemory:
     Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py:1126-1138; accelerate 1.15, accelerator.py:1824-1835.
     """
     kept = head.final_norm_bytes + head.tokens * head.hidden_size * head.hidden_width + head.weight_cast_bytes
-    every, completion, converted = head.tokens * head.vocab_size, head.labelled_tokens * head.vocab_size, FLOAT32 + head.compute_width
+    every, completion, converted = (
+        head.tokens * head.vocab_size,
+        head.labelled_tokens * head.vocab_size,
+        FLOAT32 + head.compute_width,
+    )
     gradient = head.weight_width * head.weight_elements + head.weight_cast_bytes if head.trainable else 0
     kept += head.compute_width * every if head.softcapped else 0  # tanh's output
     return LossMemory(
         forward=kept + max(converted * every, FLOAT32 * (every + completion)),
         saved=kept + FLOAT32 * completion,
-        backward=kept + max(3 * FLOAT32 * completion, FLOAT32 * (every + completion), converted * every, head.compute_width * every + gradient),
+        backward=kept
+        + max(
+            3 * FLOAT32 * completion,
+            FLOAT32 * (every + completion),
+            converted * every,
+            head.compute_width * every + gradient,
+        ),
         frozen=max(converted * every, FLOAT32 * (every + completion)),
     )
 
@@ -234,7 +257,11 @@ def log_softmax(head: Head) -> LossMemory:
 def score(head: Head) -> LossMemory:
     """Reward: one number a row from the last hidden state (modeling_layers.py, GenericForSequenceClassification)."""
     hidden = head.tokens * head.hidden_size * head.hidden_width
-    return LossMemory(forward=head.final_norm_bytes + 2 * hidden, saved=head.final_norm_bytes + hidden, backward=head.final_norm_bytes + 3 * hidden)
+    return LossMemory(
+        forward=head.final_norm_bytes + 2 * hidden,
+        saved=head.final_norm_bytes + hidden,
+        backward=head.final_norm_bytes + 3 * hidden,
+    )
 
 
 FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
@@ -255,7 +282,11 @@ LINEAR_HEAD: frozenset[Loss] = frozenset({"logits", "logits_cross_entropy", "log
 
 def loss_of(candidate: Candidate) -> Loss:
     """The loss that the TRL release in force computes for this method."""
-    if candidate.use_liger_kernel and candidate.method in ("sft", "dpo", "kto", "grpo") and release(candidate.trl_version) < FUSED_SINCE:
+    if (
+        candidate.use_liger_kernel
+        and candidate.method in ("sft", "dpo", "kto", "grpo")
+        and release(candidate.trl_version) < FUSED_SINCE
+    ):
         return "liger"
     for last, losses in ERAS:
         if release(candidate.trl_version) <= last and candidate.method in losses:

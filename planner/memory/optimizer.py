@@ -18,7 +18,11 @@ QUANTIZED_MAP_BYTES = 256 * FLOAT32_BYTES  # the values that 256 codes stand for
 BNB_MIN_8BIT_ELEMENTS = 4096
 BNB_BLOCK = 256
 BNB_MIN_PAGED_ELEMENTS = 10**5
-BNB_STATES: dict[int, tuple[int, ...]] = {1: (1,), 2: (1, 1), 3: (2, 1)}  # how many times a parameter each state is: ademamix doubles its first
+BNB_STATES: dict[int, tuple[int, ...]] = {
+    1: (1,),
+    2: (1, 1),
+    3: (2, 1),
+}  # how many times a parameter each state is: ademamix doubles its first
 # torchao 0.18, optim/adam.py:74 (at least 4096 elements and whole blocks), block_size 256 from transformers 5.23, trainer_optimizer.py.
 TORCHAO_MIN_ELEMENTS = 4096
 TORCHAO_BLOCK = 256
@@ -166,7 +170,9 @@ def step_temporaries_bytes(candidate: Candidate) -> int:
     if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
         return 0
     groups = _optimized(candidate)
-    found = sum(step_bytes(_stepped_at_once(tensors, candidate.sharding), size, candidate.optim) for tensors, size in groups)
+    found = sum(
+        step_bytes(_stepped_at_once(tensors, candidate.sharding), size, candidate.optim) for tensors, size in groups
+    )
     for tensors, _ in groups:
         if candidate.sharding == "zero3":
             found += min(SUB_GROUP_SIZE, tensors.params) * FLOAT32_BYTES
@@ -186,7 +192,10 @@ def _stepped_at_once(tensors: TensorSet, sharding: Sharding) -> TensorSet:
 
 def _optimized(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
     float32 = candidate.sharding in DEEPSPEED
-    return tuple((optimized_tensors(tensors, candidate), FLOAT32_BYTES if float32 else size) for tensors, size in learning_groups(candidate))
+    return tuple(
+        (optimized_tensors(tensors, candidate), FLOAT32_BYTES if float32 else size)
+        for tensors, size in learning_groups(candidate)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -196,7 +205,9 @@ def state_bytes(tensors: TensorSet, bytes_per_param: int, optim: Optimizer, page
         return 0
     found = sum(_tensor_state_bytes(kind, bytes_per_param, row, paged) * kind.count for kind in tensors.kinds)
     if row.kind == "bitsandbytes" and row.codes and not paged:
-        found += min(row.codes, 2) * QUANTIZED_MAP_BYTES  # one map for signed and one for unsigned states, shared by all tensors
+        found += (
+            min(row.codes, 2) * QUANTIZED_MAP_BYTES
+        )  # one map for signed and one for unsigned states, shared by all tensors
     return found
 
 
@@ -206,7 +217,11 @@ def _tensor_state_bytes(kind: Tensors, size: int, row: OptimizerRow, paged: bool
     if row.kind == "torchao":
         return _torchao_bytes(kind.elements, size, row)
     if row.kind == "factored":
-        sums = [kind.elements] if len(kind.shape) < 2 else [kind.elements // kind.shape[-1], kind.elements // kind.shape[-2]]
+        sums = (
+            [kind.elements]
+            if len(kind.shape) < 2
+            else [kind.elements // kind.shape[-1], kind.elements // kind.shape[-2]]
+        )
         return sum(rounded_bytes(n * FLOAT32_BYTES) for n in sums)
     if row.kind in ("galore", "apollo"):
         return _low_rank_bytes(kind, size, row)
@@ -232,7 +247,9 @@ def _torchao_bytes(n: int, size: int, row: OptimizerRow) -> int:
     if n < TORCHAO_MIN_ELEMENTS or n % TORCHAO_BLOCK:
         return row.codes * rounded_bytes(n * size)
     scales = rounded_bytes(n // TORCHAO_BLOCK * FLOAT32_BYTES)
-    return row.codes * (rounded_bytes(n * row.bits // 8) + scales + rounded_bytes(TORCHAO_CODES[row.bits] * FLOAT32_BYTES))
+    return row.codes * (
+        rounded_bytes(n * row.bits // 8) + scales + rounded_bytes(TORCHAO_CODES[row.bits] * FLOAT32_BYTES)
+    )
 
 
 def _low_rank_bytes(kind: Tensors, size: int, row: OptimizerRow) -> int:
@@ -252,9 +269,15 @@ def step_bytes(tensors: TensorSet, size: int, optim: Optimizer) -> int:
     copies = row.step_copies * sum(rounded_bytes(kind.elements * size) * kind.count for kind in tensors.kinds)
     largest = tensors.largest
     if row.kind == "galore":
-        shapes = [sorted(kind.shape) for kind in tensors.kinds if len(kind.shape) == 2 and kind.part in LOW_RANK_PARTS | {"adapter"}]
+        shapes = [
+            sorted(kind.shape)
+            for kind in tensors.kinds
+            if len(kind.shape) == 2 and kind.part in LOW_RANK_PARTS | {"adapter"}
+        ]
         small, large = max(shapes, key=lambda shape: shape[0] * shape[1], default=[0, 0])
-        work = small * large * (1 if size == FLOAT32_BYTES else 2)  # the decomposition's own copy, and a float32 one of a 16-bit gradient
+        work = (
+            small * large * (1 if size == FLOAT32_BYTES else 2)
+        )  # the decomposition's own copy, and a float32 one of a 16-bit gradient
         return (work + small * large + small * small) * FLOAT32_BYTES
     if row.kind == "apollo":  # the scaled gradient and its limited copy, and two moments' worth in rank r
         longest = max((max(kind.shape) for kind in tensors.kinds if len(kind.shape) == 2), default=0)

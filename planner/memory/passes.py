@@ -28,7 +28,9 @@ class Passes:
     head: Head
     loss: LossMemory
     idle: Components  # alive in every phase
-    training: Components  # alive during a micro-step: the same, gradients that stay, the attention mask that all layers share
+    training: (
+        Components  # alive during a micro-step: the same, gradients that stay, the attention mask that all layers share
+    )
 
 
 def passes_of(candidate: Candidate, gpu: Gpu) -> Passes:
@@ -38,7 +40,10 @@ def passes_of(candidate: Candidate, gpu: Gpu) -> Passes:
     trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
     stay = gradients_stay(candidate)
     idle = dict(states.resident)
-    training: Components = {"gradients": states.accumulated_gradients if stay else 0, "attention_scores": recipe.mask_widths * scores}
+    training: Components = {
+        "gradients": states.accumulated_gradients if stay else 0,
+        "attention_scores": recipe.mask_widths * scores,
+    }
     return Passes(
         candidate=candidate,
         tokens=head.tokens,
@@ -82,7 +87,8 @@ def head_of(candidate: Candidate) -> Head:
         weight_width=width,
         compute_width=autocast_width(candidate) or width,
         trainable=candidate.tuning == "full",
-        softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None) is not None,  # Gemma2Config's default
+        softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None)
+        is not None,  # Gemma2Config's default
     )
 
 
@@ -112,8 +118,14 @@ def remaining(passes: Passes, moment: Moment) -> Moment:
         return moment
     kinds = dict(moment.kinds)
     for kind in ("activations", "attention_scores"):
-        held, saved, layer = (dict(each.kinds).get(kind, NOTHING) for each in (moment, passes.stack.saved, passes.stack.one_layer))
-        kinds[kind] = (max(held[0] - saved[0], 0) + min(held[0], layer[0]), max(held[1] - saved[1], 0) + min(held[1], layer[1]), held[2])
+        held, saved, layer = (
+            dict(each.kinds).get(kind, NOTHING) for each in (moment, passes.stack.saved, passes.stack.one_layer)
+        )
+        kinds[kind] = (
+            max(held[0] - saved[0], 0) + min(held[0], layer[0]),
+            max(held[1] - saved[1], 0) + min(held[1], layer[1]),
+            held[2],
+        )
     return Moment(moment.total, tuple(kinds.items()))
 
 

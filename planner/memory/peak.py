@@ -6,9 +6,26 @@ from planner.candidate import Candidate, Seen, training_of
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import stack_memory
 from planner.memory.engine.budget import EngineMemory
-from planner.memory.kv_cache import generation_logits_bytes, kv_cache_dtype_bytes, kv_cache_peak_bytes, mla_expansion_bytes, prefill_cache_bytes
+from planner.memory.kv_cache import (
+    generation_logits_bytes,
+    kv_cache_dtype_bytes,
+    kv_cache_peak_bytes,
+    mla_expansion_bytes,
+    prefill_cache_bytes,
+)
 from planner.memory.loss import LINEAR_HEAD, loss_of
-from planner.memory.passes import Components, Passes, at, at_moment, gradients_stay, passes_of, remaining, sizes, together, total
+from planner.memory.passes import (
+    Components,
+    Passes,
+    at,
+    at_moment,
+    gradients_stay,
+    passes_of,
+    remaining,
+    sizes,
+    together,
+    total,
+)
 from planner.memory.runtime import fragmentation_bytes
 from planner.memory.stack_recipe import frozen_recipe, without_adapters
 from planner.quantities import Phase, PhaseMemory
@@ -19,7 +36,10 @@ def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) ->
 
     `engine` is the vLLM engine in the same process, None without one.
     """
-    return tuple(finished(name, {**components, **engine_in(name, engine)}, candidate) for name, components in _of_training(training_of(candidate), gpu))
+    return tuple(
+        finished(name, {**components, **engine_in(name, engine)}, candidate)
+        for name, components in _of_training(training_of(candidate), gpu)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -33,8 +53,15 @@ def _of_training(training: Seen, gpu: Gpu) -> tuple[tuple[Phase, Components], ..
         rows += [("rollout", rollout(passes))]
     if scores_before_training(candidate):
         rows += [("score", score(passes))]
-    rows += [("forward", forward(passes)), ("loss", loss(passes)), ("backward", backward(passes)), ("optimizer_step", optimizer_step(passes))]
-    return tuple((name, {component: size for component, size in components.items() if size}) for name, components in rows)
+    rows += [
+        ("forward", forward(passes)),
+        ("loss", loss(passes)),
+        ("backward", backward(passes)),
+        ("optimizer_step", optimizer_step(passes)),
+    ]
+    return tuple(
+        (name, {component: size for component, size in components.items() if size}) for name, components in rows
+    )
 
 
 def engine_in(name: Phase, engine: EngineMemory | None) -> Components:
@@ -113,7 +140,9 @@ def score(passes: Passes) -> Components:
 
 def forward(passes: Passes) -> Components:
     """The heaviest layer on the way up."""
-    return together(passes.training, at_moment(passes, passes.stack.forward), {"communication": passes.states.forward_gather})
+    return together(
+        passes.training, at_moment(passes, passes.stack.forward), {"communication": passes.states.forward_gather}
+    )
 
 
 def loss(passes: Passes) -> Components:
@@ -122,7 +151,9 @@ def loss(passes: Passes) -> Components:
     own: Components = {"loss": passes.loss.forward, "communication": passes.states.forward_gather}
     other = frozen_forward(passes)
     if other:
-        dropped: Components = {"autocast_copies": -passes.stack.copies[2]}  # by then autocast has let go of the policy's copies
+        dropped: Components = {
+            "autocast_copies": -passes.stack.copies[2]
+        }  # by then autocast has let go of the policy's copies
         beside: Components = {"loss": passes.loss.saved, "communication": passes.states.forward_gather}
         own = max(own, together(beside, other, dropped), key=total)
     return together(passes.training, kept, own)
@@ -142,7 +173,9 @@ def frozen_forward(passes: Passes) -> Components:
     recipe = frozen_recipe(candidate, passes.recipe.flash) if apart else without_adapters(passes.recipe)
     stack = stack_memory(other, recipe, True, 0)
     layers = at(stack.inference, passes.tokens, passes.scores)
-    head: Components = {"loss": passes.loss.frozen_bytes if compares else 0}  # a teacher's logits are part of the loss' own formula
+    head: Components = {
+        "loss": passes.loss.frozen_bytes if compares else 0
+    }  # a teacher's logits are part of the loss' own formula
     return max(layers, head, key=total)
 
 
@@ -156,7 +189,9 @@ def backward(passes: Passes) -> Components:
     if gradients_stay(passes.candidate):
         gather["gradients"] = states.gradients - states.accumulated_gradients
     layers = together(gather, at_moment(passes, passes.stack.backward))
-    return together(passes.training, max(layers, together(gather, head_backward(passes)), embedding_backward(passes), key=total))
+    return together(
+        passes.training, max(layers, together(gather, head_backward(passes)), embedding_backward(passes), key=total)
+    )
 
 
 def head_backward(passes: Passes) -> Components:
@@ -176,9 +211,12 @@ def embedding_backward(passes: Passes) -> Components:
     copies = (2 if view else 1) if tied or gradients_stay(candidate) else 0
     return {
         "gradients": passes.states.gradients - passes.training.get("gradients", 0),
-        "transients": passes.tokens * model.hidden_size * width + (copies * model.embed_params * width if candidate.tuning == "full" else 0),
+        "transients": passes.tokens * model.hidden_size * width
+        + (copies * model.embed_params * width if candidate.tuning == "full" else 0),
     }
 
 
 def optimizer_step(passes: Passes) -> Components:
-    return together(passes.idle, {"gradients": passes.states.step_gradients, "transients": passes.states.step_temporaries})
+    return together(
+        passes.idle, {"gradients": passes.states.step_gradients, "transients": passes.states.step_temporaries}
+    )

@@ -52,7 +52,9 @@ def context_bytes(gpu: Gpu) -> int:
 
 def cublas_bytes(gpu: Gpu) -> int:
     """Bytes of cuBLAS workspaces in one training process: two of 8,519,680, from Hopper on two of 32 MiB."""
-    return CUBLAS_HANDLES * (CUBLAS_WORKSPACE_HOPPER_BYTES if gpu.compute_capability >= HOPPER else CUBLAS_WORKSPACE_BYTES)
+    return CUBLAS_HANDLES * (
+        CUBLAS_WORKSPACE_HOPPER_BYTES if gpu.compute_capability >= HOPPER else CUBLAS_WORKSPACE_BYTES
+    )
 
 
 def runtime_bytes(gpu: Gpu, candidate: Candidate) -> int:

@@ -31,7 +31,11 @@ WITHOUT_AUTOCAST = ("distillation",)
 FLASH_HEAD_DIM = 256  # pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash
 EFFICIENT_ALIGNMENT_BYTES = 16  # of a head, the same file, check_head_dim_size_mem_efficient and minimum_gemm_alignment
 # Falcon's own forward gives sdpa a mask always (modeling_falcon.py), with one key for all heads or with keys copied to every head.
-FALCON_KERNELS: dict[str, Kernel] = {"multi_query": "math", "grouped_repeated": "efficient", "heads_selected": "efficient"}
+FALCON_KERNELS: dict[str, Kernel] = {
+    "multi_query": "math",
+    "grouped_repeated": "efficient",
+    "heads_selected": "efficient",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +105,9 @@ def with_data(recipe: Recipe, candidate: Candidate, flash: bool) -> StackRecipe:
         masked=masked,
         unpads=candidate.pads,
         windows_active=windows_active,
-        mask_widths=mask_widths(candidate.model, candidate.attn_implementation, masked, windows_active, recipe.weight_width),
+        mask_widths=mask_widths(
+            candidate.model, candidate.attn_implementation, masked, windows_active, recipe.weight_width
+        ),
         gradient_checkpointing=candidate.gradient_checkpointing,
         every_n_layers=candidate.checkpoint_every_n_layers,
         flash=flash,
@@ -121,7 +127,9 @@ def compute_weight_width(candidate: Candidate) -> int:
 
 
 @lru_cache(maxsize=1024)
-def mask_widths(model: ModelShape, attn_implementation: AttentionImplementation, masked: bool, windows_active: bool, width: int) -> int:
+def mask_widths(
+    model: ModelShape, attn_implementation: AttentionImplementation, masked: bool, windows_active: bool, width: int
+) -> int:
     """Bytes a score of the masks that all layers share: a bool for sdpa, a number of the hidden dtype for eager; one for each window.
 
     Source: transformers 5.23, masking_utils.py `sdpa_mask` and `eager_mask`.
@@ -154,7 +162,10 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
         return "flash_varlen" if stack.unpads else "flash"
     if attention.qkv_layout in FALCON_KERNELS:
         return FALCON_KERNELS[attention.qkv_layout]
-    aligned = all(head * stack.recipe.compute_width % EFFICIENT_ALIGNMENT_BYTES == 0 for head in (attention.head_dim, attention.v_head_dim))
+    aligned = all(
+        head * stack.recipe.compute_width % EFFICIENT_ALIGNMENT_BYTES == 0
+        for head in (attention.head_dim, attention.v_head_dim)
+    )
     if stack.masked or (stack.windows_active and attention.sliding_window is not None):
         return "efficient" if aligned else "math"
     small = attention.head_dim == attention.v_head_dim <= FLASH_HEAD_DIM

@@ -23,7 +23,9 @@ NESTED_CODES = 256
 # Source: transformers 5.23, integrations/finegrained_fp8.py `FP8Linear.weight_scale_inv`.
 FP8_BLOCK = 128
 
-MXFP4_BLOCK = 32  # one 8-bit scale for 32 weights. Source: transformers 5.23, integrations/mxfp4.py, `Mxfp4GptOssExperts`
+MXFP4_BLOCK = (
+    32  # one 8-bit scale for 32 weights. Source: transformers 5.23, integrations/mxfp4.py, `Mxfp4GptOssExperts`
+)
 
 # Methods whose trainers prepare a bitsandbytes model by PEFT's old recipe, with what that leaves on a 4-bit base under bf16: bytes of
 # norms and biases, of embeddings and head. Source: trl 1.16, experimental/cpo/cpo_trainer.py:208-253, orpo_trainer.py:218-263 with
@@ -63,10 +65,14 @@ def policy_weights_bytes(candidate: Candidate) -> int:
     Leaves out what loading needs on top (host.py).
     """
     counted = policy_parameters(candidate)
-    kept = sharded_bytes(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate, trained=candidate.tuning == "full")
+    kept = sharded_bytes(
+        counted.unquantized_tensors, base_dtype_bytes(candidate), candidate, trained=candidate.tuning == "full"
+    )
     if candidate.quantization in BITSANDBYTES and candidate.method in KBIT_PREPARED:
         kept = _kbit_prepared_bytes(counted, candidate)
-    return kept + quantized_bytes(counted.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size)
+    return kept + quantized_bytes(
+        counted.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
+    )
 
 
 def reference_weights_bytes(candidate: Candidate) -> int:
@@ -77,8 +83,15 @@ def reference_weights_bytes(candidate: Candidate) -> int:
     Leaves out the copy of a ready-made adapter ("ref").
     """
     row = candidate.method_row
-    precomputed = candidate.precompute_ref_log_probs and candidate.method in ("dpo", "kto") and candidate.sharding != "fsdp2"
-    if candidate.tuning == "lora" or precomputed or row.reference == "never" or (row.reference == "beta" and not candidate.beta):
+    precomputed = (
+        candidate.precompute_ref_log_probs and candidate.method in ("dpo", "kto") and candidate.sharding != "fsdp2"
+    )
+    if (
+        candidate.tuning == "lora"
+        or precomputed
+        or row.reference == "never"
+        or (row.reference == "beta" and not candidate.beta)
+    ):
         return 0
     return _frozen_bytes(candidate.model, "lm_head", candidate)
 
@@ -99,7 +112,11 @@ def value_weights_bytes(candidate: Candidate) -> int:
     """
     if not candidate.method_row.value_model:
         return 0
-    size = SIXTEEN_BIT_BYTES if candidate.sharding in DEEPSPEED and candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    size = (
+        SIXTEEN_BIT_BYTES
+        if candidate.sharding in DEEPSPEED and candidate.precision != "no"
+        else DTYPE_BYTES[candidate.dtype]
+    )
     return sharded_bytes(value_parameters(candidate).base_tensors, size, candidate, trained=True)
 
 
@@ -115,8 +132,13 @@ def teacher_weights_bytes(candidate: Candidate) -> int:
     """
     if not candidate.method_row.teacher or candidate.teacher_model is None:
         return 0
-    if candidate.sharding == "fsdp2":  # prepare_model(evaluation_mode=True) does not shard: accelerate 1.15, accelerator.py:1882
-        return tensor_bytes(parameters(candidate.teacher_model, "full", 1, (), "none", "lm_head").base_tensors, DTYPE_BYTES[candidate.dtype])
+    if (
+        candidate.sharding == "fsdp2"
+    ):  # prepare_model(evaluation_mode=True) does not shard: accelerate 1.15, accelerator.py:1882
+        return tensor_bytes(
+            parameters(candidate.teacher_model, "full", 1, (), "none", "lm_head").base_tensors,
+            DTYPE_BYTES[candidate.dtype],
+        )
     return _frozen_bytes(candidate.teacher_model, "lm_head", candidate)
 
 
@@ -177,7 +199,11 @@ def _quantized_tensor_bytes(shape: tuple[int, ...], quantization: Quantization, 
 
 def _frozen_bytes(model: ModelShape, head: str, candidate: Candidate) -> int:
     tensors = parameters(model, "full", 1, (), "none", "score" if head == "score" else "lm_head").base_tensors
-    size = SIXTEEN_BIT_BYTES if candidate.sharding in DEEPSPEED and candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    size = (
+        SIXTEEN_BIT_BYTES
+        if candidate.sharding in DEEPSPEED and candidate.precision != "no"
+        else DTYPE_BYTES[candidate.dtype]
+    )
     return sharded_bytes(tensors, size, candidate)
 
 

@@ -122,7 +122,9 @@ def _from_catalogue(name: str) -> ModelShape | None:
 def _shape(row: dict[str, Any], name: str, published: Published) -> ModelShape:
     detail = row["params_detail"]
     counts = Counts(params=row["params"], embed=detail["embed"], lm_head=detail["lm_head"], vision=detail["vision"])
-    shape = shape_of(row["config"], id=name, counts=counts, dtype=row["dtype"], auto_class=row["auto_class"], published=published)
+    shape = shape_of(
+        row["config"], id=name, counts=counts, dtype=row["dtype"], auto_class=row["auto_class"], published=published
+    )
     return shape if shape.params == row["params"] else replace(shape, params=row["params"])
 
 
@@ -167,7 +169,12 @@ def _names() -> Iterator[str]:
 
 def _from_hub(name: str) -> ModelShape:
     if name.count("/") != 1:
-        raise UnknownName("model", name, _names(), f"`plan models` lists the catalogue; a name on the Hub has an organisation (org/name). {BY_PATH}")
+        raise UnknownName(
+            "model",
+            name,
+            _names(),
+            f"`plan models` lists the catalogue; a name on the Hub has an organisation (org/name). {BY_PATH}",
+        )
     config = hub_config(name)
     if isinstance(config, str):
         raise UnknownName("model", name, _names(), f"It is not in the catalogue, and {config}. {BY_PATH}")

@@ -27,13 +27,23 @@ KNOWN_MODEL_TYPES = frozenset({*FAMILIES, *_UNLIKE, *_WRAPPERS})
 
 # Names of sizes where they differ from the usual ones. Source: transformers 5.23, `attribute_map` of the config classes.
 _SPELLINGS: dict[str, dict[str, str]] = {
-    "gpt2": {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "max_position_embeddings": "n_positions"},
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
     "qwen3_moe": {"num_experts": "num_local_experts"},
     "deepseek_v2": {"n_routed_experts": "num_experts"},
     "deepseek_v3": {"n_routed_experts": "num_local_experts"},
 }
 # The rate of the dropout behind the embedding. Source: transformers 5.23, the `...Model.__init__` of modeling_<folder>.py.
-_EMBED_DROPOUT_KEYS = {"gpt2": "embd_pdrop", "phi": "embd_pdrop", "gpt_neox": "hidden_dropout", "starcoder2": "embedding_dropout"}
+_EMBED_DROPOUT_KEYS = {
+    "gpt2": "embd_pdrop",
+    "phi": "embd_pdrop",
+    "gpt_neox": "hidden_dropout",
+    "starcoder2": "embedding_dropout",
+}
 _ACT_KEYS = {"gpt2": "activation_function", "opt": "activation_function", "falcon": "activation"}
 _NO_NORM = Norm(kind="none", features=0, params=0)
 
@@ -48,11 +58,19 @@ class Counts:
     vision: int = 0
 
 
-NOT_COUNTED = Counts(params=0, embed=0, lm_head=0)  # nobody has: `probes.layers.coefficients.measured` builds the model and counts
+NOT_COUNTED = Counts(
+    params=0, embed=0, lm_head=0
+)  # nobody has: `probes.layers.coefficients.measured` builds the model and counts
 
 
 def shape_of(
-    config: dict[str, object], *, id: str, counts: Counts | None = None, dtype: str = "", auto_class: str = "", published: Published | None = None
+    config: dict[str, object],
+    *,
+    id: str,
+    counts: Counts | None = None,
+    dtype: str = "",
+    auto_class: str = "",
+    published: Published | None = None,
 ) -> ModelShape:
     """The shape of the model that a `config.json` describes.
 
@@ -79,7 +97,9 @@ def shape_of(
         return _computed(config, fields, dtype, auto_class, from_config(config, id) if published is None else published)
     if counts is None:
         raise UnknownArchitecture(f"{id} {reason}, which has no formula here, and it is not in the catalogue.")
-    return _counted(config, fields, counts, reason, dtype, auto_class, from_config(config, id) if published is None else published)
+    return _counted(
+        config, fields, counts, reason, dtype, auto_class, from_config(config, id) if published is None else published
+    )
 
 
 def _unknown_because(config: dict[str, object], fields: Fields) -> str:
@@ -107,21 +127,31 @@ def _fields(config: dict[str, object], model_id: str) -> Fields:
     inner = config.get("text_config")
     values = dict(inner) if isinstance(inner, dict) else dict(config)
     model_type = _WRAPPERS.get(outer, str(values.get("model_type", outer)))
-    spelled = {usual: values[other] for usual, other in _SPELLINGS.get(model_type, {}).items() if other in values and usual not in values}
+    spelled = {
+        usual: values[other]
+        for usual, other in _SPELLINGS.get(model_type, {}).items()
+        if other in values and usual not in values
+    }
     return Fields(id=model_id, model_type=model_type, values={**DEFAULTS.get(model_type, {}), **values, **spelled})
 
 
-def _computed(config: dict[str, object], fields: Fields, dtype: str, auto_class: str, published: Published) -> ModelShape:
+def _computed(
+    config: dict[str, object], fields: Fields, dtype: str, auto_class: str, published: Published
+) -> ModelShape:
     """All from formulas."""
     layers = _layers(fields)
     tied = _tied(config, fields)
-    width = fields.positive("word_embed_proj_dim") if fields.has("word_embed_proj_dim") else fields.positive("hidden_size")
+    width = (
+        fields.positive("word_embed_proj_dim") if fields.has("word_embed_proj_dim") else fields.positive("hidden_size")
+    )
     embed_params = fields.positive("vocab_size") * width
     family = FAMILIES.get(fields.model_type)
     final_norm = _final_norm(fields)
     head_bias = fields.positive("vocab_size") if family is not None and family.lm_head_bias else 0
     tower = _tower(config, fields)
-    projections = 2 * width * fields.positive("hidden_size") if width != fields.positive("hidden_size") else 0  # opt-350m: project_in and project_out
+    projections = (
+        2 * width * fields.positive("hidden_size") if width != fields.positive("hidden_size") else 0
+    )  # opt-350m: project_in and project_out
     other = projections + (vision.gemma3_projector_params(tower, fields.positive("hidden_size")) if tower else 0)
     positions = _position_params(fields)
     vision_params = tower.params if tower else 0
@@ -155,7 +185,15 @@ def _computed(config: dict[str, object], fields: Fields, dtype: str, auto_class:
     )
 
 
-def _counted(config: dict[str, object], fields: Fields, counts: Counts, reason: str, dtype: str, auto_class: str, published: Published) -> ModelShape:
+def _counted(
+    config: dict[str, object],
+    fields: Fields,
+    counts: Counts,
+    reason: str,
+    dtype: str,
+    auto_class: str,
+    published: Published,
+) -> ModelShape:
     """Counts alone: the layers of this architecture have no formulas. Sizes that the config does not name so are 0 until the modules show them."""
     said = "its parameters are counted" if counts.params else "its parameters are not counted"
     return ModelShape(
@@ -225,7 +263,9 @@ def _tower(config: dict[str, object], fields: Fields) -> vision.VisionTower | No
     inner = config.get("vision_config")
     if config.get("model_type") not in _WRAPPERS or not isinstance(inner, dict):
         return None
-    return vision.siglip(Fields(id=fields.id, model_type="siglip_vision_model", values={**DEFAULTS["siglip_vision_model"], **inner}))
+    return vision.siglip(
+        Fields(id=fields.id, model_type="siglip_vision_model", values={**DEFAULTS["siglip_vision_model"], **inner})
+    )
 
 
 def _scaled_logits(family: Family | None, fields: Fields) -> bool:

@@ -176,7 +176,9 @@ class Layer:
     residual_dropout: float = 0.0  # of the output of each block while training (gpt2, opt)
     residual_scaled: bool = False  # granite: the output of each block times a number
     passed: bool = True  # text runs through it; mllama's cross-attention to images is passed by
-    measure: Callable[..., Any] | None = None  # a program "measured": (Recipe, gradients_exist) -> LayerMemory, from probes/layers/coefficients.py
+    measure: Callable[..., Any] | None = (
+        None  # a program "measured": (Recipe, gradients_exist) -> LayerMemory, from probes/layers/coefficients.py
+    )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -197,8 +199,16 @@ class Layer:
     def params(self) -> int:
         attention, rest = self.attention, 0
         if isinstance(self.feed_forward, Experts):
-            rest = self.feed_forward.expert_params + self.feed_forward.router_params + self.feed_forward.shared_gate_params
-        return sum(linear.params for linear in self.linears) + sum(norm.params for norm in self.norms) + attention.qk_norm_params + attention.sink_params + rest
+            rest = (
+                self.feed_forward.expert_params + self.feed_forward.router_params + self.feed_forward.shared_gate_params
+            )
+        return (
+            sum(linear.params for linear in self.linears)
+            + sum(norm.params for norm in self.norms)
+            + attention.qk_norm_params
+            + attention.sink_params
+            + rest
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -222,15 +232,21 @@ class ModelShape:
     lm_head_bias_params: int = 0
     final_norm: Norm
     embed_norm: Norm | None = None  # None: the embedding goes straight into the first layer
-    other_params: int = 0  # outside embeddings, layers, final norm and head, with the vision tower: projectors, adapters
+    other_params: int = (
+        0  # outside embeddings, layers, final norm and head, with the vision tower: projectors, adapters
+    )
     vision_params: int = 0
     vision_linear_params: int = 0
-    outer_linears: tuple[tuple[Linear, int], ...] = ()  # an architecture without formulas: `nn.Linear` outside its layers, with counts
+    outer_linears: tuple[
+        tuple[Linear, int], ...
+    ] = ()  # an architecture without formulas: `nn.Linear` outside its layers, with counts
     vision_linears: tuple[tuple[Linear, int], ...] = ()  # those of them that text does not pass
     tied: bool
     params: int
     auto_class: str = "AutoModelForCausalLM"
-    quantization: Literal["none", "gptq", "awq", "nf4", "nf4-double", "int8", "fp8", "mxfp4"] = "none"  # of the published checkpoint
+    quantization: Literal["none", "gptq", "awq", "nf4", "nf4-double", "int8", "fp8", "mxfp4"] = (
+        "none"  # of the published checkpoint
+    )
     quantization_group_size: int = 128
     path: str = ""  # of the folder that it was read from; empty: it is loaded by its id
     scaled_logits: bool = False  # granite, cohere: logits are multiplied by a constant; gemma 2: soft-capped

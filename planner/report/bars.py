@@ -35,9 +35,13 @@ def bars(estimate: Estimate, width: int) -> Iterator[Text]:
         first += gpu.count
         rows = list(gpu.phases)
         for row in range(max(len(rows), len(labels))):
-            label = Text(f"{labels[row] if row < len(labels) else '':<{LABEL_WIDTH}}", style="bold" if row == 0 else "dim")
+            label = Text(
+                f"{labels[row] if row < len(labels) else '':<{LABEL_WIDTH}}", style="bold" if row == 0 else "dim"
+            )
             yield label + _bar_row(rows[row], gpu, bar_width) if row < len(rows) else label
-        yield from wrapped("", [f"peak: the {words(gpu.peak.name)} = " + " + ".join(_parts(gpu.peak))], width, separator=" + ")
+        yield from wrapped(
+            "", [f"peak: the {words(gpu.peak.name)} = " + " + ".join(_parts(gpu.peak))], width, separator=" + "
+        )
         for component, parts in gpu.details.items():
             if len(parts) > 1:
                 yield from wrapped("", [f"{words(component)} {_sum(parts)} = {_detail(parts)}"], width)
@@ -50,7 +54,11 @@ def _bar_row(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
     over = phase.total_bytes > gpu.capacity_bytes
     number = f"{bare_gib(phase.total_bytes):>{NUMBER_WIDTH - 2}}" + (" ◂" if is_peak else "")
     style = ("bold " if is_peak else "") + ("red" if over else "")
-    return Text.assemble((f"{words(phase.name):<{PHASE_WIDTH}}", "bold" if is_peak else ""), _bar(phase, gpu, bar_width), (number, style.strip()))
+    return Text.assemble(
+        (f"{words(phase.name):<{PHASE_WIDTH}}", "bold" if is_peak else ""),
+        _bar(phase, gpu, bar_width),
+        (number, style.strip()),
+    )
 
 
 def _bar(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
@@ -85,7 +93,9 @@ def _sized(parts: Sequence[tuple[str, int]]) -> list[str]:
     """Names with sizes in GiB; what would print as 0.0 is added up."""
     large = [(name, size) for name, size in parts if size >= SMALLEST_BYTES]
     rest_bytes = sum(size for _, size in parts if size < SMALLEST_BYTES)
-    return [f"{words(name)} {bare_gib(size)}" for name, size in [*large, ("rest", rest_bytes)] if size >= SMALLEST_BYTES]
+    return [
+        f"{words(name)} {bare_gib(size)}" for name, size in [*large, ("rest", rest_bytes)] if size >= SMALLEST_BYTES
+    ]
 
 
 def _detail(parts: Mapping[str, int]) -> str:

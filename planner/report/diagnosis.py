@@ -54,12 +54,21 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
         return
     yield Text()
     candidate = expected.candidate
-    yield from wrapped("job", [f"{candidate.model.id} · {candidate.method} on {cards(diagnosis.cluster)}", describe(candidate)], width)
+    yield from wrapped(
+        "job", [f"{candidate.model.id} · {candidate.method} on {cards(diagnosis.cluster)}", describe(candidate)], width
+    )
     yield from wrapped(rung(expected), [verdict(expected)], width)
     if phase is not None and phase.name != tightest(expected).peak.name:
-        yield from wrapped("", [f"{format_gib(phase.total_bytes, 1)} in the {words(phase.name)}, where it stopped"], width)
+        yield from wrapped(
+            "", [f"{format_gib(phase.total_bytes, 1)} in the {words(phase.name)}, where it stopped"], width
+        )
     if expected.fits:
-        yield from wrapped("", ["so these settings are not all of it: the run had others, or its GPUs were not its own"], width, hanging=2)
+        yield from wrapped(
+            "",
+            ["so these settings are not all of it: the run had others, or its GPUs were not its own"],
+            width,
+            hanging=2,
+        )
 
 
 def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
@@ -75,7 +84,9 @@ def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
     yield from wrapped("", [verdict(best)], width, style="green" if best.fits else "red")
     yield from wrapped("", [speed(best)], width)
     yield from wrapped("change", changed(diagnosis.expected.candidate, best.candidate).split(" · "), width)
-    yield from listed("to fit", [_remedy(diagnosis.instead, number) for number in range(len(diagnosis.instead.remedies))], width)
+    yield from listed(
+        "to fit", [_remedy(diagnosis.instead, number) for number in range(len(diagnosis.instead.remedies))], width
+    )
 
 
 def _remedy(plan: Plan, number: int) -> str:

@@ -21,12 +21,18 @@ def breakdown(estimate: Estimate) -> "pd.DataFrame":
     columns = list(dict.fromkeys(component for row in rows.values() for component in row))
     pandas = _pandas()
     index = pandas.MultiIndex.from_tuples(rows, names=["gpu", "phase"])
-    return pandas.DataFrame([[row.get(column, 0) for column in columns] for row in rows.values()], index=index, columns=columns)
+    return pandas.DataFrame(
+        [[row.get(column, 0) for column in columns] for row in rows.values()], index=index, columns=columns
+    )
 
 
 def candidates(plan: Plan) -> "pd.DataFrame":
     """One row a candidate of the plan, the best first: what it needs and gives, then its settings."""
-    labelled = [("best", plan.best), *((other.label, other.estimate) for other in plan.alternatives), *((r.change, r.estimate) for r in plan.remedies)]
+    labelled = [
+        ("best", plan.best),
+        *((other.label, other.estimate) for other in plan.alternatives),
+        *((r.change, r.estimate) for r in plan.remedies),
+    ]
     return _pandas().DataFrame([_row(label, estimate) for label, estimate in labelled]).set_index("label")
 
 
@@ -55,4 +61,6 @@ def _pandas() -> ModuleType:
     try:
         return import_module("pandas")
     except ImportError as error:
-        raise PlanError("Frames need pandas, which is in the report extra: pip install 'finetune-plan[report]'.") from error
+        raise PlanError(
+            "Frames need pandas, which is in the report extra: pip install 'finetune-plan[report]'."
+        ) from error

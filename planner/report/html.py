@@ -39,8 +39,12 @@ COLOURS: dict[str, str] = {
 def plan_html(plan: Plan) -> str:
     """The whole answer to a job as a page."""
     report = plan_report(plan)
-    others = [(other.label, describe(other.estimate.candidate), other.estimate, other.note) for other in plan.alternatives]
-    changes = [(remedy.change, describe(remedy.estimate.candidate), remedy.estimate, remedy.note) for remedy in plan.remedies]
+    others = [
+        (other.label, describe(other.estimate.candidate), other.estimate, other.note) for other in plan.alternatives
+    ]
+    changes = [
+        (remedy.change, describe(remedy.estimate.candidate), remedy.estimate, remedy.note) for remedy in plan.remedies
+    ]
     return _page(plan.best, plan.cluster, report | {"estimate": report["best"]}, others + changes)
 
 
@@ -54,14 +58,35 @@ def _page(best: Estimate, cluster: Cluster, report: Json, others: list[tuple[str
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
-        raise PlanError("--html needs Jinja2, which is in the report extra: pip install 'finetune-plan[report]'.") from error
+        raise PlanError(
+            "--html needs Jinja2, which is in the report extra: pip install 'finetune-plan[report]'."
+        ) from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals["counts"] = COUNTS
-    environment.filters |= {"gib": lambda size: format_gib(size, 1), "count": format_count, "words": words, "per_second": tokens_per_second}
+    environment.filters |= {
+        "gib": lambda size: format_gib(size, 1),
+        "count": format_count,
+        "words": words,
+        "per_second": tokens_per_second,
+    }
     template = environment.from_string(files("planner.report").joinpath("page.html").read_text(encoding="utf-8"))
-    present = {name for gpu in best.gpus for phase in gpu.phases for name, size in phase.components.items() if size >= SMALLEST_BYTES}
+    present = {
+        name
+        for gpu in best.gpus
+        for phase in gpu.phases
+        for name, size in phase.components.items()
+        if size >= SMALLEST_BYTES
+    }
     colours = {component: colour for component, colour in COLOURS.items() if component in present}
     title = f"{best.candidate.model.id} · {best.candidate.method}"
-    said = {"words": describe(best.candidate), "verdict": verdict(best), "speed": speed(best), "lines": shown_settings(best.candidate), "rung": rung(best)}
-    text: str = template.render(title=title, cards=cards(cluster), said=said, report=report, others=others, colours=colours)
+    said = {
+        "words": describe(best.candidate),
+        "verdict": verdict(best),
+        "speed": speed(best),
+        "lines": shown_settings(best.candidate),
+        "rung": rung(best),
+    }
+    text: str = template.render(
+        title=title, cards=cards(cluster), said=said, report=report, others=others, colours=colours
+    )
     return text

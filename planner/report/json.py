@@ -25,8 +25,12 @@ def plan_report(plan: Plan) -> Json:
         "cluster": _cluster(plan.cluster),
         "verdict": plan.verdict,
         "best": _estimate(plan.best),
-        "alternatives": [{"label": other.label, "note": other.note, **_estimate(other.estimate)} for other in plan.alternatives],
-        "remedies": [{"change": remedy.change, "note": remedy.note, **_estimate(remedy.estimate)} for remedy in plan.remedies],
+        "alternatives": [
+            {"label": other.label, "note": other.note, **_estimate(other.estimate)} for other in plan.alternatives
+        ],
+        "remedies": [
+            {"change": remedy.change, "note": remedy.note, **_estimate(remedy.estimate)} for remedy in plan.remedies
+        ],
         "more": list(plan.more),
         "warnings": list(plan.warnings),
         "versions": dict(plan.versions),
@@ -66,7 +70,10 @@ def _gpu(gpu: GpuMemory) -> Json:
         "peak_bytes": gpu.peak_bytes,
         "peak_phase": gpu.peak_phase,
         "interval_bytes": list(gpu.interval_bytes),
-        "phases": [{"name": phase.name, "total_bytes": phase.total_bytes, "components": dict(phase.components)} for phase in gpu.phases],
+        "phases": [
+            {"name": phase.name, "total_bytes": phase.total_bytes, "components": dict(phase.components)}
+            for phase in gpu.phases
+        ],
         "details": {component: dict(parts) for component, parts in gpu.details.items()},
     }
 

@@ -13,7 +13,9 @@ def listed(label: str, items: Sequence[str], width: int) -> Iterator[Text]:
         yield from wrapped(label if number == 0 else "", [item], width, hanging=2)
 
 
-def wrapped(label: str, items: Sequence[str], width: int, *, style: str = "", separator: str = " · ", hanging: int = 0) -> Iterator[Text]:
+def wrapped(
+    label: str, items: Sequence[str], width: int, *, style: str = "", separator: str = " · ", hanging: int = 0
+) -> Iterator[Text]:
     """Items side by side, broken between items where they are longer than a line, and between words where one item is."""
     room = width - LABEL_WIDTH
     lines: list[str] = []

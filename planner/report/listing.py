@@ -11,7 +11,10 @@ BILLION = 1e9
 
 def models_listing(rows: Iterable[ModelRow]) -> str:
     """A line a model. `formula`: activations are computed; `dry run`: the extra dryrun measures a layer of each kind."""
-    lines = [(row.id, f"{row.params / BILLION:.2f} B", row.dtype, row.model_type, "formula" if row.known else "dry run") for row in rows]
+    lines = [
+        (row.id, f"{row.params / BILLION:.2f} B", row.dtype, row.model_type, "formula" if row.known else "dry run")
+        for row in rows
+    ]
     return _columns(("model", "parameters", "dtype", "model_type", "activations"), lines)
 
 
@@ -32,4 +35,7 @@ def gpus_listing(rows: Iterable[GpuRow]) -> str:
 
 def _columns(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(line[column]) for line in (heads, *lines)) for column in range(len(heads))]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in (heads, *lines))
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in (heads, *lines)
+    )

@@ -30,7 +30,9 @@ def seen_lines(expected: Estimate, seen: Measurement) -> tuple[str, ...]:
     if seen.outcome != "fits":
         return ()
     phases = differences(expected, seen)
-    proof = Proof(evidence=seen.evidence, device=seen.device, lines=(), report={}, expected=expected.evidence, differences=phases)
+    proof = Proof(
+        evidence=seen.evidence, device=seen.device, lines=(), report={}, expected=expected.evidence, differences=phases
+    )
     return (agreement(expected, seen), *difference_lines(proof))
 
 

@@ -16,10 +16,19 @@ from planner.models.shape import ModelShape
 
 MODELS = {"reward_model_name_or_path": "reward_model", "teacher_model_name_or_path": "teacher_model"}
 # Keys of a candidate's settings that are not settings: what it is about, and what is spelled by others of them.
-ABOUT = ("model_name_or_path", "method", "trl_version", "environment", "gradient_checkpointing_kwargs", "fsdp_offload_params")
+ABOUT = (
+    "model_name_or_path",
+    "method",
+    "trl_version",
+    "environment",
+    "gradient_checkpointing_kwargs",
+    "fsdp_offload_params",
+)
 
 
-def read_plan(path: Path, gpus: str | None, free_memory: str | None, with_layers: Callable[[ModelShape], ModelShape]) -> tuple[Candidate, Cluster]:
+def read_plan(
+    path: Path, gpus: str | None, free_memory: str | None, with_layers: Callable[[ModelShape], ModelShape]
+) -> tuple[Candidate, Cluster]:
     """The best candidate of a plan, or the candidate of an estimate, as `--json` and `--out` write them.
 
     An estimate does not say which GPUs it was about: `gpus` does, and wins over what a plan says. `with_layers` completes a model whose layers
@@ -36,7 +45,9 @@ def read_plan(path: Path, gpus: str | None, free_memory: str | None, with_layers
     except PlanError:
         raise
     except (KeyError, TypeError, AttributeError) as error:
-        missing = " Give --gpus: an estimate does not name them." if error.args == ("cluster",) else f" It lacks {error}."
+        missing = (
+            " Give --gpus: an estimate does not name them." if error.args == ("cluster",) else f" It lacks {error}."
+        )
         raise InputError(f"{path} is no report of plan.{missing}") from error
     return candidate, cluster
 
@@ -56,7 +67,11 @@ def read_candidate(path: Path, with_layers: Callable[[ModelShape], ModelShape]) 
 
 def candidate_of(settings: Mapping[str, Any], with_layers: Callable[[ModelShape], ModelShape]) -> Candidate:
     """The candidate that `settings_of` has spelled."""
-    plain = {name: value for name, value in settings.items() if name not in ABOUT and name not in MODELS and value is not None}
+    plain = {
+        name: value
+        for name, value in settings.items()
+        if name not in ABOUT and name not in MODELS and value is not None
+    }
     chosen: dict[str, Any] = dict(candidate_fields({name: _text(value) for name, value in plain.items()}, "bfloat16"))
     for name, field in MODELS.items():
         if settings.get(name):
@@ -66,7 +81,9 @@ def candidate_of(settings: Mapping[str, Any], with_layers: Callable[[ModelShape]
     chosen["checkpoint_offload"] = checkpointing.get("offload", False)
     if settings.get("fsdp_offload_params"):
         chosen["offload_param"] = True
-    chosen["expandable_segments"] = "expandable_segments:True" in settings.get("environment", {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
+    chosen["expandable_segments"] = "expandable_segments:True" in settings.get("environment", {}).get(
+        "PYTORCH_CUDA_ALLOC_CONF", ""
+    )
     model = with_layers(load_model(settings["model_name_or_path"]))
     return Candidate(model=model, method=settings["method"], trl_version=settings["trl_version"], **chosen)
 

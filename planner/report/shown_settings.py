@@ -9,14 +9,30 @@ from planner.units import format_count
 
 # The settings of a candidate, line by line; the names of the second part are shown whatever their value, the others where they differ from TRL's.
 LINES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("batch", ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"), ("steps_per_generation", "num_iterations")),
-    ("lengths", ("max_length", "prompt_length", "max_completion_length", "max_new_tokens", "response_length"), ("packing", "padding_free", "padded")),
+    (
+        "batch",
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"),
+        ("steps_per_generation", "num_iterations"),
+    ),
+    (
+        "lengths",
+        ("max_length", "prompt_length", "max_completion_length", "max_new_tokens", "response_length"),
+        ("packing", "padding_free", "padded"),
+    ),
     ("model", ("dtype", "gradient_checkpointing", "attn_implementation"), ()),
     ("adapters", ("lora_r", "lora_target_modules", "lora_dropout"), ("use_peft", "autocast_adapter_dtype")),
     (
         "GPUs",
         ("num_processes",),
-        ("num_machines", "zero_stage", "ds3_gather_for_generation", "fsdp_version", "offload_optimizer_device", "offload_param_device", "fsdp_offload_params"),
+        (
+            "num_machines",
+            "zero_stage",
+            "ds3_gather_for_generation",
+            "fsdp_version",
+            "offload_optimizer_device",
+            "offload_param_device",
+            "fsdp_offload_params",
+        ),
     ),
     ("vLLM", ("vllm_mode", "vllm_gpu_memory_utilization"), ()),
 )
@@ -32,14 +48,18 @@ def shown_settings(candidate: Candidate) -> dict[str, list[str]]:
     """The lines of settings, named as they can be pasted back."""
     settings = settings_of(candidate)
     plain = Candidate(model=candidate.model, method=candidate.method, trl_version=candidate.trl_version)
-    usual = settings_of(plain) | {"steps_per_generation": candidate.gradient_accumulation_steps}  # trl 1.16, grpo_config.py:1098
+    usual = settings_of(plain) | {
+        "steps_per_generation": candidate.gradient_accumulation_steps
+    }  # trl 1.16, grpo_config.py:1098
     chosen = {name for field in STRUCTURE for name in SPELLINGS[field][getattr(candidate, field)]}
     implied = settings_of(replace(plain, **{field: getattr(candidate, field) for field in STRUCTURE}))
     lines: dict[str, list[str]] = {label: [] for label, _, _ in LINES}
     for name in (*(name for name in LINE_OF if name in settings), *(name for name in settings if name not in LINE_OF)):
         differs = settings[name] != usual.get(name) and (name in chosen or settings[name] != implied.get(name))
         if (name in ALWAYS_SHOWN or differs) and name not in SHOWN_ELSEWHERE:
-            lines[LINE_OF.get(name, "vLLM" if name.startswith("vllm_") else "model")].append(f"{name} {_value(settings[name])}")
+            lines[LINE_OF.get(name, "vLLM" if name.startswith("vllm_") else "model")].append(
+                f"{name} {_value(settings[name])}"
+            )
     lines["batch"].append(f"{format_count(candidate.effective_batch_size)} samples a step")
     return {label: items for label, items in lines.items() if items}
 

@@ -39,7 +39,10 @@ def disagreement(simulation: Simulation) -> tuple[str, ...]:
     if abs(simulation.difference) <= WORTH_SAYING:
         return ()
     estimated = {phase.name: phase.total_bytes for phase in simulation.estimated}
-    phase = max((phase for phase in simulation.simulated if phase.name in estimated), key=lambda phase: abs(phase.total_bytes - estimated[phase.name]))
+    phase = max(
+        (phase for phase in simulation.simulated if phase.name in estimated),
+        key=lambda phase: abs(phase.total_bytes - estimated[phase.name]),
+    )
     apart = simulation.peak.total_bytes / simulation.estimated_peak.total_bytes - 1
     return (
         f"a dry run of the step peaks at {format_gib(simulation.peak.total_bytes, 1)} in the {words(simulation.peak.name)}, "
@@ -52,7 +55,9 @@ def simulation_table(simulation: Simulation, cluster: Cluster) -> Text:
     """Phases with both rungs and their difference, then what was alive at the peak by module and operator."""
     candidate = simulation.candidate
     lines = [
-        Text.assemble((f"{candidate.model.id} · {candidate.method} · {cards(cluster)}", "bold"), "  ", (SIMULATED, "italic")),
+        Text.assemble(
+            (f"{candidate.model.id} · {candidate.method} · {cards(cluster)}", "bold"), "  ", (SIMULATED, "italic")
+        ),
         Text(describe(candidate)),
         Text(_stack(simulation), style="dim"),
         Text(),
@@ -91,7 +96,11 @@ def simulation_report(simulation: Simulation) -> dict[str, object]:
 
 
 def _phase(phase: PhaseMemory) -> dict[str, object]:
-    return {"name": phase.name, "total_bytes": phase.total_bytes, "components": {name: size for name, size in phase.components.items() if size}}
+    return {
+        "name": phase.name,
+        "total_bytes": phase.total_bytes,
+        "components": {name: size for name, size in phase.components.items() if size},
+    }
 
 
 def _reserved(reserved: Reserved | None, phase: Phase) -> dict[str, object]:
@@ -118,24 +127,30 @@ def _stack(simulation: Simulation) -> str:
 def _phases(simulation: Simulation) -> Iterator[Text]:
     reserved = simulation.reserved
     column = f"{'reserved':>{NUMBER_WIDTH}}" if reserved is not None else ""
-    yield Text(f"{'GiB':<{PHASE_WIDTH}}{'simulated':>{NUMBER_WIDTH}}{'estimated':>{NUMBER_WIDTH}}{'difference':>{NUMBER_WIDTH}}{column}", style="dim")
+    yield Text(
+        f"{'GiB':<{PHASE_WIDTH}}{'simulated':>{NUMBER_WIDTH}}{'estimated':>{NUMBER_WIDTH}}{'difference':>{NUMBER_WIDTH}}{column}",
+        style="dim",
+    )
     estimated = {phase.name: phase.total_bytes for phase in simulation.estimated}
     for phase in simulation.simulated:
         peak = phase.name == simulation.peak.name
         other = estimated.get(phase.name, 0)
-        numbers = (
-            f"{_gib(phase.total_bytes):>{NUMBER_WIDTH}}{_gib(other) if other else '-':>{NUMBER_WIDTH}}{_percent(phase.total_bytes, other):>{NUMBER_WIDTH}}"
-        )
+        shown = (_gib(phase.total_bytes), _gib(other) if other else "-", _percent(phase.total_bytes, other))
+        numbers = "".join(f"{each:>{NUMBER_WIDTH}}" for each in shown)
         if reserved is not None:
             numbers += f"{_gib(reserved.most[phase.name]) if phase.name in reserved.most else '-':>{NUMBER_WIDTH}}"
-        yield Text(f"{words(phase.name):<{PHASE_WIDTH}}{numbers}{' ◂ peak' if peak else ''}", style="bold" if peak else "")
+        yield Text(
+            f"{words(phase.name):<{PHASE_WIDTH}}{numbers}{' ◂ peak' if peak else ''}", style="bold" if peak else ""
+        )
     for component, size in _largest(simulation.peak):
         yield Text(f"  {words(component):<{PHASE_WIDTH - 2}}{_gib(size):>{NUMBER_WIDTH}}", style="dim")
 
 
 def _shortfall(reserved: Reserved | None) -> Iterator[Text]:
     if reserved is not None and reserved.shortfall is not None:
-        yield Text(f"runs out in the {words(reserved.shortfall.phase)}: {reserved.shortfall.figures.message}", style="red")
+        yield Text(
+            f"runs out in the {words(reserved.shortfall.phase)}: {reserved.shortfall.figures.message}", style="red"
+        )
 
 
 def _largest(phase: PhaseMemory) -> list[tuple[Component, int]]:
@@ -145,11 +160,16 @@ def _largest(phase: PhaseMemory) -> list[tuple[Component, int]]:
 def _holdings(simulation: Simulation) -> Iterator[Text]:
     """What one process held; of a composed candidate it is cut up afterwards."""
     yield Text(f"alive at the peak of the step{' of one process' if simulation.composed else ''}", style="bold")
-    yield Text(f"{'MiB':>{NUMBER_WIDTH}}{'count':>{COUNT_WIDTH}}  {'component':<{COMPONENT_WIDTH}}module, operator", style="dim")
+    yield Text(
+        f"{'MiB':>{NUMBER_WIDTH}}{'count':>{COUNT_WIDTH}}  {'component':<{COMPONENT_WIDTH}}module, operator",
+        style="dim",
+    )
     for holding in simulation.trace.holdings_at_peak(HOLDINGS):
         size = f"{holding.size_bytes / MIB:,.1f}"
         where = f"{holding.module or '-'}, {holding.operator}"
-        yield Text(f"{size:>{NUMBER_WIDTH}}{holding.count:>{COUNT_WIDTH}}  {words(holding.component):<{COMPONENT_WIDTH}}{where}")
+        yield Text(
+            f"{size:>{NUMBER_WIDTH}}{holding.count:>{COUNT_WIDTH}}  {words(holding.component):<{COMPONENT_WIDTH}}{where}"
+        )
 
 
 def _gib(size_bytes: int) -> str:

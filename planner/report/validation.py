@@ -71,13 +71,26 @@ def validation_csv(validation: Validation) -> str:
     return text.getvalue()
 
 
-CSV_FIELDS = ("line", "label", "group", "quantity", "measured_bytes", *(f"{rung}{part}" for rung in RUNGS for part in ("_bytes", "_error")))
+CSV_FIELDS = (
+    "line",
+    "label",
+    "group",
+    "quantity",
+    "measured_bytes",
+    *(f"{rung}{part}" for rung in RUNGS for part in ("_bytes", "_error")),
+)
 
 
 def csv_rows(validation: Validation) -> list[dict[str, object]]:
     """The figures as flat rows; a rung that does not speak of a case has empty cells."""
     return [
-        {"line": row.case.line, "label": row.case.label, "group": group_of(row.case.candidate), "quantity": row.quantity, "measured_bytes": row.measured_bytes}
+        {
+            "line": row.case.line,
+            "label": row.case.label,
+            "group": group_of(row.case.candidate),
+            "quantity": row.quantity,
+            "measured_bytes": row.measured_bytes,
+        }
         | {f"{rung}_bytes": row.predicted[rung] for rung in RUNGS if rung in row.predicted}
         | {f"{rung}_error": round(row.error(rung), DECIMALS) for rung in RUNGS if rung in row.predicted}
         for row in validation.rows
@@ -92,7 +105,9 @@ def _row(row: Row) -> dict[str, object]:
         "gpu": row.case.gpu.name if row.case.gpu is not None else None,
         "quantity": row.quantity,
         "measured_bytes": row.measured_bytes,
-        "predicted": {rung: {"bytes": size, "error": round(row.error(rung), DECIMALS)} for rung, size in row.predicted.items()},
+        "predicted": {
+            rung: {"bytes": size, "error": round(row.error(rung), DECIMALS)} for rung, size in row.predicted.items()
+        },
     }
 
 
@@ -107,7 +122,9 @@ def _headline(validation: Validation) -> str:
 
 def _heads() -> str:
     numbers = ("mean", "mean abs", "worst", f"under {UNDER:.0%}")
-    return f"{'':<{GROUP_WIDTH}}{'':<{RUNG_WIDTH}}{'cases':>{COUNT_WIDTH}}" + "".join(f"{number:>{NUMBER_WIDTH}}" for number in numbers)
+    return f"{'':<{GROUP_WIDTH}}{'':<{RUNG_WIDTH}}{'cases':>{COUNT_WIDTH}}" + "".join(
+        f"{number:>{NUMBER_WIDTH}}" for number in numbers
+    )
 
 
 def _groups(found: Sequence[Summary]) -> Iterator[Text]:
@@ -116,7 +133,9 @@ def _groups(found: Sequence[Summary]) -> Iterator[Text]:
         name = each.group if each.group != before else ""
         before = each.group
         numbers = (f"{each.mean:+.1%}", f"{each.mean_absolute:.1%}", f"{each.worst:+.1%}", str(each.under))
-        line = f"{name:<{GROUP_WIDTH}}{each.rung:<{RUNG_WIDTH}}{each.count:>{COUNT_WIDTH}}" + "".join(f"{number:>{NUMBER_WIDTH}}" for number in numbers)
+        line = f"{name:<{GROUP_WIDTH}}{each.rung:<{RUNG_WIDTH}}{each.count:>{COUNT_WIDTH}}" + "".join(
+            f"{number:>{NUMBER_WIDTH}}" for number in numbers
+        )
         yield Text(line, style="bold" if each.group == ALL else "")
 
 
@@ -124,7 +143,11 @@ def _worst(rows: Sequence[Row]) -> Iterator[Text]:
     """The cases that the highest rung which speaks of them predicts worst."""
     ranked = sorted(rows, key=lambda row: (-abs(row.error(_highest(row))), row.case.line))
     for row in ranked[:WORST_SHOWN]:
-        said = ", ".join(f"{format_size(row.predicted[rung])} {rung} ({row.error(rung):+.1%})" for rung in RUNGS if rung in row.predicted)
+        said = ", ".join(
+            f"{format_size(row.predicted[rung])} {rung} ({row.error(rung):+.1%})"
+            for rung in RUNGS
+            if rung in row.predicted
+        )
         yield Text(f"line {row.case.line} {row.case.label}: {format_size(row.measured_bytes)} measured; {said}")
 
 

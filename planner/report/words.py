@@ -10,8 +10,23 @@ SECONDS_IN_WORDS = 600  # from here on in minutes
 STACK = ("torch", "trl")  # the libraries whose own code allocates during a probe
 PROBED_WORDS = {"cuda": "", "cpu": " on the CPU", "simulated": " by probes of a simulated card"}
 
-SHARDING_WORDS = {"none": "one GPU", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
-QUANTIZATION_WORDS = {"nf4": "4-bit nf4", "nf4-double": "double-quantized nf4", "int8": "int8", "gptq": "GPTQ", "awq": "AWQ", "fp8": "fp8", "mxfp4": "mxfp4"}
+SHARDING_WORDS = {
+    "none": "one GPU",
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "fsdp2": "FSDP2",
+}
+QUANTIZATION_WORDS = {
+    "nf4": "4-bit nf4",
+    "nf4-double": "double-quantized nf4",
+    "int8": "int8",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "fp8": "fp8",
+    "mxfp4": "mxfp4",
+}
 
 
 def cards(cluster: Cluster) -> str:
@@ -24,11 +39,17 @@ def cards(cluster: Cluster) -> str:
 
 def describe(candidate: Candidate) -> str:
     """A candidate in a line of words: `LoRA r 16 on a bfloat16 base · DDP · vLLM colocated, asleep while training`."""
-    return " · ".join(part for part in (_tuning_words(candidate), _sharding_words(candidate), _generation_words(candidate)) if part)
+    return " · ".join(
+        part for part in (_tuning_words(candidate), _sharding_words(candidate), _generation_words(candidate)) if part
+    )
 
 
 def _tuning_words(candidate: Candidate) -> str:
-    autocast = {"bf16": " under bf16 autocast", "fp16": " under fp16 autocast", "no": ""}[candidate.precision] if candidate.dtype == "float32" else ""
+    autocast = (
+        {"bf16": " under bf16 autocast", "fp16": " under fp16 autocast", "no": ""}[candidate.precision]
+        if candidate.dtype == "float32"
+        else ""
+    )
     if candidate.tuning == "full":
         return f"full fine-tuning of {candidate.dtype} weights{autocast}"
     if candidate.quantization == "none":
@@ -37,7 +58,11 @@ def _tuning_words(candidate: Candidate) -> str:
 
 
 def _sharding_words(candidate: Candidate) -> str:
-    moved = [what for what, there in (("optimizer", candidate.offload_optimizer), ("parameters", candidate.offload_param)) if there]
+    moved = [
+        what
+        for what, there in (("optimizer", candidate.offload_optimizer), ("parameters", candidate.offload_param))
+        if there
+    ]
     return SHARDING_WORDS[candidate.sharding] + (f" with {' and '.join(moved)} on the host" if moved else "")
 
 
@@ -54,7 +79,9 @@ def _generation_words(candidate: Candidate) -> str:
 
 def rung(estimate: Estimate) -> str:
     """The evidence of an estimate in words: `estimated`, `measured (torch 2.13, trl 1.16)`."""
-    stack = ", ".join(f"{name} {'.'.join(version.split('.')[:2])}" for name, version in estimate.versions if name in STACK)
+    stack = ", ".join(
+        f"{name} {'.'.join(version.split('.')[:2])}" for name, version in estimate.versions if name in STACK
+    )
     where = "" if estimate.device == "none" else PROBED_WORDS[estimate.device]
     return f"{estimate.evidence}{where}" + (f" ({stack})" if stack else "")
 
@@ -65,7 +92,11 @@ def verdict(estimate: Estimate) -> str:
     low, high = gpu.interval_bytes
     peak = f"peak {bare_gib(gpu.peak_bytes)} ({bare_gib(low)} to {bare_gib(high)}) of {format_gib(gpu.capacity_bytes, 1)} in the {words(gpu.peak.name)}"
     if estimate.fits:
-        sure = "fits, as a probe showed" if estimate.device == "cuda" else f"fits with {_percent(estimate.fit_probability)}"
+        sure = (
+            "fits, as a probe showed"
+            if estimate.device == "cuda"
+            else f"fits with {_percent(estimate.fit_probability)}"
+        )
         return f"{sure} · {peak}"
     return f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over · {peak}"
 

@@ -57,7 +57,9 @@ def matters(name: str, candidate: Candidate, question: Question) -> bool:
         "attn_implementation": len(attention(question)) > 1,
         "sharding": candidate.num_processes > 1 and not candidate.offload_optimizer,
         "vllm_enable_sleep_mode": candidate.vllm == "colocate",
-        "ds3_gather_for_generation": candidate.sharding == "zero3" and candidate.method_row.generates and candidate.vllm == "off",
+        "ds3_gather_for_generation": candidate.sharding == "zero3"
+        and candidate.method_row.generates
+        and candidate.vllm == "off",
     }
     return needs.get(name, True)
 
@@ -110,7 +112,11 @@ def longest_line(best: Estimate, question: Question) -> str:
     if steps * LENGTH_STEP <= length:
         return f"{name} {format_count(length)} is as long as this batch allows; beyond that {stop(at(-(-length // LENGTH_STEP) + 1))}"
     reached = f"{name} up to {format_count(steps * LENGTH_STEP)} at this batch{rung(at(steps), best)}"
-    return f"{reached}, which is as far as the model goes" if (steps + 1) * LENGTH_STEP > room else f"{reached}; beyond that {stop(at(steps + 1))}"
+    return (
+        f"{reached}, which is as far as the model goes"
+        if (steps + 1) * LENGTH_STEP > room
+        else f"{reached}; beyond that {stop(at(steps + 1))}"
+    )
 
 
 def batch_line(best: Estimate, question: Question) -> str:
@@ -136,7 +142,9 @@ def stop(answer: Estimate | None) -> str:
     if answer is None:
         return "the vLLM engine would not start"
     tightest = max(answer.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
-    bound = f", up to {format_gib(tightest.interval_bytes[1], 1)}" if tightest.peak_bytes <= tightest.capacity_bytes else ""
+    bound = (
+        f", up to {format_gib(tightest.interval_bytes[1], 1)}" if tightest.peak_bytes <= tightest.capacity_bytes else ""
+    )
     return f"the {tightest.peak_phase.replace('_', ' ')} peaks at {format_gib(tightest.peak_bytes, 1)}{bound}"
 
 
@@ -171,7 +179,11 @@ def about_attention(best: Estimate, question: Question) -> Iterator[str]:
     if candidate.attn_implementation == "flash_attention_2" and "attn_implementation" not in question.job.pinned:
         yield "attn_implementation flash_attention_2 needs the flash-attn package; kernels-community/flash-attn2 does the same through the kernels package"
     masked = candidate.attn_implementation == "sdpa" and candidate.pads
-    if masked and estimate(candidate, question.cluster).gpus[0].peak.components.get("attention_scores", 0) >= WORTH_SAYING_BYTES:
+    if (
+        masked
+        and estimate(candidate, question.cluster).gpus[0].peak.components.get("attention_scores", 0)
+        >= WORTH_SAYING_BYTES
+    ):
         yield "batches with padding make sdpa build a mask of rows x length squared in every layer; --no-padded if yours have none"
 
 
@@ -180,11 +192,18 @@ def about_adapters(best: Estimate, question: Question) -> Iterator[str]:
     candidate = best.candidate
     if candidate.tuning != "lora":
         return
-    steps = [f"load the model ({candidate.quantization})" if candidate.quantization != "none" else "load the model", "get_peft_model"]
+    steps = [
+        f"load the model ({candidate.quantization})" if candidate.quantization != "none" else "load the model",
+        "get_peft_model",
+    ]
     steps += ["adapters cast to bfloat16"] if candidate.quantization in BITSANDBYTES else []
     steps += ["enable_input_require_grads"] if candidate.gradient_checkpointing else []
     reentrant = "reentrant, which PEFT under ZeRO-3 needs" if candidate.sharding == "zero3" else "non-reentrant"
-    steps += [f"checkpointing at train(), {reentrant}" if candidate.gradient_checkpointing else f"train() (checkpointing off; were it on, {reentrant})"]
+    steps += [
+        f"checkpointing at train(), {reentrant}"
+        if candidate.gradient_checkpointing
+        else f"train() (checkpointing off; were it on, {reentrant})"
+    ]
     yield f"TRL prepares the model itself, in this order: {', '.join(steps[:-1])}, {steps[-1]}"
     if candidate.quantization in BITSANDBYTES:
         yield "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads before checkpointing, or no gradient arrives"
@@ -208,7 +227,11 @@ def about_versions(best: Estimate, question: Question) -> Iterator[str]:
 
 def about_data(best: Estimate, question: Question) -> Iterator[str]:
     candidate = best.candidate
-    if candidate.method_row.generates and "prompt_length" not in question.job.pinned and candidate.method not in ("online-dpo", "gkd"):
+    if (
+        candidate.method_row.generates
+        and "prompt_length" not in question.job.pinned
+        and candidate.method not in ("online-dpo", "gkd")
+    ):
         yield f"prompts are taken to be up to {format_count(candidate.prompt_length)} tokens; TRL does not cut them: give --prompt-length for yours"
     if candidate.vllm == "colocate" and candidate.vllm_max_model_length == 0:
         yield f"vLLM takes the model's whole context of {format_count(candidate.model.max_position_embeddings)} tokens: vllm_max_model_length is not set"

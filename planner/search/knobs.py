@@ -107,8 +107,14 @@ def attention(question: Question) -> Changes:
     layers = [layer.attention for layer, _ in question.job.model.layer_kinds]
     if any(layer.softcap or layer.sink_params for layer in layers):
         return ({"attn_implementation": "eager"},)
-    flash = question.cluster.gpu.supports_flash_attention_2 and all(layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers)
-    return ({"attn_implementation": "sdpa"}, {"attn_implementation": "flash_attention_2"}) if flash else ({"attn_implementation": "sdpa"},)
+    flash = question.cluster.gpu.supports_flash_attention_2 and all(
+        layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers
+    )
+    return (
+        ({"attn_implementation": "sdpa"}, {"attn_implementation": "flash_attention_2"})
+        if flash
+        else ({"attn_implementation": "sdpa"},)
+    )
 
 
 def generation(question: Question) -> Changes:
@@ -127,9 +133,17 @@ def generation(question: Question) -> Changes:
     for size in dict.fromkeys((1, cluster.gpus_per_node)):
         awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size}
         found.append({**awake, "vllm_enable_sleep_mode": False, **segments})
-        found.append({**awake, "vllm_enable_sleep_mode": True, "expandable_segments": False})  # vLLM's cumem allocator refuses expandable segments
+        found.append(
+            {**awake, "vllm_enable_sleep_mode": True, "expandable_segments": False}
+        )  # vLLM's cumem allocator refuses expandable segments
     found += [
-        {"vllm": "server", "vllm_tensor_parallel_size": size, "num_processes": cluster.num_gpus - size, "vllm_gpu_memory_utilization": 0.9, **segments}
+        {
+            "vllm": "server",
+            "vllm_tensor_parallel_size": size,
+            "num_processes": cluster.num_gpus - size,
+            "vllm_gpu_memory_utilization": 0.9,
+            **segments,
+        }
         for size in server_sizes(question)
     ]
     return tuple(found)
@@ -138,7 +152,11 @@ def generation(question: Question) -> Changes:
 def server_sizes(question: Question) -> list[int]:
     """GPUs of a vLLM server: powers of two up to half the cluster, within one node; what a pinned num_processes leaves."""
     pinned = question.job.pinned.get("num_processes")
-    sizes = [size for size in (1, 2, 4, 8) if size <= question.cluster.num_gpus // 2 and size <= question.cluster.gpus_per_node]
+    sizes = [
+        size
+        for size in (1, 2, 4, 8)
+        if size <= question.cluster.num_gpus // 2 and size <= question.cluster.gpus_per_node
+    ]
     if isinstance(pinned, int):
         return [size for size in sizes if pinned + size <= question.cluster.num_gpus]
     return sizes
@@ -179,7 +197,12 @@ def structures(question: Question) -> Iterator[Candidate]:
 def completed(candidate: Candidate, question: Question) -> Candidate:
     """Settings that follow from others: one process is not sharded; the engine's longest sequence is the row."""
     changes: dict[str, object] = {}
-    if candidate.num_processes == 1 and candidate.sharding != "none" and not candidate.offload_optimizer and "sharding" not in question.job.pinned:
+    if (
+        candidate.num_processes == 1
+        and candidate.sharding != "none"
+        and not candidate.offload_optimizer
+        and "sharding" not in question.job.pinned
+    ):
         changes["sharding"] = "none"
     if candidate.vllm != "off" and "vllm_max_model_length" not in question.job.pinned:
         changes["vllm_max_model_length"] = candidate.row_tokens
@@ -189,12 +212,26 @@ def completed(candidate: Candidate, question: Question) -> Candidate:
 def consistent(candidate: Candidate, question: Question) -> bool:
     """Whether the libraries would run it, and whether it says anything that its simpler twin does not."""
     quantized = candidate.quantization not in ("none", "mxfp4")
-    of_class = {"full": candidate.tuning == "full", "lora": candidate.tuning == "lora", "qlora": candidate.tuning == "lora" and quantized}
-    sharded_dtype_twin = candidate.tuning == "full" and candidate.dtype != "float32" and candidate.sharding.startswith(("zero", "fsdp"))
-    ungathered_twin = not candidate.ds3_gather_for_generation and (candidate.sharding != "zero3" or candidate.vllm != "off")
-    server = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
+    of_class = {
+        "full": candidate.tuning == "full",
+        "lora": candidate.tuning == "lora",
+        "qlora": candidate.tuning == "lora" and quantized,
+    }
+    sharded_dtype_twin = (
+        candidate.tuning == "full" and candidate.dtype != "float32" and candidate.sharding.startswith(("zero", "fsdp"))
+    )
+    ungathered_twin = not candidate.ds3_gather_for_generation and (
+        candidate.sharding != "zero3" or candidate.vllm != "off"
+    )
+    server = (
+        candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
+    )
     # DeepSpeed would cast a frozen float32 base to 16 bits, and nothing would remember what was asked for
-    broken_pin = candidate.tuning == "lora" and question.job.pinned.get("dtype") == "float32" and candidate.sharding.startswith("zero")
+    broken_pin = (
+        candidate.tuning == "lora"
+        and question.job.pinned.get("dtype") == "float32"
+        and candidate.sharding.startswith("zero")
+    )
     return (
         of_class[question.tuning_class]
         and not broken_pin

@@ -20,7 +20,9 @@ GPUS_PER_NODE = 8  # of the machines that are sold; more of them are more nodes
 USUAL_CARDS = ("RTX-4090", "A100-40G", "L40S", "H100", "H200", "B200")  # that one can rent, the smallest first
 ACTIVATION_OFFLOADING = ("sft", "dpo", "kto", "reward")  # trl 1.16, trainer/{sft,dpo,kto,reward}_config.py
 HALF_OPTIMIZER = "paged_adamw_8bit"
-ABOUT_DATA = frozenset({"max_length", "prompt_length", "max_completion_length", "padded", "num_generations"})  # not ours to drop
+ABOUT_DATA = frozenset(
+    {"max_length", "prompt_length", "max_completion_length", "padded", "num_generations"}
+)  # not ours to drop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +72,17 @@ def trials(job: Job, cluster: Cluster, question: Question, nearest: Estimate) ->
     yield from other_classes(job, cluster)
     if nearest.candidate.tuning == "full" and "optim" not in job.pinned:
         note = "8-bit states, paged to the host under pressure"
-        yield Trial(change=f"--set optim={HALF_OPTIMIZER}", job=pinning(job, optim=HALF_OPTIMIZER), cluster=cluster, note=note)
+        yield Trial(
+            change=f"--set optim={HALF_OPTIMIZER}", job=pinning(job, optim=HALF_OPTIMIZER), cluster=cluster, note=note
+        )
     if nearest.candidate.method in ACTIVATION_OFFLOADING and "activation_offloading" not in job.pinned:
         change = pinning(job, activation_offloading=True)
-        yield Trial(change="--set activation_offloading=true", job=change, cluster=cluster, note="what is saved waits in host memory")
+        yield Trial(
+            change="--set activation_offloading=true",
+            job=change,
+            cluster=cluster,
+            note="what is saved waits in host memory",
+        )
     yield from shorter(job, cluster, question, nearest)
     yield from larger_clusters(job, cluster)
 
@@ -108,14 +117,23 @@ def shorter(job: Job, cluster: Cluster, question: Question, nearest: Estimate) -
     longest = largest(1, (length - 1) // LENGTH_STEP, fits) * LENGTH_STEP
     if longest:
         flag = name.replace("_", "-")
-        yield Trial(change=f"--{flag} {longest}", job=pinning(job, **{name: longest}), cluster=cluster, note=f"{format_count(length)} tokens asked for")
+        yield Trial(
+            change=f"--{flag} {longest}",
+            job=pinning(job, **{name: longest}),
+            cluster=cluster,
+            note=f"{format_count(length)} tokens asked for",
+        )
 
 
 def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Trial]:
     """More of the same cards, then the smallest usual card that is larger."""
     for times in MORE_GPUS:
         within = cluster.gpus_per_node * times <= GPUS_PER_NODE
-        more = replace(cluster, gpus_per_node=cluster.gpus_per_node * times) if within else replace(cluster, nodes=cluster.nodes * times)
+        more = (
+            replace(cluster, gpus_per_node=cluster.gpus_per_node * times)
+            if within
+            else replace(cluster, nodes=cluster.nodes * times)
+        )
         yield Trial(change=f"{more.num_gpus} GPUs", job=job, cluster=more)
     for name in USUAL_CARDS:
         card = load_gpu(name)

@@ -27,7 +27,12 @@ SMALLER_BATCHES = 2  # tried besides the largest that fits
 def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapping[str, object]) -> Candidate:
     """A generation batch is one optimizer step's (steps_per_generation defaults to the accumulation, trl 1.16, grpo_config.py:1098)."""
     steps = candidate.steps_per_generation if "steps_per_generation" in pinned else accumulation
-    return changed(candidate, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, steps_per_generation=steps)
+    return changed(
+        candidate,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=steps,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +51,21 @@ class Choices:
 
 def batches(candidate: Candidate, job: Job) -> Choices:
     """The candidate with every micro-batch that keeps the effective batch and RL's groups."""
-    if job.optimize == "batch-size" and job.effective_batch_size is None and "per_device_train_batch_size" not in job.pinned:
+    if (
+        job.optimize == "batch-size"
+        and job.effective_batch_size is None
+        and "per_device_train_batch_size" not in job.pinned
+    ):
         sizes = [(batch, candidate.gradient_accumulation_steps) for batch in range(1, LARGEST_BATCH + 1)]
     else:
         sizes = splits(candidate, job)
 
     def whole_groups(batch: int, accumulation: int) -> bool:
         steps = candidate.steps_per_generation if "steps_per_generation" in job.pinned else accumulation
-        return candidate.method not in ("grpo", "rloo") or batch * candidate.num_processes * steps % candidate.num_generations == 0
+        return (
+            candidate.method not in ("grpo", "rloo")
+            or batch * candidate.num_processes * steps % candidate.num_generations == 0
+        )
 
     kept = [size for size in sizes if whole_groups(*size) and size[0] >= SMALLEST_BATCH.get(candidate.method, 1)]
     return Choices(kept, lambda size: with_batch(candidate, size[0], size[1], job.pinned))
@@ -67,7 +79,9 @@ def splits(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
     batch, accumulation = job.pinned.get("per_device_train_batch_size"), job.pinned.get("gradient_accumulation_steps")
     if isinstance(batch, int) and isinstance(accumulation, int):
         return [(batch, accumulation)]
-    share = (batch if isinstance(batch, int) else DEFAULT_BATCH_SIZE) * (accumulation if isinstance(accumulation, int) else 1)
+    share = (batch if isinstance(batch, int) else DEFAULT_BATCH_SIZE) * (
+        accumulation if isinstance(accumulation, int) else 1
+    )
     if job.effective_batch_size is not None:
         share, rest = divmod(job.effective_batch_size, candidate.num_processes)
         if rest:
@@ -137,7 +151,9 @@ def fitted(candidate: Candidate, question: Question) -> Estimate | None:
 
     A colocated engine takes from the batch what it is given: the next smaller batches, with more of the card for it, are tried too.
     """
-    choices = longest(candidate, question) if question.job.optimize == "max-length" else batches(candidate, question.job)
+    choices = (
+        longest(candidate, question) if question.job.optimize == "max-length" else batches(candidate, question.job)
+    )
     if not choices:
         return None
     top = max(largest(0, len(choices) - 1, lambda index: fitting(leanest(choices[index], question), question)), 0)
@@ -159,12 +175,18 @@ def longest(candidate: Candidate, question: Question) -> Choices:
 
 def length_field(candidate: Candidate) -> str:
     """The length that is asked for when rows are to be longer."""
-    return "max_completion_length" if candidate.method_row.generates and candidate.method not in ROWS_OF_MAX_LENGTH else "max_length"
+    return (
+        "max_completion_length"
+        if candidate.method_row.generates and candidate.method not in ROWS_OF_MAX_LENGTH
+        else "max_length"
+    )
 
 
 def longest_length(candidate: Candidate) -> int:
     """How far the model's positions let that length go."""
-    return candidate.model.max_position_embeddings - (candidate.prompt_length if length_field(candidate) == "max_completion_length" else 0)
+    return candidate.model.max_position_embeddings - (
+        candidate.prompt_length if length_field(candidate) == "max_completion_length" else 0
+    )
 
 
 def with_length(candidate: Candidate, length: int, question: Question) -> Candidate:
@@ -208,9 +230,15 @@ def best_of(question: Question) -> Estimate | None:
 
     Full fine-tuning takes 16-bit weights only where float32 ones fit in no way: they round what is learned.
     """
-    answers = [answer for answer in (fitted(structure, question) for structure in structures(question)) if answer is not None]
+    answers = [
+        answer for answer in (fitted(structure, question) for structure in structures(question)) if answer is not None
+    ]
     fitting = [answer for answer in answers if answer.fits]
     if not fitting:
-        return min(answers, key=lambda answer: (answer.over_bytes, sum(phase.total_bytes for phase in answer.gpus[0].phases)), default=None)
+        return min(
+            answers,
+            key=lambda answer: (answer.over_bytes, sum(phase.total_bytes for phase in answer.gpus[0].phases)),
+            default=None,
+        )
     precise = [answer for answer in fitting if answer.candidate.tuning == "lora" or answer.candidate.dtype == "float32"]
     return max(precise or fitting, key=lambda answer: merit(answer, question.job))

@@ -19,7 +19,9 @@ GATHERS: dict[Sharding, int] = {"zero3": 2, "fsdp2": 2}
 # of 128 cores; all of it is charged here, so this is a lower bound. Source: deepspeedai/DeepSpeed, pull request 7474.
 CPU_ADAM_PARAMS_PER_SECOND = 1.0e9
 
-SAVED_MLP_BYTES = 8  # a token and inner element, without checkpointing (internals.md section 3: 16TH + 8TF and attention's 8TH)
+SAVED_MLP_BYTES = (
+    8  # a token and inner element, without checkpointing (internals.md section 3: 16TH + 8TF and attention's 8TH)
+)
 SAVED_HIDDEN_BYTES = 24
 
 
@@ -40,7 +42,9 @@ def communication_seconds(candidate: Candidate, cluster: Cluster, work: Work, st
     link = link_rate(cluster, candidate.num_nodes)
     portion = (n - 1) / n
     accumulation = candidate.gradient_accumulation_steps
-    gradient_bytes = work.trainable_params * (4.0 if sharding == "ddp" and (work.adapter_only or candidate.dtype == "float32") else 2.0)
+    gradient_bytes = work.trainable_params * (
+        4.0 if sharding == "ddp" and (work.adapter_only or candidate.dtype == "float32") else 2.0
+    )
     if sharding in GATHERS:
         gathers = _gathers(candidate)
         once = portion * (gathers * work.stored_bytes + gradient_bytes) / link

@@ -46,7 +46,9 @@ def generation_seconds(candidate: Candidate, cluster: Cluster, work: Work, concu
     if candidate.vllm == "off":
         return _generate_seconds(candidate, cluster, work, rows)
     server = candidate.vllm == "server"
-    rows *= candidate.num_processes / candidate.vllm_data_parallel_size if server else candidate.vllm_tensor_parallel_size
+    rows *= (
+        candidate.num_processes / candidate.vllm_data_parallel_size if server else candidate.vllm_tensor_parallel_size
+    )
     return _engine_seconds(candidate, cluster.gpu, work, rows, concurrency)
 
 
@@ -54,7 +56,9 @@ def _prefill_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, ra
     """Prompts of `rows` through the model, as on one card: products and causal attention."""
     tokens = rows * candidate.prompt_length
     pairs = sum(flops for _, flops, _ in work.attention) * tokens * candidate.prompt_length / 2
-    compute = (work.linear_flops + work.float32_flops + work.adapter_flops) * tokens / rate + pairs / attention_rate(gpu, "sdpa")
+    compute = (work.linear_flops + work.float32_flops + work.adapter_flops) * tokens / rate + pairs / attention_rate(
+        gpu, "sdpa"
+    )
     return compute + (work.elementwise_bytes * tokens + work.weight_bytes) / memory_rate(gpu)
 
 
@@ -78,15 +82,29 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
     context = candidate.prompt_length + length / 2
     cache_width = 2 if candidate.dtype == "float32" else 1  # float32 under autocast: internals.md 0.10
     cache = rows * context * work.expanded_kv_bytes * HF_CACHE_PASSES * cache_width
-    weights = (work.stored_bytes - DTYPE_BYTES[candidate.dtype] * work.lookup_params) * _touched(work, rows) + work.cast_bytes * 2 / 3
-    step = (weights + cache) / bandwidth + rows * (work.linear_flops + work.float32_flops + work.adapter_flops + work.head_flops) / rate
+    weights = (work.stored_bytes - DTYPE_BYTES[candidate.dtype] * work.lookup_params) * _touched(
+        work, rows
+    ) + work.cast_bytes * 2 / 3
+    step = (weights + cache) / bandwidth + rows * (
+        work.linear_flops + work.float32_flops + work.adapter_flops + work.head_flops
+    ) / rate
     token = either(work.launch_seconds, step)
     gather = 0.0
     if candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1:
-        whole = (candidate.num_processes - 1) / candidate.num_processes * work.stored_bytes / link_rate(cluster, candidate.num_nodes)
+        whole = (
+            (candidate.num_processes - 1)
+            / candidate.num_processes
+            * work.stored_bytes
+            / link_rate(cluster, candidate.num_nodes)
+        )
         gather = whole * (1 if candidate.ds3_gather_for_generation and candidate.sharding == "zero3" else length)
     if candidate.offload_param:
-        gather += work.stored_bytes / candidate.num_processes / host_rate(gpu) * (1 if candidate.ds3_gather_for_generation else length)
+        gather += (
+            work.stored_bytes
+            / candidate.num_processes
+            / host_rate(gpu)
+            * (1 if candidate.ds3_gather_for_generation else length)
+        )
     return _prefill_seconds(candidate, gpu, work, rows, rate) + length * token + gather
 
 
@@ -107,7 +125,10 @@ def _engine_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, con
     weights = (min(work.stored_bytes, 2.0 * work.params) - 2 * work.lookup_params) * _touched(work, batch)
     step = work.layers * ENGINE_LAYER_SECONDS + (weights + batch * context * work.kv_bytes) / bandwidth
     step += batch * (work.linear_flops + work.float32_flops + work.head_flops) / rate / cards
-    return _prefill_seconds(candidate, gpu, work, rows, rate) / cards + candidate.max_completion_length * (rows / batch) * step
+    return (
+        _prefill_seconds(candidate, gpu, work, rows, rate) / cards
+        + candidate.max_completion_length * (rows / batch) * step
+    )
 
 
 def weight_sync_seconds(candidate: Candidate, cluster: Cluster, work: Work) -> float:
@@ -123,7 +144,9 @@ def weight_sync_seconds(candidate: Candidate, cluster: Cluster, work: Work) -> f
     gpu, width = cluster.gpu, min(DTYPE_BYTES[candidate.dtype], 2)
     weights = float(width * work.params)
     link = link_rate(cluster, candidate.num_nodes)
-    seconds = 2 * weights / memory_rate(gpu) if candidate.vllm == "colocate" else weights / link_rate(cluster, cluster.nodes)
+    seconds = (
+        2 * weights / memory_rate(gpu) if candidate.vllm == "colocate" else weights / link_rate(cluster, cluster.nodes)
+    )
     if candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1:
         seconds += (candidate.num_processes - 1) / candidate.num_processes * work.stored_bytes / link
     if work.adapter_only:

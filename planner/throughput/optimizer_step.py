@@ -7,7 +7,9 @@ from planner.memory.optimizer import OPTIMIZERS
 from planner.throughput.rates import memory_rate
 from planner.throughput.work import Work
 
-CLIPPED_GRADIENT_PASSES = 4  # norm reads, clipping reads and writes, the optimizer reads (torch 2.13, nn/utils/clip_grad.py)
+CLIPPED_GRADIENT_PASSES = (
+    4  # norm reads, clipping reads and writes, the optimizer reads (torch 2.13, nn/utils/clip_grad.py)
+)
 ACCUMULATED_GRADIENT_PASSES = 3  # torch 2.13, csrc/autograd/functions/accumulate_grad.h: two read, one written
 FLOAT32 = 4.0
 

@@ -35,7 +35,13 @@ AMPERE = (8, 0)
 # float32 without autocast: torch leaves TF32 off (torch.backends.cuda.matmul.allow_tf32), so the rate is that of the CUDA cores.
 # Source: data sheets: A100 19.5 of 312, H100 and H200 67 of 989, B200 80 of 2250, V100 15.7 of 125, T4 8.1 of 65 (fp16); cards for
 # graphics have fp32 at about half of their bf16 rate with fp32 accumulation (RTX 3090 35.6 of 71, RTX 4090 82.6 of 165).
-FP32_FRACTION: dict[tuple[int, int], float] = {(7, 0): 0.125, (7, 5): 0.125, (8, 0): 0.0625, (9, 0): 0.068, (10, 0): 0.036}
+FP32_FRACTION: dict[tuple[int, int], float] = {
+    (7, 0): 0.125,
+    (7, 5): 0.125,
+    (8, 0): 0.0625,
+    (9, 0): 0.068,
+    (10, 0): 0.036,
+}
 FP32_FRACTION_ELSEWHERE = 0.5
 
 # Collectives as a fraction of the link, one direction. Source: NVIDIA/nccl-tests#178: all_reduce bus bandwidth 208 of 300e9 B/s between two A100

@@ -38,10 +38,14 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
     """
     seconds = dict(_without_generation(training_of(candidate), cluster))
     if candidate.method_row.generates:
-        seconds["generation"] = rollouts(candidate)[1] * generation_seconds(candidate, cluster, policy_work(candidate), concurrency)
+        seconds["generation"] = rollouts(candidate)[1] * generation_seconds(
+            candidate, cluster, policy_work(candidate), concurrency
+        )
     step_seconds = sum(seconds.values())
     tokens = candidate.tokens * candidate.gradient_accumulation_steps * candidate.num_processes
-    return Throughput(tokens_per_second=tokens / step_seconds, step_seconds=step_seconds, seconds=seconds, evidence="estimated")
+    return Throughput(
+        tokens_per_second=tokens / step_seconds, step_seconds=step_seconds, seconds=seconds, evidence="estimated"
+    )
 
 
 @lru_cache(maxsize=256)

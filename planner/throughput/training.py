@@ -12,7 +12,9 @@ from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, 
 from planner.throughput.smooth import either
 from planner.throughput.work import BACKWARD_LAUNCHES, Work, frozen_work
 
-BACKWARD_ELEMENTWISE = 2.0  # of the forward's traffic: each kernel reads a gradient and what was saved, and writes a gradient
+BACKWARD_ELEMENTWISE = (
+    2.0  # of the forward's traffic: each kernel reads a gradient and what was saved, and writes a gradient
+)
 
 # Backward of attention over its forward: five products against two (arXiv 2307.08691, section 2.3.2); eager saves its scores: four against two.
 FLASH_BACKWARD = 2.5
@@ -93,7 +95,13 @@ class MicroStep:
 def micro_batch(candidate: Candidate, gpu: Gpu) -> Batch:
     """The batch of the policy's training pass."""
     flattened, kernel = candidate.flattened, attention_kernel(candidate, gpu.supports_flash_attention_2)
-    return Batch(rows=candidate.rows, length=candidate.row_tokens, scored=candidate.labelled_tokens, flattened=flattened and kernel not in FLASH, kernel=kernel)
+    return Batch(
+        rows=candidate.rows,
+        length=candidate.row_tokens,
+        scored=candidate.labelled_tokens,
+        flattened=flattened and kernel not in FLASH,
+        kernel=kernel,
+    )
 
 
 def attention_kernel(candidate: Candidate, flash: bool) -> str:
@@ -114,7 +122,9 @@ def attention_kernel(candidate: Candidate, flash: bool) -> str:
 @lru_cache(maxsize=1024)
 def shares_keys(model: ModelShape) -> bool:
     """Whether some layer has fewer keys than queries."""
-    return any(layer.attention.num_key_value_heads < layer.attention.num_attention_heads for layer, _ in model.layer_kinds)
+    return any(
+        layer.attention.num_key_value_heads < layer.attention.num_attention_heads for layer, _ in model.layer_kinds
+    )
 
 
 def forward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
@@ -127,7 +137,12 @@ def forward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
     Example: Qwen2.5-7B, 1024 tokens, A100-80G: 54.9 ms + 8.5 ms + 10.9 ms.
     """
     bandwidth = memory_rate(gpu)
-    traffic = (work.elementwise_bytes + work.adapter_bytes) * batch.tokens + work.weight_bytes + work.cast_bytes + work.unpack_bytes
+    traffic = (
+        (work.elementwise_bytes + work.adapter_bytes) * batch.tokens
+        + work.weight_bytes
+        + work.cast_bytes
+        + work.unpack_bytes
+    )
     products = (work.linear_flops + work.adapter_flops) / rate + work.float32_flops / float32_rate(gpu)
     return products * batch.tokens + traffic / bandwidth
 
@@ -142,9 +157,13 @@ def backward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
     """
     bandwidth = memory_rate(gpu)
     sides = 1 if work.adapter_only else 2
-    products = (sides * work.linear_flops + 2 * work.adapter_flops) / rate + sides * work.float32_flops / float32_rate(gpu)
+    products = (sides * work.linear_flops + 2 * work.adapter_flops) / rate + sides * work.float32_flops / float32_rate(
+        gpu
+    )
     traffic = BACKWARD_ELEMENTWISE * work.elementwise_bytes + work.adapter_backward_bytes
-    return products * batch.tokens + (traffic * batch.tokens + sides * work.weight_bytes + work.unpack_bytes) / bandwidth
+    return (
+        products * batch.tokens + (traffic * batch.tokens + sides * work.weight_bytes + work.unpack_bytes) / bandwidth
+    )
 
 
 def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
@@ -170,9 +189,13 @@ def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
     return seconds
 
 
-def head_seconds(work: Work, gpu: Gpu, rate: float, cost: HeadCost, scored: int, products: float, share: float = 1.0) -> float:
+def head_seconds(
+    work: Work, gpu: Gpu, rate: float, cost: HeadCost, scored: int, products: float, share: float = 1.0
+) -> float:
     """The output head on one card: `products` times the scored tokens, and `share` of the logits' traffic."""
-    traffic = products * work.head_bytes + share * cost.logit_bytes * scored * work.vocab_size if work.head_flops else 0.0
+    traffic = (
+        products * work.head_bytes + share * cost.logit_bytes * scored * work.vocab_size if work.head_flops else 0.0
+    )
     return products * work.head_flops * scored / rate + traffic / memory_rate(gpu)
 
 
@@ -180,7 +203,11 @@ def scoring(work: Work, gpu: Gpu, rate: float, batch: Batch, count: float) -> Pa
     """`count` gradient-free forwards with log-probabilities by the fused head."""
     head = head_seconds(work, gpu, rate, HEAD_COSTS["fused"], batch.scored, 1, share=1 / 3)
     compute = forward_seconds(work, gpu, rate, batch) + head
-    return Pass(compute=count * compute, attention=count * attention_seconds(work, gpu, batch), launch=count * work.launch_seconds)
+    return Pass(
+        compute=count * compute,
+        attention=count * attention_seconds(work, gpu, batch),
+        launch=count * work.launch_seconds,
+    )
 
 
 def micro_step(candidate: Candidate, work: Work, gpu: Gpu, batch: Batch) -> MicroStep:
@@ -193,7 +220,10 @@ def micro_step(candidate: Candidate, work: Work, gpu: Gpu, batch: Batch) -> Micr
     cost = HEAD_COSTS[loss_of(candidate)]
     trained = 2 if method.value_model else 1
     again = 1 / candidate.checkpoint_every_n_layers if candidate.gradient_checkpointing else 0.0
-    forward, attention = trained * forward_seconds(work, gpu, rate, batch), trained * attention_seconds(work, gpu, batch)
+    forward, attention = (
+        trained * forward_seconds(work, gpu, rate, batch),
+        trained * attention_seconds(work, gpu, batch),
+    )
     attention_back = attention * (EAGER_BACKWARD if batch.kernel == "eager" else FLASH_BACKWARD)
     products = cost.forward + cost.backward + (0 if work.adapter_only else cost.backward_trainable)
     head = head_seconds(work, gpu, rate, cost, batch.tokens if cost.all_tokens else batch.scored, products)
@@ -225,7 +255,11 @@ def _gradient_free(candidate: Candidate, work: Work, gpu: Gpu, rate: float, batc
         passes.append(Pass(compute=share * compute, attention=share * attention, launch=share * reward.launch_seconds))
     if not passes:
         return NOTHING
-    return Pass(compute=sum(p.compute for p in passes), attention=sum(p.attention for p in passes), launch=sum(p.launch for p in passes))
+    return Pass(
+        compute=sum(p.compute for p in passes),
+        attention=sum(p.attention for p in passes),
+        launch=sum(p.launch for p in passes),
+    )
 
 
 NOTHING = Pass(compute=0.0, attention=0.0, launch=0.0)
@@ -248,7 +282,12 @@ def extra_forwards(candidate: Candidate) -> float:
     Source: trl 1.16, trainer/grpo_trainer.py:2642-2647, trainer/rloo_trainer.py:1600, trainer/kto_trainer.py:1306; trl 1.12 for PPO.
     """
     method = candidate.method_row
-    reference = 1 if (method.reference == "always" and not candidate.precompute_ref_log_probs) or (method.reference == "beta" and candidate.beta) else 0
+    reference = (
+        1
+        if (method.reference == "always" and not candidate.precompute_ref_log_probs)
+        or (method.reference == "beta" and candidate.beta)
+        else 0
+    )
     if not method.generates:
         return reference * (1 + method.extra_forward_rows) + method.extra_forward_rows
     aligned = candidate.gradient_accumulation_steps % (candidate.steps_per_generation * candidate.num_iterations) == 0

@@ -91,17 +91,41 @@ def policy_work(candidate: Candidate) -> Work:
     """The trained model's work."""
     c, lora = candidate, candidate.tuning == "lora"
     width = adapter_dtype_bytes(c) if lora else 0
-    return work(c.model, lora, c.lora_r, c.lora_target_modules, width, c.quantization, _dtype(c), c.precision != "no", c.use_liger_kernel, c.method == "reward")
+    return work(
+        c.model,
+        lora,
+        c.lora_r,
+        c.lora_target_modules,
+        width,
+        c.quantization,
+        _dtype(c),
+        c.precision != "no",
+        c.use_liger_kernel,
+        c.method == "reward",
+    )
 
 
 def frozen_work(model: ModelShape, candidate: Candidate) -> Work:
     """Another role's work: a teacher or a reward model, loaded in the policy's dtype without quantization."""
-    return work(model, False, 1, (), 0, "none", _dtype(candidate), candidate.precision != "no", candidate.use_liger_kernel, False)
+    return work(
+        model,
+        False,
+        1,
+        (),
+        0,
+        "none",
+        _dtype(candidate),
+        candidate.precision != "no",
+        candidate.use_liger_kernel,
+        False,
+    )
 
 
 def _dtype(candidate: Candidate) -> Dtype:
     """Of the weights that the layers are computed with."""
-    return "bfloat16" if candidate.sharding in SIXTEEN_BIT_SHARDINGS and candidate.precision == "bf16" else candidate.dtype
+    return (
+        "bfloat16" if candidate.sharding in SIXTEEN_BIT_SHARDINGS and candidate.precision == "bf16" else candidate.dtype
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -124,13 +148,18 @@ def work(
     head: Head = "score" if score else "lm_head"
     counts = parameters(model, "lora" if lora else "full", lora_r, targets, quantization, head)
     kinds = model.layer_kinds
-    active, experts = sum(_active_params(layer) * n for layer, n in kinds), sum(layer.expert_params * n for layer, n in kinds)
+    active, experts = (
+        sum(_active_params(layer) * n for layer, n in kinds),
+        sum(layer.expert_params * n for layer, n in kinds),
+    )
     linear = model.linear_params + experts
     float32_experts = _active_expert_params(model) if dtype == "float32" and autocast else 0.0
     width = DTYPE_BYTES[dtype] if not autocast else 2
     factor = FP32_RESIDUAL_FACTOR if dtype == "float32" else 1.0
     adapter, wrapped = counts.adapter_params, counts.adapter_tensors.count // 2
-    adapter_forward, adapter_backward = _adapter_bytes(counts.adapter_tensors, lora_r, adapter_width) if lora else (0.0, 0.0)
+    adapter_forward, adapter_backward = (
+        _adapter_bytes(counts.adapter_tensors, lora_r, adapter_width) if lora else (0.0, 0.0)
+    )
     unpacked = counts.quantized_params * (QUANTIZED_BYTES[quantization] + 2) * MEMORY_FRACTION
     return Work(
         linear_flops=2.0 * ((active or model.params - model.embed_params) - float32_experts),
@@ -155,7 +184,8 @@ def work(
         layers=model.num_layers,
         inner_size=max((_inner_size(layer) for layer, _ in kinds), default=0),
         params=counts.base,
-        stored_bytes=counts.quantized_params * QUANTIZED_BYTES[quantization] + counts.unquantized_params * DTYPE_BYTES[dtype],
+        stored_bytes=counts.quantized_params * QUANTIZED_BYTES[quantization]
+        + counts.unquantized_params * DTYPE_BYTES[dtype],
         lookup_params=0 if model.tied else model.embed_params,
         trainable_params=counts.trainable,
         adapter_only=lora,
@@ -167,7 +197,9 @@ def _active_params(layer: Layer) -> float:
     block = layer.feed_forward
     if not isinstance(block, Experts):
         return layer.linear_params
-    return layer.linear_params + block.router_params + block.expert_params * block.num_experts_per_tok / block.num_experts
+    return (
+        layer.linear_params + block.router_params + block.expert_params * block.num_experts_per_tok / block.num_experts
+    )
 
 
 def _active_expert_params(model: ModelShape) -> float:
@@ -188,7 +220,9 @@ def _inner_size(layer: Layer) -> int:
     block = layer.feed_forward
     if isinstance(block, Mlp):
         return block.intermediate_size
-    return block.moe_intermediate_size * block.num_experts_per_tok + (block.shared.intermediate_size if block.shared else 0)
+    return block.moe_intermediate_size * block.num_experts_per_tok + (
+        block.shared.intermediate_size if block.shared else 0
+    )
 
 
 def _elementwise_bytes(layer: Layer, liger: bool) -> float:
@@ -196,7 +230,12 @@ def _elementwise_bytes(layer: Layer, liger: bool) -> float:
     gated = not isinstance(layer.feed_forward, Mlp) or layer.feed_forward.gated
     rotary = cost["rotary"] * (layer.attention.q_dim + layer.attention.k_dim) if layer.attention.rotary else 0
     norms = cost["norm"] * sum(norm.features for norm in layer.norms)
-    return norms + rotary + 2 * cost["residual"] * layer.hidden_size + cost["gated" if gated else "plain"] * _inner_size(layer)
+    return (
+        norms
+        + rotary
+        + 2 * cost["residual"] * layer.hidden_size
+        + cost["gated" if gated else "plain"] * _inner_size(layer)
+    )
 
 
 def _adapter_bytes(adapters: TensorSet, lora_r: int, width: int) -> tuple[float, float]:
@@ -221,5 +260,8 @@ def _attention(model: ModelShape) -> tuple[tuple[int, float, int], ...]:
     for layer, n in model.layer_kinds:
         window = layer.attention.sliding_window or 0
         flops, heads = found.get(window, (0.0, 0))
-        found[window] = (flops + 2.0 * n * _pair_elements(layer.attention), heads + n * layer.attention.num_attention_heads)
+        found[window] = (
+            flops + 2.0 * n * _pair_elements(layer.attention),
+            heads + n * layer.attention.num_attention_heads,
+        )
     return tuple((window, flops, heads) for window, (flops, heads) in found.items())

@@ -66,13 +66,23 @@ class Watch:
         self._highest = peaks
         driver = reading.peak_reserved_bytes + reading.outside_bytes if reading.outside_bytes else 0
         self._peaks[phase] = PhasePeak(
-            name=phase, allocated_bytes=reading.peak_allocated_bytes, reserved_bytes=reading.peak_reserved_bytes, driver_bytes=driver, seconds=seconds
+            name=phase,
+            allocated_bytes=reading.peak_allocated_bytes,
+            reserved_bytes=reading.peak_reserved_bytes,
+            driver_bytes=driver,
+            seconds=seconds,
         )
 
     def measurement(self, step_seconds: float) -> Measurement:
         """What was seen so far, of the first process."""
         gpu = self._memory.gpu
-        rank = RankMemory(rank=0, phases=tuple(self._peaks.values()), state_bytes={}, capacity_bytes=gpu.total_bytes, allocator=self._allocator)
+        rank = RankMemory(
+            rank=0,
+            phases=tuple(self._peaks.values()),
+            state_bytes={},
+            capacity_bytes=gpu.total_bytes,
+            allocator=self._allocator,
+        )
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES} | {"gpu": gpu.name}
         return Measurement(
             candidate=self.candidate, device="cuda", outcome="fits", ranks=(rank,), shortage=None, step_seconds=step_seconds, tokens_per_second=0.0,
@@ -127,17 +137,23 @@ class MemoryPlanCallback(TrainerCallback):
         self._said = False
         self._first_over = 0.0  # when the first step was over
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero:
             self._safely(lambda: self._begin(args, kwargs["model"]))
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._safely(lambda: self._seen("backward"))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._safely(self._step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._safely(self._finish)
 
     def _safely(self, action: Callable[[], None]) -> None:
@@ -156,7 +172,11 @@ class MemoryPlanCallback(TrainerCallback):
             return
         expected = self._expected(memory)
         try:
-            known = {} if expected is None else {"prompt_length": expected.candidate.prompt_length, "padded": expected.candidate.padded}
+            known = (
+                {}
+                if expected is None
+                else {"prompt_length": expected.candidate.prompt_length, "padded": expected.candidate.padded}
+            )
             candidate = candidate_of_run(args, model, {**known, **self._settings})
         except InputError:
             if expected is None:
@@ -211,8 +231,14 @@ class MemoryPlanCallback(TrainerCallback):
 
 
 def _cluster(candidate: Candidate, memory: RunMemory) -> Cluster:
-    server = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
-    return Cluster(gpu=memory.gpu, nodes=candidate.num_nodes, gpus_per_node=-(-candidate.num_processes // candidate.num_nodes) + server)
+    server = (
+        candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
+    )
+    return Cluster(
+        gpu=memory.gpu,
+        nodes=candidate.num_nodes,
+        gpus_per_node=-(-candidate.num_processes // candidate.num_nodes) + server,
+    )
 
 
 def _differences(planned: Candidate, run: Candidate) -> str:

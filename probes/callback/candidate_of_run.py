@@ -27,7 +27,15 @@ GIVE_A_PLAN = "Give the callback a plan: MemoryPlanCallback('plan.json')."
 METHOD_OF = {row.config: name for name, row in METHODS.items()}
 # Arguments that say where and how to run; memory's share of them is read from what really runs.
 READ_ELSEWHERE = frozenset(
-    {"model_name_or_path", "model", "dtype", "torch_dtype", "attn_implementation", "teacher_model_name_or_path", "activation_checkpointing"}
+    {
+        "model_name_or_path",
+        "model",
+        "dtype",
+        "torch_dtype",
+        "attn_implementation",
+        "teacher_model_name_or_path",
+        "activation_checkpointing",
+    }
 )
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 ZERO_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
@@ -40,7 +48,9 @@ BEYOND_LORA = ("use_dora", "modules_to_save", "target_parameters", "layer_replic
 HEADS = frozenset({"classifier", "score"})
 
 
-def candidate_of_run(args: TrainingArguments, model: PreTrainedModel | PeftModel, settings: Mapping[str, Value]) -> Candidate:
+def candidate_of_run(
+    args: TrainingArguments, model: PreTrainedModel | PeftModel, settings: Mapping[str, Value]
+) -> Candidate:
     """The candidate that a trainer is.
 
     Args:
@@ -51,11 +61,19 @@ def candidate_of_run(args: TrainingArguments, model: PreTrainedModel | PeftModel
     """
     method = method_of(args)
     if METHODS[method].generates and method not in ROWS_OF_MAX_LENGTH and "prompt_length" not in settings:
-        raise InputError(f"How long prompts are is in no {type(args).__name__}. Give it as settings={{'prompt_length': 512}}, or a plan.")
+        raise InputError(
+            f"How long prompts are is in no {type(args).__name__}. Give it as settings={{'prompt_length': 512}}, or a plan."
+        )
     if METHODS[method].teacher:
         raise InputError(f"A {METHODS[method].trainer} does not show its teacher to a callback. {GIVE_A_PLAN}")
     shape = _shape(model)
-    given: dict[str, Any] = {**_arguments(args), **_of_model(model), **_adapters(model, shape), **_sharding(args), **settings}
+    given: dict[str, Any] = {
+        **_arguments(args),
+        **_of_model(model),
+        **_adapters(model, shape),
+        **_sharding(args),
+        **settings,
+    }
     chosen: dict[str, Any] = {**candidate_fields(given, shape.dtype), **_environment(args)}
     if method in ROWS_OF_MAX_LENGTH:
         chosen.setdefault("prompt_length", max(chosen["max_length"] - chosen["max_completion_length"], 1))
@@ -67,7 +85,9 @@ def method_of(args: TrainingArguments) -> MethodName:
     for ancestor in type(args).__mro__:
         if ancestor.__name__ in METHOD_OF:
             return METHOD_OF[ancestor.__name__]
-    raise InputError(f"{type(args).__name__} is no config of a TRL method, so the loss and the passes are not known. {GIVE_A_PLAN}")
+    raise InputError(
+        f"{type(args).__name__} is no config of a TRL method, so the loss and the passes are not known. {GIVE_A_PLAN}"
+    )
 
 
 def _arguments(args: TrainingArguments) -> dict[str, Any]:
@@ -124,7 +144,12 @@ def _adapters(model: PreTrainedModel | PeftModel, shape: ModelShape) -> dict[str
     beyond = [name for name in BEYOND_LORA if written.get(name)]
     if beyond:
         raise InputError(f"LoRA with {', '.join(beyond)} is not counted. {GIVE_A_PLAN}")
-    return {"tuning": "lora", "lora_r": config.r, "lora_dropout": config.lora_dropout, "lora_target_modules": _targets(model, shape)}
+    return {
+        "tuning": "lora",
+        "lora_r": config.r,
+        "lora_dropout": config.lora_dropout,
+        "lora_target_modules": _targets(model, shape),
+    }
 
 
 def _targets(model: PeftModel, shape: ModelShape) -> tuple[str, ...]:
@@ -145,7 +170,10 @@ def _sharding(args: TrainingArguments) -> dict[str, Any]:
     if kind == "DEEPSPEED":
         return zero_of(state.deepspeed_plugin.deepspeed_config)
     if kind == "FSDP" and state.fsdp_plugin.fsdp_version == 2:
-        return {"sharding": "fsdp2", "offload_param": type(state.fsdp_plugin.cpu_offload).__name__ == "CPUOffloadPolicy"}
+        return {
+            "sharding": "fsdp2",
+            "offload_param": type(state.fsdp_plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
+        }
     if kind not in REPLICATED:
         raise InputError(f"What {kind} puts on each GPU is not counted. {GIVE_A_PLAN}")
     return {"sharding": REPLICATED[kind]}
@@ -154,7 +182,10 @@ def _sharding(args: TrainingArguments) -> dict[str, Any]:
 def zero_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a DeepSpeed config puts where; stage 0 replicates everything, as DDP does."""
     zero = config.get("zero_optimization") or {}
-    moved = {f"offload_{part}": (zero.get(f"offload_{part}") or {}).get("device") not in ON_THE_GPU for part in ("optimizer", "param")}
+    moved = {
+        f"offload_{part}": (zero.get(f"offload_{part}") or {}).get("device") not in ON_THE_GPU
+        for part in ("optimizer", "param")
+    }
     return {"sharding": ZERO_STAGES[int(zero.get("stage", 0))], **moved}
 
 

@@ -30,7 +30,14 @@ class RunMemory:
 
 
 # Of torch.cuda.memory_stats (pytorch 2.13, torch/cuda/memory.py:231): what is kept beside the peaks.
-KEPT = ("num_alloc_retries", "num_ooms", "allocated_bytes.all.peak", "reserved_bytes.all.peak", "requested_bytes.all.peak", "inactive_split_bytes.all.peak")
+KEPT = (
+    "num_alloc_retries",
+    "num_ooms",
+    "allocated_bytes.all.peak",
+    "reserved_bytes.all.peak",
+    "requested_bytes.all.peak",
+    "inactive_split_bytes.all.peak",
+)
 
 
 def cuda_memory() -> RunMemory | None:
@@ -46,7 +53,9 @@ def cuda_memory() -> RunMemory | None:
         stats = torch.cuda.memory_stats(device)
         return reading_of(stats, process_bytes(device))
 
-    return RunMemory(gpu=gpu_of(properties.name, properties.total_memory, (properties.major, properties.minor)), read=read)
+    return RunMemory(
+        gpu=gpu_of(properties.name, properties.total_memory, (properties.major, properties.minor)), read=read
+    )
 
 
 def reading_of(stats: dict[str, int], process_bytes: int) -> Reading:

@@ -27,7 +27,13 @@ from probes.step.tracker import Tracker, collector_off
 Ways = Literal["cuda", "cuda before 8.0", "cpu"]  # whose kernels run
 
 
-def dry_run(candidate: Candidate, ways: Ways = "cuda", device: Device = "fake", block_bytes: int = CUDA_BLOCK_BYTES, steps: Literal[1, 2] = 2) -> Trace:
+def dry_run(
+    candidate: Candidate,
+    ways: Ways = "cuda",
+    device: Device = "fake",
+    block_bytes: int = CUDA_BLOCK_BYTES,
+    steps: Literal[1, 2] = 2,
+) -> Trace:
     """Two optimizer steps of the candidate's trainer as a trace, on one GPU; sizes are rounded up to `block_bytes`.
 
     `steps=1` takes half the time: the optimizer makes its states on gradients that no pass has made, then one whole step runs beside them. Its peaks are
@@ -97,7 +103,9 @@ def _fake_stage(candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic) 
 def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
     """What runs otherwise than one process of the installed trainer can show."""
     if candidate.sharding not in ("none", "ddp"):
-        raise DryRunUnsupported(f"A dry run is one process; {candidate.sharding} is composed onto it (probes/dryrun/simulate.py).")
+        raise DryRunUnsupported(
+            f"A dry run is one process; {candidate.sharding} is composed onto it (probes/dryrun/simulate.py)."
+        )
     if candidate.use_liger_kernel:
         raise DryRunUnsupported("A dry run does not run Liger's Triton kernels (use_liger_kernel).")
     if candidate.method not in METHOD_STAGES:
@@ -143,7 +151,9 @@ def fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
             held = arithmetic.fake(tensor)
-            made[id(tensor)] = _parameter(held, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else held
+            made[id(tensor)] = (
+                _parameter(held, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else held
+            )
         return made[id(tensor)]
 
     for module in model.modules():
@@ -157,7 +167,9 @@ def _parameter(held: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return held.requires_grad_(requires_grad)
 
 
-def _fake_statistics(candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic) -> Iterator[tuple[str, torch.Tensor]]:
+def _fake_statistics(
+    candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic
+) -> Iterator[tuple[str, torch.Tensor]]:
     """What is stored with quantized weights, by name."""
     if candidate.quantization != "none":
         from probes.dryrun.cuda.quantized import with_fake_statistics

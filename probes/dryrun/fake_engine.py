@@ -22,10 +22,17 @@ class EngineElsewhere:
     def sync_weights(self) -> None:
         """The new weights go to the engine."""
 
-    def generate(self, prompts: list[Any], **_: Any) -> tuple[list[Any], list[list[int]], list[list[list[float]]], None]:
+    def generate(
+        self, prompts: list[Any], **_: Any
+    ) -> tuple[list[Any], list[list[int]], list[list[list[float]]], None]:
         """For every prompt (repeated already) a completion of full length, and the log-probabilities of its tokens."""
         self._on_generate()
-        return prompts, [[WORD] * self._completion_tokens for _ in prompts], [[[-1.0]] * self._completion_tokens for _ in prompts], None
+        return (
+            prompts,
+            [[WORD] * self._completion_tokens for _ in prompts],
+            [[[-1.0]] * self._completion_tokens for _ in prompts],
+            None,
+        )
 
 
 @contextlib.contextmanager

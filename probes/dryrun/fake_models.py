@@ -63,7 +63,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def build_model(shape: ModelShape, candidate: Candidate, device: Device, auto_class: str, **settings: Any) -> PreTrainedModel:
+def build_model(
+    shape: ModelShape, candidate: Candidate, device: Device, auto_class: str, **settings: Any
+) -> PreTrainedModel:
     """The model of a shape's config in the candidate's dtype, on the meta device unless it shall be real."""
     fields = dict(shape.config)
     config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
@@ -71,7 +73,9 @@ def build_model(shape: ModelShape, candidate: Candidate, device: Device, auto_cl
         setattr(config, name, value)
     config.pad_token_id = PAD
     auto = getattr(transformers, auto_class)
-    attention = None if candidate.attn_implementation == "sdpa" else candidate.attn_implementation  # None: sdpa where the model has it, else eager
+    attention = (
+        None if candidate.attn_implementation == "sdpa" else candidate.attn_implementation
+    )  # None: sdpa where the model has it, else eager
     with torch.device("meta" if device == "fake" else "cpu"):
         model = auto.from_config(config, dtype=DTYPES[candidate.dtype], attn_implementation=attention)
     model.name_or_path = shape.id

@@ -15,7 +15,10 @@ from probes.dryrun.operator_outputs import FakeResults, Question, question
 
 aten = torch.ops.aten
 _DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")
-_OF_NO_TENSORS = (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
+_OF_NO_TENSORS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
 
 # Integers and booleans above this are fake as well: a trainer reads no value from as large a mask.
 REAL_BYTES_LIMIT = 2**26
@@ -44,7 +47,9 @@ class FakeArithmetic(TorchDispatchMode):
         """A fake tensor on the CPU shaped as `tensor`, which may be on the meta device."""
         return self._results.empty(tuple(tensor.size()), tensor.stride(), tensor.dtype)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return _CPU if func is _DEVICE else self.result(func, args, kwargs or {})
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,9 +60,18 @@ class FakeArithmetic(TorchDispatchMode):
             answer = self._answers.get(key)
         except TypeError:  # an argument that cannot be hashed
             return self._computed(func, args, kwargs, tensors, None)
-        return self._computed(func, args, kwargs, tensors, key) if answer is None else self._results.made(answer, tensors)
+        return (
+            self._computed(func, args, kwargs, tensors, key) if answer is None else self._results.made(answer, tensors)
+        )
 
-    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor], key: Question | None) -> Any:
+    def _computed(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        key: Question | None,
+    ) -> Any:
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._without_fakes(func, args, kwargs, tensors)
         if func is aten._local_scalar_dense.default:
@@ -66,15 +80,21 @@ class FakeArithmetic(TorchDispatchMode):
             return False
         return self._with_fakes(func, args, kwargs, key)
 
-    def _without_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-        if tensors and (all(_bytes(tensor) <= SMALL_BYTES for tensor in tensors) or _reads_data(func) or _makes_nothing(func)):
+    def _without_fakes(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        if tensors and (
+            all(_bytes(tensor) <= SMALL_BYTES for tensor in tensors) or _reads_data(func) or _makes_nothing(func)
+        ):
             return func(*args, **kwargs)
         if func in _OF_NO_TENSORS:
             return func(*args, **kwargs)
         shaped = self._results.of(func, args, kwargs)
         if not isinstance(shaped, torch.Tensor):
             return func(*args, **kwargs)
-        number = shaped.is_floating_point() and shaped.numel() > 1 and (not tensors or _bytes(shaped) > REAL_NUMBERS_BYTES)
+        number = (
+            shaped.is_floating_point() and shaped.numel() > 1 and (not tensors or _bytes(shaped) > REAL_NUMBERS_BYTES)
+        )
         return shaped if number or _bytes(shaped) > REAL_BYTES_LIMIT else func(*args, **kwargs)
 
     def _with_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Question | None) -> Any:
@@ -83,7 +103,12 @@ class FakeArithmetic(TorchDispatchMode):
         counted = _with_counted_indices(func, args)
         shaped = self._results.of(func, counted, kwargs)
         result = _with_data(func, args, kwargs, shaped)
-        if key is not None and result is shaped and counted is args and (answer := self._results.known(key)) is not None:
+        if (
+            key is not None
+            and result is shaped
+            and counted is args
+            and (answer := self._results.known(key)) is not None
+        ):
             self._answers[key] = answer
         return result
 
@@ -129,12 +154,22 @@ def _makes_nothing(func: Any) -> bool:
 
 def _reads_data(func: Any) -> bool:
     """Whether the shape of the result depends on the data, so that it cannot be asked for without computing it."""
-    return func in (aten.index.Tensor, aten.index_put_.default) or torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    return (
+        func in (aten.index.Tensor, aten.index_put_.default)
+        or torch.Tag.dynamic_output_shape in func.tags
+        or torch.Tag.data_dependent_output in func.tags
+    )
 
 
 def _with_counted_indices(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Boolean masks as the indices they stand for: `hidden[mask]` has as many rows as the real mask has ones."""
-    if func not in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor):
+    if func not in (
+        aten.index.Tensor,
+        aten.index_put_.default,
+        aten.index_put.default,
+        aten._index_put_impl_.default,
+        aten._unsafe_index.Tensor,
+    ):
         return args
     indices: list[torch.Tensor | None] = []
     for index in args[1]:
@@ -155,7 +190,11 @@ def _with_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shaped:
     if isinstance(shaped, FakeTensor):
         return _with_data_if_whole(shaped)
     whole = tree_map_only(FakeTensor, _with_data_if_whole, shaped)
-    return shaped if isinstance(shaped, tuple) and all(one is other for one, other in zip(shaped, whole, strict=True)) else whole
+    return (
+        shaped
+        if isinstance(shaped, tuple) and all(one is other for one, other in zip(shaped, whole, strict=True))
+        else whole
+    )
 
 
 def _with_data_if_whole(tensor: FakeTensor) -> torch.Tensor:

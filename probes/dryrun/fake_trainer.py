@@ -80,14 +80,23 @@ def sft(candidate: Candidate, device: Device) -> Stage:
 
 def dpo(candidate: Candidate, device: Device) -> Stage:
     """The prompt is one word, so that all the rest of the row is scored."""
-    data = rows(candidate, {"prompt": "word", "chosen": _words(candidate.max_length - 2), "rejected": _words(candidate.max_length - 2)})
+    data = rows(
+        candidate,
+        {"prompt": "word", "chosen": _words(candidate.max_length - 2), "rejected": _words(candidate.max_length - 2)},
+    )
     args = trl.DPOConfig(
         **common_settings(candidate), max_length=candidate.max_length, beta=_beta(candidate),
         precompute_ref_log_probs=candidate.precompute_ref_log_probs, activation_offloading=candidate.activation_offloading,
         padding_free=candidate.padding_free,
     )  # fmt: skip
     with references(candidate, device, "dpo_trainer"):
-        trainer = trl.DPOTrainer(model=policy(candidate, device), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=lora(candidate))
+        trainer = trl.DPOTrainer(
+            model=policy(candidate, device),
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer(),
+            peft_config=lora(candidate),
+        )
     return _stage(trainer, trainer.ref_model)
 
 
@@ -99,13 +108,23 @@ def kto(candidate: Candidate, device: Device) -> Stage:
         precompute_ref_log_probs=candidate.precompute_ref_log_probs, activation_offloading=candidate.activation_offloading,
     )  # fmt: skip
     with references(candidate, device, "kto_trainer"):
-        trainer = trl.KTOTrainer(model=policy(candidate, device), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=lora(candidate))
+        trainer = trl.KTOTrainer(
+            model=policy(candidate, device),
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer(),
+            peft_config=lora(candidate),
+        )
     return _stage(trainer, trainer.ref_model)
 
 
 def reward(candidate: Candidate, device: Device) -> Stage:
     ids = [WORD] * candidate.max_length
-    args = trl.RewardConfig(**common_settings(candidate), max_length=candidate.max_length, activation_offloading=candidate.activation_offloading)
+    args = trl.RewardConfig(
+        **common_settings(candidate),
+        max_length=candidate.max_length,
+        activation_offloading=candidate.activation_offloading,
+    )
     trainer = trl.RewardTrainer(
         model=policy(candidate, device), args=args, train_dataset=rows(candidate, {"chosen_ids": ids, "rejected_ids": ids}), processing_class=tokenizer(),
         peft_config=lora(candidate),
@@ -139,7 +158,9 @@ def _in_groups(candidate: Candidate, device: Device, module: str, trainer_class:
             train_dataset=_prompts(candidate), processing_class=tokenizer(), reward_processing_classes=reward_tokenizer(candidate),
             peft_config=lora(candidate),
         )  # fmt: skip
-    return _stage(trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module)))
+    return _stage(
+        trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module))
+    )
 
 
 def distillation(candidate: Candidate, device: Device) -> Stage:
@@ -162,7 +183,9 @@ def online_dpo(candidate: Candidate, device: Device) -> Stage:
         model=policy(candidate, device), reward_funcs=rewards(candidate, device), args=args, train_dataset=_prompts(candidate),
         processing_class=tokenizer(), reward_processing_classes=reward_tokenizer(candidate), peft_config=lora(candidate),
     )  # fmt: skip
-    return _stage(trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module)))
+    return _stage(
+        trainer, trainer.ref_model, *(model for model in trainer.reward_funcs if isinstance(model, torch.nn.Module))
+    )
 
 
 def _pairs(candidate: Candidate) -> datasets.Dataset:
@@ -175,7 +198,13 @@ def cpo(candidate: Candidate, device: Device) -> Stage:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     args = CPOConfig(**common_settings(candidate), max_length=candidate.max_length)
-    trainer = CPOTrainer(model=policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate))
+    trainer = CPOTrainer(
+        model=policy(candidate, device),
+        args=args,
+        train_dataset=_pairs(candidate),
+        processing_class=tokenizer(),
+        peft_config=lora(candidate),
+    )
     return _stage(trainer)
 
 
@@ -184,7 +213,11 @@ def orpo(candidate: Candidate, device: Device) -> Stage:
 
     args = ORPOConfig(**common_settings(candidate), max_length=candidate.max_length)
     trainer = ORPOTrainer(
-        model=policy(candidate, device), args=args, train_dataset=_pairs(candidate), processing_class=tokenizer(), peft_config=lora(candidate)
+        model=policy(candidate, device),
+        args=args,
+        train_dataset=_pairs(candidate),
+        processing_class=tokenizer(),
+        peft_config=lora(candidate),
     )
     return _stage(trainer)
 
@@ -193,7 +226,12 @@ def gkd(candidate: Candidate, device: Device) -> Stage:
     """Every step on the student's own completions (`lmbda` 1), which is the heavier of GKD's two kinds of step."""
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    args = GKDConfig(**common_settings(candidate), max_length=candidate.row_tokens, max_new_tokens=candidate.max_completion_length, lmbda=1.0)
+    args = GKDConfig(
+        **common_settings(candidate),
+        max_length=candidate.row_tokens,
+        max_new_tokens=candidate.max_completion_length,
+        lmbda=1.0,
+    )
     prompt, row = candidate.prompt_length, candidate.row_tokens
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

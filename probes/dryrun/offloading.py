@@ -74,7 +74,9 @@ def offloading(tracker: Tracker) -> Iterator[None]:
     with (
         substituted(OffloadActivations, "__init__", prepared),
         substituted(torch, "empty_like", unpinned),
-        substituted(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),  # fake storages have no address, but an identity
+        substituted(
+            torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata
+        ),  # fake storages have no address, but an identity
         substituted(transformers.modeling_utils, "save_on_cpu", lambda **_: _saved_on_host(tracker)),
     ):
         yield

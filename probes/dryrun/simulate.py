@@ -49,6 +49,8 @@ def stopped_at(error: Exception) -> DryRunUnsupported:
     """What the installed libraries raised, as an answer."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        return DryRunUnsupported(f"The installed libraries need {package} for it, which is not installed: pip install {package}.")
+        return DryRunUnsupported(
+            f"The installed libraries need {package} for it, which is not installed: pip install {package}."
+        )
     reason = " ".join(str(error).split())[:REASON_LENGTH]
     return DryRunUnsupported(f"The installed libraries stop at it: {type(error).__name__}: {reason}")

@@ -64,7 +64,13 @@ def _own(model: ModelShape) -> ModelShape:
 def _with_counts(model: ModelShape, found: Layers) -> ModelShape:
     """The model with what its modules count; the catalogue's figures stay where it has them."""
     counts = found.counts
-    model = replace(model, vision_params=counts.vision, outer_linears=found.outer_linears, vision_linears=found.vision_linears, embed_norm=found.embed_norm)
+    model = replace(
+        model,
+        vision_params=counts.vision,
+        outer_linears=found.outer_linears,
+        vision_linears=found.vision_linears,
+        embed_norm=found.embed_norm,
+    )
     if model.params:
         return model
     return replace(
@@ -74,13 +80,25 @@ def _with_counts(model: ModelShape, found: Layers) -> ModelShape:
 
 
 def _with_layers(model: ModelShape, found: Layers, measuring: Measuring) -> ModelShape:
-    layers = [replace(layer, measure=partial(measured_layer, model, measuring, kind)) for kind, layer in enumerate(found.of_each_kind)]
+    layers = [
+        replace(layer, measure=partial(measured_layer, model, measuring, kind))
+        for kind, layer in enumerate(found.of_each_kind)
+    ]
     kinds = {place: layer for layer, places in zip(layers, found.places, strict=True) for place in places}
     in_order = tuple(kinds[place] for place in sorted(kinds))
     norm_params = model.embed_norm.params if model.embed_norm else 0
-    rest = model.params - model.embed_params - model.lm_head_params - model.vision_params - norm_params - sum(layer.params for layer in in_order)
+    rest = (
+        model.params
+        - model.embed_params
+        - model.lm_head_params
+        - model.vision_params
+        - norm_params
+        - sum(layer.params for layer in in_order)
+    )
     if rest < 0:
-        raise UnknownArchitecture(f"{model.id} ({model.model_type}): its layers share parameters, which are counted once for each layer here.")
+        raise UnknownArchitecture(
+            f"{model.id} ({model.model_type}): its layers share parameters, which are counted once for each layer here."
+        )
     note = (
         f"no formulas for the layers of {model.model_type}: their activations were measured by running one of each kind on fake tensors here, "
         "as PyTorch's own kernels compute them"
@@ -88,7 +106,9 @@ def _with_layers(model: ModelShape, found: Layers, measuring: Measuring) -> Mode
     return replace(model, layers=in_order, other_params=rest, notes=(note,))
 
 
-def measured_layer(model: ModelShape, measuring: Measuring, kind: int, recipe: Recipe, gradients_exist: bool) -> LayerMemory:
+def measured_layer(
+    model: ModelShape, measuring: Measuring, kind: int, recipe: Recipe, gradients_exist: bool
+) -> LayerMemory:
     """What `planner.memory.layers.one_layer.layer_memory` answers, for the layers of a kind.
 
     Raises:
@@ -114,7 +134,13 @@ def _layers(model: ModelShape, measuring: Measuring, recipe: Recipe) -> Measured
 
 
 def _unlike(recipe: Recipe) -> str:
-    return "quantized weights" if recipe.quantized != "none" else "Liger's kernels" if recipe.liger else "flash-attention's package"
+    return (
+        "quantized weights"
+        if recipe.quantized != "none"
+        else "Liger's kernels"
+        if recipe.liger
+        else "flash-attention's package"
+    )
 
 
 def _measured_now(model: ModelShape, recipe: Recipe) -> Measured | Refused:
@@ -136,7 +162,9 @@ def _measured_now(model: ModelShape, recipe: Recipe) -> Measured | Refused:
         if not recipe.lora_targets:
             return Refused(reason=f"The layers of {model.id} do not run here: {said}")
         targets = ", ".join(sorted(recipe.lora_targets))
-        return Refused(reason=f"The layers of {model.id} do not run here with adapters on {targets}: {said}. Set lora_target_modules to others.")
+        return Refused(
+            reason=f"The layers of {model.id} do not run here with adapters on {targets}: {said}. Set lora_target_modules to others."
+        )
 
 
 # -- from bytes to coefficients ------------------------------------------------------------------------------------------
@@ -172,7 +200,11 @@ def _moment(sizes: Sizes, seen: "list[Bytes]") -> Moment:
     """The coefficients that the first three sizes determine."""
     kinds = tuple(dict.fromkeys(kind for each in seen for kind in each))
     coefficients = tuple((kind, _coefficients(sizes[:3], [each.get(kind, 0) for each in seen[:3]])) for kind in kinds)
-    total = (sum(size[0] for _, size in coefficients), sum(size[1] for _, size in coefficients), sum(size[2] for _, size in coefficients))
+    total = (
+        sum(size[0] for _, size in coefficients),
+        sum(size[1] for _, size in coefficients),
+        sum(size[2] for _, size in coefficients),
+    )
     return Moment(total, coefficients)
 
 
@@ -180,7 +212,9 @@ def _checked(model: ModelShape, sizes: Sizes, fitted: Peaks, held_back: "Bytes")
     rows, length = sizes[3]
     found, expected = fitted.at(rows * length, rows * length**2)[0], _total(held_back)
     if abs(found - expected) > HELD_BACK_WITHIN * expected:
-        raise NotMeasured(f"A layer of {model.id} needs {expected:,} bytes for {rows} rows of {length} tokens, where {found:,} were expected of its like.")
+        raise NotMeasured(
+            f"A layer of {model.id} needs {expected:,} bytes for {rows} rows of {length} tokens, where {found:,} were expected of its like."
+        )
     return fitted
 
 
@@ -199,6 +233,8 @@ def _coefficients(sizes: Sizes, found: list[int]) -> Size:
     whole = determinant(rows)
     answers = []
     for column in range(3):
-        replaced = [tuple(found[i] if j == column else value for j, value in enumerate(row)) for i, row in enumerate(rows)]
+        replaced = [
+            tuple(found[i] if j == column else value for j, value in enumerate(row)) for i, row in enumerate(rows)
+        ]
         answers.append(round(Fraction(determinant(replaced), whole)))  # type: ignore[arg-type]
     return (answers[0], answers[1], answers[2])

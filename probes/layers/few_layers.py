@@ -15,7 +15,13 @@ LAYERS_OF_A_KIND = 2  # the second of a kind shows what each further one adds
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 # How configs say of which kind a layer is, besides by a list with one item a layer.
 # Source: transformers 5.23, models/<folder>/configuration_<folder>.py.
-MEMBERS = ("moe_layers", "cross_attention_layers", "full_attn_idxs", "mlp_only_layers", "attn_layer_indices")  # the places of the layers that are so
+MEMBERS = (
+    "moe_layers",
+    "cross_attention_layers",
+    "full_attn_idxs",
+    "mlp_only_layers",
+    "attn_layer_indices",
+)  # the places of the layers that are so
 WINDOW = "max_window_layers"  # without a window before the others, if `use_sliding_window`
 FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", WINDOW)  # so many from the start
 LAST = ("num_kv_shared_layers",)  # so many at the end
@@ -29,7 +35,9 @@ def few_layers(model: ModelShape, of_a_kind: int = LAYERS_OF_A_KIND) -> ModelSha
     config = dict(model.config)
     kept = [index for places in layer_kinds(config) for index in places[:of_a_kind]]
     cut = keep_layers(config, sorted(kept))
-    return shape_of(cut, id=model.id, auto_class=model.auto_class) if _has_formulas(model) else replace(model, config=cut)
+    return (
+        shape_of(cut, id=model.id, auto_class=model.auto_class) if _has_formulas(model) else replace(model, config=cut)
+    )
 
 
 def _has_formulas(model: ModelShape) -> bool:
@@ -74,7 +82,12 @@ def _lists(full: Config) -> Iterator[tuple[str, list[object]]]:
     """The keys with one item a layer."""
     depth = depth_of(full)
     for key, value in full.items():
-        if key not in MEMBERS and isinstance(value, (list, tuple)) and len(value) == depth and all(isinstance(item, (str, int)) for item in value):
+        if (
+            key not in MEMBERS
+            and isinstance(value, (list, tuple))
+            and len(value) == depth
+            and all(isinstance(item, (str, int)) for item in value)
+        ):
             yield key, list(value)
 
 

@@ -41,7 +41,15 @@ class Seen:
 
 
 # A layer that text alone does not pass: cross-attention to images (transformers 5.23, models/mllama/modeling_mllama.py, MllamaTextModel.forward).
-SKIPPED = Seen(saved={}, checkpoint={}, forward=[{}], checkpointed_forward=[{}], backward=[{}], checkpointed_backward=[{}], inference=[{}])
+SKIPPED = Seen(
+    saved={},
+    checkpoint={},
+    forward=[{}],
+    checkpointed_forward=[{}],
+    backward=[{}],
+    checkpointed_backward=[{}],
+    inference=[{}],
+)
 
 
 class _Begin(torch.autograd.Function):
@@ -109,7 +117,9 @@ class Stage:
         plain, _ = self._pass(layer, call, checkpointing=False)
         checkpointed, held = self._pass(layer, call, checkpointing=True)
         inference = _Watched(self._inference(layer, call)).moments("forward")
-        return _seen(plain, checkpointed, held, inference, gradients_exist=False), _seen(plain, checkpointed, held, inference, gradients_exist=True)
+        return _seen(plain, checkpointed, held, inference, gradients_exist=False), _seen(
+            plain, checkpointed, held, inference, gradients_exist=True
+        )
 
     def _pass(self, layer: torch.nn.Module, call: Call, checkpointing: bool) -> tuple[Trace, int]:
         """Forward and backward, and the bytes of what the layer returns beside its output. No gradient exists before.
@@ -185,7 +195,9 @@ def _seen(plain: Trace, checkpointed: Trace, held: int, inference: list[Bytes], 
         saved=one.at_end_of_forward(with_copies=False),
         checkpoint=again.at_end_of_forward(with_copies=True),
         forward=one.moments("forward"),
-        checkpointed_forward=[{**moment, "transients": moment.get("transients", 0) + held} for moment in again.moments("forward")],
+        checkpointed_forward=[
+            {**moment, "transients": moment.get("transients", 0) + held} for moment in again.moments("forward")
+        ],
         backward=one.moments("backward"),
         checkpointed_backward=again.moments("backward"),
         inference=inference,
@@ -224,7 +236,9 @@ class _Watched:
 
     def moments(self, phase: str) -> list[Bytes]:
         """After every allocation of a pass."""
-        changes = [(allocation.born, 1, allocation) for allocation in self._made] + [(allocation.died, -1, allocation) for allocation in self._made]
+        changes = [(allocation.born, 1, allocation) for allocation in self._made] + [
+            (allocation.died, -1, allocation) for allocation in self._made
+        ]
         alive: Bytes = {"activations": -self._input.size_bytes}
         found = []
         for _, sign, allocation in sorted(changes, key=lambda change: change[0]):
@@ -287,7 +301,9 @@ def layer_stage(model: ModelShape, recipe: Recipe) -> Iterator[Stage]:
         if recipe.lora_r:
             adapted = LoraConfig(
                 r=recipe.lora_r,
-                target_modules="all-linear" if recipe.lora_experts else list(_targets(built, layers, recipe.lora_targets)),
+                target_modules="all-linear"
+                if recipe.lora_experts
+                else list(_targets(built, layers, recipe.lora_targets)),
                 lora_dropout=0.1 if recipe.lora_dropout else 0.0,
                 task_type="CAUSAL_LM",
             )

@@ -19,11 +19,20 @@ from probes.dryrun.quiet_libraries import quiet
 from probes.layers.few_layers import Config, depth_of, described, few_layers, layer_kinds
 from probes.layers.store import Layers
 
-FEED_FORWARD = ("mlp", "feed_forward", "ffn", "expert", "moe")  # what the names of a feed-forward block's modules have in them
+FEED_FORWARD = (
+    "mlp",
+    "feed_forward",
+    "ffn",
+    "expert",
+    "moe",
+)  # what the names of a feed-forward block's modules have in them
 WINDOWED = ("sliding_attention", "local", "chunked_attention")  # kinds of layers that see a window of tokens
 # Kinds of layers that keep keys and values, by their names in configs. Source: transformers 5.23, configuration_utils.py, ALLOWED_LAYER_TYPES, and gpt_neo.
 ATTENDING = ("full_attention", "attention", "global", *WINDOWED)
-INDEXERS = ("index_head_dim", "index_n_heads")  # deepseek_v32, glm_moe_dsa: the indexer's keys are cached beside the latent
+INDEXERS = (
+    "index_head_dim",
+    "index_n_heads",
+)  # deepseek_v32, glm_moe_dsa: the indexer's keys are cached beside the latent
 ROTARY = ("rope_parameters", "rope_theta", "rotary_dim")
 Counted = tuple[tuple[Linear, int], ...]
 EXPERT_DIMENSIONS = 3  # experts are fused parameters [experts, out, in] (transformers 5.23, integrations/moe.py)
@@ -40,7 +49,9 @@ def _auto_class(model: ModelShape) -> str:
             f"{model.id} is of model type {model.model_type!r}, which transformers {transformers.__version__} does not know either.{hint}"
         )
     config = CONFIG_MAPPING[model.model_type]
-    if config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and ("vision_config" in model.config or config not in MODEL_FOR_CAUSAL_LM_MAPPING):
+    if config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and (
+        "vision_config" in model.config or config not in MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
         return "AutoModelForImageTextToText"
     if config in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "AutoModelForCausalLM"
@@ -75,12 +86,19 @@ def layers_of(model: ModelShape) -> Layers:
         )  # fmt: skip
 
 
-def _check_kinds(model: ModelShape, whole: list[torch.nn.Module], of_each_kind: list[torch.nn.Module], kinds: tuple[tuple[int, ...], ...]) -> None:
+def _check_kinds(
+    model: ModelShape,
+    whole: list[torch.nn.Module],
+    of_each_kind: list[torch.nn.Module],
+    kinds: tuple[tuple[int, ...], ...],
+) -> None:
     """Whether the layers really are of the kinds that the config tells apart."""
     for module, places in zip(of_each_kind, kinds, strict=True):
         for place in places:
             if _parameters(whole[place]) != _parameters(module):
-                raise UnknownArchitecture(f"{model.id} ({model.model_type}): layer {place} is unlike layer {places[0]}, and its config does not show why.")
+                raise UnknownArchitecture(
+                    f"{model.id} ({model.model_type}): layer {place} is unlike layer {places[0]}, and its config does not show why."
+                )
 
 
 def _parameters(layer: torch.nn.Module) -> list[tuple[str, torch.Size]]:
@@ -93,12 +111,18 @@ def _built_here(model: ModelShape) -> Iterator[None]:
         with quiet():
             yield
     except (ValueError, AttributeError, TypeError, KeyError, StopIteration, ImportError) as error:
-        raise UnknownArchitecture(f"{model.id} ({model.model_type}) cannot be built here: {(str(error).splitlines() or [''])[0][:200]}") from error
+        raise UnknownArchitecture(
+            f"{model.id} ({model.model_type}) cannot be built here: {(str(error).splitlines() or [''])[0][:200]}"
+        ) from error
 
 
 def _text_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     """What text runs through: the decoder with its embedding, and the output head."""
-    return [module for module in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    return [
+        module
+        for module in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+    ]
 
 
 def _counts(model: PreTrainedModel) -> Counts:
@@ -113,7 +137,11 @@ def _counts(model: PreTrainedModel) -> Counts:
 
 def _embed_norm(model: PreTrainedModel) -> Norm | None:
     """The norm behind the embedding (bloom: `word_embeddings_layernorm`)."""
-    found = [child for name, child in model.get_decoder().named_children() if isinstance(child, torch.nn.LayerNorm) and "embed" in name]
+    found = [
+        child
+        for name, child in model.get_decoder().named_children()
+        if isinstance(child, torch.nn.LayerNorm) and "embed" in name
+    ]
     return Norm(kind="layer", features=found[0].normalized_shape[0], params=_weight(found[0])) if found else None
 
 
@@ -122,7 +150,11 @@ def _outer_linears(model: PreTrainedModel, inside: set[int]) -> tuple[Counted, C
     text = {id(module) for part in _text_modules(model) for module in part.modules()}
     passed, idle = dict[Linear, int](), dict[Linear, int]()
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings() and id(module) not in inside:
+        if (
+            isinstance(module, torch.nn.Linear)
+            and module is not model.get_output_embeddings()
+            and id(module) not in inside
+        ):
             counts, linear = passed if id(module) in text else idle, _linear(path, module)
             counts[linear] = counts.get(linear, 0) + 1
     return tuple(passed.items()), tuple(idle.items())
@@ -130,7 +162,9 @@ def _outer_linears(model: PreTrainedModel, inside: set[int]) -> tuple[Counted, C
 
 def decoder_layers(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
     """The language model's layers: the heaviest list of so many modules."""
-    lists: list[torch.nn.ModuleList] = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    lists: list[torch.nn.ModuleList] = [
+        module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count
+    ]
     if not lists:
         raise UnknownArchitecture(f"{type(model).__name__} has no list of its layers.")
     return list(max(lists, key=_weight))
@@ -145,7 +179,9 @@ def _layer(module: torch.nn.Module, config: Config, index: int) -> Layer:
     linears = dict(_linears(module))
     dense = tuple(linear for path, linear in linears.items() if _feeds_forward(path))
     experts = [
-        parameter for parameter in module.parameters() if parameter.dim() == EXPERT_DIMENSIONS and parameter.size(0) > 1 and _is_expert(parameter, config)
+        parameter
+        for parameter in module.parameters()
+        if parameter.dim() == EXPERT_DIMENSIONS and parameter.size(0) > 1 and _is_expert(parameter, config)
     ]
     block: Mlp | Experts = Mlp(linears=dense, intermediate_size=_widest(dense), gated=len(dense) > 2, activation="silu")
     if experts:
@@ -169,7 +205,12 @@ def _linears(module: torch.nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def _linear(path: str, found: torch.nn.Linear) -> Linear:
-    return Linear(name=path.rsplit(".", 1)[-1], in_features=found.in_features, out_features=found.out_features, bias=found.bias is not None)
+    return Linear(
+        name=path.rsplit(".", 1)[-1],
+        in_features=found.in_features,
+        out_features=found.out_features,
+        bias=found.bias is not None,
+    )
 
 
 def _feeds_forward(path: str) -> bool:

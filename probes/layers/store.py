@@ -82,7 +82,10 @@ def load_measured(model: ModelShape, recipe: Recipe) -> Measured | Refused | Non
         found = json.loads(_file(model, _spelled(recipe)).read_text(encoding="utf-8"))
         if "refused" in found:
             return Refused(reason=str(found["refused"]))
-        return Measured(without_gradients=tuple(map(_memory, found["without_gradients"])), with_gradients=tuple(map(_memory, found["with_gradients"])))
+        return Measured(
+            without_gradients=tuple(map(_memory, found["without_gradients"])),
+            with_gradients=tuple(map(_memory, found["with_gradients"])),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -105,7 +108,9 @@ def _file(model: ModelShape, of: str) -> Path:
 @lru_cache(maxsize=1)
 def _own_source() -> str:
     """Our own code: what it finds changes with it."""
-    return hashlib.sha256(b"".join(path.read_bytes() for pattern in SOURCES for path in sorted(OURS.glob(pattern)))).hexdigest()
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for pattern in SOURCES for path in sorted(OURS.glob(pattern)))
+    ).hexdigest()
 
 
 def _spelled(recipe: Recipe) -> str:
@@ -129,8 +134,19 @@ def _write(path: Path, answer: object) -> None:
 def _layer(found: dict[str, Any]) -> Layer:
     attention = Attention(**{**found["attention"], "linears": _linears(found["attention"])})
     block = found["feed_forward"]
-    feed_forward = Experts(**{**block, "shared": None if block["shared"] is None else _mlp(block["shared"])}) if "num_experts" in block else _mlp(block)
-    return Layer(**{**found, "attention": attention, "feed_forward": feed_forward, "norms": tuple(Norm(**norm) for norm in found["norms"])})
+    feed_forward = (
+        Experts(**{**block, "shared": None if block["shared"] is None else _mlp(block["shared"])})
+        if "num_experts" in block
+        else _mlp(block)
+    )
+    return Layer(
+        **{
+            **found,
+            "attention": attention,
+            "feed_forward": feed_forward,
+            "norms": tuple(Norm(**norm) for norm in found["norms"]),
+        }
+    )
 
 
 def _mlp(found: dict[str, Any]) -> Mlp:

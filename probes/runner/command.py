@@ -10,7 +10,14 @@ from probes.task import Task
 
 WORKER = "probes.worker.worker"
 READ_BY_LAUNCHER = frozenset({accelerate.FILE, deepspeed.FILE})
-LAUNCHER = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0")  # 0: any port that is free
+LAUNCHER = (
+    sys.executable,
+    "-m",
+    "accelerate.commands.accelerate_cli",
+    "launch",
+    "--main_process_port",
+    "0",
+)  # 0: any port that is free
 
 
 def worker_command(task: Task, task_file: Path) -> list[str]:

@@ -19,7 +19,10 @@ from probes.runner.verdict import Stop, nothing_measured
 from probes.task import Task
 
 # Source: accelerate 1.15, state.py:986-1013: `fsdp_plugin` counts where `distributed_type` is that of several accelerators; else every process has all.
-NOT_SHARDED = Stop(outcome="crashed", message="accelerate shards with FSDP2 on accelerators only, not on the CPU: probe zero3 instead, or on the GPUs")
+NOT_SHARDED = Stop(
+    outcome="crashed",
+    message="accelerate shards with FSDP2 on accelerators only, not on the CPU: probe zero3 instead, or on the GPUs",
+)
 
 Probe = Callable[[Candidate], Measurement]
 
@@ -60,7 +63,10 @@ def cuda(cluster: Cluster, options: DeviceOptions) -> Probe:
         return visible_cards(placement(task.candidate).gpus_per_node)
 
     def probe(candidate: Candidate) -> Measurement:
-        task = replace(_task(candidate, "cuda", capacity_bytes, options), card_bytes=cluster.gpu.total_bytes if capacity_bytes else 0)
+        task = replace(
+            _task(candidate, "cuda", capacity_bytes, options),
+            card_bytes=cluster.gpu.total_bytes if capacity_bytes else 0,
+        )
         return run_probe(task, limits, options.logs, options.command, cards, options.say)
 
     return probe
@@ -80,12 +86,18 @@ def cpu(cluster: Cluster, options: DeviceOptions) -> Probe:
 
 
 def simulated(cluster: Cluster, options: DeviceOptions) -> Probe:
-    from probes.runner.simulated_card import simulated_probe  # imports torch, which the processes of the other devices do for themselves
+    from probes.runner.simulated_card import (
+        simulated_probe,
+    )  # imports torch, which the processes of the other devices do for themselves
 
     return lambda candidate: simulated_probe(candidate, cluster)
 
 
-DEVICES: dict[DeviceName, Callable[[Cluster, DeviceOptions], Probe]] = {"cuda": cuda, "cpu": cpu, "simulated": simulated}
+DEVICES: dict[DeviceName, Callable[[Cluster, DeviceOptions], Probe]] = {
+    "cuda": cuda,
+    "cpu": cpu,
+    "simulated": simulated,
+}
 
 
 def refuse_several_nodes(cluster: Cluster) -> None:
@@ -104,11 +116,15 @@ def capacity_to_keep_to(cluster: Cluster, cards: tuple[Card, ...]) -> int:
     """
     wanted = cluster.gpu.free_bytes
     if len(cards) < cluster.gpus_per_node:
-        raise InputError(f"The plan is for {cluster.gpus_per_node} GPUs, this machine shows {len(cards)}. Plan with --gpus local. {NAME_A_CARD}")
+        raise InputError(
+            f"The plan is for {cluster.gpus_per_node} GPUs, this machine shows {len(cards)}. Plan with --gpus local. {NAME_A_CARD}"
+        )
     smaller = [card for card in cards if card.total_bytes < wanted - unnoticed_bytes(card)]
     if smaller:
         has = format_gib(smaller[0].total_bytes)
-        raise InputError(f"The plan is for GPUs with {format_gib(wanted)}, GPU {smaller[0].index} of this machine has {has}. Plan with --gpus local.")
+        raise InputError(
+            f"The plan is for GPUs with {format_gib(wanted)}, GPU {smaller[0].index} of this machine has {has}. Plan with --gpus local."
+        )
     larger = any(wanted < card.total_bytes - unnoticed_bytes(card) for card in cards)
     return wanted if larger else 0
 

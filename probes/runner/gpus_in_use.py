@@ -39,7 +39,10 @@ class Card:
     @property
     def description(self) -> str:
         """`GPU 0 has 1.00 of 39.49 GiB free; python (process 12) holds 38.00 GiB`."""
-        said = [f"{each.name} (process {each.process}) holds {format_gib(each.used_bytes) if each.used_bytes else 'some of it'}" for each in self.holders]
+        said = [
+            f"{each.name} (process {each.process}) holds {format_gib(each.used_bytes) if each.used_bytes else 'some of it'}"
+            for each in self.holders
+        ]
         held = ", ".join(said) or "no process that can be seen from here holds the rest"
         return f"GPU {self.index} has {format_gib(self.free_bytes)} of {format_gib(self.total_bytes)} free; {held}"
 
@@ -82,7 +85,9 @@ def visible_cards(count: int) -> tuple[Card, ...]:
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
-        raise InputError(f"--device cuda needs an NVIDIA driver of 510 or newer, which does not answer here ({error}). {OTHER_DEVICES}") from error
+        raise InputError(
+            f"--device cuda needs an NVIDIA driver of 510 or newer, which does not answer here ({error}). {OTHER_DEVICES}"
+        ) from error
 
 
 def visible_handles(nvml: ModuleType, listed: str | None) -> Iterator[object]:

@@ -26,7 +26,9 @@ SIGNALS = (signal.SIGCHLD, END, END_NOW, RUNNER_DIED)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LINUX = sys.platform == "linux"
 OOM_SCORE = "/proc/self/oom_score_adj"
-FIRST_TO_GO = "1000"  # for the kernel when the host has no memory left: rather the worker than the user's other programs
+FIRST_TO_GO = (
+    "1000"  # for the kernel when the host has no memory left: rather the worker than the user's other programs
+)
 LOOK_AGAIN_SECONDS = 0.05
 
 

@@ -32,7 +32,9 @@ from probes.task import PHASE_FILE, Task, write_task
 MARK = "PLAN_PROBE"  # in the environment of every process of a probe
 LOOK_SECONDS = 0.1  # between two looks at the worker
 LOOK_AT_DISK_SECONDS = 1.0
-AFTER_GRACE_SECONDS = 5.0  # a process that does not end on SIGKILL waits for a device; the runner does not wait for it any longer
+AFTER_GRACE_SECONDS = (
+    5.0  # a process that does not end on SIGKILL waits for a device; the runner does not wait for it any longer
+)
 KEPT_LOG_BYTES = 1 * MIB  # of a log that grew beyond its limit
 # Of the launchers that `plan` itself may run under; a worker is not one of their processes.
 OUTER_LAUNCHERS = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
@@ -51,7 +53,9 @@ class Limits:
 
     seconds: float = 1800.0
     host_bytes: int = 0  # of main memory, all its processes together
-    host_reserve_share: float = 0.05  # of main memory must stay available; where earlyoom, with its defaults, sends SIGKILL
+    host_reserve_share: float = (
+        0.05  # of main memory must stay available; where earlyoom, with its defaults, sends SIGKILL
+    )
     disk_bytes: int = 0  # of its folder
     disk_reserve_bytes: int = 1 * GIB  # must stay free where its folder is: room for logs and the study
     log_bytes: int = 256 * MIB
@@ -70,21 +74,32 @@ def no_cards(task: Task) -> tuple[Card, ...]:
 
 
 def run_probe(
-    task: Task, limits: Limits, logs: Path, command: Command = worker_command, cards: Cards = no_cards, say: Callable[[str], None] = lambda _: None
+    task: Task,
+    limits: Limits,
+    logs: Path,
+    command: Command = worker_command,
+    cards: Cards = no_cards,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
     """One probe in a fresh process, to its end. `task.folder` is where the worker's own folder is made, empty for the system's temporary one.
 
     `logs` keeps what the worker was told and what it printed. `cards` reads the GPUs that it would use. Never raises for what a worker does.
     """
     started = time.monotonic()
-    taken = in_use(wait_until_free(lambda: cards(task), limits.free_gpu_bytes, limits.gpu_wait_seconds), limits.free_gpu_bytes)
+    taken = in_use(
+        wait_until_free(lambda: cards(task), limits.free_gpu_bytes, limits.gpu_wait_seconds), limits.free_gpu_bytes
+    )
     if taken:
         stop = Stop(outcome="gpu_in_use", message="; ".join(card.description for card in taken))
         return nothing_measured(task, stop, time.monotonic() - started, "")
     logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="plan-probe-", dir=task.folder or None, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="plan-probe-", dir=task.folder or None, ignore_cleanup_errors=True
+    ) as folder:
         told = replace(task, folder=folder)
-        worker = _Worker(folder=Path(folder), log=logs / _name(task), mark=uuid.uuid4().hex, limits=limits, started=started, say=say)
+        worker = _Worker(
+            folder=Path(folder), log=logs / _name(task), mark=uuid.uuid4().hex, limits=limits, started=started, say=say
+        )
         return replace(verdict(told, _run(told, worker, command)), candidate=task.candidate)
 
 
@@ -176,7 +191,10 @@ def _over_memory(process: subprocess.Popen[bytes], limits: Limits) -> Stop | Non
     if limits.host_bytes:
         held = held_bytes(family(process.pid))
         if held > limits.host_bytes:
-            return Stop(outcome="host_out_of_memory", message=f"it held {format_gib(held)} of main memory, {format_gib(limits.host_bytes)} were allowed")
+            return Stop(
+                outcome="host_out_of_memory",
+                message=f"it held {format_gib(held)} of main memory, {format_gib(limits.host_bytes)} were allowed",
+            )
     reserve, available = int(psutil.virtual_memory().total * limits.host_reserve_share), available_bytes()
     if available < reserve:
         message = f"{format_gib(available)} of main memory were left to the host, {format_gib(reserve)} must be"
@@ -188,9 +206,15 @@ def _over_disk(worker: _Worker) -> Stop | None:
     limits = worker.limits
     free, held = shutil.disk_usage(worker.folder).free, sum(_file_bytes(worker.folder))
     if free < limits.disk_reserve_bytes:
-        return Stop(outcome="disk_full", message=f"{format_gib(free)} of disk were left, {format_gib(limits.disk_reserve_bytes)} must be")
+        return Stop(
+            outcome="disk_full",
+            message=f"{format_gib(free)} of disk were left, {format_gib(limits.disk_reserve_bytes)} must be",
+        )
     if limits.disk_bytes and held > limits.disk_bytes:
-        return Stop(outcome="disk_full", message=f"it held {format_gib(held)} of disk, {format_gib(limits.disk_bytes)} were allowed")
+        return Stop(
+            outcome="disk_full",
+            message=f"it held {format_gib(held)} of disk, {format_gib(limits.disk_bytes)} were allowed",
+        )
     if limits.log_bytes and max(path.stat().st_size for path in (worker.stdout, worker.stderr)) > limits.log_bytes:
         return Stop(outcome="garbage", message=f"it printed more than {format_gib(limits.log_bytes)}")
     return None
@@ -238,6 +262,16 @@ def _kill(process: psutil.Process) -> None:
 
 def _name(task: Task) -> str:
     """The name of a probe's files: the same for the same task, whose newest logs are kept."""
-    told = [task.device, task.steps, task.weights, task.save, task.evaluate, task.resume, task.capacity_bytes, task.card_bytes, task.seed]
+    told = [
+        task.device,
+        task.steps,
+        task.weights,
+        task.save,
+        task.evaluate,
+        task.resume,
+        task.capacity_bytes,
+        task.card_bytes,
+        task.seed,
+    ]
     text = json.dumps([told, candidate_report(task.candidate)], sort_keys=True)
     return f"{task.candidate.method}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

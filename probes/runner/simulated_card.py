@@ -45,7 +45,11 @@ def simulated_probe(candidate: Candidate, cluster: Cluster) -> Measurement:
 def on_card(simulation: Simulation, gpu: Gpu) -> Measurement:
     """What a simulation does to a card."""
     card_bytes = gpu.free_bytes
-    card = _Card(simulation=simulation, card_bytes=card_bytes, warm_up_bytes=warm_up_bytes(simulation.trace, simulation.candidate, gpu))
+    card = _Card(
+        simulation=simulation,
+        card_bytes=card_bytes,
+        warm_up_bytes=warm_up_bytes(simulation.trace, simulation.candidate, gpu),
+    )
     before, run, after = card.composed_shortage("load"), card.run(), card.composed_shortage("")
     shortage = before or run.shortage or after
     peaks = tuple(card.peaks({} if before else run.peaks, shortage))
@@ -54,8 +58,14 @@ def on_card(simulation: Simulation, gpu: Gpu) -> Measurement:
         "reserved_bytes.all.peak": max(peak.reserved_bytes for peak in peaks),
         "num_ooms": int(shortage is not None),
     }
-    rank = RankMemory(rank=0, phases=peaks, state_bytes=card.state_bytes, capacity_bytes=card_bytes, allocator=statistics)
-    message = "" if shortage is None else f"a dry run needs at least {format_size(shortage.over_bytes)} more in the {shortage.phase.replace('_', ' ')}"
+    rank = RankMemory(
+        rank=0, phases=peaks, state_bytes=card.state_bytes, capacity_bytes=card_bytes, allocator=statistics
+    )
+    message = (
+        ""
+        if shortage is None
+        else f"a dry run needs at least {format_size(shortage.over_bytes)} more in the {shortage.phase.replace('_', ' ')}"
+    )
     found = _without_memory(simulation.candidate, "fits" if shortage is None else "out_of_memory", message)
     return replace(found, ranks=(rank,), shortage=shortage, versions=dict(simulation.trace.versions))
 
@@ -126,9 +136,13 @@ class _Card:
             phase = trace.allocations[index].phase
             block = _allocated(allocator, size_bytes, max(self.card_bytes - sum(around[phase].values()), 0))
             if block is None:
-                return _Run(peaks=peaks, shortage=_shortage(phase, allocator.out_of_memory(event, size_bytes), around[phase]))
+                return _Run(
+                    peaks=peaks, shortage=_shortage(phase, allocator.out_of_memory(event, size_bytes), around[phase])
+                )
             live[index] = block
-            peaks[phase] = _heavier(peaks.get(phase), _peak(phase, allocator.allocated_bytes, allocator.reserved_bytes, around[phase]))
+            peaks[phase] = _heavier(
+                peaks.get(phase), _peak(phase, allocator.allocated_bytes, allocator.reserved_bytes, around[phase])
+            )
         return _Run(peaks=peaks, shortage=None)
 
     def composed_shortage(self, name: Phase | Literal[""]) -> Shortage | None:
@@ -180,7 +194,10 @@ def _peak(phase: Phase, allocated_bytes: int, reserved_bytes: int, around: Compo
 def _heavier(before: PhasePeak | None, now: PhasePeak) -> PhasePeak:
     if before is None:
         return now
-    allocated, reserved = max(before.allocated_bytes, now.allocated_bytes), max(before.reserved_bytes, now.reserved_bytes)
+    allocated, reserved = (
+        max(before.allocated_bytes, now.allocated_bytes),
+        max(before.reserved_bytes, now.reserved_bytes),
+    )
     return replace(now, allocated_bytes=allocated, reserved_bytes=reserved)
 
 

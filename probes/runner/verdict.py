@@ -22,14 +22,23 @@ LEAST_FREE_BYTES = 1 * MIB  # with less a worker could not even write down what 
 # c10/cuda/CUDACachingAllocator.cpp and CUDAException.cpp; libstdc++.
 COMPLAINTS: tuple[tuple[Outcome, str], ...] = (
     ("disk_full", r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing"),
-    ("host_out_of_memory", r"^MemoryError\b|: MemoryError\b|DefaultCPUAllocator: |Cannot allocate memory|std::bad_alloc"),
+    (
+        "host_out_of_memory",
+        r"^MemoryError\b|: MemoryError\b|DefaultCPUAllocator: |Cannot allocate memory|std::bad_alloc",
+    ),
     ("out_of_memory", r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory"),
 )
 # A process that ended by one of these broke by itself; by any other, someone ended it.
-OWN_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS})
+OWN_SIGNALS = frozenset(
+    {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
+)
 # The last line of a traceback, before it what a launcher puts there.
 EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$")
-LAUNCHERS_OWN = ("ChildFailedError", "CalledProcessError", "SignalException")  # they say no more than that a worker failed
+LAUNCHERS_OWN = (
+    "ChildFailedError",
+    "CalledProcessError",
+    "SignalException",
+)  # they say no more than that a worker failed
 # Source: pytorch 2.13, torch/distributed/elastic/multiprocessing/errors/__init__.py, `_FAILURE_FORMAT_TEMPLATE`.
 FIRST_FAILURE = re.compile(r"Root Cause \(first observed failure\):.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -60,10 +69,17 @@ def verdict(task: Task, ending: Ending) -> Measurement:
     """The measurement of a worker that has ended, whichever way."""
     answered = answer(task, ending)
     if isinstance(answered, Measurement):
-        return replace(answered, wall_seconds=ending.wall_seconds, log=str(ending.stderr), message=answered.message or _after_the_answer(ending))
+        return replace(
+            answered,
+            wall_seconds=ending.wall_seconds,
+            log=str(ending.stderr),
+            message=answered.message or _after_the_answer(ending),
+        )
     stop = ending.stopped or _failure(ending) or Stop(outcome="garbage", message=answered)
     where = f" (in the {ending.phase.replace('_', ' ')})" if ending.phase else ""
-    return nothing_measured(task, replace(stop, message=f"{stop.message}{where}"), ending.wall_seconds, str(ending.stderr))
+    return nothing_measured(
+        task, replace(stop, message=f"{stop.message}{where}"), ending.wall_seconds, str(ending.stderr)
+    )
 
 
 def nothing_measured(task: Task, stop: Stop, wall_seconds: float, log: str) -> Measurement:
@@ -120,7 +136,9 @@ def _failure(ending: Ending) -> Stop | None:
 
 def _killed(ending: Ending, code: int) -> Stop:
     if -code == signal.SIGKILL and ending.kernel_kills:
-        return Stop(outcome="host_out_of_memory", message="the kernel ended it with SIGKILL: the host had no memory left")
+        return Stop(
+            outcome="host_out_of_memory", message="the kernel ended it with SIGKILL: the host had no memory left"
+        )
     return Stop(outcome="killed", message=f"{_how_it_ended(code)} that was not ours")
 
 

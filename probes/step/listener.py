@@ -23,7 +23,10 @@ class Told(Protocol):
 
 @contextmanager
 def modules_named(
-    tracker: Told, model: torch.nn.Module, on_enter: Callable[[torch.nn.Module], None], on_exit: Callable[[torch.nn.Module], None]
+    tracker: Told,
+    model: torch.nn.Module,
+    on_enter: Callable[[torch.nn.Module], None],
+    on_exit: Callable[[torch.nn.Module], None],
 ) -> Iterator[None]:
     """While inside, the tracker knows which module of `model` runs, and is told of every entry and exit."""
     names = {module: name for name, module in model.named_modules()}

@@ -19,10 +19,14 @@ from probes.substitution import substituted
 Rollout = Callable[[Callable[..., Any], Any, Callable[[list[torch.Tensor]], None], dict[str, Any]], Any]
 
 
-def one_word_shortened(generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]) -> Any:
+def one_word_shortened(
+    generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]
+) -> Any:
     """Every sampled token is the same, none ends its row early, and what lies between the first tokens and the last is left out."""
     multinomial = torch.multinomial
-    with substituted(torch, "multinomial", lambda probabilities, num_samples: multinomial(probabilities, num_samples).fill_(WORD)):
+    with substituted(
+        torch, "multinomial", lambda probabilities, num_samples: multinomial(probabilities, num_samples).fill_(WORD)
+    ):
         return generate_shortened(generate, model, on_cached, arguments)
 
 
@@ -57,7 +61,9 @@ class Phases:
         self._tracker.mark_saved()
         self._tracker.enter_phase("backward")
         self._backward(*args, **kwargs)
-        self._tracker.mark((parameter.grad for parameter in self._policy.parameters() if parameter.grad is not None), "gradients")
+        self._tracker.mark(
+            (parameter.grad for parameter in self._policy.parameters() if parameter.grad is not None), "gradients"
+        )
         self._tracker.enter_phase("optimizer_step")
 
     def generate(self, model: Any, **arguments: Any) -> Any:
@@ -95,7 +101,9 @@ def phases_told(tracker: Told, stage: Stage, padded: bool, rollout: Rollout = on
     handles = [module.register_forward_pre_hook(phases.with_padding, with_kwargs=True) for module in called]
     handles.append(register_optimizer_step_post_hook(phases.after_optimizer_step))
     handles += [
-        parameter.register_post_accumulate_grad_hook(phases.after_gradient) for parameter in stage.trainer.model.parameters() if parameter.requires_grad
+        parameter.register_post_accumulate_grad_hook(phases.after_gradient)
+        for parameter in stage.trainer.model.parameters()
+        if parameter.requires_grad
     ]
     try:
         with (

@@ -13,10 +13,14 @@ from probes.step.stage import EOS, WORD
 def whole_rollout(candidate: Candidate) -> Rollout:
     """`generate` as it is, whose completions are then made whole: an end or padding that was sampled by chance becomes a word."""
 
-    def run(generate: Callable[..., Any], model: Any, _: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]) -> Any:
+    def run(
+        generate: Callable[..., Any], model: Any, _: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]
+    ) -> Any:
         result = generate(model, **arguments)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        make_whole(sequences[:, arguments["input_ids"].size(1) :], model.generation_config.eos_token_id, short_row(candidate))
+        make_whole(
+            sequences[:, arguments["input_ids"].size(1) :], model.generation_config.eos_token_id, short_row(candidate)
+        )
         return result
 
     return run
@@ -28,7 +32,12 @@ def dry_rollout(candidate: Candidate) -> Rollout:
     `generate` itself drops a mask without zeros (transformers 5.23, generation/utils.py).
     """
 
-    def run(generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]) -> Any:
+    def run(
+        generate: Callable[..., Any],
+        model: Any,
+        on_cached: Callable[[list[torch.Tensor]], None],
+        arguments: dict[str, Any],
+    ) -> Any:
         arguments["attention_mask"][0, 0] = 0
         return one_word_shortened(generate, model, on_cached, arguments)
 
@@ -37,7 +46,11 @@ def dry_rollout(candidate: Candidate) -> Rollout:
 
 def prompts_differ(candidate: Candidate) -> bool:
     """Whether a process completes several prompts at once: every second one is then a token short where batches are padded."""
-    prompts = candidate.generation_rows // candidate.num_generations if candidate.method in ("grpo", "rloo") else candidate.per_device_train_batch_size
+    prompts = (
+        candidate.generation_rows // candidate.num_generations
+        if candidate.method in ("grpo", "rloo")
+        else candidate.per_device_train_batch_size
+    )
     return candidate.pads and prompts > 1
 
 

@@ -20,7 +20,9 @@ WHOLE_ROLLOUT_TOKENS = 8  # completions up to this are generated token by token
 GENERATED_TOKENS = 3  # of longer ones: from the prompt's pass, from a first step with the cache, from the last step
 
 
-def generate_shortened(generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]) -> Any:
+def generate_shortened(
+    generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]
+) -> Any:
     """`model.generate(**arguments)` with as many tokens as asked for in the result; `on_cached` is told the tensors put into the cache."""
     config: GenerationConfig = arguments["generation_config"]
     asked = config.max_new_tokens
@@ -47,7 +49,9 @@ def generate_shortened(generate: Callable[..., Any], model: Any, on_cached: Call
     return result
 
 
-def _as_last_step(inputs: dict[str, Any], skipped: int, on_cached: Callable[[list[torch.Tensor]], None]) -> dict[str, Any]:
+def _as_last_step(
+    inputs: dict[str, Any], skipped: int, on_cached: Callable[[list[torch.Tensor]], None]
+) -> dict[str, Any]:
     """The inputs of a step as they are `skipped` tokens later."""
     cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
     changed = dict(inputs)
@@ -71,9 +75,13 @@ def _lengthen(cache: Cache, tokens: int) -> None:
     """Every layer of the cache as it is `tokens` later, in place."""
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise UnknownArchitecture(f"A rollout with a cache of {type(layer).__name__} cannot be shortened; set vllm to colocate or server.")
+            raise UnknownArchitecture(
+                f"A rollout with a cache of {type(layer).__name__} cannot be shortened; set vllm to colocate or server."
+            )
         length = layer.keys.size(-2) + tokens
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length += tokens
             length = min(length, layer.sliding_window - 1)
-        layer.keys, layer.values = (held.new_empty((*held.shape[:-2], length, held.size(-1))) for held in (layer.keys, layer.values))
+        layer.keys, layer.values = (
+            held.new_empty((*held.shape[:-2], length, held.size(-1))) for held in (layer.keys, layer.values)
+        )

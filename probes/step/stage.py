@@ -6,7 +6,11 @@ from typing import Any
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WORD, PAD, EOS = 3, 0, 2  # token ids of our tokenizers; 1 ends a completion of gemma and deepseek, so nothing is called that
+WORD, PAD, EOS = (
+    3,
+    0,
+    2,
+)  # token ids of our tokenizers; 1 ends a completion of gemma and deepseek, so nothing is called that
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,16 +16,23 @@ from planner.allocator.trace import STAYS, Allocation, Trace
 from planner.quantities import Component, Phase
 
 aten = torch.ops.aten
-_DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")  # asked for twice an operator: answered before any mode is
+_DEVICE, _CPU = (
+    torch.ops.prim.device.default,
+    torch.device("cpu"),
+)  # asked for twice an operator: answered before any mode is
 _ADD, _TO_COPY = aten.add.Tensor, aten._to_copy.default
-_ENGINE_FRAME = "_engine_run_backward"  # torch/autograd/graph.py: what stands under an operator that autograd's engine calls itself
+_ENGINE_FRAME = (
+    "_engine_run_backward"  # torch/autograd/graph.py: what stands under an operator that autograd's engine calls itself
+)
 
 
 class DeviceFull(torch.OutOfMemoryError):
     """A tracker's device has no room for what was asked: the figures of PyTorch's own message."""
 
     def __init__(self, tried_bytes: int, capacity_bytes: int, held_bytes: int) -> None:
-        super().__init__(f"Tried to allocate {tried_bytes} bytes. Of {capacity_bytes} bytes {held_bytes} are allocated.")
+        super().__init__(
+            f"Tried to allocate {tried_bytes} bytes. Of {capacity_bytes} bytes {held_bytes} are allocated."
+        )
         self.tried_bytes, self.capacity_bytes, self.held_bytes = tried_bytes, capacity_bytes, held_bytes
 
 
@@ -67,7 +74,9 @@ class Tracker(TorchDispatchMode):
         self._capacity_bytes = capacity_bytes
         self._held_bytes = 0
         self._block_bytes = block_bytes
-        self._workspaces = {id(func): bytes_of for func, bytes_of in (workspaces or {}).items()}  # operators are there for good
+        self._workspaces = {
+            id(func): bytes_of for func, bytes_of in (workspaces or {}).items()
+        }  # operators are there for good
         self.records: list[_Record] = []
         self.phase: Phase = "load"
         self.module = ""
@@ -77,7 +86,11 @@ class Tracker(TorchDispatchMode):
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # record -> what tells of its storage's
         self._on_host: set[int] = set()  # storages that are not on the device
         self._weights: set[int] = set()
-        self._sole_owner = (0, 0, 0)  # references to a gradient that only the engine holds, to its storage, to its wrapper; measured on entering
+        self._sole_owner = (
+            0,
+            0,
+            0,
+        )  # references to a gradient that only the engine holds, to its storage, to its wrapper; measured on entering
         self._calibrating = False
         self._looking = True
 
@@ -167,12 +180,16 @@ class Tracker(TorchDispatchMode):
         self._clock = 0
         self._held_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is _DEVICE:
             return _CPU
         if func is _ADD and self._is_accumulation(args):
             func = aten.add_.Tensor
-        result = func(*args, **(kwargs or {})) if self._arithmetic is None else self._arithmetic(func, args, kwargs or {})
+        result = (
+            func(*args, **(kwargs or {})) if self._arithmetic is None else self._arithmetic(func, args, kwargs or {})
+        )
         if isinstance(result, torch.Tensor):
             self._record(result, func, self.module, None, args)
         elif isinstance(result, (tuple, list)):
@@ -188,16 +205,34 @@ class Tracker(TorchDispatchMode):
         """Memory that an operator has only while it runs, besides its results."""
         born, self._clock = self._clock, self._clock + 2
         size_bytes = -(-size_bytes // self._block_bytes) * self._block_bytes
-        self.records.append(_Record(size_bytes=size_bytes, born=born, died=born + 1, phase=self.phase, operator=f"{operator} workspace", module=self.module))
+        self.records.append(
+            _Record(
+                size_bytes=size_bytes,
+                born=born,
+                died=born + 1,
+                phase=self.phase,
+                operator=f"{operator} workspace",
+                module=self.module,
+            )
+        )
 
     def _is_accumulation(self, args: tuple[Any, ...]) -> bool:
         """Whether autograd's engine adds two gradients of which it alone holds the first. Called by `__torch_dispatch__` and by nothing else."""
         first, second = args[0], args[1]
-        if torch.is_grad_enabled() or not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or first.shape != second.shape:
+        if (
+            torch.is_grad_enabled()
+            or not isinstance(first, torch.Tensor)
+            or not isinstance(second, torch.Tensor)
+            or first.shape != second.shape
+        ):
             return False
         if sys._getframe(2).f_code.co_name != _ENGINE_FRAME:
             return False
-        owners = (first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata), sys.getrefcount(first))
+        owners = (
+            first._use_count(),
+            torch._C._storage_Use_Count(first.untyped_storage()._cdata),
+            sys.getrefcount(first),
+        )
         if self._calibrating:
             self._sole_owner = owners
             return False
@@ -206,7 +241,9 @@ class Tracker(TorchDispatchMode):
             return True
         return owners == self._sole_owner and _dense(first)
 
-    def _record(self, tensor: torch.Tensor, operator: Any, module: str, component: Component | None, args: tuple[Any, ...] = ()) -> None:
+    def _record(
+        self, tensor: torch.Tensor, operator: Any, module: str, component: Component | None, args: tuple[Any, ...] = ()
+    ) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive or key in self._on_host:
@@ -216,14 +253,28 @@ class Tracker(TorchDispatchMode):
             weakref.finalize(storage, self._on_host.discard, key).atexit = False
             return
         size_bytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
-        if size_bytes == 0 or (type(tensor) is torch.Tensor and tensor.device.type == "meta"):  # a fake tensor would ask this mode for its device
+        if size_bytes == 0 or (
+            type(tensor) is torch.Tensor and tensor.device.type == "meta"
+        ):  # a fake tensor would ask this mode for its device
             return
-        if operator is _TO_COPY and self.phase != "optimizer_step" and args[0].untyped_storage()._cdata in self._weights:
+        if (
+            operator is _TO_COPY
+            and self.phase != "optimizer_step"
+            and args[0].untyped_storage()._cdata in self._weights
+        ):
             component = "autocast_copies"
         index = len(self.records)
         self._alive[key] = index
         self.records.append(
-            _Record(size_bytes=size_bytes, born=self._clock, died=STAYS, phase=self.phase, operator=str(operator), module=module, component=component)
+            _Record(
+                size_bytes=size_bytes,
+                born=self._clock,
+                died=STAYS,
+                phase=self.phase,
+                operator=str(operator),
+                module=module,
+                component=component,
+            )
         )
         self._clock += 1
         self._held_bytes += size_bytes
@@ -243,7 +294,9 @@ class Tracker(TorchDispatchMode):
 def _dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill their storage without overlap (`compute_non_overlapping_and_dense`, c10/core/TensorImpl.cpp)."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size

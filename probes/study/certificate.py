@@ -82,7 +82,9 @@ def certificate(knowledge: Knowledge) -> Certificate:
 
 def learned(belief: Belief) -> dict[str, tuple[float, float]]:
     """Constants of device and runtime that something was seen of."""
-    return {name: belief.constant(name) for name in belief.names if name.partition(":")[0] not in ("counted", "structure")}
+    return {
+        name: belief.constant(name) for name in belief.names if name.partition(":")[0] not in ("counted", "structure")
+    }
 
 
 # -- what is better than the best --------------------------------------------------------------------------------------
@@ -152,7 +154,17 @@ def _larger_share(knowledge: Knowledge, best: Place) -> Neighbour:
 
 
 def _not_computed(knob: str, value: str, verdict: Verdict) -> Neighbour:
-    return Neighbour(knob=knob, value=value, settings={}, verdict=verdict, phase="", needs_bytes=0, interval_bytes=(0, 0), capacity_bytes=0, fit_chance=0.0)
+    return Neighbour(
+        knob=knob,
+        value=value,
+        settings={},
+        verdict=verdict,
+        phase="",
+        needs_bytes=0,
+        interval_bytes=(0, 0),
+        capacity_bytes=0,
+        fit_chance=0.0,
+    )
 
 
 def _neighbour(knowledge: Knowledge, place: Place, knob: str, value: str) -> Neighbour:
@@ -201,7 +213,10 @@ def certificate_report(found: Certificate) -> dict[str, object]:
     report: dict[str, object] = {entry.name: getattr(found, entry.name) for entry in fields(Certificate)}
     neighbours = [{entry.name: getattr(each, entry.name) for entry in fields(Neighbour)} for each in found.neighbours]
     known = {name: {"mean": mean, "deviation": deviation} for name, (mean, deviation) in found.learned.items()}
-    return report | {"neighbours": [each | {"interval_bytes": list(each["interval_bytes"])} for each in neighbours], "learned": known}
+    return report | {
+        "neighbours": [each | {"interval_bytes": list(each["interval_bytes"])} for each in neighbours],
+        "learned": known,
+    }
 
 
 SENTENCES: dict[Verdict, str] = {
@@ -218,21 +233,34 @@ SENTENCES: dict[Verdict, str] = {
 def certificate_lines(found: Certificate) -> tuple[str, ...]:
     """For people: a few lines."""
     if not found.best:
-        return (f"no candidate has run; {found.still_open} are open",) if found.still_open else ("no candidate fits: all are excluded",)
+        return (
+            (f"no candidate has run; {found.still_open} are open",)
+            if found.still_open
+            else ("no candidate fits: all are excluded",)
+        )
     state = ("certified" if found.holds else "not certified") + ("" if found.device == "cuda" else f" ({found.device})")
     ran = f"{state}: the best candidate ran, after {format_count(found.probes)} probe{'s' if found.probes != 1 else ''}"
     counts = f"better ones: {format_count(found.excluded_by_probe)} excluded by probe, {format_count(found.excluded_by_belief)} by belief"
     counts += f", {found.still_open} open" if found.still_open else ""
     shown = [neighbour_line(each) for each in found.neighbours[:SHOWN]]
-    more = [f"and {len(found.neighbours) - SHOWN} structures that miss by more"] if len(found.neighbours) > SHOWN else []
-    apart = [*(f"set aside: {each}" for each in found.set_aside), *(f"cannot run here: {each}" for each in found.unavailable)]
+    more = (
+        [f"and {len(found.neighbours) - SHOWN} structures that miss by more"] if len(found.neighbours) > SHOWN else []
+    )
+    apart = [
+        *(f"set aside: {each}" for each in found.set_aside),
+        *(f"cannot run here: {each}" for each in found.unavailable),
+    ]
     return (ran, counts, *shown, *more, *apart, learned_line(found.learned))
 
 
 def neighbour_line(each: Neighbour) -> str:
     low, high = (format_size(max(size, 0)) for size in each.interval_bytes)
     said = SENTENCES[each.verdict].format(
-        low=low, high=high, capacity=format_size(each.capacity_bytes), phase=each.phase.replace("_", " "), chance=each.fit_chance
+        low=low,
+        high=high,
+        capacity=format_size(each.capacity_bytes),
+        phase=each.phase.replace("_", " "),
+        chance=each.fit_chance,
     )
     name = each.value if each.knob == "structure" else f"{each.knob} {each.value}"
     return f"{name}: {said}"

@@ -10,7 +10,9 @@ from probes.study.posterior import KNOWN, LIGHT, RESIDUAL_BYTES, Coefficients, K
 
 # How far apart two readings of the driver may be: other processes' and libraries' small change.
 DRIVER_NOISE_BYTES = 16 * MIB
-SLACK_NOISE_SHARE = 0.002  # of what is allocated, beside the last pages of the pools: the slack at one moment is not that at the next
+SLACK_NOISE_SHARE = (
+    0.002  # of what is allocated, beside the last pages of the pools: the slack at one moment is not that at the next
+)
 UNIFORM = 12**0.5  # a range over the standard deviation of what may lie anywhere in it
 NOT_TENSORS = frozenset({"runtime", "slack", "engine"})
 
@@ -57,7 +59,12 @@ def _of_phases(rank: RankMemory | None, rows: Mapping[Phase, Row], whole: bool, 
                 noise=residual_bytes(row.allocated_bytes),
             )
         if whole:
-            yield Observation(kind="at_most", coefficients=row.coefficients, value=row.capacity_bytes - row.total_bytes, noise=RESIDUAL_BYTES)
+            yield Observation(
+                kind="at_most",
+                coefficients=row.coefficients,
+                value=row.capacity_bytes - row.total_bytes,
+                noise=RESIDUAL_BYTES,
+            )
         if not apart:
             yield from _of_reserved(peak, row, whole, row.total_bytes >= LIGHT * heaviest_bytes)
 
@@ -70,25 +77,42 @@ def _of_reserved(peak: PhasePeak, row: Row, whole: bool, heavy: bool) -> Iterato
         yield Observation(kind=kind, coefficients={"runtime": 1.0}, value=outside, noise=DRIVER_NOISE_BYTES)
     if heavy and peak.reserved_bytes and peak.allocated_bytes:
         kept = peak.reserved_bytes - peak.allocated_bytes - row.slack_bytes
-        yield Observation(kind="at_most", coefficients={"slack": peak.allocated_bytes}, value=kept, noise=_slack_noise_bytes(peak.allocated_bytes))
+        yield Observation(
+            kind="at_most",
+            coefficients={"slack": peak.allocated_bytes},
+            value=kept,
+            noise=_slack_noise_bytes(peak.allocated_bytes),
+        )
 
 
-def _of_shortage(shortage: Shortage, rank: RankMemory | None, rows: Mapping[Phase, Row], apart: str) -> Iterator[Observation]:
+def _of_shortage(
+    shortage: Shortage, rank: RankMemory | None, rows: Mapping[Phase, Row], apart: str
+) -> Iterator[Observation]:
     """The phase needs more than there is. Without an engine the message also says what torch could not give, and what is not torch's."""
     if shortage.phase not in rows:
         return
     row, allocated = rows[shortage.phase], shortage.allocated_bytes
-    yield Observation(kind="at_least", coefficients=row.coefficients, value=row.capacity_bytes - row.total_bytes, noise=RESIDUAL_BYTES)
+    yield Observation(
+        kind="at_least", coefficients=row.coefficients, value=row.capacity_bytes - row.total_bytes, noise=RESIDUAL_BYTES
+    )
     if apart or not shortage.reserved_bytes:
         return
     asked = allocated + shortage.tried_bytes - row.allocated_bytes
-    yield Observation(kind="at_least", coefficients=_tensors(row, ""), value=asked, noise=residual_bytes(row.allocated_bytes))
+    yield Observation(
+        kind="at_least", coefficients=_tensors(row, ""), value=asked, noise=residual_bytes(row.allocated_bytes)
+    )
     slack = shortage.reserved_bytes - allocated - row.slack_bytes
     yield Observation(kind="equal", coefficients={"slack": allocated}, value=slack, noise=_slack_noise_bytes(allocated))
-    capacity = min(rank.capacity_bytes, row.capacity_bytes) if rank is not None and rank.capacity_bytes else row.capacity_bytes
+    capacity = (
+        min(rank.capacity_bytes, row.capacity_bytes) if rank is not None and rank.capacity_bytes else row.capacity_bytes
+    )
     outside = capacity - shortage.free_bytes - shortage.reserved_bytes
-    if outside > 0:  # else torch kept to a limit of its own (torch.cuda.set_per_process_memory_fraction), which does not count what is not torch's
-        yield Observation(kind="equal", coefficients={"runtime": 1.0}, value=outside - row.outside_bytes, noise=DRIVER_NOISE_BYTES)
+    if (
+        outside > 0
+    ):  # else torch kept to a limit of its own (torch.cuda.set_per_process_memory_fraction), which does not count what is not torch's
+        yield Observation(
+            kind="equal", coefficients={"runtime": 1.0}, value=outside - row.outside_bytes, noise=DRIVER_NOISE_BYTES
+        )
 
 
 def _tensors(row: Row, apart: str) -> Coefficients:

@@ -54,8 +54,16 @@ RESIDUAL_SHARE = 0.001
 RESIDUAL_BYTES = 2 * MIB
 
 # What does not count against a device's capacity, and what is no unknown there.
-UNCHARGED: dict[DeviceName, frozenset[Component]] = {"cuda": frozenset(), "simulated": frozenset(), "cpu": frozenset({"runtime", "fragmentation"})}
-KNOWN: dict[DeviceName, frozenset[str]] = {"cuda": frozenset(), "simulated": frozenset({"runtime"}), "cpu": frozenset({"runtime", "slack"})}
+UNCHARGED: dict[DeviceName, frozenset[Component]] = {
+    "cuda": frozenset(),
+    "simulated": frozenset(),
+    "cpu": frozenset({"runtime", "fragmentation"}),
+}
+KNOWN: dict[DeviceName, frozenset[str]] = {
+    "cuda": frozenset(),
+    "simulated": frozenset({"runtime"}),
+    "cpu": frozenset({"runtime", "slack"}),
+}
 OUTSIDE_TORCH: frozenset[Component] = frozenset({"runtime", "engine", "fragmentation"})
 OF_KERNELS: tuple[Component, ...] = ("activations", "attention_scores")
 # A phase so much lighter than the heaviest cannot become it.
@@ -80,7 +88,9 @@ class Row:
 
     def covers(self, other: "Row") -> bool:
         """Whether this phase needs at least as much as another of the same structure, whatever the constants are."""
-        return self.total_bytes >= other.total_bytes and all(self.coefficients.get(name, 0) >= size for name, size in other.coefficients.items())
+        return self.total_bytes >= other.total_bytes and all(
+            self.coefficients.get(name, 0) >= size for name, size in other.coefficients.items()
+        )
 
 
 def rows_of(estimate: Estimate, structure: str, nccl: int, device: DeviceName) -> tuple[Row, ...]:
@@ -93,7 +103,9 @@ def rows_of(estimate: Estimate, structure: str, nccl: int, device: DeviceName) -
     )
 
 
-def row_of(phase: PhaseMemory, gpus: int, capacity_bytes: int, names: tuple[str, str], nccl: int, device: DeviceName) -> Row:
+def row_of(
+    phase: PhaseMemory, gpus: int, capacity_bytes: int, names: tuple[str, str], nccl: int, device: DeviceName
+) -> Row:
     charged = {name: size for name, size in phase.components.items() if name not in UNCHARGED[device]}
     if device == "cpu" and nccl:
         charged["communication"] = charged["communication"] - nccl
@@ -156,7 +168,9 @@ class Belief:
     names: tuple[str, ...] = ()
     mean: Vector
     covariance: Vector
-    doubt: float = 1.0  # all deviations are so many times those of the priors, and what is left unexplained is as much larger
+    doubt: float = (
+        1.0  # all deviations are so many times those of the priors, and what is left unexplained is as much larger
+    )
     at: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,7 +201,14 @@ class Belief:
 
     def fit_probability(self, rows: Iterable[Row]) -> float:
         """An upper bound of the probability that every phase stays within its card: that of the worst phase."""
-        return min((chance((each.capacity_bytes - mean) / deviation) for each in rows for mean, deviation in (self.needs(each),)), default=1.0)
+        return min(
+            (
+                chance((each.capacity_bytes - mean) / deviation)
+                for each in rows
+                for mean, deviation in (self.needs(each),)
+            ),
+            default=1.0,
+        )
 
     def constant(self, name: str) -> tuple[float, float]:
         return self.predicted({name: 1.0})
@@ -258,7 +279,12 @@ def updated(belief: Belief, seen: Observation) -> Belief:
         ratio = math.exp(-score * score / 2) / math.sqrt(2 * math.pi) / chance(score)
         step, shrink = sign * ratio / math.sqrt(variance), ratio * (ratio + score) / variance
     covariance = belief.covariance - shrink * np.outer(spread, spread)
-    return Belief(names=belief.names, mean=belief.mean + spread * step, covariance=(covariance + covariance.T) / 2, doubt=belief.doubt)
+    return Belief(
+        names=belief.names,
+        mean=belief.mean + spread * step,
+        covariance=(covariance + covariance.T) / 2,
+        doubt=belief.doubt,
+    )
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -292,8 +318,12 @@ class Draws:
 def draws(belief: Belief, count: int, seed: int) -> Draws:
     size = len(belief.names)
     scale = np.sqrt(np.maximum(np.diag(belief.covariance), 0.0))
-    units = np.where(scale > 0, scale, 1.0)  # shares and bytes side by side: their covariances have no eigenvectors in floating point, correlations do
-    values, vectors = np.linalg.eigh(belief.covariance / np.outer(units, units)) if size else (np.zeros(0), np.zeros((0, 0)))
+    units = np.where(
+        scale > 0, scale, 1.0
+    )  # shares and bytes side by side: their covariances have no eigenvectors in floating point, correlations do
+    values, vectors = (
+        np.linalg.eigh(belief.covariance / np.outer(units, units)) if size else (np.zeros(0), np.zeros((0, 0)))
+    )
     noise = np.random.default_rng(seed).standard_normal((size, count))
     seen = belief.mean[:, None] + scale[:, None] * (vectors @ (np.sqrt(np.maximum(values, 0.0))[:, None] * noise))
     return Draws(belief=belief, count=count, seed=seed, seen=seen)

@@ -79,15 +79,21 @@ class PlanSampler(BaseSampler):
         place = self.propose(study)
         return {} if place is None else self.knobs(place)
 
-    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
         place = self.propose(study)
         proposed = {} if place is None else self.space.knobs(place)
         return {
-            name: proposed[name] if name in proposed and self.distributions[name] == distribution else self._random(study, trial, name, distribution)
+            name: proposed[name]
+            if name in proposed and self.distributions[name] == distribution
+            else self._random(study, trial, name, distribution)
             for name, distribution in search_space.items()
         }
 
-    def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution) -> Any:
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
         self._raise_error_if_multi_objective(study)
         return self._random(study, trial, param_name, param_distribution)
 
@@ -115,8 +121,16 @@ def unavailable(space: Space, trials: Sequence[FrozenTrial]) -> dict[int, str]:
     for trial in trials:
         reason = trial.user_attrs.get(REASON, "")
         for package, (field, values) in PACKAGES.items():
-            if trial.state == TrialState.FAIL and re.search(MISSING, reason) and re.search(package, reason, re.IGNORECASE):
-                found |= {number: reason for number, line in enumerate(space.lines) if getattr(line.structure, field) in values}
+            if (
+                trial.state == TrialState.FAIL
+                and re.search(MISSING, reason)
+                and re.search(package, reason, re.IGNORECASE)
+            ):
+                found |= {
+                    number: reason
+                    for number, line in enumerate(space.lines)
+                    if getattr(line.structure, field) in values
+                }
     return found
 
 

@@ -11,7 +11,16 @@ from planner.measurements.measurement import DeviceName
 from planner.memory.communication import nccl_bytes
 from planner.quantities import Estimate
 from planner.search.knobs import Question, structures
-from planner.search.search import Choices, attempt, batches, length_field, longest, merit, utilizations, with_utilization
+from planner.search.search import (
+    Choices,
+    attempt,
+    batches,
+    length_field,
+    longest,
+    merit,
+    utilizations,
+    with_utilization,
+)
 from probes.study.posterior import Row, heavy, rows_of
 
 Attempt = Callable[[Candidate, Question], Estimate | None]
@@ -25,7 +34,17 @@ SIZE_KNOBS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 SHARE_KNOB = "vllm_gpu_memory_utilization"
 # What a training pass does not depend on; and what follows from sizes (planner/search: knobs.py `completed`, search.py `with_batch`) or is one of them.
 NOT_THE_PASS = ("vllm", "num_processes", "expandable_segments", "ds3_gather")
-DERIVED = frozenset({*SIZE_KNOBS, SHARE_KNOB, "max_length", "prompt_length", "max_completion_length", "steps_per_generation", "vllm_max_model_length"})
+DERIVED = frozenset(
+    {
+        *SIZE_KNOBS,
+        SHARE_KNOB,
+        "max_length",
+        "prompt_length",
+        "max_completion_length",
+        "steps_per_generation",
+        "vllm_max_model_length",
+    }
+)
 
 
 # What runs on no CPU (probes/runner/devices.py, probes/worker/workload.py), by field of a candidate.
@@ -134,8 +153,16 @@ class Space:
         """The settings of a candidate as text: those of its size, and of its structure those that others have otherwise; or that `beside` has otherwise."""
         knobs, other = self.knobs(place), {} if beside is None else self.knobs(beside)
         off = () if knobs.get("vllm", "off") != "off" else ("vllm_", "ds3_")
-        told = {name: value for name, value in knobs.items() if name in self.varying and not name.startswith((*off, "expandable_segments"))}
-        return settings_text(settings_of_fields({name: value for name, value in told.items() if name not in other or other[name] != value}))
+        told = {
+            name: value
+            for name, value in knobs.items()
+            if name in self.varying and not name.startswith((*off, "expandable_segments"))
+        }
+        return settings_text(
+            settings_of_fields(
+                {name: value for name, value in told.items() if name not in other or other[name] != value}
+            )
+        )
 
     @property
     def varying(self) -> frozenset[str]:
@@ -147,7 +174,13 @@ class Space:
         """The candidate with these settings; None where there is none."""
         for line, each in enumerate(self.lines):
             if all(getattr(each.structure, name) == knobs.get(name) for name in self.named):
-                return next((Place(line, size, round(100 * float(knobs.get(SHARE_KNOB, 0)))) for size in self._sizes(line, knobs)), None)
+                return next(
+                    (
+                        Place(line, size, round(100 * float(knobs.get(SHARE_KNOB, 0))))
+                        for size in self._sizes(line, knobs)
+                    ),
+                    None,
+                )
         return None
 
     def _sizes(self, line: int, knobs: Knobs) -> Iterator[int]:
@@ -159,12 +192,25 @@ class Space:
 
 def space_of(question: Question, device: DeviceName, attempt: Attempt = attempt) -> Space:
     """Raises InputError where the job's pins leave nothing that runs on the device."""
-    found = [each for each in structures(question) if not any(getattr(each, name) in values for name, values in NOT_ON[device].items())]
+    found = [
+        each
+        for each in structures(question)
+        if not any(getattr(each, name) in values for name, values in NOT_ON[device].items())
+    ]
     if not found:
-        raise InputError(f"Nothing that this asks for runs on the {device} device. Drop a --set, or give another --device.")
-    differing = [entry.name for entry in fields(Candidate) if any(getattr(each, entry.name) != getattr(found[0], entry.name) for each in found[1:])]
+        raise InputError(
+            f"Nothing that this asks for runs on the {device} device. Drop a --set, or give another --device."
+        )
+    differing = [
+        entry.name
+        for entry in fields(Candidate)
+        if any(getattr(each, entry.name) != getattr(found[0], entry.name) for each in found[1:])
+    ]
     named = tuple(dict.fromkeys((*ALWAYS_NAMED, *(name for name in differing if name not in DERIVED))))
-    sized = ((each, longest(each, question) if question.job.optimize == "max-length" else batches(each, question.job)) for each in found)
+    sized = (
+        (each, longest(each, question) if question.job.optimize == "max-length" else batches(each, question.job))
+        for each in found
+    )
     lines = tuple(Line(name=_name(each, named), structure=each, sizes=sizes) for each, sizes in sized if sizes)
     return Space(question=question, device=device, attempt=attempt, lines=lines, named=named)
 

@@ -54,13 +54,17 @@ class Knowledge:
 
     def refuted(self, place: Place) -> bool:
         """Whether a probe ran out of memory with it, or with one of its structure that needs no more."""
-        return any(measurement.outcome == "out_of_memory" and self.space.within(ran, place) for ran, measurement in self.measured.items()) or any(
-            self._runs_out_as(ran, place) for ran in self.measured
-        )
+        return any(
+            measurement.outcome == "out_of_memory" and self.space.within(ran, place)
+            for ran, measurement in self.measured.items()
+        ) or any(self._runs_out_as(ran, place) for ran in self.measured)
 
     def chance(self, place: Place) -> float:
         """That a candidate fits: at most so much."""
-        if any(measurement.outcome == "fits" and self.space.within(place, ran) for ran, measurement in self.measured.items()):
+        if any(
+            measurement.outcome == "fits" and self.space.within(place, ran)
+            for ran, measurement in self.measured.items()
+        ):
             return 1.0
         if not self.space.starts(place) or self.refuted(place):
             return 0.0
@@ -72,7 +76,10 @@ class Knowledge:
         if shortage is None or ran.line != place.line:
             return False
         gpus = gpus_of_rank(self.measured[ran], shortage.rank)
-        there, here = (next((row for row in self.space.rows_at(each) if (row.phase, row.gpus) == (shortage.phase, gpus)), None) for each in (ran, place))
+        there, here = (
+            next((row for row in self.space.rows_at(each) if (row.phase, row.gpus) == (shortage.phase, gpus)), None)
+            for each in (ran, place)
+        )
         return there is not None and here is not None and here.covers(there)
 
     def may_fit(self, place: Place) -> bool:
@@ -82,7 +89,12 @@ class Knowledge:
         return self.chance(place) >= 1 - LEAST_CHANCE
 
 
-def known(space: Space, measured: Mapping[Place, Measurement], set_aside: Mapping[Place, str], unavailable: Mapping[int, str] | None = None) -> Knowledge:
+def known(
+    space: Space,
+    measured: Mapping[Place, Measurement],
+    set_aside: Mapping[Place, str],
+    unavailable: Mapping[int, str] | None = None,
+) -> Knowledge:
     """Everything that the measurements of a study say, in the order in which they came."""
     lessons = [
         observations(measurement, space.rows_at(place), str(number))
@@ -90,7 +102,11 @@ def known(space: Space, measured: Mapping[Place, Measurement], set_aside: Mappin
         if measurement.decided and space.starts(place)
     ]
     return Knowledge(
-        space=space, belief=believed([each for lesson in lessons for each in lesson]), measured=measured, set_aside=set_aside, unavailable=unavailable or {}
+        space=space,
+        belief=believed([each for lesson in lessons for each in lesson]),
+        measured=measured,
+        set_aside=set_aside,
+        unavailable=unavailable or {},
     )
 
 
@@ -117,7 +133,9 @@ def open_places(knowledge: Knowledge) -> list[Place]:
 
 def _of_line(knowledge: Knowledge, line: int, floor: tuple[float, ...]) -> Iterator[Place]:
     for size in sizes_that_may_fit(knowledge, line):
-        yield from (place for place in shares_that_may_fit(knowledge, line, size, floor) if not knowledge.decided(place))
+        yield from (
+            place for place in shares_that_may_fit(knowledge, line, size, floor) if not knowledge.decided(place)
+        )
 
 
 def sizes_that_may_fit(knowledge: Knowledge, line: int) -> Sequence[int]:

@@ -50,7 +50,10 @@ def study_name(question: Question, device: DeviceName, versions: Mapping[str, st
         "model": _model(job.model),
         "method": job.method,
         "trl": job.trl_version,
-        "pinned": {name: _model(value) if isinstance(value, ModelShape) else value for name, value in sorted(job.pinned.items())},
+        "pinned": {
+            name: _model(value) if isinstance(value, ModelShape) else value
+            for name, value in sorted(job.pinned.items())
+        },
         "optimize": job.optimize,
         "effective_batch_size": job.effective_batch_size,
         "cluster": asdict(cluster),
@@ -60,7 +63,14 @@ def study_name(question: Question, device: DeviceName, versions: Mapping[str, st
         "versions": dict(versions),
     }
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=list).encode()).hexdigest()[:8]
-    parts = (job.model.id.rsplit("/", 1)[-1], job.method, f"{cluster.num_gpus}x{cluster.gpu.name}", question.tuning_class, job.optimize, device)
+    parts = (
+        job.model.id.rsplit("/", 1)[-1],
+        job.method,
+        f"{cluster.num_gpus}x{cluster.gpu.name}",
+        question.tuning_class,
+        job.optimize,
+        device,
+    )
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', '-'.join(parts))[:READABLE]}-{digest}"
 
 
@@ -85,9 +95,13 @@ def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> opt
         try:
             Path(url.removeprefix(SQLITE)).expanduser().resolve().parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise PlanError(f"The study in {shown(url)} cannot be read or written: {error.strerror}: {error.filename}.") from error
+            raise PlanError(
+                f"The study in {shown(url)} cannot be read or written: {error.strerror}: {error.filename}."
+            ) from error
     storage = optuna.storages.RDBStorage(url, engine_kwargs=settings)
-    return optuna.create_study(study_name=name, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True)
+    return optuna.create_study(
+        study_name=name, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True
+    )
 
 
 @contextmanager
@@ -96,7 +110,9 @@ def storage_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
-        raise InputError(f"--storage {shown(url)} is no storage that Optuna can open: {_line(error)} Try {SQLITE}probes.db.") from error
+        raise InputError(
+            f"--storage {shown(url)} is no storage that Optuna can open: {_line(error)} Try {SQLITE}probes.db."
+        ) from error
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
         said = str(error.__cause__ or error)
         if "locked" in said:

@@ -23,7 +23,16 @@ from probes.study.certificate import Certificate, certificate, learned, learned_
 from probes.study.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler
 from probes.study.space import Attempt, Place, Space, space_of
 from probes.study.state import Knowledge
-from probes.study.storage import alive, default_storage, library_versions, open_study, shown, storage_errors, study_name, this_process
+from probes.study.storage import (
+    alive,
+    default_storage,
+    library_versions,
+    open_study,
+    shown,
+    storage_errors,
+    study_name,
+    this_process,
+)
 
 Probe = Callable[[Candidate], Measurement]
 Say = Callable[[str], None]
@@ -104,12 +113,17 @@ def prove(asked: Question | Plan, probe: Probe, options: StudyOptions | None = N
 def question_of(plan: Plan) -> Question:
     """The class of tuning that a plan recommends, as a question: with its rank, and with the host's help where it needs that."""
     candidate, job = plan.best.candidate, plan.job
-    tuning_class: TuningClass = "full" if candidate.tuning == "full" else "lora" if candidate.quantization in ("none", "mxfp4") else "qlora"
+    tuning_class: TuningClass = (
+        "full" if candidate.tuning == "full" else "lora" if candidate.quantization in ("none", "mxfp4") else "qlora"
+    )
     if tuning_class == "qlora" and job.model.quantization == candidate.quantization:
         tuning_class = "lora"  # as published: planner/search/knobs.py `tuning`
     if job.lora_ranks and candidate.tuning == "lora":
         job = replace(job, pinned={**job.pinned, "lora_r": candidate.lora_r}, lora_ranks=())
-    helped = (candidate.offload_optimizer or candidate.offload_param) and not {"offload_optimizer", "offload_param"} & job.pinned.keys()
+    helped = (candidate.offload_optimizer or candidate.offload_param) and not {
+        "offload_optimizer",
+        "offload_param",
+    } & job.pinned.keys()
     return Question(job=job, cluster=plan.cluster, tuning_class=tuning_class, offload=helped)
 
 
@@ -119,7 +133,11 @@ def best_measurement(knowledge: Knowledge) -> Measurement | None:
 
     def worth(place: Place) -> tuple[float, ...]:
         precise, *asked = space.merit(place)
-        return (precise, speed(knowledge.measured[place], space, place), *asked) if goal == "throughput" else (precise, *asked)
+        return (
+            (precise, speed(knowledge.measured[place], space, place), *asked)
+            if goal == "throughput"
+            else (precise, *asked)
+        )
 
     return knowledge.measured[max(knowledge.ran, key=worth)] if knowledge.ran else None
 
@@ -150,7 +168,10 @@ class Session:
     def _probe_after_probe(self) -> tuple[Ending, str]:
         while (place := self.sampler.propose(self.study)) is not None:
             if not self._affordable():
-                return "budget", f"{format_seconds(self.options.budget_seconds)} are spent, or the next probe would not fit into what is left"
+                return (
+                    "budget",
+                    f"{format_seconds(self.options.budget_seconds)} are spent, or the next probe would not fit into what is left",
+                )
             began = self.options.clock()
             measurement = self._probed(place)
             self.count, self.seconds = self.count + 1, max(self.seconds, self.options.clock() - began)
@@ -160,7 +181,10 @@ class Session:
             if measurement.outcome in OF_THE_ENVIRONMENT:
                 return "environment", f"{measurement.outcome.replace('_', ' ')}: {measurement.message}"
             if self.failures >= MOST_FAILURES:
-                return "failing", f"{self.failures} probes said nothing about memory; the last one: {measurement.outcome} {measurement.message}".rstrip()
+                return (
+                    "failing",
+                    f"{self.failures} probes said nothing about memory; the last one: {measurement.outcome} {measurement.message}".rstrip(),
+                )
         return self._own_ending(), ""
 
     def _own_ending(self) -> Ending:
@@ -172,7 +196,9 @@ class Session:
     def _affordable(self) -> bool:
         """Whether a probe as long as the longest so far ends within the budget; the first one always may."""
         spent = self.options.clock() - self.began
-        return spent + self.seconds <= self.options.budget_seconds if self.count else spent <= self.options.budget_seconds
+        return (
+            spent + self.seconds <= self.options.budget_seconds if self.count else spent <= self.options.budget_seconds
+        )
 
     def _probed(self, proposed: Place) -> Measurement | None:
         """One trial. None: its parameters, which others may queue, are no candidate's."""
@@ -187,7 +213,11 @@ class Session:
         try:
             measurement = self.probe(sampler.space.candidate(place))
         except BaseException as error:
-            fail(self.study, trial, INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}")
+            fail(
+                self.study,
+                trial,
+                INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}",
+            )
             raise
         record(self.study, trial, measurement, sampler.space)
         say(f"probe {trial.number + 1}: {seen_line(measurement, sampler.space.estimate(place))}")
@@ -260,7 +290,9 @@ def adopt(study: optuna.Study, space: Space, say: Say) -> None:
         owner = left.user_attrs.get(OWNER, "")
         if owner and owner != this_process() and alive(owner):
             host, process, _ = owner.split(":")
-            raise PlanError(f"Process {process} on {host} is at this study. Wait for it, end it, or give another --storage.")
+            raise PlanError(
+                f"Process {process} on {host} is at this study. Wait for it, end it, or give another --storage."
+            )
         fail(study, trial, INTERRUPTED)
         say(f"probe {left.number + 1}: was interrupted, and is asked again if it still decides most")
 
@@ -280,8 +312,14 @@ def seen_line(measurement: Measurement, answer: Estimate | None) -> str:
     """The same figures as in the report: what the heaviest phase needed, and a speed only of a GPU."""
     took = format_seconds(measurement.wall_seconds)
     if measurement.outcome == "fits":
-        needed = max((phase.needed_bytes for phase in differences(answer, measurement)), default=0) if answer is not None else 0
-        rate = f", {format_count(round(measurement.tokens_per_second))} tokens/s" if measurement.device == "cuda" else ""
+        needed = (
+            max((phase.needed_bytes for phase in differences(answer, measurement)), default=0)
+            if answer is not None
+            else 0
+        )
+        rate = (
+            f", {format_count(round(measurement.tokens_per_second))} tokens/s" if measurement.device == "cuda" else ""
+        )
         return f"fits, needed {format_size(needed or measurement.peak_bytes)}{rate} ({took})"
     if measurement.shortage is not None:
         shortage = measurement.shortage

@@ -44,7 +44,9 @@ def cpu_accelerators() -> Iterator[None]:
         stack.enter_context(substituted(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True))
         stack.enter_context(substituted(torch.cuda, "is_bf16_supported", lambda *_, **__: True))
         if importlib.util.find_spec("deepspeed") is not None:
-            stack.enter_context(substituted(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None))
+            stack.enter_context(
+                substituted(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)
+            )
         yield
 
 

@@ -45,9 +45,15 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
             yield {}
     else:
         if candidate.num_nodes > 1:
-            raise InputError("A server on another node is started by launch.sh, not by a probe: probe with num_machines=1.")
+            raise InputError(
+                "A server on another node is started by launch.sh, not by a probe: probe with num_machines=1."
+            )
         state, server, group = PartialState(), free_port(), free_port()
-        with served(command_on(candidate, model, server, random), server, server_environment(candidate)) if state.is_main_process else contextlib.nullcontext():
+        with (
+            served(command_on(candidate, model, server, random), server, server_environment(candidate))
+            if state.is_main_process
+            else contextlib.nullcontext()
+        ):
             state.wait_for_everyone()
             yield {"vllm_server_port": server, "vllm_group_port": group}
 
@@ -59,7 +65,10 @@ def with_share_of_this_card(candidate: Candidate, card_bytes: int) -> Candidate:
     """
     if candidate.vllm == "off" or not card_bytes:
         return candidate
-    return replace(candidate, vllm_gpu_memory_utilization=candidate.vllm_gpu_memory_utilization * card_bytes / torch.cuda.mem_get_info()[1])
+    return replace(
+        candidate,
+        vllm_gpu_memory_utilization=candidate.vllm_gpu_memory_utilization * card_bytes / torch.cuda.mem_get_info()[1],
+    )
 
 
 @contextlib.contextmanager
@@ -87,7 +96,11 @@ def command_on(candidate: Candidate, model: str, port: int, random: bool) -> lis
 def server_environment(candidate: Candidate) -> dict[str, str]:
     """The server's GPUs are those behind the trainer's, of those that this process was given."""
     devices, given = placement(candidate).server_devices.split(","), os.environ.get(GIVEN_GPUS, "").split(",")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(given[int(device)] if len(given) > int(device) else device for device in devices)}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(
+            given[int(device)] if len(given) > int(device) else device for device in devices
+        )
+    }
 
 
 GIVEN_GPUS = "PLAN_GIVEN_GPUS"  # what CUDA_VISIBLE_DEVICES was before the trainer kept its own
@@ -104,7 +117,9 @@ def keep_own_gpus(candidate: Candidate) -> None:
 @contextlib.contextmanager
 def served(command: Sequence[str], port: int, environment: dict[str, str]) -> Iterator[None]:
     """While inside, the server runs and is healthy; afterwards nothing of it is left."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=os.environ | environment, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=os.environ | environment, start_new_session=True
+    )
     try:
         wait_for_health(process, f"http://127.0.0.1:{port}/health", START_SECONDS)
         yield
@@ -122,7 +137,10 @@ def wait_for_health(process: "subprocess.Popen[bytes]", url: str, seconds: float
     while time.monotonic() < until:
         if process.poll() is not None:
             raise RuntimeError(f"The vLLM server has ended with exit code {process.returncode} before it was healthy.")
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError), urllib.request.urlopen(url, timeout=LOOK_SECONDS) as answer:
+        with (
+            contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError),
+            urllib.request.urlopen(url, timeout=LOOK_SECONDS) as answer,
+        ):
             if answer.status == 200:  # OK
                 return
         time.sleep(LOOK_SECONDS / 4)
@@ -155,7 +173,9 @@ def engine_phases_told(watch: Told, stage: Stage, candidate: Candidate) -> Itera
         return
     trainer = stage.trainer
     owner, sync, generate = (
-        (trainer, "_move_model_to_vllm", "_generate_vllm") if candidate.method == "online-dpo" else (trainer.vllm_generation, "sync_weights", "generate")
+        (trainer, "_move_model_to_vllm", "_generate_vllm")
+        if candidate.method == "online-dpo"
+        else (trainer.vllm_generation, "sync_weights", "generate")
     )
     syncs: Callable[..., Any] = vars(type(owner))[sync]
     generates: Callable[..., Any] = vars(type(owner))[generate]
@@ -168,7 +188,11 @@ def engine_phases_told(watch: Told, stage: Stage, candidate: Candidate) -> Itera
         watch.enter_phase("rollout")
         result = generates(owner, *args, **kwargs)
         watch.enter_phase("score")
-        return result if candidate.method == "online-dpo" else (result[0], *(shortened(each, short_row(candidate)) for each in result[1:]))
+        return (
+            result
+            if candidate.method == "online-dpo"
+            else (result[0], *(shortened(each, short_row(candidate)) for each in result[1:]))
+        )
 
     with substituted(owner, sync, synced), substituted(owner, generate, generated):
         yield

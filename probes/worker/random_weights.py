@@ -23,7 +23,9 @@ from probes.substitution import substituted
 
 UNKNOWN = "<unknown>"
 SPREAD = 0.02  # standard deviation of the weights: `initializer_range`, as most configs have it
-STEP = 7  # between the first elements of two rows of a weight: rows differ, and one short line of numbers holds them all
+STEP = (
+    7  # between the first elements of two rows of a weight: rows differ, and one short line of numbers holds them all
+)
 NOT_FOUND: tuple[None, None] = (None, None)  # checkpoint files and their index, where nobody has looked
 
 
@@ -32,7 +34,9 @@ def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     words = {f"w{index}": index for index in range(WORD, vocab_size)}
     made = Tokenizer(WordLevel({"<pad>": PAD, UNKNOWN: PAD + 1, "<eos>": EOS} | words, unk_token=UNKNOWN))
     made.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token=UNKNOWN, padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token=UNKNOWN, padding_side="left"
+    )
 
 
 def model_folder(shape: ModelShape, parent: Path) -> Path:
@@ -64,7 +68,9 @@ def random_weights() -> Iterator[None]:
     load: Callable[..., Any] = PreTrainedModel._load_pretrained_model
 
     @functools.wraps(load)
-    def load_numbers(model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any) -> Any:
+    def load_numbers(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any
+    ) -> Any:
         return load(model, numbers(model), checkpoint_files, load_config, **kwargs)
 
     def find_nothing(*_: Any, **__: Any) -> tuple[None, None]:
@@ -99,4 +105,6 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _span(shape: tuple[int, ...]) -> int:
     """Numbers that a view of this shape reaches."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, _strides(shape), strict=True)) if all(shape) else 0
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(shape, _strides(shape), strict=True)) if all(shape) else 0
+    )

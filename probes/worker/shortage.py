@@ -30,9 +30,14 @@ def lacks_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or OTHERS.search(str(error)) is not None
 
 
-def shortage_of_message(message: str, rank: int, phase: Phase, free_bytes: int, allocated_bytes: int, reserved_bytes: int) -> Shortage:
+def shortage_of_message(
+    message: str, rank: int, phase: Phase, free_bytes: int, allocated_bytes: int, reserved_bytes: int
+) -> Shortage:
     """The figures of the allocator's message, which are those of the moment; the given ones, read later, where the message has none."""
-    allocated, unallocated = _size(ALLOCATED, message, allocated_bytes), _size(UNALLOCATED, message, reserved_bytes - allocated_bytes)
+    allocated, unallocated = (
+        _size(ALLOCATED, message, allocated_bytes),
+        _size(UNALLOCATED, message, reserved_bytes - allocated_bytes),
+    )
     free = _size(FREE, message, free_bytes)
     allowed = _size(ALLOWED, message, 0)
     return Shortage(

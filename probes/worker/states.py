@@ -23,14 +23,21 @@ class States:
     def count(self, stage: Stage) -> None:
         """Weights and the optimizer's states, when a step is done; and gradients, where they are still there."""
         found: dict[int, tuple[Component, int]] = {}
-        for component, tensors in (*_weights(stage), ("gradients", gradients(stage)), ("optimizer_states", optimizer_tensors(stage))):
+        for component, tensors in (
+            *_weights(stage),
+            ("gradients", gradients(stage)),
+            ("optimizer_states", optimizer_tensors(stage)),
+        ):
             for storage in storages(tensors):
                 found.setdefault(storage.data_ptr(), (component, storage.nbytes()))
         self._add(found.values())
 
     def count_gradients(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Those of ZeRO, which are gone when its step is done."""
-        self._add(("gradients", storage.nbytes()) for storage in {storage.data_ptr(): storage for storage in storages(tensors)}.values())
+        self._add(
+            ("gradients", storage.nbytes())
+            for storage in {storage.data_ptr(): storage for storage in storages(tensors)}.values()
+        )
 
     def _add(self, found: Iterable[tuple[Component, int]]) -> None:
         sums: dict[Component, int] = {}

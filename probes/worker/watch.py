@@ -27,7 +27,9 @@ class Clock:
 
     file: Path
     seconds: dict[Phase, float] = field(default_factory=dict)
-    steps: list[tuple[float, float]] = field(default_factory=list)  # seconds of each step, and those of them in rollouts
+    steps: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # seconds of each step, and those of them in rollouts
     _step: dict[Phase, float] = field(default_factory=dict)
     _phase: Phase = "load"
     _since: float = field(default_factory=time.perf_counter)
@@ -95,7 +97,9 @@ class CpuWatch(Tracker):
         self.clock = clock
         self.capacity_bytes = capacity_bytes
         self._before: dict[Phase, int] = {}  # of the trainer before
-        self._saving: dict[Phase, int] = {}  # what is held while a checkpoint is written, in which nothing needs to be made
+        self._saving: dict[
+            Phase, int
+        ] = {}  # what is held while a checkpoint is written, in which nothing needs to be made
 
     def enter_phase(self, phase: Phase) -> None:
         if phase != self.phase:
@@ -136,7 +140,13 @@ class CpuWatch(Tracker):
             found[phase.name] = max(phase.total_bytes, found.get(phase.name, 0))
         found = self._saving | found
         return tuple(
-            PhasePeak(name=name, allocated_bytes=held, reserved_bytes=0, driver_bytes=0, seconds=self.clock.seconds.get(name, 0.0))
+            PhasePeak(
+                name=name,
+                allocated_bytes=held,
+                reserved_bytes=0,
+                driver_bytes=0,
+                seconds=self.clock.seconds.get(name, 0.0),
+            )
             for name, held in sorted(found.items(), key=in_order)
         )
 
@@ -242,7 +252,13 @@ class CudaWatch:
     def peaks(self) -> tuple[PhasePeak, ...]:
         self._read()
         return tuple(
-            PhasePeak(name=name, allocated_bytes=allocated, reserved_bytes=reserved, driver_bytes=driver, seconds=self.clock.seconds.get(name, 0.0))
+            PhasePeak(
+                name=name,
+                allocated_bytes=allocated,
+                reserved_bytes=reserved,
+                driver_bytes=driver,
+                seconds=self.clock.seconds.get(name, 0.0),
+            )
             for name, (allocated, reserved, driver) in sorted(self._found.items(), key=in_order)
         )
 
@@ -253,7 +269,12 @@ class CudaWatch:
     def shortage(self, error: Exception, rank: int) -> Shortage:
         statistics = torch.cuda.memory_stats()
         return shortage_of_message(
-            str(error), rank, self.phase, torch.cuda.mem_get_info()[0], statistics["allocated_bytes.all.current"], statistics["reserved_bytes.all.current"]
+            str(error),
+            rank,
+            self.phase,
+            torch.cuda.mem_get_info()[0],
+            statistics["allocated_bytes.all.current"],
+            statistics["reserved_bytes.all.current"],
         )
 
 
@@ -267,7 +288,9 @@ class Driver:
         self._nvml = pynvml
         pynvml.nvmlInit()
         gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        self._gpus = {str(pynvml.nvmlDeviceGetUUID(gpu)): (gpu, int(pynvml.nvmlDeviceGetMemoryInfo(gpu).used)) for gpu in gpus}
+        self._gpus = {
+            str(pynvml.nvmlDeviceGetUUID(gpu)): (gpu, int(pynvml.nvmlDeviceGetMemoryInfo(gpu).used)) for gpu in gpus
+        }
 
     def held_bytes(self) -> int:
         gpu, used_before = self._gpus[f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"]

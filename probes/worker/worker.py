@@ -79,7 +79,9 @@ class _Probe(TrainerCallback):
     def run(self) -> None:
         self._train(self._task, None)
         checkpoint = Path(self._task.folder) / "checkpoints" / f"checkpoint-{self._task.steps}"
-        if self._task.save and self._task.resume and self._task.candidate.vllm == "off":  # a process has room for one engine only
+        if (
+            self._task.save and self._task.resume and self._task.candidate.vllm == "off"
+        ):  # a process has room for one engine only
             self._stage = None
             gc.collect()
             self._watch.forget()
@@ -155,7 +157,9 @@ def step_seconds(candidate: Candidate, clock: Clock) -> float:
     rollouts = [rollout for _, rollout in clock.steps if rollout]
     if not rollouts:
         return alone
-    steps_a_rollout = max(1.0, candidate.steps_per_generation * candidate.num_iterations / candidate.gradient_accumulation_steps)
+    steps_a_rollout = max(
+        1.0, candidate.steps_per_generation * candidate.num_iterations / candidate.gradient_accumulation_steps
+    )
     return alone + rollouts[-1] / (steps_a_rollout if candidate.method in ("grpo", "rloo") else 1.0)
 
 

@@ -65,7 +65,11 @@ class _Workload:
 
 def model_path(task: Task, shape: ModelShape) -> str:
     """Where a trainer loads a model from."""
-    return shape.id if task.weights == "hub" else str(model_folder(shape, Path(task.folder) / "models" / str(PartialState().process_index)))
+    return (
+        shape.id
+        if task.weights == "hub"
+        else str(model_folder(shape, Path(task.folder) / "models" / str(PartialState().process_index)))
+    )
 
 
 def workload(task: Task, engine: dict[str, Any]) -> Stage:
@@ -78,9 +82,13 @@ def workload(task: Task, engine: dict[str, Any]) -> Stage:
     if candidate.method not in TRAINERS:
         raise InputError(f"The installed TRL has no {candidate.method} trainer to run.")
     if PartialState().num_processes != candidate.num_processes:
-        raise InputError(f"The candidate has num_processes {candidate.num_processes}, and {PartialState().num_processes} were launched.")
+        raise InputError(
+            f"The candidate has num_processes {candidate.num_processes}, and {PartialState().num_processes} were launched."
+        )
     if candidate.quantization in ("gptq", "awq", "fp8", "mxfp4") and task.weights == "random":
-        raise InputError(f"Weights of {candidate.quantization} are published so and cannot be made up: probe with --weights hub.")
+        raise InputError(
+            f"Weights of {candidate.quantization} are published so and cannot be made up: probe with --weights hub."
+        )
     set_seed(task.seed)
     stage = TRAINERS[candidate.method](_Workload(task=task, words=tokenizer(candidate.model.vocab_size), engine=engine))
     if candidate.tuning == "lora" and not candidate.autocast_adapter_dtype:
@@ -114,7 +122,10 @@ def arguments(load: _Workload, config: Any, **more: Any) -> Any:
     if lost:
         raise InputError(f"{config.__name__} of the installed TRL has no setting {', '.join(sorted(lost))}.")
     ours = run_arguments(load.task) | load.engine | {"model_init_kwargs": model_arguments(load)} | more
-    return config(**{name: value for name, value in settings.items() if name in known} | {name: value for name, value in ours.items() if name in known})
+    return config(
+        **{name: value for name, value in settings.items() if name in known}
+        | {name: value for name, value in ours.items() if name in known}
+    )
 
 
 def run_arguments(task: Task) -> dict[str, Any]:
@@ -124,7 +135,9 @@ def run_arguments(task: Task) -> dict[str, Any]:
         "output_dir": str(Path(task.folder) / "checkpoints"),
         "max_steps": task.steps,
         "save_strategy": "steps" if task.save else "no",
-        "save_steps": task.steps if task.save else task.steps - 1,  # a run that resumes says what the one that saved has said
+        "save_steps": task.steps
+        if task.save
+        else task.steps - 1,  # a run that resumes says what the one that saved has said
         "per_device_eval_batch_size": evaluation_rows(candidate),
         "train_sampling_strategy": "sequential",  # of one batch's rows the last is the short one
         "shuffle_dataset": False,
@@ -178,12 +191,16 @@ def common(load: _Workload, config: Any, **more: Any) -> dict[str, Any]:
 
 
 def _stage(trainer: Any, *others: Any) -> Stage:
-    return Stage(trainer=trainer, models=(trainer.model, *(model for model in others if isinstance(model, torch.nn.Module))))
+    return Stage(
+        trainer=trainer, models=(trainer.model, *(model for model in others if isinstance(model, torch.nn.Module)))
+    )
 
 
 def sft(load: _Workload) -> Stage:
     candidate = load.candidate
-    unbounded = {"max_length": None} if candidate.padding_free and not candidate.packing else {}  # trl 1.16, sft_trainer.py:999
+    unbounded = (
+        {"max_length": None} if candidate.padding_free and not candidate.packing else {}
+    )  # trl 1.16, sft_trainer.py:999
     padded = not candidate.flattened and candidate.rows > 1  # a row alone has nothing to be padded to
     rows = data(load.task, lambda text, _, short: {"input_ids": text.ids(candidate.max_length - short * padded)})
     return _stage(trl.SFTTrainer(**common(load, trl.SFTConfig, **unbounded), **rows))
@@ -196,14 +213,23 @@ def dpo(load: _Workload) -> Stage:
 
 def kto(load: _Workload) -> Stage:
     length = load.candidate.max_length - 2
-    rows = data(load.task, lambda text, index, short: {"prompt": text(1), "completion": " " + text(length - short), "label": index % 2 == 0})
+    rows = data(
+        load.task,
+        lambda text, index, short: {
+            "prompt": text(1),
+            "completion": " " + text(length - short),
+            "label": index % 2 == 0,
+        },
+    )
     trainer = trl.KTOTrainer(**common(load, trl.KTOConfig), **rows)
     return _stage(trainer, trainer.ref_model)
 
 
 def reward(load: _Workload) -> Stage:
     length = load.candidate.max_length
-    rows = data(load.task, lambda text, _, short: {"chosen_ids": text.ids(length), "rejected_ids": text.ids(length - short)})
+    rows = data(
+        load.task, lambda text, _, short: {"chosen_ids": text.ids(length), "rejected_ids": text.ids(length - short)}
+    )
     return _stage(trl.RewardTrainer(**common(load, trl.RewardConfig), **rows))
 
 
@@ -225,7 +251,11 @@ def rloo(load: _Workload) -> Stage:
 
 def distillation(load: _Workload) -> Stage:
     more = {"generation_kwargs": unending(load.candidate), "teacher_model_init_kwargs": _teacher_arguments(load)}
-    trainer = trl.DistillationTrainer(**common(load, trl.DistillationConfig, **more), **data(load.task, prompt(load.candidate)), teacher_model=_teacher(load))
+    trainer = trl.DistillationTrainer(
+        **common(load, trl.DistillationConfig, **more),
+        **data(load.task, prompt(load.candidate)),
+        teacher_model=_teacher(load),
+    )
     return _stage(trainer, trainer.teacher_model)
 
 
@@ -263,12 +293,20 @@ def gkd(load: _Workload) -> Stage:
     def row(text: Text, index: int, _: int) -> dict[str, Any]:
         asked = text.ids(candidate.prompt_length - int(prompts_differ(candidate) and index % 2))
         mask = [0] * len(asked) + [1] * completion
-        return {"prompt": " ".join(f"w{token}" for token in asked), "input_ids": asked + text.ids(completion), "completion_mask": mask}
+        return {
+            "prompt": " ".join(f"w{token}" for token in asked),
+            "input_ids": asked + text.ids(completion),
+            "completion_mask": mask,
+        }
 
     trainer = GKDTrainer(
-        **common(load, GKDConfig, lmbda=1.0, teacher_model_init_kwargs=_teacher_arguments(load)), **data(load.task, row), teacher_model=_teacher(load)
+        **common(load, GKDConfig, lmbda=1.0, teacher_model_init_kwargs=_teacher_arguments(load)),
+        **data(load.task, row),
+        teacher_model=_teacher(load),
     )
-    trainer.generation_config.eos_token_id = unending(candidate)["eos_token_id"]  # GKD's config has no generation_kwargs
+    trainer.generation_config.eos_token_id = unending(candidate)[
+        "eos_token_id"
+    ]  # GKD's config has no generation_kwargs
     return _stage(trainer, trainer.teacher_model)
 
 

@@ -41,7 +41,12 @@ def data(task: Task, row: Row) -> dict[str, datasets.Dataset]:
     """`row(text, index, short)` for all steps of all processes; the last row of each process' batch is one token short where batches are padded."""
     candidate, text = task.candidate, Text(task)
     batch = candidate.per_device_train_batch_size
-    count = (task.steps + (task.save and task.resume)) * batch * candidate.gradient_accumulation_steps * candidate.num_processes
+    count = (
+        (task.steps + (task.save and task.resume))
+        * batch
+        * candidate.gradient_accumulation_steps
+        * candidate.num_processes
+    )
     found = [row(text, index, int(candidate.pads and index % batch == batch - 1)) for index in range(count)]
     rows = {"train_dataset": datasets.Dataset.from_list(found)}
     if task.evaluate:
@@ -54,7 +59,11 @@ def pair(candidate: Candidate) -> Row:
     """A prompt of one token, so that all the rest of the row is scored; TRL adds the end to both completions."""
 
     def row(text: Text, _: int, short: int) -> dict[str, Any]:
-        return {"prompt": text(1), "chosen": " " + text(candidate.max_length - 2), "rejected": " " + text(candidate.max_length - 2 - short)}
+        return {
+            "prompt": text(1),
+            "chosen": " " + text(candidate.max_length - 2),
+            "rejected": " " + text(candidate.max_length - 2 - short),
+        }
 
     return row
 

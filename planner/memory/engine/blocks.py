@@ -45,7 +45,9 @@ class BlockLayout:
                 blocks += -(-min(group.sliding_window - 1 + in_flight_tokens, max_model_len) // group.block_size) + 1
         return blocks
 
-    def tokens_and_concurrency(self, kv_cache_bytes: int, max_model_len: int, in_flight_tokens: int) -> tuple[int, float]:
+    def tokens_and_concurrency(
+        self, kv_cache_bytes: int, max_model_len: int, in_flight_tokens: int
+    ) -> tuple[int, float]:
         """What vLLM's log prints of a KV cache on one GPU: tokens, and how many sequences of `max_model_len` they make.
 
             concurrency = (KV bytes // bytes_per_block) / blocks_per_request;  tokens = concurrency x max_model_len
@@ -89,7 +91,10 @@ def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: i
     Leaves out Mamba and linear-attention layers, and backends that want another block size (FlashAttention 4 with
     heads of 256 on Blackwell).
     """
-    pages = [(layer.attention.sliding_window, page_bytes(layer.attention, tensor_parallel_size, BLOCK_SIZE, kv_dtype_bytes)) for layer in model.layers]
+    pages = [
+        (layer.attention.sliding_window, page_bytes(layer.attention, tensor_parallel_size, BLOCK_SIZE, kv_dtype_bytes))
+        for layer in model.layers
+    ]
     if len({window for window, _ in pages}) == 1:
         group = BlockGroup(block_size=BLOCK_SIZE, sliding_window=pages[0][0])
         return BlockLayout(bytes_per_block=sum(page for _, page in pages), groups=(group,))
@@ -99,7 +104,9 @@ def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: i
     fewest, most = min(count for *_, count in kinds), max(count for *_, count in kinds)
     group_size = most if most < fewest * PADDING_RATIO else fewest
     groups = tuple(
-        BlockGroup(block_size=BLOCK_SIZE * (largest_page // page if largest_page % page == 0 else 1), sliding_window=window)
+        BlockGroup(
+            block_size=BLOCK_SIZE * (largest_page // page if largest_page % page == 0 else 1), sliding_window=window
+        )
         for window, page, count in kinds
         for _ in range(ceil(count / group_size))
     )

@@ -12,7 +12,13 @@ from planner.binary_search import largest
 from planner.errors import NothingFits, UnknownArchitecture
 from planner.gpus.cluster import Gpu
 from planner.memory.engine.blocks import BLOCK_SIZE, BlockLayout, block_layout
-from planner.memory.engine.profile_run import RUNNERS, activation_peak_bytes, cuda_graph_bytes, non_torch_bytes, persistent_buffer_bytes
+from planner.memory.engine.profile_run import (
+    RUNNERS,
+    activation_peak_bytes,
+    cuda_graph_bytes,
+    non_torch_bytes,
+    persistent_buffer_bytes,
+)
 from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes, lora_slot_bytes
 from planner.models.shape import ModelShape, cache_is_known
 from planner.units import format_count, format_gib
@@ -131,10 +137,14 @@ def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> 
     memory = _before_kv(model, settings, budget_bytes)
     layout = block_layout(model, settings.tensor_parallel_size, settings.kv_dtype_bytes)
     in_flight_tokens = BATCHES_IN_FLIGHT * settings.max_num_batched_tokens
-    needed_blocks = layout.blocks_per_request(settings.max_model_len, in_flight_tokens) + 1  # one is never handed out (kv_cache_planning.py, check_memory)
+    needed_blocks = (
+        layout.blocks_per_request(settings.max_model_len, in_flight_tokens) + 1
+    )  # one is never handed out (kv_cache_planning.py, check_memory)
     if memory.kv_cache_bytes < needed_blocks * layout.bytes_per_block:
         return _too_small(gpu, settings, memory, layout)
-    kv_tokens, max_concurrency = layout.tokens_and_concurrency(memory.kv_cache_bytes, settings.max_model_len, in_flight_tokens)
+    kv_tokens, max_concurrency = layout.tokens_and_concurrency(
+        memory.kv_cache_bytes, settings.max_model_len, in_flight_tokens
+    )
     return replace(memory, kv_tokens=kv_tokens, max_concurrency=max_concurrency)
 
 
@@ -150,14 +160,21 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
     weights_bytes += lora_slot_bytes(model, tensor_parallel_size, settings.max_lora_rank, settings.max_loras)
     rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     activation = activation_peak_bytes(
-        model, tensor_parallel_size, settings.max_num_batched_tokens, rows, settings.runner, settings.quantization.startswith("bitsandbytes")
+        model,
+        tensor_parallel_size,
+        settings.max_num_batched_tokens,
+        rows,
+        settings.runner,
+        settings.quantization.startswith("bitsandbytes"),
     )
     persistent = persistent_buffer_bytes(model, settings.max_num_seqs, settings.max_num_batched_tokens, settings.runner)
     non_torch, before_baseline = non_torch_bytes(tensor_parallel_size, settings.runner)
     graphs = 0 if settings.enforce_eager else cuda_graph_bytes(settings.max_num_seqs, settings.max_num_batched_tokens)
     graphs_in_budget = graphs if RUNNERS[settings.runner].graphs_in_budget else 0
     layout = block_layout(model, tensor_parallel_size, settings.kv_dtype_bytes)
-    tables = len(layout.groups) * (2 * 4 * settings.max_num_seqs * -(-settings.max_model_len // BLOCK_SIZE) + 8 * settings.max_num_batched_tokens)
+    tables = len(layout.groups) * (
+        2 * 4 * settings.max_num_seqs * -(-settings.max_model_len // BLOCK_SIZE) + 8 * settings.max_num_batched_tokens
+    )
     outside_budget_bytes = before_baseline + tables + graphs - graphs_in_budget
     awake_bytes = budget_bytes + outside_budget_bytes - activation
     return EngineMemory(
@@ -226,7 +243,11 @@ def _uneven_heads(model: ModelShape, tensor_parallel_size: int) -> str:
         if not attention.kv_latent_dim:  # vllm/model_executor/models/qwen2.py:137-148
             divides = divides and (kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % kv_heads == 0)
         if not divides:
-            fits = [size for size in range(1, tensor_parallel_size) if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)]
+            fits = [
+                size
+                for size in range(1, tensor_parallel_size)
+                if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+            ]
             return f"The {heads} heads ({kv_heads} for keys) of {model.id} do not divide over {tensor_parallel_size} GPUs. Try tensor parallel {fits[-1]}."
     return ""
 
@@ -239,7 +260,9 @@ def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout:
     utilization = _utilization(needed_budget_bytes / gpu.total_bytes)
     if ceil(gpu.total_bytes * utilization) > gpu.free_bytes:
         utilization = 0.0
-    fitting_len = _fitting_len(memory.kv_cache_bytes // layout.bytes_per_block - 1, settings.max_model_len, in_flight_tokens, layout)
+    fitting_len = _fitting_len(
+        memory.kv_cache_bytes // layout.bytes_per_block - 1, settings.max_model_len, in_flight_tokens, layout
+    )
     available_bytes = memory.kv_cache_bytes
     what = f"vLLM at utilization {settings.gpu_memory_utilization:g} ({format_gib(memory.budget_bytes)})"
     if available_bytes <= 0:
@@ -255,7 +278,9 @@ def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout:
 
 def _fitting_len(usable_blocks: int, max_model_len: int, in_flight_tokens: int, layout: BlockLayout) -> int:
     """The longest max_model_len whose one sequence fits; 0 when none does. Found by halving, as vLLM finds it."""
-    return largest(1, max_model_len, lambda length: layout.blocks_per_request(length, in_flight_tokens) <= usable_blocks)
+    return largest(
+        1, max_model_len, lambda length: layout.blocks_per_request(length, in_flight_tokens) <= usable_blocks
+    )
 
 
 def _utilization(share: float, down: bool = False) -> float:

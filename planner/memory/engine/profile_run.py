@@ -53,7 +53,9 @@ INPUT_BYTES_PER_TOKEN = 4 + 8 + 1
 
 
 @lru_cache(maxsize=16384)
-def activation_peak_bytes(model: ModelShape, tensor_parallel_size: int, tokens: int, rows: int, runner: str, dequantizes: bool) -> int:
+def activation_peak_bytes(
+    model: ModelShape, tensor_parallel_size: int, tokens: int, rows: int, runner: str, dequantizes: bool
+) -> int:
     """Bytes of the transients of vLLM's profile run on each GPU: the larger of its forward pass and its sampler.
 
         forward = tokens x the hungriest layer (below), + 2 x largest projection when weights are dequantized (bitsandbytes)
@@ -66,8 +68,14 @@ def activation_peak_bytes(model: ModelShape, tensor_parallel_size: int, tokens: 
     """
     forward = tokens * max(_layer_bytes_per_token(layer, tensor_parallel_size) for layer, _ in model.layer_kinds)
     if dequantizes:
-        forward += DTYPE_BYTES * max(linear.weight_params for layer, _ in model.layer_kinds for linear in layer.linears) // tensor_parallel_size
-    sampler = rows * model.vocab_size * RUNNERS[runner].sampler_bytes_per_logit + DTYPE_BYTES * tokens * model.hidden_size
+        forward += (
+            DTYPE_BYTES
+            * max(linear.weight_params for layer, _ in model.layer_kinds for linear in layer.linears)
+            // tensor_parallel_size
+        )
+    sampler = (
+        rows * model.vocab_size * RUNNERS[runner].sampler_bytes_per_logit + DTYPE_BYTES * tokens * model.hidden_size
+    )
     return max(forward, sampler)
 
 

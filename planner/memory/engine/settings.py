@@ -30,7 +30,9 @@ ENGINE_QUANTIZATION: dict[Quantization, EngineQuantization | None] = {
 def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
     """What TRL 1.16 starts the engine with for this candidate: `LLM(...)` in colocate mode, `trl vllm-serve` in server mode."""
     server = candidate.vllm == "server"
-    tokens, sequences = _server_batch(gpu) if server else (COLOCATE_MAX_NUM_BATCHED_TOKENS, _colocate_sequences(candidate))
+    tokens, sequences = (
+        _server_batch(gpu) if server else (COLOCATE_MAX_NUM_BATCHED_TOKENS, _colocate_sequences(candidate))
+    )
     quantization = candidate.quantization if candidate.quantization != "none" else candidate.model.quantization
     return EngineSettings(
         gpu_memory_utilization=candidate.vllm_gpu_memory_utilization,
@@ -57,5 +59,9 @@ def _max_model_len(candidate: Candidate) -> int:
 
 
 def _server_batch(gpu: Gpu) -> tuple[int, int]:
-    gib = 0 if SMALL_BATCH_GPU in gpu.name.lower() and gpu.total_bytes < SERVER_BATCHES[0][0] * GIB else gpu.total_bytes / GIB
+    gib = (
+        0
+        if SMALL_BATCH_GPU in gpu.name.lower() and gpu.total_bytes < SERVER_BATCHES[0][0] * GIB
+        else gpu.total_bytes / GIB
+    )
     return next((tokens, sequences) for least, tokens, sequences in SERVER_BATCHES if gib >= least)

@@ -54,9 +54,15 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
     """
     per_weight = weight_bytes_each(model, quantization)
     dense = DTYPE_BYTES if quantization in EXPERTS_ONLY else per_weight
-    layers = sum(_layer_bytes(layer, tensor_parallel_size, dense, per_weight) * count for layer, count in model.layer_kinds)
+    layers = sum(
+        _layer_bytes(layer, tensor_parallel_size, dense, per_weight) * count for layer, count in model.layer_kinds
+    )
     padding_rows = -model.vocab_size % VOCAB_PADDING
-    padded_params = model.embed_params + model.lm_head_params + padding_rows * (model.embed_params // model.vocab_size) * (1 if model.tied else 2)
+    padded_params = (
+        model.embed_params
+        + model.lm_head_params
+        + padding_rows * (model.embed_params // model.vocab_size) * (1 if model.tied else 2)
+    )
     sharded = padded_params + model.lm_head_bias_params + model.vision_params
     embed_norm_params = model.embed_norm.params if model.embed_norm else 0
     whole = model.position_params + model.final_norm.params + embed_norm_params + model.other_params
@@ -65,7 +71,11 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
 
 def rotary_table_bytes(model: ModelShape) -> int:
     """Bytes of the cos/sin tables, 16-bit, whole on each GPU: max_position_embeddings x head_dim for each head size."""
-    head_dims = {layer.attention.head_dim for layer, _ in model.layer_kinds if layer.attention.rotary and not layer.attention.kv_latent_dim}
+    head_dims = {
+        layer.attention.head_dim
+        for layer, _ in model.layer_kinds
+        if layer.attention.rotary and not layer.attention.kv_latent_dim
+    }
     return DTYPE_BYTES * model.max_position_embeddings * sum(head_dims)
 
 
@@ -80,7 +90,11 @@ def _layer_bytes(layer: Layer, tensor_parallel_size: int, dense: float, expert: 
     if isinstance(feed_forward, Experts):
         whole += feed_forward.router_params + feed_forward.shared_gate_params
     small = whole + (biases + attention.sink_params) / tensor_parallel_size
-    return dense * (sharded / tensor_parallel_size + replicated) + expert * layer.expert_params / tensor_parallel_size + DTYPE_BYTES * small
+    return (
+        dense * (sharded / tensor_parallel_size + replicated)
+        + expert * layer.expert_params / tensor_parallel_size
+        + DTYPE_BYTES * small
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -97,7 +111,8 @@ def lora_slot_bytes(model: ModelShape, tensor_parallel_size: int, max_lora_rank:
     if max_loras == 0 or max_lora_rank == 0:
         return 0
     features = sum(
-        sum(_lora_features(linear, layer.hidden_size, tensor_parallel_size) for linear in layer.linears) * count for layer, count in model.layer_kinds
+        sum(_lora_features(linear, layer.hidden_size, tensor_parallel_size) for linear in layer.linears) * count
+        for layer, count in model.layer_kinds
     )
     return DTYPE_BYTES * max_loras * max_lora_rank * features
 

@@ -13,7 +13,9 @@ from planner.models.shape import Attention
 WIDEST_IN_REGISTERS = 128  # features of a head
 
 
-def attend(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+def attend(
+    tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """The mixed values, and the scores that eager attention returns besides (its layer drops them when it is done)."""
     if recipe.kernel in ("eager", "eager_masked"):
         return eager_attention(tape, recipe, block, q, k, v)
@@ -132,7 +134,9 @@ def backward_workspace(recipe: Recipe, block: Attention) -> tuple[tuple[int, int
     return ((heads, 4), (heads * rounded, 4), *(((block.q_dim, 0), (heads * block.v_head_dim, 0)) if shared else ()))
 
 
-def eager_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def eager_attention(
+    tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     """The whole matrix of scores for every head, masked always (masking_utils.py `eager_mask`: no skip)."""
     heads = block.num_attention_heads
     own_heads = heads == block.num_key_value_heads and recipe.several_rows
@@ -147,7 +151,11 @@ def eager_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: 
         weights = op.unary(tape, weights, "output", temporaries=0)  # tanh
         weights = op.scale(tape, weights)
     weights = op.add(tape, weights, Tensor(None, scores(1), recipe.weight_width))
-    softened = with_sinks(tape, recipe, block, weights, v.width) if block.sink_params else narrow_softmax(tape, recipe, block, weights, q.width)
+    softened = (
+        with_sinks(tape, recipe, block, weights, v.width)
+        if block.sink_params
+        else narrow_softmax(tape, recipe, block, weights, q.width)
+    )
     weights = softened
     del softened
     if block.dropout and recipe.dropout:
@@ -178,7 +186,9 @@ def with_sinks(tape: Tape, recipe: Recipe, block: Attention, weights: Tensor, wi
     return op.cast(tape, op.part(tape, probabilities, weights.elements), width)
 
 
-def matmul(tape: Tape, recipe: Recipe, a: Tensor, b: Tensor, heads: int, features: int, copies: tuple[bool, bool]) -> Tensor:
+def matmul(
+    tape: Tape, recipe: Recipe, a: Tensor, b: Tensor, heads: int, features: int, copies: tuple[bool, bool]
+) -> Tensor:
     """torch.matmul of four dimensions: a copy of what cannot be viewed as a batch of matrices, then bmm.
 
     The result has `heads` scores or `features` a token.

@@ -117,7 +117,9 @@ class Tape:
 
     saving: bool = True
     grad_enabled: bool = True
-    recomputed: bool = False  # a recomputed tensor goes as soon as its node has used it (`unpack_hook` drops its handle)
+    recomputed: bool = (
+        False  # a recomputed tensor goes as soon as its node has used it (`unpack_hook` drops its handle)
+    )
     gradients_exist: bool = False  # accumulation: a new gradient is added to the old one and freed
     alive: dict[Kind, list[int]] = field(default_factory=dict)
     total: list[int] = field(default_factory=lambda: [0, 0, 0])
@@ -186,11 +188,15 @@ class Tape:
         tensor.storage.keep_as("activations")
         return [tensor.storage]
 
-    def output(self, result: Tensor, inputs: tuple[Tensor, ...], saved: list[Storage | None], backward: Backward) -> Tensor:
+    def output(
+        self, result: Tensor, inputs: tuple[Tensor, ...], saved: list[Storage | None], backward: Backward
+    ) -> Tensor:
         """Attach the node that autograd would; without an input that needs a gradient there is none."""
         return self.outputs((result,), inputs, saved, backward)[0]
 
-    def outputs(self, results: tuple[Tensor, ...], inputs: tuple[Tensor, ...], saved: list[Storage | None], backward: Backward) -> tuple[Tensor, ...]:
+    def outputs(
+        self, results: tuple[Tensor, ...], inputs: tuple[Tensor, ...], saved: list[Storage | None], backward: Backward
+    ) -> tuple[Tensor, ...]:
         """One node with several outputs, whose gradients it takes together."""
         if self.grad_enabled and any(tensor.requires_grad for tensor in inputs):
             self.order += 1
@@ -268,7 +274,13 @@ class Tape:
         held = buffer[slot]
         if held is None:
             buffer[slot] = flowing
-        elif held.is_view or sum(other is not None and other.storage is held.storage for buffers in pending.values() for other in buffers) > 1:
+        elif (
+            held.is_view
+            or sum(
+                other is not None and other.storage is held.storage for buffers in pending.values() for other in buffers
+            )
+            > 1
+        ):
             buffer[slot] = self.empty(held.elements, held.width)
 
     def keep_gradient(self, gradient: Tensor | None) -> None:

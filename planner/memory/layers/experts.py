@@ -83,7 +83,9 @@ def router_weight(tape: Tape, recipe: Recipe, hidden: int, count: int) -> Tensor
     return op.add(tape, weight, delta)
 
 
-def expert_factors(tape: Tape, recipe: Recipe, block: Experts, sizes: tuple[int, int], branches: int) -> tuple[Tensor, Tensor]:
+def expert_factors(
+    tape: Tape, recipe: Recipe, block: Experts, sizes: tuple[int, int], branches: int
+) -> tuple[Tensor, Tensor]:
     """B and A of every expert in the dtype of the weights (`get_delta_factors`); the sum is tried once.
 
     PEFT doubles the rank of gate and up, which are one parameter (utils/transformers_weight_conversion.py:470).
@@ -226,7 +228,9 @@ def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weigh
     weighted = op.mul(tape, projected, sorted_weights)
     inverse = inverse_permutation(tape, top_k)
     weighted = op.index(tape, weighted, inverse, tokens(top_k * hidden))
-    result = op.reduce(tape, weighted, tokens(hidden), 4 if recipe.autocast_width and recipe.on_cuda else weighted.width)
+    result = op.reduce(
+        tape, weighted, tokens(hidden), 4 if recipe.autocast_width and recipe.on_cuda else weighted.width
+    )
     narrow = op.cast(tape, result, x.width)
     del order, histogram_input, counts, gathered
     return narrow
@@ -254,14 +258,27 @@ def expert_biases(tape: Tape, recipe: Recipe, block: Experts, order: Tensor, out
     return op.index(tape, biases, order, tokens(block.num_experts_per_tok * outward))
 
 
-def grouped(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, offsets: Tensor, weight: Tensor, bias: Tensor | None, outward: int) -> Tensor:
+def grouped(
+    tape: Tape,
+    recipe: Recipe,
+    block: Experts,
+    x: Tensor,
+    offsets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    outward: int,
+) -> Tensor:
     """One grouped product over all experts' weights, in the weights' dtype; the bias is added in place."""
     top_k, width = block.num_experts_per_tok, recipe.weight_width
     narrow = op.cast(tape, x, width)
-    result = op.mm(tape, narrow, op.view(tape, weight), tokens(top_k * outward), extra=offsets, weight_kind="activations")
+    result = op.mm(
+        tape, narrow, op.view(tape, weight), tokens(top_k * outward), extra=offsets, weight_kind="activations"
+    )
     if bias is None:
         return result
-    return tape.output(Tensor(result.storage, result.elements, result.width), (result, bias), [], lambda gradient: [gradient, gradient])
+    return tape.output(
+        Tensor(result.storage, result.elements, result.width), (result, bias), [], lambda gradient: [gradient, gradient]
+    )
 
 
 def gated(tape: Tape, recipe: Recipe, block: Experts, together: Tensor) -> Tensor:

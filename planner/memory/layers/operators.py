@@ -204,7 +204,13 @@ def masked(tape: Tape, x: Tensor, mask: Tensor) -> Tensor:
 
 
 def mm(
-    tape: Tape, x: Tensor, weight: Tensor, out: Size, bias: Tensor | None = None, extra: Tensor | None = None, weight_kind: Kind = "autocast_copies"
+    tape: Tape,
+    x: Tensor,
+    weight: Tensor,
+    out: Size,
+    bias: Tensor | None = None,
+    extra: Tensor | None = None,
+    weight_kind: Kind = "autocast_copies",
 ) -> Tensor:
     """x @ weight (+ bias): x is kept if the weight learns, the weight (or autocast's copy of it) if x needs a gradient.
 

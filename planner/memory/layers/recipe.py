@@ -25,7 +25,9 @@ class Recipe:
     lora_experts: bool = False  # adapters on the fused experts and their router (peft 0.21 `ParamWrapper`, what all-linear means for mixtral)
     adapter_width: int = 4
     lora_dropout: bool = False
-    dropout: bool = True  # the model's own dropout where its config has some; DPO, KTO and reward trainers switch it off
+    dropout: bool = (
+        True  # the model's own dropout where its config has some; DPO, KTO and reward trainers switch it off
+    )
     kernel: Kernel = "flash"
     several_rows: bool = True  # one row lets views stand where several need copies
     liger: bool = False

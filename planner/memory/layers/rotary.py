@@ -12,7 +12,9 @@ from planner.memory.layers.recipe import Recipe, tokens
 from planner.models.shape import Attention, RotaryStyle
 
 # Styles that end in a join, whose queries are in the order [rows, heads, length, head_dim]; the others keep the projection's order.
-JOINED: frozenset[RotaryStyle] = frozenset({"partial", "partial_interleaved", "partial_kept", "partial_summed", "halves", "pairs", "complex"})
+JOINED: frozenset[RotaryStyle] = frozenset(
+    {"partial", "partial_interleaved", "partial_kept", "partial_summed", "halves", "pairs", "complex"}
+)
 
 
 def rotary(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -152,7 +154,9 @@ def crossed_pair(tape: Tape, recipe: Recipe, features: int, first: Tensor, secon
     return op.cat(tape, (low, high))
 
 
-def crossed(tape: Tape, a: Tensor, b: Tensor, angle: Tensor, combined: Callable[[Tape, Tensor, Tensor], Tensor]) -> Tensor:
+def crossed(
+    tape: Tape, a: Tensor, b: Tensor, angle: Tensor, combined: Callable[[Tape, Tensor, Tensor], Tensor]
+) -> Tensor:
     straight = op.mul(tape, a, angle)
     other = op.mul(tape, b, angle)
     return combined(tape, straight, other)
@@ -162,7 +166,9 @@ def pairs(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor) ->
     """The same of the even and the odd features, which are strided views (`apply_rotary_pos_emb_interleave`)."""
     q_even, q_odd = even_and_odd(tape, q)
     k_even, k_odd = even_and_odd(tape, k)
-    return crossed_pair(tape, recipe, block.rotary_dim, q_even, q_odd), crossed_pair(tape, recipe, block.rotary_dim, k_even, k_odd)
+    return crossed_pair(tape, recipe, block.rotary_dim, q_even, q_odd), crossed_pair(
+        tape, recipe, block.rotary_dim, k_even, k_odd
+    )
 
 
 def even_and_odd(tape: Tape, x: Tensor) -> tuple[Tensor, Tensor]:

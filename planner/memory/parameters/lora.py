@@ -68,7 +68,9 @@ def lora_in_order(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> t
     """The same matrices one layer after the other, as `named_parameters` has them; those of fused experts behind all others."""
     converted = CONVERTED_NAMES.get(model.model_type, {})
     names = _names(model, targets)
-    linears = [(linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)] + _outside(model)
+    linears = [(linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)] + _outside(
+        model
+    )
     return (*_matrices(linears, lora_r, names - converted.keys()), *_expert_matrices(model, lora_r, names, converted))
 
 
@@ -88,29 +90,49 @@ def targets_experts(model: ModelShape, targets: tuple[str, ...]) -> bool:
 def _names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
     """The names that are targeted, in transformers 4's spelling for experts."""
     if not model.known:
-        raise UnknownArchitecture(f"{model.id} ({model.model_type}) has no layer shapes here, so its LoRA matrices cannot be counted. Use --tuning full.")
+        raise UnknownArchitecture(
+            f"{model.id} ({model.model_type}) has no layer shapes here, so its LoRA matrices cannot be counted. Use --tuning full."
+        )
     if targets == (ALL_LINEAR,):
         if model.vision_linear_params and not vision_linears(model):
-            raise UnknownArchitecture(f"all-linear reaches the vision tower of {model.id}, whose shapes are not known here. Name lora_target_modules.")
-        return frozenset(linear.name for linear, _, _ in _linears(model)) - {"lm_head"} | CONVERTED_NAMES.get(model.model_type, {}).keys()
+            raise UnknownArchitecture(
+                f"all-linear reaches the vision tower of {model.id}, whose shapes are not known here. Name lora_target_modules."
+            )
+        return (
+            frozenset(linear.name for linear, _, _ in _linears(model)) - {"lm_head"}
+            | CONVERTED_NAMES.get(model.model_type, {}).keys()
+        )
     if targets == (DEFAULT,):
         if model.model_type not in DEFAULT_TARGETS:
-            raise UnknownName("default LoRA targets of", model.model_type, DEFAULT_TARGETS, hint="PEFT has none for it either: set lora_target_modules.")
+            raise UnknownName(
+                "default LoRA targets of",
+                model.model_type,
+                DEFAULT_TARGETS,
+                hint="PEFT has none for it either: set lora_target_modules.",
+            )
         return frozenset(DEFAULT_TARGETS[model.model_type])
     paths = [target for target in targets if "." in target]
     if paths:
-        raise InputError(f"lora_target_modules takes the last name of a module here, not a path: {paths[0].rsplit('.', 1)[1]} for {paths[0]}.")
+        raise InputError(
+            f"lora_target_modules takes the last name of a module here, not a path: {paths[0].rsplit('.', 1)[1]} for {paths[0]}."
+        )
     return frozenset(targets)
 
 
 def _linears(model: ModelShape) -> list[tuple[Linear, int, bool]]:
     """Every projection with its count, and whether text passes it."""
     found = [(linear, count, layer.passed) for layer, count in model.layer_kinds for linear in decoder_linears(layer)]
-    return [*found, *_outside(model), (Linear(name="lm_head", in_features=model.hidden_size, out_features=model.vocab_size), 1, True)]
+    return [
+        *found,
+        *_outside(model),
+        (Linear(name="lm_head", in_features=model.hidden_size, out_features=model.vocab_size), 1, True),
+    ]
 
 
 def _outside(model: ModelShape) -> list[tuple[Linear, int, bool]]:
-    return [(linear, count, True) for linear, count in outer_linears(model)] + [(linear, count, False) for linear, count in vision_linears(model)]
+    return [(linear, count, True) for linear, count in outer_linears(model)] + [
+        (linear, count, False) for linear, count in vision_linears(model)
+    ]
 
 
 def _matrices(linears: list[tuple[Linear, int, bool]], lora_r: int, names: frozenset[str]) -> Iterator[Tensors]:
@@ -124,7 +146,9 @@ def _expert_matrices(model: ModelShape, lora_r: int, names: frozenset[str], conv
     targeted = sorted({converted[name] for name in names & converted.keys()})
     missing = {name for name in converted if converted[name] == "gate_up"} - names
     if "gate_up" in targeted and missing:
-        raise InputError(f"lora_target_modules also needs {', '.join(sorted(missing))}: {model.id} has the experts' gate and up projections in one parameter.")
+        raise InputError(
+            f"lora_target_modules also needs {', '.join(sorted(missing))}: {model.id} has the experts' gate and up projections in one parameter."
+        )
     found: list[Tensors] = []
     for layer, count in model.layer_kinds:
         experts = layer.feed_forward
@@ -138,5 +162,8 @@ def _expert_matrices(model: ModelShape, lora_r: int, names: frozenset[str], conv
         }
         for name in targeted:
             rank, in_features, out_features = shapes[name]
-            found += [Tensors(part="adapter", shape=shape, count=count) for shape in ((rank, in_features), (out_features, rank))]
+            found += [
+                Tensors(part="adapter", shape=shape, count=count)
+                for shape in ((rank, in_features), (out_features, rank))
+            ]
     return found

@@ -74,7 +74,12 @@ def policy_parameters(candidate: Candidate) -> Parameters:
 
 @lru_cache(maxsize=4096)
 def parameters(
-    model: ModelShape, tuning: Literal["full", "lora"], lora_r: int, lora_target_modules: tuple[str, ...], quantization: Quantization, method_head: Head
+    model: ModelShape,
+    tuning: Literal["full", "lora"],
+    lora_r: int,
+    lora_target_modules: tuple[str, ...],
+    quantization: Quantization,
+    method_head: Head,
 ) -> Parameters:
     """Count the tensors of `model` as they are after TRL and PEFT have prepared it.
 
@@ -91,7 +96,9 @@ def parameters(
         InputError: full fine-tuning of quantized weights (transformers refuses), or LoRA targets that match nothing.
     """
     if tuning == "full" and quantization != "none":
-        raise InputError(f"{quantization} weights cannot be trained: transformers refuses full fine-tuning of a quantized model. Use --tuning lora.")
+        raise InputError(
+            f"{quantization} weights cannot be trained: transformers refuses full fine-tuning of a quantized model. Use --tuning lora."
+        )
     base = model_tensors(model, method_head)
     quantized, kept = _converted(model, base, quantization, method_head)
     adapters: tuple[Tensors, ...] = ()
@@ -121,7 +128,9 @@ def parameters(
     )
 
 
-def _converted(model: ModelShape, base: tuple[Tensors, ...], quantization: Quantization, head: Head) -> tuple[TensorSet, TensorSet]:
+def _converted(
+    model: ModelShape, base: tuple[Tensors, ...], quantization: Quantization, head: Head
+) -> tuple[TensorSet, TensorSet]:
     """What is quantized and what is not. bitsandbytes also skips a model's very last module, which is a projection in OLMo 1 (its norms
     have no weights and its head is tied)."""
     if quantization in BITSANDBYTES and model.model_type in SUBCLASSED_LINEARS:
@@ -137,4 +146,9 @@ def _converted(model: ModelShape, base: tuple[Tensors, ...], quantization: Quant
 
 
 def _ends_in_projection(model: ModelShape) -> bool:
-    return bool(model.layers) and model.tied and not model.final_norm.params and not any(norm.params for norm in model.layers[-1].norms)
+    return (
+        bool(model.layers)
+        and model.tied
+        and not model.final_norm.params
+        and not any(norm.params for norm in model.layers[-1].norms)
+    )

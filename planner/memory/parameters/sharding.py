@@ -34,25 +34,38 @@ def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: Candidate
     """
     if candidate.sharding == "zero3":
         persistent = _persistent_bytes(tensors, bytes_per_param, candidate.model.hidden_size)
-        return persistent if candidate.offload_param else persistent + _zero3_bytes(tensors, bytes_per_param, candidate.num_processes, trained)
+        return (
+            persistent
+            if candidate.offload_param
+            else persistent + _zero3_bytes(tensors, bytes_per_param, candidate.num_processes, trained)
+        )
     if candidate.sharding == "fsdp2":
         return 0 if candidate.offload_param else _fsdp2_bytes(tensors, bytes_per_param, candidate.num_processes)
     if candidate.sharding in DEEPSPEED and trained:
-        return sum(rounded_bytes(flat_elements(group.params, candidate.num_processes) * bytes_per_param) for group in decay_groups(tensors))
+        return sum(
+            rounded_bytes(flat_elements(group.params, candidate.num_processes) * bytes_per_param)
+            for group in decay_groups(tensors)
+        )
     return tensor_bytes(tensors, bytes_per_param)
 
 
 @lru_cache(maxsize=4096)
 def _persistent_bytes(tensors: TensorSet, bytes_per_param: int, hidden_size: int) -> int:
     threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * hidden_size
-    return sum(rounded_bytes(kind.elements * bytes_per_param) * kind.count for kind in tensors.kinds if kind.elements <= threshold)
+    return sum(
+        rounded_bytes(kind.elements * bytes_per_param) * kind.count
+        for kind in tensors.kinds
+        if kind.elements <= threshold
+    )
 
 
 @lru_cache(maxsize=4096)
 def _zero3_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int, trained: bool) -> int:
     if trained:
         return rounded_bytes(zero3_elements(tensors, num_processes) * bytes_per_param)
-    return sum(rounded_bytes(-(-kind.elements // num_processes) * bytes_per_param) * kind.count for kind in tensors.kinds)
+    return sum(
+        rounded_bytes(-(-kind.elements // num_processes) * bytes_per_param) * kind.count for kind in tensors.kinds
+    )
 
 
 def zero3_elements(tensors: TensorSet, num_processes: int) -> int:
@@ -75,7 +88,9 @@ def decay_groups(tensors: TensorSet) -> tuple[TensorSet, ...]:
 
     Source: transformers 5.23, trainer.py:1274-1286 and 1416. Leaves out gpt_oss' attention sinks, which are decayed.
     """
-    groups = (tuple(kind for kind in tensors.kinds if (kind.part == "vector") == undecayed) for undecayed in (False, True))
+    groups = (
+        tuple(kind for kind in tensors.kinds if (kind.part == "vector") == undecayed) for undecayed in (False, True)
+    )
     return tuple(TensorSet(kinds=kinds) for kinds in groups if kinds)
 
 
@@ -88,7 +103,10 @@ def _fsdp2_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int) -
 def fsdp2_shards(tensors: TensorSet, num_processes: int) -> TensorSet:
     """The piece of each tensor that rank 0 has under FSDP2: its first ceil(rows / G) rows."""
     return TensorSet(
-        kinds=tuple(Tensors(part=kind.part, shape=(-(-kind.shape[0] // num_processes), *kind.shape[1:]), count=kind.count) for kind in tensors.kinds)
+        kinds=tuple(
+            Tensors(part=kind.part, shape=(-(-kind.shape[0] // num_processes), *kind.shape[1:]), count=kind.count)
+            for kind in tensors.kinds
+        )
     )
 
 
@@ -99,7 +117,9 @@ def flat_shard(tensors: TensorSet, sharding: Sharding, num_processes: int) -> Te
     Leaves out ZeRO-3's sub-groups of 1e9 elements, which only round otherwise.
     """
     pieces = (
-        zero3_elements(group, num_processes) if sharding == "zero3" else flat_elements(group.params, num_processes) // num_processes
+        zero3_elements(group, num_processes)
+        if sharding == "zero3"
+        else flat_elements(group.params, num_processes) // num_processes
         for group in decay_groups(tensors)
     )
     return TensorSet(kinds=tuple(Tensors(part="other", shape=(piece,)) for piece in pieces))
@@ -132,4 +152,8 @@ def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: Candidat
 @lru_cache(maxsize=4096)
 def _gathered_bytes(tensors: TensorSet, bytes_per_param: int, hidden_size: int) -> int:
     threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * hidden_size
-    return sum(rounded_bytes(kind.elements * bytes_per_param) * kind.count for kind in tensors.kinds if kind.elements > threshold)
+    return sum(
+        rounded_bytes(kind.elements * bytes_per_param) * kind.count
+        for kind in tensors.kinds
+        if kind.elements > threshold
+    )

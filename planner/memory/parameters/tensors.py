@@ -81,7 +81,11 @@ class TensorSet:
     @cached_property
     def passed(self) -> "TensorSet":
         """The tensors that batches of text run through."""
-        return self if all(kind.passed for kind in self.kinds) else TensorSet(kinds=tuple(kind for kind in self.kinds if kind.passed))
+        return (
+            self
+            if all(kind.passed for kind in self.kinds)
+            else TensorSet(kinds=tuple(kind for kind in self.kinds if kind.passed))
+        )
 
     def only(self, *parts: Part) -> "TensorSet":
         return TensorSet(kinds=tuple(kind for kind in self.kinds if kind.part in parts))
@@ -109,10 +113,14 @@ def tensors_in_order(model: ModelShape, head: Literal["lm_head", "score"]) -> tu
     return _tensors(model, head, tuple((layer, 1) for layer in model.layers))
 
 
-def _tensors(model: ModelShape, head: Literal["lm_head", "score"], layers: tuple[tuple[Layer, int], ...]) -> tuple[Tensors, ...]:
+def _tensors(
+    model: ModelShape, head: Literal["lm_head", "score"], layers: tuple[tuple[Layer, int], ...]
+) -> tuple[Tensors, ...]:
     found = [Tensors(part="embedding", shape=_matrix(model.embed_params, model.vocab_size))]
     if model.position_params:
-        found.append(Tensors(part="position", shape=_matrix(model.position_params, model.position_params // model.hidden_size)))
+        found.append(
+            Tensors(part="position", shape=_matrix(model.position_params, model.position_params // model.hidden_size))
+        )
     for layer, count in layers:
         found.extend(tensors.times(count) for tensors in _layer_tensors(layer))
     norms = (model.final_norm,) if model.embed_norm is None else (model.final_norm, model.embed_norm)
@@ -120,11 +128,20 @@ def _tensors(model: ModelShape, head: Literal["lm_head", "score"], layers: tuple
     for linear, count in outer_linears(model):
         found.extend(tensors.times(count) for tensors in _linear_tensors(linear, "linear"))
     for linear, count in vision_linears(model):
-        found.extend(replace(tensors, passed=False).times(count) for tensors in _linear_tensors(linear, "vision_linear"))
+        found.extend(
+            replace(tensors, passed=False).times(count) for tensors in _linear_tensors(linear, "vision_linear")
+        )
     found.extend(score_tensors(model) if head == "score" else _head_tensors(model))
-    rest = model.params - model.lm_head_params - model.lm_head_bias_params - sum(kind.params for kind in found if kind.part not in ("head", "score"))
+    rest = (
+        model.params
+        - model.lm_head_params
+        - model.lm_head_bias_params
+        - sum(kind.params for kind in found if kind.part not in ("head", "score"))
+    )
     if rest > 0:
-        idle = model.idle_params - sum(kind.params for kind in found if not kind.passed and kind.part not in ("head", "score"))
+        idle = model.idle_params - sum(
+            kind.params for kind in found if not kind.passed and kind.part not in ("head", "score")
+        )
         found.extend(_unnamed_tensors(model, rest, min(max(idle, 0), rest)))
     return tuple(kind for kind in found if kind.params)
 
@@ -155,9 +172,14 @@ def vision_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
     """
     vision = model.config.get("vision_config")
     if model.model_type == "gemma3" and isinstance(vision, dict) and model.vision_params:
-        hidden, inner, layers = int(vision["hidden_size"]), int(vision["intermediate_size"]), int(vision["num_hidden_layers"])
+        hidden, inner, layers = (
+            int(vision["hidden_size"]),
+            int(vision["intermediate_size"]),
+            int(vision["num_hidden_layers"]),
+        )
         attention = tuple(
-            (Linear(name=name, in_features=hidden, out_features=hidden, bias=True), layers) for name in ("q_proj", "k_proj", "v_proj", "out_proj")
+            (Linear(name=name, in_features=hidden, out_features=hidden, bias=True), layers)
+            for name in ("q_proj", "k_proj", "v_proj", "out_proj")
         )
         up = Linear(name="fc1", in_features=hidden, out_features=inner, bias=True)
         down = Linear(name="fc2", in_features=inner, out_features=hidden, bias=True)
@@ -172,7 +194,10 @@ def decoder_linears(layer: Layer) -> tuple[Linear, ...]:
     """
     experts = layer.feed_forward
     if isinstance(experts, Experts) and experts.shared_gate_params:
-        return (*layer.linears, Linear(name="shared_expert_gate", in_features=experts.shared_gate_params, out_features=1))
+        return (
+            *layer.linears,
+            Linear(name="shared_expert_gate", in_features=experts.shared_gate_params, out_features=1),
+        )
     return layer.linears
 
 
@@ -230,7 +255,11 @@ def _qk_norm_tensors(layer: Layer) -> list[Tensors]:
     attention = layer.attention
     if not attention.qk_norm_params:
         return []
-    widths = (attention.q_dim, attention.k_dim) if attention.qk_norm_params == attention.q_dim + attention.k_dim else (attention.qk_norm_params // 2,) * 2
+    widths = (
+        (attention.q_dim, attention.k_dim)
+        if attention.qk_norm_params == attention.q_dim + attention.k_dim
+        else (attention.qk_norm_params // 2,) * 2
+    )
     return [Tensors(part="vector", shape=(width,)) for width in widths]
 
 

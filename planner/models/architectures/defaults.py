@@ -7,8 +7,18 @@ hidden_size // num_attention_heads, `num_key_value_heads` from num_attention_hea
 families never read (`families.py` says which decide).
 """
 
-_SILU: dict[str, object] = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
-_GELU_TANH: dict[str, object] = {"tie_word_embeddings": True, "attention_bias": False, "head_dim": 256, "vocab_size": 256000}
+_SILU: dict[str, object] = {
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_GELU_TANH: dict[str, object] = {
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "head_dim": 256,
+    "vocab_size": 256000,
+}
 
 DEFAULTS: dict[str, dict[str, object]] = {
     "llama": {**_SILU, "vocab_size": 32000, "max_position_embeddings": 2048},
@@ -29,8 +39,19 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "max_window_layers": 28,
         "max_position_embeddings": 32768,
     },
-    "mistral": {**_SILU, "num_key_value_heads": 8, "sliding_window": 4096, "vocab_size": 32000, "max_position_embeddings": 131072},
-    "gemma": {**_GELU_TANH, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192},
+    "mistral": {
+        **_SILU,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+    },
+    "gemma": {
+        **_GELU_TANH,
+        "num_key_value_heads": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+    },
     "gemma2": {
         **_GELU_TANH,
         "num_key_value_heads": 4,
@@ -62,7 +83,13 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "embd_pdrop": 0.1,
         "attn_pdrop": 0.1,
     },
-    "gpt_neox": {"tie_word_embeddings": False, "hidden_act": "gelu", "attention_bias": True, "use_parallel_residual": True, "max_position_embeddings": 2048},
+    "gpt_neox": {
+        "tie_word_embeddings": False,
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "use_parallel_residual": True,
+        "max_position_embeddings": 2048,
+    },
     "opt": {
         "tie_word_embeddings": True,
         "activation_function": "relu",
@@ -103,7 +130,14 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 8,
         "max_position_embeddings": 32768,
     },
-    "gpt_oss": {**_SILU, "attention_bias": True, "head_dim": 64, "sliding_window": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "gpt_oss": {
+        **_SILU,
+        "attention_bias": True,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
     "deepseek_v2": {
         **_SILU,
         "q_lora_rank": 1536,
@@ -136,7 +170,13 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "max_position_embeddings": 32768,
     },
     "granite": {**_SILU, "max_position_embeddings": 2048},
-    "cohere": {"hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False, "use_qk_norm": False, "max_position_embeddings": 8192},
+    "cohere": {
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "max_position_embeddings": 8192,
+    },
     "cohere2": {
         "hidden_act": "silu",
         "tie_word_embeddings": True,
@@ -155,7 +195,13 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "parallel_attn": True,
         "max_position_embeddings": 2048,
     },
-    "phi": {"hidden_act": "gelu_new", "tie_word_embeddings": False, "qk_layernorm": False, "max_position_embeddings": 2048, "resid_pdrop": 0.0},
+    "phi": {
+        "hidden_act": "gelu_new",
+        "tie_word_embeddings": False,
+        "qk_layernorm": False,
+        "max_position_embeddings": 2048,
+        "resid_pdrop": 0.0,
+    },
     "starcoder2": {
         "num_key_value_heads": 2,
         "hidden_act": "gelu_pytorch_tanh",
@@ -175,9 +221,27 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "use_parallel_residual": False,
         "max_position_embeddings": 4096,
     },
-    "glm": {**_SILU, "num_key_value_heads": 2, "attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072},
-    "glm4": {**_SILU, "num_key_value_heads": 2, "attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072},
-    "exaone4": {**_SILU, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4, "max_position_embeddings": 2048},
+    "glm": {
+        **_SILU,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+    },
+    "glm4": {
+        **_SILU,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+    },
+    "exaone4": {
+        **_SILU,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "max_position_embeddings": 2048,
+    },
     "seed_oss": {
         **_SILU,
         "num_key_value_heads": 8,

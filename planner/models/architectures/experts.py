@@ -29,9 +29,15 @@ def is_sparse(fields: Fields, index: int) -> bool:
     return not fields.has("decoder_sparse_step") or (index + 1) % fields.positive("decoder_sparse_step") == 0
 
 
-def of(fields: Fields, *, count_key: str, intermediate_key: str, shared: Mlp | None = None, shared_gate_params: int = 0) -> Experts:
+def of(
+    fields: Fields, *, count_key: str, intermediate_key: str, shared: Mlp | None = None, shared_gate_params: int = 0
+) -> Experts:
     """Experts without biases, with a router `hidden_size -> num_experts` without one."""
-    hidden_size, count, intermediate_size = fields.positive("hidden_size"), fields.positive(count_key), fields.positive(intermediate_key)
+    hidden_size, count, intermediate_size = (
+        fields.positive("hidden_size"),
+        fields.positive(count_key),
+        fields.positive(intermediate_key),
+    )
     return Experts(
         num_experts=count,
         num_experts_per_tok=fields.positive("num_experts_per_tok"),
@@ -68,8 +74,16 @@ def qwen3_moe(fields: Fields, index: int) -> Experts:
 def qwen2_moe(fields: Fields, index: int) -> Experts:
     """With an expert that every token passes, behind a gate of its own (`shared_expert_gate`, hidden_size -> 1)."""
     hidden_size = fields.positive("hidden_size")
-    shared = gated_mlp(hidden_size, fields.positive("shared_expert_intermediate_size"), activation(fields, "hidden_act"))
-    return of(fields, count_key="num_experts", intermediate_key="moe_intermediate_size", shared=shared, shared_gate_params=hidden_size)
+    shared = gated_mlp(
+        hidden_size, fields.positive("shared_expert_intermediate_size"), activation(fields, "hidden_act")
+    )
+    return of(
+        fields,
+        count_key="num_experts",
+        intermediate_key="moe_intermediate_size",
+        shared=shared,
+        shared_gate_params=hidden_size,
+    )
 
 
 def deepseek(fields: Fields, index: int) -> Experts:
@@ -81,7 +95,11 @@ def deepseek(fields: Fields, index: int) -> Experts:
 
 def gpt_oss(fields: Fields, index: int) -> Experts:
     """With biases on the router and on both projections of every expert (modeling_gpt_oss.py `GptOssExperts`)."""
-    hidden_size, intermediate_size, count = fields.positive("hidden_size"), fields.positive("intermediate_size"), fields.positive("num_local_experts")
+    hidden_size, intermediate_size, count = (
+        fields.positive("hidden_size"),
+        fields.positive("intermediate_size"),
+        fields.positive("num_local_experts"),
+    )
     return Experts(
         num_experts=count,
         num_experts_per_tok=fields.positive("num_experts_per_tok"),

@@ -76,20 +76,43 @@ FAMILIES: dict[str, Family] = {
         softcap_key="attn_logit_softcapping",
         scaled_embeddings=True,
     ),
-    "phi3": Family(qkv_bias=False, out_bias=False, fused_qkv=True, fused_mlp=True, window=windows.every_layer, residual_dropout_key="resid_pdrop"),
+    "phi3": Family(
+        qkv_bias=False,
+        out_bias=False,
+        fused_qkv=True,
+        fused_mlp=True,
+        window=windows.every_layer,
+        residual_dropout_key="resid_pdrop",
+    ),
     "olmo": Family(norm="layer_unweighted", unknown_if=("clip_qkv",)),
     "olmo2": _OLMO2,
-    "olmo3": Family(program="olmo2", norm="rms_fp32_weight", qk_norm="full", qk_norm_each=True, window=windows.three_of_four),
+    "olmo3": Family(
+        program="olmo2", norm="rms_fp32_weight", qk_norm="full", qk_norm_each=True, window=windows.three_of_four
+    ),
     "olmoe": Family(qk_norm="full", qk_norm_each=True, experts=experts.olmoe, unknown_if=("clip_qkv",)),
     "mixtral": Family(qkv_bias=False, out_bias=False, window=windows.every_layer, experts=experts.mixtral),
     "qwen2_moe": Family(qkv_bias="qkv_bias", out_bias=False, window=windows.upper_layers, experts=experts.qwen2_moe),
     "qwen3_moe": Family(qk_norm="head", qk_norm_each=True, window=windows.if_used, experts=experts.qwen3_moe),
-    "gpt_oss": Family(program="gpt_oss", norm="rms_fp32_weight", window=windows.alternating, sinks=True, experts=experts.gpt_oss),
+    "gpt_oss": Family(
+        program="gpt_oss", norm="rms_fp32_weight", window=windows.alternating, sinks=True, experts=experts.gpt_oss
+    ),
     "smollm3": Family(mlp_bias="mlp_bias", window=windows.without_rotary, rotary=windows.listed_rotary),
     "granite": Family(mlp_bias="mlp_bias", residual_scaled=True, scaled_embeddings=True, scaled_logits=True),
-    "cohere": Family(program="parallel", norm="layer_cohere", norms_per_layer=1, qk_norm="per_head_weight", qk_norm_if="use_qk_norm", scaled_logits=True),
+    "cohere": Family(
+        program="parallel",
+        norm="layer_cohere",
+        norms_per_layer=1,
+        qk_norm="per_head_weight",
+        qk_norm_if="use_qk_norm",
+        scaled_logits=True,
+    ),
     "cohere2": Family(
-        program="parallel", norm="layer_cohere", norms_per_layer=1, window=windows.by_pattern, rotary=windows.rotary_in_windows, scaled_logits=True
+        program="parallel",
+        norm="layer_cohere",
+        norms_per_layer=1,
+        window=windows.by_pattern,
+        rotary=windows.rotary_in_windows,
+        scaled_logits=True,
     ),
     "phi": Family(
         program="parallel",
@@ -125,7 +148,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm": _GLM,
     "glm4": Family(program="gemma2", norms_per_layer=4, out_bias=False, fused_mlp=True),
-    "exaone4": Family(program="olmo2", qkv_bias=False, out_bias=False, qk_norm="head", window=windows.by_pattern, rotary=windows.rotary_unless_hybrid),
+    "exaone4": Family(
+        program="olmo2",
+        qkv_bias=False,
+        out_bias=False,
+        qk_norm="head",
+        window=windows.by_pattern,
+        rotary=windows.rotary_unless_hybrid,
+    ),
     "seed_oss": Family(out_bias="attention_out_bias", mlp_bias="mlp_bias", residual_dropout_key="residual_dropout"),
     "ernie4_5": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
 }
@@ -160,7 +190,12 @@ def _bias(fields: Fields, rule: bool | str) -> bool:
 def _attention(family: Family, fields: Fields, index: int) -> Attention:
     query_heads, key_heads, head_dim = heads(fields)
     with_norm = family.qk_norm != "none" and (not family.qk_norm_if or fields.flag(family.qk_norm_if))
-    features = {"none": 0, "head": 2 * head_dim, "full": (query_heads + key_heads) * head_dim, "per_head_weight": (query_heads + key_heads) * head_dim}
+    features = {
+        "none": 0,
+        "head": 2 * head_dim,
+        "full": (query_heads + key_heads) * head_dim,
+        "per_head_weight": (query_heads + key_heads) * head_dim,
+    }
     return Attention(
         num_attention_heads=query_heads,
         num_key_value_heads=key_heads,
@@ -187,9 +222,14 @@ def _projections(family: Family, fields: Fields) -> tuple[Linear, ...]:
     query_heads, key_heads, head_dim = heads(fields)
     query, key = query_heads * head_dim, key_heads * head_dim
     bias = _bias(fields, family.qkv_bias)
-    widths = (("qkv_proj", query + 2 * key),) if family.fused_qkv else (("q_proj", query), ("k_proj", key), ("v_proj", key))
+    widths = (
+        (("qkv_proj", query + 2 * key),) if family.fused_qkv else (("q_proj", query), ("k_proj", key), ("v_proj", key))
+    )
     inward = tuple(Linear(name=name, in_features=hidden_size, out_features=width, bias=bias) for name, width in widths)
-    return (*inward, Linear(name=family.out_name, in_features=query, out_features=hidden_size, bias=_bias(fields, family.out_bias)))
+    return (
+        *inward,
+        Linear(name=family.out_name, in_features=query, out_features=hidden_size, bias=_bias(fields, family.out_bias)),
+    )
 
 
 def _feed_forward(family: Family, fields: Fields, index: int) -> Mlp | Experts:

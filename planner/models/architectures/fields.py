@@ -21,7 +21,9 @@ class Fields:
         """A size, such as `hidden_size`: a positive whole number (or zero where a config says so)."""
         value = self.values.get(key)
         if value is None:
-            raise InputError(f"The config.json of {self.id} has no {key!r}, which its model type {self.model_type!r} needs.")
+            raise InputError(
+                f"The config.json of {self.id} has no {key!r}, which its model type {self.model_type!r} needs."
+            )
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a whole number.")
         return value

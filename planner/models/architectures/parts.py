@@ -36,12 +36,17 @@ def activation(fields: Fields, key: str) -> Activation:
     return ACTIVATIONS[fields.text(key)]
 
 
-def gated_mlp(hidden_size: int, intermediate_size: int, act: Activation, *, bias: bool = False, fused: bool = False) -> Mlp:
+def gated_mlp(
+    hidden_size: int, intermediate_size: int, act: Activation, *, bias: bool = False, fused: bool = False
+) -> Mlp:
     """`down(act(gate(x)) * up(x))`; fused: gate and up are one projection (phi3, glm)."""
     inward = (
         (Linear(name="gate_up_proj", in_features=hidden_size, out_features=2 * intermediate_size, bias=bias),)
         if fused
-        else tuple(Linear(name=name, in_features=hidden_size, out_features=intermediate_size, bias=bias) for name in ("gate_proj", "up_proj"))
+        else tuple(
+            Linear(name=name, in_features=hidden_size, out_features=intermediate_size, bias=bias)
+            for name in ("gate_proj", "up_proj")
+        )
     )
     down = Linear(name="down_proj", in_features=intermediate_size, out_features=hidden_size, bias=bias)
     return Mlp(linears=(*inward, down), intermediate_size=intermediate_size, gated=True, activation=act)

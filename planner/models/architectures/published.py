@@ -34,7 +34,9 @@ def from_config(config: dict[str, object], model_id: str) -> Published:
         return NOT_QUANTIZED
     method = str(settings.get("quant_method", "bitsandbytes" if "load_in_4bit" in settings else ""))
     if method not in _METHODS:
-        raise InputError(f"{model_id} is quantized with {method or 'an unnamed method'}, which has no formula here; known are {SUPPORTED}.")
+        raise InputError(
+            f"{model_id} is quantized with {method or 'an unnamed method'}, which has no formula here; known are {SUPPORTED}."
+        )
     return _METHODS[method](settings, model_id)
 
 
@@ -42,10 +44,14 @@ def _four_bit_groups(kind: Literal["gptq", "awq"]) -> Callable[[dict[str, object
     def read(settings: dict[str, object], model_id: str) -> Published:
         bits = settings.get("bits", settings.get("w_bit", 4))
         if bits != 4:
-            raise InputError(f"{model_id} is quantized with {kind} to {bits} bits, which has no formula here; known are {SUPPORTED}.")
+            raise InputError(
+                f"{model_id} is quantized with {kind} to {bits} bits, which has no formula here; known are {SUPPORTED}."
+            )
         group_size = settings.get("group_size", settings.get("q_group_size", 128))
         if not isinstance(group_size, int):
-            raise InputError(f"The quantization_config of {model_id} has group_size {group_size!r}, which is not a whole number.")
+            raise InputError(
+                f"The quantization_config of {model_id} has group_size {group_size!r}, which is not a whole number."
+            )
         return Published(quantization=kind, group_size=group_size)
 
     return read
@@ -83,7 +89,11 @@ _SUFFIXES: tuple[tuple[str, Published | None], ...] = (
     (r"-awq(-int4|-4bit)?", Published(quantization="awq", note=_GROUPS_NOTE)),
     (
         r"(-unsloth)?-bnb-4bit",
-        Published(quantization="nf4", group_size=NF4_BLOCK_SIZE, note="taken from the name: nf4 without double quantization, the larger of the two"),
+        Published(
+            quantization="nf4",
+            group_size=NF4_BLOCK_SIZE,
+            note="taken from the name: nf4 without double quantization, the larger of the two",
+        ),
     ),
     (r"-bnb-8bit", Published(quantization="int8", note="taken from the name")),
     (r"-fp8(-dynamic|-static)?", Published(quantization="fp8", note="taken from the name")),
@@ -96,7 +106,9 @@ def from_name(name: str) -> tuple[str, Published]:
         match = re.search(ending + r"$", name, flags=re.IGNORECASE)
         if match and match.start() > 0:
             if published is None:
-                raise InputError(f"{name} is quantized to 8 bits with GPTQ, which has no formula here; known are {SUPPORTED}.")
+                raise InputError(
+                    f"{name} is quantized to 8 bits with GPTQ, which has no formula here; known are {SUPPORTED}."
+                )
             return name[: match.start()], published
     return name, NOT_QUANTIZED
 

@@ -27,7 +27,9 @@ def gpt2(fields: Fields, index: int) -> Layer:
             softmax_float32=False,
             dropout=fields.number("attn_pdrop"),
         ),
-        feed_forward=plain_mlp(hidden_size, inner, activation(fields, "activation_function"), names=("c_fc", "c_proj"), bias=True),
+        feed_forward=plain_mlp(
+            hidden_size, inner, activation(fields, "activation_function"), names=("c_fc", "c_proj"), bias=True
+        ),
         norms=(norm("layer", hidden_size),) * 2,
         residual_dropout=fields.number("resid_pdrop"),
     )
@@ -48,7 +50,9 @@ def gpt_neox(fields: Fields, index: int) -> Layer:
             qkv_layout="heads_chunked",
             dropout=fields.number("attention_dropout"),
         ),
-        feed_forward=plain_mlp(hidden_size, fields.positive("intermediate_size"), act, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True),
+        feed_forward=plain_mlp(
+            hidden_size, fields.positive("intermediate_size"), act, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True
+        ),
         norms=(norm("layer", hidden_size),) * 2,
         residual_dropout=fields.number("hidden_dropout"),
     )
@@ -69,12 +73,20 @@ def opt(fields: Fields, index: int) -> Layer:
             num_key_value_heads=key_heads,
             head_dim=head_dim,
             v_head_dim=head_dim,
-            linears=tuple(Linear(name=name, in_features=hidden_size, out_features=hidden_size, bias=bias) for name in names),
+            linears=tuple(
+                Linear(name=name, in_features=hidden_size, out_features=hidden_size, bias=bias) for name in names
+            ),
             rotary=False,
             query_scaled=True,
             dropout=fields.number("attention_dropout"),
         ),
-        feed_forward=plain_mlp(hidden_size, fields.positive("ffn_dim"), activation(fields, "activation_function"), names=("fc1", "fc2"), bias=bias),
+        feed_forward=plain_mlp(
+            hidden_size,
+            fields.positive("ffn_dim"),
+            activation(fields, "activation_function"),
+            names=("fc1", "fc2"),
+            bias=bias,
+        ),
         norms=(kind,) * 2,
         residual_dropout=fields.number("dropout"),
     )
@@ -82,7 +94,11 @@ def opt(fields: Fields, index: int) -> Layer:
 
 def opt_norm(fields: Fields) -> Norm:
     hidden_size = fields.positive("hidden_size")
-    return norm("layer", hidden_size) if fields.flag("layer_norm_elementwise_affine") else Norm(kind="layer", features=hidden_size, params=0)
+    return (
+        norm("layer", hidden_size)
+        if fields.flag("layer_norm_elementwise_affine")
+        else Norm(kind="layer", features=hidden_size, params=0)
+    )
 
 
 def falcon(fields: Fields, index: int) -> Layer:
@@ -103,7 +119,9 @@ def falcon(fields: Fields, index: int) -> Layer:
             softmax_float32=False,
             dropout=fields.number("attention_dropout"),
         ),
-        feed_forward=plain_mlp(hidden_size, inner, activation(fields, "activation"), names=("dense_h_to_4h", "dense_4h_to_h"), bias=bias),
+        feed_forward=plain_mlp(
+            hidden_size, inner, activation(fields, "activation"), names=("dense_h_to_4h", "dense_4h_to_h"), bias=bias
+        ),
         norms=(norm("layer", hidden_size),) * _falcon_norms(fields),
         residual_dropout=fields.number("hidden_dropout"),
     )
@@ -155,20 +173,28 @@ def deepseek(fields: Fields, index: int) -> Layer:
     """
     hidden_size = fields.positive("hidden_size")
     dense = index < fields.integer("first_k_dense_replace")
-    latents = ([fields.positive("q_lora_rank")] if fields.has("q_lora_rank") else []) + [fields.positive("kv_lora_rank")]
+    latents = ([fields.positive("q_lora_rank")] if fields.has("q_lora_rank") else []) + [
+        fields.positive("kv_lora_rank")
+    ]
     act = activation(fields, "hidden_act")
     return Layer(
         program="mla",
         hidden_size=hidden_size,
         attention=_latent_attention(fields),
-        feed_forward=gated_mlp(hidden_size, fields.positive("intermediate_size"), act) if dense else experts.deepseek(fields, index),
+        feed_forward=gated_mlp(hidden_size, fields.positive("intermediate_size"), act)
+        if dense
+        else experts.deepseek(fields, index),
         norms=(norm("rms", hidden_size), norm("rms", hidden_size), *(norm("rms", latent) for latent in latents)),
     )
 
 
 def _latent_attention(fields: Fields) -> Attention:
     """`DeepseekV3Attention.__init__` (modeling_deepseek_v3.py). An engine keeps kv_lora_rank + qk_rope_head_dim elements a token."""
-    hidden_size, query_heads, latent = fields.positive("hidden_size"), fields.positive("num_attention_heads"), fields.positive("kv_lora_rank")
+    hidden_size, query_heads, latent = (
+        fields.positive("hidden_size"),
+        fields.positive("num_attention_heads"),
+        fields.positive("kv_lora_rank"),
+    )
     rope, v_head_dim = fields.positive("qk_rope_head_dim"), fields.positive("v_head_dim")
     nope = fields.positive("qk_nope_head_dim")
     head_dim, bias = nope + rope, fields.flag("attention_bias")

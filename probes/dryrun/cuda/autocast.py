@@ -14,7 +14,10 @@ from probes.substitution import substituted
 
 IN_FLOAT32: tuple[tuple[Any, str], ...] = (
     *((torch, name) for name in ("pow", "exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "logsumexp")),
-    *((torch.Tensor, name) for name in ("pow", "__pow__", "exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "logsumexp")),
+    *(
+        (torch.Tensor, name)
+        for name in ("pow", "__pow__", "exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "logsumexp")
+    ),
     (torch.nn.functional, "softplus"),
 )
 IN_FLOAT32_UNLESS_SAID: tuple[tuple[Any, str], ...] = (

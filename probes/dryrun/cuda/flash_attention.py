@@ -32,10 +32,14 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int) -> torch.Tensor:
-        query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+        query, key, value = (
+            tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)
+        )
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         heads = query.size(-2)
-        logsumexp = torch.empty((heads, query.size(0)) if rows else (query.size(0), heads, query.size(1)), dtype=torch.float32)
+        logsumexp = torch.empty(
+            (heads, query.size(0)) if rows else (query.size(0), heads, query.size(1)), dtype=torch.float32
+        )
         if any(ctx.needs_input_grad[:3]):
             ctx.save_for_backward(query, key, value, out, logsumexp)
             ctx.rows = rows
@@ -48,7 +52,10 @@ class _FlashAttention(torch.autograd.Function):
         gradients = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
         heads, head = query.shape[-2:]
         tokens = _padded_tokens(query, ctx.rows)
-        held = [torch.empty((heads, tokens), dtype=torch.float32), torch.empty((tokens, heads, rounded_head(head)), dtype=torch.float32)]
+        held = [
+            torch.empty((heads, tokens), dtype=torch.float32),
+            torch.empty((tokens, heads, rounded_head(head)), dtype=torch.float32),
+        ]
         if key.size(-2) != heads:
             held += [tensor.new_empty((*tensor.shape[:-2], heads, head)) for tensor in (key, value)]
         held.clear()
@@ -91,8 +98,22 @@ def flash_attn_varlen_func(
 @contextlib.contextmanager
 def flash_attention() -> Iterator[None]:
     """Transformers finds the package, whether it is installed or not."""
-    functions: tuple[Callable[..., Any] | None, ...] = (flash_attn_func, flash_attn_varlen_func, None, flash_utils._pad_input, flash_utils._unpad_input)
-    loaded = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn")
+    functions: tuple[Callable[..., Any] | None, ...] = (
+        flash_attn_func,
+        flash_attn_varlen_func,
+        None,
+        flash_utils._pad_input,
+        flash_utils._unpad_input,
+    )
+    loaded = (
+        "_loaded_implementation",
+        "_flash_fn",
+        "_flash_varlen_fn",
+        "_flash_with_kvcache_fn",
+        "_pad_fn",
+        "_unpad_fn",
+        "_process_flash_kwargs_fn",
+    )
     with contextlib.ExitStack() as stack:
         for name in loaded:  # so that what was loaded before comes back afterwards
             stack.enter_context(substituted(flash_utils, name, None))

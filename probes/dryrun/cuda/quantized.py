@@ -39,7 +39,9 @@ def quantize(model: PreTrainedModel, quantization: Quantization, dtype: torch.dt
 
     `dtype` is what the model is loaded in, which TRL makes the compute dtype as well (trl/trainer/utils.py, `get_quantization_config`).
     """
-    config = BitsAndBytesConfig(**BITS[quantization], **({} if quantization == "int8" else {"bnb_4bit_compute_dtype": dtype}))
+    config = BitsAndBytesConfig(
+        **BITS[quantization], **({} if quantization == "int8" else {"bnb_4bit_compute_dtype": dtype})
+    )
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), config)
     for module in model.modules():
         if isinstance(module, (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)):
@@ -64,25 +66,36 @@ def _store_4bit(module: Any, nested: bool, dtype: torch.dtype) -> None:
         if nested:
             state.offset, state.nested = torch.empty(()), True
             state.state2 = QuantState(
-                absmax=torch.empty(-(-blocks // NESTED_BLOCK)), code=torch.empty(NESTED_CODES), blocksize=NESTED_BLOCK, dtype=torch.float32
+                absmax=torch.empty(-(-blocks // NESTED_BLOCK)),
+                code=torch.empty(NESTED_CODES),
+                blocksize=NESTED_BLOCK,
+                dtype=torch.float32,
             )
         packed = torch.empty(-(-elements // 2), 1, dtype=torch.uint8)
-    module.weight = bitsandbytes.nn.Params4bit(packed, requires_grad=False, quant_type="nf4", compress_statistics=nested, bnb_quantized=True)
+    module.weight = bitsandbytes.nn.Params4bit(
+        packed, requires_grad=False, quant_type="nf4", compress_statistics=nested, bnb_quantized=True
+    )
     module.quant_state = state
 
 
 def _store_8bit(module: Any) -> None:
     with torch.device("meta"):
-        module.weight = torch.nn.Parameter(torch.empty(module.out_features, module.in_features, dtype=torch.int8), requires_grad=False)
+        module.weight = torch.nn.Parameter(
+            torch.empty(module.out_features, module.in_features, dtype=torch.int8), requires_grad=False
+        )
         module.state.SCB = torch.empty(module.out_features)
 
 
-def with_fake_statistics(model: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def with_fake_statistics(
+    model: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Swaps what belongs to quantized weights and is no parameter; yields it by name. Call it when the parameters are swapped."""
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             for state in filter(None, (module.quant_state, module.quant_state.state2)):
-                held = {field: fake(tensor) for field, tensor in vars(state).items() if isinstance(tensor, torch.Tensor)}
+                held = {
+                    field: fake(tensor) for field, tensor in vars(state).items() if isinstance(tensor, torch.Tensor)
+                }
                 vars(state).update(held)
                 yield from ((f"{name}.{field}", tensor) for field, tensor in held.items())
             module.weight.quant_state = module.quant_state
@@ -92,7 +105,9 @@ def with_fake_statistics(model: torch.nn.Module, fake: Callable[[torch.Tensor], 
             yield f"{name}.SCB", module.state.SCB
 
 
-def dequantized_bytes(x: torch.Tensor, packed: torch.Tensor, shape: Any, absmax: torch.Tensor, *_: Any, absmax_8bit: Any = None, **__: Any) -> int:
+def dequantized_bytes(
+    x: torch.Tensor, packed: torch.Tensor, shape: Any, absmax: torch.Tensor, *_: Any, absmax_8bit: Any = None, **__: Any
+) -> int:
     """What `gemm_4bit` allocates besides its result, on one GPU: the weight in x's dtype, and its absmax in float32 twice if nested.
 
     Source: backends/cuda/ops.py `_dequant_linear_fallback`. Between 5 and 1,536 rows it depends on card and shape whether a fused kernel runs instead;
@@ -112,7 +127,9 @@ class _Product8bit(torch.autograd.Function):
     """`MatMul8bitLt` of a frozen weight, with the kernels of backends/cuda/ops.py and default/ops.py inside it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         rows = x.reshape(-1, x.size(-1))
         _codes, _statistics = _quantized_rows(rows)
         products = rows.new_empty((rows.size(0), weight.size(0)), dtype=WIDE_INTEGER)

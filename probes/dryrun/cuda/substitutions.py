@@ -53,26 +53,52 @@ def scaled_dot_product_attention(
     kernel = _kernel(query, key, value, attn_mask, is_causal, enable_gqa, flash)
     if kernel == "flash":
         padded = (_padded(tensor, 8) for tensor in (query, key, value))
-        result = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale or 1 / math.sqrt(head))
+        result = aten._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, False, scale=scale or 1 / math.sqrt(head)
+        )
         return result[0][..., :head]
     if kernel == "efficient":
         bias = _bias(attn_mask, query)
         saved = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, saved, dropout_p, is_causal, scale=scale)[0]
-    with torch.autocast("cpu", enabled=False):  # autocast has cast what it casts: below its key it is off, and the products are in float32
-        return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, saved, dropout_p, is_causal, scale=scale
+        )[0]
+    with torch.autocast(
+        "cpu", enabled=False
+    ):  # autocast has cast what it casts: below its key it is off, and the products are in float32
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
 
 
 def _kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool, enable_gqa: bool, flash: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    flash: bool,
 ) -> Literal["flash", "efficient", "math"]:
     """`use_flash_attention` (compute capability 8.0, `check_sm_version`) and `use_mem_efficient_attention` (5.0) of sdp_utils.cpp."""
     head, heads_alike = query.size(-1), query.size(1) == key.size(1)
     same_head = head == key.size(-1) == value.size(-1)
     square = not is_causal or query.size(2) == key.size(2)  # check_flash_causal_non_square_seqlens
-    if flash and attn_mask is None and query.dtype in _HALF and same_head and head <= FLASH_HEAD_DIM and square and (heads_alike or enable_gqa):
+    if (
+        flash
+        and attn_mask is None
+        and query.dtype in _HALF
+        and same_head
+        and head <= FLASH_HEAD_DIM
+        and square
+        and (heads_alike or enable_gqa)
+    ):
         return "flash"
-    aligned = head % EFFICIENT_HEAD_ALIGNMENT.get(query.dtype, 1) == 0 == value.size(-1) % EFFICIENT_HEAD_ALIGNMENT.get(query.dtype, 1)
+    aligned = (
+        head % EFFICIENT_HEAD_ALIGNMENT.get(query.dtype, 1)
+        == 0
+        == value.size(-1) % EFFICIENT_HEAD_ALIGNMENT.get(query.dtype, 1)
+    )
     learned = attn_mask is not None and attn_mask.requires_grad
     if query.dtype in EFFICIENT_HEAD_ALIGNMENT and heads_alike and head == key.size(-1) and aligned and not learned:
         return "efficient"
@@ -81,7 +107,11 @@ def _kernel(
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     """`scaled_dot_product_attention` is on autocast's list of 16-bit operators (aten/src/ATen/autocast_mode.h)."""
-    return tensor.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") and tensor.is_floating_point() else tensor
+    return (
+        tensor.to(torch.get_autocast_dtype("cpu"))
+        if torch.is_autocast_enabled("cpu") and tensor.is_floating_point()
+        else tensor
+    )
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -101,10 +131,14 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None
     return mask.expand(query.size(0), query.size(1), query.size(2), length)
 
 
-def layer_norm(input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
+def layer_norm(
+    input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> torch.Tensor:
     """Autocast on CUDA runs `layer_norm` in float32, on the CPU it does not (AT_FORALL_FP32, aten/src/ATen/autocast_mode.h)."""
     if torch.is_autocast_enabled("cpu"):
-        input, weight, bias = (tensor.float() if isinstance(tensor, torch.Tensor) else tensor for tensor in (input, weight, bias))
+        input, weight, bias = (
+            tensor.float() if isinstance(tensor, torch.Tensor) else tensor for tensor in (input, weight, bias)
+        )
     return torch.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
@@ -124,7 +158,15 @@ def _accumulate_in_place(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) ->
     """`torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)` on CUDA: no copy of `a` and `b` in float32."""
 
 
-def _project(tile: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, start: int, end: int, dtype: torch.dtype) -> None:
+def _project(
+    tile: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    start: int,
+    end: int,
+    dtype: torch.dtype,
+) -> None:
     """trl/kernels/chunked_divergence.py `_project` on CUDA: `torch.mm(..., out_dtype=torch.float32, out=tile)`."""
     weight[start:end].to(dtype)
     if bias is not None:
@@ -178,7 +220,11 @@ _KERNELS: tuple[tuple[Any, str], ...] = (
 @contextlib.contextmanager
 def _importable(triton: Any) -> Iterator[None]:
     """`import triton` finds it, unless the real one is there. Other modules that are imported meanwhile stay imported."""
-    added = {name: module for name, module in (("triton", triton), ("triton.language", triton.language)) if name not in sys.modules}
+    added = {
+        name: module
+        for name, module in (("triton", triton), ("triton.language", triton.language))
+        if name not in sys.modules
+    }
     sys.modules.update(added)
     try:
         yield
@@ -206,8 +252,14 @@ def cuda_ways(flash: bool = True) -> Iterator[tuple[str, ...]]:
         substituted(functional, "scaled_dot_product_attention", partial(scaled_dot_product_attention, flash=flash)),
         substituted(functional, "layer_norm", layer_norm),
         substituted(functional, "dropout", dropout),
-        substituted(sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]),
-        substituted(sys.modules["torch.optim.optimizer"], "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
+        substituted(
+            sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cuda", "cpu"]
+        ),
+        substituted(
+            sys.modules["torch.optim.optimizer"],
+            "_foreach_supported_types",
+            [torch.Tensor, torch.nn.Parameter, FakeTensor],
+        ),
     ):
         yield SUBSTITUTIONS
 
@@ -254,7 +306,11 @@ def safe_softmax_workspace_bytes(scores: torch.Tensor) -> int:
 
 # Operators that allocate inside themselves on CUDA, where the mode does not see it: function of the operator's arguments.
 WORKSPACES: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_backward.default: lambda grad, query, key, *_, **__: flash_backward_workspace_bytes(query, key),
-    aten._scaled_dot_product_efficient_attention_backward.default: lambda grad, query, key, *_, **__: efficient_backward_workspace_bytes(query, key),
+    aten._scaled_dot_product_flash_attention_backward.default: lambda grad, query, key, *_, **__: (
+        flash_backward_workspace_bytes(query, key)
+    ),
+    aten._scaled_dot_product_efficient_attention_backward.default: lambda grad, query, key, *_, **__: (
+        efficient_backward_workspace_bytes(query, key)
+    ),
     aten._safe_softmax.default: lambda scores, *_, **__: safe_softmax_workspace_bytes(scores),
 }
