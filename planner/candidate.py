@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from planner.errors import InputError
-from planner.methods import METHODS, Method, MethodName
+from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -31,9 +31,6 @@ SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # whose ranks keep pieces
 BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
 
 
-# Methods whose max_length bounds prompt and completion together (trl 1.16, experimental/online_dpo/online_dpo_config.py, gkd_config.py).
-ROWS_OF_MAX_LENGTH = frozenset({"online-dpo", "gkd"})
-
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -54,7 +51,7 @@ class Candidate:
 
     model: ModelShape
     method: MethodName
-    trl_version: str = "1.16"
+    trl_version: str = NEWEST_TRL
 
     # what is trained
     tuning: Literal["full", "lora"] = "full"
@@ -132,7 +129,7 @@ class Candidate:
         if not self.method_row.generates:
             return self.max_length
         whole = self.prompt_length + self.max_completion_length
-        return min(self.max_length, whole) if self.method in ROWS_OF_MAX_LENGTH else whole
+        return min(self.max_length, whole) if self.method_row.bounded_rows else whole
 
     @property
     def rows(self) -> int:
@@ -193,9 +190,9 @@ class Candidate:
     @property
     def generation_rows(self) -> int:
         """Completions that one process samples at once: a generation batch (trl 1.16, grpo_trainer.py:1275, distillation_trainer.py:863)."""
-        if self.method in ("grpo", "rloo"):
+        if self.method_row.grouped_completions:
             return self.per_device_train_batch_size * self.steps_per_generation
-        if self.method == "distillation":
+        if self.method_row.generates_ahead:
             return self.rows * self.gradient_accumulation_steps
         return self.rows
 
@@ -205,7 +202,9 @@ class Candidate:
         row = self.method_row
         if self.tuning == "lora" or row.reference == "never" or (row.reference == "beta" and not self.beta):
             return False
-        return not (self.precompute_ref_log_probs and self.method in ("dpo", "kto") and self.sharding != "fsdp2")
+        return not (
+            self.precompute_ref_log_probs and self.method_row.precomputes_reference and self.sharding != "fsdp2"
+        )
 
 
 _NAMES = tuple(each.name for each in fields(Candidate))

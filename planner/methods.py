@@ -1,6 +1,7 @@
-"""The methods: one row each. What models are resident, which passes run, how many rows a forward sees, which loss is built."""
+"""What differs by TRL method and by TRL release: one row a method."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -10,7 +11,7 @@ MethodName = Literal[
     "sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo"
 ]
 Loss = Literal[
-    "fused",  # TRL >= 1.15 ChunkedLogProbFunction: only labelled tokens, tiles of 4096 x 32768, no logits (internals.md 1.3)
+    "fused",  # TRL >= 1.15, `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py): labelled tokens only, no logits
     "chunked_nll",  # TRL 1.5-1.14 SFT: 256 labelled tokens' logits at a time
     "logits",  # the whole [rows, tokens, vocabulary], then selective_log_softmax
     "logits_cross_entropy",  # the whole logits in fp32 through ForCausalLMLoss
@@ -20,219 +21,148 @@ Loss = Literal[
     "liger",  # fused linear cross entropy: logits one chunk at a time, gradients in the forward pass
     "score",  # reward: one number a row
 ]
+Release = tuple[int, int]
+
+NEWEST_TRL = "1.16"  # the newest release whose defaults and code paths are counted
+OLDEST_TRL = "1.0"  # the oldest one; earlier releases are planned as if they were this one
+# From this release on `use_liger_kernel` changes the layers' kernels only, not the loss (trl 1.16, sft_trainer.py:1134).
+LIGER_LEAVES_THE_LOSS: Release = (1, 15)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """One row of the table below.
+    """One row of the table `METHODS`: which models are loaded, which passes run, how batches are made.
 
-    `rows_per_sample` rows of the policy's forward for each of `per_device_train_batch_size`; `reference`: whether a frozen
-    copy of the policy is needed ("beta": when beta is not 0); `generates`: the policy samples completions in the loop.
+    Lengths and counts are those of TRL's own config class where it differs from `Candidate`'s defaults (`defaults`).
     """
 
     name: MethodName
     trainer: str  # class name in TRL
-    config: str
-    loss: Loss
-    rows_per_sample: int
-    reference: Literal["never", "always", "beta"]
-    generates: bool
+    config: str  # class name in TRL
+    loss: Loss  # of the newest release
+    earlier_losses: tuple[tuple[Release, Loss], ...] = ()  # (last release that builds it, loss), oldest first
+    liger_loss: bool = False  # before `LIGER_LEAVES_THE_LOSS`, use_liger_kernel replaces the loss
+    rows_per_sample: int  # rows of the policy's forward for each of per_device_train_batch_size
+    smallest_batch: int = 1  # samples a process at least
+    defaults: Mapping[str, object] = field(default_factory=dict, hash=False)  # Candidate fields
+
+    # other models
+    reference: Literal["never", "always", "beta"]  # a frozen copy of the policy; "beta": only if beta is not 0
+    precomputes_reference: bool = False  # precompute_ref_log_probs exists
+    reference_in_loss: bool = False  # the reference's forward runs while the policy's graph is alive
     reward_model: Literal["none", "optional", "always"] = "none"
     value_model: bool = False
     teacher: bool = False
-    experimental: bool = False
-    last_trl: str = "current"  # the last TRL release that has it
+    has_beta: bool = True
+    needs_beta: bool = False  # a beta of 0 has no loss, so 0 means "not set"
     extra_forward_rows: int = 0  # rows of a second, gradient-free forward beside the policy's (KTO's KL batch)
+
+    # generation
+    generates: bool  # the policy samples completions in the training loop
+    grouped_completions: bool = False  # num_generations, steps_per_generation and num_iterations exist
+    generates_ahead: bool = False  # samples the completions of a whole optimizer step at once
+    bounded_rows: bool = False  # max_length bounds prompt and completion together
+    completion_logits_only: bool = False  # a loss that builds logits builds those of completions (logits_to_keep)
     supports_vllm: bool = False
 
+    # batches and activations
+    packs: bool = False  # packing exists
+    padding_free: bool = False  # padding_free exists
+    offloads_activations: bool = False  # activation_offloading exists
 
+    experimental: bool = False  # in trl.experimental: no `trl` command, no quantization_config argument
+    last_trl: str = "current"  # the last TRL release that has it
+
+
+# Source of the rows: trl 1.16, trainer/*_trainer.py, trainer/*_config.py and experimental/*/; PPO: trl 1.12,
+# experimental/ppo. `earlier_losses`: trl's CHANGELOG and trainer/utils.py `selective_log_softmax` of each release;
+# `chunked_nll` became SFT's default in 1.5, the fused head came to every stable trainer with 1.15.
+# `smallest_batch` of KTO: trainer/kto_trainer.py, "Actual (not effective) batch size must be > 1".
+# Prompts have no limit in TRL 1.16, so `prompt_length` describes the data: 512 tokens unless --prompt-length is given;
+# with `bounded_rows` the rest of max_length.
 METHODS: dict[MethodName, Method] = {
     method.name: method
     for method in (
-        # Source: trl 1.16 trainer/*_trainer.py and experimental/*/; tabled in docs of each trainer. PPO: trl 1.12 experimental/ppo.
         Method(
-            name="sft",
-            trainer="SFTTrainer",
-            config="SFTConfig",
-            loss="fused",
-            rows_per_sample=1,
-            reference="never",
-            generates=False,
+            name="sft", trainer="SFTTrainer", config="SFTConfig",
+            loss="fused", earlier_losses=(((1, 4), "logits_cross_entropy"), ((1, 14), "chunked_nll")), liger_loss=True,
+            rows_per_sample=1, reference="never", has_beta=False, generates=False,
+            packs=True, padding_free=True, offloads_activations=True,
         ),
         Method(
-            name="dpo",
-            trainer="DPOTrainer",
-            config="DPOConfig",
-            loss="fused",
-            rows_per_sample=2,
-            reference="always",
-            generates=False,
+            name="dpo", trainer="DPOTrainer", config="DPOConfig",
+            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
+            rows_per_sample=2, reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
+            generates=False, padding_free=True, offloads_activations=True, defaults={"beta": 0.1},
         ),
         Method(
-            name="kto",
-            trainer="KTOTrainer",
-            config="KTOConfig",
-            loss="fused",
-            rows_per_sample=1,
-            reference="always",
-            generates=False,
-            extra_forward_rows=1,
+            name="kto", trainer="KTOTrainer", config="KTOConfig",
+            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
+            rows_per_sample=1, smallest_batch=2, extra_forward_rows=1,
+            reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
+            generates=False, offloads_activations=True, defaults={"beta": 0.1},
         ),
         Method(
-            name="orpo",
-            trainer="ORPOTrainer",
-            config="ORPOConfig",
-            loss="logits",
-            rows_per_sample=2,
-            reference="never",
-            generates=False,
+            name="orpo", trainer="ORPOTrainer", config="ORPOConfig", loss="logits",
+            rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
             experimental=True,
         ),
         Method(
-            name="cpo",
-            trainer="CPOTrainer",
-            config="CPOConfig",
-            loss="logits",
-            rows_per_sample=2,
-            reference="never",
-            generates=False,
+            name="cpo", trainer="CPOTrainer", config="CPOConfig", loss="logits",
+            rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
             experimental=True,
         ),
         Method(
-            name="reward",
-            trainer="RewardTrainer",
-            config="RewardConfig",
-            loss="score",
-            rows_per_sample=2,
-            reference="never",
-            generates=False,
+            name="reward", trainer="RewardTrainer", config="RewardConfig", loss="score",
+            rows_per_sample=2, reference="never", has_beta=False, generates=False, offloads_activations=True,
         ),
         Method(
-            name="grpo",
-            trainer="GRPOTrainer",
-            config="GRPOConfig",
-            loss="fused",
-            rows_per_sample=1,
-            reference="beta",
-            generates=True,
-            reward_model="optional",
-            supports_vllm=True,
+            name="grpo", trainer="GRPOTrainer", config="GRPOConfig",
+            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
+            rows_per_sample=1, reference="beta", reward_model="optional",
+            generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
         ),
         Method(
-            name="rloo",
-            trainer="RLOOTrainer",
-            config="RLOOConfig",
-            loss="fused",
-            rows_per_sample=1,
-            reference="beta",
-            generates=True,
-            reward_model="optional",
-            supports_vllm=True,
+            name="rloo", trainer="RLOOTrainer", config="RLOOConfig",
+            loss="fused", earlier_losses=(((1, 14), "logits"),),
+            rows_per_sample=1, reference="beta", reward_model="optional",
+            generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
+            defaults={"num_generations": 2, "beta": 0.05},
         ),
         Method(
-            name="online-dpo",
-            trainer="OnlineDPOTrainer",
-            config="OnlineDPOConfig",
-            loss="log_softmax",
-            rows_per_sample=2,
-            reference="always",
-            generates=True,
-            reward_model="optional",
-            experimental=True,
-            supports_vllm=True,
+            name="online-dpo", trainer="OnlineDPOTrainer", config="OnlineDPOConfig", loss="log_softmax",
+            rows_per_sample=2, reference="always", reference_in_loss=True, needs_beta=True, reward_model="optional",
+            generates=True, bounded_rows=True, supports_vllm=True,
+            defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1}, experimental=True,
         ),
         Method(
-            name="gkd",
-            trainer="GKDTrainer",
-            config="GKDConfig",
-            loss="jsd",
-            rows_per_sample=1,
-            reference="never",
-            generates=True,
-            teacher=True,
-            experimental=True,
+            name="gkd", trainer="GKDTrainer", config="GKDConfig", loss="jsd",
+            rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
+            generates=True, bounded_rows=True, defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True,
         ),
         Method(
-            name="distillation",
-            trainer="DistillationTrainer",
-            config="DistillationConfig",
-            loss="divergence",
-            rows_per_sample=1,
-            reference="never",
-            generates=True,
-            teacher=True,
-            supports_vllm=True,
+            name="distillation", trainer="DistillationTrainer", config="DistillationConfig",
+            loss="divergence", earlier_losses=(((1, 14), "jsd"),),
+            rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
+            generates=True, generates_ahead=True, supports_vllm=True, defaults={"beta": 1.0},
         ),
         Method(
-            name="ppo",
-            trainer="PPOTrainer",
-            config="PPOConfig",
-            loss="logits",
-            rows_per_sample=1,
-            reference="always",
-            generates=True,
-            reward_model="always",
-            value_model=True,
-            experimental=True,
-            last_trl="1.12",
+            name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="logits",
+            rows_per_sample=1, reference="always", reward_model="always", value_model=True,
+            generates=True, defaults={"max_completion_length": 53, "beta": 0.05}, experimental=True, last_trl="1.12",
         ),
     )
-}
-
-
-# Which loss a release builds where it is not the newest's. The first row whose release is not older than the one in force counts.
-# Source: trl's CHANGELOG and trainer/sft_trainer.py of each release: `chunked_nll` became the default of SFT in 1.5, the fused head of
-# every stable trainer came with 1.15; before, the preference and RL trainers built logits (trainer/utils.py, selective_log_softmax).
-BUILT_LOGITS: dict[MethodName, Loss] = {
-    "dpo": "logits",
-    "kto": "logits",
-    "grpo": "logits",
-    "rloo": "logits",
-    "distillation": "jsd",
-}
-
-
-ERAS: tuple[tuple[tuple[int, int], dict[MethodName, Loss]], ...] = (
-    ((1, 4), {**BUILT_LOGITS, "sft": "logits_cross_entropy"}),
-    ((1, 14), {**BUILT_LOGITS, "sft": "chunked_nll"}),
-)
-
-
-FUSED_SINCE = (
-    1,
-    15,
-)  # from here on use_liger_kernel changes the layers' kernels only (trl 1.16, sft_trainer.py:1134-1140)
+}  # fmt: skip
 
 
 @lru_cache(maxsize=64)
-def release(version: str) -> tuple[int, int]:
-    """`"1.16"` or `"1.16.0"` as numbers that compare.
+def release(version: str) -> Release:
+    """Major and minor number of a TRL release: `"1.16.0"` -> `(1, 16)`.
 
     Raises:
-        InputError: the text is no release.
+        InputError: the text is not a release.
     """
     parts = version.split(".")
     if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
-        raise InputError(f"{version!r} is no TRL release. Give one such as 1.16.")
+        raise InputError(f"{version!r} is no TRL release. Give one such as {NEWEST_TRL}.")
     return int(parts[0]), int(parts[1])
-
-
-# Samples a process that a trainer asks for at least (trl 1.16, trainer/kto_trainer.py: "Actual (not effective) batch size must be > 1").
-SMALLEST_BATCH: dict[MethodName, int] = {"kto": 2}
-
-
-# What a method's own config sets apart from Candidate's defaults.
-# Source: trl 1.16, trainer/grpo_config.py, rloo_config.py, distillation_config.py, experimental/online_dpo/online_dpo_config.py,
-# experimental/gkd/gkd_config.py; trl 1.12, experimental/ppo/ppo_config.py (response_length 53). Prompts have no limit in TRL 1.16, so
-# their length is a statement about the data: 512 tokens unless --prompt-length says otherwise; where max_length bounds both, the rest of it.
-METHOD_DEFAULTS: dict[MethodName, dict[str, object]] = {
-    "dpo": {"beta": 0.1},
-    "kto": {"beta": 0.1},
-    "orpo": {"beta": 0.1},
-    "cpo": {"beta": 0.1},
-    "rloo": {"num_generations": 2, "beta": 0.05},
-    "online-dpo": {"max_length": 512, "max_completion_length": 64, "beta": 0.1},
-    "gkd": {"max_completion_length": 128, "beta": 0.5},
-    "distillation": {"beta": 1.0},
-    "ppo": {"max_completion_length": 53, "beta": 0.05},
-}

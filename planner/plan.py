@@ -12,6 +12,7 @@ from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields, settings_text
 from planner.memory.engine.budget import EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
+from planner.methods import METHODS
 from planner.quantities import Estimate, Evidence, PhaseDifference
 from planner.search.explain import limits, notes, reasons
 from planner.search.knobs import CLASSES, Question, TuningClass, structures
@@ -232,7 +233,7 @@ def no_candidate(question: Question) -> str:
             f"No candidate keeps an effective batch of {job.effective_batch_size} on {cluster.num_gpus} GPUs"
             + (
                 f" with groups of {job.pinned.get('num_generations', 8)} completions"
-                if job.method in ("grpo", "rloo")
+                if METHODS[job.method].grouped_completions
                 else ""
             )
             + ". Give an --effective-batch-size that both divide."

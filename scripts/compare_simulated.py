@@ -18,7 +18,7 @@ from pathlib import Path
 from planner.candidate import Candidate
 from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
-from planner.methods import METHOD_DEFAULTS, METHODS
+from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
@@ -54,7 +54,7 @@ def candidates() -> Iterator[tuple[str, Candidate]]:
         model = cut(name)
         tuning = draw.choice(("full", "lora"))
         settings: dict[str, object] = {
-            **METHOD_DEFAULTS.get(method, {}),
+            **METHODS[method].defaults,
             "tuning": tuning,
             "dtype": draw.choice(("float32", "bfloat16")),
             "per_device_train_batch_size": draw.choice((1, 2, 4)),

@@ -21,7 +21,7 @@ from planner.jobs.job import Job
 from planner.jobs.settings import candidate_fields
 from planner.jobs.train_config import load_train_config
 from planner.launch.accelerate import accelerate_config
-from planner.launch.command import TRL_COMMANDS, launch_command, server_command
+from planner.launch.command import launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
 from planner.launch.export import export
 from planner.launch.files import launch_files
@@ -38,7 +38,7 @@ pytestmark = [
 
 MODEL, REWARD = load_model("Qwen/Qwen2.5-0.5B"), load_model("Qwen/Qwen2.5-1.5B")
 METHODS_NOW = [name for name, method in METHODS.items() if method.last_trl == "current"]
-SCRIPTED = [name for name in METHODS_NOW if name not in TRL_COMMANDS]
+SCRIPTED = [name for name in METHODS_NOW if METHODS[name].experimental]
 
 VARIANTS: dict[str, dict[str, object]] = {
     "full": {
@@ -149,7 +149,7 @@ def parsed(held: Candidate, folder: Path) -> argparse.Namespace:
     import trl
     from trl.scripts.grpo import GRPOScriptArguments
 
-    if held.method in TRL_COMMANDS:
+    if not held.method_row.experimental:
         parser = importlib.import_module(f"trl.scripts.{held.method}").make_parser()
     else:
         module = importlib.import_module(f"trl.experimental.{held.method.replace('-', '_')}")

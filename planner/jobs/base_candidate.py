@@ -1,10 +1,10 @@
 """A job -> the candidate that TRL's defaults and the pinned settings amount to, before anything is searched."""
 
-from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
+from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEQUANTIZED, Job, server_gpus
 from planner.jobs.rules import check
-from planner.methods import METHOD_DEFAULTS, METHODS, release
+from planner.methods import METHODS, release
 
 # What `trl vllm-serve` uses unless told otherwise (trl/scripts/vllm_serve.py:111).
 SERVER_GPU_MEMORY_UTILIZATION = 0.9
@@ -16,8 +16,8 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
     Raises:
         InputError: pins that contradict each other, the method or the cluster.
     """
-    settings: dict[str, object] = {**METHOD_DEFAULTS.get(job.method, {}), **job.pinned}
-    if job.method in ROWS_OF_MAX_LENGTH and "prompt_length" not in job.pinned:
+    settings: dict[str, object] = {**METHODS[job.method].defaults, **job.pinned}
+    if METHODS[job.method].bounded_rows and "prompt_length" not in job.pinned:
         whole, completion = settings.get("max_length", 1024), settings.get("max_completion_length", 512)
         assert isinstance(whole, int) and isinstance(completion, int)
         settings["prompt_length"] = max(1, whole - completion)

@@ -14,7 +14,7 @@ from planner.jobs.job import DEQUANTIZED, Goal, Job, TuningClass
 from planner.jobs.rules import LORA_FIELDS, READ_BY, reads, refuse_contradictions, unread_lengths
 from planner.jobs.settings import MANY, candidate_fields, fields_named, parse_assignments
 from planner.jobs.spellings import Value
-from planner.methods import METHODS, MethodName, release
+from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, release
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 
@@ -35,8 +35,6 @@ TUNING_PINS: dict[TuningClass, dict[str, str]] = {
     "lora": {"tuning": "lora"},
     "qlora": {"tuning": "lora", "quantization": "nf4"},
 }
-NEWEST_TRL = "1.16"  # whose defaults and code paths are counted
-OLDEST_TRL = "1.0"  # the first whose loss has a row in planner/memory/loss.py; older ones are taken for it
 SMALLEST_RISK, LARGEST_RISK = 1e-6, 0.5  # beyond them the normal distribution of the residuals says nothing
 NOT_EMPTY = (
     "model",

@@ -7,7 +7,7 @@ from typing import Literal
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.gpus.cluster import Cluster
-from planner.methods import METHODS, MethodName
+from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.shape import ModelShape
 from planner.units import format_gib
 
@@ -32,7 +32,7 @@ class Job:
     optimize: Goal = "throughput"
     risk: float = 0.01  # accepted probability of running out of memory
     effective_batch_size: int | None = None  # None: what TRL's defaults amount to on the cluster
-    trl_version: str = "1.16"
+    trl_version: str = NEWEST_TRL
     lora_ranks: tuple[
         int, ...
     ] = ()  # ranks that the search may choose from, the largest that fits; none: lora_r as it is

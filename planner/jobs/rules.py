@@ -5,23 +5,23 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
+from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
-from planner.methods import METHOD_DEFAULTS, METHODS, SMALLEST_BATCH, Method, MethodName
+from planner.methods import METHODS, Method, MethodName
 from planner.units import format_count
 
 # Settings that only some methods have, as Candidate fields. Source: trl 1.16, trainer/*_config.py and experimental/*/*_config.py.
 READ_BY: dict[str, Callable[[Method], bool]] = {
-    "packing": lambda method: method.name == "sft",
-    "padding_free": lambda method: method.name in ("sft", "dpo"),
-    "activation_offloading": lambda method: method.name in ("sft", "dpo", "kto", "reward"),
-    "precompute_ref_log_probs": lambda method: method.name in ("dpo", "kto"),
-    "beta": lambda method: method.name not in ("sft", "reward"),
-    "num_generations": lambda method: method.name in ("grpo", "rloo"),
-    "steps_per_generation": lambda method: method.name in ("grpo", "rloo"),
-    "num_iterations": lambda method: method.name in ("grpo", "rloo"),
+    "packing": lambda method: method.packs,
+    "padding_free": lambda method: method.padding_free,
+    "activation_offloading": lambda method: method.offloads_activations,
+    "precompute_ref_log_probs": lambda method: method.precomputes_reference,
+    "beta": lambda method: method.has_beta,
+    "num_generations": lambda method: method.grouped_completions,
+    "steps_per_generation": lambda method: method.grouped_completions,
+    "num_iterations": lambda method: method.grouped_completions,
     "reward_model": lambda method: method.reward_model != "none",
     "teacher_model": lambda method: method.teacher,
     "ds3_gather_for_generation": lambda method: method.generates,
@@ -33,7 +33,7 @@ READ_BY: dict[str, Callable[[Method], bool]] = {
 }
 # What the data is like: said of methods that have no such limit, it is not wrong, but of no use.
 LENGTHS: dict[str, Callable[[Method], bool]] = {
-    "max_length": lambda method: not method.generates or method.name in ROWS_OF_MAX_LENGTH,
+    "max_length": lambda method: not method.generates or method.bounded_rows,
     "prompt_length": lambda method: method.generates,
     "max_completion_length": lambda method: method.generates,
 }
@@ -253,7 +253,7 @@ def _group(job: Job) -> int:
     if not reads(job.method, "num_generations") or "steps_per_generation" in job.pinned:
         return 1
     group = job.pinned.get(
-        "num_generations", METHOD_DEFAULTS.get(job.method, {}).get("num_generations", 8)
+        "num_generations", METHODS[job.method].defaults.get("num_generations", 8)
     )  # trl 1.16, grpo_config.py:480
     assert isinstance(group, int)
     return group
@@ -338,22 +338,18 @@ def unplaceable(candidate: Candidate, cluster: Cluster) -> list[str]:
 def unusable_by_method(candidate: Candidate, job: Job) -> list[str]:
     """What the method itself refuses."""
     row, found = candidate.method_row, []
-    smallest = SMALLEST_BATCH.get(candidate.method, 1)
+    smallest = row.smallest_batch
     if candidate.per_device_train_batch_size < smallest:
         found.append(
             f"{candidate.method} needs a per_device_train_batch_size of at least {smallest}, not {candidate.per_device_train_batch_size}."
         )
     if candidate.vllm != "off" and not row.supports_vllm:
         found.append(f"{candidate.method} does not generate with vLLM. Drop use_vllm.")
-    if candidate.method in ROWS_OF_MAX_LENGTH and candidate.max_completion_length >= candidate.max_length:
+    if row.bounded_rows and candidate.max_completion_length >= candidate.max_length:
         lengths = f"max_new_tokens {candidate.max_completion_length} leaves no room for a prompt in max_length {candidate.max_length}"
         found.append(f"{lengths}. Raise --max-length.")
     pinned_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"} <= job.pinned.keys()
-    if (
-        candidate.method in ("grpo", "rloo")
-        and pinned_batch
-        and generation_batch(candidate) % candidate.num_generations
-    ):
+    if row.grouped_completions and pinned_batch and generation_batch(candidate) % candidate.num_generations:
         batch = generation_batch(candidate)
         made_of = (
             f"{candidate.per_device_train_batch_size} x {candidate.num_processes} x {candidate.steps_per_generation}"

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
+from planner.candidate import Candidate
 from planner.errors import InputError, UnknownName
 from planner.jobs.spellings import ALIASES, FSDP_OFFLOAD, METHOD_NAMES, NAMES, OWNER, SPELLINGS, VALUE_ALIASES, Value
 from planner.models.shape import ModelShape
@@ -27,13 +27,13 @@ RANGES: dict[str, tuple[float, float]] = {
 
 # Which settings a candidate has: those that its method, tuning and sharding read. A field that is not here is always shown.
 SHOWN: dict[str, Callable[[Candidate], bool]] = {
-    "max_length": lambda c: not c.method_row.generates or c.method in ROWS_OF_MAX_LENGTH,
+    "max_length": lambda c: not c.method_row.generates or c.method_row.bounded_rows,
     "prompt_length": lambda c: c.method_row.generates,
     "max_completion_length": lambda c: c.method_row.generates,
-    "num_generations": lambda c: c.method in ("grpo", "rloo"),
-    "steps_per_generation": lambda c: c.method in ("grpo", "rloo"),
-    "num_iterations": lambda c: c.method in ("grpo", "rloo"),
-    "packing": lambda c: c.method == "sft",
+    "num_generations": lambda c: c.method_row.grouped_completions,
+    "steps_per_generation": lambda c: c.method_row.grouped_completions,
+    "num_iterations": lambda c: c.method_row.grouped_completions,
+    "packing": lambda c: c.method_row.packs,
     "padding_free": lambda c: c.method in ("sft", "dpo"),
     "beta": lambda c: c.method_row.reference != "never" or c.method_row.teacher,
     "precompute_ref_log_probs": lambda c: c.method in ("dpo", "kto"),

@@ -4,13 +4,10 @@ from planner.candidate import Candidate
 from planner.jobs.settings import settings_of
 from planner.launch import accelerate, trl_config
 from planner.launch.placement import placement
-from planner.methods import MethodName
 
 SCRIPT_FILE = "train.py"
 SERVER_PORT = 8000  # trl 1.16, scripts/vllm_serve.py and `vllm_server_port` of the configs
 
-# Methods that `trl` has a command for. Source: trl 1.16, cli/commands/__init__.py and scripts/. The others are run by a script of ours.
-TRL_COMMANDS: frozenset[MethodName] = frozenset({"sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation"})
 ACCELERATE = ("accelerate", "launch")
 
 
@@ -19,7 +16,7 @@ def launch_command(candidate: Candidate, script: str = "", launcher: tuple[str, 
 
     Without `script` it is TRL's own command, or our script where TRL has none; with it, `accelerate launch` of that script.
     """
-    if not script and candidate.method in TRL_COMMANDS:
+    if not script and not candidate.method_row.experimental:
         return ["trl", candidate.method, "--config", trl_config.FILE, "--accelerate_config", accelerate.FILE]
     started = [*launcher, "--config_file", accelerate.FILE, "--num_processes", str(candidate.num_processes)]
     return [*started, script] if script else [*started, SCRIPT_FILE, "--config", trl_config.FILE]

@@ -1,6 +1,7 @@
 """What must be installed, and in which release: the figures of a plan are those of the libraries that they were read from."""
 
 from planner.candidate import BITSANDBYTES, DEEPSPEED, AttentionImplementation, Candidate, Optimizer, Quantization
+from planner.methods import NEWEST_TRL
 
 FILE = "requirements.txt"
 
@@ -12,7 +13,6 @@ READ_FROM: dict[str, str] = {
     "bitsandbytes": "0.50.*",
     "deepspeed": "0.19.*",
 }
-CURRENT_TRL = "1.16"  # the others go with it; an older TRL takes what it asks for
 
 # Optimizers from packages of their own. Source: transformers 5.23, trainer_optimizer.py. adamw_anyprecision (torchdistx) is on no index.
 OPTIMIZER_PACKAGES: dict[Optimizer, str] = {
@@ -37,7 +37,7 @@ def requirements(candidate: Candidate) -> str:
     """Lines for `pip install -r`, one package each."""
     # the extra carries TRL's own bounds on vLLM
     lines = [f"trl{'' if candidate.vllm == 'off' else '[vllm]'}=={candidate.trl_version}.*"]
-    pinned = candidate.vllm == "off" and candidate.trl_version == CURRENT_TRL
+    pinned = candidate.vllm == "off" and candidate.trl_version == NEWEST_TRL  # an older TRL requires its own releases
     lines += [f"{package}=={READ_FROM[package]}" if pinned else package for package in _packages(candidate)]
     lines += QUANTIZATION_PACKAGES.get(candidate.quantization, ())
     if candidate.optim in OPTIMIZER_PACKAGES:

@@ -33,9 +33,6 @@ PPO_REWARD_MODEL = "reward_model_path"  # trl 1.12, experimental/ppo/ppo_config.
 # Optimizers that need to be told which modules they project. Source: transformers 5.23, trainer_optimizer.py:121.
 PROJECTED: frozenset[Optimizer] = frozenset({"galore_adamw", "apollo_adamw"})
 
-# Methods whose script takes a reward function by its import path. Source: trl 1.16, scripts/grpo.py `reward_funcs`.
-REWARDED: tuple[MethodName, ...] = ("grpo", "rloo", "online-dpo")
-
 
 def trl_config(candidate: Candidate) -> dict[str, object]:
     """The settings of the candidate under the names of TRL's arguments; what is not here is TRL's default.
@@ -73,7 +70,7 @@ def placeholders(candidate: Candidate) -> dict[str, object]:
 
 
 def needs_reward_function(candidate: Candidate) -> bool:
-    return candidate.method in REWARDED and candidate.reward_model is None
+    return candidate.method_row.reward_model == "optional" and candidate.reward_model is None
 
 
 def train_yaml(candidate: Candidate) -> str:

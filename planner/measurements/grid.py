@@ -6,7 +6,7 @@ from typing import Any
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownName
 from planner.jobs.settings import candidate_fields, setting_names
-from planner.methods import METHOD_DEFAULTS, METHODS
+from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
@@ -56,8 +56,8 @@ def point_candidate(given: Mapping[str, Any]) -> Candidate:
         if key not in NO_SETTINGS and value is not None
     }
     settings |= _lengths(point, row.generates)
-    chosen: dict[str, Any] = {**METHOD_DEFAULTS.get(row.name, {}), **candidate_fields(settings, model.dtype)}
-    if row.name in ("grpo", "rloo"):
+    chosen: dict[str, Any] = {**row.defaults, **candidate_fields(settings, model.dtype)}
+    if row.grouped_completions:
         chosen["num_generations"] = point["num_generations"]
         chosen.setdefault("steps_per_generation", point["gradient_accumulation_steps"])
     if row.teacher:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.candidate import Candidate
-from planner.methods import ERAS, FUSED_SINCE, Loss, release
+from planner.methods import LIGER_LEAVES_THE_LOSS, Loss, release
 
 # trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506; kernels/chunked_divergence.py:33-34.
 TOKEN_CHUNK = 4096
@@ -284,11 +284,11 @@ def loss_of(candidate: Candidate) -> Loss:
     """The loss that the TRL release in force computes for this method."""
     if (
         candidate.use_liger_kernel
-        and candidate.method in ("sft", "dpo", "kto", "grpo")
-        and release(candidate.trl_version) < FUSED_SINCE
+        and candidate.method_row.liger_loss
+        and release(candidate.trl_version) < LIGER_LEAVES_THE_LOSS
     ):
         return "liger"
-    for last, losses in ERAS:
-        if release(candidate.trl_version) <= last and candidate.method in losses:
-            return losses[candidate.method]
+    for last, loss in candidate.method_row.earlier_losses:
+        if release(candidate.trl_version) <= last:
+            return loss
     return candidate.method_row.loss

@@ -80,7 +80,7 @@ def head_of(candidate: Candidate) -> Head:
     return Head(
         tokens=tokens,
         labelled_tokens=labelled,
-        logit_tokens=labelled if candidate.method in ("grpo", "rloo") else tokens,
+        logit_tokens=labelled if candidate.method_row.completion_logits_only else tokens,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         hidden_width=width,

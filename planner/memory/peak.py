@@ -126,7 +126,7 @@ def scores_before_training(candidate: Candidate) -> bool:
     Source: trl 1.16, grpo_trainer.py:2634-2733 (old log-probabilities with vLLM or when a batch is used more than once; reference where
     beta is not 0); trl 1.12, ppo_trainer.py.
     """
-    if candidate.method in ("grpo", "rloo"):
+    if candidate.method_row.grouped_completions:
         reused = candidate.num_iterations > 1 or candidate.steps_per_generation > candidate.gradient_accumulation_steps
         return reused or candidate.vllm != "off" or candidate.beta != 0
     return candidate.method == "ppo"
@@ -165,7 +165,7 @@ def frozen_forward(passes: Passes) -> Components:
     Source: trl 1.16, trainer/dpo_trainer.py:1299-1338, kto_trainer.py:1306, distillation_trainer.py, experimental/gkd/gkd_trainer.py.
     """
     candidate = passes.candidate
-    compares = candidate.method in ("dpo", "kto", "online-dpo") and not candidate.precompute_ref_log_probs
+    compares = candidate.method_row.reference_in_loss and not candidate.precompute_ref_log_probs
     other = candidate.teacher_model if candidate.method_row.teacher else candidate.model
     if other is None or not (compares or candidate.method_row.teacher):
         return {}

@@ -84,7 +84,7 @@ def reference_weights_bytes(candidate: Candidate) -> int:
     """
     row = candidate.method_row
     precomputed = (
-        candidate.precompute_ref_log_probs and candidate.method in ("dpo", "kto") and candidate.sharding != "fsdp2"
+        candidate.precompute_ref_log_probs and candidate.method_row.precomputes_reference and candidate.sharding != "fsdp2"
     )
     if (
         candidate.tuning == "lora"

@@ -230,7 +230,7 @@ def about_data(best: Estimate, question: Question) -> Iterator[str]:
     if (
         candidate.method_row.generates
         and "prompt_length" not in question.job.pinned
-        and candidate.method not in ("online-dpo", "gkd")
+        and not candidate.method_row.bounded_rows
     ):
         yield f"prompts are taken to be up to {format_count(candidate.prompt_length)} tokens; TRL does not cut them: give --prompt-length for yours"
     if candidate.vllm == "colocate" and candidate.vllm_max_model_length == 0:

@@ -21,8 +21,6 @@ CLASSES: tuple[TuningClass, ...] = ("full", "lora", "qlora")  # in the order in 
 Change = Mapping[str, object]  # Candidate fields and values, chosen together
 Changes = tuple[Change, ...]
 
-FLASH_HEAD_DIM = 256  # flash-attn's largest head dimension
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Question:

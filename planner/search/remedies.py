@@ -18,7 +18,6 @@ SHOWN = 4  # more remedies than these nobody reads
 MORE_GPUS = (2, 4, 8)  # times as many
 GPUS_PER_NODE = 8  # of the machines that are sold; more of them are more nodes
 USUAL_CARDS = ("RTX-4090", "A100-40G", "L40S", "H100", "H200", "B200")  # that one can rent, the smallest first
-ACTIVATION_OFFLOADING = ("sft", "dpo", "kto", "reward")  # trl 1.16, trainer/{sft,dpo,kto,reward}_config.py
 HALF_OPTIMIZER = "paged_adamw_8bit"
 ABOUT_DATA = frozenset(
     {"max_length", "prompt_length", "max_completion_length", "padded", "num_generations"}
@@ -75,7 +74,7 @@ def trials(job: Job, cluster: Cluster, question: Question, nearest: Estimate) ->
         yield Trial(
             change=f"--set optim={HALF_OPTIMIZER}", job=pinning(job, optim=HALF_OPTIMIZER), cluster=cluster, note=note
         )
-    if nearest.candidate.method in ACTIVATION_OFFLOADING and "activation_offloading" not in job.pinned:
+    if nearest.candidate.method_row.offloads_activations and "activation_offloading" not in job.pinned:
         change = pinning(job, activation_offloading=True)
         yield Trial(
             change="--set activation_offloading=true",

@@ -6,13 +6,12 @@ from math import isqrt
 from typing import Any
 
 from planner.binary_search import largest
-from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate, changed
+from planner.candidate import Candidate, changed
 from planner.errors import NotMeasured
 from planner.estimate import estimate, with_residual
 from planner.jobs.job import DEFAULT_BATCH_SIZE, Job
 from planner.memory.engine.budget import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
-from planner.methods import SMALLEST_BATCH
 from planner.quantities import Estimate
 from planner.search.knobs import Question, completed, structures
 
@@ -63,11 +62,11 @@ def batches(candidate: Candidate, job: Job) -> Choices:
     def whole_groups(batch: int, accumulation: int) -> bool:
         steps = candidate.steps_per_generation if "steps_per_generation" in job.pinned else accumulation
         return (
-            candidate.method not in ("grpo", "rloo")
+            not candidate.method_row.grouped_completions
             or batch * candidate.num_processes * steps % candidate.num_generations == 0
         )
 
-    kept = [size for size in sizes if whole_groups(*size) and size[0] >= SMALLEST_BATCH.get(candidate.method, 1)]
+    kept = [size for size in sizes if whole_groups(*size) and size[0] >= candidate.method_row.smallest_batch]
     return Choices(kept, lambda size: with_batch(candidate, size[0], size[1], job.pinned))
 
 
@@ -177,7 +176,7 @@ def length_field(candidate: Candidate) -> str:
     """The length that is asked for when rows are to be longer."""
     return (
         "max_completion_length"
-        if candidate.method_row.generates and candidate.method not in ROWS_OF_MAX_LENGTH
+        if candidate.method_row.generates and not candidate.method_row.bounded_rows
         else "max_length"
     )
 
@@ -192,7 +191,7 @@ def longest_length(candidate: Candidate) -> int:
 def with_length(candidate: Candidate, length: int, question: Question) -> Candidate:
     """Longer rows; where max_length bounds prompt and completion together, the prompt takes what it gains."""
     changes = {length_field(candidate): length}
-    if candidate.method in ROWS_OF_MAX_LENGTH:
+    if candidate.method_row.bounded_rows:
         changes["prompt_length"] = max(1, length - candidate.max_completion_length)
     return completed(changed(candidate, **changes), question)
 

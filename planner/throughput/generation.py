@@ -30,10 +30,10 @@ def rollouts(candidate: Candidate) -> tuple[float, float]:
     """
     rows = candidate.rows
     accumulation = candidate.gradient_accumulation_steps
-    if candidate.method in ("grpo", "rloo"):
+    if candidate.method_row.grouped_completions:
         steps = candidate.steps_per_generation
         return float(rows * steps), accumulation / (steps * candidate.num_iterations)
-    if candidate.method == "distillation":
+    if candidate.method_row.generates_ahead:
         return float(rows * accumulation), 1.0
     if candidate.method == "ppo":
         return float(rows * accumulation), 1 / PPO_EPOCHS

@@ -270,7 +270,7 @@ def reuses(candidate: Candidate) -> int:
     """How many times a generated row is trained on: what is computed once a rollout is divided by it."""
     if candidate.method == "ppo":
         return PPO_EPOCHS
-    return candidate.num_iterations if candidate.method in ("grpo", "rloo") else 1
+    return candidate.num_iterations if candidate.method_row.grouped_completions else 1
 
 
 def extra_forwards(candidate: Candidate) -> float:

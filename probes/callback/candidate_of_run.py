@@ -13,12 +13,11 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
-from planner.candidate import ROWS_OF_MAX_LENGTH, Candidate
+from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.jobs.from_options import NEWEST_TRL
 from planner.jobs.settings import candidate_fields, setting_names
 from planner.jobs.spellings import Value
-from planner.methods import METHODS, MethodName, release
+from planner.methods import METHODS, NEWEST_TRL, MethodName, release
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 
@@ -60,7 +59,7 @@ def candidate_of_run(
         InputError: something that memory depends on cannot be told from the trainer; the message says what.
     """
     method = method_of(args)
-    if METHODS[method].generates and method not in ROWS_OF_MAX_LENGTH and "prompt_length" not in settings:
+    if METHODS[method].generates and not METHODS[method].bounded_rows and "prompt_length" not in settings:
         raise InputError(
             f"How long prompts are is in no {type(args).__name__}. Give it as settings={{'prompt_length': 512}}, or a plan."
         )
@@ -75,7 +74,7 @@ def candidate_of_run(
         **settings,
     }
     chosen: dict[str, Any] = {**candidate_fields(given, shape.dtype), **_environment(args)}
-    if method in ROWS_OF_MAX_LENGTH:
+    if METHODS[method].bounded_rows:
         chosen.setdefault("prompt_length", max(chosen["max_length"] - chosen["max_completion_length"], 1))
     return Candidate(model=shape, method=method, trl_version=_trl_version(), **chosen)
 

@@ -10,7 +10,7 @@ import trl
 from peft import LoraConfig
 
 from planner.candidate import Candidate
-from planner.methods import METHOD_DEFAULTS, MethodName
+from planner.methods import MethodName
 from probes.dryrun.fake_models import Device, policy, references, reward_tokenizer, rewards, teacher, tokenizer
 from probes.step.stage import WORD, Stage
 
@@ -254,7 +254,7 @@ def gkd(candidate: Candidate, device: Device) -> Stage:
 
 def _beta(candidate: Candidate) -> Any:
     """Of methods that have no loss at a beta of 0, which here says that nobody has set it."""
-    return candidate.beta or METHOD_DEFAULTS[candidate.method]["beta"]
+    return candidate.beta or candidate.method_row.defaults["beta"]
 
 
 def _words(count: int) -> str:

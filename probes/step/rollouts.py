@@ -48,7 +48,7 @@ def prompts_differ(candidate: Candidate) -> bool:
     """Whether a process completes several prompts at once: every second one is then a token short where batches are padded."""
     prompts = (
         candidate.generation_rows // candidate.num_generations
-        if candidate.method in ("grpo", "rloo")
+        if candidate.method_row.grouped_completions
         else candidate.per_device_train_batch_size
     )
     return candidate.pads and prompts > 1

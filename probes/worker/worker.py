@@ -160,7 +160,7 @@ def step_seconds(candidate: Candidate, clock: Clock) -> float:
     steps_a_rollout = max(
         1.0, candidate.steps_per_generation * candidate.num_iterations / candidate.gradient_accumulation_steps
     )
-    return alone + rollouts[-1] / (steps_a_rollout if candidate.method in ("grpo", "rloo") else 1.0)
+    return alone + rollouts[-1] / (steps_a_rollout if candidate.method_row.grouped_completions else 1.0)
 
 
 def tokens_of_a_step(candidate: Candidate) -> int:

@@ -28,10 +28,6 @@ ELSEWHERE = frozenset({
     "num_machines", "fsdp_version", "fsdp_offload_params", "offload_optimizer_device", "offload_param_device", "environment", "prompt_length", "padded",
     "vllm_data_parallel_size", "autocast_adapter_dtype", "quant_method",
 })  # fmt: skip
-# Methods whose trainer takes a quantization apart from `model_init_kwargs` (trl 1.16, `quantization_config` of the trainers of trl/trainer).
-TAKES_QUANTIZATION = frozenset({"sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation"})
-# Methods that have no loss at a beta of 0, which says that nobody has set it.
-NEEDS_BETA = frozenset({"dpo", "kto", "orpo", "cpo", "online-dpo", "gkd", "distillation"})
 DEFAULT_TARGETS = ("default",)  # the linear layers that PEFT chooses by itself
 
 
@@ -115,7 +111,7 @@ def arguments(load: _Workload, config: Any, **more: Any) -> Any:
     """The training arguments of a method's own config class, from the candidate's settings under their own names."""
     candidate, known = load.candidate, {field.name for field in fields(config)}
     settings = {name: value for name, value in settings_of(candidate).items() if name not in ELSEWHERE}
-    if candidate.method in NEEDS_BETA and not candidate.beta:
+    if candidate.method_row.needs_beta and not candidate.beta:
         settings.pop("beta", None)
     of_models = {field.name for field in fields(ModelConfig)}
     lost = {name for name, value in settings.items() if value} - known - of_models
@@ -158,7 +154,7 @@ def model_arguments(load: _Workload) -> dict[str, Any]:
     state = PartialState()
     if load.task.device == "cuda" and state.num_processes == 1:
         found["device_map"] = {"": state.local_process_index}  # "auto" would leave on the host what does not fit
-    if candidate.method not in TAKES_QUANTIZATION and quantization(candidate) is not None:
+    if candidate.method_row.experimental and quantization(candidate) is not None:
         found["quantization_config"] = quantization(candidate)
     return found
 
@@ -184,7 +180,7 @@ def common(load: _Workload, config: Any, **more: Any) -> dict[str, Any]:
     made = {
         "model": load.model, "args": arguments(load, config, **more), "processing_class": load.words, "peft_config": get_peft_config(model_config(candidate)),
     }  # fmt: skip
-    return made | ({"quantization_config": quantization(candidate)} if candidate.method in TAKES_QUANTIZATION else {})
+    return made | ({"quantization_config": quantization(candidate)} if not candidate.method_row.experimental else {})
 
 
 # -- trainers ----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ Row = Callable[[Text, int, int], dict[str, Any]]
 def evaluation_rows(candidate: Candidate) -> int:
     """Rows of an evaluation batch: those of training, but whole groups where a prompt has several completions (trl 1.16, grpo_config.py, `num_generations`)."""
     rows = candidate.per_device_train_batch_size
-    if candidate.method not in ("grpo", "rloo"):
+    if not candidate.method_row.grouped_completions:
         return rows
     return -(-rows // candidate.num_generations) * candidate.num_generations
 
