@@ -197,6 +197,11 @@ class Candidate:
         return self.rows
 
     @property
+    def server_gpus(self) -> int:
+        """GPUs of a vLLM server: tensor parallel x data parallel; 0 without a server."""
+        return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size if self.vllm == "server" else 0
+
+    @property
     def separate_reference(self) -> bool:
         """Whether a second copy of the policy is loaded to compare with; adapters are switched off instead."""
         row = self.method_row

@@ -74,7 +74,7 @@ def gpus_of(
     gpus = [gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk)]
     if candidate.vllm == "server" and engine is not None:
         serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})
-        count = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size
+        count = candidate.server_gpus
         gpus.append(gpu_memory("vllm", count, cluster.gpu, (serving,), engine_details(engine), risk))
     return tuple(gpus)
 

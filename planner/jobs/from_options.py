@@ -10,7 +10,7 @@ from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import base_candidate
-from planner.jobs.job import DEQUANTIZED, Goal, Job, TuningClass
+from planner.jobs.job import DEQUANTIZED, Goal, Job, TuningClass, server_gpus
 from planner.jobs.rules import LORA_FIELDS, READ_BY, reads, refuse_contradictions, unread_lengths
 from planner.jobs.settings import MANY, candidate_fields, fields_named, parse_assignments
 from planner.jobs.spellings import Value
@@ -127,7 +127,7 @@ def single_candidate(question: Question) -> Candidate:
     if pinned.get("quantization", job.model.quantization) not in ("none", *DEQUANTIZED):
         pinned.setdefault("tuning", "lora")  # quantized weights do not learn
     if pinned.get("vllm") == "server" and "num_processes" not in pinned:
-        pinned["num_processes"] = max(cluster.num_gpus - _server_gpus(pinned), 1)
+        pinned["num_processes"] = max(cluster.num_gpus - server_gpus(pinned), 1)
     if pinned.get("num_processes", cluster.num_gpus) != 1:
         pinned.setdefault("sharding", "ddp")
     candidate = base_candidate(replace(job, pinned=pinned), cluster)
@@ -140,11 +140,6 @@ def single_candidate(question: Question) -> Candidate:
         )
     pinned["gradient_accumulation_steps"] = _accumulation(job.effective_batch_size, candidate)
     return base_candidate(replace(job, pinned=pinned), cluster)
-
-
-def _server_gpus(pinned: Mapping[str, Any]) -> int:
-    gpus: int = pinned.get("vllm_tensor_parallel_size", 1) * pinned.get("vllm_data_parallel_size", 1)
-    return gpus
 
 
 def _accumulation(effective_batch_size: int, candidate: Candidate) -> int:

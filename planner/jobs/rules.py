@@ -315,9 +315,7 @@ def unusable_on_card(candidate: Candidate, cluster: Cluster) -> list[str]:
 
 def unplaceable(candidate: Candidate, cluster: Cluster) -> list[str]:
     """Processes, engines and GPUs must add up."""
-    server = (
-        candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
-    )
+    server = candidate.server_gpus
     if candidate.num_processes > cluster.num_gpus:
         return [
             f"num_processes {candidate.num_processes} needs as many GPUs, and there are {cluster.num_gpus}. Use num_processes={cluster.num_gpus}."

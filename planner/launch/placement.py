@@ -39,9 +39,7 @@ def placement(candidate: Candidate) -> Placement:
     Raises:
         InputError: the processes cannot be split so.
     """
-    server = (
-        candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
-    )
+    server = candidate.server_gpus
     apart = bool(server) and candidate.num_nodes > 1
     nodes = candidate.num_nodes - apart
     per_node, rest = divmod(candidate.num_processes, nodes)

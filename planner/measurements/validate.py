@@ -249,9 +249,7 @@ def _cluster_of(case: Case, cluster: Cluster | None) -> Cluster:
     if gpu is None:
         raise InputError(f"Line {case.line} names no GPU. Say which one with --gpus, such as --gpus 1xA100-80G.")
     candidate = case.candidate
-    server = (
-        candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
-    )
+    server = candidate.server_gpus
     return Cluster(
         gpu=gpu, nodes=candidate.num_nodes, gpus_per_node=-(-candidate.num_processes // candidate.num_nodes) + server
     )

@@ -70,7 +70,7 @@ def _generation_words(candidate: Candidate) -> str:
     if not candidate.method_row.generates:
         return ""
     if candidate.vllm == "server":
-        gpus = candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size
+        gpus = candidate.server_gpus
         return f"vLLM server on {gpus} GPU{'s' if gpus > 1 else ''} of its own"
     if candidate.vllm == "colocate":
         return "vLLM colocated" + (", asleep while training" if candidate.vllm_enable_sleep_mode else "")

@@ -14,6 +14,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import DEQUANTIZED, Job
 from planner.methods import METHODS
+from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Estimate
 
 TuningClass = Literal["full", "lora", "qlora"]
@@ -221,9 +222,7 @@ def consistent(candidate: Candidate, question: Question) -> bool:
     ungathered_twin = not candidate.ds3_gather_for_generation and (
         candidate.sharding != "zero3" or candidate.vllm != "off"
     )
-    server = (
-        candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
-    )
+    server = candidate.server_gpus
     # DeepSpeed would cast a frozen float32 base to 16 bits, and nothing would remember what was asked for
     broken_pin = (
         candidate.tuning == "lora"

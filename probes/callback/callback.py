@@ -231,9 +231,7 @@ class MemoryPlanCallback(TrainerCallback):
 
 
 def _cluster(candidate: Candidate, memory: RunMemory) -> Cluster:
-    server = (
-        candidate.vllm_tensor_parallel_size * candidate.vllm_data_parallel_size if candidate.vllm == "server" else 0
-    )
+    server = candidate.server_gpus
     return Cluster(
         gpu=memory.gpu,
         nodes=candidate.num_nodes,
