@@ -27,6 +27,10 @@ Component = Literal[
 ]
 GpuRole = Literal["train", "vllm", "train+vllm"]
 
+# The smallest block of PyTorch's CUDA caching allocator: every tensor takes a whole number of them.
+# Source: pytorch 2.13, c10/core/AllocatorConfig.h, `kMinBlockSize`.
+CUDA_BLOCK_BYTES = 512
+
 
 TOTAL_BYTES = attrgetter("total_bytes")
 

@@ -7,10 +7,10 @@ and pinned memory.
 import bisect
 from dataclasses import dataclass, field
 
+from planner.quantities import CUDA_BLOCK_BYTES
 from planner.units import MIB, format_size
 
-# AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc, kRoundLarge.
-MIN_BLOCK_BYTES = 512  # all sizes are rounded up to it
+# AllocatorConfig.h: kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc, kRoundLarge.
 SMALL_BYTES = 1 * MIB  # up to this a request comes from the small pool
 SMALL_SEGMENT_BYTES = 2 * MIB  # segments of the small pool
 LARGE_SEGMENT_BYTES = 20 * MIB  # segments for requests between 1 and 10 MiB
@@ -232,7 +232,7 @@ class Allocator:
         """`should_split`: what is left must be worth keeping."""
         left = block.size_bytes - size_bytes
         if block.small or self.settings.expandable_segments:
-            return left >= MIN_BLOCK_BYTES
+            return left >= CUDA_BLOCK_BYTES
         return size_bytes < self.settings.max_split_size_bytes and left > SMALL_BYTES
 
     def _split(self, block: Block, size_bytes: int) -> None:
@@ -278,7 +278,7 @@ class Allocator:
 
 def rounded_bytes(size_bytes: int) -> int:
     """`round_size`: a whole number of smallest blocks."""
-    return max(MIN_BLOCK_BYTES, -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
+    return max(CUDA_BLOCK_BYTES, -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
 
 
 def _segment_bytes(size_bytes: int) -> int:

@@ -8,7 +8,7 @@ from planner.candidate import DTYPE_BYTES, SHARDED, AttentionImplementation, Can
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.layers.recipe import Kernel, Recipe
 from planner.memory.parameters.lora import target_names, targets_experts
-from planner.models.shape import Attention, ModelShape
+from planner.models.shape import FLASH_HEAD_DIM, Attention, ModelShape
 
 # How a quantized checkpoint's projections compute. Source: `quantized_linear` of the layer programs.
 QUANTIZED_LINEAR: dict[Quantization, Literal["none", "4bit", "8bit", "dequantized"]] = {
@@ -28,8 +28,9 @@ WITHOUT_DROPOUT = ("dpo", "kto", "reward")
 # Source: trl 1.16, trainer/distillation_trainer.py:1838-1862 (`_forward_redirection` takes the wrapped forward's place).
 WITHOUT_AUTOCAST = ("distillation",)
 
-FLASH_HEAD_DIM = 256  # pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash
-EFFICIENT_ALIGNMENT_BYTES = 16  # of a head, the same file, check_head_dim_size_mem_efficient and minimum_gemm_alignment
+# Alignment of a head in the memory-efficient attention kernel. Source: pytorch 2.13,
+# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_head_dim_size_mem_efficient` and `minimum_gemm_alignment`.
+EFFICIENT_ALIGNMENT_BYTES = 16
 # Falcon's own forward gives sdpa a mask always (modeling_falcon.py), with one key for all heads or with keys copied to every head.
 FALCON_KERNELS: dict[str, Kernel] = {
     "multi_query": "math",

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
+# The largest head of the FlashAttention kernels, of the flash-attn package and of PyTorch alike.
+# Source: pytorch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_head_dim_size_flash`.
+FLASH_HEAD_DIM = 256
+
 NormKind = Literal[
     "rms",  # LlamaRMSNorm: fp32 inside, cast back, then multiplied by the weight
     "rms_fp32_weight",  # Olmo2RMSNorm, GptOssRMSNorm: weight multiplied in fp32, then cast back

@@ -11,7 +11,8 @@ from transformers import PrinterCallback
 from planner.allocator.trace import Trace
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported
-from probes.dryrun.cuda.substitutions import CUDA_BLOCK_BYTES, WORKSPACES, cuda_ways
+from planner.quantities import CUDA_BLOCK_BYTES
+from probes.dryrun.cuda.substitutions import WORKSPACES, cuda_ways
 from probes.dryrun.fake_engine import completions_from_elsewhere
 from probes.dryrun.fake_models import Device, adapters_without_weights, models_stay_where_they_are
 from probes.dryrun.fake_tensors import FakeArithmetic

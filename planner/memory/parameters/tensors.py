@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal
 
 from planner.models.shape import Experts, Layer, Linear, ModelShape, Norm
+from planner.quantities import CUDA_BLOCK_BYTES
 
 Part = Literal[
     "embedding",
@@ -23,9 +24,6 @@ Part = Literal[
     "other",  # counted by the catalogue, without shapes
     "adapter",
 ]
-
-# torch's CUDA caching allocator hands out multiples of this. Source: pytorch, c10/cuda/CUDACachingAllocator.h `kMinBlockSize`.
-ALLOCATION_BYTES = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +54,7 @@ def rounded_bytes(size_bytes: int) -> int:
 
     Source: pytorch, c10/cuda/CUDACachingAllocator.cpp `round_size`. Leaves out segments (see runtime.py).
     """
-    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+    return -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,16 +18,13 @@ import trl.trainer.distillation_trainer
 import trl.trainer.utils
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.models.shape import FLASH_HEAD_DIM
 from probes.dryrun.cuda.autocast import cuda_autocast
 from probes.dryrun.cuda.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
 from probes.substitution import substituted
 
 aten = torch.ops.aten
 
-# The caching allocator hands out multiples of this: kMinBlockSize, c10/core/AllocatorConfig.h.
-CUDA_BLOCK_BYTES = 512
-# Largest head of the flash kernel: check_head_dim_size_flash, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-FLASH_HEAD_DIM = 256
 # The memory-efficient kernel wants its bias aligned to 16 elements: pad_bias<16>, aten/src/ATen/native/transformers/attention.cpp.
 EFFICIENT_BIAS_ALIGNMENT = 16
 
