@@ -22,7 +22,7 @@ from planner.measurements.measurement import Measurement, PhasePeak, RankMemory,
 from planner.memory.communication import nccl_bytes
 from planner.memory.engine.budget import EngineDoesNotFit
 from planner.quantities import Estimate, GpuMemory, PhaseMemory
-from planner.search.knobs import Question
+from planner.search.knobs import SearchProblem
 from planner.units import MIB
 from probes.study.space import FEW_SIZES, NO_SHARE, Place, Space
 
@@ -38,10 +38,10 @@ OUTSIDE_TORCH = ("runtime", "engine", "fragmentation")
 ATTEMPT_SECONDS = 60.0  # a probe's wall time, which nothing here reads
 
 
-def formulas_alone(candidate: Candidate, question: Question) -> Estimate | None:
+def formulas_alone(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
     """The lowest rung only: the same in every release of the libraries, and quick."""
     try:
-        return estimate(candidate, question.cluster, question.job.risk)
+        return estimate(candidate, problem.cluster, problem.job.risk)
     except EngineDoesNotFit:
         return None
 
@@ -115,7 +115,7 @@ def true_phases(card: HiddenCard, space: Space, place: Place, states: bool = Tru
     answer = space.estimate(place)
     assert answer is not None
     nccl, kernel, structure = (
-        nccl_bytes(answer.candidate, space.question.cluster.gpu),
+        nccl_bytes(answer.candidate, space.problem.cluster.gpu),
         answer.candidate.attn_implementation,
         space.lines[place.line].name,
     )

@@ -11,7 +11,7 @@ from planner.jobs.job import Goal, Job
 from planner.methods import METHODS
 from planner.models.catalogue import load_model, model_rows
 from planner.plan import classes
-from planner.search.knobs import Question
+from planner.search.knobs import SearchProblem
 from probes.study.space import Space, space_of
 
 SMALLEST_PARAMS, LARGEST_PARAMS = 3e8, 8e10
@@ -65,7 +65,7 @@ def random_job(draw: random.Random) -> tuple[Job, Cluster]:
     return job, cluster
 
 
-def random_questions(seed: int) -> Iterator[tuple[int, Question]]:
+def random_questions(seed: int) -> Iterator[tuple[int, SearchProblem]]:
     """One class of tuning of each job that contradicts nothing, with the number of the draw."""
     number = 0
     while True:
@@ -73,7 +73,7 @@ def random_questions(seed: int) -> Iterator[tuple[int, Question]]:
         draw = random.Random(f"job {seed} {number}")
         try:
             job, cluster = random_job(draw)
-            yield number, Question(job=job, cluster=cluster, tuning_class=draw.choice(classes(job)))
+            yield number, SearchProblem(job=job, cluster=cluster, tuning_class=draw.choice(classes(job)))
         except PlanError:
             continue
 

@@ -25,7 +25,7 @@ from random_jobs import random_questions
 
 from planner.binary_search import largest
 from planner.errors import PlanError
-from planner.search.knobs import Question
+from planner.search.knobs import SearchProblem
 from probes.study.certificate import certificate
 from probes.study.sampler import PlanSampler
 from probes.study.space import Place, Space, space_of
@@ -229,10 +229,10 @@ def regret(space: Space, card: HiddenCard, certified: Place) -> float:
     return 1 - mine / max(speed(place) for place in fitting if space.merit(place)[0] == precise)
 
 
-def job_row(number: int, question: Question, seed: int, peers: Sequence[str]) -> dict[str, Any] | None:
+def job_row(number: int, problem: SearchProblem, seed: int, peers: Sequence[str]) -> dict[str, Any] | None:
     """None: nothing starts, or the plan says that nothing fits, and nobody would probe."""
     try:
-        space = space_of(question, "cuda", formulas_alone)
+        space = space_of(problem, "cuda", formulas_alone)
     except PlanError:
         return None
     expected = planned(space) if space.lines else None
@@ -250,12 +250,12 @@ def job_row(number: int, question: Question, seed: int, peers: Sequence[str]) ->
     place = mine.pop("place")
     row = {
         "number": number,
-        "model": question.job.model.id,
-        "method": question.job.method,
-        "class": question.tuning_class,
-        "goal": question.job.optimize,
-        "gpus": f"{question.cluster.num_gpus}x{question.cluster.gpu.name}",
-        "pins": {name: value for name, value in question.job.pinned.items() if isinstance(value, (int, str, bool))},
+        "model": problem.job.model.id,
+        "method": problem.job.method,
+        "class": problem.tuning_class,
+        "goal": problem.job.optimize,
+        "gpus": f"{problem.cluster.num_gpus}x{problem.cluster.gpu.name}",
+        "pins": {name: value for name, value in problem.job.pinned.items() if isinstance(value, (int, str, bool))},
         "structures": len(space.lines),
         "estimates": len(space.estimates),
         "plan_was_best": best is not None
@@ -266,7 +266,7 @@ def job_row(number: int, question: Question, seed: int, peers: Sequence[str]) ->
         "ours": mine,
         "peers": {name: peer(name, space, card, best, number) for name in peers} if best is not None else {},
     }
-    if question.job.optimize == "throughput" and place is not None:
+    if problem.job.optimize == "throughput" and place is not None:
         row["regret_by_cause"] = round(regret(space, card, place), 4)
     return row
 
@@ -378,9 +378,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     rows: list[dict[str, Any]] = []
     began = time.process_time()
-    for number, question in random_questions(asked.seed):
+    for number, problem in random_questions(asked.seed):
         peers = [] if asked.ours_only else [name for name in PEERS if name != "GP" or len(rows) % GP_EVERY == 0]
-        row = job_row(number, question, asked.seed, peers)
+        row = job_row(number, problem, asked.seed, peers)
         if row is not None:
             rows.append(row)
             print(

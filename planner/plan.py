@@ -15,7 +15,7 @@ from planner.memory.engine.settings import engine_settings
 from planner.methods import METHODS
 from planner.quantities import Estimate, Evidence, PhaseDifference
 from planner.search.explain import limits, notes, reasons
-from planner.search.knobs import CLASSES, Question, TuningClass, structures
+from planner.search.knobs import CLASSES, SearchProblem, TuningClass, structures
 from planner.search.remedies import Remedy, remedies
 from planner.search.search import search
 from planner.units import format_gib
@@ -84,35 +84,35 @@ def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | No
     """
     refuse_contradictions(job, cluster)
     above = residuals or {}
-    questions = [
-        Question(job=job, cluster=cluster, tuning_class=name, residual=above.get(name, 0.0)) for name in classes(job)
+    problems = [
+        SearchProblem(job=job, cluster=cluster, tuning_class=name, residual=above.get(name, 0.0)) for name in classes(job)
     ]
-    found = {question: search(question) for question in questions}
+    found = {problem: search(problem) for problem in problems}
     chosen = recommended(found) or least_of_the_host(offloaded(found))
     nearest = min(
         (answer for answer in found.values() if answer is not None), key=lambda answer: answer.over_bytes, default=None
     )
     if chosen is None and nearest is None:
-        unmeasured = (reason for question in questions if (reason := not_measured(question)))
-        raise NothingFits(next(unmeasured, "") or no_candidate(questions[-1]))
-    question, best = chosen or next(
+        unmeasured = (reason for problem in problems if (reason := not_measured(problem)))
+        raise NothingFits(next(unmeasured, "") or no_candidate(problems[-1]))
+    problem, best = chosen or next(
         (each, answer) for each, answer in found.items() if answer is nearest and answer is not None
     )
-    best = replace(best, reasons=reasons(best, question))
+    best = replace(best, reasons=reasons(best, problem))
     return Plan(
         job=job,
         cluster=cluster,
         verdict="fits" if best.fits else "does_not_fit",
         best=best,
-        alternatives=alternatives(found, question) + unpinned(best, question),
-        remedies=() if best.fits else remedies(job, cluster, question, best),
-        more=limits(best, question) if best.fits else (),
-        warnings=(*notes(best, question), *refused(found)),
+        alternatives=alternatives(found, problem) + unpinned(best, problem),
+        remedies=() if best.fits else remedies(job, cluster, problem, best),
+        more=limits(best, problem) if best.fits else (),
+        warnings=(*notes(best, problem), *refused(found)),
         versions={"trl": best.candidate.trl_version, **VERSIONS, **dict(best.versions)},
     )
 
 
-Found = dict[Question, Estimate | None]
+Found = dict[SearchProblem, Estimate | None]
 
 
 def classes(job: Job) -> tuple[TuningClass, ...]:
@@ -131,34 +131,34 @@ def classes(job: Job) -> tuple[TuningClass, ...]:
     return tuple(name for name in without_full if name != "qlora" or quantization is None)
 
 
-def recommended(found: Found) -> tuple[Question, Estimate] | None:
-    return next(((question, answer) for question, answer in found.items() if answer is not None and answer.fits), None)
+def recommended(found: Found) -> tuple[SearchProblem, Estimate] | None:
+    return next(((problem, answer) for problem, answer in found.items() if answer is not None and answer.fits), None)
 
 
-def least_of_the_host(found: Found) -> tuple[Question, Estimate] | None:
+def least_of_the_host(found: Found) -> tuple[SearchProblem, Estimate] | None:
     """Of the candidates that need the host, the one that needs least of it: nobody has said how much there is."""
-    fitting = [(question, answer) for question, answer in found.items() if answer is not None and answer.fits]
+    fitting = [(problem, answer) for problem, answer in found.items() if answer is not None and answer.fits]
     return min(fitting, key=lambda each: each[1].host_peak_bytes, default=None)
 
 
 def offloaded(found: Found) -> Found:
     """The same classes with activations, optimizer or parameters on the host."""
     return {
-        question: answer
-        for question in (replace(each, offload=True) for each in found)
-        if (answer := search(question)) is not None
+        problem: answer
+        for problem in (replace(each, offload=True) for each in found)
+        if (answer := search(problem)) is not None
     }
 
 
-def alternatives(found: Found, chosen: Question) -> tuple[Alternative, ...]:
+def alternatives(found: Found, chosen: SearchProblem) -> tuple[Alternative, ...]:
     """The other classes beside the one that is recommended; full fine-tuning that does not fit is tried again with the host's help."""
     rest: list[Alternative] = []
-    for question, answer in found.items():
-        if answer is None or question.tuning_class == chosen.tuning_class:
+    for problem, answer in found.items():
+        if answer is None or problem.tuning_class == chosen.tuning_class:
             continue
-        rest.append(Alternative(label=CLASS_LABELS[question.tuning_class], estimate=answer, note=""))
-        if not answer.fits and question.tuning_class == "full" and not chosen.offload:
-            helped = search(replace(question, offload=True))
+        rest.append(Alternative(label=CLASS_LABELS[problem.tuning_class], estimate=answer, note=""))
+        if not answer.fits and problem.tuning_class == "full" and not chosen.offload:
+            helped = search(replace(problem, offload=True))
             if helped is not None and helped.fits:
                 rest.append(
                     Alternative(
@@ -170,7 +170,7 @@ def alternatives(found: Found, chosen: Question) -> tuple[Alternative, ...]:
     return tuple(rest)
 
 
-# Pins about the data or the wish itself: a plan without them would answer another question.
+# Pins about the data or the wish itself: a plan without them would answer another problem.
 ABOUT_THE_JOB = frozenset(
     {"max_length", "prompt_length", "max_completion_length", "padded", "num_generations", "tuning", "quantization", "lora_r", "lora_target_modules",
      "lora_dropout", "beta", "reward_model", "teacher_model", "optim", "dtype", "packing", "padding_free"}
@@ -178,13 +178,13 @@ ABOUT_THE_JOB = frozenset(
 WORTH_SHOWING = 1.05  # times the speed
 
 
-def unpinned(best: Estimate, question: Question) -> tuple[Alternative, ...]:
+def unpinned(best: Estimate, problem: SearchProblem) -> tuple[Alternative, ...]:
     """What the search finds when the pins about how to run are dropped, where that is better."""
-    kept = {name: value for name, value in question.job.pinned.items() if name in ABOUT_THE_JOB}
-    dropped = sorted(question.job.pinned.keys() - kept.keys())
+    kept = {name: value for name, value in problem.job.pinned.items() if name in ABOUT_THE_JOB}
+    dropped = sorted(problem.job.pinned.keys() - kept.keys())
     if not dropped:
         return ()
-    free = search(replace(question, job=replace(question.job, pinned=kept)))
+    free = search(replace(problem, job=replace(problem.job, pinned=kept)))
     if free is None or not free.fits:
         return ()
     if best.fits and free.throughput.tokens_per_second < WORTH_SHOWING * best.throughput.tokens_per_second:
@@ -198,29 +198,29 @@ def unpinned(best: Estimate, question: Question) -> tuple[Alternative, ...]:
 
 def refused(found: Found) -> tuple[str, ...]:
     """The classes of which no candidate could be measured, where the layers have no formulas."""
-    missing = {question: not_measured(question) for question, answer in found.items() if answer is None}
+    missing = {problem: not_measured(problem) for problem, answer in found.items() if answer is None}
     return tuple(
-        f"{CLASS_LABELS[question.tuning_class]} is not planned: {reason}"
-        for question, reason in missing.items()
+        f"{CLASS_LABELS[problem.tuning_class]} is not planned: {reason}"
+        for problem, reason in missing.items()
         if reason
     )
 
 
-def not_measured(question: Question) -> str:
+def not_measured(problem: SearchProblem) -> str:
     """Why the first candidate of a class could not be measured, empty where it could."""
-    for candidate in structures(question):
+    for candidate in structures(problem):
         try:
-            estimate(replace(candidate, vllm="off"), question.cluster)
+            estimate(replace(candidate, vllm="off"), problem.cluster)
         except NotMeasured as error:
             return str(error)
         return ""
     return ""
 
 
-def no_candidate(question: Question) -> str:
+def no_candidate(problem: SearchProblem) -> str:
     """Why not a single candidate could be built or started."""
-    job, cluster = question.job, question.cluster
-    for candidate in structures(question):
+    job, cluster = problem.job, problem.cluster
+    for candidate in structures(problem):
         answer = (
             engine_or_refusal(candidate.model, cluster.gpu, engine_settings(candidate, cluster.gpu))
             if candidate.vllm != "off"

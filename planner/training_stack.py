@@ -30,7 +30,7 @@ from planner.measurements.own_results import keep_new
 from planner.models.shape import ModelShape
 from planner.plan import Plan
 from planner.quantities import Estimate
-from planner.search.knobs import Question, attention
+from planner.search.knobs import SearchProblem, attention
 from planner.units import format_size, parse_seconds
 
 Say = Callable[[str], None]
@@ -114,7 +114,7 @@ def runnable_here(job: Job, cluster: Cluster, options: Probing) -> tuple[Job, tu
     installed = options.device == "cuda" and any(find_spec(name) is not None for name in ("flash_attn", "kernels"))
     if options.device == "simulated" or installed or "attn_implementation" in job.pinned:
         return job, ()
-    if FLASH not in attention(Question(job=job, cluster=cluster, tuning_class="lora")):
+    if FLASH not in attention(SearchProblem(job=job, cluster=cluster, tuning_class="lora")):
         return job, ()
     where = "has no CPU kernels" if options.device == "cpu" else "is not installed here (pip install flash-attn)"
     return replace(job, pinned={**job.pinned, "attn_implementation": "sdpa"}), (

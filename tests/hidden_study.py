@@ -1,4 +1,4 @@
-"""A question and a hidden card for the tests of the study; run as a script, a session that is killed at one of its stages.
+"""A problem and a hidden card for the tests of the study; run as a script, a session that is killed at one of its stages.
 
 python tests/hidden_study.py STORAGE STAGE COUNT    kills itself at the COUNT-th time that it comes to STAGE
 """
@@ -21,7 +21,7 @@ from planner.gpus.parse import parse_cluster  # noqa: E402
 from planner.jobs.job import Job  # noqa: E402
 from planner.measurements.measurement import Measurement  # noqa: E402
 from planner.models.catalogue import load_model  # noqa: E402
-from planner.search.knobs import Question  # noqa: E402
+from planner.search.knobs import SearchProblem  # noqa: E402
 from probes.study.sampler import MEASUREMENT  # noqa: E402
 from probes.study.space import Space, space_of  # noqa: E402
 from probes.study.study import Proven, StudyOptions, prove  # noqa: E402
@@ -31,17 +31,17 @@ CARD = HiddenCard(seed=7, context_bytes=180e6, slack=0.03, activations=0.04, spe
 VERSIONS = {"hidden card": "1"}
 
 
-def question() -> Question:
+def problem() -> SearchProblem:
     job = Job(
         model=load_model("Qwen2.5-7B"),
         method="sft",
         pinned={"lora_r": 16, "gradient_checkpointing": True},
         optimize="max-length",
     )
-    return Question(job=job, cluster=parse_cluster("1xA100-40G", None), tuning_class="lora")
+    return SearchProblem(job=job, cluster=parse_cluster("1xA100-40G", None), tuning_class="lora")
 
 
-def space(asked: Question) -> Space:
+def space(asked: SearchProblem) -> Space:
     return space_of(asked, "cuda", formulas_alone)
 
 
@@ -50,7 +50,7 @@ def options(storage: str, **others: Any) -> StudyOptions:
 
 
 def proven(storage: str, probe: Callable[[Candidate], Measurement] | None = None, **others: Any) -> Proven:
-    asked = question()
+    asked = problem()
     return prove(asked, probe or HiddenProbe(card=CARD, space=space(asked)), options(storage, **others))
 
 

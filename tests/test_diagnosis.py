@@ -20,7 +20,7 @@ from planner.diagnose.tracebacks import Frame, phase_of
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
-from planner.search.knobs import KNOBS, Question
+from planner.search.knobs import KNOBS, SearchProblem
 from planner.units import GIB, MIB
 
 LOGS = Path(__file__).with_name("logs")
@@ -189,13 +189,13 @@ def test_a_batch_that_is_moved_to_the_card_is_not_scored():
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_a_search_turns_is_chosen_again(tuning_class, offload):
     for method in ("sft", "grpo", "online-dpo"):
-        question = Question(
+        problem = SearchProblem(
             job=Job(model=load_model("Qwen2.5-7B"), method=method),
             cluster=parse_cluster("4xH100"),
             tuning_class=tuning_class,
             offload=offload,
         )
-        turned = {name for knob in KNOBS.values() for change in knob(question) for name in change}
+        turned = {name for knob in KNOBS.values() for change in knob(problem) for name in change}
         assert turned - CHOSEN_AGAIN <= {"tuning", "quantization", "dtype"}  # what is learned stays
 
 

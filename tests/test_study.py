@@ -14,7 +14,7 @@ contract = pytest.importorskip("optuna.testing.pytest_samplers")
 
 import hidden_study  # noqa: E402
 from hidden_cards import HiddenProbe, exhaustive_best, formulas_alone, hidden_card, truly_fits  # noqa: E402
-from hidden_study import CARD, VERSIONS, proven, question, space  # noqa: E402
+from hidden_study import CARD, VERSIONS, problem, proven, space  # noqa: E402
 from optuna.trial import TrialState  # noqa: E402
 from random_jobs import random_questions  # noqa: E402
 from search import job_row  # noqa: E402
@@ -30,7 +30,7 @@ from probes.study.sampler import MEASUREMENT, PlanSampler, distributions_of  # n
 from probes.study.space import Place, space_of  # noqa: E402
 from probes.study.state import known, next_place, open_places  # noqa: E402
 from probes.study.storage import study_name  # noqa: E402
-from probes.study.study import BYTES_OVER, question_of  # noqa: E402
+from probes.study.study import BYTES_OVER, problem_of  # noqa: E402
 
 
 def storage(folder: Path) -> str:
@@ -42,7 +42,7 @@ def storage(folder: Path) -> str:
 
 def test_the_certified_candidate_is_the_best_that_truly_fits(tmp_path: Path) -> None:
     answer = proven(storage(tmp_path))
-    candidates = space(question())
+    candidates = space(problem())
     best = exhaustive_best(candidates, lambda place: truly_fits(CARD, candidates, place))
     assert answer.ending == "certified" and answer.certificate.holds
     assert best is not None and answer.best is not None and answer.best.candidate == candidates.candidate(best)
@@ -74,7 +74,7 @@ def test_a_certificate_says_of_each_larger_neighbour_how_it_is_known_not_to_fit(
 
 
 def test_a_certificate_of_a_simulated_device_says_so() -> None:
-    candidates = space_of(question(), "simulated", formulas_alone)
+    candidates = space_of(problem(), "simulated", formulas_alone)
     place = Place(0, 0, 0)
     measured = replace(HiddenProbe(card=CARD, space=candidates).at(place), device="simulated")
     assert certificate_lines(certificate(known(candidates, {place: measured}, {})))[0].startswith(
@@ -84,8 +84,8 @@ def test_a_certificate_of_a_simulated_device_says_so() -> None:
 
 def test_where_nothing_fits_the_study_ends_and_says_so(tmp_path: Path) -> None:
     asked = replace(
-        question(),
-        cluster=replace(question().cluster, gpu=replace(question().cluster.gpu, total_bytes=2**33, free_bytes=2**33)),
+        problem(),
+        cluster=replace(problem().cluster, gpu=replace(problem().cluster.gpu, total_bytes=2**33, free_bytes=2**33)),
     )
     candidates = space_of(asked, "cuda", formulas_alone)
     knowledge = known(candidates, {}, {})
@@ -123,9 +123,9 @@ def test_a_trials_parameters_are_the_settings_of_its_candidate(tmp_path: Path) -
 
 def test_every_candidate_is_found_again_by_its_settings() -> None:
     asked = replace(
-        question(),
-        job=Job(model=question().job.model, method="grpo", pinned={"max_completion_length": 512}),
-        cluster=question().cluster,
+        problem(),
+        job=Job(model=problem().job.model, method="grpo", pinned={"max_completion_length": 512}),
+        cluster=problem().cluster,
     )
     candidates = space_of(asked, "cuda", formulas_alone)
     distributions = distributions_of(candidates)
@@ -165,18 +165,18 @@ def test_the_same_question_again_probes_nothing(tmp_path: Path) -> None:
 
 
 def test_other_libraries_are_another_study() -> None:
-    names = {study_name(question(), "cuda", versions) for versions in (VERSIONS, {"torch": "2.13"}, {"torch": "2.14"})}
+    names = {study_name(problem(), "cuda", versions) for versions in (VERSIONS, {"torch": "2.13"}, {"torch": "2.14"})}
     assert len(names) == 3
-    assert study_name(question(), "cuda", VERSIONS) == study_name(question(), "cuda", VERSIONS)
+    assert study_name(problem(), "cuda", VERSIONS) == study_name(problem(), "cuda", VERSIONS)
     assert all(name.startswith("Qwen2.5-7B-sft-1xA100-40G-lora-max-length-cuda-") for name in names)
 
 
 def test_on_the_cpu_nothing_is_asked_that_needs_a_gpus_kernels() -> None:
-    assert {line.structure.attn_implementation for line in space(question()).lines} == {"sdpa", "flash_attention_2"}
-    assert {line.structure.attn_implementation for line in space_of(question(), "cpu", formulas_alone).lines} == {
+    assert {line.structure.attn_implementation for line in space(problem()).lines} == {"sdpa", "flash_attention_2"}
+    assert {line.structure.attn_implementation for line in space_of(problem(), "cpu", formulas_alone).lines} == {
         "sdpa"
     }
-    pinned = replace(question(), job=replace(question().job, pinned={"attn_implementation": "flash_attention_2"}))
+    pinned = replace(problem(), job=replace(problem().job, pinned={"attn_implementation": "flash_attention_2"}))
     with pytest.raises(
         InputError,
         match=r"^Nothing that this asks for runs on the cpu device\. Drop a --set, or give another --device\.$",
@@ -192,7 +192,7 @@ def test_a_study_is_kept_with_what_is_the_users_own(tmp_path: Path, monkeypatch:
 
 def test_a_spent_budget_leaves_the_best_so_far(tmp_path: Path) -> None:
     now = [0.0]
-    asked = question()
+    asked = problem()
     card = HiddenProbe(card=CARD, space=space(asked))
 
     def probe(candidate: Candidate) -> Measurement:
@@ -206,7 +206,7 @@ def test_a_spent_budget_leaves_the_best_so_far(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_the_best_so_far_and_a_study_that_goes_on(tmp_path: Path) -> None:
-    asked, calls = question(), []
+    asked, calls = problem(), []
     card = HiddenProbe(card=CARD, space=space(asked))
 
     def interrupted(candidate: Candidate) -> Measurement:
@@ -225,9 +225,9 @@ def test_ctrl_c_leaves_the_best_so_far_and_a_study_that_goes_on(tmp_path: Path) 
 
 
 def test_a_plan_is_asked_about_the_class_that_it_recommends() -> None:
-    job = Job(model=question().job.model, method="sft", pinned={"max_length": 1024}, lora_ranks=(16, 64))
-    answer = plan(job, question().cluster)
-    asked = question_of(answer)
+    job = Job(model=problem().job.model, method="sft", pinned={"max_length": 1024}, lora_ranks=(16, 64))
+    answer = plan(job, problem().cluster)
+    asked = problem_of(answer)
     assert (asked.tuning_class, asked.offload, asked.job.lora_ranks) == ("lora", False, ())
     assert asked.job.pinned["lora_r"] == answer.best.candidate.lora_r
 
@@ -271,7 +271,7 @@ def test_a_surprise_is_believed_and_leaves_everything_else_less_certain() -> Non
 
 def test_a_device_that_is_wholly_another_is_searched_by_halving() -> None:
     """Twice the activations that the estimate has: no probe's answer is foreseen, and still they are few."""
-    candidates = space(question())
+    candidates = space(problem())
     card = replace(CARD, activations=1.0)
     measured: dict[Place, Measurement] = {}
     while (place := next_place(known(candidates, measured, {}))) is not None and len(measured) < 20:
@@ -303,7 +303,7 @@ def test_worlds_are_as_the_belief_says(beside: tuple[Observation, ...]) -> None:
 
 
 def test_a_probe_teaches_the_context_and_the_activations_of_the_card() -> None:
-    candidates = space(question())
+    candidates = space(problem())
     best = exhaustive_best(candidates, lambda place: truly_fits(CARD, candidates, place))
     assert best is not None
     knowledge = known(candidates, {best: HiddenProbe(card=CARD, space=candidates).at(best)}, {})
@@ -315,7 +315,7 @@ def test_a_probe_teaches_the_context_and_the_activations_of_the_card() -> None:
 
 def test_what_the_prior_excludes_fits_on_hardly_any_card() -> None:
     """Of the candidates that the prior excludes before any probe, the likeliest of each structure: on less than one of a hundred hidden cards."""
-    candidates = space(question())
+    candidates = space(problem())
     knowledge = known(candidates, {}, {})
     places = [
         next(Place(line, size, 0) for size in range(512) if not knowledge.may_fit(Place(line, size, 0)))
@@ -332,7 +332,7 @@ def test_what_the_prior_excludes_fits_on_hardly_any_card() -> None:
 
 
 def make() -> PlanSampler:
-    return PlanSampler(space(question()))
+    return PlanSampler(space(problem()))
 
 
 class TestSampler(contract.BasicSamplerTestCase, contract.RelativeSamplerTestCase, contract.SingleOnlySamplerTestCase):  # type: ignore[misc]
@@ -342,7 +342,7 @@ class TestSampler(contract.BasicSamplerTestCase, contract.RelativeSamplerTestCas
 
 
 def test_the_script_of_the_faults_asks_the_same_question() -> None:
-    assert study_name(hidden_study.question(), "cuda", VERSIONS) == study_name(question(), "cuda", VERSIONS)
+    assert study_name(hidden_study.problem(), "cuda", VERSIONS) == study_name(problem(), "cuda", VERSIONS)
 
 
 def test_the_password_of_a_storage_is_not_shown() -> None:

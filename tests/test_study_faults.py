@@ -13,7 +13,7 @@ import pytest
 
 optuna = pytest.importorskip("optuna", minversion="5.0")
 
-from hidden_study import CARD, STAGES, HiddenProbe, proven, question, space  # noqa: E402
+from hidden_study import CARD, STAGES, HiddenProbe, problem, proven, space  # noqa: E402
 from optuna.trial import TrialState  # noqa: E402
 
 import probes.study.storage  # noqa: E402
@@ -33,7 +33,7 @@ KNOBS = (
     "per_device_train_batch_size",
     "attn_implementation",
     "gradient_checkpointing",
-)  # tell the question's candidates apart
+)  # tell the problem's candidates apart
 
 
 class Card:
@@ -41,7 +41,7 @@ class Card:
 
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
-        self._probe = HiddenProbe(card=CARD, space=space(question()))
+        self._probe = HiddenProbe(card=CARD, space=space(problem()))
 
     def __call__(self, candidate: Candidate) -> Measurement:
         self.asked.append(tuple(getattr(candidate, name) for name in KNOBS))
@@ -49,8 +49,8 @@ class Card:
 
 
 def ends_as(outcome: Outcome, message: str) -> Measurement:
-    card = HiddenProbe(card=CARD, space=space(question()))
-    fits = card(space(question()).candidate(space(question()).leanest(0, 0)))
+    card = HiddenProbe(card=CARD, space=space(problem()))
+    fits = card(space(problem()).candidate(space(problem()).leanest(0, 0)))
     return replace(fits, outcome=outcome, ranks=(), message=message, tokens_per_second=0.0, step_seconds=0.0)
 
 

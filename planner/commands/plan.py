@@ -75,7 +75,7 @@ def estimate(asked: AskedOne, printed: Checked) -> int:
     from planner.report.json import estimate_report
     from planner.report.table import estimate_table, shortfall
     from planner.search.explain import notes
-    from planner.search.knobs import question_of
+    from planner.search.knobs import problem_of
     from planner.training_stack import with_layers
 
     say = sayer(printed)
@@ -90,7 +90,7 @@ def estimate(asked: AskedOne, printed: Checked) -> int:
         *question.warnings,
         *checked,
         *own_notes(expected, cluster.gpu, own),
-        *notes(answer, question_of(question.job, cluster, answer)),
+        *notes(answer, problem_of(question.job, cluster, answer)),
     )
     table = estimate_table(answer, cluster, warnings, width())
     show(printed, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))

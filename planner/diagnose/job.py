@@ -11,7 +11,7 @@ from planner.jobs.from_options import Question, single_candidate
 from planner.jobs.job import Job
 from planner.plan import Plan, plan
 from planner.quantities import Estimate, Phase, PhaseMemory
-from planner.search.knobs import question_of
+from planner.search.knobs import problem_of
 
 # Settings that are ours to choose again; the data's lengths, the adapters, the losses and the optimizer stay as the run had them.
 CHOSEN_AGAIN = frozenset(
@@ -59,6 +59,6 @@ def _as_free_as_possible(question: Question, expected: Estimate) -> Job:
     return replace(
         question.job,
         pinned=kept,
-        tuning=question_of(question.job, question.cluster, expected).tuning_class,
+        tuning=problem_of(question.job, question.cluster, expected).tuning_class,
         effective_batch_size=expected.candidate.effective_batch_size,
     )

@@ -24,7 +24,7 @@ Changes = tuple[Change, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Question:
+class SearchProblem:
     """One tuning class of a job on a cluster. Compared by identity.
 
     `offload`: whether states may be offloaded to the host. `residual`: the share by which a dry run exceeded the estimate of this class.
@@ -53,23 +53,23 @@ def tuning_class_of(candidate: Candidate) -> TuningClass:
 # -- the knobs ---------------------------------------------------------------------------------------------------------
 
 
-def tuning(question: Question) -> Changes:
+def tuning(problem: SearchProblem) -> Changes:
     """A checkpoint that is quantized already keeps its quantization; QLoRA is nf4 otherwise."""
-    published = "none" if question.job.model.quantization in DEQUANTIZED else question.job.model.quantization
-    if question.tuning_class == "full":
+    published = "none" if problem.job.model.quantization in DEQUANTIZED else problem.job.model.quantization
+    if problem.tuning_class == "full":
         return ({"tuning": "full", "quantization": "none"},)
-    if question.tuning_class == "qlora" and published == "none":
+    if problem.tuning_class == "qlora" and published == "none":
         return ({"tuning": "lora", "quantization": "nf4"},)
     return ({"tuning": "lora", "quantization": published},)
 
 
-def load_dtype(question: Question) -> Changes:
+def load_dtype(problem: SearchProblem) -> Changes:
     """Full fine-tuning keeps TRL's float32 weights while they fit; a frozen base is loaded in 16 bits.
 
     Weights in float16 cannot be trained in full: torch/amp/grad_scaler.py refuses to unscale float16 gradients.
     """
-    half = "bfloat16" if question.cluster.gpu.supports_bf16 else "float16"
-    if question.tuning_class != "full":
+    half = "bfloat16" if problem.cluster.gpu.supports_bf16 else "float16"
+    if problem.tuning_class != "full":
         return ({"dtype": half},)
     return ({"dtype": "float32"}, {"dtype": half}) if half == "bfloat16" else ({"dtype": "float32"},)
 
@@ -86,27 +86,27 @@ OFFLOADED: dict[TuningClass, Changes] = {
 }
 
 
-def sharding(question: Question) -> Changes:
+def sharding(problem: SearchProblem) -> Changes:
     """bitsandbytes weights stay whole under ZeRO and FSDP2 (accelerate 1.15, utils/fsdp_utils.py:799-811): data parallel only."""
-    if question.offload:
-        return OFFLOADED[question.tuning_class]
-    if question.processes == 1:
+    if problem.offload:
+        return OFFLOADED[problem.tuning_class]
+    if problem.processes == 1:
         return ({"sharding": "none"},)
-    if question.tuning_class == "qlora":
+    if problem.tuning_class == "qlora":
         return ({"sharding": "ddp"},)
     return tuple({"sharding": name} for name in ("ddp", "zero2", "zero3", "fsdp2"))
 
 
-def checkpointing(question: Question) -> Changes:
+def checkpointing(problem: SearchProblem) -> Changes:
     return ({"gradient_checkpointing": False}, {"gradient_checkpointing": True})
 
 
-def attention(question: Question) -> Changes:
+def attention(problem: SearchProblem) -> Changes:
     """FlashAttention 2 where the card and the heads allow it: sdpa needs a mask of rows x length squared for padded batches."""
-    layers = [layer.attention for layer, _ in question.job.model.layer_kinds]
+    layers = [layer.attention for layer, _ in problem.job.model.layer_kinds]
     if any(layer.softcap or layer.sink_params for layer in layers):
         return ({"attn_implementation": "eager"},)
-    flash = question.cluster.gpu.supports_flash_attention_2 and all(
+    flash = problem.cluster.gpu.supports_flash_attention_2 and all(
         layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers
     )
     return (
@@ -116,18 +116,18 @@ def attention(question: Question) -> Changes:
     )
 
 
-def generation(question: Question) -> Changes:
+def generation(problem: SearchProblem) -> Changes:
     """Who samples: `generate` in the trainer, a colocated vLLM engine (asleep in between or not), or a server on GPUs of its own."""
-    row, cluster = METHODS[question.job.method], question.cluster
+    row, cluster = METHODS[problem.job.method], problem.cluster
     segments = {"expandable_segments": True}
     if not row.generates:
         return (segments,)
     found: list[Change] = [{"vllm": "off", **segments}]
-    if question.cluster.num_gpus > 1:
+    if problem.cluster.num_gpus > 1:
         found.append({"vllm": "off", "ds3_gather_for_generation": False, **segments})
     if not row.supports_vllm:
         return tuple(found)
-    if any(name.startswith("vllm_") for name in question.job.pinned):
+    if any(name.startswith("vllm_") for name in problem.job.pinned):
         found.clear()  # who sets up an engine wants one
     for size in dict.fromkeys((1, cluster.gpus_per_node)):
         awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size}
@@ -143,25 +143,25 @@ def generation(question: Question) -> Changes:
             "vllm_gpu_memory_utilization": 0.9,
             **segments,
         }
-        for size in server_sizes(question)
+        for size in server_sizes(problem)
     ]
     return tuple(found)
 
 
-def server_sizes(question: Question) -> list[int]:
+def server_sizes(problem: SearchProblem) -> list[int]:
     """GPUs of a vLLM server: powers of two up to half the cluster, within one node; what a pinned num_processes leaves."""
-    pinned = question.job.pinned.get("num_processes")
+    pinned = problem.job.pinned.get("num_processes")
     sizes = [
         size
         for size in (1, 2, 4, 8)
-        if size <= question.cluster.num_gpus // 2 and size <= question.cluster.gpus_per_node
+        if size <= problem.cluster.num_gpus // 2 and size <= problem.cluster.gpus_per_node
     ]
     if isinstance(pinned, int):
-        return [size for size in sizes if pinned + size <= question.cluster.num_gpus]
+        return [size for size in sizes if pinned + size <= problem.cluster.num_gpus]
     return sizes
 
 
-KNOBS: dict[str, Callable[[Question], Changes]] = {
+KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
     "tuning": tuning,
     "load dtype": load_dtype,
     "sharding": sharding,
@@ -178,37 +178,37 @@ def allowed(changes: Changes, pinned: Mapping[str, object]) -> Changes:
     return tuple(unpinned) or ({},)
 
 
-def structures(question: Question) -> Iterator[Candidate]:
+def structures(problem: SearchProblem) -> Iterator[Candidate]:
     """Every combination of the knobs that is consistent, with the batch and the engine's share still at their defaults."""
-    base = base_candidate(question.job, question.cluster)
-    choices = [allowed(knob(question), question.job.pinned) for knob in KNOBS.values()]
+    base = base_candidate(problem.job, problem.cluster)
+    choices = [allowed(knob(problem), problem.job.pinned) for knob in KNOBS.values()]
     seen = set()
     for combination in product(*choices):
         fields: dict[str, object] = {}
         for change in combination:
             fields.update(change)
-        candidate = completed(changed(base, **fields), question)
-        if consistent(candidate, question) and candidate not in seen:
+        candidate = completed(changed(base, **fields), problem)
+        if consistent(candidate, problem) and candidate not in seen:
             seen.add(candidate)
             yield candidate
 
 
-def completed(candidate: Candidate, question: Question) -> Candidate:
+def completed(candidate: Candidate, problem: SearchProblem) -> Candidate:
     """Settings that follow from others: one process is not sharded; the engine's longest sequence is the row."""
     changes: dict[str, object] = {}
     if (
         candidate.num_processes == 1
         and candidate.sharding != "none"
         and not candidate.offload_optimizer
-        and "sharding" not in question.job.pinned
+        and "sharding" not in problem.job.pinned
     ):
         changes["sharding"] = "none"
-    if candidate.vllm != "off" and "vllm_max_model_length" not in question.job.pinned:
+    if candidate.vllm != "off" and "vllm_max_model_length" not in problem.job.pinned:
         changes["vllm_max_model_length"] = candidate.row_tokens
     return changed(candidate, **changes) if changes else candidate
 
 
-def consistent(candidate: Candidate, question: Question) -> bool:
+def consistent(candidate: Candidate, problem: SearchProblem) -> bool:
     """Whether the libraries would run it, and whether it says anything that its simpler twin does not."""
     quantized = candidate.quantization not in ("none", "mxfp4")
     of_class = {
@@ -226,19 +226,19 @@ def consistent(candidate: Candidate, question: Question) -> bool:
     # DeepSpeed would cast a frozen float32 base to 16 bits, and nothing would remember what was asked for
     broken_pin = (
         candidate.tuning == "lora"
-        and question.job.pinned.get("dtype") == "float32"
+        and problem.job.pinned.get("dtype") == "float32"
         and candidate.sharding.startswith("zero")
     )
     return (
-        of_class[question.tuning_class]
+        of_class[problem.tuning_class]
         and not broken_pin
-        and not (sharded_dtype_twin and "dtype" not in question.job.pinned)
-        and not (ungathered_twin and "ds3_gather_for_generation" not in question.job.pinned)
-        and candidate.num_processes + server <= question.cluster.num_gpus
+        and not (sharded_dtype_twin and "dtype" not in problem.job.pinned)
+        and not (ungathered_twin and "ds3_gather_for_generation" not in problem.job.pinned)
+        and candidate.num_processes + server <= problem.cluster.num_gpus
         and not (candidate.vllm == "colocate" and candidate.num_processes % candidate.vllm_tensor_parallel_size)
     )
 
 
-def question_of(job: Job, cluster: Cluster, answer: Estimate) -> Question:
-    """The search question that a single candidate answers: its job and cluster with its tuning class."""
-    return Question(job=job, cluster=cluster, tuning_class=tuning_class_of(answer.candidate))
+def problem_of(job: Job, cluster: Cluster, answer: Estimate) -> SearchProblem:
+    """The search problem that a single candidate answers: its job and cluster with its tuning class."""
+    return SearchProblem(job=job, cluster=cluster, tuning_class=tuning_class_of(answer.candidate))

@@ -10,7 +10,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of_fields, settings_text
 from planner.quantities import Estimate
-from planner.search.knobs import Question, TuningClass
+from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import LENGTH_STEP, length_field, search
 from planner.units import format_count
 
@@ -44,11 +44,11 @@ class Trial:
     enough: bool = False  # once this fits, what comes after is only dearer
 
 
-def remedies(job: Job, cluster: Cluster, question: Question, nearest: Estimate) -> tuple[Remedy, ...]:
+def remedies(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> tuple[Remedy, ...]:
     """The first few changes that fit, the least invasive first."""
     found: list[Remedy] = []
-    for trial in trials(job, cluster, question, nearest):
-        answer = tried(trial, question)
+    for trial in trials(job, cluster, problem, nearest):
+        answer = tried(trial, problem)
         if answer is not None and answer.fits:
             found.append(Remedy(change=trial.change, estimate=answer, note=trial.note))
         if len(found) == SHOWN or (trial.enough and answer is not None and answer.fits):
@@ -56,16 +56,16 @@ def remedies(job: Job, cluster: Cluster, question: Question, nearest: Estimate) 
     return tuple(found)
 
 
-def tried(trial: Trial, question: Question) -> Estimate | None:
+def tried(trial: Trial, problem: SearchProblem) -> Estimate | None:
     names: dict[str, TuningClass] = {"full": "full", "lora": "lora", "qlora": "qlora"}
-    tuning_class = names.get(trial.job.tuning, question.tuning_class)
+    tuning_class = names.get(trial.job.tuning, problem.tuning_class)
     try:
-        return search(replace(question, job=trial.job, cluster=trial.cluster, tuning_class=tuning_class))
+        return search(replace(problem, job=trial.job, cluster=trial.cluster, tuning_class=tuning_class))
     except PlanError:  # a change can contradict another pin; then it is no remedy
         return None
 
 
-def trials(job: Job, cluster: Cluster, question: Question, nearest: Estimate) -> Iterator[Trial]:
+def trials(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Trial]:
     """Changes in the order of what they cost the user: a pin, the class of tuning, the optimizer, the length, more cards."""
     yield from unpinned(job, cluster)
     yield from other_classes(job, cluster)
@@ -82,7 +82,7 @@ def trials(job: Job, cluster: Cluster, question: Question, nearest: Estimate) ->
             cluster=cluster,
             note="what is saved waits in host memory",
         )
-    yield from shorter(job, cluster, question, nearest)
+    yield from shorter(job, cluster, problem, nearest)
     yield from larger_clusters(job, cluster)
 
 
@@ -104,13 +104,13 @@ def other_classes(job: Job, cluster: Cluster) -> Iterator[Trial]:
         yield Trial(change=f"--tuning {name}", job=replace(job, tuning=name, pinned=kept), cluster=cluster)
 
 
-def shorter(job: Job, cluster: Cluster, question: Question, nearest: Estimate) -> Iterator[Trial]:
+def shorter(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Trial]:
     """The longest row that fits, found by halving."""
     name = length_field(nearest.candidate)
     length = getattr(nearest.candidate, name)
 
     def fits(steps: int) -> bool:
-        answer = tried(Trial(change="", job=pinning(job, **{name: steps * LENGTH_STEP}), cluster=cluster), question)
+        answer = tried(Trial(change="", job=pinning(job, **{name: steps * LENGTH_STEP}), cluster=cluster), problem)
         return answer is not None and answer.fits
 
     longest = largest(1, (length - 1) // LENGTH_STEP, fits) * LENGTH_STEP

@@ -13,7 +13,7 @@ from planner.jobs.job import DEFAULT_BATCH_SIZE, Job
 from planner.memory.engine.budget import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
 from planner.quantities import Estimate
-from planner.search.knobs import Question, completed, structures
+from planner.search.knobs import SearchProblem, completed, structures
 
 LARGEST_UTILIZATION = 95  # hundredths; vLLM's own default is 0.92, and a colocated trainer needs room besides
 LENGTH_STEP = 256  # tokens
@@ -96,80 +96,80 @@ def splits(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
-def attempt(candidate: Candidate, question: Question) -> Estimate | None:
+def attempt(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
     """The candidate's estimate; None if its vLLM engine would refuse to start, or its layers cannot be measured."""
-    risk = question.job.risk
+    risk = problem.job.risk
     try:
-        answer = estimate(candidate, question.cluster, risk)
+        answer = estimate(candidate, problem.cluster, risk)
     except (EngineDoesNotFit, NotMeasured):
         return None
-    return with_residual(answer, question.residual, risk) if question.residual else answer
+    return with_residual(answer, problem.residual, risk) if problem.residual else answer
 
 
-def utilizations(candidate: Candidate, question: Question) -> tuple[int, int]:
+def utilizations(candidate: Candidate, problem: SearchProblem) -> tuple[int, int]:
     """The hundredths of the card that a colocated engine can be given: from what it needs to start, to what there is."""
-    if "vllm_gpu_memory_utilization" in question.job.pinned:
+    if "vllm_gpu_memory_utilization" in problem.job.pinned:
         pinned = round(100 * candidate.vllm_gpu_memory_utilization)
         return pinned, pinned
     smallest = changed(candidate, vllm_gpu_memory_utilization=0.01)
-    answer = engine_or_refusal(smallest.model, question.cluster.gpu, engine_settings(smallest, question.cluster.gpu))
+    answer = engine_or_refusal(smallest.model, problem.cluster.gpu, engine_settings(smallest, problem.cluster.gpu))
     if isinstance(answer, EngineRefusal):
         return (round(100 * answer.utilization_that_fits) or LARGEST_UTILIZATION + 1), LARGEST_UTILIZATION
     return 1, LARGEST_UTILIZATION
 
 
-def with_utilization(candidate: Candidate, hundredths: int, question: Question) -> Candidate:
-    if "vllm_gpu_memory_utilization" in question.job.pinned:
+def with_utilization(candidate: Candidate, hundredths: int, problem: SearchProblem) -> Candidate:
+    if "vllm_gpu_memory_utilization" in problem.job.pinned:
         return candidate
     return changed(candidate, vllm_gpu_memory_utilization=hundredths / 100)
 
 
-def placed(candidate: Candidate, question: Question) -> Estimate | None:
+def placed(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
     """A candidate with its batch: with a colocated engine at the largest share that fits; None where none starts."""
     if candidate.vllm != "colocate":
-        return attempt(candidate, question)
-    low, high = utilizations(candidate, question)
-    best = largest(low, high, lambda share: fitting(with_utilization(candidate, share, question), question))
-    return attempt(with_utilization(candidate, max(best, low), question), question) if low <= high else None
+        return attempt(candidate, problem)
+    low, high = utilizations(candidate, problem)
+    best = largest(low, high, lambda share: fitting(with_utilization(candidate, share, problem), problem))
+    return attempt(with_utilization(candidate, max(best, low), problem), problem) if low <= high else None
 
 
-def leanest(candidate: Candidate, question: Question) -> Candidate:
+def leanest(candidate: Candidate, problem: SearchProblem) -> Candidate:
     """The candidate with the smallest share that its colocated engine starts with: if that does not fit, none does."""
     if candidate.vllm != "colocate":
         return candidate
-    return with_utilization(candidate, min(utilizations(candidate, question)[0], LARGEST_UTILIZATION), question)
+    return with_utilization(candidate, min(utilizations(candidate, problem)[0], LARGEST_UTILIZATION), problem)
 
 
-def fitting(candidate: Candidate, question: Question) -> bool:
-    answer = attempt(candidate, question)
+def fitting(candidate: Candidate, problem: SearchProblem) -> bool:
+    answer = attempt(candidate, problem)
     return answer is not None and answer.fits
 
 
-def fitted(candidate: Candidate, question: Question) -> Estimate | None:
+def fitted(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
     """The best batch of one structure: the largest that fits or, where only that holds padding, a row alone; the smallest there is when none fits.
 
     A colocated engine takes from the batch what it is given: the next smaller batches, with more of the card for it, are tried too.
     """
     choices = (
-        longest(candidate, question) if question.job.optimize == "max-length" else batches(candidate, question.job)
+        longest(candidate, problem) if problem.job.optimize == "max-length" else batches(candidate, problem.job)
     )
     if not choices:
         return None
-    top = max(largest(0, len(choices) - 1, lambda index: fitting(leanest(choices[index], question), question)), 0)
+    top = max(largest(0, len(choices) - 1, lambda index: fitting(leanest(choices[index], problem), problem)), 0)
     tried = set(range(max(0, top - SMALLER_BATCHES), top + 1)) if candidate.vllm == "colocate" else {top}
     if choices[0].pads != choices[top].pads:
         tried.add(0)  # a row alone has no mask, and may be the faster
-    answers = [answer for answer in (placed(choices[index], question) for index in sorted(tried)) if answer is not None]
-    return max(answers, key=lambda answer: (answer.fits, merit(answer, question.job)), default=None)
+    answers = [answer for answer in (placed(choices[index], problem) for index in sorted(tried)) if answer is not None]
+    return max(answers, key=lambda answer: (answer.fits, merit(answer, problem.job)), default=None)
 
 
-def longest(candidate: Candidate, question: Question) -> Choices:
+def longest(candidate: Candidate, problem: SearchProblem) -> Choices:
     """The candidate at its smallest micro-batch with every length up to the model's."""
-    smallest = batches(candidate, question.job)
-    if not smallest or length_field(candidate) in question.job.pinned:
+    smallest = batches(candidate, problem.job)
+    if not smallest or length_field(candidate) in problem.job.pinned:
         return Choices(smallest.values[:1], smallest.at)
     lengths = range(LENGTH_STEP, max(longest_length(candidate), LENGTH_STEP) + 1, LENGTH_STEP)
-    return Choices(lengths, lambda length: with_length(smallest[0], length, question))
+    return Choices(lengths, lambda length: with_length(smallest[0], length, problem))
 
 
 def length_field(candidate: Candidate) -> str:
@@ -188,12 +188,12 @@ def longest_length(candidate: Candidate) -> int:
     )
 
 
-def with_length(candidate: Candidate, length: int, question: Question) -> Candidate:
+def with_length(candidate: Candidate, length: int, problem: SearchProblem) -> Candidate:
     """Longer rows; where max_length bounds prompt and completion together, the prompt takes what it gains."""
     changes = {length_field(candidate): length}
     if candidate.method_row.bounded_rows:
         changes["prompt_length"] = max(1, length - candidate.max_completion_length)
-    return completed(changed(candidate, **changes), question)
+    return completed(changed(candidate, **changes), problem)
 
 
 # -- the best ----------------------------------------------------------------------------------------------------------
@@ -209,28 +209,28 @@ def merit(answer: Estimate, job: Job) -> tuple[float, ...]:
     return (speed,)
 
 
-def search(question: Question) -> Estimate | None:
+def search(problem: SearchProblem) -> Estimate | None:
     """The best candidate of one class; where the job lets the rank be chosen, at the largest rank that fits.
 
     None: no candidate of the class could even start.
     """
-    job, answer = question.job, None
-    if not job.lora_ranks or question.tuning_class == "full":
-        return best_of(question)
+    job, answer = problem.job, None
+    if not job.lora_ranks or problem.tuning_class == "full":
+        return best_of(problem)
     for rank in sorted(job.lora_ranks, reverse=True):
-        answer = best_of(replace(question, job=replace(job, pinned={**job.pinned, "lora_r": rank}, lora_ranks=())))
+        answer = best_of(replace(problem, job=replace(job, pinned={**job.pinned, "lora_r": rank}, lora_ranks=())))
         if answer is not None and answer.fits:
             break
     return answer
 
 
-def best_of(question: Question) -> Estimate | None:
+def best_of(problem: SearchProblem) -> Estimate | None:
     """The best candidate that fits; where none does, the one that misses by least.
 
     Full fine-tuning takes 16-bit weights only where float32 ones fit in no way: they round what is learned.
     """
     answers = [
-        answer for answer in (fitted(structure, question) for structure in structures(question)) if answer is not None
+        answer for answer in (fitted(structure, problem) for structure in structures(problem)) if answer is not None
     ]
     fitting = [answer for answer in answers if answer.fits]
     if not fitting:
@@ -240,4 +240,4 @@ def best_of(question: Question) -> Estimate | None:
             default=None,
         )
     precise = [answer for answer in fitting if answer.candidate.tuning == "lora" or answer.candidate.dtype == "float32"]
-    return max(precise or fitting, key=lambda answer: merit(answer, question.job))
+    return max(precise or fitting, key=lambda answer: merit(answer, problem.job))

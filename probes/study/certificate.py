@@ -138,7 +138,7 @@ def _neighbours(knowledge: Knowledge, best: Place | None, excluded: list[Place])
 
 def _larger_size(knowledge: Knowledge, best: Place) -> Neighbour:
     space, sizes = knowledge.space, knowledge.space.lines[best.line].sizes
-    goal = knowledge.space.question.job.optimize
+    goal = knowledge.space.problem.job.optimize
     knob = length_field(space.candidate(best)) if goal == "max-length" else "per_device_train_batch_size"
     if best.size + 1 >= len(sizes):
         return _not_computed(knob, str(getattr(space.candidate(best), knob)), "limit")

@@ -1,4 +1,4 @@
-"""The candidates of a question in order: a line for each structure, with its sizes and, where an engine is colocated, its shares of the card."""
+"""The candidates of a problem in order: a line for each structure, with its sizes and, where an engine is colocated, its shares of the card."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -10,7 +10,7 @@ from planner.jobs.settings import settings_of_fields, settings_text
 from planner.measurements.measurement import DeviceName
 from planner.memory.communication import nccl_bytes
 from planner.quantities import Estimate
-from planner.search.knobs import Question, structures
+from planner.search.knobs import SearchProblem, structures
 from planner.search.search import (
     Choices,
     attempt,
@@ -23,7 +23,7 @@ from planner.search.search import (
 )
 from probes.study.posterior import Row, heavy, rows_of
 
-Attempt = Callable[[Candidate, Question], Estimate | None]
+Attempt = Callable[[Candidate, SearchProblem], Estimate | None]
 Knobs = Mapping[str, bool | int | float | str]  # settings by their names, those that are searched
 NO_SHARE = 0
 FEW_SIZES = 16  # so many are looked at one by one; more are halved, since memory grows with each
@@ -80,7 +80,7 @@ class Line:
 class Space:
     """All candidates of one class of tuning, each estimated when it is first asked for."""
 
-    question: Question
+    problem: SearchProblem
     device: DeviceName
     attempt: Attempt
     lines: tuple[Line, ...]
@@ -91,12 +91,12 @@ class Space:
 
     def candidate(self, place: Place) -> Candidate:
         candidate = self.lines[place.line].sizes[place.size]
-        return candidate if place.share == NO_SHARE else with_utilization(candidate, place.share, self.question)
+        return candidate if place.share == NO_SHARE else with_utilization(candidate, place.share, self.problem)
 
     def estimate(self, place: Place) -> Estimate | None:
         """None: it would not start."""
         if place not in self.estimates:
-            self.estimates[place] = self.attempt(self.candidate(place), self.question)
+            self.estimates[place] = self.attempt(self.candidate(place), self.problem)
         return self.estimates[place]
 
     def rows_at(self, place: Place) -> tuple[Row, ...]:
@@ -105,7 +105,7 @@ class Space:
             answer = self.estimate(place)
             assert answer is not None
             # the simulated device counts NCCL's buffers as torch's (probes/runner/simulated_card.py, NOT_RESERVED)
-            nccl = 0 if self.device == "simulated" else nccl_bytes(answer.candidate, self.question.cluster.gpu)
+            nccl = 0 if self.device == "simulated" else nccl_bytes(answer.candidate, self.problem.cluster.gpu)
             self.rows[place] = rows_of(answer, self.lines[place.line].name, nccl, self.device)
         return self.rows[place]
 
@@ -117,14 +117,14 @@ class Space:
         answer = self.estimate(place)
         assert answer is not None
         precise = answer.candidate.tuning == "lora" or answer.candidate.dtype == "float32"
-        return (float(precise), *merit(answer, self.question.job))
+        return (float(precise), *merit(answer, self.problem.job))
 
     def shares(self, line: int, size: int) -> tuple[int, int]:
         """The engine's shares of the card from what it needs to start to what there is; first above last: it cannot start."""
         if self.lines[line].structure.vllm != "colocate":
             return NO_SHARE, NO_SHARE
         if (line, size) not in self.ranges:
-            self.ranges[line, size] = utilizations(self.lines[line].sizes[size], self.question)
+            self.ranges[line, size] = utilizations(self.lines[line].sizes[size], self.problem)
         return self.ranges[line, size]
 
     def leanest(self, line: int, size: int) -> Place:
@@ -190,11 +190,11 @@ class Space:
                 yield size
 
 
-def space_of(question: Question, device: DeviceName, attempt: Attempt = attempt) -> Space:
+def space_of(problem: SearchProblem, device: DeviceName, attempt: Attempt = attempt) -> Space:
     """Raises InputError where the job's pins leave nothing that runs on the device."""
     found = [
         each
-        for each in structures(question)
+        for each in structures(problem)
         if not any(getattr(each, name) in values for name, values in NOT_ON[device].items())
     ]
     if not found:
@@ -208,11 +208,11 @@ def space_of(question: Question, device: DeviceName, attempt: Attempt = attempt)
     ]
     named = tuple(dict.fromkeys((*ALWAYS_NAMED, *(name for name in differing if name not in DERIVED))))
     sized = (
-        (each, longest(each, question) if question.job.optimize == "max-length" else batches(each, question.job))
+        (each, longest(each, problem) if problem.job.optimize == "max-length" else batches(each, problem.job))
         for each in found
     )
     lines = tuple(Line(name=_name(each, named), structure=each, sizes=sizes) for each, sizes in sized if sizes)
-    return Space(question=question, device=device, attempt=attempt, lines=lines, named=named)
+    return Space(problem=problem, device=device, attempt=attempt, lines=lines, named=named)
 
 
 def _name(structure: Candidate, named: tuple[str, ...]) -> str:

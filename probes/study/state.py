@@ -21,7 +21,7 @@ MOST_SHARES = 8  # looked at for one size
 # Of the merit that the best candidate may have, the share of worlds that offer at least as much as the one asked for: with one half a
 # probe halves what is open, as bisection does; a little more, since a probe that fits teaches more than one that runs out.
 AIMED = 0.6
-# Where fewer worlds than this share have anything open that fits, the question is whether there is anything: the likeliest candidate is asked,
+# Where fewer worlds than this share have anything open that fits, the problem is whether there is anything: the likeliest candidate is asked,
 # the leanest of equals, whose failure excludes all that need more. With a half in place of a quarter 240 random jobs (benchmarks/search.py) take as many.
 DOUBTFUL = 0.25
 

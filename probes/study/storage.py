@@ -1,4 +1,4 @@
-"""Where a study is kept: any storage of Optuna's, a file of the user's own by default; and its name, by which the same question finds it again."""
+"""Where a study is kept: any storage of Optuna's, a file of the user's own by default; and its name, by which the same problem finds it again."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from planner.errors import InputError, PlanError
 from planner.files.cache import cache_root
 from planner.measurements.measurement import DeviceName
 from planner.models.shape import ModelShape
-from planner.search.knobs import Question
+from planner.search.knobs import SearchProblem
 
 SQLITE = "sqlite:///"
 LOCK_SECONDS = 30.0  # how long another process may hold the file before it is an error; sqlite's own 5 s are less than a slow disk needs
@@ -43,9 +43,9 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def study_name(question: Question, device: DeviceName, versions: Mapping[str, str]) -> str:
+def study_name(problem: SearchProblem, device: DeviceName, versions: Mapping[str, str]) -> str:
     """The same for the same job, cluster, device and libraries: `Qwen2.5-7B-grpo-2xA100-40G-lora-throughput-1f0c2a9b`."""
-    job, cluster = question.job, question.cluster
+    job, cluster = problem.job, problem.cluster
     asked = {
         "model": _model(job.model),
         "method": job.method,
@@ -57,8 +57,8 @@ def study_name(question: Question, device: DeviceName, versions: Mapping[str, st
         "optimize": job.optimize,
         "effective_batch_size": job.effective_batch_size,
         "cluster": asdict(cluster),
-        "class": question.tuning_class,
-        "offload": question.offload,
+        "class": problem.tuning_class,
+        "offload": problem.offload,
         "device": device,
         "versions": dict(versions),
     }
@@ -67,7 +67,7 @@ def study_name(question: Question, device: DeviceName, versions: Mapping[str, st
         job.model.id.rsplit("/", 1)[-1],
         job.method,
         f"{cluster.num_gpus}x{cluster.gpu.name}",
-        question.tuning_class,
+        problem.tuning_class,
         job.optimize,
         device,
     )

@@ -16,7 +16,7 @@ from planner.measurements.corrected_estimate import differences
 from planner.measurements.measurement import DeviceName, Measurement, Outcome, measurement_line, measurement_of
 from planner.plan import Plan
 from planner.quantities import Estimate
-from planner.search.knobs import Question, TuningClass
+from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import attempt
 from planner.units import format_count, format_seconds, format_size
 from probes.study.certificate import Certificate, certificate, learned, learned_line
@@ -61,7 +61,7 @@ class StudyOptions:
 class Proven:
     """What a study has shown so far. `best`: the measurement of the best candidate that ran, None where none has."""
 
-    question: Question
+    problem: SearchProblem
     best: Measurement | None
     measurements: tuple[Measurement, ...]  # that say something about memory, in the order of their probes
     probes: int  # of this session
@@ -72,33 +72,33 @@ class Proven:
     storage: str
 
 
-def prove(asked: Question | Plan, probe: Probe, options: StudyOptions | None = None) -> Proven:
+def prove(asked: SearchProblem | Plan, probe: Probe, options: StudyOptions | None = None) -> Proven:
     """Probe until the best candidate of a class has run and nothing better is open; or the budget is spent, or Ctrl-C ends it.
 
-    The same question goes on where it was left: what was measured is not measured again.
+    The same problem goes on where it was left: what was measured is not measured again.
 
     Raises:
         PlanError: the storage cannot be used, or another process is at this study.
     """
     options = options or StudyOptions()
-    question = question_of(asked) if isinstance(asked, Plan) else asked
+    problem = problem_of(asked) if isinstance(asked, Plan) else asked
     url = options.storage or default_storage()
-    name = study_name(question, options.device, options.versions or library_versions())
-    sampler = PlanSampler(space_of(question, options.device, options.attempt))
+    name = study_name(problem, options.device, options.versions or library_versions())
+    sampler = PlanSampler(space_of(problem, options.device, options.attempt))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with storage_errors(url):
         study = open_study(url, name, sampler)
         adopt(study, sampler.space, options.say)
         if before := len(sampler.knowledge(study).measured):
             options.say(
-                f"{format_count(before)} probe{'s' if before != 1 else ''} of this question {'were' if before != 1 else 'was'} measured before: {shown(url)}"
+                f"{format_count(before)} probe{'s' if before != 1 else ''} of this problem {'were' if before != 1 else 'was'} measured before: {shown(url)}"
             )
         session = Session(study=study, sampler=sampler, probe=probe, options=options, began=options.clock())
         ending, reason = session.run()
         knowledge = sampler.knowledge(study)
     best = best_measurement(knowledge)
     return Proven(
-        question=question,
+        problem=problem,
         best=best,
         measurements=tuple(knowledge.measured.values()),
         probes=session.count,
@@ -110,8 +110,8 @@ def prove(asked: Question | Plan, probe: Probe, options: StudyOptions | None = N
     )
 
 
-def question_of(plan: Plan) -> Question:
-    """The class of tuning that a plan recommends, as a question: with its rank, and with the host's help where it needs that."""
+def problem_of(plan: Plan) -> SearchProblem:
+    """The class of tuning that a plan recommends, as a problem: with its rank, and with the host's help where it needs that."""
     candidate, job = plan.best.candidate, plan.job
     tuning_class: TuningClass = (
         "full" if candidate.tuning == "full" else "lora" if candidate.quantization in ("none", "mxfp4") else "qlora"
@@ -124,12 +124,12 @@ def question_of(plan: Plan) -> Question:
         "offload_optimizer",
         "offload_param",
     } & job.pinned.keys()
-    return Question(job=job, cluster=plan.cluster, tuning_class=tuning_class, offload=helped)
+    return SearchProblem(job=job, cluster=plan.cluster, tuning_class=tuning_class, offload=helped)
 
 
 def best_measurement(knowledge: Knowledge) -> Measurement | None:
     """Of the candidates that ran, the one with most of what the job asks for; of its speed, as measured."""
-    goal, space = knowledge.space.question.job.optimize, knowledge.space
+    goal, space = knowledge.space.problem.job.optimize, knowledge.space
 
     def worth(place: Place) -> tuple[float, ...]:
         precise, *asked = space.merit(place)
@@ -256,7 +256,7 @@ def objective(measurement: Measurement, space: Space, place: Place) -> float:
     """What the job asks for, of a candidate that ran; nothing of one that did not."""
     if measurement.outcome != "fits":
         return 0.0
-    goal, candidate = space.question.job.optimize, measurement.candidate
+    goal, candidate = space.problem.job.optimize, measurement.candidate
     if goal == "max-length":
         return float(candidate.row_tokens)
     return float(candidate.per_device_train_batch_size) if goal == "batch-size" else speed(measurement, space, place)
@@ -272,7 +272,7 @@ def over_bytes(measurement: Measurement, space: Space) -> int:
     """Bytes over the card: what was missing at least, or the most that was taken less what there is. Never above 0 for what ran."""
     if measurement.outcome == "out_of_memory":
         return measurement.shortage.over_bytes if measurement.shortage is not None else 1
-    return min(measurement.peak_bytes - space.question.cluster.gpu.free_bytes, 0)
+    return min(measurement.peak_bytes - space.problem.cluster.gpu.free_bytes, 0)
 
 
 def adopt(study: optuna.Study, space: Space, say: Say) -> None:
