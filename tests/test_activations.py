@@ -16,7 +16,7 @@ from autograd_truth import Truth, Tuning, adapted_names, run_layer, tiny_model
 from transformers import AutoConfig
 
 from planner.memory.layers.attention import backward_workspace
-from planner.memory.layers.autograd import Moment
+from planner.memory.layers.autograd import LiveBytes
 from planner.memory.layers.one_layer import LayerMemory, layer_memory
 from planner.memory.layers.recipe import Kernel, Recipe
 from planner.models.from_config import shape_of
@@ -159,7 +159,7 @@ class Case:
     def layer(self) -> Layer:
         return shape(self.model).layers[self.index]
 
-    def bytes_of(self, moment: Moment) -> int:
+    def bytes_of(self, moment: LiveBytes) -> int:
         tokens = self.rows * self.length
         return moment.total[0] * tokens + moment.total[1] * tokens * self.length + moment.total[2]
 

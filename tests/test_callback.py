@@ -34,7 +34,7 @@ from planner.report.json import estimate_report, json_text  # noqa: E402
 from planner.units import GIB, MIB  # noqa: E402
 from probes import MemoryPlanCallback  # noqa: E402
 from probes.callback.candidate_of_run import candidate_of_run, method_of, plain, zero_of  # noqa: E402
-from probes.callback.memory_of_run import Reading, RunMemory, gpu_of, reading_of  # noqa: E402
+from probes.callback.memory_of_run import RunMemory, RunMemoryReading, gpu_of, reading_of  # noqa: E402
 from probes.worker.random_weights import tokenizer  # noqa: E402
 
 pytestmark = [  # what the libraries warn of is theirs
@@ -106,9 +106,9 @@ def memory(peaks: Callable[[int], int], outside: int = 500 * MIB) -> RunMemory:
     """A card whose peak grows from reading to reading as `peaks` says: the first is when training begins, then two a step."""
     readings = iter(range(10**6))
 
-    def read() -> Reading:
+    def read() -> RunMemoryReading:
         allocated = peaks(next(readings))
-        return Reading(
+        return RunMemoryReading(
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=allocated + 2 * MIB,
             outside_bytes=outside,

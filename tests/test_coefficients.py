@@ -17,7 +17,7 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.memory.activations import StackMemory, stack_memory
 from planner.memory.kv_cache import kv_cache_bytes
-from planner.memory.layers.one_layer import LayerMemory, Peaks, layer_memory
+from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory
 from planner.memory.parameters.tensors import model_tensors
 from planner.memory.stack_recipe import stack_recipe
 from planner.models.catalogue import load_model
@@ -89,7 +89,7 @@ def stack(model: ModelShape, **settings: object) -> StackMemory:
     return stack_memory(model, stack_recipe(candidate, True), False, 0)
 
 
-def bytes_at(peaks: Peaks) -> list[int]:
+def bytes_at(peaks: PassPeak) -> list[int]:
     return [peaks.at(rows * length, rows * length**2)[0] for rows, length in SIZES]
 
 

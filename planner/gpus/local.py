@@ -12,7 +12,7 @@ NAME_A_CARD = "Name the card instead, such as --gpus 1xRTX-3090."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class DriverReading:
     """What the driver says of one card. `total_bytes` is without what the driver keeps for itself."""
 
     name: str
@@ -38,7 +38,7 @@ def local_cluster() -> Cluster:
     return Cluster(gpu=_gpu(readings), nodes=1, gpus_per_node=len(readings))
 
 
-def _gpu(readings: list[Reading]) -> Gpu:
+def _gpu(readings: list[DriverReading]) -> Gpu:
     """Speeds from the catalogue where it knows the name; memory and compute capability from the driver."""
     first, total_bytes = readings[0], min(reading.total_bytes for reading in readings)
     try:
@@ -71,7 +71,7 @@ def _nvml() -> ModuleType:
     return module
 
 
-def _readings(nvml: ModuleType) -> list[Reading]:
+def _readings(nvml: ModuleType) -> list[DriverReading]:
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         return [_reading(nvml, handle) for handle in handles]
@@ -79,7 +79,7 @@ def _readings(nvml: ModuleType) -> list[Reading]:
         nvml.nvmlShutdown()
 
 
-def _reading(nvml: ModuleType, handle: object) -> Reading:
+def _reading(nvml: ModuleType, handle: object) -> DriverReading:
     """Version 2 of the memory record tells what the driver reserves, which torch's total does not contain."""
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
@@ -87,7 +87,7 @@ def _reading(nvml: ModuleType, handle: object) -> Reading:
         raise InputError(f"--gpus local needs an NVIDIA driver of 510 or newer ({error}). {NAME_A_CARD}") from error
     name = nvml.nvmlDeviceGetName(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Reading(
+    return DriverReading(
         name=name.decode() if isinstance(name, bytes) else str(name),
         total_bytes=int(memory.total - memory.reserved),
         free_bytes=int(memory.free),
@@ -95,7 +95,7 @@ def _reading(nvml: ModuleType, handle: object) -> Reading:
     )
 
 
-def _visible(readings: list[Reading]) -> list[Reading]:
+def _visible(readings: list[DriverReading]) -> list[DriverReading]:
     """Those that CUDA_VISIBLE_DEVICES leaves, where it lists indices."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:

@@ -6,8 +6,8 @@ One run for everything but the batch: the answer is a handful of moments with si
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from planner.memory.layers.autograd import NOTHING, Kind, Moment, Size
-from planner.memory.layers.one_layer import LayerMemory, Peaks, envelope, layer_memory
+from planner.memory.layers.autograd import NOTHING, Kind, LiveBytes, Size
+from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory, upper_envelope
 from planner.memory.layers.recipe import Recipe
 from planner.memory.parameters.lora import FUSED_BRANCHES
 from planner.memory.stack_recipe import StackRecipe, kernel
@@ -25,12 +25,12 @@ class StackMemory:
     the backward pass keeps them. `backward` counts the gradients that the pass itself has made so far. `inference`: without gradients.
     """
 
-    saved: Moment
+    saved: LiveBytes
     copies: Size
-    forward: Peaks
-    backward: Peaks
-    inference: Peaks
-    one_layer: Moment  # the most that a single layer saves: what offloading keeps on the GPU
+    forward: PassPeak
+    backward: PassPeak
+    inference: PassPeak
+    one_layer: LiveBytes  # the most that a single layer saves: what offloading keeps on the GPU
 
 
 @lru_cache(maxsize=4096)
@@ -56,22 +56,24 @@ def stack_memory(
         learned[i] = learned[i + 1] + parts[i].gradient_bytes
     ends = first_and_last(parts)
     copies = sum(part.copies for part in parts)
-    forward = [plus(left[i], moment) for i in ends for moment in parts[i].forward.moments]
+    forward = [plus(left[i], moment) for i in ends for moment in parts[i].forward.snapshots]
     backward = [
         plus(without_copies(left[i], parts[:i]), moment, gradients(learned[i + 1]))
         for i in ends
-        for moment in parts[i].backward.moments
+        for moment in parts[i].backward.snapshots
     ]
     inference = [
         plus(embedding, moment, autocast(i * parts[i].inference_copies))
         for i in ends
-        for moment in parts[i].memory.inference.moments
+        for moment in parts[i].memory.inference.snapshots
     ]
     heaviest = max((part.left for part in parts), key=lambda moment: moment.total)
-    return StackMemory(left[-1], (0, 0, copies), envelope(forward), envelope(backward), envelope(inference), heaviest)
+    return StackMemory(
+        left[-1], (0, 0, copies), upper_envelope(forward), upper_envelope(backward), upper_envelope(inference), heaviest
+    )
 
 
-def embedded(model: ModelShape, stack: StackRecipe) -> Moment:
+def embedded(model: ModelShape, stack: StackRecipe) -> LiveBytes:
     """The first layer's input: the embedding's output, or behind it a norm's (bloom).
 
     The norm's output is float32 under autocast. It keeps its own input where that needs a gradient: PEFT asks for one when it checkpoints.
@@ -82,7 +84,7 @@ def embedded(model: ModelShape, stack: StackRecipe) -> Moment:
         learns = stack.recipe.trainable or stack.gradient_checkpointing
         kept = per_token + NORM_STATISTICS * FLOAT32_BYTES if learns else 0
         per_token = kept + (model.hidden_size * FLOAT32_BYTES if stack.recipe.autocast_width else per_token)
-    return Moment((per_token, 0, 0), (("activations", (per_token, 0, 0)),))
+    return LiveBytes((per_token, 0, 0), (("activations", (per_token, 0, 0)),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,10 @@ class LayerPart:
     """One layer in its place. `left`: what it leaves after its forward pass; `copies`: autocast's copies in that which do not outlive it."""
 
     memory: LayerMemory
-    left: Moment
+    left: LiveBytes
     copies: int
-    forward: Peaks
-    backward: Peaks
+    forward: PassPeak
+    backward: PassPeak
     gradient_bytes: int
     inference_copies: int
 
@@ -149,7 +151,7 @@ def first_and_last(parts: list[LayerPart]) -> list[int]:
     return sorted({end for found in places.values() for end in (found[0], found[-1])})
 
 
-def plus(*moments: Moment) -> Moment:
+def plus(*moments: LiveBytes) -> LiveBytes:
     """What is alive together."""
     kinds: dict[Kind, Size] = {}
     for moment in moments:
@@ -158,21 +160,21 @@ def plus(*moments: Moment) -> Moment:
     total = NOTHING
     for moment in moments:
         total = add(total, moment.total)
-    return Moment(total, tuple(kinds.items()))
+    return LiveBytes(total, tuple(kinds.items()))
 
 
 def add(a: Size, b: Size) -> Size:
     return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
 
 
-def gradients(size_bytes: int) -> Moment:
-    return Moment((0, 0, size_bytes), (("gradients", (0, 0, size_bytes)),))
+def gradients(size_bytes: int) -> LiveBytes:
+    return LiveBytes((0, 0, size_bytes), (("gradients", (0, 0, size_bytes)),))
 
 
-def autocast(size_bytes: int) -> Moment:
-    return Moment((0, 0, size_bytes), (("autocast_copies", (0, 0, size_bytes)),))
+def autocast(size_bytes: int) -> LiveBytes:
+    return LiveBytes((0, 0, size_bytes), (("autocast_copies", (0, 0, size_bytes)),))
 
 
-def without_copies(left: Moment, before: list[LayerPart]) -> Moment:
+def without_copies(left: LiveBytes, before: list[LayerPart]) -> LiveBytes:
     """The same once the forward pass has ended and autocast has dropped the copies that nothing else holds."""
     return plus(left, autocast(-sum(part.copies for part in before)))

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from planner.candidate import SHARDED, Candidate
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import StackMemory, stack_memory
-from planner.memory.layers.autograd import NOTHING, Moment
-from planner.memory.layers.one_layer import Peaks
+from planner.memory.layers.autograd import NOTHING, LiveBytes
+from planner.memory.layers.one_layer import PassPeak
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, with_data
 from planner.memory.states import States, states_of
@@ -101,14 +101,16 @@ def head_elements(candidate: Candidate) -> int:
 # -- components of a moment --------------------------------------------------------------------------------------------
 
 
-def at_moment(passes: Passes, peaks: Peaks) -> Components:
+def at_moment(passes: Passes, peaks: PassPeak) -> Components:
     """The heaviest moment; with offloading, the one that is heaviest with what has moved to the host taken out."""
     if not offloads(passes.candidate):
         return at(peaks, passes.tokens, passes.scores)
-    return max((sizes(remaining(passes, moment), passes.tokens, passes.scores) for moment in peaks.moments), key=total)
+    return max(
+        (sizes(remaining(passes, moment), passes.tokens, passes.scores) for moment in peaks.snapshots), key=total
+    )
 
 
-def remaining(passes: Passes, moment: Moment) -> Moment:
+def remaining(passes: Passes, moment: LiveBytes) -> LiveBytes:
     """The moment without what offloading has moved to the host: of what is saved, one layer's stays.
 
     Source: trl 1.16, models/activation_offloading.py (up to five tensors wait for their copy); transformers 5.23, `offload` of
@@ -126,18 +128,18 @@ def remaining(passes: Passes, moment: Moment) -> Moment:
             max(held[1] - saved[1], 0) + min(held[1], layer[1]),
             held[2],
         )
-    return Moment(moment.total, tuple(kinds.items()))
+    return LiveBytes(moment.total, tuple(kinds.items()))
 
 
 def offloads(candidate: Candidate) -> bool:
     return candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)
 
 
-def at(peaks: Peaks, tokens: int, scores: int) -> Components:
+def at(peaks: PassPeak, tokens: int, scores: int) -> Components:
     return sizes(peaks.at(tokens, scores)[1], tokens, scores)
 
 
-def sizes(moment: Moment, tokens: int, scores: int) -> Components:
+def sizes(moment: LiveBytes, tokens: int, scores: int) -> Components:
     return {kind: size[0] * tokens + size[1] * scores + size[2] for kind, size in moment.kinds}
 
 

@@ -12,7 +12,7 @@ from probes.runner.gpus_in_use import visible_handles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class RunMemoryReading:
     """The peaks since the process began, and what the driver counts for it beside PyTorch; 0 where it does not say."""
 
     peak_allocated_bytes: int
@@ -26,7 +26,7 @@ class RunMemory:
     """One process' card, and how to read what the process takes of it."""
 
     gpu: Gpu
-    read: Callable[[], Reading]
+    read: Callable[[], RunMemoryReading]
 
 
 # Of torch.cuda.memory_stats (pytorch 2.13, torch/cuda/memory.py:231): what is kept beside the peaks.
@@ -49,7 +49,7 @@ def cuda_memory() -> RunMemory | None:
     device = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(device)
 
-    def read() -> Reading:
+    def read() -> RunMemoryReading:
         stats = torch.cuda.memory_stats(device)
         return reading_of(stats, process_bytes(device))
 
@@ -58,10 +58,10 @@ def cuda_memory() -> RunMemory | None:
     )
 
 
-def reading_of(stats: dict[str, int], process_bytes: int) -> Reading:
+def reading_of(stats: dict[str, int], process_bytes: int) -> RunMemoryReading:
     """`stats` of torch.cuda.memory_stats, `process_bytes` as the driver counts them at the same moment, 0 where it does not."""
     reserved = stats["reserved_bytes.all.current"]
-    return Reading(
+    return RunMemoryReading(
         peak_allocated_bytes=stats["allocated_bytes.all.peak"],
         peak_reserved_bytes=stats["reserved_bytes.all.peak"],
         outside_bytes=max(process_bytes - reserved, 0) if process_bytes else 0,

@@ -14,8 +14,8 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from planner.errors import NotMeasured, UnknownArchitecture
-from planner.memory.layers.autograd import Moment, Size
-from planner.memory.layers.one_layer import LayerMemory, Peaks, envelope
+from planner.memory.layers.autograd import LiveBytes, Size
+from planner.memory.layers.one_layer import LayerMemory, PassPeak, upper_envelope
 from planner.memory.layers.recipe import Recipe
 from planner.models.shape import ModelShape
 from probes.layers.store import Layers, Measured, Refused, load_layers, load_measured, save_layers, save_measured
@@ -171,10 +171,11 @@ def _measured_now(model: ModelShape, recipe: Recipe) -> Measured | Refused:
 
 
 def _fitted(model: ModelShape, sizes: Sizes, seen: "list[Seen]") -> LayerMemory:
-    def moment(of: "Callable[[Seen], Bytes]") -> Moment:
-        return _checked(model, sizes, Peaks((_moment(sizes, [of(each) for each in seen]),)), of(seen[3])).moments[0]
+    def moment(of: "Callable[[Seen], Bytes]") -> LiveBytes:
+        fitted = _moment(sizes, [of(each) for each in seen])
+        return _checked(model, sizes, PassPeak((fitted,)), of(seen[3])).snapshots[0]
 
-    def peaks(of: "Callable[[Seen], list[Bytes]]") -> Peaks:
+    def peaks(of: "Callable[[Seen], list[Bytes]]") -> PassPeak:
         return _peaks(model, sizes, [of(each) for each in seen])
 
     return LayerMemory(
@@ -188,15 +189,15 @@ def _fitted(model: ModelShape, sizes: Sizes, seen: "list[Seen]") -> LayerMemory:
     )
 
 
-def _peaks(model: ModelShape, sizes: Sizes, passes: "list[list[Bytes]]") -> Peaks:
+def _peaks(model: ModelShape, sizes: Sizes, passes: "list[list[Bytes]]") -> PassPeak:
     """All moments that can be the peak, where the passes of all sizes have the same; where they loop over tokens, each one's heaviest."""
     if len({len(moments) for moments in passes}) > 1:
         passes = [[max(moments, key=_total)] for moments in passes]
-    fitted = envelope([_moment(sizes, list(alike)) for alike in zip(*passes, strict=True)])
+    fitted = upper_envelope([_moment(sizes, list(alike)) for alike in zip(*passes, strict=True)])
     return _checked(model, sizes, fitted, max(passes[3], key=_total))
 
 
-def _moment(sizes: Sizes, seen: "list[Bytes]") -> Moment:
+def _moment(sizes: Sizes, seen: "list[Bytes]") -> LiveBytes:
     """The coefficients that the first three sizes determine."""
     kinds = tuple(dict.fromkeys(kind for each in seen for kind in each))
     coefficients = tuple((kind, _coefficients(sizes[:3], [each.get(kind, 0) for each in seen[:3]])) for kind in kinds)
@@ -205,10 +206,10 @@ def _moment(sizes: Sizes, seen: "list[Bytes]") -> Moment:
         sum(size[1] for _, size in coefficients),
         sum(size[2] for _, size in coefficients),
     )
-    return Moment(total, coefficients)
+    return LiveBytes(total, coefficients)
 
 
-def _checked(model: ModelShape, sizes: Sizes, fitted: Peaks, held_back: "Bytes") -> Peaks:
+def _checked(model: ModelShape, sizes: Sizes, fitted: PassPeak, held_back: "Bytes") -> PassPeak:
     rows, length = sizes[3]
     found, expected = fitted.at(rows * length, rows * length**2)[0], _total(held_back)
     if abs(found - expected) > HELD_BACK_WITHIN * expected:

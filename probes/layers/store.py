@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.files.cache import cache_root, installed_versions
-from planner.memory.layers.autograd import Moment
-from planner.memory.layers.one_layer import LayerMemory, Peaks
+from planner.memory.layers.autograd import LiveBytes
+from planner.memory.layers.one_layer import LayerMemory, PassPeak
 from planner.memory.layers.recipe import Recipe
 from planner.models.from_config import Counts
 from planner.models.shape import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
@@ -169,10 +169,10 @@ def _memory(found: dict[str, Any]) -> LayerMemory:
     )  # fmt: skip
 
 
-def _peaks(found: dict[str, Any]) -> Peaks:
-    return Peaks(tuple(map(_moment, found["moments"])))
+def _peaks(found: dict[str, Any]) -> PassPeak:
+    return PassPeak(tuple(map(_moment, found["snapshots"])))
 
 
-def _moment(found: dict[str, Any]) -> Moment:
+def _moment(found: dict[str, Any]) -> LiveBytes:
     (tokens, scores, constant), kinds = found["total"], found["kinds"]
-    return Moment((tokens, scores, constant), tuple((kind, (of[0], of[1], of[2])) for kind, of in kinds))
+    return LiveBytes((tokens, scores, constant), tuple((kind, (of[0], of[1], of[2])) for kind, of in kinds))

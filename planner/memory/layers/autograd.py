@@ -100,7 +100,7 @@ Pending = dict[Node | Parameter, list[Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class LiveBytes:
     """What was alive when memory had just grown: bytes of each kind, as polynomials."""
 
     total: Size
@@ -123,7 +123,7 @@ class Tape:
     gradients_exist: bool = False  # accumulation: a new gradient is added to the old one and freed
     alive: dict[Kind, list[int]] = field(default_factory=dict)
     total: list[int] = field(default_factory=lambda: [0, 0, 0])
-    moments: list[Moment] = field(default_factory=list)
+    snapshots: list[LiveBytes] = field(default_factory=list)
     gradients: list[Storage] = field(default_factory=list)
     autocast_cache: list[Tensor] = field(default_factory=list)
     order: int = 0
@@ -145,16 +145,18 @@ class Tape:
         if self.muted:
             return
         tokens, scores, constant = self.total
-        for moment in self.moments:
+        for moment in self.snapshots:
             other = moment.total
             if other[0] >= tokens and other[1] >= scores and other[2] >= constant:
                 return
-        self.moments = [m for m in self.moments if m.total[0] > tokens or m.total[1] > scores or m.total[2] > constant]
-        self.moments.append(self.now())
+        self.snapshots = [
+            m for m in self.snapshots if m.total[0] > tokens or m.total[1] > scores or m.total[2] > constant
+        ]
+        self.snapshots.append(self.snapshot())
 
-    def now(self) -> Moment:
+    def snapshot(self) -> LiveBytes:
         kinds = tuple((kind, (held[0], held[1], held[2])) for kind, held in self.alive.items() if any(held))
-        return Moment((self.total[0], self.total[1], self.total[2]), kinds)
+        return LiveBytes((self.total[0], self.total[1], self.total[2]), kinds)
 
     def close(self) -> None:
         """Let go of what refers back to the tape, so that reference counts alone free it."""

@@ -7,22 +7,22 @@ multiplications. `tests/test_activations.py` holds the saved bytes against real 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.memory.layers.autograd import NOTHING, Moment, Node, Pending, Size, Tape, Tensor, moved
+from planner.memory.layers.autograd import NOTHING, LiveBytes, Node, Pending, Size, Tape, Tensor, moved
 from planner.memory.layers.decoder import PROGRAMS
 from planner.memory.layers.recipe import Recipe
 from planner.models.shape import Layer
 
 
 @dataclass(frozen=True, slots=True)
-class Peaks:
+class PassPeak:
     """The moments of a pass that can be its peak for some size: none is below another in all three coefficients."""
 
-    moments: tuple[Moment, ...]
+    snapshots: tuple[LiveBytes, ...]
 
-    def at(self, tokens: int, scores: int) -> tuple[int, Moment]:
+    def at(self, tokens: int, scores: int) -> tuple[int, LiveBytes]:
         """The peak's bytes and its moment for `tokens` = rows x length and `scores` = rows x length squared."""
-        best, best_bytes = self.moments[0], -1
-        for moment in self.moments:
+        best, best_bytes = self.snapshots[0], -1
+        for moment in self.snapshots:
             per_token, per_score, constant = moment.total
             total = per_token * tokens + per_score * scores + constant
             if total > best_bytes:
@@ -40,22 +40,22 @@ class LayerMemory:
     output gone. `inference`: a forward pass without gradients.
     """
 
-    saved: Moment
-    checkpoint: Moment
-    forward: Peaks
-    checkpointed_forward: Peaks
-    backward: Peaks
-    checkpointed_backward: Peaks
-    inference: Peaks
+    saved: LiveBytes
+    checkpoint: LiveBytes
+    forward: PassPeak
+    checkpointed_forward: PassPeak
+    backward: PassPeak
+    checkpointed_backward: PassPeak
+    inference: PassPeak
 
 
-def envelope(moments: list[Moment]) -> Peaks:
+def upper_envelope(moments: list[LiveBytes]) -> PassPeak:
     """Drop every moment that another one is at least as large as in all coefficients."""
-    kept: list[Moment] = []
+    kept: list[LiveBytes] = []
     for moment in sorted(moments, key=lambda moment: moment.total, reverse=True):
         if not any(all(a >= b for a, b in zip(other.total, moment.total, strict=True)) for other in kept):
             kept.append(moment)
-    return Peaks(tuple(kept))
+    return PassPeak(tuple(kept))
 
 
 def residual_width(recipe: Recipe) -> int:
@@ -63,17 +63,17 @@ def residual_width(recipe: Recipe) -> int:
     return recipe.weight_width
 
 
-def peaks(tape: Tape, base: Moment) -> Peaks:
+def peaks(tape: Tape, base: LiveBytes) -> PassPeak:
     """The tape's moments without what was alive before they began, and a fresh start for the next pass."""
-    moments = [minus(moment, base) for moment in tape.moments]
-    tape.moments = []
-    return envelope(moments)
+    moments = [minus(moment, base) for moment in tape.snapshots]
+    tape.snapshots = []
+    return upper_envelope(moments)
 
 
-def minus(moment: Moment, base: Moment) -> Moment:
+def minus(moment: LiveBytes, base: LiveBytes) -> LiveBytes:
     before = dict(base.kinds)
     kinds = tuple((kind, subtract(size, before.get(kind, NOTHING))) for kind, size in moment.kinds)
-    return Moment(subtract(moment.total, base.total), kinds)
+    return LiveBytes(subtract(moment.total, base.total), kinds)
 
 
 def subtract(a: Size, b: Size) -> Size:
@@ -99,7 +99,7 @@ def layer_memory(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerMe
     )
 
 
-def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[Moment, Peaks, Peaks]:
+def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[LiveBytes, PassPeak, PassPeak]:
     """Forward, everything kept; backward."""
     tape = Tape(gradients_exist=gradients_exist)
     x, before = layer_input(tape, layer, recipe)
@@ -107,7 +107,7 @@ def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[M
     keep(x)
     forward = peaks(tape, before)
     tape.autocast_cache.clear()
-    saved = minus(tape.now(), before)
+    saved = minus(tape.snapshot(), before)
     last, elements, width = x.node, x.elements, x.width
     assert isinstance(last, Node)
     del x
@@ -116,14 +116,14 @@ def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[M
     return saved, forward, peaks(tape, before)
 
 
-def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[Moment, Peaks, Peaks]:
+def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[LiveBytes, PassPeak, PassPeak]:
     """Forward, only the input kept; recomputation in the backward pass up to the last tensor it needs; backward."""
     tape = Tape(gradients_exist=gradients_exist, saving=False)
     x, before = layer_input(tape, layer, recipe)
     held = x
     x = PROGRAMS[layer.program](tape, recipe, layer, x)
     keep(x)
-    checkpoint = minus(tape.now(), before)
+    checkpoint = minus(tape.snapshot(), before)
     forward = peaks(tape, before)
     last, elements, width = x.node, x.elements, x.width
     assert isinstance(last, Node)
@@ -151,15 +151,15 @@ def keep(output: Tensor) -> None:
     output.storage.keep_as("activations")
 
 
-def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, Moment]:
+def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, LiveBytes]:
     """The output of the layer before, and what is alive with it."""
     x = tape.leaf((layer.hidden_size, 0, 0), residual_width(recipe))
-    before = tape.now()
-    tape.moments = []
+    before = tape.snapshot()
+    tape.snapshots = []
     return x, before
 
 
-def inference_peaks(layer: Layer, recipe: Recipe) -> Peaks:
+def inference_peaks(layer: Layer, recipe: Recipe) -> PassPeak:
     """A forward under no_grad; the layer's input is alive already."""
     tape = Tape(saving=False, grad_enabled=False)
     x, before = layer_input(tape, layer, recipe)
