@@ -1,4 +1,4 @@
-"""A trace run through the caching allocator: what is reserved after each event, what fragments, and where a card would run out."""
+"""Replay a trace through the model of the caching allocator: reserved bytes, fragmentation, and out of memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,16 +8,15 @@ from planner.allocator.caching_allocator import Allocator, AllocatorSettings, Bl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """What a trace does to the card. `reserved` after every event, up to the one that ran out."""
+    """The allocator during a trace. `reserved`: bytes after every event, up to the one that ran out of memory."""
 
     reserved: tuple[int, ...]
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    fragmentation_bytes: int  # reserved beyond what was allocated when most was reserved
-    out_of_memory: OutOfMemory | None  # None: the card was large enough
-    slack: dict[
-        int, int
-    ]  # after the events that were asked about: reserved, in no tensor, and in no segment that could be given back
+    fragmentation_bytes: int  # reserved but not allocated, when the reserved bytes peaked first
+    out_of_memory: OutOfMemory | None  # None: the GPU was large enough
+    # By event: bytes reserved that no tensor asked for and that lie in no segment that could be returned to the GPU.
+    slack: dict[int, int]
 
 
 def replay(
@@ -27,10 +26,14 @@ def replay(
     slack_at: frozenset[int] = frozenset(),
     free_before: int = 0,
 ) -> Replay:
-    """Events of (allocation, +bytes or -bytes) run on a card that has `card_bytes` for the allocator.
+    """Run the events of a trace through an allocator that has `card_bytes` of the GPU.
 
-    An allocation is identified by its number; its sign says whether it is born or dies, as in `Trace.events`. `slack_at`: events to be asked about.
-    `free_before`: bytes of a block that was taken and given back before the first event (loading.py).
+    Args:
+        events: pairs (index of the allocation, +bytes when made or -bytes when freed), as in `Trace.events`.
+        card_bytes: bytes of the GPU that the allocator may reserve.
+        settings: PYTORCH_CUDA_ALLOC_CONF.
+        slack_at: indices of the events after which `Replay.slack` is computed.
+        free_before: bytes of a block that is allocated and freed before the first event (loading.py).
     """
     allocator = Allocator(card_bytes, settings or AllocatorSettings())
     if free_before and (block := allocator.allocate(free_before)) is not None:
@@ -60,6 +63,10 @@ def replay(
         if event in slack_at:
             slack[event] = allocator.reserved_bytes - allocator.idle_bytes() - requested
     return Replay(
-        reserved=tuple(reserved), peak_allocated_bytes=peak_allocated, peak_reserved_bytes=peak_reserved, fragmentation_bytes=unused_at_peak,
-        out_of_memory=failure, slack=slack,
-    )  # fmt: skip
+        reserved=tuple(reserved),
+        peak_allocated_bytes=peak_allocated,
+        peak_reserved_bytes=peak_reserved,
+        fragmentation_bytes=unused_at_peak,
+        out_of_memory=failure,
+        slack=slack,
+    )

@@ -1,4 +1,4 @@
-"""What a step reserves on the card: its trace replayed through the caching allocator, phase by phase."""
+"""The memory that PyTorch's allocator reserves during a step, phase by phase: the step's trace, replayed."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from planner.quantities import Phase
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortfall:
-    """Where a card runs out: in the phase of the allocation that finds no room, with the figures of PyTorch's message."""
+    """Out of memory on a GPU: the phase of the allocation that finds no room, and the numbers of PyTorch's message."""
 
     phase: Phase
     figures: OutOfMemory
@@ -21,15 +21,17 @@ class Shortfall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserved:
-    """What PyTorch's allocator reserves, for each phase of a trace.
+    """Bytes that PyTorch's allocator reserves in each phase of a trace.
 
-    `most`: the most while the phase lasts, the cache it keeps included, on a card without end. `slack`: of it, at the phase's heaviest moment,
-    what is neither allocated nor in a segment that is wholly free: those are given back before the allocator raises (`release_cached_blocks`).
+    `most`: the peak of the reserved bytes in the phase, cached free blocks included, on a GPU without a limit.
+    `slack`: the part of them, at the moment when the phase allocates most, that is neither in a tensor nor in a wholly
+    free segment. Wholly free segments are returned to the GPU before the allocator raises (`release_cached_blocks`);
+    slack is not.
     """
 
     most: dict[Phase, int]
     slack: dict[Phase, int]
-    shortfall: Shortfall | None  # None: the card is large enough
+    shortfall: Shortfall | None  # None: the GPU is large enough
 
     @property
     def peak_bytes(self) -> int:
@@ -37,21 +39,22 @@ class Reserved:
 
 
 def reserved_of(trace: Trace, candidate: Candidate, gpu: Gpu, outside_bytes: int) -> Reserved:
-    """A candidate's trace on a card of which `outside_bytes` are taken by what is outside PyTorch's allocator."""
+    """Replay a candidate's trace on a GPU; `outside_bytes` of it are used outside PyTorch's allocator (CUDA, NCCL)."""
     settings = AllocatorSettings(expandable_segments=candidate.expandable_segments)
     warm_up = warm_up_bytes(trace, candidate, gpu)
-    endless = replay(trace.events, NO_LIMIT, settings, frozenset(trace.heaviest_events.values()), warm_up)
+    unlimited = replay(trace.events, NO_LIMIT, settings, frozenset(trace.heaviest_events.values()), warm_up)
     card_bytes = gpu.free_bytes - outside_bytes
     return Reserved(
-        most=_most(trace, endless.reserved),
-        slack={phase: endless.slack[event] for phase, event in trace.heaviest_events.items()},
+        most=_most(trace, unlimited.reserved),
+        slack={phase: unlimited.slack[event] for phase, event in trace.heaviest_events.items()},
         shortfall=_shortfall(trace, card_bytes, gpu, settings, warm_up)
-        if endless.peak_reserved_bytes > card_bytes
+        if unlimited.peak_reserved_bytes > card_bytes
         else None,
     )
 
 
 def _most(trace: Trace, reserved: tuple[int, ...]) -> dict[Phase, int]:
+    """Return the peak of the reserved bytes in each phase, over the events that allocate."""
     found: dict[Phase, int] = {}
     for (index, size_bytes), reserved_bytes in zip(trace.events, reserved, strict=True):
         phase = trace.allocations[index].phase
@@ -61,7 +64,11 @@ def _most(trace: Trace, reserved: tuple[int, ...]) -> dict[Phase, int]:
 
 
 def _shortfall(trace: Trace, card_bytes: int, gpu: Gpu, settings: AllocatorSettings, warm_up: int) -> Shortfall | None:
-    """The message counts the whole card; what is outside PyTorch is neither free nor its own."""
+    """Replay the trace on the GPU's size; return where it runs out of memory, if it does.
+
+    PyTorch's message gives the GPU's total size, so the memory used outside PyTorch is in the total, but not in the
+    free bytes.
+    """
     figures = replay(trace.events, card_bytes, settings, free_before=warm_up).out_of_memory
     if figures is None:
         return None

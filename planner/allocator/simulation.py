@@ -1,7 +1,8 @@
-"""One process' trace made into the memory of a rank: what sharding, buckets and an engine change is put in the place of what one process has.
+"""Compose a single process's trace into the memory of one rank, with sharding and a vLLM engine.
 
-Activations, temporaries and the loss are simulated; what a rank keeps of weights, gradients and optimizer states, what it gathers, what the engine
-takes and what lies outside PyTorch are the planner's components (planner/memory/states.py, planner/memory/peak.py).
+Activations, temporaries and the loss come from the trace. The rank's shard of weights, gradients and optimizer states,
+its gathered parameters and buckets, the engine and the memory outside PyTorch come from the estimate
+(planner/memory/states.py, planner/memory/peak.py).
 """
 
 from collections.abc import Iterator
@@ -14,27 +15,27 @@ from planner.gpus.cluster import Gpu
 from planner.quantities import Component, Estimate, GpuMemory, Phase, PhaseMemory
 
 Components = dict[Component, int]
-# What sharding cuts: of a trace's step these are taken out, of the rank's estimate put in.
+# Components that sharding divides among the ranks: taken from the estimate instead of the trace.
 STATES: frozenset[Component] = frozenset({"weights", "adapters", "gradients", "optimizer_states"})
-# What no single process has in its trace.
+# Components that are never in a trace: taken from the estimate.
 OUTSIDE: frozenset[Component] = frozenset({"communication", "engine", "runtime", "fragmentation"})
-# Phases of a rank that one process does not go through in the same way: the sharded optimizer's own step, and what the engine does.
-OF_THE_RANK: tuple[Phase, ...] = ("load", "optimizer_step", "save")
-OF_THE_ENGINE: tuple[Phase, ...] = ("weight_sync", "rollout")
+# Phases taken from the estimate as a whole, since a single process does other things in them: with sharding (the
+# sharded optimizer has a step of its own), and with a vLLM engine.
+SHARDED_PHASES: tuple[Phase, ...] = ("load", "optimizer_step", "save")
+ENGINE_PHASES: tuple[Phase, ...] = ("weight_sync", "rollout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """A dry run's answer for one GPU of the trainer. `estimated` and `simulated` are the same phases, in order."""
+    """The memory of one training GPU, by a dry run and by the estimate: the same phases in the same order."""
 
     candidate: Candidate
     trace: Trace
     estimated: tuple[PhaseMemory, ...]
     simulated: tuple[PhaseMemory, ...]
-    composed: bool  # whether the planner's components stand in for sharding or an engine
-    reserved: Reserved | None = (
-        None  # by the allocator; None where it is composed, which has no order in which all is allocated
-    )
+    composed: bool  # parts come from the estimate, because of sharding or an engine
+    # What the allocator reserves; None if `composed`: parts that come from the estimate have no order of allocations.
+    reserved: Reserved | None = None
 
     @property
     def peak(self) -> PhaseMemory:
@@ -46,12 +47,13 @@ class Simulation:
 
     @property
     def difference(self) -> float:
-        """Of the estimated peak from the simulated one, as a share of it; below 0 the estimate is too small."""
+        """Return the error of the estimated peak as a share of the simulated one; negative if it is too small."""
         return self.estimated_peak.total_bytes / self.peak.total_bytes - 1
 
 
 def exceeded_by(simulation: Simulation, answer: Estimate) -> float:
-    """The share by which a dry run exceeds an estimate's peak, if it exceeds the interval's upper end or the card; else 0.
+    """Return the share by which the simulated peak exceeds the estimated one; 0 if it is within the interval and the
+    GPU.
 
     Compares training GPUs: the simulated peak with `answer.gpus[0]`.
     """
@@ -62,9 +64,11 @@ def exceeded_by(simulation: Simulation, answer: Estimate) -> float:
 
 
 def single_process(candidate: Candidate) -> Candidate:
-    """One process whose layers compute as a rank's do: gathered weights have 16 bits, under DeepSpeed and FSDP2's mixed precision adapters too.
+    """Return the candidate as one process without sharding whose layers compute as those of a rank do.
 
-    Source: deepspeed 0.19.8, runtime/engine.py (`module.bfloat16()`); accelerate 1.15, utils/fsdp_utils.py (`MixedPrecisionPolicy`).
+    Sharded ranks compute with gathered weights in 16 bits, LoRA adapters included (DeepSpeed, FSDP2's mixed precision).
+    Source: deepspeed 0.19.8, runtime/engine.py (`module.bfloat16()`); accelerate 1.15, utils/fsdp_utils.py
+    (`MixedPrecisionPolicy`).
     """
     one = replace(
         candidate, sharding="none", num_processes=1, num_nodes=1, offload_optimizer=False, offload_param=False
@@ -75,19 +79,22 @@ def single_process(candidate: Candidate) -> Candidate:
 
 
 def compose(candidate: Candidate, trace: Trace, estimated: GpuMemory) -> Simulation:
-    """The simulated phases of a training GPU beside its estimated ones."""
+    """Compose the phases of a training GPU from a trace and its estimate."""
     sharded = candidate.sharding in SHARDED
     return Simulation(
         candidate=candidate,
         trace=trace,
         estimated=estimated.phases,
-        simulated=composed(candidate, (without_states(trace) if sharded else trace).phases, estimated.phases),
+        simulated=composed_phases(candidate, (without_states(trace) if sharded else trace).phases, estimated.phases),
         composed=sharded or candidate.vllm != "off",
     )
 
 
 def with_reserved(simulation: Simulation, gpu: Gpu) -> Simulation:
-    """The simulation with what its step reserves on a card, and the step's own fragmentation in the place of the estimated one."""
+    """Add what the allocator reserves on a GPU to a simulation; its slack replaces the estimated fragmentation.
+
+    A composed simulation is returned unchanged.
+    """
     if simulation.composed:
         return simulation
     outside = max(
@@ -103,10 +110,13 @@ def with_reserved(simulation: Simulation, gpu: Gpu) -> Simulation:
     return replace(simulation, simulated=tuple(phases), reserved=reserved)
 
 
-def composed(
+def composed_phases(
     candidate: Candidate, traced: tuple[PhaseMemory, ...], estimated: tuple[PhaseMemory, ...]
 ) -> tuple[PhaseMemory, ...]:
-    """The phases of one process as a rank has them. `traced` are without states where the candidate shards them."""
+    """Return a rank's phases from those of a trace and of the estimate.
+
+    `traced` must not contain weights, gradients and optimizer states if the candidate shards them.
+    """
     return tuple(
         _phases(
             candidate, {phase.name: phase.components for phase in traced}, {phase.name: phase for phase in estimated}
@@ -118,7 +128,7 @@ def _phases(
     candidate: Candidate, traced: dict[Phase, Components], rows: dict[Phase, PhaseMemory]
 ) -> Iterator[PhaseMemory]:
     sharded = candidate.sharding in SHARDED
-    replaced = (*(OF_THE_RANK if sharded else ()), *(OF_THE_ENGINE if candidate.vllm != "off" else ()))
+    replaced = (*(SHARDED_PHASES if sharded else ()), *(ENGINE_PHASES if candidate.vllm != "off" else ()))
     kept = OUTSIDE | STATES if sharded else OUTSIDE
     usual = rows["forward"]
     for name in (*rows, *(name for name in traced if name not in rows)):
@@ -131,9 +141,9 @@ def _phases(
 
 
 def without_states(trace: Trace) -> Trace:
-    """The trace without weights, adapters and optimizer states, and with gradients as temporaries.
+    """Return the trace without weights, adapters and optimizer states, and with gradients as temporaries.
 
-    A parameter's gradient is there until it is whole: only then it is reduced to the rank that keeps it.
+    With sharding a gradient is freed as soon as it is complete: it is reduced to the rank that keeps it.
     """
     events: list[tuple[int, int, int]] = []
     for index, allocation in enumerate(trace.allocations):
@@ -147,14 +157,23 @@ def without_states(trace: Trace) -> Trace:
     times: dict[int, list[int]] = {}
     for time, (_, index, sign) in enumerate(sorted(events)):
         times.setdefault(index, [time, STAYS])[0 if sign > 0 else 1] = time
-    allocations = tuple(_moved(trace.allocations[index], born, died) for index, (born, died) in times.items())
+    allocations = tuple(_at_events(trace.allocations[index], born, died) for index, (born, died) in times.items())
     return Trace(allocations=allocations, phase_starts=(), substitutions=trace.substitutions, versions=trace.versions)
 
 
-def _moved(made: Allocation, born: int, died: int) -> Allocation:
-    """An allocation at other times; a gradient is temporary. `dataclasses.replace` takes several times as long."""
-    component: Component = "transients" if made.component == "gradients" else made.component
+def _at_events(allocation: Allocation, born: int, died: int) -> Allocation:
+    """Return an allocation with other events; a gradient becomes a temporary.
+
+    Written out because `dataclasses.replace` takes several times as long.
+    """
+    component: Component = "transients" if allocation.component == "gradients" else allocation.component
     return Allocation(
-        size_bytes=made.size_bytes, born=born, died=died, phase=made.phase, component=component, operator=made.operator, module=made.module,
-        accumulated=made.accumulated,
-    )  # fmt: skip
+        size_bytes=allocation.size_bytes,
+        born=born,
+        died=died,
+        phase=allocation.phase,
+        component=component,
+        operator=allocation.operator,
+        module=allocation.module,
+        accumulated=allocation.accumulated,
+    )

@@ -1,4 +1,4 @@
-"""A training step's memory as a list of allocations, each with its birth and its death."""
+"""A trace: the allocations of a training step, each with the events at which it is made and freed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,15 +7,16 @@ from typing import Any
 
 from planner.quantities import Component, Phase, PhaseMemory
 
-STAYS = 2**62  # the `died` of an allocation that outlives the trace
+STAYS = 2**62  # the value of `died` for an allocation that is not freed within the trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """One storage. `born` and `died` count the events of the trace (births and deaths alike), from 0.
+    """One storage of a tensor.
 
-    `operator` made it (`aten.mm.default`), inside `module` (`model.layers.3.mlp`, empty where none was running).
-    `accumulated` is the event from which a gradient is whole, so that sharding may take it away.
+    `born` and `died` are the indices of the trace's events that allocate and free it; all events are counted, from 0.
+    `operator` allocated it (`aten.mm.default`), inside `module` (`model.layers.3.mlp`; empty outside of any).
+    `accumulated` is the event from which a gradient is complete: sharding may reduce and free it from then on.
     """
 
     size_bytes: int
@@ -28,7 +29,7 @@ class Allocation:
     accumulated: int = STAYS
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Several times as fast as what a dataclass does, for the thousands that one process tells another."""
+        """Pickle by constructor call: several times as fast as a dataclass's own way, for thousands of allocations."""
         return _allocation, (
             self.size_bytes,
             self.born,
@@ -52,13 +53,20 @@ def _allocation(
     accumulated: int,
 ) -> Allocation:
     return Allocation(
-        size_bytes=size_bytes, born=born, died=died, phase=phase, component=component, operator=operator, module=module, accumulated=accumulated
-    )  # fmt: skip
+        size_bytes=size_bytes,
+        born=born,
+        died=died,
+        phase=phase,
+        component=component,
+        operator=operator,
+        module=module,
+        accumulated=accumulated,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """A line of the table of what was alive at the peak: equal allocations of equal layers together."""
+    """A row of the table of the largest allocations at the peak: equal allocations of all layers, summed."""
 
     component: Component
     phase: Phase
@@ -70,16 +78,16 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """All allocations of a step in order of birth. `phase_starts` are the events at which a phase began, in order."""
+    """All allocations of a step, ordered by `born`. `phase_starts`: the events at which phases began, in order."""
 
     allocations: tuple[Allocation, ...]
     phase_starts: tuple[tuple[int, Phase], ...]
-    substitutions: tuple[str, ...] = ()  # what ran in another way than the device would, by name
+    substitutions: tuple[str, ...] = ()  # names of the kernels that were substituted (probes/dryrun)
     versions: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def events(self) -> tuple[tuple[int, int], ...]:
-        """(allocation, +bytes or -bytes), in order."""
+        """The events in order: pairs (index of the allocation, +bytes when it is made or -bytes when it is freed)."""
         found: list[tuple[int, int, int]] = []
         for index, allocation in enumerate(self.allocations):
             found.append((allocation.born, index, allocation.size_bytes))
@@ -102,7 +110,7 @@ class Trace:
 
     @cached_property
     def peak_event(self) -> int:
-        """The event that made the peak, the first of equals."""
+        """Index of the event after which most bytes are allocated; the first of equals."""
         return self._totals.index(self.peak_bytes) if self._totals else 0
 
     @property
@@ -111,7 +119,10 @@ class Trace:
 
     @cached_property
     def phases(self) -> tuple[PhaseMemory, ...]:
-        """For each phase the components at its own heaviest moment, which is a birth, over all the steps of the trace."""
+        """Return each phase's memory by component at the event of the phase that has most allocated.
+
+        Only events that allocate count. A phase that occurs in several steps counts once, at its heaviest event.
+        """
         return tuple(
             PhaseMemory(name=phase, components=_by_component(self.alive(event)))
             for phase, event in self.heaviest_events.items()
@@ -119,7 +130,7 @@ class Trace:
 
     @cached_property
     def heaviest_events(self) -> dict[Phase, int]:
-        """The event of each phase's heaviest moment, the first of equals."""
+        """Index of the event of each phase after which most bytes are allocated; the first of equals."""
         heaviest: dict[Phase, tuple[int, int]] = {}
         for event, (index, size_bytes) in enumerate(self.events):
             phase = self.allocations[index].phase
@@ -128,11 +139,11 @@ class Trace:
         return {phase: event for phase, (_, event) in heaviest.items()}
 
     def alive(self, event: int) -> list[Allocation]:
-        """What is allocated right after an event."""
+        """Return the allocations that exist right after an event."""
         return [allocation for allocation in self.allocations if allocation.born <= event < allocation.died]
 
     def holdings_at_peak(self, count: int = 20) -> tuple[Holding, ...]:
-        """The largest of what was alive at the peak, layers of equal name taken together (`model.layers.*.mlp`)."""
+        """Return the largest allocations at the peak; those of all layers are summed (`model.layers.*.mlp`)."""
         groups: dict[tuple[Component, Phase, str, str], tuple[int, int]] = {}
         for allocation in self.alive(self.peak_event):
             module = ".".join("*" if part.isdigit() else part for part in allocation.module.split("."))
