@@ -4,11 +4,8 @@ import sys
 
 import typer
 
-from planner.commands import diagnose as diagnosing
-from planner.commands import lists as telling
-from planner.commands import plan as planning
-from planner.commands import probe as running
-from planner.commands.printing import say_error
+from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, validate
+from planner.commands.printing import print_error
 from planner.errors import EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
 
 EPILOG = """\
@@ -25,14 +22,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.callback(invoke_without_command=True, epilog=EPILOG)(planning.search)
-for name, command in (
-    ("estimate", planning.estimate), ("dry-run", running.dry_run), ("probe", running.probe), ("diagnose", diagnosing.diagnose),
-    ("validate", running.validate), ("export", telling.export),
-):  # fmt: skip
-    app.command(name, epilog=EPILOG)(command)
-for command in (telling.models, telling.gpus, telling.schema):
-    app.command()(command)
+app.callback(invoke_without_command=True, epilog=EPILOG)(plan.search)
+app.command("estimate", epilog=EPILOG)(estimate.estimate)
+app.command("dry-run", epilog=EPILOG)(dry_run.dry_run)
+app.command("probe", epilog=EPILOG)(probe.probe)
+app.command("diagnose", epilog=EPILOG)(diagnose.diagnose)
+app.command("validate", epilog=EPILOG)(validate.validate)
+app.command("export", epilog=EPILOG)(export.export)
+app.command()(lists.models)
+app.command()(lists.gpus)
+app.command()(lists.schema)
 
 
 def main() -> None:
@@ -49,10 +48,10 @@ def run(arguments: list[str]) -> int:
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="plan", standalone_mode=False)
     except PlanError as error:
-        say_error(str(error))
+        print_error(str(error))
         return error.exit_code
     except usage_error as error:
-        say_error(_with_commands(error.format_message()))  # type: ignore[attr-defined]
+        print_error(_with_commands(error.format_message()))  # type: ignore[attr-defined]
         return EXIT_WRONG_INPUT
     return int(code or EXIT_PLANNED)
 

@@ -1,6 +1,6 @@
 """What differs by TRL method and by TRL release: one row a method."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -166,3 +166,35 @@ def release(version: str) -> Release:
     if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
         raise InputError(f"{version!r} is no TRL release. Give one such as {NEWEST_TRL}.")
     return int(parts[0]), int(parts[1])
+
+
+# Settings that only some methods have, as Candidate fields.
+# Source: trl 1.16, trainer/*_config.py and experimental/*/*_config.py.
+METHOD_SETTINGS: dict[str, Callable[[Method], bool]] = {
+    "packing": lambda method: method.packs,
+    "padding_free": lambda method: method.padding_free,
+    "activation_offloading": lambda method: method.offloads_activations,
+    "precompute_ref_log_probs": lambda method: method.precomputes_reference,
+    "beta": lambda method: method.has_beta,
+    "num_generations": lambda method: method.grouped_completions,
+    "steps_per_generation": lambda method: method.grouped_completions,
+    "num_iterations": lambda method: method.grouped_completions,
+    "reward_model": lambda method: method.reward_model != "none",
+    "teacher_model": lambda method: method.teacher,
+    "ds3_gather_for_generation": lambda method: method.generates,
+    "vllm_gpu_memory_utilization": lambda method: method.supports_vllm,
+    "vllm_tensor_parallel_size": lambda method: method.supports_vllm,
+    "vllm_data_parallel_size": lambda method: method.supports_vllm,
+    "vllm_max_model_length": lambda method: method.supports_vllm,
+    "vllm_enable_sleep_mode": lambda method: method.supports_vllm,
+    "max_length": lambda method: not method.generates or method.bounded_rows,
+    "prompt_length": lambda method: method.generates,
+    "max_completion_length": lambda method: method.generates,
+}
+# Of these the ones that describe the data: for a method that has no such limit they are of no use, but not wrong.
+LENGTH_SETTINGS = ("max_length", "prompt_length", "max_completion_length")
+
+
+def has_setting(method: MethodName, field: str) -> bool:
+    """Whether a method has the setting; every method has the fields that are not in `METHOD_SETTINGS`."""
+    return field not in METHOD_SETTINGS or METHOD_SETTINGS[field](METHODS[method])

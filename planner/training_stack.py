@@ -1,16 +1,17 @@
-"""What the commands ask of `probes/`: layers without formulas, dry runs, probes and studies. Imported inside the commands that need it."""
+"""The only module that imports `probes`: layers without formulas, dry runs, probes and studies.
+
+Commands import it inside the function that needs it, since most answers need none of these.
+"""
 
 import contextlib
 import io
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from planner.allocator.simulation import Simulation, with_reserved
+from planner.allocator.simulation import Simulation
 from planner.candidate import Candidate
-from planner.commands.options import Probing, Proving
 from planner.errors import (
     EXIT_OTHER,
     EXIT_PLANNED,
@@ -20,7 +21,6 @@ from planner.errors import (
     ProbeFailed,
     UnknownArchitecture,
 )
-from planner.files.cache import cache_root
 from planner.gpus.cluster import Cluster, Gpu
 from planner.jobs.job import Job
 from planner.measurements.corrected_estimate import heaviest_rank
@@ -31,53 +31,45 @@ from planner.models.shape import ModelShape
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, attention
-from planner.units import format_size, parse_seconds
+from planner.units import format_size
 
 Say = Callable[[str], None]
 Probe = Callable[[Candidate], Measurement]
 
 DRY_RUN_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 PROBE_PACKAGES = (*DRY_RUN_PACKAGES, "optuna", "psutil")
-DEVICE_NAMES: dict[str, DeviceName] = {"cuda": "cuda", "cpu": "cpu", "simulated": "simulated"}
 # Endings of a study (probes/study/study.py) that the user has to do something about.
 BROKEN_OFF = frozenset({"interrupted", "environment", "failing", "set aside"})
 SET_ASIDE = "probes of better candidates failed for another reason than memory; the proof names them"
 FLASH = {"attn_implementation": "flash_attention_2"}
 
 
-def can_dry_run() -> bool:
+def dry_run_installed() -> bool:
     """Whether the packages of a dry run are installed."""
     return all(find_spec(name) is not None for name in DRY_RUN_PACKAGES)
 
 
-# -- the simulated rung ------------------------------------------------------------------------------------------------
+# -- dry runs ----------------------------------------------------------------------------------------------------------
 
 
-def simulated(answer: Estimate, cluster: Cluster, say: Say) -> Simulation:
-    """The dry run on a card of the cluster, as `traced` makes it.
+def dry_run(estimate: Estimate, gpu: Gpu | None, say: Say) -> Simulation:
+    """Run the installed trainer's step on fake tensors and return it beside the estimate.
 
-    Raises:
-        DryRunUnsupported: as `traced`.
-    """
-    return with_reserved(traced(answer, say, cluster.gpu), cluster.gpu)
-
-
-def traced(answer: Estimate, say: Say, gpu: Gpu | None = None) -> Simulation:
-    """The dry run with a card's kernels, or without a card with those that a probe on the CPU runs. What its libraries print is kept from the streams.
+    `gpu`: whose kernels run; None: the CPU's own, as a probe on the CPU runs them. What the libraries print is dropped.
 
     Raises:
         DryRunUnsupported: a setting that a dry run cannot show, or the packages are not installed.
     """
-    say(f"simulating the step: {answer.candidate.method} of {answer.candidate.model.id} ...")
-    with _libraries_kept_silent():
+    say(f"simulating the step: {estimate.candidate.method} of {estimate.candidate.model.id} ...")
+    with _silent_libraries():
         try:
-            from probes.dryrun.simulate import simulate_on
+            from probes.dryrun.simulate import kernels_of, simulate
         except ImportError as error:
             raise DryRunUnsupported(f"A dry run needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
-        return simulate_on(answer, gpu)
+        return simulate(estimate, kernels_of(gpu))
 
 
-def with_layers(say: Say) -> Callable[[ModelShape], ModelShape]:
+def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
     """What completes a model whose layers have no formulas: they are measured on fake tensors, where that was not done before."""
     announced = set[str]()
 
@@ -87,7 +79,7 @@ def with_layers(say: Say) -> Callable[[ModelShape], ModelShape]:
             if model.id not in announced:
                 say(f"no formulas for {model.model_type}: measuring the layers of {model.id} ...")
             announced.add(model.id)
-            with _libraries_kept_silent():
+            with _silent_libraries():
                 yield
 
         if model.known:
@@ -103,64 +95,72 @@ def with_layers(say: Say) -> Callable[[ModelShape], ModelShape]:
     return completed
 
 
-# -- the measured rung -------------------------------------------------------------------------------------------------
+# -- probes -------------------------------------------------------------------------------------------------------------
 
 
-def runnable_here(job: Job, cluster: Cluster, options: Probing) -> tuple[Job, tuple[str, ...]]:
-    """The job without what probes on this device could not run, and what to say of that.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeSettings:
+    """How probes run. `logs`: the folder of the workers' logs."""
 
-    FlashAttention 2 has no CPU kernels; on GPUs it needs flash-attn, or kernels for that of the Hub (transformers 5.23, modeling_flash_attention_utils.py).
+    device: DeviceName
+    seconds: float
+    logs: Path
+    hub_weights: bool = False
+    evaluate: bool = False
+
+
+def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, tuple[str, ...]]:
+    """Return the job without what probes on this device cannot run, and a warning about each change.
+
+    FlashAttention 2 has no CPU kernels; on GPUs it needs flash-attn, or the Hub's kernels for it
+    (transformers 5.23, modeling_flash_attention_utils.py).
     """
-    installed = options.device == "cuda" and any(find_spec(name) is not None for name in ("flash_attn", "kernels"))
-    if options.device == "simulated" or installed or "attn_implementation" in job.pinned:
+    installed = device == "cuda" and any(find_spec(name) is not None for name in ("flash_attn", "kernels"))
+    if device == "simulated" or installed or "attn_implementation" in job.pinned:
         return job, ()
     if FLASH not in attention(SearchProblem(job=job, cluster=cluster, tuning_class="lora")):
         return job, ()
-    where = "has no CPU kernels" if options.device == "cpu" else "is not installed here (pip install flash-attn)"
-    return replace(job, pinned={**job.pinned, "attn_implementation": "sdpa"}), (
-        f"attn_implementation sdpa: flash_attention_2 {where}",
-    )
+    where = "has no CPU kernels" if device == "cpu" else "is not installed here (pip install flash-attn)"
+    changed = replace(job, pinned={**job.pinned, "attn_implementation": "sdpa"})
+    return changed, (f"attn_implementation sdpa: flash_attention_2 {where}",)
 
 
-def prober(cluster: Cluster, options: Probing, tick: Say) -> Probe:
-    """The device that probes run on, as a function; `tick` is told each phase that a worker enters.
+def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) -> Probe:
+    """Return the device that probes run on, as a function; it calls `report_phase` with each phase that a worker enters.
 
     Raises:
-        InputError: no such device, this machine cannot stand for the cluster, or the packages are not installed.
+        InputError: this machine cannot stand for the cluster, or the packages are not installed.
     """
-    if options.device not in DEVICE_NAMES:
-        raise InputError(f"--device {options.device} is none of {', '.join(DEVICE_NAMES)}.")
-    seconds = parse_seconds(options.time_limit)
-    with _libraries_kept_silent():
+    with _silent_libraries():
         try:
             from probes.runner.devices import DeviceOptions, device
             from probes.runner.runner import Limits
         except ImportError as error:
             raise InputError(f"A probe needs {_missing('probe', PROBE_PACKAGES, error)}") from error
-        chosen = DeviceOptions(
-            logs=Path(options.logs) if options.logs else cache_root() / "logs",
-            limits=Limits(seconds=seconds),
-            weights="hub" if options.hub_weights else "random",
-            evaluate=options.evaluate,
-            say=tick,
+        options = DeviceOptions(
+            logs=settings.logs,
+            limits=Limits(seconds=settings.seconds),
+            weights="hub" if settings.hub_weights else "random",
+            evaluate=settings.evaluate,
+            say=report_phase,
         )
-        probe = device(DEVICE_NAMES[options.device], cluster, chosen)
+        run = device(settings.device, cluster, options)
 
     def silent(candidate: Candidate) -> Measurement:
-        """A dry run's libraries print where it runs, which is here."""
-        with _libraries_kept_silent():
-            return probe(candidate)
+        """A dry run's libraries print in this process."""
+        with _silent_libraries():
+            return run(candidate)
 
-    return silent if options.device == "simulated" else probe
+    return silent if settings.device == "simulated" else run
 
 
-def probed(candidate: Candidate, probe: Probe, gpu: str) -> Measurement:
-    """One probe, kept among the user's own results.
+def probe(candidate: Candidate, run: Probe, gpu: str) -> Measurement:
+    """Run one probe and keep its measurement among the user's own results.
 
     Raises:
-        ProbeFailed: it says nothing about memory; the message says what happened.
+        ProbeFailed: the probe measured no memory; the message says what happened.
     """
-    measurement = probe(candidate)
+    measurement = run(candidate)
     if not measurement.decided:
         log = f" Its log: {measurement.log}" if measurement.log else ""
         raise ProbeFailed(
@@ -172,27 +172,26 @@ def probed(candidate: Candidate, probe: Probe, gpu: str) -> Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvenPlan:
-    """A plan after its probes. `reason` says in a line why the exit code is not 0."""
+    """A plan after its probes. `reason`: one line that says why the exit code is not 0."""
 
     plan: Plan
     exit_code: int
     reason: str
 
 
-def proven(plan: Plan, probe: Probe, options: Proving, say: Say) -> ProvenPlan:
-    """The plan as a study's probes leave it.
+def prove(plan: Plan, run: Probe, *, device: DeviceName, storage: str, budget_seconds: float, say: Say) -> ProvenPlan:
+    """Run an Optuna study of probes and return the plan as it leaves it.
+
+    `storage`: an Optuna storage URL; empty: a file in the user's cache.
 
     Raises:
-        InputError: the storage or the budget cannot be used.
+        InputError: the storage cannot be used.
     """
+    from probes.study import study as studies
     from probes.study.certificate import certificate_lines, certificate_report
-    from probes.study.study import StudyOptions, prove
 
-    budget = parse_seconds(options.budget) if options.budget is not None else math.inf
-    chosen = StudyOptions(
-        device=DEVICE_NAMES[options.device], storage=options.storage or "", budget_seconds=budget, say=say
-    )
-    study = prove(plan, probe, chosen)
+    options = studies.StudyOptions(device=device, storage=storage, budget_seconds=budget_seconds, say=say)
+    study = studies.prove(plan, run, options)
     keep_new(study.measurements, plan.cluster.gpu.name)
     report = {
         **certificate_report(study.certificate),
@@ -203,38 +202,36 @@ def proven(plan: Plan, probe: Probe, options: Proving, say: Say) -> ProvenPlan:
     lines = (*certificate_lines(study.certificate), *([f"{study.ending}: {study.reason}"] if study.reason else []))
     best = study.best.candidate if study.best is not None else None
     corrected = confirmed(plan, best, study.measurements, lines, report)
-    wrong = contradiction_of(plan, study.measurements)
     if study.ending in BROKEN_OFF:
-        return ProvenPlan(
-            plan=corrected,
-            exit_code=EXIT_OTHER,
-            reason=f"The probes ended early ({study.ending}): {study.reason or SET_ASIDE}.",
-        )
-    if wrong:
-        return ProvenPlan(
-            plan=corrected, exit_code=EXIT_PROBE_CONTRADICTS, reason=f"The probes contradict the plan: {wrong}."
-        )
+        reason = f"The probes ended early ({study.ending}): {study.reason or SET_ASIDE}."
+        return ProvenPlan(plan=corrected, exit_code=EXIT_OTHER, reason=reason)
+    if wrong := contradiction_of(plan, study.measurements):
+        reason = f"The probes contradict the plan: {wrong}."
+        return ProvenPlan(plan=corrected, exit_code=EXIT_PROBE_CONTRADICTS, reason=reason)
     return ProvenPlan(plan=corrected, exit_code=EXIT_PLANNED, reason="")
 
 
-def beside_a_dry_run(expected: Estimate, measurement: Measurement, say: Say) -> tuple[str, ...]:
-    """On the CPU other kernels run than the answer is about: a dry run with these beside the measurement, in tensors' bytes, phase by phase."""
+def compare_with_dry_run(expected: Estimate, measurement: Measurement, say: Say) -> tuple[str, ...]:
+    """Compare a probe on the CPU with a dry run with the CPU's kernels, in bytes of tensors by phase, as one line.
+
+    The estimate is about a GPU's kernels, so it cannot be compared with such a probe. Other probes give no line.
+    """
     if measurement.device != "cpu" or measurement.outcome != "fits":
         return ()
     try:
-        trace = traced(expected, say).trace
+        trace = dry_run(expected, None, say).trace
     except DryRunUnsupported as error:
         return (f"no dry run of it on the CPU: {error}",)
-    seen = {phase.name: phase.allocated_bytes for phase in heaviest_rank(measurement).phases}
-    resumed = {"load": " (it also loads a checkpoint)"}  # a dry run resumes from none
-    apart = [
-        f"{phase.name.replace('_', ' ')} {seen[phase.name] / phase.total_bytes - 1:+.2%}{resumed.get(phase.name, '')}"
+    measured = {phase.name: phase.allocated_bytes for phase in heaviest_rank(measurement).phases}
+    resumed = {"load": " (it also loads a checkpoint)"}  # a dry run does not resume
+    differences = [
+        f"{phase.name.replace('_', ' ')} {measured[phase.name] / phase.total_bytes - 1:+.2%}{resumed.get(phase.name, '')}"
         for phase in trace.phases
-        if seen.get(phase.name, 0)
+        if measured.get(phase.name, 0)
     ]
     return (
-        f"a dry run with the CPU's kernels peaks at {format_size(trace.peak_bytes)}, the probe at {format_size(max(seen.values()))}; by phase the probe is "
-        f"at {', '.join(apart)}",
+        f"a dry run with the CPU's kernels peaks at {format_size(trace.peak_bytes)}, the probe at "
+        f"{format_size(max(measured.values()))}; by phase the probe is at {', '.join(differences)}",
     )
 
 
@@ -249,7 +246,7 @@ def _missing(extra: str, packages: Sequence[str], error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _libraries_kept_silent() -> Iterator[None]:
+def _silent_libraries() -> Iterator[None]:
     """Keep what the libraries print from stdout and stderr."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

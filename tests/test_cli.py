@@ -18,7 +18,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.plan import Plan
 from planner.quantities import Estimate
-from planner.report.simulated import HINT
+from planner.report.dry_run import HINT
 
 ASKED = ["--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo"]
 

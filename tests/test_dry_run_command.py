@@ -128,8 +128,9 @@ def test_the_plan_is_searched_again_when_the_dry_run_needs_more_than_the_estimat
     asked = ["--model", "Qwen2.5-1.5B", "--gpus", "1xA10G", "--method", "sft", "--tuning", "lora", "--json", "--quiet"]
     assert run(asked) == 0
     first = json.loads(capsys.readouterr().out)["best"]["gpus"][0]["peak_bytes"]
-    heavy = replace(simulation(1, 1), simulated=(PhaseMemory(name="backward", components={"weights": 2 * first}),))
-    monkeypatch.setattr("planner.training_stack.simulated", lambda *_: heavy)
+    heavy = PhaseMemory(name="backward", components={"weights": 2 * first})
+    simulated = replace(simulation(1, 1), simulated=(heavy,), composed=True)
+    monkeypatch.setattr("planner.training_stack.dry_run", lambda *_: simulated)
     assert run([*asked, "--dry-run"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["best"]["gpus"][0]["phases"][-1]["components"]["unexplained"] > 0
@@ -172,7 +173,7 @@ def test_a_dry_run_that_fails_leaves_the_estimate_and_a_line(
     pytest.importorskip("trl")
     import probes.dryrun.simulate
 
-    def stops(_: Estimate, ways: str) -> Simulation:
+    def stops(_: Estimate, kernels: str) -> Simulation:
         raise DryRunUnsupported("The installed libraries stop at it: KeyError: 'q'")
 
     monkeypatch.setattr(probes.dryrun.simulate, "simulate", stops)

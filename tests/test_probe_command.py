@@ -9,13 +9,13 @@ import pytest
 import planner.training_stack
 from planner.candidate import Candidate
 from planner.cli import run
-from planner.commands.options import Probing
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, EXIT_WRONG_INPUT
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage, measurement_of
 from planner.memory.runtime import context_bytes
+from planner.training_stack import ProbeSettings
 
 ONE = ["--model", "Qwen2.5-0.5B", "--gpus", "1xRTX-3090", "--method", "sft", "--tuning", "lora", "--max-length", "256"]
 CLUSTER = parse_cluster("1xRTX-3090")
@@ -49,10 +49,10 @@ TINY = Path(__file__).parent / "models" / "tiny-qwen2"
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Device], None]:
     def use(answers: Device) -> None:
-        def prober(cluster: Cluster, options: Probing, tick: object) -> Device:
+        def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: object) -> Device:
             return answers
 
-        monkeypatch.setattr(planner.training_stack, "prober", prober)
+        monkeypatch.setattr(planner.training_stack, "open_device", open_device)
 
     monkeypatch.setenv("PLAN_CACHE", str(tmp_path / "cache"))
     return use

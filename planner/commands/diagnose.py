@@ -1,30 +1,30 @@
-"""`plan diagnose`: what a log tells, and what fits instead."""
+"""`plan diagnose`: explain a log that ends in out of memory, and plan what fits instead."""
 
-from planner.commands.options import AskedOne, Logged, Printed, given, grouped
-from planner.commands.printing import sayer, width
+from planner.commands.options import CandidateOptions, LogFile, OutputOptions, grouped
+from planner.commands.printing import progress, width
 from planner.errors import EXIT_PLANNED
 
 
 @grouped
-def diagnose(logged: Logged, asked: AskedOne, printed: Printed) -> int:
+def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) -> int:
     """Read a log that ends in out of memory: what happened, where, and, where the options say which job it was, what fits instead."""
     from rich.console import Console
 
+    from planner.commands.read_options import read_options
     from planner.diagnose.job import Diagnosis, of_job
     from planner.diagnose.log import read_incidents
-    from planner.jobs.from_options import read_question
-    from planner.report.diagnosis import diagnosis_report, diagnosis_table
-    from planner.report.json import json_text
-    from planner.training_stack import with_layers
+    from planner.report.diagnosis import diagnosis_table
+    from planner.report.json import diagnosis_report, json_text
+    from planner.training_stack import complete_models
 
-    found = read_incidents(logged.log)
-    about_a_job = any(option is not None for option in (asked.model, asked.gpus, asked.method, asked.config))
-    diagnosis = (
-        of_job(found, read_question(given(asked, printed), with_layers(sayer(printed))))
-        if about_a_job
-        else Diagnosis(incidents=found)
-    )
-    if printed.json:
+    incidents = read_incidents(logged.log)
+    names_a_job = any(option is not None for option in (options.model, options.gpus, options.method, options.config))
+    if names_a_job:
+        request = read_options(options, complete_models(progress(output)))
+        diagnosis = of_job(incidents, request.job, request.cluster)
+    else:
+        diagnosis = Diagnosis(incidents=incidents)
+    if output.json:
         print(json_text(diagnosis_report(diagnosis)))
     else:
         Console(width=width(), highlight=False).print(diagnosis_table(diagnosis, width()), soft_wrap=True)

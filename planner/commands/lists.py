@@ -1,24 +1,8 @@
-"""`plan export`, `plan models`, `plan gpus`, `plan schema`: what is known already, written or listed."""
+"""`plan models`, `plan gpus`, `plan schema`: lists of what is known."""
 
-import sys
 from importlib.resources import files
-from pathlib import Path
 
-from planner.commands.options import Exported, grouped
 from planner.errors import EXIT_PLANNED
-
-
-@grouped
-def export(written: Exported) -> int:
-    """Write the files that run a plan's candidate: accelerate, DeepSpeed, TRL, vLLM, SLURM, requirements. Prints their paths."""
-    from planner.launch.export import export as write_launch_files
-    from planner.report.read_json import read_candidate
-    from planner.training_stack import with_layers
-
-    candidate = read_candidate(Path(written.saved), with_layers(lambda line: print(line, file=sys.stderr)))
-    for path in write_launch_files(candidate, Path(written.folder), written.overwrite):
-        print(path)
-    return EXIT_PLANNED
 
 
 def models() -> int:

@@ -1,16 +1,20 @@
-"""The options of the commands, in groups: a command takes the groups it reads, and Typer sees every field of them as an option.
+"""Every flag of every command, in groups: a command takes the groups that it reads, and Typer shows each field as a flag.
 
-A new command is a function in `planner/commands/` whose parameters are groups, such as `def probe(asked: AskedOne, printed: Written) -> int`,
-under `@grouped`, registered in `planner/cli.py`; what only it reads is a group of its own here.
+A new command is a function in `planner/commands/` whose parameters are groups, such as
+`def probe(options: CandidateOptions, output: ReportOptions) -> int`, decorated with `@grouped` and registered in
+`planner/cli.py`. Flags of one command only are a group of their own here.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
+from planner.jobs.settings import LARGEST, MANY
 
 Method = Annotated[
     str | None,
@@ -21,9 +25,11 @@ Method = Annotated[
     ),
 ]
 EffectiveBatchSize = Annotated[
-    str | None,
+    int | None,
     typer.Option(
         "--effective-batch-size",
+        min=1,
+        max=MANY,
         metavar="SAMPLES",
         help="Samples per optimizer step over all GPUs. Default: what TRL's defaults amount to.",
     ),
@@ -67,8 +73,8 @@ DryRun = Annotated[
 
 # No slots: groups are joined by inheritance from several.
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is asked about."""
+class JobOptions:
+    """What to train, and on which GPUs."""
 
     model: Annotated[
         str | None,
@@ -93,18 +99,27 @@ class Asked:
     method: Method = None
     tuning: Tuning = "auto"
     max_length: Annotated[
-        str | None, typer.Option("--max-length", metavar="TOKENS", help="Tokens of a whole row. Default: TRL's.")
+        int | None,
+        typer.Option(
+            "--max-length", min=1, max=LARGEST, metavar="TOKENS", help="Tokens of a whole row. Default: TRL's."
+        ),
     ] = None
     prompt_length: Annotated[
-        str | None,
+        int | None,
         typer.Option(
-            "--prompt-length", metavar="TOKENS", help="Tokens of the longest prompt, for methods that generate."
+            "--prompt-length",
+            min=1,
+            max=LARGEST,
+            metavar="TOKENS",
+            help="Tokens of the longest prompt, for methods that generate.",
         ),
     ] = None
     max_completion_length: MaxCompletionLength = None
     batch_size: Annotated[
-        str | None,
-        typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: searched."),
+        int | None,
+        typer.Option(
+            "--batch-size", min=1, max=MANY, metavar="SAMPLES", help="per_device_train_batch_size. Default: searched."
+        ),
     ] = None
     effective_batch_size: EffectiveBatchSize = None
     lora_r: LoraR = None
@@ -113,8 +128,15 @@ class Asked:
         bool | None, typer.Option("--padded/--no-padded", help="Do batches hold padding? Default: yes, real data does.")
     ] = None
     risk: Annotated[
-        str, typer.Option("--risk", metavar="PROBABILITY", help="Accepted probability of running out of memory.")
-    ] = "0.01"
+        float,
+        typer.Option(
+            "--risk",
+            min=SMALLEST_RISK,
+            max=LARGEST_RISK,
+            metavar="PROBABILITY",
+            help="Accepted probability of running out of memory.",
+        ),
+    ] = 0.01
     trl_version: Annotated[
         str | None,
         typer.Option(
@@ -124,8 +146,8 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Searched(Asked):
-    """What is asked about where candidates are searched."""
+class SearchOptions(JobOptions):
+    """The options of a job whose candidates are searched."""
 
     optimize: Annotated[
         str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")
@@ -133,8 +155,8 @@ class Searched(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """A file beside the flags."""
+class ConfigFile:
+    """A TRL config file beside the flags."""
 
     config: Annotated[
         str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")
@@ -142,19 +164,21 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedOne(Asked, TrainConfig):
-    """One candidate, no search: what is not said is TRL's."""
+class CandidateOptions(JobOptions, ConfigFile):
+    """The options of one candidate without a search: a setting that is not given has TRL's default."""
 
     tuning: OneTuning = "auto"
     batch_size: Annotated[
-        str | None,
-        typer.Option("--batch-size", metavar="SAMPLES", help="per_device_train_batch_size. Default: TRL's, 8."),
+        int | None,
+        typer.Option(
+            "--batch-size", min=1, max=MANY, metavar="SAMPLES", help="per_device_train_batch_size. Default: TRL's, 8."
+        ),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A report instead of a question."""
+class SavedPlan:
+    """A saved report instead of the options of a job."""
 
     saved: Annotated[
         str | None,
@@ -165,8 +189,8 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logged:
-    """A log of a run."""
+class LogFile:
+    """The log of a training run."""
 
     log: Annotated[
         str,
@@ -177,8 +201,8 @@ class Logged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Printed:
-    """What is printed."""
+class OutputOptions:
+    """How the answer is printed."""
 
     json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON (`plan schema`), bytes as integers.")
@@ -187,8 +211,8 @@ class Printed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written(Printed):
-    """What is printed, and written into files."""
+class ReportOptions(OutputOptions):
+    """How the answer is printed, and the files that it is written to."""
 
     out: Annotated[
         str | None, typer.Option("--out", metavar="DIR", help="Also write plan.json and plan.txt there.")
@@ -199,15 +223,15 @@ class Written(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked(Written):
-    """What is printed and written, after a check by the next rung."""
+class CheckOptions(ReportOptions):
+    """Output options of a command that can check its answer by a dry run."""
 
     dry_run: DryRun = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probing:
-    """How a probe runs."""
+class ProbeOptions:
+    """How probes run."""
 
     device: Annotated[
         str,
@@ -237,8 +261,8 @@ class Probing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proving(Probing):
-    """Whether and how a plan is proven."""
+class StudyOptions(ProbeOptions):
+    """Whether probes prove the plan, and how long they may take."""
 
     probe: Annotated[
         bool,
@@ -261,8 +285,8 @@ class Proving(Probing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
-    """What is compared, and what is measured for it."""
+class ValidateOptions:
+    """Which predictions are compared with measurements, and what is measured first."""
 
     cases: Annotated[
         str,
@@ -294,19 +318,14 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
-    """What is written, and where."""
+class ExportOptions:
+    """Which plan is exported, and where to."""
 
     saved: Annotated[str, typer.Argument(metavar="PLAN.json", help="A saved report of plan or plan estimate.")]
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder for the files.")]
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files of the same names that say something else.")
     ] = False
-
-
-def given(*groups: Asked | Printed) -> dict[str, Any]:
-    """The options of groups by their names."""
-    return {name: value for group in groups for name, value in asdict(group).items()}
 
 
 def grouped(command: Callable[..., int]) -> Callable[..., int]:

@@ -1,4 +1,4 @@
-"""What a command says: the answer on stdout, everything else on stderr."""
+"""Printing of the commands: the answer on stdout; progress, notes about files and errors on stderr."""
 
 import shutil
 import sys
@@ -6,44 +6,45 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.commands.options import Printed, Written
+from planner.commands.options import OutputOptions, ReportOptions
 
 if TYPE_CHECKING:
+    from msgspec import Struct
     from rich.text import Text
 
 PHASE_WIDTH = 20  # columns that wipe the phase before
 PIPE_WIDTH = 100  # columns of the table where there is no terminal to ask
 
 
-def sayer(printed: Printed) -> Callable[[str], None]:
-    """Progress, on stderr; nowhere where it is not wanted."""
-    return (lambda line: None) if printed.quiet else (lambda line: print(line, file=sys.stderr))
+def progress(output: OutputOptions) -> Callable[[str], None]:
+    """Return a function that prints a line of progress on stderr, or nothing with --quiet."""
+    return (lambda line: None) if output.quiet else (lambda line: print(line, file=sys.stderr))
 
 
-def ticker(printed: Printed) -> Callable[[str], None]:
-    """What a probe is at, on a line that the next one overwrites; only where somebody watches."""
-    if printed.quiet or not sys.stderr.isatty():
+def progress_line(output: OutputOptions) -> Callable[[str], None]:
+    """Return a function that shows the current phase on one line of a terminal, overwritten by the next phase."""
+    if output.quiet or not sys.stderr.isatty():
         return lambda phase: None
     return lambda phase: print(f"  {phase.replace('_', ' '):<{PHASE_WIDTH}}", end="\r", file=sys.stderr, flush=True)
 
 
-def show(printed: Written, report: "dict[str, object]", table: "Text", page: Callable[[], str]) -> None:
-    """Prints the answer in the form that was asked for, and writes it where --out and --html say."""
+def print_report(output: ReportOptions, report: "Struct", table: "Text", page: Callable[[], str]) -> None:
+    """Print the answer as a table or as JSON, and write the files of --out and --html."""
     from rich.console import Console
 
     from planner.files.write import write_all
     from planner.report.json import json_text
 
     texts = {}
-    if printed.out is not None:
-        folder = Path(printed.out)
+    if output.out is not None:
+        folder = Path(output.out)
         texts = {folder / "plan.json": json_text(report) + "\n", folder / "plan.txt": table.plain + "\n"}
-    if printed.html is not None:
-        texts[Path(printed.html)] = page()
+    if output.html is not None:
+        texts[Path(output.html)] = page()
     write_all(texts)
-    for path in texts if not printed.quiet else ():
+    for path in texts if not output.quiet else ():
         print(f"wrote {path}", file=sys.stderr)
-    if printed.json:
+    if output.json:
         print(json_text(report))
     else:
         Console(width=width(), highlight=False).print(table, soft_wrap=True)
@@ -53,5 +54,5 @@ def width() -> int:
     return shutil.get_terminal_size(fallback=(PIPE_WIDTH, 0)).columns
 
 
-def say_error(message: str) -> None:
+def print_error(message: str) -> None:
     print(f"Error: {' '.join(message.split())}", file=sys.stderr)

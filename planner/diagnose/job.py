@@ -7,7 +7,7 @@ from planner.diagnose.incident import Incident
 from planner.errors import PlanError
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
-from planner.jobs.from_options import Question, single_candidate
+from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
 from planner.plan import Plan, plan
 from planner.quantities import Estimate, Phase, PhaseMemory
@@ -40,25 +40,25 @@ class Diagnosis:
         return next((phase for phase in phases if phase.name == where), None)
 
 
-def of_job(incidents: Sequence[Incident], question: Question) -> Diagnosis:
+def of_job(incidents: Sequence[Incident], job: Job, cluster: Cluster) -> Diagnosis:
     """The incidents beside what is expected of the job's settings, and what fits of the same data and as large an optimizer step.
 
     Raises:
         InputError: the settings contradict each other.
     """
-    expected = estimate(single_candidate(question), question.cluster, question.job.risk)
-    known = Diagnosis(incidents=tuple(incidents), expected=expected, cluster=question.cluster)
+    expected = estimate(single_candidate(job, cluster), cluster, job.risk)
+    known = Diagnosis(incidents=tuple(incidents), expected=expected, cluster=cluster)
     try:
-        return replace(known, instead=plan(_as_free_as_possible(question, expected), question.cluster))
+        return replace(known, instead=plan(_as_free_as_possible(job, cluster, expected), cluster))
     except PlanError as error:
         return replace(known, why_none=str(error))
 
 
-def _as_free_as_possible(question: Question, expected: Estimate) -> Job:
-    kept = {name: value for name, value in question.job.pinned.items() if name not in CHOSEN_AGAIN}
+def _as_free_as_possible(job: Job, cluster: Cluster, expected: Estimate) -> Job:
+    kept = {name: value for name, value in job.pinned.items() if name not in CHOSEN_AGAIN}
     return replace(
-        question.job,
+        job,
         pinned=kept,
-        tuning=problem_of(question.job, question.cluster, expected).tuning_class,
+        tuning=problem_of(job, cluster, expected).tuning_class,
         effective_batch_size=expected.candidate.effective_batch_size,
     )

@@ -1,17 +1,29 @@
 """A job -> the candidate that TRL's defaults and the pinned settings amount to, before anything is searched."""
 
+from dataclasses import replace
+
 from planner.candidate import Candidate
+from planner.errors import InputError
 from planner.gpus.cluster import Cluster
-from planner.jobs.job import DEQUANTIZED, Job, server_gpus
-from planner.jobs.rules import check
+from planner.jobs.job import DEQUANTIZED, Job, TuningClass, server_gpus
+from planner.jobs.rules import refuse_candidate, refuse_contradictions
 from planner.methods import METHODS, release
 
 # What `trl vllm-serve` uses unless told otherwise (trl/scripts/vllm_serve.py:111).
 SERVER_GPU_MEMORY_UTILIZATION = 0.9
 
 
+# What a tuning class pins, as Candidate fields.
+TUNING_PINS: dict[TuningClass, dict[str, str]] = {
+    "auto": {},
+    "full": {"tuning": "full"},
+    "lora": {"tuning": "lora"},
+    "qlora": {"tuning": "lora", "quantization": "nf4"},
+}
+
+
 def base_candidate(job: Job, cluster: Cluster) -> Candidate:
-    """The candidate that TRL's defaults and the pins amount to, before anything is searched: one process on each GPU.
+    """The candidate of TRL's defaults and the job's pins, with one process on each GPU.
 
     Raises:
         InputError: pins that contradict each other, the method or the cluster.
@@ -29,15 +41,53 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
     settings.setdefault("quantization", "none" if job.model.quantization in DEQUANTIZED else job.model.quantization)
     if "gradient_accumulation_steps" in settings:
         settings.setdefault("steps_per_generation", settings["gradient_accumulation_steps"])
-    if job.method in ("gkd", "distillation"):
+    if METHODS[job.method].teacher:
         settings.setdefault("teacher_model", job.model)
     settings.setdefault("precision", "bf16" if cluster.gpu.supports_bf16 else "fp16")
     candidate = Candidate(model=job.model, method=job.method, trl_version=trl_version(job), **settings)  # type: ignore[arg-type]
-    check(candidate, job, cluster)
+    refuse_candidate(candidate, job, cluster)
     return candidate
 
 
 def trl_version(job: Job) -> str:
-    """The release in force: a method that has left TRL is planned for the last one that has it."""
+    """The TRL release to plan for: that of the job, or the last one that has the method."""
     last = METHODS[job.method].last_trl
     return last if last != "current" and release(job.trl_version) > release(last) else job.trl_version
+
+
+def single_candidate(job: Job, cluster: Cluster) -> Candidate:
+    """The candidate of a job that is not searched: TRL's defaults, data-parallel on the GPUs beside a vLLM server.
+
+    Raises:
+        InputError: settings that contradict each other, or an effective batch that is not made of whole micro-batches.
+    """
+    refuse_contradictions(job, cluster)
+    pinned = {**TUNING_PINS[job.tuning], **job.pinned}
+    if pinned.get("quantization", job.model.quantization) not in ("none", *DEQUANTIZED):
+        pinned.setdefault("tuning", "lora")  # quantized weights do not learn
+    if pinned.get("vllm") == "server" and "num_processes" not in pinned:
+        pinned["num_processes"] = max(cluster.num_gpus - server_gpus(pinned), 1)
+    if pinned.get("num_processes", cluster.num_gpus) != 1:
+        pinned.setdefault("sharding", "ddp")
+    candidate = base_candidate(replace(job, pinned=pinned), cluster)
+    if job.effective_batch_size is None:
+        return candidate
+    if "gradient_accumulation_steps" in pinned and candidate.effective_batch_size != job.effective_batch_size:
+        raise InputError(
+            f"--effective-batch-size {job.effective_batch_size} contradicts gradient_accumulation_steps "
+            f"{candidate.gradient_accumulation_steps}, which makes {candidate.effective_batch_size}."
+        )
+    pinned["gradient_accumulation_steps"] = _accumulation(job.effective_batch_size, candidate)
+    return base_candidate(replace(job, pinned=pinned), cluster)
+
+
+def _accumulation(effective_batch_size: int, candidate: Candidate) -> int:
+    """The gradient_accumulation_steps that make the effective batch of the candidate's micro-batches."""
+    together = candidate.per_device_train_batch_size * candidate.num_processes
+    if effective_batch_size % together:
+        raise InputError(
+            f"--effective-batch-size {effective_batch_size} is no multiple of "
+            f"{candidate.per_device_train_batch_size} samples on each of {candidate.num_processes} GPUs. "
+            "Give a --batch-size that divides it."
+        )
+    return effective_batch_size // together

@@ -14,6 +14,8 @@ from planner.units import format_gib
 TuningClass = Literal["auto", "full", "lora", "qlora"]
 Goal = Literal["throughput", "max-length", "batch-size"]
 
+# Accepted probabilities: outside of these the distribution of the residuals has no data (planner/confidence.py).
+SMALLEST_RISK, LARGEST_RISK = 1e-6, 0.499999
 # The batch of one process when nothing is said (transformers 5.23, training_args.py:777).
 DEFAULT_BATCH_SIZE = 8
 
@@ -59,8 +61,8 @@ class Job:
 
 def wish_problems(job: Job) -> Iterator[str]:
     """What a job asks that no candidate could be."""
-    if not 0.0 < job.risk < 0.5:
-        yield f"--risk {job.risk} is no accepted probability. Give one between 0 and 0.5, such as 0.01."
+    if not SMALLEST_RISK <= job.risk <= LARGEST_RISK:
+        yield f"--risk {job.risk} is not between {SMALLEST_RISK:f} and 0.5. Give a probability such as 0.01."
     if job.effective_batch_size is not None and job.effective_batch_size < 1:
         yield f"--effective-batch-size must be at least 1, not {job.effective_batch_size}."
     if job.tuning == "full" and job.pinned.get("quantization", "none") != "none":

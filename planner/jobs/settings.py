@@ -1,6 +1,6 @@
-"""Settings, both ways: from the names of TRL, PEFT, Transformers, accelerate, DeepSpeed and vLLM to a Candidate's fields, and back.
+"""Settings by the names of TRL, PEFT, Transformers, accelerate, DeepSpeed and vLLM <-> fields of a Candidate.
 
-What is named or written otherwise there is in `spellings.py`.
+Names and values that differ from the Candidate's are listed in `spellings.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -8,12 +8,14 @@ from dataclasses import fields
 from functools import cache
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from planner.candidate import Candidate
+from planner.candidate import DEEPSPEED, Candidate
 from planner.errors import InputError, UnknownName
 from planner.jobs.spellings import ALIASES, FSDP_OFFLOAD, METHOD_NAMES, NAMES, OWNER, SPELLINGS, VALUE_ALIASES, Value
+from planner.methods import has_setting
 from planner.models.shape import ModelShape
 
-MANY, LARGEST = 10**6, 10**9  # of samples, of anything: more is a slip of the finger
+# Upper bounds of what a user can mean: of a batch in samples, of any other number.
+MANY, LARGEST = 10**6, 10**9
 # The smallest and largest value of a number; a count that is not here is at least 1.
 RANGES: dict[str, tuple[float, float]] = {
     "vllm_gpu_memory_utilization": (0.01, 1.0),
@@ -25,28 +27,17 @@ RANGES: dict[str, tuple[float, float]] = {
     "gradient_accumulation_steps": (1, MANY),
 }
 
-# Which settings a candidate has: those that its method, tuning and sharding read. A field that is not here is always shown.
+# Conditions under which a candidate has a setting that its method has (planner/methods.py); others are always shown.
 SHOWN: dict[str, Callable[[Candidate], bool]] = {
-    "max_length": lambda c: not c.method_row.generates or c.method_row.bounded_rows,
-    "prompt_length": lambda c: c.method_row.generates,
-    "max_completion_length": lambda c: c.method_row.generates,
-    "num_generations": lambda c: c.method_row.grouped_completions,
-    "steps_per_generation": lambda c: c.method_row.grouped_completions,
-    "num_iterations": lambda c: c.method_row.grouped_completions,
-    "packing": lambda c: c.method_row.packs,
-    "padding_free": lambda c: c.method in ("sft", "dpo"),
-    "beta": lambda c: c.method_row.reference != "never" or c.method_row.teacher,
-    "precompute_ref_log_probs": lambda c: c.method in ("dpo", "kto"),
-    "activation_offloading": lambda c: not c.method_row.generates or c.activation_offloading,
     "checkpoint_every_n_layers": lambda c: c.gradient_checkpointing,
     "checkpoint_offload": lambda c: c.gradient_checkpointing,
     "lora_r": lambda c: c.tuning == "lora",
     "lora_target_modules": lambda c: c.tuning == "lora",
     "lora_dropout": lambda c: c.tuning == "lora",
     "autocast_adapter_dtype": lambda c: c.tuning == "lora",
-    "offload_optimizer": lambda c: c.sharding in ("zero1", "zero2", "zero3"),
+    "offload_optimizer": lambda c: c.sharding in DEEPSPEED,
     "offload_param": lambda c: c.sharding == "zero3",
-    "ds3_gather_for_generation": lambda c: c.sharding == "zero3" and c.method_row.generates,
+    "ds3_gather_for_generation": lambda c: c.sharding == "zero3",
     "vllm": lambda c: c.method_row.supports_vllm,
     "vllm_gpu_memory_utilization": lambda c: c.vllm != "off",
     "vllm_tensor_parallel_size": lambda c: c.vllm != "off",
@@ -140,10 +131,10 @@ def candidate_fields(given: Mapping[str, Value], published_dtype: str) -> dict[s
 
 
 def settings_of(candidate: Candidate) -> dict[str, object]:
-    """A candidate as its libraries spell it: keys that can be pasted into a TRL config, an accelerate file or an environment."""
+    """Settings of a candidate by the libraries' names, to paste into a TRL config, an accelerate file or the environment."""
     values: dict[str, object] = {}
     for field in fields(Candidate):
-        if not SHOWN.get(field.name, _always)(candidate):
+        if not _is_shown(candidate, field.name):
             continue
         value = getattr(candidate, field.name)
         if field.name in SPELLINGS:
@@ -158,7 +149,7 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
 
 
 def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:
-    """Some Candidate fields as their libraries spell them, such as what a job pins."""
+    """Some Candidate fields by the libraries' names, such as those that a job pins."""
     values: dict[str, object] = {}
     for field, value in chosen.items():
         if field in SPELLINGS and isinstance(value, (str, bool)):
@@ -178,7 +169,7 @@ def settings_text(settings: Mapping[str, object]) -> str:
 
 
 def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object]:
-    """Moves what travels inside another setting to its place: keyword arguments and the environment."""
+    """Put settings that are part of another one in its place: keyword arguments and environment variables."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": values.pop("PYTORCH_CUDA_ALLOC_CONF")}
     # Source: trl/trainer/sft_trainer.py:870-895: adapters under ZeRO-3 are checkpointed reentrantly, everything else is not.
     kwargs: dict[str, object] = {"use_reentrant": candidate.tuning == "lora" and candidate.sharding == "zero3"}
@@ -190,8 +181,9 @@ def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object
     return values
 
 
-def _always(candidate: Candidate) -> bool:
-    return True
+def _is_shown(candidate: Candidate, field: str) -> bool:
+    """Whether the candidate's method, tuning and sharding read the setting."""
+    return has_setting(candidate.method, field) and (field not in SHOWN or SHOWN[field](candidate))
 
 
 def _name_of(candidate: Candidate, field: str) -> str:
@@ -199,7 +191,7 @@ def _name_of(candidate: Candidate, field: str) -> str:
 
 
 def _plain(field: str, value: object) -> object:
-    """A field's value as JSON and TRL have it: a list for a tuple, None for vLLM's whole context."""
+    """A field's value as TRL and JSON write it: a list for a tuple, None for vLLM's whole context."""
     if field == "vllm_max_model_length" and value == 0:
         return None
     if field == "lora_target_modules" and value == ("all-linear",):

@@ -1,0 +1,70 @@
+"""`plan dry-run`: the installed trainer's step on fake tensors, beside the estimate."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from planner.commands.options import CandidateOptions, OutputOptions, SavedPlan, grouped
+from planner.commands.printing import progress, width
+from planner.errors import EXIT_PLANNED, DryRunUnsupported
+
+if TYPE_CHECKING:
+    from planner.candidate import Candidate
+    from planner.gpus.cluster import Cluster
+    from planner.quantities import Estimate
+
+
+@grouped
+def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) -> int:
+    """Run one candidate's real trainer on fake tensors, without weights and GPU, beside the estimate."""
+    from rich.console import Console
+
+    from planner.allocator.simulation import with_reserved
+    from planner.estimate import estimate
+    from planner.report.dry_run import difference_lines, dry_run_table
+    from planner.report.json import dry_run_report, json_text
+    from planner.training_stack import dry_run as run_dry
+
+    candidate, cluster = saved_or_single_candidate(saved, options, output)
+    simulation = with_reserved(run_dry(estimate(candidate, cluster), cluster.gpu, progress(output)), cluster.gpu)
+    if output.json:
+        print(json_text(dry_run_report(simulation)))
+    else:
+        Console(width=width(), highlight=False).print(dry_run_table(simulation, cluster), soft_wrap=True)
+        for line in difference_lines(simulation) if not output.quiet else ():
+            print(line, file=sys.stderr)
+    return EXIT_PLANNED
+
+
+def saved_or_single_candidate(
+    saved: SavedPlan, options: CandidateOptions, output: OutputOptions
+) -> "tuple[Candidate, Cluster]":
+    """The candidate of a saved report, or of the options, and its cluster."""
+    from pathlib import Path
+
+    from planner.commands.read_options import read_options
+    from planner.jobs.base_candidate import single_candidate
+    from planner.report.read_json import read_plan
+    from planner.training_stack import complete_models
+
+    complete = complete_models(progress(output))
+    if saved.saved is not None:
+        return read_plan(Path(saved.saved), options.gpus, options.free_memory, complete)
+    request = read_options(options, complete)
+    return single_candidate(request.job, request.cluster), request.cluster
+
+
+def check_by_dry_run(answer: "Estimate", cluster: "Cluster", say: Callable[[str], None]) -> tuple[str, float]:
+    """Run the dry run of an estimate. Return a note about it, and the share by which it exceeds what the estimate allows.
+
+    The share is 0 if the dry run is within the estimate's interval and the GPU, or cannot be made.
+    """
+    from planner.allocator.simulation import exceeded_by, with_reserved
+    from planner.report.dry_run import dry_run_note
+    from planner.training_stack import dry_run as run_dry
+
+    try:
+        simulation = with_reserved(run_dry(answer, cluster.gpu, say), cluster.gpu)
+    except DryRunUnsupported as error:
+        return f"no dry run: {error}", 0.0
+    return dry_run_note(simulation), exceeded_by(simulation, answer)

@@ -1,0 +1,38 @@
+"""`plan estimate`: memory and speed of one candidate, without a search."""
+
+from planner.commands.options import CandidateOptions, CheckOptions, grouped
+from planner.commands.printing import print_error, print_report, progress, width
+from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED
+
+
+@grouped
+def estimate(options: CandidateOptions, output: CheckOptions) -> int:
+    """One candidate, no search: what is not set is as TRL has it. Exit 3: it does not fit."""
+    from planner.commands.dry_run import check_by_dry_run
+    from planner.commands.read_options import read_options
+    from planner.estimate import estimate as estimate_candidate
+    from planner.files.write import refuse_unwritable
+    from planner.jobs.base_candidate import single_candidate
+    from planner.measurements.own_results import own_answer, own_notes, own_results
+    from planner.report.html import estimate_html
+    from planner.report.json import estimate_report
+    from planner.report.table import estimate_table, shortfall
+    from planner.search.explain import notes
+    from planner.search.knobs import problem_of
+    from planner.training_stack import complete_models
+
+    say = progress(output)
+    request = read_options(options, complete_models(say))
+    refuse_unwritable(output.out, output.html)
+    job, cluster, own = request.job, request.cluster, own_results()
+    expected = estimate_candidate(single_candidate(job, cluster), cluster, job.risk)
+    answer = own_answer(expected, cluster.gpu, own, job.risk)
+    checked = (check_by_dry_run(expected, cluster, say)[0],) if output.dry_run else ()
+    about = notes(answer, problem_of(job, cluster, answer))
+    warnings = (*request.warnings, *checked, *own_notes(expected, cluster.gpu, own), *about)
+    table = estimate_table(answer, cluster, warnings, width())
+    print_report(output, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))
+    if answer.fits:
+        return EXIT_PLANNED
+    print_error(shortfall(answer, job.risk))
+    return EXIT_NOTHING_FITS

@@ -1,0 +1,216 @@
+"""The options of a command -> the job and the cluster that they describe, in one pass."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from planner.commands.options import CandidateOptions, JobOptions, SearchOptions
+from planner.errors import InputError, UnknownName
+from planner.gpus.cluster import Cluster
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Goal, Job, TuningClass
+from planner.jobs.rules import LORA_FIELDS, unused_lengths
+from planner.jobs.settings import candidate_fields, fields_named, parse_assignments
+from planner.jobs.spellings import Value
+from planner.methods import LENGTH_SETTINGS, METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, has_setting, release
+from planner.models.catalogue import load_model
+from planner.models.shape import ModelShape
+
+# Completes a model whose layers have no formulas (planner/training_stack.py).
+CompleteModel = Callable[[ModelShape], ModelShape]
+
+# Flags that are short for a setting.
+SHORTHANDS = {
+    "max_length": "max_length",
+    "prompt_length": "prompt_length",
+    "max_completion_length": "max_completion_length",
+    "batch_size": "per_device_train_batch_size",
+    "padded": "padded",
+}
+EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRequest:
+    """The job and the cluster of a command line. `warnings`: settings that the plan does not use."""
+
+    job: Job
+    cluster: Cluster
+    warnings: tuple[str, ...]
+
+
+def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
+    """Return the job and the cluster that the options of a command describe.
+
+    `complete` adds the layers of a model that has no formulas.
+
+    Raises:
+        InputError: an option is missing, empty, or contradicts another one.
+        UnknownName: a model, GPU, method or setting that does not exist.
+    """
+    _refuse_empty(options)
+    flags, ranks = _flags(options), _ranks(options)
+    in_file, warnings = _config_file(options)
+    tuning = _one_of("tuning class", options.tuning, get_args(TuningClass))
+    decided = fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})
+    settings = _without(in_file, decided) | flags
+    name = _model_name(options.model, flags, in_file)
+    _refuse_missing({"--model": name, "--gpus": options.gpus, "--method": options.method})
+    assert options.gpus is not None and options.method is not None
+    method = _one_of("method", options.method, tuple(METHODS))
+    settings, unread = _read_by(method, settings, in_file.keys() - flags.keys())
+    model = complete(load_model(name))
+    version, older = _trl_version(options.trl_version)
+    goal = options.optimize if isinstance(options, SearchOptions) else "throughput"
+    job = Job(
+        model=model,
+        method=method,
+        tuning=tuning,
+        pinned=_pins(settings, model, tuning, complete, from_file=bool(in_file)),
+        optimize=_one_of("goal", goal, get_args(Goal)),
+        risk=options.risk,
+        effective_batch_size=options.effective_batch_size,
+        trl_version=version,
+        lora_ranks=ranks,
+    )
+    cluster = parse_cluster(options.gpus, options.free_memory)
+    return JobRequest(job=job, cluster=cluster, warnings=(*warnings, *unread, *unused_lengths(job), *older))
+
+
+def _flags(options: JobOptions) -> dict[str, Value]:
+    """The settings of `--set` and of the flags that are short for one; several ranks of `--lora-r` are not a setting.
+
+    Raises:
+        InputError: a setting is given twice with different values.
+    """
+    flags = parse_assignments(options.set or ())
+    short = {setting: getattr(options, flag) for flag, setting in SHORTHANDS.items()}
+    if options.lora_r is not None and "," not in options.lora_r:
+        short |= parse_assignments([f"lora_r={options.lora_r}"])
+    for setting, value in short.items():
+        if value is None:
+            continue
+        if flags.get(setting, value) != value:
+            raise InputError(f"{setting} is set twice: {value} and {flags[setting]}.")
+        flags[setting] = value
+    return flags
+
+
+def _ranks(options: JobOptions) -> tuple[int, ...]:
+    """The ranks of `--lora-r 16,32,64`, from which a search takes the largest that fits.
+
+    Raises:
+        InputError: the text is not a list of ranks, or several are given where nothing is searched.
+    """
+    if options.lora_r is None or "," not in options.lora_r:
+        return ()
+    parts = [part.strip() for part in options.lora_r.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InputError(f"--lora-r {options.lora_r} is no list of ranks. Write them as 16,32,64.")
+    if not isinstance(options, SearchOptions):
+        raise InputError(f"--lora-r {options.lora_r} needs a search. Give one rank, such as {parts[0]}.")
+    return tuple(int(part) for part in parts)
+
+
+def _config_file(options: JobOptions) -> tuple[dict[str, Value], tuple[str, ...]]:
+    """The settings of `--config`, and the warnings about keys that the plan does not use."""
+    if not isinstance(options, CandidateOptions) or options.config is None:
+        return {}, ()
+    from planner.jobs.train_config import load_train_config  # imports PyYAML
+
+    config = load_train_config(Path(options.config))
+    return config.settings, config.warnings
+
+
+def _without(settings: Mapping[str, Value], decided: set[str]) -> dict[str, Value]:
+    """The settings of a file without the Candidate fields that flags decide."""
+    return {name: value for name, value in settings.items() if not fields_named([name]) & decided}
+
+
+def _read_by(
+    method: MethodName, settings: Mapping[str, Value], in_file: Collection[str]
+) -> tuple[dict[str, Value], list[str]]:
+    """The settings without those of a file that the method does not have, and a warning that TRL would stop at them."""
+    unread = [
+        name
+        for name in settings
+        if name in in_file
+        and any(field not in LENGTH_SETTINGS and not has_setting(method, field) for field in fields_named([name]))
+    ]
+    warnings = [f"{method} has no {', '.join(unread)}: TRL stops at a config that sets it"] if unread else []
+    return {name: value for name, value in settings.items() if name not in unread}, warnings
+
+
+def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[str, Value]) -> str:
+    """The policy's name from `--model`, from a setting of that name, or from the file; empty if none names it."""
+    names = [
+        name
+        for settings in (flags, in_file)
+        for name in (settings.get("model_name_or_path"), settings.get("model"))
+        if name
+    ]
+    if flag is None:
+        return str(names[0]) if names else ""
+    if {"model", "model_name_or_path"} & flags.keys() and names[0] != flag:
+        raise InputError(f"--model {flag} contradicts --set model={names[0]}. Drop one of them.")
+    return flag
+
+
+def _pins(
+    settings: Mapping[str, Value], model: ModelShape, tuning: TuningClass, complete: CompleteModel, from_file: bool
+) -> dict[str, Any]:
+    """The settings as Candidate fields with their models loaded, without the policy, which is the job's own."""
+    pinned: dict[str, Any] = candidate_fields(settings, model.dtype)
+    for role in ("reward_model", "teacher_model"):
+        if role in pinned:
+            pinned[role] = complete(load_model(pinned[role]))
+    if tuning == "auto" and not pinned.keys().isdisjoint(LORA_FIELDS):
+        pinned.setdefault("tuning", "lora")  # a setting of LoRA means LoRA
+    adapters = tuning in ("lora", "qlora") or pinned.get("tuning") == "lora"
+    if from_file and adapters and "lora_target_modules" not in pinned:
+        from planner.jobs.train_config import default_targets
+
+        pinned["lora_target_modules"] = default_targets(model.model_type)
+    return {field: value for field, value in pinned.items() if field != "model"}
+
+
+def _trl_version(text: str | None) -> tuple[str, list[str]]:
+    """The TRL release to plan for, and a warning if it is older than the oldest that is modelled."""
+    version = NEWEST_TRL if text is None else text
+    if release(version) > release(NEWEST_TRL):
+        raise InputError(
+            f"--trl-version {version} is newer than {NEWEST_TRL}, the newest whose code paths are counted here. "
+            "Leave it out to plan for that."
+        )
+    if release(version) < release(OLDEST_TRL):
+        return version, [f"trl {version} is taken for {OLDEST_TRL}, the oldest whose code paths are counted"]
+    return version, []
+
+
+def _refuse_empty(options: JobOptions) -> None:
+    """Refuse `--gpus ""`, which an unset variable of a shell script leaves."""
+    for entry in fields(options):
+        value = getattr(options, entry.name)
+        if isinstance(value, str) and not value.strip():
+            raise InputError(f"--{entry.name.replace('_', '-')} is empty.")
+
+
+def _refuse_missing(needed: Mapping[str, object]) -> None:
+    missing = [flag for flag, value in needed.items() if not value]
+    if missing:
+        example = " ".join(f"{flag} {value}" for flag, value in EXAMPLES.items())
+        verb = "is" if len(missing) == 1 else "are"
+        raise InputError(f"{_listed(missing)} {verb} missing. For example: plan {example}")
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+
+
+def _one_of(kind: str, name: str, known: tuple[str, ...]) -> Any:
+    """The known name that is equal without regard to case and to `_` or `-`: TRL writes both GRPO and online_dpo."""
+    plain = name.strip().lower().replace("_", "-")
+    if plain not in known:
+        raise UnknownName(kind, name, known, hint=f"It can be {', '.join(known)}.")
+    return plain

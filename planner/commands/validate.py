@@ -1,0 +1,51 @@
+"""`plan validate`: predicted memory beside measured memory, for a file of cases."""
+
+from pathlib import Path
+
+from planner.commands.options import OutputOptions, ProbeOptions, ValidateOptions, grouped
+from planner.commands.printing import progress, progress_line, width
+from planner.errors import EXIT_OTHER, EXIT_PLANNED, InputError
+
+
+@grouped
+def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOptions) -> int:
+    """Compare what is predicted with what was measured, for a file of cases; with --measure, measure first what nobody has."""
+    from rich.console import Console
+
+    from planner.commands.probe import probe_settings
+    from planner.files.write import write_all
+    from planner.gpus.parse import parse_cluster
+    from planner.measurements.cases import read_cases
+    from planner.measurements.validate import validate as compare
+    from planner.report.json import json_text, validation_report
+    from planner.report.validation import validation_csv, validation_table
+    from planner.training_stack import complete_models, dry_run, open_device
+
+    say, settings = progress(output), probe_settings(probing)
+    if options.measure and settings.device == "simulated":
+        raise InputError(
+            "--device simulated measures nothing: compare with dry runs by --dry-run, or --measure on --device cuda or cpu."
+        )
+    cluster = parse_cluster(options.gpus, options.free_memory) if options.gpus is not None else None
+    cases = read_cases(Path(options.cases), complete_models(say))
+    if options.measure and cluster is None:
+        raise InputError("--measure needs --gpus: the cards that probes run on, such as --gpus local.")
+    found = compare(
+        cases,
+        cluster,
+        probe=open_device(cluster, settings, progress_line(output))
+        if options.measure and cluster is not None
+        else None,
+        dry_run=(lambda answer, gpu: dry_run(answer, None if settings.device == "cpu" else gpu, say))
+        if options.dry_run
+        else None,
+        record=Path(options.record) if options.record is not None else None,
+        say=say,
+    )
+    if options.csv is not None:
+        write_all({Path(options.csv): validation_csv(found)})
+    if output.json:
+        print(json_text(validation_report(found)))
+    else:
+        Console(width=width(), highlight=False).print(validation_table(found), soft_wrap=True)
+    return EXIT_OTHER if found.interrupted else EXIT_PLANNED
