@@ -1,15 +1,20 @@
-"""What PyTorch's eager autograd keeps and for how long, without PyTorch: sizes only.
+"""Model of PyTorch's eager autograd that tracks the size and the lifetime of each tensor, without PyTorch.
 
-A layer's forward pass is written with the operators of `operators.py` as its source writes it (`decoder.py`); Python's own
-reference counts then free the sizes when PyTorch would free the tensors. Each operator keeps for the backward pass what
-PyTorch's derivative keeps, and its backward pass allocates what PyTorch's does.
+`decoder.py` writes a layer's forward pass line by line as the model's source does, with the operators of
+`operators.py`. Python's reference counts then free a size at the same line where PyTorch frees the tensor. Each
+operator saves for the backward pass the tensors that PyTorch's derivative formula saves, and its backward function
+allocates what PyTorch's does.
 
-A size is a polynomial of three terms, `(per token, per score, constant)`: tokens are rows x row length, scores rows x row
-length squared, constants belong to the weights. One run answers for every batch size and length.
+A size is a polynomial with three coefficients, `(per token, per score, constant)`:
+
+    size = per_token x tokens + per_score x scores + constant
+
+`tokens` = rows x row length; `scores` = rows x row length squared; the constant comes from the weights. One run of a
+layer therefore answers for every batch size and row length.
 
 Sources: pytorch v2.13 `torch/csrc/autograd/engine.cpp` (`evaluate_function`, `validate_outputs`), `input_buffer.cpp`
-(`accumulate`), `functions/accumulate_grad.h`, `torch/utils/checkpoint.py`. What comes out is checked to the byte against
-the CPU allocator under real autograd in `tests/test_activations.py`.
+(`accumulate`), `functions/accumulate_grad.h`, `torch/utils/checkpoint.py`. `tests/test_activations.py` compares the
+resulting bytes with the CPU allocator under real autograd; they are equal to the byte.
 """
 
 from __future__ import annotations
@@ -18,49 +23,53 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-Size = tuple[int, int, int]  # per token, per score, constant
+Size = tuple[int, int, int]  # coefficients: per token, per score, constant
 Kind = Literal["transients", "activations", "attention_scores", "autocast_copies", "gradients"]
 
 NOTHING: Size = (0, 0, 0)
-FIRST = 1 << 62  # the engine takes AccumulateGrad before any other node (its sequence number is the largest)
+ACCUMULATE_GRAD_ORDER = 1 << 62  # AccumulateGrad has the largest sequence number: the engine takes it first
 
 
 def scaled(size: Size, factor: int) -> Size:
+    """`size` times `factor`."""
     return (size[0] * factor, size[1] * factor, size[2] * factor)
 
 
 class Storage:
-    """Memory of one tensor and its views; it is freed when the last reference goes."""
+    """Memory of one tensor and its views; Python frees it when the last reference to it goes."""
 
     __slots__ = ("kind", "size", "tape")
 
     def __init__(self, tape: Tape, size: Size, kind: Kind) -> None:
         self.tape, self.size, self.kind = tape, size, kind
-        tape.move(size, kind, 1)
+        tape.count(size, kind, 1)
         tape.record()
 
     def keep_as(self, kind: Kind) -> None:
-        """The same bytes under another name: a temporary that a node has saved."""
+        """Count these bytes under `kind` instead of "transients", since something now keeps them.
+
+        Saved activations whose size depends on scores are counted as "attention_scores". Storages of another kind stay.
+        """
         if self.kind == "transients":
-            self.tape.move(self.size, self.kind, -1)
+            self.tape.count(self.size, self.kind, -1)
             self.kind = "attention_scores" if kind == "activations" and self.size[1] else kind
-            self.tape.move(self.size, self.kind, 1)
+            self.tape.count(self.size, self.kind, 1)
 
     def __del__(self) -> None:
-        self.tape.move(self.size, self.kind, -1)
+        self.tape.count(self.size, self.kind, -1)
 
 
 @dataclass(slots=True, eq=False)
 class Parameter:
-    """A weight that learns: its gradient goes into `.grad` as soon as it is there (AccumulateGrad)."""
+    """A trainable weight: the backward pass adds its gradient to `.grad` as soon as it is computed (AccumulateGrad)."""
 
-    order: int = FIRST
+    order: int = ACCUMULATE_GRAD_ORDER
     outputs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Where a gradient goes: which output of which node, and what it must be like there."""
+    """Destination of a gradient: output number `slot` of node `target`, and the size and dtype width expected there."""
 
     target: Node | Parameter | None
     slot: int
@@ -70,28 +79,32 @@ class Edge:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One step of the backward pass. `backward` takes a gradient for every output and gives one for every edge."""
+    """One step of the backward pass. `backward` takes one gradient per output and returns one gradient per edge."""
 
     order: int
     edges: tuple[Edge, ...]
-    saved: list[Storage | None]  # None: a weight's, or a checkpoint's placeholder
+    saved: list[Storage | None]  # None: the storage of a weight, or the placeholder of a checkpoint
     backward: Backward
     outputs: int = 1
 
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """`elements` in a dtype of `width` bytes. A view shares its storage; a weight's storage is counted elsewhere (None)."""
+    """A tensor of `elements` elements of `width` bytes each.
+
+    A view shares the storage of its base. `storage` is None for a weight, whose bytes are counted in
+    `memory/weights.py`."""
 
     storage: Storage | None
     elements: Size
     width: int
-    node: Node | Parameter | None = None  # None: no gradient flows into it
+    node: Node | Parameter | None = None  # the node that computed it (grad_fn); None: it needs no gradient
     is_view: bool = False
-    slot: int = 0  # which of its node's outputs it is
+    slot: int = 0  # number of this tensor among the outputs of `node`
 
     @property
     def requires_grad(self) -> bool:
+        """True if the backward pass computes a gradient for this tensor."""
         return self.node is not None
 
 
@@ -101,7 +114,7 @@ Pending = dict[Node | Parameter, list[Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class LiveBytes:
-    """What was alive when memory had just grown: bytes of each kind, as polynomials."""
+    """Bytes alive on one GPU at one point of a pass, as polynomials of tokens and scores: in total and by kind."""
 
     total: Size
     kinds: tuple[tuple[Kind, Size], ...]
@@ -109,18 +122,19 @@ class LiveBytes:
 
 @dataclass(slots=True, eq=False)
 class Tape:
-    """Records one layer's passes. `saving` is off under a checkpoint's forward pass, where placeholders are kept.
+    """Record of the live bytes during the passes of one layer.
 
-    `stop_after_saves`: non-reentrant checkpointing ends a recomputation when the last tensor that backward needs is back
-    (torch/utils/checkpoint.py, `early_stop`); what the rest of the layer would allocate is not recorded then.
+    `saving` is False during the forward pass of a checkpoint, when nodes keep placeholders instead of tensors.
+    `stop_after_saves` is the number of saved tensors after which recording stops: non-reentrant checkpointing ends a
+    recomputation once it has the last tensor that the backward pass needs (torch/utils/checkpoint.py, `early_stop`), so
+    the allocations of the rest of the layer do not happen.
     """
 
     saving: bool = True
     grad_enabled: bool = True
-    recomputed: bool = (
-        False  # a recomputed tensor goes as soon as its node has used it (`unpack_hook` drops its handle)
-    )
-    gradients_exist: bool = False  # accumulation: a new gradient is added to the old one and freed
+    # The saved tensors were recomputed: each is freed once its node has used it (`unpack_hook` drops its handle).
+    recomputed: bool = False
+    gradients_exist: bool = False  # `.grad` is set already: a new gradient is added to it and freed
     alive: dict[Kind, list[int]] = field(default_factory=dict)
     total: list[int] = field(default_factory=lambda: [0, 0, 0])
     snapshots: list[LiveBytes] = field(default_factory=list)
@@ -129,11 +143,12 @@ class Tape:
     order: int = 0
     saves: int = 0
     stop_after_saves: int | None = None  # None: never
-    muted: bool = False
+    muted: bool = False  # True: take no snapshots
 
     # -- accounting ------------------------------------------------------------------------------------------------
 
-    def move(self, size: Size, kind: Kind, sign: int) -> None:
+    def count(self, size: Size, kind: Kind, sign: int) -> None:
+        """Add `sign` x `size` to the live bytes of `kind` and to the total."""
         held, total = self.alive.setdefault(kind, [0, 0, 0]), self.total
         for i in (0, 1, 2):
             amount = sign * size[i]
@@ -141,12 +156,15 @@ class Tape:
             total[i] += amount
 
     def record(self) -> None:
-        """Remember this moment if it can be the peak for some size: no other is as large in all three coefficients."""
+        """Keep a snapshot of the live bytes if it can be the peak for some batch.
+
+        It can if no kept snapshot is as large in all three coefficients. Drops the snapshots that the new one exceeds
+        in all three."""
         if self.muted:
             return
         tokens, scores, constant = self.total
-        for moment in self.snapshots:
-            other = moment.total
+        for snapshot in self.snapshots:
+            other = snapshot.total
             if other[0] >= tokens and other[1] >= scores and other[2] >= constant:
                 return
         self.snapshots = [
@@ -155,21 +173,26 @@ class Tape:
         self.snapshots.append(self.snapshot())
 
     def snapshot(self) -> LiveBytes:
+        """The bytes alive now."""
         kinds = tuple((kind, (held[0], held[1], held[2])) for kind, held in self.alive.items() if any(held))
         return LiveBytes((self.total[0], self.total[1], self.total[2]), kinds)
 
     def close(self) -> None:
-        """Let go of what refers back to the tape, so that reference counts alone free it."""
+        """Drop the storages that refer to the tape, so that reference counts free it without the garbage collector."""
         self.gradients.clear()
         self.autocast_cache.clear()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def empty(self, elements: Size, width: int, kind: Kind = "transients") -> Tensor:
+        """Allocate a tensor (torch.empty)."""
         return Tensor(Storage(self, scaled(elements, width), kind), elements, width)
 
     def save(self, *tensors: Tensor | None, kind: Kind = "activations") -> list[Storage | None]:
-        """What a node holds for its backward pass; None stands for what it does not need."""
+        """Save tensors for a node's backward pass and return their storages; arguments None are ignored.
+
+        Returns placeholders (None) under a checkpoint's forward pass, and nothing under `no_grad`.
+        """
         if not self.grad_enabled:
             return []
         needed = [tensor.storage for tensor in tensors if tensor is not None]
@@ -183,8 +206,8 @@ class Tape:
             self.muted = True
         return needed
 
-    def hold(self, tensor: Tensor) -> list[Storage | None]:
-        """An attribute of a Python function's context, which no checkpoint replaces by a placeholder."""
+    def save_in_context(self, tensor: Tensor) -> list[Storage | None]:
+        """Save a tensor as an attribute of a Python function's `ctx`; checkpointing does not replace attributes."""
         if not self.grad_enabled or tensor.storage is None:
             return []
         tensor.storage.keep_as("activations")
@@ -193,13 +216,13 @@ class Tape:
     def output(
         self, result: Tensor, inputs: tuple[Tensor, ...], saved: list[Storage | None], backward: Backward
     ) -> Tensor:
-        """Attach the node that autograd would; without an input that needs a gradient there is none."""
+        """Attach to `result` the node that autograd creates, if any input needs a gradient; return `result`."""
         return self.outputs((result,), inputs, saved, backward)[0]
 
     def outputs(
         self, results: tuple[Tensor, ...], inputs: tuple[Tensor, ...], saved: list[Storage | None], backward: Backward
     ) -> tuple[Tensor, ...]:
-        """One node with several outputs, whose gradients it takes together."""
+        """Attach one node with several outputs to `results`, if any input needs a gradient; return `results`."""
         if self.grad_enabled and any(tensor.requires_grad for tensor in inputs):
             self.order += 1
             edges = tuple(Edge(tensor.node, tensor.slot, tensor.elements, tensor.width) for tensor in inputs)
@@ -209,21 +232,22 @@ class Tape:
         return results
 
     def leaf(self, elements: Size, width: int, kind: Kind = "activations") -> Tensor:
-        """A tensor from outside whose gradient is wanted: a layer's input."""
+        """Allocate a layer's input, whose gradient is the result of the backward pass."""
         tensor = self.empty(elements, width, kind)
         self.order += 1
         tensor.node = Node(self.order, (), [], lambda gradient: [])
         return tensor
 
     def weight(self, elements: int, width: int, trainable: bool) -> Tensor:
+        """A weight of the layer; it takes no memory here."""
         return Tensor(None, (0, 0, elements), width, Parameter() if trainable else None)
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     def run_backward(self, pending: Pending) -> Tensor:
-        """Every node once, latest first. Returns the gradient of the leaf the pass began with."""
+        """Evaluate every node once, the latest first, and return the gradient of the layer's input."""
         while True:
-            node = max(pending, key=in_order)
+            node = max(pending, key=order_of)
             if isinstance(node, Parameter):
                 self.keep_gradient(pending.pop(node)[0])
             elif node.edges:
@@ -234,15 +258,18 @@ class Tape:
                 return gradient_of_input
 
     def run_until_saved(self, pending: Pending) -> None:
-        """The nodes that need no saved tensor: a checkpoint recomputes when the first one that does comes."""
+        """Evaluate the nodes up to the first one that needs a saved tensor, where a checkpoint starts to recompute."""
         while True:
-            node = max(pending, key=in_order)
+            node = max(pending, key=order_of)
             if isinstance(node, Parameter) or node.saved or not node.edges:
                 return
             self.evaluate(pending, node)
 
     def evaluate(self, pending: Pending, node: Node) -> None:
-        """The incoming gradients are held until the outgoing ones are as they must be; then the saved tensors go."""
+        """Run one node's backward function and pass its gradients on.
+
+        As in PyTorch's engine, the incoming gradients stay alive until the outgoing ones are validated; the node's
+        saved tensors are freed after that."""
         incoming = pending.pop(node)
         outgoing = node.backward(*incoming)
         if self.recomputed:
@@ -258,7 +285,7 @@ class Tape:
             del flowing
 
     def validate(self, outgoing: list[Tensor | None], i: int, edge: Edge) -> None:
-        """Sum a gradient over what was broadcast, then cast it to its input's dtype."""
+        """Sum gradient number `i` over broadcast dimensions, then cast it to the dtype of the input, if needed."""
         gradient = outgoing[i]
         if gradient is None or edge.target is None:
             return
@@ -268,9 +295,10 @@ class Tape:
             outgoing[i] = self.empty(edge.elements, edge.width)
 
     def accumulate(self, pending: Pending, target: Node | Parameter, slot: int, flowing: Tensor) -> None:
-        """Two gradients of one tensor become one: in place in the first if nobody else holds its storage, else in a new one.
+        """Add a gradient to the one that waits for the same tensor, if there is one.
 
-        A view holds its base (input_buffer.cpp, `can_accumulate_inplace`).
+        The sum is written into the waiting gradient if nothing else holds its storage, else into a new tensor; a view
+        holds the storage of its base (input_buffer.cpp, `can_accumulate_inplace`).
         """
         buffer = pending.setdefault(target, [None] * target.outputs)
         held = buffer[slot]
@@ -286,18 +314,22 @@ class Tape:
             buffer[slot] = self.empty(held.elements, held.width)
 
     def keep_gradient(self, gradient: Tensor | None) -> None:
-        """A weight's gradient stays in `.grad`; where there is one already it is added to it and freed."""
+        """Keep a weight's gradient as `.grad`; if `.grad` exists already, the gradient is added to it and freed."""
         if not self.gradients_exist and gradient is not None and gradient.storage is not None:
             gradient.storage.keep_as("gradients")
             self.gradients.append(gradient.storage)
 
 
-def in_order(node: Node | Parameter) -> int:
+def order_of(node: Node | Parameter) -> int:
+    """The sequence number by which the engine chooses the next node: the largest first."""
     return node.order
 
 
-def moved(pending: Pending, old: Node, new: Node) -> Pending:
-    """The same gradients on their way into the same nodes of a recomputed graph, whose last node is `new`."""
+def transfer_gradients(pending: Pending, old: Node, new: Node) -> Pending:
+    """Give the gradients that wait for nodes of a graph to the same nodes of the recomputed graph.
+
+    `old` and `new` are the last nodes of the two graphs.
+    """
     shift = new.order - old.order
     nodes: dict[int, Node] = {}
     waiting = [new]

@@ -1,7 +1,7 @@
-"""The forward pass of one decoder layer, one function a program, as the model's source writes it.
+"""The forward pass of one decoder layer, one function per `LayerProgram`, line by line as the model's source.
 
-Sources: transformers 5.23 `models/<family>/modeling_<family>.py`, `*DecoderLayer.forward`. A local variable that the source keeps
-is kept here: eager attention's scores live until the layer returns.
+Sources: transformers 5.23 `models/<family>/modeling_<family>.py`, `*DecoderLayer.forward`. A local variable of the
+source that keeps a tensor alive is a local variable here: eager attention's probabilities live until the layer returns.
 """
 
 from collections.abc import Callable
@@ -18,50 +18,52 @@ from planner.models.shape import Experts, Layer, LayerProgram, Mlp
 
 
 def feed_forward(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
+    """The layer's MLP or its experts."""
     block = layer.feed_forward
     return experts(tape, recipe, block, x) if isinstance(block, Experts) else mlp(tape, recipe, block, x)
 
 
-def weighed(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
-    """What some families do to a block's output before it is added: dropout (gpt2, opt, phi3), a number (granite)."""
+def block_dropout(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
+    """Dropout on a block's output before it is added to the residual stream (gpt2, opt, phi3)."""
     if layer.residual_dropout and recipe.dropout:
         return op.dropout(tape, x, recipe.on_cuda)
     return x
 
 
-def added(tape: Tape, layer: Layer, residual: Tensor, x: Tensor) -> Tensor:
-    """residual + x, or residual + x * number (granite)."""
+def add_residual(tape: Tape, layer: Layer, residual: Tensor, x: Tensor) -> Tensor:
+    """residual + x; granite computes residual + x * number."""
     return op.add(tape, residual, op.scale(tape, x) if layer.residual_scaled else x)
 
 
-def attended(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def attention_block(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The attention block's output, and the probabilities that eager attention also returns."""
     if layer.program == "mla":
         return latent_attention(tape, recipe, layer, x)
     return self_attention(tape, recipe, layer.attention, x)
 
 
 def llama(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
-    """norm, attention, add, norm, MLP, add."""
+    """Norm, attention, residual add, norm, MLP or experts, residual add."""
     before, after = layer.norms[:2]
     residual = x
     h = norm(tape, recipe, before, x)
-    h, weights = attended(tape, recipe, layer, h)
-    h = weighed(tape, recipe, layer, h)
-    h = added(tape, layer, residual, h)
+    h, weights = attention_block(tape, recipe, layer, h)
+    h = block_dropout(tape, recipe, layer, h)
+    h = add_residual(tape, layer, residual, h)
     residual = h
     h = norm(tape, recipe, after, h)
     h = feed_forward(tape, recipe, layer, h)
-    h = weighed(tape, recipe, layer, h)
-    result = added(tape, layer, residual, h)
+    h = block_dropout(tape, recipe, layer, h)
+    result = add_residual(tape, layer, residual, h)
     del weights
     return result
 
 
 def gpt2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
-    """The same; the attention's output is a local variable of its own."""
+    """As `llama`, but the attention's output stays in a local variable to the end of the layer."""
     normed = norm(tape, recipe, layer.norms[0], x)
-    mixed, weights = attended(tape, recipe, layer, normed)
-    mixed = weighed(tape, recipe, layer, mixed)
+    mixed, weights = attention_block(tape, recipe, layer, normed)
+    mixed = block_dropout(tape, recipe, layer, mixed)
     del normed
     residual = op.add(tape, mixed, x)
     result = second_half(tape, recipe, layer, residual)
@@ -70,9 +72,9 @@ def gpt2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
 
 
 def stablelm(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
-    """The same; so is the first norm's output."""
+    """As `llama`, but the attention's output and the first norm's output stay in local variables to the end."""
     normed = norm(tape, recipe, layer.norms[0], x)
-    mixed, weights = attended(tape, recipe, layer, normed)
+    mixed, weights = attention_block(tape, recipe, layer, normed)
     residual = op.add(tape, x, mixed)
     result = second_half(tape, recipe, layer, residual)
     del normed, mixed, weights
@@ -80,39 +82,40 @@ def stablelm(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
 
 
 def second_half(tape: Tape, recipe: Recipe, layer: Layer, residual: Tensor) -> Tensor:
+    """residual + MLP(norm(residual))."""
     h = norm(tape, recipe, layer.norms[1], residual)
     h = feed_forward(tape, recipe, layer, h)
-    h = weighed(tape, recipe, layer, h)
+    h = block_dropout(tape, recipe, layer, h)
     return op.add(tape, residual, h)
 
 
 def opt(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
-    """The same; the MLP is written into the layer, which drops the norm's output after its first projection."""
+    """As `llama`, but the MLP is part of the layer, which frees the norm's output after the first projection."""
     before, after = layer.norms
     block = layer.feed_forward
     assert isinstance(block, Mlp)
     residual = x
     h = norm(tape, recipe, before, x)
-    h, weights = attended(tape, recipe, layer, h)
-    h = weighed(tape, recipe, layer, h)
+    h, weights = attention_block(tape, recipe, layer, h)
+    h = block_dropout(tape, recipe, layer, h)
     h = op.view(tape, op.add(tape, residual, h))
     residual = h
     h = norm(tape, recipe, after, h)
     h = linear(tape, recipe, block.linears[0], h, flat=True)
     h = activate(tape, recipe, block.activation, h)
     h = linear(tape, recipe, block.linears[1], h, flat=True)
-    h = weighed(tape, recipe, layer, h)
+    h = block_dropout(tape, recipe, layer, h)
     result = op.view(tape, op.add(tape, residual, h))
     del weights
     return result
 
 
 def gemma2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
-    """Norms before and after both blocks."""
+    """As `llama`, with a norm before and a norm after each block."""
     before_attention, after_attention, before_mlp, after_mlp = layer.norms
     residual = x
     h = norm(tape, recipe, before_attention, x)
-    h, weights = attended(tape, recipe, layer, h)
+    h, weights = attention_block(tape, recipe, layer, h)
     h = norm(tape, recipe, after_attention, h)
     h = op.add(tape, residual, h)
     residual = h
@@ -125,10 +128,10 @@ def gemma2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
 
 
 def olmo2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
-    """Norms after both blocks only."""
+    """As `llama`, with a norm after each block instead of before it."""
     after_attention, after_mlp = layer.norms
     residual = x
-    h, weights = attended(tape, recipe, layer, x)
+    h, weights = attention_block(tape, recipe, layer, x)
     h = norm(tape, recipe, after_attention, h)
     h = op.add(tape, residual, h)
     residual = h
@@ -140,22 +143,22 @@ def olmo2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
 
 
 def parallel(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
-    """Attention and MLP both read the layer's input, through one norm or one each."""
+    """Attention and MLP both read the layer's input, through one shared norm or one norm each."""
     normed = norm(tape, recipe, layer.norms[0], x)
-    mixed, weights = attended(tape, recipe, layer, normed)
-    mixed = weighed(tape, recipe, layer, mixed)
+    mixed, weights = attention_block(tape, recipe, layer, normed)
+    mixed = block_dropout(tape, recipe, layer, mixed)
     if len(layer.norms) == 2:
         del normed
         normed = norm(tape, recipe, layer.norms[1], x)
     fed = feed_forward(tape, recipe, layer, normed)
-    fed = weighed(tape, recipe, layer, fed)
+    fed = block_dropout(tape, recipe, layer, fed)
     result = sum_of_three(tape, layer, x, mixed, fed)
     del weights
     return result
 
 
 def sum_of_three(tape: Tape, layer: Layer, residual: Tensor, mixed: Tensor, fed: Tensor) -> Tensor:
-    """cohere adds the residual first, the others last."""
+    """residual + mixed + fed: cohere adds the residual first, other models last."""
     first, last = (residual, fed) if layer.norms[0].kind == "layer_cohere" else (fed, residual)
     both = op.add(tape, first, mixed)
     return op.add(tape, both, last)

@@ -1,8 +1,8 @@
-"""Experts behind a router: gathered tokens through `grouped_mm`, weighted and put back in order.
+"""Mixture-of-experts blocks: router, gathered tokens, grouped matrix products, weighted sum in the original order.
 
-Sources: transformers 5.23 `integrations/moe.py` (`grouped_mm_experts_forward`), `models/<family>/modeling_<family>.py` (`*TopKRouter`,
-`*SparseMoeBlock`). Indices are int64. grouped_mm is not autocast-enabled: experts compute in the dtype of their weights.
-"""
+Sources: transformers 5.23 `integrations/moe.py` (`grouped_mm_experts_forward`), `models/<family>/modeling_<family>.py`
+(`*TopKRouter`, `*SparseMoeBlock`). Indices are int64. Autocast has no rule for grouped_mm: experts compute in the dtype
+of their weights."""
 
 from collections.abc import Callable
 
@@ -14,14 +14,17 @@ from planner.memory.layers.recipe import Recipe, tokens
 from planner.models.shape import Experts, Linear, Mlp, RouterStyle
 
 INDEX = 8  # bytes of an int64
-GATE_AND_UP = 2  # branches in one parameter
+GATE_AND_UP = 2  # projections in the fused parameter `gate_up_proj`
 
 
 def experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
-    """The whole block: router, experts, and the shared expert where there is one. What the router gave is kept to the end."""
+    """The whole block: router, experts, and the shared expert if there is one.
+
+    The router's results are local variables of the block and live until its end.
+    """
     flat = op.view(tape, x)
     if block.shared is not None and block.shared_gate_params:
-        return op.view(tape, with_gated_shared(tape, recipe, block, flat, block.shared))
+        return op.view(tape, experts_with_gated_shared(tape, recipe, block, flat, block.shared))
     chosen = ROUTERS[block.router](tape, recipe, block, flat)
     result = op.view(tape, grouped_experts(tape, recipe, block, flat, *chosen[1:]))
     if block.shared is None:
@@ -32,13 +35,13 @@ def experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
     return result
 
 
-def with_gated_shared(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, shared_block: Mlp) -> Tensor:
-    """Qwen2MoeSparseMoeBlock: the shared expert first, weighted by a sigmoid at the end."""
+def experts_with_gated_shared(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, shared_block: Mlp) -> Tensor:
+    """Qwen2MoeSparseMoeBlock: computes the shared expert first and multiplies it by a sigmoid gate at the end."""
     shared = mlp(tape, recipe, shared_block, x, flat=True)
     chosen = ROUTERS[block.router](tape, recipe, block, x)
     result = grouped_experts(tape, recipe, block, x, *chosen[1:])
     gate = Linear(name="shared_expert_gate", in_features=x.elements[0], out_features=1)
-    opening = open_gate(tape, recipe, gate, x)
+    opening = sigmoid_gate(tape, recipe, gate, x)
     shared = op.mul(tape, opening, shared)
     del opening
     result = op.add(tape, result, shared)
@@ -46,16 +49,17 @@ def with_gated_shared(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, sha
     return result
 
 
-def open_gate(tape: Tape, recipe: Recipe, gate: Linear, x: Tensor) -> Tensor:
+def sigmoid_gate(tape: Tape, recipe: Recipe, gate: Linear, x: Tensor) -> Tensor:
+    """sigmoid(gate(x))."""
     logits = linear(tape, recipe, gate, x, flat=True)
     return op.unary(tape, logits, "output")
 
 
-# -- routers: logits, the weights of the chosen experts, their indices -----------------------------------------------------
+# -- routers: each returns the logits, the weights of the chosen experts, and the experts' indices ---------------------
 
 
 def router_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, width: int) -> Tensor:
-    """F.linear of the router's weight in `width` bytes, with whatever bias its parameters leave over."""
+    """F.linear(x, router weight, bias) in a dtype of `width` bytes; the bias has the router's remaining parameters."""
     hidden, count = x.elements[0], block.num_experts
     bias = block.router_params - hidden * count
     offset = cast_weight(tape, tape.weight(bias, recipe.weight_width, recipe.trainable), width) if bias else None
@@ -66,7 +70,7 @@ def router_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, width:
 
 
 def router_weight(tape: Tape, recipe: Recipe, hidden: int, count: int) -> Tensor:
-    """The router's weight; with adapters on the experts, the weight plus B @ A (peft `ParamWrapper.get_delta_weight`)."""
+    """The router's weight; with adapters on the experts, weight + B @ A (peft `ParamWrapper.get_delta_weight`)."""
     weight = tape.weight(hidden * count, recipe.weight_width, recipe.trainable)
     if not recipe.lora_experts:
         return weight
@@ -79,17 +83,17 @@ def router_weight(tape: Tape, recipe: Recipe, hidden: int, count: int) -> Tensor
     product = op.bmm(tape, up, down, weight.elements)
     delta = op.cast(tape, op.scale(tape, product), recipe.weight_width)
     del product
-    tape.empty(weight.elements, recipe.weight_width)  # register_parametrization tries the sum once
+    tape.empty(weight.elements, recipe.weight_width)  # register_parametrization computes the sum once to check it
     return op.add(tape, weight, delta)
 
 
 def expert_factors(
     tape: Tape, recipe: Recipe, block: Experts, sizes: tuple[int, int], branches: int
 ) -> tuple[Tensor, Tensor]:
-    """B and A of every expert in the dtype of the weights (`get_delta_factors`); the sum is tried once.
+    """LoRA matrices B and A of all experts, cast to the dtype of the weights (`get_delta_factors`).
 
-    PEFT doubles the rank of gate and up, which are one parameter (utils/transformers_weight_conversion.py:470).
-    """
+    `sizes` are the input and output features of one expert. PEFT multiplies the rank by `branches`, 2 for the fused
+    gate and up (utils/transformers_weight_conversion.py:470). Registering the parametrization computes the sum once."""
     inward, outward = sizes
     rank = recipe.lora_r * block.num_experts * branches
     up = op.cast(tape, tape.weight(rank * outward, recipe.adapter_width, True), recipe.weight_width)
@@ -99,54 +103,57 @@ def expert_factors(
 
 
 def softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax in float32, the largest k, divided by their sum (mixtral); qwen and olmoe cast them back."""
+    """Softmax over all experts in float32, then the largest k, divided by their sum (mixtral).
+
+    qwen and olmoe ("softmax_cast") cast the weights to the dtype of the logits.
+    """
     logits = router_product(tape, recipe, block, x, recipe.compute_width)
     probabilities = op.softmax(tape, logits)
     values, indices = topk(tape, probabilities, block.num_experts_per_tok)
     if block.router_normalised:
-        values = divided_by_sum(tape, values)
+        values = divide_by_sum(tape, values)
     if block.router == "softmax_cast":
         values = op.cast(tape, values, logits.width)
     return logits, values, indices
 
 
 def topk_softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest k logits, and softmax over them in their own dtype (gpt_oss)."""
+    """The largest k logits, then softmax over them in their own dtype (gpt_oss)."""
     logits = router_product(tape, recipe, block, x, recipe.compute_width)
     values, indices = topk(tape, logits, block.num_experts_per_tok)
     return logits, op.softmax(tape, values, float32=False), indices
 
 
 def float32_softmax_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """deepseek_v2: a float32 product (autocast casts it back), softmax, the largest k."""
+    """deepseek_v2: logits in float32 (16-bit under autocast), softmax, the largest k."""
     logits = float32_product(tape, recipe, block, x)
     probabilities = op.softmax(tape, logits)
     if block.router_groups:
         mask = grouped_mask(tape, probabilities, block)
-        probabilities = op.masked(tape, probabilities, mask)
+        probabilities = op.masked_fill(tape, probabilities, mask)
         del mask
     values, indices = topk(tape, probabilities, block.num_experts_per_tok)
     return logits, op.scale(tape, values), indices
 
 
 def float32_sigmoid_router(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """deepseek_v3: sigmoid scores; a bias and groups only choose the experts."""
+    """deepseek_v3: sigmoid of the logits; a bias and groups affect only which experts are chosen, not their weights."""
     logits = float32_product(tape, recipe, block, x)
     probabilities = op.unary(tape, logits, "output")
     chosen = Tensor(probabilities.storage, probabilities.elements, probabilities.width)
-    biased = op.plus_number(tape, op.cast(tape, chosen, 4))
+    biased = op.add_number(tape, op.cast(tape, chosen, 4))
     mask = grouped_mask(tape, biased, block)
-    biased = op.masked(tape, biased, mask)
+    biased = op.masked_fill(tape, biased, mask)
     del mask, chosen
     indices = tape.empty(tokens(block.num_experts_per_tok), INDEX)
     values = op.gather(tape, probabilities, indices)
     if block.router_normalised:
-        values = divided_by_sum(tape, values)
+        values = divide_by_sum(tape, values)
     return logits, op.scale(tape, values), indices
 
 
 def float32_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Tensor:
-    """F.linear(x.type(float32), weight.type(float32)); under autocast both are cast on to 16 bits."""
+    """F.linear(x.type(float32), weight.type(float32)); autocast casts both float32 copies to 16 bits."""
     hidden, count, width = x.elements[0], block.num_experts, recipe.autocast_width or 4
     wide = op.cast(tape, x, 4)
     weight = op.cast(tape, router_weight(tape, recipe, hidden, count), 4)
@@ -155,7 +162,7 @@ def float32_product(tape: Tape, recipe: Recipe, block: Experts, x: Tensor) -> Te
 
 
 def grouped_mask(tape: Tape, scores: Tensor, block: Experts) -> Tensor:
-    """Which experts belong to a chosen group: scores of the groups, their choice, the mask of every expert (one byte)."""
+    """Bool mask of the experts whose group was chosen; allocates the groups' scores and masks as temporaries."""
     groups = max(block.router_groups, 1)
     group_scores = tape.empty(tokens(groups), scores.width)
     group_mask = tape.empty(tokens(groups), scores.width)
@@ -167,16 +174,16 @@ def grouped_mask(tape: Tape, scores: Tensor, block: Experts) -> Tensor:
 
 
 def topk(tape: Tape, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest values and their indices, which are kept; the gradient goes into zeros of x's size."""
+    """x.topk(count): values and indices; saves the indices; the gradient is scattered into zeros of x's size."""
     values, indices = tape.empty(tokens(count), x.width), tape.empty(tokens(count), INDEX)
     saved = tape.save(indices) if x.requires_grad else []
-    return tape.output(values, (x,), saved, op.fresh(tape, x)), indices
+    return tape.output(values, (x,), saved, op.same_size_backward(tape, x)), indices
 
 
-def divided_by_sum(tape: Tape, values: Tensor) -> Tensor:
-    """values /= values.sum(): in place, so that autograd keeps a copy of what was there, and the sum."""
+def divide_by_sum(tape: Tape, values: Tensor) -> Tensor:
+    """values /= values.sum(): an in-place division, for which autograd saves a copy of the old values, and the sum."""
     one = tokens(1)
-    sum_ = op.total(tape, values, one)
+    sum_ = op.sum_last(tape, values, one)
     original = tape.empty(values.elements, values.width)
     saved = tape.save(original if sum_.requires_grad else None, sum_ if values.requires_grad else None)
     elements, width = values.elements, values.width
@@ -201,11 +208,15 @@ ROUTERS: dict[RouterStyle, Callable[[Tape, Recipe, Experts, Tensor], tuple[Tenso
 }
 
 
-# -- the experts -----------------------------------------------------------------------------------------------------------
+# -- the experts -------------------------------------------------------------------------------------------------------
 
 
 def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """integrations/moe.py: sort by expert, two grouped products, weigh, sort back, sum over the chosen experts."""
+    """Run the chosen experts on their tokens (integrations/moe.py, `grouped_mm_experts_forward`).
+
+    Sorts the tokens by expert, computes two grouped products with the activation between, multiplies by the router's
+    weights, restores the order and sums over the chosen experts.
+    """
     top_k, hidden, inner = block.num_experts_per_tok, x.elements[0], block.moe_intermediate_size
     down_factors = expert_factors(tape, recipe, block, (inner, hidden), 1) if recipe.lora_experts else ()
     up_factors = expert_factors(tape, recipe, block, (hidden, 2 * inner), GATE_AND_UP) if recipe.lora_experts else ()
@@ -218,17 +229,17 @@ def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weigh
     histogram_input = tape.empty(chosen, 4)
     counts = tape.empty((0, 0, block.num_experts), 4)
     offsets = tape.empty((0, 0, block.num_experts), 4)
-    merged_up = merged(tape, recipe, block, hidden * 2 * inner, up_factors)
+    merged_up = merged_weights(tape, recipe, block, hidden * 2 * inner, up_factors)
     biases = expert_biases(tape, recipe, block, order, 2 * inner)
-    projected = grouped(tape, recipe, block, gathered, offsets, merged_up, biases, 2 * inner)
-    projected = gated(tape, recipe, block, projected)
-    merged_down = merged(tape, recipe, block, inner * hidden, down_factors)
+    projected = grouped_product(tape, recipe, block, gathered, offsets, merged_up, biases, 2 * inner)
+    projected = gated_activation(tape, recipe, block, projected)
+    merged_down = merged_weights(tape, recipe, block, inner * hidden, down_factors)
     biases = expert_biases(tape, recipe, block, order, hidden)
-    projected = grouped(tape, recipe, block, projected, offsets, merged_down, biases, hidden)
+    projected = grouped_product(tape, recipe, block, projected, offsets, merged_down, biases, hidden)
     weighted = op.mul(tape, projected, sorted_weights)
     inverse = inverse_permutation(tape, top_k)
     weighted = op.index(tape, weighted, inverse, tokens(top_k * hidden))
-    result = op.reduce(
+    result = op.mean_last(
         tape, weighted, tokens(hidden), 4 if recipe.autocast_width and recipe.on_cuda else weighted.width
     )
     narrow = op.cast(tape, result, x.width)
@@ -236,29 +247,30 @@ def grouped_experts(tape: Tape, recipe: Recipe, block: Experts, x: Tensor, weigh
     return narrow
 
 
-def merged(tape: Tape, recipe: Recipe, block: Experts, elements: int, factors: tuple[Tensor, ...]) -> Tensor:
-    """All experts' weights; with adapters, a tensor of its own of the weights and their update, kept for the backward pass."""
+def merged_weights(tape: Tape, recipe: Recipe, block: Experts, elements: int, factors: tuple[Tensor, ...]) -> Tensor:
+    """The fused weight of all experts; with adapters, a new tensor weight + B @ A, which the backward pass needs."""
     count = block.num_experts * elements
     if not factors:
         return tape.weight(count, recipe.weight_width, recipe.trainable)
-    return op.folded(tape, count, recipe.weight_width, *factors)
+    return op.baddbmm(tape, count, recipe.weight_width, *factors)
 
 
 def inverse_permutation(tape: Tape, count: int) -> Tensor:
+    """Indices that restore the tokens' original order."""
     result = tape.empty(tokens(count), INDEX)
-    tape.empty(tokens(count), INDEX)  # arange, which is written into it
+    tape.empty(tokens(count), INDEX)  # torch.arange, copied into the result
     return result
 
 
 def expert_biases(tape: Tape, recipe: Recipe, block: Experts, order: Tensor, outward: int) -> Tensor | None:
-    """gpt_oss: the bias of its expert for every chosen token."""
+    """For each chosen token the bias of its expert (gpt_oss); None for experts without biases."""
     if not block.clamped:
         return None
     biases = tape.weight(block.num_experts * outward, recipe.weight_width, recipe.trainable)
     return op.index(tape, biases, order, tokens(block.num_experts_per_tok * outward))
 
 
-def grouped(
+def grouped_product(
     tape: Tape,
     recipe: Recipe,
     block: Experts,
@@ -268,7 +280,7 @@ def grouped(
     bias: Tensor | None,
     outward: int,
 ) -> Tensor:
-    """One grouped product over all experts' weights, in the weights' dtype; the bias is added in place."""
+    """torch._grouped_mm over all experts in the dtype of their weights; the bias is added in place."""
     top_k, width = block.num_experts_per_tok, recipe.weight_width
     narrow = op.cast(tape, x, width)
     result = op.mm(
@@ -281,14 +293,17 @@ def grouped(
     )
 
 
-def gated(tape: Tape, recipe: Recipe, block: Experts, together: Tensor) -> Tensor:
-    """act(gate) * up of the two halves; gpt_oss clamps strided halves and writes (up + 1) * gate * sigmoid(gate * alpha)."""
+def gated_activation(tape: Tape, recipe: Recipe, block: Experts, together: Tensor) -> Tensor:
+    """act(gate) * up, from the two halves of the grouped product.
+
+    gpt_oss takes every second feature, clamps both parts and computes (up + 1) * gate * sigmoid(gate * alpha).
+    """
     half = together.elements[0] // 2
     if not block.clamped:
         gate, up = op.split(tape, together, (half, half))
         active = activate(tape, recipe, block.activation, gate)
         return op.mul(tape, active, up)
-    gate, up = op.part(tape, together, tokens(half)), op.part(tape, together, tokens(half))
+    gate, up = op.slice_view(tape, together, tokens(half)), op.slice_view(tape, together, tokens(half))
     clamped_gate = op.unary(tape, gate, "input", temporaries=1)
     clamped_up = op.unary(tape, up, "input", temporaries=1)
     scaled = op.scale(tape, clamped_gate)
@@ -296,5 +311,5 @@ def gated(tape: Tape, recipe: Recipe, block: Experts, together: Tensor) -> Tenso
     del scaled
     active = op.mul(tape, clamped_gate, opening)
     del opening
-    raised = op.plus_number(tape, clamped_up)
+    raised = op.add_number(tape, clamped_up)
     return op.mul(tape, raised, active)

@@ -1,8 +1,7 @@
-"""Dense MLPs: gated or not, written out or fused.
+"""Dense MLPs: with or without a gate, as separate operators or as a fused kernel of Liger.
 
-Sources: transformers 5.23 `activations.py`, `models/llama/modeling_llama.py` (`LlamaMLP`), `models/phi3` (`Phi3MLP`); liger-kernel
-`ops/swiglu.py`, `ops/geglu.py`.
-"""
+Sources: transformers 5.23 `activations.py`, `models/llama/modeling_llama.py` (`LlamaMLP`), `models/phi3` (`Phi3MLP`);
+liger-kernel `ops/swiglu.py`, `ops/geglu.py`."""
 
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Tape, Tensor
@@ -12,19 +11,20 @@ from planner.models.shape import Activation, Mlp
 
 
 def activate(tape: Tape, recipe: Recipe, activation: Activation, x: Tensor) -> Tensor:
-    """silu and gelu are one kernel that keeps its input; relu keeps its result; gelu_new is written out."""
+    """Activation function: silu and gelu save their input, relu its result; gelu_new is several operators."""
     if activation == "gelu_new":
-        return gelu_written_out(tape, recipe, x)
+        return gelu_new(tape, recipe, x)
     return op.unary(tape, x, "output" if activation == "relu" else "input")
 
 
-def gelu_written_out(tape: Tape, recipe: Recipe, x: Tensor) -> Tensor:
+def gelu_new(tape: Tape, recipe: Recipe, x: Tensor) -> Tensor:
     """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) (activations.py, NewGELUActivation).
 
-    CUDA's autocast computes powers in float32 (autocast_mode.h, `AT_FORALL_FP32`), and all that follows; the CPU's does not.
+    Autocast on CUDA computes powers, and therefore all later operators, in float32 (autocast_mode.h, `AT_FORALL_FP32`);
+    autocast on the CPU does not.
     """
     half = op.scale(tape, x)
-    cubed = op.square(tape, op.cast(tape, x, 4 if recipe.autocast_width and recipe.on_cuda else x.width))
+    cubed = op.power(tape, op.cast(tape, x, 4 if recipe.autocast_width and recipe.on_cuda else x.width))
     weighted = op.scale(tape, cubed)
     del cubed
     summed = op.add(tape, x, weighted)
@@ -33,22 +33,22 @@ def gelu_written_out(tape: Tape, recipe: Recipe, x: Tensor) -> Tensor:
     del summed
     outer = op.unary(tape, inner, "output")
     del inner
-    shifted = op.plus_number(tape, outer)
+    shifted = op.add_number(tape, outer)
     del outer
     return op.mul(tape, half, shifted)
 
 
 def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool = False) -> Tensor:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))); phi3 computes gate and up in one projection."""
+    """down(act(gate(x)) * up(x)), or without a gate down(act(up(x))); phi3 has gate and up in one projection."""
     down = block.linears[-1]
-    held: list[Tensor] = []  # phi3 keeps its view of the gate, and with it the whole projection
+    held: list[Tensor] = []  # phi3's local variable: a view of the gate, which keeps the fused projection alive
     if not block.gated:
         h = linear(tape, recipe, block.linears[0], x)
         h = activate(tape, recipe, block.activation, h)
     elif recipe.liger:
-        h = fused_gate(tape, recipe, block, x)
+        h = liger_gate(tape, recipe, block, x)
     elif len(block.linears) == 2:
-        h, *held = gate_of_one_projection(tape, recipe, block, x)
+        h, *held = gate_of_fused_projection(tape, recipe, block, x)
     else:
         h = gate_product(tape, recipe, block, x, flat)
     result = linear(tape, recipe, down, h, flat)
@@ -57,6 +57,7 @@ def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool = False) -
 
 
 def gate_product(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool) -> Tensor:
+    """act(gate(x)) * up(x), from two projections."""
     gate = linear(tape, recipe, block.linears[0], x, flat)
     active = activate(tape, recipe, block.activation, gate)
     del gate
@@ -64,16 +65,19 @@ def gate_product(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool) 
     return op.mul(tape, active, up)
 
 
-def gate_of_one_projection(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> tuple[Tensor, Tensor]:
-    """up * act(gate) of one tensor's halves, and the gate: both are views of the whole, which is kept."""
+def gate_of_fused_projection(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> tuple[Tensor, Tensor]:
+    """up * act(gate), from the two halves of one projection's output; returns also the gate, a view of that output."""
     together = linear(tape, recipe, block.linears[0], x)
     gate, up = op.split(tape, together, (block.intermediate_size, block.intermediate_size))
     active = activate(tape, recipe, block.activation, gate)
     return op.mul(tape, up, active), gate
 
 
-def fused_gate(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
-    """Liger's SwiGLU and GeGLU keep gate and up only, and overwrite them with their gradients (ops/swiglu.py)."""
+def liger_gate(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
+    """Liger's SwiGLU and GeGLU: save only gate and up; the backward pass overwrites both with their gradients.
+
+    Source: liger-kernel, ops/swiglu.py.
+    """
     gate, up = linear(tape, recipe, block.linears[0], x), linear(tape, recipe, block.linears[1], x)
     product = tape.empty(gate.elements, gate.width)
     saved = tape.save(gate, up)

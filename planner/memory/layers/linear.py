@@ -1,4 +1,4 @@
-"""Linear layers with what tuning puts on them: LoRA's update, a quantized base.
+"""Linear layers: plain or quantized, with or without a LoRA adapter.
 
 Sources: pytorch 2.13 `aten/src/ATen/native/Linear.cpp`, `aten/src/ATen/autocast_mode.h` (`cached_cast`); peft 0.21.2
 `tuners/lora/layer.py` (`Linear.forward`) and `tuners/lora/bnb.py`; bitsandbytes 0.50.2 `autograd/_functions.py`.
@@ -13,10 +13,10 @@ from planner.models.shape import Linear
 
 
 def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = False) -> Tensor:
-    """A projection with whatever tuning put on it: base layer, then LoRA's update (peft `Linear.forward`).
+    """One projection: the plain or quantized base layer, then LoRA's update if it is targeted (peft `Linear.forward`).
 
-    `flat`: rows and length are one dimension already, so that no view stands between (a view's gradient is not added to in place).
-    """
+    `flat`: x has one dimension for rows and length, so that F.linear needs no view around its product. It matters
+    because autograd does not add a second gradient in place into a view."""
     adapted = recipe.lora_r > 0 and module.name in recipe.lora_targets
     if recipe.quantized == "none":
         result = plain_linear(tape, recipe, module, x, flat)
@@ -32,23 +32,25 @@ def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = F
 
 
 def plain_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool) -> Tensor:
-    return product(tape, recipe, module, x, Stored(recipe.weight_width, recipe.trainable), flat)
+    """F.linear with the model's own weight."""
+    return functional_linear(tape, recipe, module, x, StoredWeight(recipe.weight_width, recipe.trainable), flat)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """How a weight lies in memory: the bytes of an element, and whether it learns."""
+class StoredWeight:
+    """Bytes of one element of a weight, and whether it is trained."""
 
     width: int
     trainable: bool
 
 
-def product(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, stored: Stored, flat: bool) -> Tensor:
+def functional_linear(
+    tape: Tape, recipe: Recipe, module: Linear, x: Tensor, stored: StoredWeight, flat: bool
+) -> Tensor:
     """F.linear(x, weight, bias).
 
-    Under autocast a weight of another dtype is copied; the copy of one that learns lives until autocast ends. The bias is
-    cast first, the input last.
-    """
+    Autocast casts the bias first, then the weight, then x, each if its dtype differs. The copy of a trainable weight
+    lives until autocast ends (`cast_weight`)."""
     compute = recipe.autocast_width or max(stored.width, x.width)
     offset = None
     if module.bias:
@@ -68,7 +70,7 @@ def product(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, stored: Store
 
 
 def cast_weight(tape: Tape, weight: Tensor, width: int) -> Tensor:
-    """autocast's copy of a weight, kept for the rest of the forward pass if the weight itself learns (`cached_cast`)."""
+    """Autocast's copy of a weight; that of a trainable weight is cached until the forward pass ends (`cached_cast`)."""
     if weight.width == width:
         return weight
     copy = op.cast(tape, weight, width)
@@ -79,9 +81,9 @@ def cast_weight(tape: Tape, weight: Tensor, width: int) -> Tensor:
 
 
 def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: Tensor, flat: bool) -> Tensor:
-    """result + lora_B(lora_A(dropout(x))) * scaling, x in the adapter's dtype (`_cast_input_dtype`).
+    """result + lora_B(lora_A(dropout(x))) * scaling, with x cast to the adapter's dtype (`_cast_input_dtype`).
 
-    A 4-bit base leaves that cast to autocast where there is one (bnb.py:543).
+    With a quantized base and autocast, PEFT skips that cast and autocast does its own (bnb.py:543).
     """
     rank, width = recipe.lora_r, recipe.adapter_width
     first = Linear(name="lora_A", in_features=module.in_features, out_features=rank)
@@ -89,9 +91,9 @@ def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
     if recipe.quantized == "none" or not recipe.autocast_width:
         x = op.cast(tape, x, width)
     dropped = op.dropout(tape, x, recipe.on_cuda) if recipe.lora_dropout else x
-    down = product(tape, recipe, first, dropped, Stored(width, True), flat)
+    down = functional_linear(tape, recipe, first, dropped, StoredWeight(width, True), flat)
     del dropped
-    up = product(tape, recipe, second, down, Stored(width, True), flat)
+    up = functional_linear(tape, recipe, second, down, StoredWeight(width, True), flat)
     del down
     update = op.scale(tape, up)
     del up
@@ -99,13 +101,13 @@ def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: T
 
 
 def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> Tensor:
-    """A frozen quantized projection: the weight is dequantized for each pass and freed.
+    """A frozen quantized projection: each pass dequantizes the weight into a temporary; x is not saved.
 
-    4-bit computes in `bnb_4bit_compute_dtype`, which TRL sets to the load dtype (trl/trainer/utils.py, `get_quantization_config`),
-    and casts back to x's dtype (bitsandbytes `Linear4bit.forward`). Above 1,536 tokens it dequantizes (backends/cuda/ops.py,
-    `_dequant_linear_fallback`); nothing of x is kept. The backward pass dequantizes in the quantization state's dtype and casts
-    (`MatMul4Bit.backward`). GPTQ and AWQ dequantize to 16 bits.
-    """
+    4-bit: computes in `bnb_4bit_compute_dtype`, which TRL sets to the dtype the model is loaded in
+    (trl/trainer/utils.py, `get_quantization_config`), and casts the result back to x's dtype (bitsandbytes
+    `Linear4bit.forward`). It dequantizes above 1,536 tokens (backends/cuda/ops.py, `_dequant_linear_fallback`), which
+    is assumed here. The backward pass dequantizes in the dtype of the quantization state and casts that copy
+    (`MatMul4Bit.backward`). GPTQ and AWQ: dequantize to 16 bits. 8-bit: `int8_linear`."""
     if recipe.quantized == "8bit":
         return int8_linear(tape, module, x)
     elements, stored = (0, 0, module.weight_params), recipe.weight_width
@@ -129,11 +131,12 @@ def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> T
 
 
 def int8_linear(tape: Tape, module: Linear, x: Tensor) -> Tensor:
-    """`MatMul8bitLt`: x cast to fp16, quantized, int32 products, scaled into x's dtype; backward dequantizes in x's dtype.
+    """bitsandbytes `MatMul8bitLt`: casts x to fp16, quantizes it, multiplies into int32, scales into x's dtype.
 
-    It keeps x as an attribute of its context, so that checkpointing does not drop it (autograd/_functions.py:187).
+    The backward pass dequantizes the weight in x's dtype. The function keeps x as an attribute of `ctx`, which
+    checkpointing does not free (autograd/_functions.py:187).
     """
-    held = tape.hold(x) if x.requires_grad else []
+    held = tape.save_in_context(x) if x.requires_grad else []
     half = tape.empty(x.elements, 2) if x.width != 2 else None
     quantized = tape.empty(x.elements, 1)
     del half

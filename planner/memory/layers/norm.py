@@ -1,9 +1,8 @@
-"""Normalisation, one function for each way it is written.
+"""Normalisation layers, one function for each implementation in Transformers and Liger.
 
-Sources: transformers 5.23 `models/llama/modeling_llama.py` (`LlamaRMSNorm`), `models/olmo2` (`Olmo2RMSNorm`), `models/gemma3`
-(`Gemma3RMSNorm`), `models/cohere` (`CohereLayerNorm`), `models/olmo` (`OlmoLayerNorm`); pytorch 2.13
-`aten/src/ATen/native/layer_norm.cpp`, `aten/src/ATen/autocast_mode.h`; liger-kernel `ops/rms_norm.py`.
-"""
+Sources: transformers 5.23 `models/llama/modeling_llama.py` (`LlamaRMSNorm`), `models/olmo2` (`Olmo2RMSNorm`),
+`models/gemma3` (`Gemma3RMSNorm`), `models/cohere` (`CohereLayerNorm`), `models/olmo` (`OlmoLayerNorm`); pytorch 2.13
+`aten/src/ATen/native/layer_norm.cpp`, `aten/src/ATen/autocast_mode.h`; liger-kernel `ops/rms_norm.py`."""
 
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Size, Tape, Tensor
@@ -12,7 +11,7 @@ from planner.models.shape import Norm
 
 
 def norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
-    """Any of the norms of `planner.models.shape.NormKind`, over the last `features` elements."""
+    """Apply a norm of any `planner.models.shape.NormKind` over the last `module.features` elements."""
     if module.kind == "none":
         return x
     if recipe.liger and module.kind.startswith("rms"):
@@ -26,15 +25,19 @@ def norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
     return rms_norm(tape, recipe, module, x)
 
 
-def one_a_row(x: Tensor, module: Norm) -> Size:
+def one_per_row(x: Tensor, module: Norm) -> Size:
+    """Element count of a statistic with one number for each normalised row."""
     return (x.elements[0] // module.features, 0, 0)
 
 
 def rms_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
-    """x * rsqrt(mean(x ** 2) + eps) in float32; the weight before or after the cast back."""
+    """LlamaRMSNorm and its like: weight * (x * rsqrt(mean(x ** 2) + eps)).to(x.dtype), computed in float32.
+
+    "rms_fp32_weight" multiplies by the weight before the cast back, "rms_unweighted" has no weight.
+    """
     h = op.cast(tape, x, 4)
-    variance = op.reduce(tape, op.square(tape, h), one_a_row(x, module))
-    shifted = op.plus_number(tape, variance)
+    variance = op.mean_last(tape, op.power(tape, h), one_per_row(x, module))
+    shifted = op.add_number(tape, variance)
     inverse = op.rsqrt(tape, shifted)
     del shifted
     h = op.mul(tape, h, inverse)
@@ -50,19 +53,20 @@ def rms_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
 
 
 def gemma_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
-    """The same in one expression, times (1 + weight), a float32 tensor of its own; cast back at the end."""
+    """Gemma3RMSNorm: the RMS norm in one expression, times (1 + weight.float()), cast back at the end."""
     output = gemma_normalised(tape, module, x)
     weight = op.cast(tape, tape.weight(module.params, recipe.weight_width, recipe.trainable), 4)
-    weight = op.plus_number(tape, weight)
+    weight = op.add_number(tape, weight)
     output = op.mul(tape, output, weight)
     del weight
     return op.cast(tape, output, x.width)
 
 
 def gemma_normalised(tape: Tape, module: Norm, x: Tensor) -> Tensor:
+    """Gemma3RMSNorm._norm: x * rsqrt(mean(x ** 2) + eps) in float32."""
     h = op.cast(tape, x, 4)
-    variance = op.reduce(tape, op.square(tape, h), one_a_row(x, module))
-    shifted = op.plus_number(tape, variance)
+    variance = op.mean_last(tape, op.power(tape, h), one_per_row(x, module))
+    shifted = op.add_number(tape, variance)
     del variance
     inverse = op.rsqrt(tape, shifted)
     del shifted
@@ -70,11 +74,14 @@ def gemma_normalised(tape: Tape, module: Norm, x: Tensor) -> Tensor:
 
 
 def layer_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
-    """native_layer_norm keeps its input, mean and reciprocal deviation; CUDA's autocast runs it in float32, the CPU's does not."""
+    """native_layer_norm: saves its input, the mean and the reciprocal deviation.
+
+    Autocast runs it in float32 on CUDA; on the CPU it does not.
+    """
     h = x
     if module.kind == "layer_unweighted" or (recipe.autocast_width and recipe.on_cuda):
         h = op.cast(tape, x, 4)
-    rows = one_a_row(x, module)
+    rows = one_per_row(x, module)
     result = tape.empty(h.elements, h.width)
     statistics_width = 4 if recipe.on_cuda else max(h.width, recipe.weight_width) if module.params else h.width
     mean, deviation = tape.empty(rows, statistics_width), tape.empty(rows, statistics_width)
@@ -98,12 +105,12 @@ def layer_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
 
 
 def cohere_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
-    """CohereLayerNorm: mean, variance and normalisation written out in float32, then the weight in float32."""
+    """CohereLayerNorm: mean, variance and normalisation as separate float32 operators, times the weight in float32."""
     h = op.cast(tape, x, 4)
-    mean = op.reduce(tape, h, one_a_row(x, module))
-    variance = op.reduce(tape, squared_difference(tape, h, mean), one_a_row(x, module))
+    mean = op.mean_last(tape, h, one_per_row(x, module))
+    variance = op.mean_last(tape, squared_difference(tape, h, mean), one_per_row(x, module))
     difference = op.subtract(tape, h, mean)
-    shifted = op.plus_number(tape, variance)
+    shifted = op.add_number(tape, variance)
     inverse = op.rsqrt(tape, shifted)
     del shifted
     h = op.mul(tape, difference, inverse)
@@ -115,13 +122,14 @@ def cohere_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
 
 
 def squared_difference(tape: Tape, h: Tensor, mean: Tensor) -> Tensor:
+    """(h - mean).pow(2)."""
     difference = op.subtract(tape, h, mean)
-    return op.square(tape, difference)
+    return op.power(tape, difference)
 
 
 def fused_rms_norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
-    """Liger's RMSNorm keeps its input and one number a row of it (liger_kernel/ops/rms_norm.py)."""
-    statistics = tape.empty(one_a_row(x, module), 4)
+    """Liger's RMSNorm: saves its input and one float32 per row (liger_kernel/ops/rms_norm.py)."""
+    statistics = tape.empty(one_per_row(x, module), 4)
     result = tape.empty(x.elements, x.width)
     weight = tape.weight(module.params, recipe.weight_width, recipe.trainable)
     saved = tape.save(x, statistics, weight)

@@ -1,13 +1,13 @@
-"""Saved activations and what one layer needs besides: coefficients per token, per score and constant, one run a recipe.
+"""Memory of one decoder layer during its forward and backward pass, as polynomials of tokens and scores.
 
-`layer_memory` plays a layer's forward and backward pass on the tape once; every batch size and length then costs a few
-multiplications. `tests/test_activations.py` holds the saved bytes against real autograd, to the byte.
-"""
+`layer_memory` runs both passes on a `Tape` once for each layer shape and recipe; the bytes for any batch size and row
+length then take a few multiplications. `tests/test_activations.py` compares the saved bytes with real autograd; they
+are equal to the byte."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.memory.layers.autograd import NOTHING, LiveBytes, Node, Pending, Size, Tape, Tensor, moved
+from planner.memory.layers.autograd import NOTHING, LiveBytes, Node, Pending, Size, Tape, Tensor, transfer_gradients
 from planner.memory.layers.decoder import PROGRAMS
 from planner.memory.layers.recipe import Recipe
 from planner.models.shape import Layer
@@ -15,30 +15,33 @@ from planner.models.shape import Layer
 
 @dataclass(frozen=True, slots=True)
 class PassPeak:
-    """The moments of a pass that can be its peak for some size: none is below another in all three coefficients."""
+    """Peak of one pass for any batch: the snapshots of live bytes that are the largest for some tokens and scores.
+
+    No snapshot is below another one in all three coefficients.
+    """
 
     snapshots: tuple[LiveBytes, ...]
 
     def at(self, tokens: int, scores: int) -> tuple[int, LiveBytes]:
-        """The peak's bytes and its moment for `tokens` = rows x length and `scores` = rows x length squared."""
+        """The peak in bytes and its snapshot, for `tokens` = rows x length and `scores` = rows x length squared."""
         best, best_bytes = self.snapshots[0], -1
-        for moment in self.snapshots:
-            per_token, per_score, constant = moment.total
+        for snapshot in self.snapshots:
+            per_token, per_score, constant = snapshot.total
             total = per_token * tokens + per_score * scores + constant
             if total > best_bytes:
-                best, best_bytes = moment, total
+                best, best_bytes = snapshot, total
         return best_bytes, best
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """One layer among its like. All is counted above what was alive when its forward pass began, its input included.
+    """Memory that one layer of a stack adds on one GPU to what was alive before its forward pass (its input included).
 
-    `saved` and `checkpoint`: what the layer adds for good, without and with checkpointing, its output included (which is
-    the next one's input); autocast's copies, which go when the forward pass ends, are named apart in the moment.
-    `forward`, `backward`: the moments of each pass; a backward pass begins with the gradient of the layer's output alive and its
-    output gone. `inference`: a forward pass without gradients.
-    """
+    `saved` and `checkpoint` are the bytes that stay after the forward pass, without and with gradient checkpointing.
+    They contain the layer's output, which is the next layer's input. Autocast's weight copies, which are freed when the
+    forward pass of the model ends, are the kind "autocast_copies". `forward` and `backward` are the peaks of the
+    passes. A backward pass begins after the layer's output was freed, with the gradient of that output alive.
+    `inference` is the peak of a forward pass under `no_grad`."""
 
     saved: LiveBytes
     checkpoint: LiveBytes
@@ -49,40 +52,49 @@ class LayerMemory:
     inference: PassPeak
 
 
-def upper_envelope(moments: list[LiveBytes]) -> PassPeak:
-    """Drop every moment that another one is at least as large as in all coefficients."""
+def upper_envelope(snapshots: list[LiveBytes]) -> PassPeak:
+    """Drop every snapshot for which another one is at least as large in all three coefficients."""
     kept: list[LiveBytes] = []
-    for moment in sorted(moments, key=lambda moment: moment.total, reverse=True):
-        if not any(all(a >= b for a, b in zip(other.total, moment.total, strict=True)) for other in kept):
-            kept.append(moment)
+    for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.total, reverse=True):
+        if not any(all(a >= b for a, b in zip(other.total, snapshot.total, strict=True)) for other in kept):
+            kept.append(snapshot)
     return PassPeak(tuple(kept))
 
 
 def residual_width(recipe: Recipe) -> int:
-    """Bytes of the residual stream: the embedding's dtype."""
+    """Bytes of one element of the residual stream, which has the dtype of the embedding."""
     return recipe.weight_width
 
 
-def peaks(tape: Tape, base: LiveBytes) -> PassPeak:
-    """The tape's moments without what was alive before they began, and a fresh start for the next pass."""
-    moments = [minus(moment, base) for moment in tape.snapshots]
+def take_peak(tape: Tape, base: LiveBytes) -> PassPeak:
+    """Take the tape's snapshots as the peak of the pass that just ended, less `base`, the bytes alive before the layer.
+
+    Clears the snapshots for the next pass.
+    """
+    snapshots = [above(snapshot, base) for snapshot in tape.snapshots]
     tape.snapshots = []
-    return upper_envelope(moments)
+    return upper_envelope(snapshots)
 
 
-def minus(moment: LiveBytes, base: LiveBytes) -> LiveBytes:
+def above(live: LiveBytes, base: LiveBytes) -> LiveBytes:
+    """`live` minus `base`, by kind and in total."""
     before = dict(base.kinds)
-    kinds = tuple((kind, subtract(size, before.get(kind, NOTHING))) for kind, size in moment.kinds)
-    return LiveBytes(subtract(moment.total, base.total), kinds)
+    kinds = tuple((kind, subtract(size, before.get(kind, NOTHING))) for kind, size in live.kinds)
+    return LiveBytes(subtract(live.total, base.total), kinds)
 
 
 def subtract(a: Size, b: Size) -> Size:
+    """a - b, coefficient by coefficient."""
     return (a[0] - b[0], a[1] - b[1], a[2] - b[2])
 
 
 @lru_cache(maxsize=4096)
 def layer_memory(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerMemory:
-    """Both passes of `layer`, with and without checkpointing. `gradients_exist`: an accumulation step after the first."""
+    """Memory of `layer` in both passes, with and without gradient checkpointing.
+
+    `gradients_exist`: the weights have `.grad` already, as in every micro-batch after the first of an accumulation.
+    Architectures without formulas have a `measure` function instead (`probes/layers`).
+    """
     if layer.measure is not None:
         measured: LayerMemory = layer.measure(recipe, gradients_exist)
         return measured
@@ -100,31 +112,35 @@ def layer_memory(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerMe
 
 
 def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[LiveBytes, PassPeak, PassPeak]:
-    """Forward, everything kept; backward."""
+    """Run both passes without checkpointing; return the saved bytes and the peaks of forward and backward."""
     tape = Tape(gradients_exist=gradients_exist)
     x, before = layer_input(tape, layer, recipe)
     x = PROGRAMS[layer.program](tape, recipe, layer, x)
-    keep(x)
-    forward = peaks(tape, before)
+    keep_output(x)
+    forward = take_peak(tape, before)
     tape.autocast_cache.clear()
-    saved = minus(tape.snapshot(), before)
+    saved = above(tape.snapshot(), before)
     last, elements, width = x.node, x.elements, x.width
     assert isinstance(last, Node)
     del x
     tape.run_backward({last: [tape.empty(elements, width)]})
     tape.close()
-    return saved, forward, peaks(tape, before)
+    return saved, forward, take_peak(tape, before)
 
 
 def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[LiveBytes, PassPeak, PassPeak]:
-    """Forward, only the input kept; recomputation in the backward pass up to the last tensor it needs; backward."""
+    """Run both passes with non-reentrant checkpointing; return the kept bytes and the peaks of forward and backward.
+
+    The forward pass keeps only the layer's input. The backward pass first runs the layer again, up to the last tensor
+    that it needs.
+    """
     tape = Tape(gradients_exist=gradients_exist, saving=False)
     x, before = layer_input(tape, layer, recipe)
     held = x
     x = PROGRAMS[layer.program](tape, recipe, layer, x)
-    keep(x)
-    checkpoint = minus(tape.snapshot(), before)
-    forward = peaks(tape, before)
+    keep_output(x)
+    checkpoint = above(tape.snapshot(), before)
+    forward = take_peak(tape, before)
     last, elements, width = x.node, x.elements, x.width
     assert isinstance(last, Node)
     del x
@@ -132,27 +148,27 @@ def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> 
     tape.saving, tape.stop_after_saves, tape.saves = True, tape.saves, 0
     pending: Pending = {last: [tape.empty(elements, width)]}
     tape.run_until_saved(pending)
-    again = PROGRAMS[layer.program](tape, recipe, layer, held)  # held until its last tensor is taken
+    again = PROGRAMS[layer.program](tape, recipe, layer, held)  # the recomputed graph is held until here
     first, last = last, again.node
     assert isinstance(last, Node)
     del again
     tape.autocast_cache.clear()
     tape.muted = False
     tape.recomputed = True
-    pending = moved(pending, first, last)
+    pending = transfer_gradients(pending, first, last)
     tape.run_backward(pending)
     tape.close()
-    return checkpoint, forward, peaks(tape, before)
+    return checkpoint, forward, take_peak(tape, before)
 
 
-def keep(output: Tensor) -> None:
-    """The layer's output is the next one's input."""
+def keep_output(output: Tensor) -> None:
+    """Count the layer's output as an activation, since it is the next layer's input."""
     assert output.storage is not None
     output.storage.keep_as("activations")
 
 
 def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, LiveBytes]:
-    """The output of the layer before, and what is alive with it."""
+    """The layer's input, and the bytes alive before the layer runs."""
     x = tape.leaf((layer.hidden_size, 0, 0), residual_width(recipe))
     before = tape.snapshot()
     tape.snapshots = []
@@ -160,9 +176,9 @@ def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, LiveB
 
 
 def inference_peaks(layer: Layer, recipe: Recipe) -> PassPeak:
-    """A forward under no_grad; the layer's input is alive already."""
+    """Peak of a forward pass under `no_grad`, above the layer's input."""
     tape = Tape(saving=False, grad_enabled=False)
     x, before = layer_input(tape, layer, recipe)
     PROGRAMS[layer.program](tape, recipe, layer, x)
     tape.close()
-    return peaks(tape, before)
+    return take_peak(tape, before)

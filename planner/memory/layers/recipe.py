@@ -1,4 +1,4 @@
-"""How a layer computes: everything but its shape and the size of the batch."""
+"""How a layer computes: dtypes, adapters, quantization, attention kernel; not its shape and not the batch size."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,11 +10,11 @@ Kernel = Literal["eager", "eager_masked", "flash", "flash_varlen", "efficient", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How a layer computes: everything but its shape and the size of the batch. Widths in bytes.
+    """How a layer computes. With the layer's shape it determines the layer's memory for every batch.
 
-    `autocast_width` is 0 without autocast. `quantized`: the kind of quantized `nn.Linear`, "none" for plain ones.
-    `device` selects where CPU and CUDA kernels keep different things; plans are for "cuda", tests can run "cpu".
-    """
+    Widths are bytes of one element. `autocast_width` is 0 without autocast. `quantized` is the kind of quantized
+    `nn.Linear`, "none" for plain ones. `device` selects the kernels where CPU and CUDA save different tensors: plans
+    use "cuda", tests compare "cpu" with real autograd."""
 
     weight_width: int
     autocast_width: int
@@ -22,31 +22,32 @@ class Recipe:
     quantized: Literal["none", "4bit", "8bit", "dequantized"] = "none"
     lora_r: int = 0
     lora_targets: frozenset[str] = frozenset()
-    lora_experts: bool = False  # adapters on the fused experts and their router (peft 0.21 `ParamWrapper`, what all-linear means for mixtral)
+    # Adapters on the fused experts and their router (peft 0.21, `ParamWrapper`), which all-linear includes for mixtral.
+    lora_experts: bool = False
     adapter_width: int = 4
     lora_dropout: bool = False
-    dropout: bool = (
-        True  # the model's own dropout where its config has some; DPO, KTO and reward trainers switch it off
-    )
+    dropout: bool = True  # the model's own dropout, if its config has one; DPO, KTO and reward trainers disable it
     kernel: Kernel = "flash"
-    several_rows: bool = True  # one row lets views stand where several need copies
+    several_rows: bool = True  # with one row, some tensors stay views that are copied for several rows
     liger: bool = False
     device: Literal["cuda", "cpu"] = "cuda"
 
     @property
     def compute_width(self) -> int:
+        """Bytes of one element in a matrix product."""
         return self.autocast_width or self.weight_width
 
     @property
     def on_cuda(self) -> bool:
+        """True if CUDA kernels run, False for CPU kernels."""
         return self.device == "cuda"
 
 
 def tokens(features: int) -> Size:
-    """Elements of a `[rows, length, features]` tensor."""
+    """Element count of a tensor of shape [rows, length, features]."""
     return (features, 0, 0)
 
 
 def scores(heads: int) -> Size:
-    """Elements of a `[rows, heads, length, length]` tensor."""
+    """Element count of a tensor of shape [rows, heads, length, length]."""
     return (0, heads, 0)
