@@ -1,4 +1,4 @@
-"""The vLLM engine's KV cache in blocks: what a block costs, and how many blocks one sequence takes."""
+"""The vLLM engine's KV cache: bytes of one block, and blocks that one sequence takes."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -7,15 +7,17 @@ from math import ceil
 
 from planner.models.shape import Attention, ModelShape
 
-# Tokens in a block unless the attention backend wants another size. Source: vllm/config/cache.py, DEFAULT_BLOCK_SIZE.
+# Tokens per block, unless the attention backend requires another size. Source: vllm/config/cache.py,
+# DEFAULT_BLOCK_SIZE.
 BLOCK_SIZE = 16
-# Layers of two kinds are padded to the larger kind when they are this close in number (vllm/v1/core/kv_cache_planning.py:524).
+# The smaller kind of layers is padded to the number of the larger kind if the ratio of their numbers is below this.
+# Source: vllm/v1/core/kv_cache_planning.py:524.
 PADDING_RATIO = 1.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockGroup:
-    """Layers that share a block table. `sliding_window` None: every token is kept."""
+    """Layers that share one block table. `sliding_window` is None if the layers keep every token (full attention)."""
 
     block_size: int
     sliding_window: int | None
@@ -23,19 +25,20 @@ class BlockGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockLayout:
-    """One pool of equal blocks, from which every group of layers draws its own."""
+    """One pool of equally large blocks, shared by all groups of layers."""
 
     bytes_per_block: int
     groups: tuple[BlockGroup, ...]
 
     def blocks_per_request(self, max_model_len: int, in_flight_tokens: int) -> int:
-        """Blocks that one sequence of `max_model_len` tokens may hold on one GPU, over all groups.
+        """Upper bound of the blocks that one sequence of `max_model_len` tokens holds on one GPU, over all groups.
 
             full attention   ceil(max_model_len / block_size)
             sliding window   ceil(min(window - 1 + in_flight_tokens, max_model_len) / block_size) + 1
 
         Source: vllm/v1/kv_cache_interface.py, FullAttentionSpec.max_memory_usage_bytes and
-        SlidingWindowSpec.max_admission_blocks_per_request. `in_flight_tokens` are scheduled and not yet settled.
+        SlidingWindowSpec.max_admission_blocks_per_request. `in_flight_tokens` are scheduled, and their results are
+        pending.
         """
         blocks = 0
         for group in self.groups:
@@ -48,7 +51,7 @@ class BlockLayout:
     def tokens_and_concurrency(
         self, kv_cache_bytes: int, max_model_len: int, in_flight_tokens: int
     ) -> tuple[int, float]:
-        """What vLLM's log prints of a KV cache on one GPU: tokens, and how many sequences of `max_model_len` they make.
+        """The two figures that vLLM logs for the KV cache of one GPU: its tokens, and its sequences of `max_model_len`.
 
             concurrency = (KV bytes // bytes_per_block) / blocks_per_request;  tokens = concurrency x max_model_len
 
@@ -65,8 +68,8 @@ def page_bytes(attention: Attention, tensor_parallel_size: int, block_size: int,
         attention   max(1, num_key_value_heads / tp) x block_size x (head_dim + v_head_dim) x bytes
         MLA         block_size x (kv_lora_rank + qk_rope_head_dim) x bytes, the same on every GPU
 
-    Source: vllm/v1/kv_cache_interface.py, AttentionSpec.unpadded_page_size_bytes and MLAAttentionSpec (head_size_v = 0).
-    Heads are copied where there are fewer of them than GPUs (vllm/model_executor/models/qwen2.py:149).
+    Source: vllm/v1/kv_cache_interface.py, AttentionSpec.unpadded_page_size_bytes and MLAAttentionSpec (head_size_v =
+    0). If there are fewer key-value heads than GPUs, every GPU has one head (vllm/model_executor/models/qwen2.py:149).
     Example: Qwen2.5-7B, 4 heads of 128, bf16: 4 x 16 x 256 x 2 = 32,768 bytes.
     """
     if attention.kv_latent_dim:
@@ -77,19 +80,20 @@ def page_bytes(attention: Attention, tensor_parallel_size: int, block_size: int,
 
 @lru_cache(maxsize=4096)
 def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: int) -> BlockLayout:
-    """How vLLM groups the layers of a model, and what a block of all layers of a group costs on one GPU.
+    """vLLM's groups of layers for a model, and the bytes of one block (all layers of one group) on one GPU.
 
         one kind of layer   one group; block = sum of the layers' pages
-        several kinds       groups of g layers each, g = layers of the rarest kind (of the commonest, when that is less than
-                            1.5 times as many); block = g x largest page; kinds with smaller pages get more tokens a block
+        several kinds       groups of g layers each, g = layers of the rarest kind (of the commonest kind, if that has
+                            fewer than 1.5 times as many); block = g x largest page; a kind whose page divides the
+                            largest page puts that many times more tokens into a block
 
     Source: vllm/v1/core/kv_cache_planning.py, get_kv_cache_groups, unify_kv_cache_spec_page_size and
     _get_kv_cache_groups_uniform_page_size.
-    Example: gemma-3-4b, 5 full and 29 sliding layers: g = 5, 1 + 6 groups (one layer of padding),
-    block = 5 x (4 x 16 x 512 x 2) = 327,680 bytes.
+    Example: gemma-3-4b, 5 full and 29 sliding layers: g = 5, 1 + 6 groups (one layer of padding), block = 5 x (4 x 16 x
+    512 x 2) = 327,680 bytes.
 
-    Leaves out Mamba and linear-attention layers, and backends that want another block size (FlashAttention 4 with
-    heads of 256 on Blackwell).
+    Leaves out Mamba and linear-attention layers, and backends that require another block size (FlashAttention 4 with
+    heads of 256 features on Blackwell).
     """
     pages = [
         (layer.attention.sliding_window, page_bytes(layer.attention, tensor_parallel_size, BLOCK_SIZE, kv_dtype_bytes))
@@ -114,4 +118,5 @@ def block_layout(model: ModelShape, tensor_parallel_size: int, kv_dtype_bytes: i
 
 
 def _window_first(kind: tuple[int | None, int]) -> tuple[int, int]:
+    """Sort key of (sliding window, page bytes): full attention first, then by window."""
     return (kind[0] or 0, kind[1])

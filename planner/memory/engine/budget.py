@@ -1,6 +1,7 @@
-"""The vLLM engine on one GPU: its budget, what it takes before the KV cache, the KV cache, and what stays while it sleeps.
+"""Memory of the vLLM engine on one GPU: budget, weights and buffers, KV cache, and the part that stays during sleep.
 
-Read in vLLM 0.33.0 and checked against 0.31.0, the newest that trl 1.16 admits (trl/import_utils.py:107).
+Paths and lines are those of vLLM 0.33.0. The formulas were compared with vLLM 0.31.0, the newest release that trl 1.16
+accepts (trl/import_utils.py:107).
 """
 
 from dataclasses import dataclass, replace
@@ -23,15 +24,15 @@ from planner.memory.engine.weights import EngineQuantization, engine_weight_byte
 from planner.models.shape import ModelShape, cache_is_known
 from planner.units import format_count, format_gib
 
-# Batches that are scheduled and not yet settled: two, since scheduling runs ahead of the GPU (vllm/config/vllm.py:588-608).
+# Batches in flight: the scheduler prepares one while the GPU runs another (vllm/config/vllm.py:588-608).
 BATCHES_IN_FLIGHT = 2
-# `gpu_memory_utilization` is offered in steps of this when one is too small; finer steps buy nothing.
+# Proposed values of `gpu_memory_utilization` are multiples of this.
 UTILIZATION_STEP = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
-    """What the engine is started with, named as vLLM's EngineArgs name it. `sleep` 0: no sleep mode."""
+    """The engine's settings, named as in vLLM's EngineArgs. `sleep` is the level of sleep mode, 0 for none."""
 
     gpu_memory_utilization: float
     max_model_len: int
@@ -44,24 +45,24 @@ class EngineSettings:
     sleep: Literal[0, 1, 2] = 0
     max_lora_rank: int = 0
     max_loras: int = 0  # 0: the engine serves no adapters
-    runner: Literal["v1", "v2"] = "v2"  # vLLM's model runner; "v1" in 0.7 to 0.21, and for some models in 0.22
+    runner: Literal["v1", "v2"] = "v2"  # vLLM's model runner: "v1" in 0.7 to 0.21, and for some models in 0.22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
     """The engine's memory on each GPU of its tensor-parallel group.
 
-    `asleep_bytes` stays while the trainer trains: what remains at sleep level 1 or 2, or everything but a step's transients
-    where the engine never sleeps.
+    `asleep_bytes` stays while the trainer trains: the remainder at sleep level 1 or 2, or all but the activation peak
+    if the engine has no sleep mode.
     """
 
     budget_bytes: int
     weights_bytes: int  # with LoRA slots
-    activation_peak_bytes: int  # reserved for a step's transients
+    activation_peak_bytes: int  # reserved for the temporaries of one forward pass or sampling step
     non_torch_bytes: int
     cuda_graph_bytes: int
     persistent_buffer_bytes: int
-    outside_budget_bytes: int  # allocated after the KV cache was sized, or before the budget's baseline
+    outside_budget_bytes: int  # allocated before vLLM's baseline, or after it sized the KV cache
     kv_cache_bytes: int
     kv_tokens: int
     max_concurrency: float  # sequences of max_model_len that fit at once
@@ -72,23 +73,29 @@ class EngineMemory:
 
     @property
     def total_bytes(self) -> int:
-        """While it generates."""
+        """Bytes while the engine generates."""
         return self.budget_bytes + self.outside_budget_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """While it is awake and idle: all but the headroom for a step's transients."""
+        """Bytes while the engine is awake and idle: all but the activation peak."""
         return self.total_bytes - self.activation_peak_bytes
 
     @property
     def weights_awake_bytes(self) -> int:
-        """While the trainer writes new weights into it: a sleeping engine has `wake_up(tags=["weights"])` and no KV cache yet."""
+        """Bytes while the trainer copies new weights into the engine.
+
+        An engine with sleep mode has woken up with `wake_up(tags=["weights"])`, without its KV cache.
+        """
         return min(self.resident_bytes, self.asleep_bytes + self.weights_bytes + self.persistent_buffer_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRefusal:
-    """vLLM would not start. `reason` is one line with both numbers and the nearest change that helps; 0: no such value."""
+    """Why vLLM would not start. `reason` is one line with both numbers and the nearest setting that works.
+
+    `max_model_len_that_fits` and `utilization_that_fits` are 0 if no value helps.
+    """
 
     reason: str
     max_model_len_that_fits: int = 0
@@ -96,7 +103,7 @@ class EngineRefusal:
 
 
 class EngineDoesNotFit(NothingFits):
-    """The engine refuses to start with these settings."""
+    """vLLM would refuse to start with these settings."""
 
     def __init__(self, refusal: EngineRefusal) -> None:
         super().__init__(refusal.reason)
@@ -107,7 +114,7 @@ def engine_memory(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> Engi
     """The engine's memory on each GPU of its tensor-parallel group.
 
     Raises:
-        EngineDoesNotFit: vLLM would refuse to start; `engine_or_refusal` returns the same as a value.
+        EngineDoesNotFit: vLLM would refuse to start; `engine_or_refusal` returns the reason instead.
     """
     answer = engine_or_refusal(model, gpu, settings)
     if isinstance(answer, EngineRefusal):
@@ -117,19 +124,21 @@ def engine_memory(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> Engi
 
 @lru_cache(maxsize=16384)
 def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> EngineMemory | EngineRefusal:
-    """The engine's memory on each GPU of its tensor-parallel group, or why it would not start.
+    """The engine's memory on each GPU of its tensor-parallel group, or the reason why vLLM would not start.
 
         budget = ceil(total x gpu_memory_utilization)
         KV     = budget - weights - persistent buffers - non-torch - activation peak - CUDA graphs
         blocks = KV // bytes_per_block;  tokens = blocks / blocks_per_request x max_model_len
 
     Source: vllm/v1/worker/utils.py:724 (budget), utils/mem_utils.py:312-321 and v1/worker/gpu_worker.py:753-757 (KV),
-    v1/core/kv_cache_planning.py:681 (blocks), v1/core/kv_cache_utils.py:1061-1128 (tokens). What the trainer holds on the
-    same card is in the engine's baseline and is not charged: utilization is a size, not a ceiling for the whole card.
+    v1/core/kv_cache_planning.py:681 (blocks), v1/core/kv_cache_utils.py:1061-1128 (tokens). The trainer's memory on the
+    same GPU is part of the baseline that vLLM subtracts: gpu_memory_utilization is the size of the engine's own share,
+    not a limit for all processes on the GPU.
 
-    Example: Llama-3.1-8B at 0.5 on 79.15 GiB: budget 39.58, weights 14.99, leaves about 24 GiB, 196,000 tokens of 128 KiB.
+    Example: Llama-3.1-8B at 0.5 on 79.15 GiB: budget 39.58, weights 14.99, leaves about 24 GiB, 196,000 tokens of 128
+    KiB.
 
-    Leaves out vision encoders' profile run, speculative decoding, pipeline parallelism.
+    Leaves out the profile run of vision encoders, speculative decoding and pipeline parallelism.
     """
     if refusal := _wrong_settings(model, gpu, settings):
         return refusal
@@ -149,11 +158,15 @@ def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> 
 
 
 def _budget_bytes(gpu: Gpu, settings: EngineSettings) -> int:
+    """Bytes that vLLM takes on each GPU: ceil(total x gpu_memory_utilization) (vllm/v1/worker/utils.py:724)."""
     return ceil(gpu.total_bytes * settings.gpu_memory_utilization)
 
 
 def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -> EngineMemory:
-    """Everything but the division of the KV cache into sequences. `kv_cache_bytes` is below 0 where nothing remains."""
+    """The engine's memory on each GPU without the numbers of KV-cache tokens and sequences, which are 0.
+
+    `kv_cache_bytes` is negative if the rest exceeds the budget.
+    """
     assert settings.quantization != "int8"
     tensor_parallel_size = settings.tensor_parallel_size
     weights_bytes = engine_weight_bytes(model, tensor_parallel_size, settings.quantization)
@@ -171,10 +184,7 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
     non_torch, before_baseline = non_torch_bytes(tensor_parallel_size, settings.runner)
     graphs = 0 if settings.enforce_eager else cuda_graph_bytes(settings.max_num_seqs, settings.max_num_batched_tokens)
     graphs_in_budget = graphs if RUNNERS[settings.runner].graphs_in_budget else 0
-    layout = block_layout(model, tensor_parallel_size, settings.kv_dtype_bytes)
-    tables = len(layout.groups) * (
-        2 * 4 * settings.max_num_seqs * -(-settings.max_model_len // BLOCK_SIZE) + 8 * settings.max_num_batched_tokens
-    )
+    tables = _block_table_bytes(block_layout(model, tensor_parallel_size, settings.kv_dtype_bytes), settings)
     outside_budget_bytes = before_baseline + tables + graphs - graphs_in_budget
     awake_bytes = budget_bytes + outside_budget_bytes - activation
     return EngineMemory(
@@ -195,23 +205,45 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
     )
 
 
+def _block_table_bytes(layout: BlockLayout, settings: EngineSettings) -> int:
+    """Bytes of the block tables on each GPU, allocated after the KV cache was sized.
+
+        tables = groups x (2 x 4 x max_num_seqs x ceil(max_model_len / 16) + 8 x max_num_batched_tokens)
+
+    Per group two int32 tables of a block number per sequence and block, and one int64 slot per token of a batch.
+    Source: vllm/v1/worker/gpu/block_table.py, BlockTables.
+    """
+    blocks = settings.max_num_seqs * -(-settings.max_model_len // BLOCK_SIZE)
+    return len(layout.groups) * (2 * 4 * blocks + 8 * settings.max_num_batched_tokens)
+
+
 def _asleep_bytes(outside_torch_bytes: int, graphs_bytes: int, tables_bytes: int) -> int:
-    """Bytes that stay on each GPU of a sleeping engine, at level 1 and at level 2 alike.
+    """Bytes that stay on each GPU while the engine sleeps, the same at level 1 and at level 2.
 
         asleep = memory outside torch + CUDA graphs + block tables
 
-    Level 1 copies the weights to the host, level 2 drops them; both drop the KV cache. CUDA graphs live outside the pool
-    that sleep frees unless `sleep_mode_offload_cudagraph` is set (vllm/config/vllm.py:716-727), which TRL does not.
-    Source: vllm/device_allocator/sleep_mode_backend.py:127-137, v1/worker/gpu_worker.py (`_maybe_get_memory_pool_context`).
+    Level 1 copies the weights to the host, level 2 discards them; both discard the KV cache. CUDA graphs are outside
+    the memory pool that sleep frees, unless `sleep_mode_offload_cudagraph` is set (vllm/config/vllm.py:716-727); TRL
+    does not set it.
+    Source: vllm/device_allocator/sleep_mode_backend.py:127-137, v1/worker/gpu_worker.py
+    (`_maybe_get_memory_pool_context`).
     """
     return outside_torch_bytes + graphs_bytes + tables_bytes
 
 
 def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> EngineRefusal | None:
+    """The reason why vLLM refuses the settings before it loads the model; None if it accepts them.
+
+    Raises:
+        UnknownArchitecture: the model's layers have no shapes here.
+    """
     if not model.known:
         raise UnknownArchitecture(f"The KV cache of {model.id} has no formula here. Try --set use_vllm=false.")
     if not cache_is_known(model):
-        reason = f"{model.id} ({model.model_type}) has layers that keep no keys and values; what vLLM keeps for them has no formula here."
+        reason = (
+            f"{model.id} ({model.model_type}) has layers that keep no keys and values; what vLLM keeps for them has "
+            "no formula here."
+        )
         return EngineRefusal(reason=reason)
     if settings.quantization == "int8":  # trl/generation/vllm_generation.py:344
         return EngineRefusal(reason="vLLM does not quantize to 8 bits in flight. Try load_in_4bit, or no quantization.")
@@ -219,7 +251,8 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
         return EngineRefusal(reason=reason)
     if settings.max_model_len > model.max_position_embeddings:
         return EngineRefusal(
-            reason=f"vllm_max_model_length {format_count(settings.max_model_len)} is more than the {format_count(model.max_position_embeddings)} positions"
+            reason=f"vllm_max_model_length {format_count(settings.max_model_len)} is more than the "
+            f"{format_count(model.max_position_embeddings)} positions"
             f" of {model.id}. Try {format_count(model.max_position_embeddings)}.",
             max_model_len_that_fits=model.max_position_embeddings,
         )
@@ -227,7 +260,8 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
     if budget_bytes > gpu.free_bytes:  # vllm/v1/worker/utils.py, request_memory
         utilization = _utilization(gpu.free_bytes / gpu.total_bytes, down=True)
         return EngineRefusal(
-            reason=f"vLLM's budget at utilization {settings.gpu_memory_utilization:g} is {format_gib(budget_bytes)}, but only {format_gib(gpu.free_bytes)}"
+            reason=f"vLLM's budget at utilization {settings.gpu_memory_utilization:g} is {format_gib(budget_bytes)}, "
+            f"but only {format_gib(gpu.free_bytes)}"
             f" of {gpu.name} are free. Try vllm_gpu_memory_utilization {utilization:g}.",
             utilization_that_fits=utilization,
         )
@@ -236,6 +270,7 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
 
 @lru_cache(maxsize=4096)
 def _uneven_heads(model: ModelShape, tensor_parallel_size: int) -> str:
+    """The error text if the attention heads cannot be divided among the GPUs; empty if they can."""
     for layer, _ in model.layer_kinds:
         attention = layer.attention
         heads, kv_heads = attention.num_attention_heads, attention.num_key_value_heads
@@ -248,12 +283,15 @@ def _uneven_heads(model: ModelShape, tensor_parallel_size: int) -> str:
                 for size in range(1, tensor_parallel_size)
                 if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
             ]
-            return f"The {heads} heads ({kv_heads} for keys) of {model.id} do not divide over {tensor_parallel_size} GPUs. Try tensor parallel {fits[-1]}."
+            return (
+                f"The {heads} heads ({kv_heads} for keys) of {model.id} do not divide over {tensor_parallel_size} "
+                f"GPUs. Try tensor parallel {fits[-1]}."
+            )
     return ""
 
 
 def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout: BlockLayout) -> EngineRefusal:
-    """One sequence of `max_model_len` does not fit, or nothing at all: by how much, and what would do."""
+    """The refusal if the KV cache holds no sequence of `max_model_len`: sizes, and settings that would fit."""
     in_flight_tokens = BATCHES_IN_FLIGHT * settings.max_num_batched_tokens
     needed_bytes = (layout.blocks_per_request(settings.max_model_len, in_flight_tokens) + 1) * layout.bytes_per_block
     needed_budget_bytes = memory.budget_bytes - memory.kv_cache_bytes + needed_bytes
@@ -266,10 +304,16 @@ def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout:
     available_bytes = memory.kv_cache_bytes
     what = f"vLLM at utilization {settings.gpu_memory_utilization:g} ({format_gib(memory.budget_bytes)})"
     if available_bytes <= 0:
-        reason = f"{what} has no room for a KV cache: weights and buffers alone need {format_gib(memory.budget_bytes - available_bytes)}."
+        reason = (
+            f"{what} has no room for a KV cache: weights and buffers alone need "
+            f"{format_gib(memory.budget_bytes - available_bytes)}."
+        )
     else:
         tokens = format_count(settings.max_model_len)
-        reason = f"{what} leaves {format_gib(available_bytes)} for the KV cache; one sequence of {tokens} tokens needs {format_gib(needed_bytes)}."
+        reason = (
+            f"{what} leaves {format_gib(available_bytes)} for the KV cache; one sequence of {tokens} tokens needs "
+            f"{format_gib(needed_bytes)}."
+        )
     changes = [f"vllm_max_model_length {format_count(fitting_len)}"] if fitting_len else []
     changes += [f"vllm_gpu_memory_utilization {utilization:g}"] if utilization else []
     advice = f" Try {', or '.join(changes)}." if changes else " Try a larger GPU, or vllm_tensor_parallel_size."
@@ -277,12 +321,16 @@ def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout:
 
 
 def _fitting_len(usable_blocks: int, max_model_len: int, in_flight_tokens: int, layout: BlockLayout) -> int:
-    """The longest max_model_len whose one sequence fits; 0 when none does. Found by halving, as vLLM finds it."""
+    """The largest max_model_len of which one sequence fits into `usable_blocks`; 0 if none does.
+
+    Uses binary search, as vLLM does.
+    """
     return largest(
         1, max_model_len, lambda length: layout.blocks_per_request(length, in_flight_tokens) <= usable_blocks
     )
 
 
 def _utilization(share: float, down: bool = False) -> float:
+    """`share` rounded up (or down) to a multiple of UTILIZATION_STEP."""
     steps = share / UTILIZATION_STEP
     return round((floor(steps) if down else ceil(steps)) * UTILIZATION_STEP, 2)

@@ -1,4 +1,7 @@
-"""What vLLM's profile run finds besides the weights: activations, buffers, memory outside torch, CUDA graphs."""
+"""Memory of the vLLM engine besides weights and KV cache: activations, buffers, memory outside torch, CUDA graphs.
+
+vLLM measures these at start-up with a forward pass on dummy data, its profile run.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,43 +15,48 @@ from planner.units import GIB
 class Runner:
     """One generation of vLLM's model runner.
 
-    `sampler_bytes_per_logit`: alive at once in the profile run's sampler, for each of max_num_seqs x vocabulary logits.
+    `sampler_bytes_per_logit`: bytes alive at once in the sampler of the profile run, for each of max_num_seqs x
+    vocabulary logits.
     """
 
     sampler_bytes_per_logit: int
-    keeps_penalties: bool  # counts of every token of every sequence stay on the GPU
+    keeps_penalties: bool  # keeps the count of every token of every sequence on the GPU
     graphs_in_budget: bool  # CUDA graphs are measured first and subtracted from the KV cache
 
 
 RUNNERS: dict[str, Runner] = {
-    # Sorts the logits. 39: the median of the 7 rows of tests/data/vllm.jsonl that print the
-    # number of sequences and an activation peak, which the sampler makes (38.6 to 41.0). Measured before the KV cache: sorting copies.
+    # Sorts the logits, which copies them. 39 is the median of the 7 rows of tests/data/vllm.jsonl that print the number
+    # of sequences and an activation peak caused by the sampler (38.6 to 41.0).
     "v1": Runner(sampler_bytes_per_logit=39, keeps_penalties=False, graphs_in_budget=False),
-    # The 16-bit logits and one float32 copy; top-k and top-p work in place (vllm/v1/worker/gpu/sample/sampler.py, apply_sampling_params;
-    # v1/sample/ops/topk_topp_triton.py). vLLM 0.31 profiles the 16-bit logits only.
+    # 16-bit logits and one float32 copy; top-k and top-p work in place (vllm/v1/worker/gpu/sample/sampler.py,
+    # apply_sampling_params; v1/sample/ops/topk_topp_triton.py). The profile run of vLLM 0.31 has the 16-bit logits
+    # only.
     "v2": Runner(sampler_bytes_per_logit=DTYPE_BYTES + 4, keeps_penalties=True, graphs_in_budget=True),
 }
 
-# Memory outside torch's allocator that the engine adds: kernels, workspaces. Median of the 13 single-GPU rows of tests/data/vllm.jsonl that
-# print it (0.01 to 0.16 GiB).
+# Memory that the engine takes outside torch's allocator: kernels, workspaces. Median of the 13 single-GPU rows of
+# tests/data/vllm.jsonl that print it (0.01 to 0.16 GiB).
 NON_TORCH_BYTES = round(0.05 * GIB)
-# NCCL's buffers when the engine spans GPUs: the two rows of tests/data/vllm.jsonl with tensor parallel print 0.20 GiB, less the median above.
-# Since vLLM takes its baseline after NCCL has started (v1/worker/gpu_worker.py, init_device), the budget does not hold them.
+# NCCL's buffers of an engine on several GPUs: the two rows of tests/data/vllm.jsonl with tensor parallelism print 0.20
+# GiB, less the median above. They are outside the budget with runner "v2", since vLLM then takes its baseline after
+# NCCL has started (v1/worker/gpu_worker.py, init_device).
 NCCL_BYTES = round(0.15 * GIB)
 
-# A CUDA graph's cost, its share of the pool included: the median of the 4 rows of tests/data/vllm.jsonl whose engine captured the 67 default
-# sizes of its time (0.96, 1.12, 1.15, 1.44 GiB; 14.7 to 22.0 MiB a size).
-# Depth and attention backend move it; no row tells by how much.
+# Bytes of one CUDA graph, with its share of the graph memory pool: the median of the 4 rows of tests/data/vllm.jsonl
+# whose engine captured the 67 default sizes of its release (0.96, 1.12, 1.15, 1.44 GiB; 14.7 to 22.0 MiB per size). The
+# model's depth and the attention backend change it; no row shows by how much.
 CUDA_GRAPH_BYTES_PER_SIZE = round((1.12 + 1.15) / 2 * GIB / 67)
-# vllm/config/vllm.py, _set_cudagraph_sizes: 1, 2, 4, then steps of 8 below 256 and of 16 from there to twice max_num_seqs, at most 512.
+# Batch sizes of the captured graphs: 1, 2, 4, then steps of 8 below 256 and of 16 from there to 2 x max_num_seqs, at
+# most 512. Source: vllm/config/vllm.py, _set_cudagraph_sizes.
 LARGEST_GRAPH = 512
 FIRST_GRAPHS = (1, 2, 4)
 FINE_STEP, COARSE_STEP, COARSE_FROM = 8, 16, 256
 
-# int32 rows a sequence keeps on the GPU for sampling: allowed tokens 1024, logit bias 2 x 1024, stop tokens 128, bad words 1024 + 129,
-# requested log-probabilities 128 (vllm/v1/worker/gpu/sample/logit_bias.py:20-22, bad_words.py:24-35, logprob.py:247, envs.py:115-116).
+# Bytes of sampling state per sequence on the GPU, int32 each: allowed tokens 1024, logit bias 2 x 1024, stop tokens
+# 128, bad words 1024 + 129, requested log-probabilities 128 (vllm/v1/worker/gpu/sample/logit_bias.py:20-22,
+# bad_words.py:24-35, logprob.py:247, envs.py:115-116).
 SAMPLING_STATE_BYTES = 4 * (1024 + 2 * 1024 + 128 + 1024 + 129 + 128)
-# token id, position, padding flag of a batched token (vllm/v1/worker/gpu/input_batch.py, InputBuffers).
+# Token id, position and padding flag of each token of a batch (vllm/v1/worker/gpu/input_batch.py, InputBuffers).
 INPUT_BYTES_PER_TOKEN = 4 + 8 + 1
 
 
@@ -56,15 +64,17 @@ INPUT_BYTES_PER_TOKEN = 4 + 8 + 1
 def activation_peak_bytes(
     model: ModelShape, tensor_parallel_size: int, tokens: int, rows: int, runner: str, dequantizes: bool
 ) -> int:
-    """Bytes of the transients of vLLM's profile run on each GPU: the larger of its forward pass and its sampler.
+    """Peak of temporaries in vLLM's profile run on each GPU: the larger of its forward pass and its sampler.
 
-        forward = tokens x the hungriest layer (below), + 2 x largest projection when weights are dequantized (bitsandbytes)
+        forward = tokens x bytes per token of the largest layer (`_layer_bytes_per_token`)
+                  + 2 x largest projection / tp, if the engine dequantizes weights (bitsandbytes)
         sampler = rows x vocabulary x bytes per logit + 2 x tokens x hidden
 
-    Source: vllm/v1/worker/gpu/model_runner.py:993-1052: a batch of `max_num_batched_tokens`, then `max_num_seqs` rows of logits.
+    Source: vllm/v1/worker/gpu/model_runner.py:993-1052 (a batch of max_num_batched_tokens `tokens`, then max_num_seqs
+    `rows` of logits).
     Example: Qwen2.5-7B, 4096 tokens: 4096 x 2 x (3 x 3584 + 3 x 18944) = 0.516 GiB.
 
-    Leaves out what torch.compile saves by reusing buffers, and vision encoders.
+    Leaves out vision encoders, and the buffers that torch.compile reuses (the real peak is lower).
     """
     forward = tokens * max(_layer_bytes_per_token(layer, tensor_parallel_size) for layer, _ in model.layer_kinds)
     if dequantizes:
@@ -80,13 +90,16 @@ def activation_peak_bytes(
 
 
 def _layer_bytes_per_token(layer: Layer, tensor_parallel_size: int) -> int:
-    """Alive at once for one token, 16-bit, in the hungrier of a layer's two blocks.
+    """Bytes alive at once for one token on each GPU, 16-bit, in the larger of a layer's two blocks.
 
         attention   input, residual, output (3 x hidden) + (q + k + v + attention output) / tp
         MLP         input, residual, output (3 x hidden) + (gate and up, 2 F + product, F) / tp; without a gate 2 F / tp
-        experts     3 x hidden + k x (max(2 F, hidden) + max(F, hidden)), F divided by tp
+        experts     3 x hidden + k x (max(2 F, hidden) + max(F, hidden)), F divided by tp; k experts per token
+                    + F of the shared expert as for an MLP
 
-    Source: vllm/model_executor/models/llama.py (the same for its kin); fused_moe/experts/triton_moe.py:240-255, workspace_shapes.
+    F is the intermediate size.
+    Source: vllm/model_executor/models/llama.py, which similar models follow; fused_moe/experts/triton_moe.py:240-255,
+    workspace_shapes.
     """
     attention, feed_forward, hidden = layer.attention, layer.feed_forward, layer.hidden_size
     heads = attention.q_dim + attention.k_dim + attention.v_dim + attention.num_attention_heads * attention.v_head_dim
@@ -95,6 +108,7 @@ def _layer_bytes_per_token(layer: Layer, tensor_parallel_size: int) -> int:
 
 
 def _feed_forward_elements(feed_forward: Mlp | Experts, hidden: int, tensor_parallel_size: int) -> int:
+    """Elements alive at once for one token inside an MLP or experts block on each GPU (`_layer_bytes_per_token`)."""
     if isinstance(feed_forward, Mlp):
         return (3 if feed_forward.gated else 2) * feed_forward.intermediate_size // tensor_parallel_size
     intermediate = feed_forward.moe_intermediate_size // tensor_parallel_size
@@ -104,14 +118,16 @@ def _feed_forward_elements(feed_forward: Mlp | Experts, hidden: int, tensor_para
 
 
 def persistent_buffer_bytes(model: ModelShape, max_num_seqs: int, max_num_batched_tokens: int, runner: str) -> int:
-    """Bytes of buffers that stay on each GPU from start-up, sized for max_num_seqs sequences.
+    """Bytes of the sampler's and the input batch's buffers on each GPU, allocated at start-up.
 
-        buffers = max_num_seqs x (4 x vocabulary + 2 x 4 x ceil(vocabulary / 32) + sampling state) + 13 x max_num_batched_tokens
+        buffers = max_num_seqs x (4 x vocabulary + 2 x 4 x ceil(vocabulary / 32) + sampling state) + 13 x
+        max_num_batched_tokens
 
-    Output-token counts, prompt and grammar bit masks: vllm/v1/worker/gpu/sample/penalties.py:42-50, structured_outputs.py:63.
+    Terms: output-token counts, prompt and grammar bit masks, SAMPLING_STATE_BYTES, INPUT_BYTES_PER_TOKEN.
+    Source: vllm/v1/worker/gpu/sample/penalties.py:42-50, structured_outputs.py:63.
     Example: 1,024 sequences of Qwen2.5-7B: 1024 x (4 x 152,064 + ...) = 0.64 GiB; TRL's 8 sequences: 5 MiB.
 
-    Leaves out a few bytes a sequence. The older runner keeps such state on the host.
+    Leaves out a few bytes per sequence. Runner "v1" keeps this state on the host: 0 bytes.
     """
     if not RUNNERS[runner].keeps_penalties:
         return 0
@@ -120,22 +136,23 @@ def persistent_buffer_bytes(model: ModelShape, max_num_seqs: int, max_num_batche
 
 
 def non_torch_bytes(tensor_parallel_size: int, runner: str) -> tuple[int, int]:
-    """Bytes outside torch on each GPU of the engine: (charged to its budget, there before its baseline was taken)."""
+    """Bytes outside torch's allocator on each GPU of the engine, as (within its budget, before vLLM's baseline)."""
     nccl = NCCL_BYTES if tensor_parallel_size > 1 else 0
     return (NON_TORCH_BYTES, nccl) if RUNNERS[runner].graphs_in_budget else (NON_TORCH_BYTES + nccl, 0)
 
 
 @lru_cache(maxsize=4096)
 def cuda_graph_bytes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Bytes of the CUDA graphs on each GPU: batch sizes captured x a graph's median cost (CUDA_GRAPH_BYTES_PER_SIZE).
+    """Bytes of the CUDA graphs on each GPU: captured batch sizes x CUDA_GRAPH_BYTES_PER_SIZE.
 
-    Example: TRL's 8 sequences capture 1, 2, 4, 8, 16: 5 x 17.3 MiB = 87 MiB; 256 or more sequences capture 51 sizes: 0.86 GiB.
+    Example: TRL's 8 sequences capture 1, 2, 4, 8, 16: 5 x 17.3 MiB = 87 MiB; 256 or more sequences capture 51 sizes:
+    0.86 GiB.
     """
     return graph_sizes(max_num_seqs, max_num_batched_tokens) * CUDA_GRAPH_BYTES_PER_SIZE
 
 
 def graph_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """How many batch sizes vLLM captures (vllm/config/vllm.py, _set_cudagraph_sizes)."""
+    """Number of batch sizes for which vLLM captures a CUDA graph (vllm/config/vllm.py, _set_cudagraph_sizes)."""
     largest = min(2 * max_num_seqs, LARGEST_GRAPH, max_num_batched_tokens)
     sizes = {size for size in FIRST_GRAPHS if size <= largest}
     sizes.update(range(FINE_STEP, min(largest + 1, COARSE_FROM), FINE_STEP))

@@ -1,4 +1,4 @@
-"""A candidate's vLLM engine: what TRL starts it with, in the trainer's process or as a server."""
+"""The settings with which TRL starts a candidate's vLLM engine, in the trainer's process or as a server."""
 
 from planner.candidate import Candidate, Quantization
 from planner.gpus.cluster import Gpu
@@ -6,15 +6,16 @@ from planner.memory.engine.budget import EngineSettings
 from planner.memory.engine.weights import EngineQuantization
 from planner.units import GIB
 
-# trl/generation/vllm_generation.py:347-364, trl/experimental/online_dpo/online_dpo_trainer.py:491-503.
+# Source: trl/generation/vllm_generation.py:347-364, trl/experimental/online_dpo/online_dpo_trainer.py:491-503.
 COLOCATE_MAX_NUM_BATCHED_TOKENS = 4096
-# Batch defaults of `vllm serve`, which `trl vllm-serve` does not override: (GiB from which they hold, max_num_batched_tokens, max_num_seqs).
-# A100 counts as small whatever its size. Source: vllm/engine/arg_utils.py:2940-3006, get_batch_defaults.
+# Batch defaults of `vllm serve`, which `trl vllm-serve` does not override, as (least GiB of the GPU,
+# max_num_batched_tokens, max_num_seqs). An A100 gets the last row, even with 80 GB. Source:
+# vllm/engine/arg_utils.py:2940-3006, get_batch_defaults.
 SERVER_BATCHES = ((160, 16384, 1024), (70, 8192, 1024), (0, 2048, 256))
 SMALL_BATCH_GPU = "a100"
 
-# TRL asks vLLM for bitsandbytes when the policy has `Linear4bit` modules; a quantized checkpoint keeps its own kind. vLLM 0.22 has
-# bitsandbytes, vLLM 0.31 does not.
+# TRL starts vLLM with bitsandbytes if the policy has `Linear4bit` modules; a quantized checkpoint keeps its own
+# quantization. vLLM 0.22 has bitsandbytes, vLLM 0.31 does not. None: vLLM has no such quantization.
 ENGINE_QUANTIZATION: dict[Quantization, EngineQuantization | None] = {
     "none": "none",
     "nf4": "bitsandbytes",
@@ -28,7 +29,7 @@ ENGINE_QUANTIZATION: dict[Quantization, EngineQuantization | None] = {
 
 
 def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
-    """What TRL 1.16 starts the engine with for this candidate: `LLM(...)` in colocate mode, `trl vllm-serve` in server mode."""
+    """The engine settings of TRL 1.16 for a candidate: `LLM(...)` in colocate mode, `trl vllm-serve` in server mode."""
     server = candidate.vllm == "server"
     tokens, sequences = (
         _server_batch(gpu) if server else (COLOCATE_MAX_NUM_BATCHED_TOKENS, _colocate_sequences(candidate))
@@ -46,19 +47,26 @@ def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
 
 
 def _colocate_sequences(candidate: Candidate) -> int:
-    """trl/trainer/grpo_trainer.py:1124; online DPO has no steps_per_generation (online_dpo_trainer.py:495)."""
+    """max_num_seqs of a colocated engine: batch size x tensor_parallel_size x steps_per_generation.
+
+    Source: trl/trainer/grpo_trainer.py:1124; online DPO has no steps_per_generation (online_dpo_trainer.py:495).
+    """
     steps = 1 if candidate.method == "online-dpo" else candidate.steps_per_generation
     return candidate.per_device_train_batch_size * candidate.vllm_tensor_parallel_size * steps
 
 
 def _max_model_len(candidate: Candidate) -> int:
-    """Online DPO passes max_length + max_new_tokens (online_dpo_trainer.py:496); the others what is set, or the model's whole context."""
+    """max_model_len of the engine: vllm_max_model_length if set, else the model's whole context.
+
+    Online DPO in colocate mode passes max_length + max_new_tokens (online_dpo_trainer.py:496).
+    """
     if candidate.method == "online-dpo" and candidate.vllm == "colocate":
         return candidate.max_length + candidate.max_completion_length
     return candidate.vllm_max_model_length or candidate.model.max_position_embeddings
 
 
 def _server_batch(gpu: Gpu) -> tuple[int, int]:
+    """max_num_batched_tokens and max_num_seqs that `vllm serve` chooses for a GPU (SERVER_BATCHES)."""
     gib = (
         0
         if SMALL_BATCH_GPU in gpu.name.lower() and gpu.total_bytes < SERVER_BATCHES[0][0] * GIB

@@ -1,4 +1,4 @@
-"""The vLLM engine's copy of the model on one GPU of its tensor-parallel group: weights, LoRA slots."""
+"""The vLLM engine's copy of the model on one GPU of its tensor-parallel group: weights and LoRA slots."""
 
 from functools import lru_cache
 from typing import Literal
@@ -7,18 +7,21 @@ from planner.models.shape import Experts, Layer, Linear, ModelShape
 
 EngineQuantization = Literal["none", "bitsandbytes", "bitsandbytes-nested", "gptq", "awq", "fp8", "w8a8", "mxfp4"]
 
-# vLLM loads in 16 bits: dtype "auto" turns a float32 checkpoint into bfloat16 (vllm/config/model.py, _get_and_verify_dtype).
+# vLLM loads weights in 16 bits: dtype "auto" casts a float32 checkpoint to bfloat16.
+# Source: vllm/config/model.py, _get_and_verify_dtype.
 DTYPE_BYTES = 2
-# Rows of the embedding and of the head are padded to a multiple of this (vllm/model_executor/layers/vocab_parallel_embedding.py:36).
+# Rows of the embedding and of the head are padded to a multiple of this.
+# Source: vllm/model_executor/layers/vocab_parallel_embedding.py:36.
 VOCAB_PADDING = 64
-# Projections that every GPU of a tensor-parallel group keeps whole (vllm/model_executor/models/deepseek_v2.py, ReplicatedLinear).
+# Projections of which every GPU of a tensor-parallel group keeps a full copy.
+# Source: vllm/model_executor/models/deepseek_v2.py, ReplicatedLinear.
 REPLICATED_LINEARS = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 
-# Bytes per weight of a quantized linear beside its packed bits: (packed, per group of `quantization_group_size` weights).
-# gptq, awq: a fp16 scale and a 4-bit zero a group (vllm/model_executor/layers/quantization/auto_gptq.py, create_weights).
-# bitsandbytes: vLLM un-nests the double quantization and keeps one float32 absmax a block of 64 weights
-# (vllm 0.22 model_executor/model_loader/bitsandbytes_loader.py:585, _dequantize_dq); "nested" is what Unsloth's patched vLLM keeps.
-# fp8: a float32 scale a 128 x 128 block. w8a8: a scale a row, left out. mxfp4: an 8-bit exponent a block of 32.
+# Bytes per weight of a quantized projection, without the groups of GROUP_BYTES. bitsandbytes: vLLM reverts double
+# quantization and keeps one float32 absmax per block of 64 weights (vllm 0.22,
+# model_executor/model_loader/bitsandbytes_loader.py:585, _dequantize_dq). "bitsandbytes-nested": Unsloth's patched vLLM
+# keeps double quantization. fp8: one float32 scale per 128 x 128 block. w8a8: the scales, one per row, are left out.
+# mxfp4: one 8-bit exponent per block of 32.
 PACKED_BYTES: dict[EngineQuantization, float] = {
     "none": DTYPE_BYTES,
     "bitsandbytes": 1 / 2 + 4 / 64,
@@ -29,13 +32,15 @@ PACKED_BYTES: dict[EngineQuantization, float] = {
     "w8a8": 1,
     "mxfp4": 1 / 2 + 1 / 32,
 }
+# Bytes per group of `quantization_group_size` weights: one fp16 scale and one 4-bit zero point.
+# Source: vllm/model_executor/layers/quantization/auto_gptq.py, create_weights.
 GROUP_BYTES: dict[EngineQuantization, float] = {"gptq": 2 + 1 / 2, "awq": 2 + 1 / 2}
-# Checkpoints whose dense projections stay in 16 bits, only the experts being quantized (openai/gpt-oss).
+# Quantizations of the experts only; dense projections stay in 16 bits (openai/gpt-oss).
 EXPERTS_ONLY: frozenset[EngineQuantization] = frozenset({"mxfp4"})
 
 
 def weight_bytes_each(model: ModelShape, quantization: EngineQuantization) -> float:
-    """Bytes of one weight of a quantized projection, its share of the scales included."""
+    """Bytes of one weight of a quantized projection, with its share of the scales."""
     return PACKED_BYTES[quantization] + GROUP_BYTES.get(quantization, 0) / model.quantization_group_size
 
 
@@ -46,8 +51,9 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
         weights = sum of projections x bytes / tp + 2 x (embedding + head, padded to 64 rows) / tp
                 + 2 x (norms + routers) + cos/sin table (2 x positions x head_dim)
 
-    Source: vllm/model_executor/layers/linear.py and vocab_parallel_embedding.py; key and value heads are copied where there
-    are fewer than GPUs; the table is `RotaryEmbedding.cos_sin_cache` (rotary_embedding/base.py), one a head size.
+    Source: vllm/model_executor/layers/linear.py and vocab_parallel_embedding.py. If there are fewer key-value heads
+    than GPUs, every GPU has a copy of one head. The table is `RotaryEmbedding.cos_sin_cache`
+    (rotary_embedding/base.py), one for each head size.
     Example: Llama-3.1-8B: 2 x 8,030,261,248 + 2 x 131,072 x 128 = 14.989 GiB; vLLM printed 14.9888.
 
     Leaves out quantization workspaces (under 2 MiB), `g_idx` of act-order GPTQ and MLA's own rotary table.
@@ -70,7 +76,7 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
 
 
 def rotary_table_bytes(model: ModelShape) -> int:
-    """Bytes of the cos/sin tables, 16-bit, whole on each GPU: max_position_embeddings x head_dim for each head size."""
+    """Bytes of the cos/sin tables on each GPU: 2 x max_position_embeddings x head_dim for each head size, unsharded."""
     head_dims = {
         layer.attention.head_dim
         for layer, _ in model.layer_kinds
@@ -80,6 +86,7 @@ def rotary_table_bytes(model: ModelShape) -> int:
 
 
 def _layer_bytes(layer: Layer, tensor_parallel_size: int, dense: float, expert: float) -> float:
+    """Bytes of one layer's weights on each GPU, at `dense` bytes per weight of projections and `expert` of experts."""
     attention, feed_forward = layer.attention, layer.feed_forward
     replicated = sum(linear.weight_params for linear in layer.linears if linear.name in REPLICATED_LINEARS)
     copied_heads = max(1, tensor_parallel_size // attention.num_key_value_heads) - 1
@@ -99,11 +106,12 @@ def _layer_bytes(layer: Layer, tensor_parallel_size: int, dense: float, expert: 
 
 @lru_cache(maxsize=4096)
 def lora_slot_bytes(model: ModelShape, tensor_parallel_size: int, max_lora_rank: int, max_loras: int) -> int:
-    """Bytes of the adapter slots that vLLM allocates at start-up on each GPU, whether an adapter is loaded or not.
+    """Bytes of the adapter slots that vLLM allocates on each GPU at start-up, before any adapter is loaded.
 
         slots = max_loras x sum over projections of max_lora_rank x (in + out) x 2, the sharded side divided by tp
 
-    Source: vllm/lora/layers/base_linear.py:104-157. TRL merges adapters into the engine's weights instead and uses none.
+    Source: vllm/lora/layers/base_linear.py:104-157. TRL merges adapters into the engine's weights instead and uses
+    none.
     Example: Qwen3-8B, rank 32: 36 x 32 x 75,776 x 2 = 0.163 GiB.
 
     Leaves out slots of experts and of the head.
@@ -118,7 +126,10 @@ def lora_slot_bytes(model: ModelShape, tensor_parallel_size: int, max_lora_rank:
 
 
 def _lora_features(linear: Linear, hidden_size: int, tensor_parallel_size: int) -> int:
-    """A row-parallel projection writes the residual stream and shards its input; the others shard their output."""
+    """in + out features of a projection's LoRA slot on each GPU.
+
+    A row-parallel projection (its output is the residual stream) shards its input; the others shard their output.
+    """
     if linear.out_features == hidden_size:
         return linear.in_features // tensor_parallel_size + linear.out_features
     return linear.in_features + linear.out_features // tensor_parallel_size

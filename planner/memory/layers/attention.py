@@ -1,7 +1,8 @@
 """Attention scores, softmax and the weighted sum of values, for each attention kernel.
 
 Sources: transformers 5.23 `integrations/sdpa_attention.py`, `models/llama/modeling_llama.py`
-(`eager_attention_forward`); pytorch 2.13 `aten/src/ATen/native/transformers/attention.cpp` and `transformers/cuda/`."""
+(`eager_attention_forward`); pytorch 2.13 `aten/src/ATen/native/transformers/attention.cpp` and `transformers/cuda/`.
+"""
 
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Tape, Tensor
@@ -191,7 +192,8 @@ def softmax_with_sinks(tape: Tape, recipe: Recipe, block: Attention, weights: Te
     Appends one sink score per head and query, subtracts the largest score, applies softmax in the scores' dtype,
     removes the sink's column and casts to the dtype of the values. All intermediate results are alive at the end
     (transformers 5.23, modeling_gpt_oss.py:244-252). The softmax call names its dtype, so autocast on CUDA does not
-    change it (autocast_mode.h, `fp32_set_opt_dtype`)."""
+    change it (autocast_mode.h, `fp32_set_opt_dtype`).
+    """
     sinks = tape.weight(block.sink_params, recipe.weight_width, recipe.trainable)
     joined = op.cat_column(tape, weights, sinks, block.num_attention_heads)
     largest, positions = op.max_last(tape, joined, tokens(block.num_attention_heads))
@@ -207,7 +209,8 @@ def matmul(
     """torch.matmul of two 4-dimensional tensors: copies those that cannot be viewed as a batch of matrices, then bmm.
 
     `copies` says which of a and b are copied. The result has `heads` elements per score or `features` per token; the
-    other one is 0."""
+    other one is 0.
+    """
     width = recipe.autocast_width or a.width
     narrow_b, narrow_a = op.cast(tape, b, width), op.cast(tape, a, width)
     first = op.clone(tape, narrow_a) if copies[0] else op.view(tape, narrow_a)

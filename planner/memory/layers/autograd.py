@@ -93,7 +93,8 @@ class Tensor:
     """A tensor of `elements` elements of `width` bytes each.
 
     A view shares the storage of its base. `storage` is None for a weight, whose bytes are counted in
-    `memory/weights.py`."""
+    `memory/weights.py`.
+    """
 
     storage: Storage | None
     elements: Size
@@ -159,7 +160,8 @@ class Tape:
         """Keep a snapshot of the live bytes if it can be the peak for some batch.
 
         It can if no kept snapshot is as large in all three coefficients. Drops the snapshots that the new one exceeds
-        in all three."""
+        in all three.
+        """
         if self.muted:
             return
         tokens, scores, constant = self.total
@@ -269,7 +271,8 @@ class Tape:
         """Run one node's backward function and pass its gradients on.
 
         As in PyTorch's engine, the incoming gradients stay alive until the outgoing ones are validated; the node's
-        saved tensors are freed after that."""
+        saved tensors are freed after that.
+        """
         incoming = pending.pop(node)
         outgoing = node.backward(*incoming)
         if self.recomputed:

@@ -2,7 +2,8 @@
 
 Sources: transformers 5.23 `integrations/moe.py` (`grouped_mm_experts_forward`), `models/<family>/modeling_<family>.py`
 (`*TopKRouter`, `*SparseMoeBlock`). Indices are int64. Autocast has no rule for grouped_mm: experts compute in the dtype
-of their weights."""
+of their weights.
+"""
 
 from collections.abc import Callable
 
@@ -93,7 +94,8 @@ def expert_factors(
     """LoRA matrices B and A of all experts, cast to the dtype of the weights (`get_delta_factors`).
 
     `sizes` are the input and output features of one expert. PEFT multiplies the rank by `branches`, 2 for the fused
-    gate and up (utils/transformers_weight_conversion.py:470). Registering the parametrization computes the sum once."""
+    gate and up (utils/transformers_weight_conversion.py:470). Registering the parametrization computes the sum once.
+    """
     inward, outward = sizes
     rank = recipe.lora_r * block.num_experts * branches
     up = op.cast(tape, tape.weight(rank * outward, recipe.adapter_width, True), recipe.weight_width)

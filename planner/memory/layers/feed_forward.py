@@ -1,7 +1,8 @@
 """Dense MLPs: with or without a gate, as separate operators or as a fused kernel of Liger.
 
 Sources: transformers 5.23 `activations.py`, `models/llama/modeling_llama.py` (`LlamaMLP`), `models/phi3` (`Phi3MLP`);
-liger-kernel `ops/swiglu.py`, `ops/geglu.py`."""
+liger-kernel `ops/swiglu.py`, `ops/geglu.py`.
+"""
 
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Tape, Tensor

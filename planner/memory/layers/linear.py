@@ -16,7 +16,8 @@ def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = F
     """One projection: the plain or quantized base layer, then LoRA's update if it is targeted (peft `Linear.forward`).
 
     `flat`: x has one dimension for rows and length, so that F.linear needs no view around its product. It matters
-    because autograd does not add a second gradient in place into a view."""
+    because autograd does not add a second gradient in place into a view.
+    """
     adapted = recipe.lora_r > 0 and module.name in recipe.lora_targets
     if recipe.quantized == "none":
         result = plain_linear(tape, recipe, module, x, flat)
@@ -50,7 +51,8 @@ def functional_linear(
     """F.linear(x, weight, bias).
 
     Autocast casts the bias first, then the weight, then x, each if its dtype differs. The copy of a trainable weight
-    lives until autocast ends (`cast_weight`)."""
+    lives until autocast ends (`cast_weight`).
+    """
     compute = recipe.autocast_width or max(stored.width, x.width)
     offset = None
     if module.bias:
@@ -107,7 +109,8 @@ def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> T
     (trl/trainer/utils.py, `get_quantization_config`), and casts the result back to x's dtype (bitsandbytes
     `Linear4bit.forward`). It dequantizes above 1,536 tokens (backends/cuda/ops.py, `_dequant_linear_fallback`), which
     is assumed here. The backward pass dequantizes in the dtype of the quantization state and casts that copy
-    (`MatMul4Bit.backward`). GPTQ and AWQ: dequantize to 16 bits. 8-bit: `int8_linear`."""
+    (`MatMul4Bit.backward`). GPTQ and AWQ: dequantize to 16 bits. 8-bit: `int8_linear`.
+    """
     if recipe.quantized == "8bit":
         return int8_linear(tape, module, x)
     elements, stored = (0, 0, module.weight_params), recipe.weight_width

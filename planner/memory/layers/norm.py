@@ -2,7 +2,8 @@
 
 Sources: transformers 5.23 `models/llama/modeling_llama.py` (`LlamaRMSNorm`), `models/olmo2` (`Olmo2RMSNorm`),
 `models/gemma3` (`Gemma3RMSNorm`), `models/cohere` (`CohereLayerNorm`), `models/olmo` (`OlmoLayerNorm`); pytorch 2.13
-`aten/src/ATen/native/layer_norm.cpp`, `aten/src/ATen/autocast_mode.h`; liger-kernel `ops/rms_norm.py`."""
+`aten/src/ATen/native/layer_norm.cpp`, `aten/src/ATen/autocast_mode.h`; liger-kernel `ops/rms_norm.py`.
+"""
 
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Size, Tape, Tensor

@@ -2,7 +2,8 @@
 
 `layer_memory` runs both passes on a `Tape` once for each layer shape and recipe; the bytes for any batch size and row
 length then take a few multiplications. `tests/test_activations.py` compares the saved bytes with real autograd; they
-are equal to the byte."""
+are equal to the byte.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,7 +42,8 @@ class LayerMemory:
     They contain the layer's output, which is the next layer's input. Autocast's weight copies, which are freed when the
     forward pass of the model ends, are the kind "autocast_copies". `forward` and `backward` are the peaks of the
     passes. A backward pass begins after the layer's output was freed, with the gradient of that output alive.
-    `inference` is the peak of a forward pass under `no_grad`."""
+    `inference` is the peak of a forward pass under `no_grad`.
+    """
 
     saved: LiveBytes
     checkpoint: LiveBytes

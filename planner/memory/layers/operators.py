@@ -1,7 +1,8 @@
 """Memory of PyTorch's operators: the output, the tensors saved for the backward pass, the backward pass' own tensors.
 
 Sources: pytorch v2.13 `tools/autograd/derivatives.yaml` (what is saved), `torch/csrc/autograd/FunctionsManual.cpp`
-(what a backward pass allocates), `aten/src/ATen/native/` (Linear.cpp, LinearAlgebra.cpp, SoftMax.cpp, Dropout.cpp)."""
+(what a backward pass allocates), `aten/src/ATen/native/` (Linear.cpp, LinearAlgebra.cpp, SoftMax.cpp, Dropout.cpp).
+"""
 
 from typing import Literal
 

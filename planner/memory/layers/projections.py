@@ -1,8 +1,9 @@
 """The attention block around its kernel: projections, norms of queries and keys, rotary positions, output projection.
 
-Source: transformers 5.23 `models/<family>/modeling_<family>.py`, `*Attention.forward`. Heads are views
-[rows, heads, length, head_dim] of a projection's output. A gradient that has that order in memory is copied by the
-backward pass of the view.
+Source: transformers 5.23 `models/<family>/modeling_<family>.py`, `*Attention.forward`.
+
+Heads are views [rows, heads, length, head_dim] of a projection's output. A gradient that has that order in memory is
+copied by the backward pass of the view.
 """
 
 from dataclasses import replace
@@ -51,7 +52,8 @@ def project_heads(tape: Tape, recipe: Recipe, block: Attention, i: int, x: Tenso
     """The heads of query (`i` 0), key (1) or value (2) projection.
 
     FlashAttention returns the gradients of values, and of queries and keys without rotary positions, in the memory
-    order of the projection, so that the view does not copy them."""
+    order of the projection, so that the view does not copy them.
+    """
     out = linear(tape, recipe, block.linears[i], x)
     in_order = (i == 2 or not block.rotary) and recipe.kernel == "flash"
     return op.view(tape, out) if in_order else op.view_with_copied_gradient(tape, out)
@@ -69,7 +71,8 @@ def fused_heads(tape: Tape, recipe: Recipe, block: Attention, x: Tensor) -> tupl
     """Queries, keys and values as parts of one projection.
 
     Falcon with a single key and value head ("multi_query") indexes them, which copies; with several
-    ("grouped_repeated") it repeats them for every query head."""
+    ("grouped_repeated") it repeats them for every query head.
+    """
     joined = linear(tape, recipe, block.linears[0], x)
     sizes = (block.q_dim, block.k_dim, block.v_dim)
     if block.qkv_layout in ("split", "heads_chunked"):

@@ -14,7 +14,8 @@ class Recipe:
 
     Widths are bytes of one element. `autocast_width` is 0 without autocast. `quantized` is the kind of quantized
     `nn.Linear`, "none" for plain ones. `device` selects the kernels where CPU and CUDA save different tensors: plans
-    use "cuda", tests compare "cpu" with real autograd."""
+    use "cuda", tests compare "cpu" with real autograd.
+    """
 
     weight_width: int
     autocast_width: int
