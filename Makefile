@@ -1,9 +1,12 @@
-# `make` checks everything; each target checks one thing.
+# `make` is what CI runs. `make test` is for while you work: under two minutes on two cores.
 WORKERS ?= 2
+# Tests of one group share a fixture that takes long, and so one process.
+PYTEST = pytest -q -n $(WORKERS) --dist loadgroup
 
-.PHONY: all format lint types test golden bench
+.PHONY: all format lint types test nightly golden bench
 
-all: lint types test
+all: lint types
+	$(PYTEST) -m "not nightly"
 
 format:
 	ruff format .
@@ -17,7 +20,11 @@ types:
 	mypy --strict planner probes
 
 test:
-	pytest -q -n $(WORKERS)
+	$(PYTEST) -m "not slow and not nightly"
+
+# Every combination of settings, where `make` tries each pair of them.
+nightly:
+	$(PYTEST)
 
 # Rewrites the golden files; commit them alone, and say which formula moved them.
 golden:

@@ -1,18 +1,20 @@
-"""A layer's passes on the tape against the same layer under real autograd: every byte that is saved, and both peaks.
+"""A layer's passes on the tape against the same layer under real autograd: every saved byte, and both peaks.
 
-The real layer runs on the CPU, so the tape plays the CPU's kernels (`Recipe(device="cpu")`); what a GPU's do otherwise is named
-and cited in `planner/memory/layers/`.
+The real layer runs on the CPU, so the tape plays the CPU's kernels (`Recipe(device="cpu")`). `planner/memory/layers/`
+names and cites where a GPU's kernels differ.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any, Literal
 
 import pytest
 import torch
 from autograd_truth import Truth, Tuning, adapted_names, run_layer, tiny_model
+from pairwise import pairwise
 from transformers import AutoConfig
 
 from planner.memory.layers.attention import backward_workspace
@@ -252,44 +254,44 @@ def layers_of(model: str) -> list[int]:
     return [layers.index(layer) for layer in dict.fromkeys(layers)]
 
 
-EXACT_CASES = [
-    Case(
-        model=model,
-        index=index,
+EXACT_LAYERS = [(model, index) for model in ("llama", "qwen3", "gemma3", "mixtral") for index in layers_of(model)]
+# Eager attention is masked in any case.
+ATTENTION = [("sdpa", False), ("sdpa", True), ("eager", False)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "tuning", "precision", "attention", "checkpointed"),
+    pairwise(
+        case
+        for case in product(EXACT_LAYERS, TUNINGS, DTYPES, ATTENTION, [False, True])
+        if not (case[0][0] == "mixtral" and "dropout" in case[1])  # PEFT refuses dropout on fused experts
+    ),
+)
+def test_a_layer_needs_every_byte_that_the_real_one_does(
+    layer: tuple[str, int],
+    tuning: str,
+    precision: Precision,
+    attention: tuple[Literal["sdpa", "eager"], bool],
+    checkpointed: bool,
+) -> None:
+    case = Case(
+        model=layer[0],
+        index=layer[1],
         tuning=tuning,
         precision=precision,
-        attention=attention,
-        padded=padded,
+        attention=attention[0],
+        padded=attention[1],
         checkpointed=checkpointed,
     )
-    for model in ("llama", "qwen3", "gemma3", "mixtral")
-    for index in layers_of(model)
-    for tuning in TUNINGS
-    for precision in DTYPES
-    for attention in ("sdpa", "eager")
-    for padded in (False, True)
-    for checkpointed in (False, True)
-    if not (model == "mixtral" and "dropout" in tuning)  # PEFT refuses dropout on fused experts
-    if not (attention == "eager" and padded)  # eager attention is masked in any case
-]
-
-
-@pytest.mark.parametrize("case", EXACT_CASES, ids=str)
-def test_a_layer_needs_every_byte_that_the_real_one_does(case: Case) -> None:
     truth = assert_equal_to_the_byte(case)
     if not case.checkpointed:
         output = case.rows * case.length * case.layer.hidden_size * DTYPES[case.precision].itemsize
-        assert truth.kept - truth.packed in (
-            0,
-            output,
-        )  # what the hooks see, and the output where the input is kept as well
+        # The hooks see every saved tensor; the layer's output is kept besides where its input is.
+        assert truth.kept - truth.packed in (0, output)
 
 
-ANGLES_OF_THEIR_OWN = (
-    "glm",
-    "glm4",
-    "ernie4_5",
-)  # each layer makes cos and sin again, one row for all rows: counted for every row
+# Each layer makes cos and sin again, one row for all rows: counted for every row.
+ANGLES_OF_THEIR_OWN = ("glm", "glm4", "ernie4_5")
 OTHERS = [
     model for model in MODELS if model not in ("llama", "qwen3", "gemma3", "mixtral", *FALCONS, *ANGLES_OF_THEIR_OWN)
 ]
@@ -303,20 +305,21 @@ def kernels(model: str) -> tuple[Literal["sdpa", "eager"], ...]:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case(
-            model=model, index=index, attention=attention, checkpointed=checkpointed, rows=1 if model in ONE_ROW else 2
-        )
+    ("layer", "attention", "checkpointed"),
+    pairwise(
+        ((model, index), attention, checkpointed)
         for model in (*OTHERS, *ANGLES_OF_THEIR_OWN)
         for index in layers_of(model)
         for attention in kernels(model)
         for checkpointed in (False, True)
-    ],
-    ids=str,
+    ),
 )
-def test_the_other_families_need_every_byte_as_well(case: Case) -> None:
-    assert_equal_to_the_byte(case)
+def test_the_other_families_need_every_byte_as_well(
+    layer: tuple[str, int], attention: Literal["sdpa", "eager"], checkpointed: bool
+) -> None:
+    model, index = layer
+    rows = 1 if model in ONE_ROW else 2
+    assert_equal_to_the_byte(Case(model=model, index=index, attention=attention, checkpointed=checkpointed, rows=rows))
 
 
 @pytest.mark.parametrize("model", list(FALCONS))
@@ -326,9 +329,8 @@ def test_falcon_saves_every_byte(model: str, attention: Literal["sdpa", "eager"]
     case = Case(model=model, attention=attention)
     truth, memory = real(case), estimated(case)
     assert kept(case, memory) == truth.kept
-    assert both_peaks(case, memory)[1] == pytest.approx(
-        truth.backward_peak, rel=0.001
-    )  # its biases are added by themselves
+    # Its biases are added by themselves.
+    assert both_peaks(case, memory)[1] == pytest.approx(truth.backward_peak, rel=0.001)
 
 
 # Peaks of routers and adapters on experts are within this: small temporaries of the routing are not all written down.
@@ -358,17 +360,25 @@ def test_adapters_save_the_same_bytes_in_every_family(case: Case) -> None:
     assert both_peaks(case, memory) == pytest.approx((truth.forward_peak, truth.backward_peak), rel=SMALL_TEMPORARIES)
 
 
-@pytest.mark.parametrize("rows, length", [(1, 12), (1, 40), (3, 40)])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("model, tuning", [("llama-own-keys", "full"), ("gemma3", "lora-dropout"), ("mixtral", "full")])
+@pytest.mark.parametrize(
+    ("model", "checkpointed", "attention", "size"),
+    pairwise(
+        product(
+            [("llama-own-keys", "full"), ("gemma3", "lora-dropout"), ("mixtral", "full")],
+            [False, True],
+            ["sdpa", "eager"],
+            [(1, 12), (1, 40), (3, 40)],
+        )
+    ),
+)
 def test_one_run_of_the_tape_answers_for_other_sizes(
-    model: str, tuning: str, checkpointed: bool, attention: Literal["sdpa", "eager"], rows: int, length: int
+    model: tuple[str, str], checkpointed: bool, attention: Literal["sdpa", "eager"], size: tuple[int, int]
 ) -> None:
+    rows, length = size
     assert_equal_to_the_byte(
         Case(
-            model=model,
-            tuning=tuning,
+            model=model[0],
+            tuning=model[1],
             attention=attention,
             checkpointed=checkpointed,
             rows=rows,
@@ -378,17 +388,18 @@ def test_one_run_of_the_tape_answers_for_other_sizes(
     )
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("model", "tuning", "precision", "checkpointed"),
+    pairwise(product(["llama", "gemma3"], ["full", "lora"], ["float32", "bfloat16"], [False, True])),
+)
 def test_a_first_step_keeps_its_gradients(model: str, tuning: str, precision: Precision, checkpointed: bool) -> None:
     assert_equal_to_the_byte(
         Case(model=model, tuning=tuning, precision=precision, checkpointed=checkpointed, gradients_exist=False)
     )
 
 
-# One llama layer, 64 tokens, 256 features, 8 heads, 704 in the MLP: bytes measured by another program than ours, before this one was written.
+# One llama layer, 64 tokens, 256 features, 8 heads, 704 in the MLP: bytes measured by another program than ours, before
+# this one was written.
 MEASURED = {
     (2, 0, ""): 756_224,
     (4, 2, ""): 2_525_696,
@@ -441,27 +452,16 @@ def test_int8_inputs_stay_under_checkpointing() -> None:
         adapter_width=2,
         quantized="8bit",
     )
-    inputs = 2 * (
-        2 * layer.hidden_size + layer.attention.q_dim + 112
-    )  # two norms, the attention's output, the MLP's product
-    assert (
-        layer_memory(layer, int8, True).checkpoint.total[0] - layer_memory(layer, plain, True).checkpoint.total[0]
-        == inputs
-    )
+    # Two norms, the attention's output, the MLP's product.
+    inputs = 2 * (2 * layer.hidden_size + layer.attention.q_dim + 112)
+    with_int8, without = layer_memory(layer, int8, True).checkpoint, layer_memory(layer, plain, True).checkpoint
+    assert with_int8.total[0] - without.total[0] == inputs
 
 
 def test_flash_attention_sums_its_gradients_in_float32_on_a_gpu() -> None:
     layer = shape("llama").layers[0]
     attention = layer.attention
-    wanted = (
-        4 * 6 + 4 * 6 * 32 + 2 * 2 * attention.q_dim
-    )  # softmax_d, dq of heads rounded up to 32, dk and dv of every query head
-    assert (
-        sum(
-            features * (width or 2)
-            for features, width in backward_workspace(
-                Recipe(weight_width=2, autocast_width=2, trainable=True), attention
-            )
-        )
-        == wanted
-    )
+    # softmax_d, dq of heads rounded up to 32, dk and dv of every query head.
+    expected = 4 * 6 + 4 * 6 * 32 + 2 * 2 * attention.q_dim
+    workspace = backward_workspace(Recipe(weight_width=2, autocast_width=2, trainable=True), attention)
+    assert sum(features * (width or 2) for features, width in workspace) == expected

@@ -282,24 +282,29 @@ def test_a_kernel_prefers_to_end_a_worker(tmp_path: Path) -> None:
 
 # -- the real worker ---------------------------------------------------------------------------------------------------
 
-KILLED_AT = """
+WATCHED = """
 import os, runpy, signal, sys
 from probes.worker.watch import Clock
 enter = Clock.enter
 def entered(clock, phase):
     enter(clock, phase)
-    if phase == {phase!r}:
+    with open({entered!r}, "a") as file:
+        print(phase, clock.file.read_text(), file=file)
+    if phase == {last!r}:
         os.kill(os.getpid(), signal.SIGKILL)
 Clock.enter = entered
 sys.argv = ["worker", sys.argv[1]]
 runpy.run_module("probes.worker.worker", run_name="__main__")
 """
-PHASES = [phase for phase in get_args(Phase) if phase != "weight_sync"]  # which only an engine has
+PHASES = [phase for phase in get_args(Phase) if phase != "weight_sync"]  # only an engine has that one
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_the_real_worker_killed_in_a_phase_is_killed_there(phase: Phase, tmp_path: Path) -> None:
-    """Each costs the imports of a trainer."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "last", [pytest.param(phase, marks=() if phase == PHASES[-1] else pytest.mark.nightly) for phase in PHASES]
+)
+def test_the_real_worker_writes_down_each_phase_until_it_is_killed_in_one(last: Phase, tmp_path: Path) -> None:
+    """Each case imports a trainer, so that `make` kills the worker in the last phase only."""
     pytest.importorskip("trl")
     model = load_model(str(Path(__file__).parent / "models" / "tiny-qwen2"))
     candidate = Candidate(
@@ -311,17 +316,21 @@ def test_the_real_worker_killed_in_a_phase_is_killed_there(phase: Phase, tmp_pat
         per_device_train_batch_size=2,
         beta=0.1,
     )
-    limits = replace(LIMITS, seconds=120.0)
+    entered = tmp_path / "entered"
+    program = WATCHED.format(entered=str(entered), last=last)
     killed = run_probe(
         replace(TASK, candidate=candidate),
-        limits,
+        replace(LIMITS, seconds=120.0),
         tmp_path / "logs",
-        lambda _, file: [sys.executable, "-c", KILLED_AT.format(phase=phase), str(file)],
+        lambda _, file: [sys.executable, "-c", program, str(file)],
     )
     assert (killed.outcome, killed.message) == (
         "killed",
-        f"it was ended by SIGKILL that was not ours (in the {phase.replace('_', ' ')})",
+        f"it was ended by SIGKILL that was not ours (in the {last.replace('_', ' ')})",
     )
+    lines = [line.split() for line in entered.read_text().splitlines()]
+    assert {phase for phase, _ in lines} == set(PHASES[: PHASES.index(last) + 1])
+    assert all(phase == written for phase, written in lines)
 
 
 def test_the_real_worker_is_ended_while_it_imports(tmp_path: Path) -> None:

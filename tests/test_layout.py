@@ -1,0 +1,202 @@
+"""The layout of the two packages: who imports whom, how many files a folder holds, and that no library is patched."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("planner", "probes")
+PATHS = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in PATHS.items()}
+
+# Beside `__init__.py`.
+MOST_MODULES = 15
+MOST_ROOT_MODULES = 12
+
+# Modules at the root of `planner/` that count as one part; every other root module is a part of its own.
+ROOT_PARTS = {
+    "errors": "basics", "units": "basics",
+    "candidate": "words", "methods": "words", "quantities": "words", "binary_search": "words", "cache_keys": "words",
+    "confidence": "estimate",
+}  # fmt: skip
+
+# Part -> the parts that it may import, in functions too. From the bottom to the top: a part imports only parts above it
+# in this table. `memory/*` are the three folders inside `memory/`; `planner` and `probes` are the two `__init__.py`.
+ALLOWED = {
+    "basics": "",
+    "models": "basics",
+    "gpus": "basics",
+    "files": "basics",
+    "words": "basics models",
+    "jobs": "basics words models gpus",
+    "memory/parameters": "basics words models gpus",
+    "memory/layers": "basics words models gpus",
+    "memory/engine": "basics words models gpus",
+    "memory": "basics words models gpus memory/parameters memory/layers memory/engine",
+    "throughput": "basics words models gpus memory memory/parameters",
+    "allocator": "basics words gpus",
+    "launch": "basics words jobs files memory/parameters",  # DeepSpeed's own sizes are those of memory/parameters
+    "estimate": "basics words gpus memory memory/engine throughput",
+    "search": "basics words models gpus jobs memory/engine estimate",
+    "plan": "basics words gpus jobs memory/engine estimate search",
+    "planner": "basics words models gpus jobs estimate plan",
+    "measurements": "basics words models gpus files jobs memory allocator estimate plan",
+    "diagnose": "basics words gpus jobs estimate search plan",
+    "report": "basics words models gpus files jobs allocator search plan measurements diagnose",
+    "probes/substitution": "",
+    "probes/task": "basics words measurements",
+    "probes/step": "basics words allocator probes/substitution",
+    "probes/trainers": "basics words models jobs probes/step probes/substitution",
+    "probes/dryrun": "basics words models gpus allocator probes/substitution probes/step probes/trainers",
+    "probes/layers": "basics words models files memory/layers allocator probes/step probes/dryrun",
+    "probes/worker": (
+        "basics words models jobs launch measurements probes/task probes/substitution probes/step probes/trainers"
+    ),
+    "probes/runner": (
+        "basics words gpus jobs memory allocator launch estimate measurements probes/task probes/dryrun"
+    ),
+    "probes/study": "basics words models gpus files jobs memory estimate search plan measurements",
+    "probes/callback": "basics words models gpus jobs estimate plan measurements report probes/runner",
+    "probes": "probes/callback",
+    "training_stack": (
+        "basics words models gpus files jobs memory memory/layers allocator estimate search plan measurements report "
+        "probes/dryrun probes/layers probes/runner probes/study"
+    ),
+    "commands": (
+        "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose report "
+        "training_stack"
+    ),
+    "cli": "basics words commands",
+}  # fmt: skip
+
+
+def part(module: str) -> str:
+    """The part of the table that a module belongs to."""
+    package, *inside = module.split(".")
+    if not inside:
+        return package
+    if package == "probes":
+        return f"probes/{inside[0]}"
+    if inside[0] == "memory" and len(inside) == 3:
+        return f"memory/{inside[1]}"
+    return ROOT_PARTS.get(inside[0], inside[0])
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """The name that each import binds and the dotted name of the module or object behind it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((name.asname or name.name.split(".")[0], name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used here"
+            yield from ((name.asname or name.name, f"{node.module}.{name.name}") for name in node.names)
+
+
+def imported_modules(module: str) -> set[str]:
+    """The project's modules that a module imports anywhere, inside functions too."""
+    names = {name for _, name in imported_names(TREES[module]) if name.split(".")[0] in PACKAGES}
+    return {name if name in PATHS else name.rpartition(".")[0] for name in names}
+
+
+IMPORTS = {module: imported_modules(module) for module in PATHS}
+
+
+def test_every_import_of_the_project_is_a_file_of_it() -> None:
+    assert set().union(*IMPORTS.values()) <= set(PATHS)
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    list(TopologicalSorter(IMPORTS).static_order())  # raises CycleError, which names the circle
+
+
+def test_the_table_of_allowed_imports_runs_downwards_only() -> None:
+    parts = list(ALLOWED)
+    for index, name in enumerate(parts):
+        assert set(ALLOWED[name].split()) <= set(parts[:index]), name
+
+
+def test_a_file_imports_only_what_its_folder_may() -> None:
+    forbidden = {
+        (module, imported)
+        for module in PATHS
+        for imported in IMPORTS[module]
+        if part(imported) not in {part(module), *ALLOWED[part(module)].split()}
+    }
+    assert forbidden == set()
+
+
+def test_only_the_training_stack_imports_the_probes() -> None:
+    importers = {
+        module
+        for module, imported in IMPORTS.items()
+        if module.startswith("planner") and any(name.startswith("probes") for name in imported)
+    }
+    assert importers == {"planner.training_stack"}
+
+
+def test_no_folder_holds_more_modules_than_one_sees_at_a_glance() -> None:
+    counts = Counter(path.parent for path in PATHS.values() if path.name != "__init__.py")
+    assert counts[ROOT / "planner"] <= MOST_ROOT_MODULES
+    assert max(counts.values()) <= MOST_MODULES
+
+
+# -- libraries are used as they are ------------------------------------------------------------------------------------
+
+# Import hooks, the priority of our process, an exit without clean-up, a frozen garbage collector, stand-ins of tests.
+TRICKS = re.compile(r"sys\.meta_path|exec_module|os\.nice|os\._exit|gc\.freeze|unittest\.mock")
+
+
+def test_no_file_plays_tricks_with_the_interpreter() -> None:
+    assert {module for module, path in PATHS.items() if TRICKS.search(path.read_text())} == set()
+
+
+# The only module that sets attributes of libraries: the substitution of CUDA kernels that the CPU has not.
+SUBSTITUTION = "probes.substitution"
+SETTERS = ("setattr", "delattr", "object.__setattr__", "type.__setattr__")
+
+
+def changed_objects(tree: ast.AST) -> Iterator[ast.expr]:
+    """The objects whose attributes are set or deleted: `a.b` for `a.b.c = 1` and for `setattr(a.b, "c", 1)`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in SETTERS and node.args:
+            yield node.args[0]
+
+
+def first_name(expression: ast.expr) -> str:
+    """The variable that a chain of attributes and subscripts starts with; "" where it starts otherwise."""
+    while isinstance(expression, ast.Attribute | ast.Subscript):
+        expression = expression.value
+    return expression.id if isinstance(expression, ast.Name) else ""
+
+
+def foreign_objects_changed(tree: ast.AST) -> list[str]:
+    """The objects of `changed_objects` that come from a library."""
+    foreign = {bound for bound, name in imported_names(tree) if name.split(".")[0] not in PACKAGES}
+    return [ast.unparse(changed) for changed in changed_objects(tree) if first_name(changed) in foreign]
+
+
+def test_no_attribute_of_an_imported_library_is_set() -> None:
+    changed = {module: foreign_objects_changed(TREES[module]) for module in set(PATHS) - {SUBSTITUTION}}
+    assert {module: objects for module, objects in changed.items() if objects} == {}
+
+
+def test_a_set_attribute_of_a_library_would_be_found() -> None:
+    code = (
+        "import torch\n"
+        "from torch import nn as layers\n"
+        "from planner import units\n"
+        "torch.cuda.x = 1\n"
+        "layers.Linear.y += 1\n"
+        "setattr(torch, 'z', 1)\n"
+        "units.x = ours.y = 1\n"
+    )
+    assert foreign_objects_changed(ast.parse(code)) == ["torch.cuda", "layers.Linear", "torch"]
