@@ -24,7 +24,7 @@ from planner.memory.engine.budget import EngineDoesNotFit
 from planner.quantities import Estimate, GpuMemory, PhaseMemory
 from planner.search.knobs import SearchProblem
 from planner.units import MIB
-from probes.study.space import FEW_SIZES, NO_SHARE, Place, Space
+from probes.study.space import FEW_SIZES, NO_SHARE, GridPoint, Space
 
 CONTEXT_BYTES = 300_000_000
 SLACK = 0.06
@@ -110,14 +110,14 @@ def true_phase(
     )
 
 
-def true_phases(card: HiddenCard, space: Space, place: Place, states: bool = True) -> list[list[TruePhase]]:
+def true_phases(card: HiddenCard, space: Space, point: GridPoint, states: bool = True) -> list[list[TruePhase]]:
     """Of each role's GPUs."""
-    answer = space.estimate(place)
+    answer = space.estimate(point)
     assert answer is not None
     nccl, kernel, structure = (
         nccl_bytes(answer.candidate, space.problem.cluster.gpu),
         answer.candidate.attn_implementation,
-        space.lines[place.line].name,
+        space.lines[point.line].name,
     )
     return [
         [
@@ -136,24 +136,24 @@ def true_phases(card: HiddenCard, space: Space, place: Place, states: bool = Tru
     ]
 
 
-def truly_fits(card: HiddenCard, space: Space, place: Place) -> bool:
-    return space.starts(place) and all(
-        phase.total <= phase.capacity for gpu in true_phases(card, space, place) for phase in gpu
+def truly_fits(card: HiddenCard, space: Space, point: GridPoint) -> bool:
+    return space.starts(point) and all(
+        phase.total <= phase.capacity for gpu in true_phases(card, space, point) for phase in gpu
     )
 
 
-def exhaustive_best(space: Space, fits: Callable[[Place], bool]) -> Place | None:
+def exhaustive_best(space: Space, fits: Callable[[GridPoint], bool]) -> GridPoint | None:
     """The candidate of most merit that fits, of all there are. Exact: every structure, and every size where they are few; what is skipped
     lies beyond a size or a share that does not fit, and memory and merit grow with both."""
-    best: Place | None = None
+    best: GridPoint | None = None
     for line in range(len(space.lines)):
-        for place in best_of_line(space, line, fits):
-            if best is None or space.merit(place) > space.merit(best):
-                best = place
+        for point in best_of_line(space, line, fits):
+            if best is None or space.merit(point) > space.merit(best):
+                best = point
     return best
 
 
-def best_of_line(space: Space, line: int, fits: Callable[[Place], bool]) -> list[Place]:
+def best_of_line(space: Space, line: int, fits: Callable[[GridPoint], bool]) -> list[GridPoint]:
     count = len(space.lines[line].sizes)
     sizes: list[int] = list(range(count))
     if count > FEW_SIZES:
@@ -162,8 +162,8 @@ def best_of_line(space: Space, line: int, fits: Callable[[Place], bool]) -> list
     found = []
     for size in sizes:
         low, high = space.shares(line, size)
-        share = largest(low, high, lambda share: fits(Place(line, size, share)))  # noqa: B023
-        found += [Place(line, size, share)] if share >= low else []
+        share = largest(low, high, lambda share: fits(GridPoint(line, size, share)))  # noqa: B023
+        found += [GridPoint(line, size, share)] if share >= low else []
     return found
 
 
@@ -180,31 +180,31 @@ class HiddenProbe:
     def __call__(self, candidate: Candidate) -> Measurement:
         return self.at(place_of(self.space, candidate))
 
-    def at(self, place: Place) -> Measurement:
+    def at(self, point: GridPoint) -> Measurement:
         """A server's cards fill up first, then the first step runs, without optimizer states yet, then the second."""
-        answer = self.space.estimate(place)
+        answer = self.space.estimate(point)
         assert answer is not None
-        first, second = (true_phases(self.card, self.space, place, states) for states in (False, True))
+        first, second = (true_phases(self.card, self.space, point, states) for states in (False, True))
         failed = next(
             (phase for step in (*second[1:], first[0], second[0]) for phase in step if phase.total > phase.capacity),
             None,
         )
         if failed is None:
-            return self._measurement(answer, place, second[0], None)
+            return self._measurement(answer, point, second[0], None)
         of_trainer = failed in (*first[0], *second[0])
         seen = first[0][: first[0].index(failed)] if failed in first[0] else first[0]
-        draw = random.Random(f"{self.card.seed} {place} short")
+        draw = random.Random(f"{self.card.seed} {point} short")
         return self._measurement(
             answer,
-            place,
+            point,
             seen,
             _shortage(failed, 0 if of_trainer else answer.candidate.num_processes, self.card.slack, draw),
         )
 
     def _measurement(
-        self, answer: Estimate, place: Place, seen: list[TruePhase], shortage: Shortage | None
+        self, answer: Estimate, point: GridPoint, seen: list[TruePhase], shortage: Shortage | None
     ) -> Measurement:
-        candidate, draw = answer.candidate, random.Random(f"{self.card.seed} {place}")
+        candidate, draw = answer.candidate, random.Random(f"{self.card.seed} {point}")
         peaks = tuple(_peak(phase, candidate.vllm == "colocate", draw) for phase in seen)
         rank = RankMemory(
             rank=0, phases=peaks, state_bytes={}, capacity_bytes=answer.gpus[0].capacity_bytes, allocator={}
@@ -225,14 +225,14 @@ class HiddenProbe:
         )
 
 
-def place_of(space: Space, candidate: Candidate) -> Place:
+def place_of(space: Space, candidate: Candidate) -> GridPoint:
     share = round(100 * candidate.vllm_gpu_memory_utilization) if candidate.vllm == "colocate" else NO_SHARE
     return next(
-        Place(line, size, share)
+        GridPoint(line, size, share)
         for line, each in enumerate(space.lines)
-        if all(getattr(each.structure, name) == getattr(candidate, name) for name in space.named)
+        if all(getattr(each.structure, name) == getattr(candidate, name) for name in space.structure_knobs)
         for size in range(len(each.sizes))
-        if space.candidate(Place(line, size, share)) == candidate
+        if space.candidate(GridPoint(line, size, share)) == candidate
     )
 
 

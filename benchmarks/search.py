@@ -28,7 +28,7 @@ from planner.errors import PlanError
 from planner.search.knobs import SearchProblem
 from probes.study.certificate import certificate
 from probes.study.sampler import PlanSampler
-from probes.study.space import Place, Space, space_of
+from probes.study.space import GridPoint, Space, space_of
 from probes.study.study import Session, StudyOptions, over_bytes
 
 PEER_PROBES = 30  # at most, for each of the others
@@ -50,24 +50,24 @@ class Found(Exception):
 class Counted:
     """A hidden card whose distinct probes are counted until the best is run."""
 
-    def __init__(self, card: HiddenCard, space: Space, best: Place) -> None:
+    def __init__(self, card: HiddenCard, space: Space, best: GridPoint) -> None:
         self.card, self.space, self.best = card, space, best
         self.probe = HiddenProbe(card=card, space=space)
-        self.seen: dict[Place, bool] = {}
+        self.seen: dict[GridPoint, bool] = {}
         self.found_at = 0
         self.close_at = 0
 
-    def fits(self, place: Place) -> bool:
-        if place not in self.seen:
-            self.seen[place] = truly_fits(self.card, self.space, place)
-            if self.seen[place]:
-                self._compare(place)
+    def fits(self, point: GridPoint) -> bool:
+        if point not in self.seen:
+            self.seen[point] = truly_fits(self.card, self.space, point)
+            if self.seen[point]:
+                self._compare(point)
             if self.found_at or len(self.seen) >= PEER_PROBES:
                 raise Found
-        return self.seen[place]
+        return self.seen[point]
 
-    def _compare(self, place: Place) -> None:
-        merit, most = self.space.merit(place), self.space.merit(self.best)
+    def _compare(self, point: GridPoint) -> None:
+        merit, most = self.space.merit(point), self.space.merit(self.best)
         if merit >= most:
             self.found_at = len(self.seen)
         if not self.close_at and merit[0] >= most[0] and merit[1] >= (1 - CLOSE) * most[1]:
@@ -84,20 +84,20 @@ def by_sampler(make: Callable[[int], optuna.samplers.BaseSampler]) -> Ask:
         study = optuna.create_study(sampler=make(seed), direction="maximize")
         for _ in range(MOST_ASKS):
             trial = study.ask()
-            place = asked_place(space, trial)
-            if place is None:
+            point = asked_place(space, trial)
+            if point is None:
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 continue
-            fits = counted.fits(place)
-            trial.set_constraint("bytes_over_budget", over_bytes(counted.probe.at(place), space))
-            study.tell(trial, scalar(space, place) if fits else 0.0)
+            fits = counted.fits(point)
+            trial.set_constraint("bytes_over_budget", over_bytes(counted.probe.at(point), space))
+            study.tell(trial, scalar(space, point) if fits else 0.0)
             if study._stop_flag:
                 return
 
     return run
 
 
-def asked_place(space: Space, trial: optuna.Trial) -> Place | None:
+def asked_place(space: Space, trial: optuna.Trial) -> GridPoint | None:
     line = trial.suggest_categorical("structure", list(range(len(space.lines))))
     count = len(space.lines[line].sizes)
     size = trial.suggest_int(f"size_of_{count}", 0, count - 1)
@@ -105,13 +105,13 @@ def asked_place(space: Space, trial: optuna.Trial) -> Place | None:
     if low > high:
         return None
     share = low if low == high else min(max(trial.suggest_int("share", 1, 95), low), high)
-    place = Place(line, size, share)
-    return place if space.starts(place) else None
+    point = GridPoint(line, size, share)
+    return point if space.starts(point) else None
 
 
-def scalar(space: Space, place: Place) -> float:
+def scalar(space: Space, point: GridPoint) -> float:
     """Merit as one number: what is asked for, then speed."""
-    precise, first, *rest = space.merit(place)
+    precise, first, *rest = space.merit(point)
     return (1e6 if precise else 0.0) + first + sum(rest) * 1e-7
 
 
@@ -126,7 +126,7 @@ def bisection(space: Space, counted: Counted, seed: int) -> None:
         )
         if size >= 0:
             low, high = space.shares(line, size)
-            largest(low, high, lambda share: counted.fits(Place(line, size, share)))  # noqa: B023
+            largest(low, high, lambda share: counted.fits(GridPoint(line, size, share)))  # noqa: B023
 
 
 PEERS: dict[str, Ask] = {
@@ -138,7 +138,7 @@ PEERS: dict[str, Ask] = {
 }
 
 
-def peer(name: str, space: Space, card: HiddenCard, best: Place, seed: int) -> dict[str, int]:
+def peer(name: str, space: Space, card: HiddenCard, best: GridPoint, seed: int) -> dict[str, int]:
     counted = Counted(card, space, best)
     with suppress(Found):
         PEERS[name](space, counted, seed)
@@ -148,7 +148,7 @@ def peer(name: str, space: Space, card: HiddenCard, best: Place, seed: int) -> d
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def ours(space: Space, card: HiddenCard, best: Place | None) -> dict[str, Any]:
+def ours(space: Space, card: HiddenCard, best: GridPoint | None) -> dict[str, Any]:
     """Until it certifies."""
     sampler = PlanSampler(space)
     study = optuna.create_study(sampler=sampler, direction="maximize")
@@ -176,43 +176,43 @@ def ours(space: Space, card: HiddenCard, best: Place | None) -> dict[str, Any]:
         "excluded_by_probe": found.excluded_by_probe,
         "excluded_by_belief": found.excluded_by_belief,
         "seconds": round(time.process_time() - began, 2),
-        "place": certified,
+        "point": certified,
     }
 
 
 # -- one job -----------------------------------------------------------------------------------------------------------
 
 
-def planned(space: Space) -> Place | None:
+def planned(space: Space) -> GridPoint | None:
     """What the plan recommends without a probe."""
-    return exhaustive_best(space, lambda place: space.starts(place) and fits_by_estimate(space, place))
+    return exhaustive_best(space, lambda point: space.starts(point) and fits_by_estimate(space, point))
 
 
-def fits_by_estimate(space: Space, place: Place) -> bool:
-    answer = space.estimate(place)
+def fits_by_estimate(space: Space, point: GridPoint) -> bool:
+    answer = space.estimate(point)
     return answer is not None and answer.fits
 
 
-def one_by_one(space: Space, card: HiddenCard) -> Place | None:
+def one_by_one(space: Space, card: HiddenCard) -> GridPoint | None:
     """The best of a small space with nothing skipped."""
     shares = [
         (line, size, space.shares(line, size))
         for line in range(len(space.lines))
         for size in range(len(space.lines[line].sizes))
     ]
-    places = [Place(line, size, share) for line, size, (low, high) in shares for share in range(low, high + 1)]
-    if len(places) > FEW_CANDIDATES:
+    points = [GridPoint(line, size, share) for line, size, (low, high) in shares for share in range(low, high + 1)]
+    if len(points) > FEW_CANDIDATES:
         raise ValueError("too many")
-    return max((place for place in places if truly_fits(card, space, place)), key=space.merit, default=None)
+    return max((point for point in points if truly_fits(card, space, point)), key=space.merit, default=None)
 
 
-def regret(space: Space, card: HiddenCard, certified: Place) -> float:
+def regret(space: Space, card: HiddenCard, certified: GridPoint) -> float:
     """What is lost where every cause of a step's time is off by itself, which no study corrects: share of the best speed there is."""
     draw = random.Random(f"{card.seed} causes")
     factors: dict[str, float] = {}
 
-    def speed(place: Place) -> float:
-        answer = space.estimate(place)
+    def speed(point: GridPoint) -> float:
+        answer = space.estimate(point)
         assert answer is not None
         for cause in sorted(answer.throughput.seconds):
             factors.setdefault(cause, draw.uniform(1 - CAUSE_SPREAD, 1 + CAUSE_SPREAD))
@@ -222,11 +222,11 @@ def regret(space: Space, card: HiddenCard, certified: Place) -> float:
     mine = speed(certified)
     precise = space.merit(certified)[0]
     fitting = [
-        place
+        point
         for line in range(len(space.lines))
-        for place in best_of_line(space, line, lambda place: truly_fits(card, space, place))
+        for point in best_of_line(space, line, lambda point: truly_fits(card, space, point))
     ]
-    return 1 - mine / max(speed(place) for place in fitting if space.merit(place)[0] == precise)
+    return 1 - mine / max(speed(point) for point in fitting if space.merit(point)[0] == precise)
 
 
 def job_row(number: int, problem: SearchProblem, seed: int, peers: Sequence[str]) -> dict[str, Any] | None:
@@ -239,7 +239,7 @@ def job_row(number: int, problem: SearchProblem, seed: int, peers: Sequence[str]
     if expected is None:
         return None
     card = hidden_card(CARDS_A_SEED * seed + number)
-    best = exhaustive_best(space, lambda place: truly_fits(card, space, place))
+    best = exhaustive_best(space, lambda point: truly_fits(card, space, point))
     try:
         verified = (one_by_one(space, card) is None) == (best is None) and (
             best is None or space.merit(best) == space.merit(one_by_one(space, card) or best)
@@ -247,7 +247,7 @@ def job_row(number: int, problem: SearchProblem, seed: int, peers: Sequence[str]
     except ValueError:
         verified = None
     mine = ours(space, card, best)
-    place = mine.pop("place")
+    point = mine.pop("point")
     row = {
         "number": number,
         "model": problem.job.model.id,
@@ -266,8 +266,8 @@ def job_row(number: int, problem: SearchProblem, seed: int, peers: Sequence[str]
         "ours": mine,
         "peers": {name: peer(name, space, card, best, number) for name in peers} if best is not None else {},
     }
-    if problem.job.optimize == "throughput" and place is not None:
-        row["regret_by_cause"] = round(regret(space, card, place), 4)
+    if problem.job.optimize == "throughput" and point is not None:
+        row["regret_by_cause"] = round(regret(space, card, point), 4)
     return row
 
 

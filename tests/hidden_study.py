@@ -24,7 +24,7 @@ from planner.models.catalogue import load_model  # noqa: E402
 from planner.search.knobs import SearchProblem  # noqa: E402
 from probes.study.sampler import MEASUREMENT  # noqa: E402
 from probes.study.space import Space, space_of  # noqa: E402
-from probes.study.study import Proven, StudyOptions, prove  # noqa: E402
+from probes.study.study import StudyOptions, StudyResult, prove  # noqa: E402
 
 # Its best length needs an out-of-memory probe and two that fit.
 CARD = HiddenCard(seed=7, context_bytes=180e6, slack=0.03, activations=0.04, speed=0.9)
@@ -49,7 +49,7 @@ def options(storage: str, **others: Any) -> StudyOptions:
     return StudyOptions(storage=storage, versions=VERSIONS, attempt=formulas_alone, **others)
 
 
-def proven(storage: str, probe: Callable[[Candidate], Measurement] | None = None, **others: Any) -> Proven:
+def proven(storage: str, probe: Callable[[Candidate], Measurement] | None = None, **others: Any) -> StudyResult:
     asked = problem()
     return prove(asked, probe or HiddenProbe(card=CARD, space=space(asked)), options(storage, **others))
 

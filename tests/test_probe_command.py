@@ -13,7 +13,8 @@ from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, EXI
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
-from planner.measurements.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage, measurement_of
+from planner.measurements.documents import measurement_of
+from planner.measurements.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage
 from planner.memory.runtime import context_bytes
 from planner.training_stack import ProbeSettings
 
@@ -132,7 +133,7 @@ class TestProof:
     def test_the_same_command_again_says_that_it_goes_on_and_repeats_nothing(self, device, capsys):
         pytest.importorskip("optuna")
         device(measured)
-        for said in ("needed ", "of this question"):
+        for said in ("needed ", "of this study"):
             assert run([*ONE, "--probe"]) == EXIT_PLANNED
             assert said in capsys.readouterr().err
         device(lambda candidate: measured(candidate, outcome="crashed"))

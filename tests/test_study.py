@@ -25,10 +25,10 @@ from planner.jobs.job import Job  # noqa: E402
 from planner.measurements.measurement import Measurement  # noqa: E402
 from planner.plan import plan  # noqa: E402
 from probes.study.certificate import certificate, certificate_lines, certificate_report  # noqa: E402
-from probes.study.posterior import PRIORS, Observation, believed, chance, draws, no_belief  # noqa: E402
+from probes.study.posterior import PRIORS, Observation, belief_from, draw_samples, normal_cdf, prior_belief  # noqa: E402
 from probes.study.sampler import MEASUREMENT, PlanSampler, distributions_of  # noqa: E402
-from probes.study.space import Place, space_of  # noqa: E402
-from probes.study.state import known, next_place, open_places  # noqa: E402
+from probes.study.space import GridPoint, space_of  # noqa: E402
+from probes.study.state import knowledge_of, next_point, open_points  # noqa: E402
 from probes.study.storage import study_name  # noqa: E402
 from probes.study.study import BYTES_OVER, problem_of  # noqa: E402
 
@@ -43,7 +43,7 @@ def storage(folder: Path) -> str:
 def test_the_certified_candidate_is_the_best_that_truly_fits(tmp_path: Path) -> None:
     answer = proven(storage(tmp_path))
     candidates = space(problem())
-    best = exhaustive_best(candidates, lambda place: truly_fits(CARD, candidates, place))
+    best = exhaustive_best(candidates, lambda point: truly_fits(CARD, candidates, point))
     assert answer.ending == "certified" and answer.certificate.holds
     assert best is not None and answer.best is not None and answer.best.candidate == candidates.candidate(best)
 
@@ -75,9 +75,9 @@ def test_a_certificate_says_of_each_larger_neighbour_how_it_is_known_not_to_fit(
 
 def test_a_certificate_of_a_simulated_device_says_so() -> None:
     candidates = space_of(problem(), "simulated", formulas_alone)
-    place = Place(0, 0, 0)
-    measured = replace(HiddenProbe(card=CARD, space=candidates).at(place), device="simulated")
-    assert certificate_lines(certificate(known(candidates, {place: measured}, {})))[0].startswith(
+    point = GridPoint(0, 0, 0)
+    measured = replace(HiddenProbe(card=CARD, space=candidates).at(point), device="simulated")
+    assert certificate_lines(certificate(knowledge_of(candidates, {point: measured}, {})))[0].startswith(
         "not certified (simulated): "
     )
 
@@ -88,8 +88,8 @@ def test_where_nothing_fits_the_study_ends_and_says_so(tmp_path: Path) -> None:
         cluster=replace(problem().cluster, gpu=replace(problem().cluster.gpu, total_bytes=2**33, free_bytes=2**33)),
     )
     candidates = space_of(asked, "cuda", formulas_alone)
-    knowledge = known(candidates, {}, {})
-    assert open_places(knowledge) == [] and next_place(knowledge) is None
+    knowledge = knowledge_of(candidates, {}, {})
+    assert open_points(knowledge) == [] and next_point(knowledge) is None
     assert certificate_lines(certificate(knowledge)) == ("no candidate fits: all are excluded",)
 
 
@@ -134,9 +134,9 @@ def test_every_candidate_is_found_again_by_its_settings() -> None:
         line = draw.randrange(len(candidates.lines))
         size = draw.randrange(len(candidates.lines[line].sizes))
         low, high = candidates.shares(line, size)
-        place = Place(line, size, draw.randint(low, max(high, low)))
-        knobs = candidates.knobs(place)
-        assert candidates.place(knobs) == place
+        point = GridPoint(line, size, draw.randint(low, max(high, low)))
+        knobs = candidates.knobs(point)
+        assert candidates.point(knobs) == point
         assert all(
             distributions[name]._contains(distributions[name].to_internal_repr(value)) for name, value in knobs.items()
         )
@@ -173,9 +173,7 @@ def test_other_libraries_are_another_study() -> None:
 
 def test_on_the_cpu_nothing_is_asked_that_needs_a_gpus_kernels() -> None:
     assert {line.structure.attn_implementation for line in space(problem()).lines} == {"sdpa", "flash_attention_2"}
-    assert {line.structure.attn_implementation for line in space_of(problem(), "cpu", formulas_alone).lines} == {
-        "sdpa"
-    }
+    assert {line.structure.attn_implementation for line in space_of(problem(), "cpu", formulas_alone).lines} == {"sdpa"}
     pinned = replace(problem(), job=replace(problem().job, pinned={"attn_implementation": "flash_attention_2"}))
     with pytest.raises(
         InputError,
@@ -236,25 +234,25 @@ def test_a_plan_is_asked_about_the_class_that_it_recommends() -> None:
 
 
 def test_an_equality_leaves_its_noise_of_a_constant() -> None:
-    belief = believed([Observation(kind="equal", coefficients={"runtime": 1.0}, value=1e8, noise=1e6)])
+    belief = belief_from([Observation(kind="equal", coefficients={"runtime": 1.0}, value=1e8, noise=1e6)])
     mean, deviation = belief.constant("runtime")
     assert abs(mean - 1e8) < 1e6 and 0.9e6 < deviation <= 1e6
 
 
 def test_what_two_constants_share_is_left_undecided_between_them() -> None:
-    belief = believed(
+    belief = belief_from(
         [Observation(kind="equal", coefficients={"activations": 1e10, "kernel:sdpa": 1e10}, value=5e8, noise=1e6)]
     )
     activations, kernel = belief.constant("activations"), belief.constant("kernel:sdpa")
     assert math.isclose(activations[0] + kernel[0], 0.05, rel_tol=1e-3)
     assert activations[0] > kernel[0] > 0 and activations[1] > 0.01
-    assert belief.predicted({"activations": 1e10, "kernel:sdpa": 1e10})[1] < 1.1e6
+    assert belief.predict({"activations": 1e10, "kernel:sdpa": 1e10})[1] < 1.1e6
 
 
 @pytest.mark.parametrize(("kind", "sign"), [("at_least", 1), ("at_most", -1)])
 def test_an_inequality_cuts_the_normal_distribution(kind: str, sign: int) -> None:
     """Cut at its mean, its mean moves by sqrt(2 / pi) deviations and its variance is 1 - 2 / pi of what it was."""
-    belief = believed([Observation(kind=kind, coefficients={"activations": 1.0}, value=0.0, noise=1e-9)])  # type: ignore[arg-type]
+    belief = belief_from([Observation(kind=kind, coefficients={"activations": 1.0}, value=0.0, noise=1e-9)])  # type: ignore[arg-type]
     mean, deviation = belief.constant("activations")
     prior = PRIORS["activations"].deviation
     assert math.isclose(mean, sign * math.sqrt(2 / math.pi) * prior, rel_tol=1e-6)
@@ -262,7 +260,7 @@ def test_an_inequality_cuts_the_normal_distribution(kind: str, sign: int) -> Non
 
 
 def test_a_surprise_is_believed_and_leaves_everything_else_less_certain() -> None:
-    belief = believed([Observation(kind="equal", coefficients={"activations": 1.0}, value=1.0, noise=1e-6)])
+    belief = belief_from([Observation(kind="equal", coefficients={"activations": 1.0}, value=1.0, noise=1e-6)])
     assert math.isclose(belief.constant("activations")[0], 1.0, rel_tol=1e-3)
     assert math.isclose(
         belief.constant("slack")[1], 1.0 / PRIORS["activations"].deviation / 4 * PRIORS["slack"].deviation, rel_tol=1e-3
@@ -273,16 +271,18 @@ def test_a_device_that_is_wholly_another_is_searched_by_halving() -> None:
     """Twice the activations that the estimate has: no probe's answer is foreseen, and still they are few."""
     candidates = space(problem())
     card = replace(CARD, activations=1.0)
-    measured: dict[Place, Measurement] = {}
-    while (place := next_place(known(candidates, measured, {}))) is not None and len(measured) < 20:
-        measured[place] = HiddenProbe(card=card, space=candidates).at(place)
-    best = exhaustive_best(candidates, lambda place: truly_fits(card, candidates, place))
-    assert best is not None and candidates.merit(known(candidates, measured, {}).ran[0]) == candidates.merit(best)
+    measured: dict[GridPoint, Measurement] = {}
+    while (point := next_point(knowledge_of(candidates, measured, {}))) is not None and len(measured) < 20:
+        measured[point] = HiddenProbe(card=card, space=candidates).at(point)
+    best = exhaustive_best(candidates, lambda point: truly_fits(card, candidates, point))
+    assert best is not None and candidates.merit(knowledge_of(candidates, measured, {}).ran[0]) == candidates.merit(
+        best
+    )
     assert len(measured) <= 10
 
 
 def test_nothing_seen_is_the_prior() -> None:
-    assert no_belief().constant("slack") == (PRIORS["slack"].mean, PRIORS["slack"].deviation)
+    assert prior_belief().constant("slack") == (PRIORS["slack"].mean, PRIORS["slack"].deviation)
 
 
 UNKNOWN = Observation(
@@ -292,40 +292,40 @@ UNKNOWN = Observation(
 
 @pytest.mark.parametrize("beside", [(), (UNKNOWN,)], ids=["alone", "beside 256 GiB of doubt"])
 def test_worlds_are_as_the_belief_says(beside: tuple[Observation, ...]) -> None:
-    belief = believed(
+    belief = belief_from(
         [Observation(kind="equal", coefficients={"activations": 1e10, "runtime": 1.0}, value=5e8, noise=1e7), *beside]
     )
-    worlds = draws(belief, 20_000, 0)
+    samples = draw_samples(belief, 20_000, 0)
     for name in ("activations", "runtime", "slack"):
         mean, deviation = belief.constant(name)
-        assert abs(float(worlds.of(name).mean()) - mean) < 0.05 * deviation
-        assert abs(float(worlds.of(name).std()) / deviation - 1) < 0.05
+        assert abs(float(samples.values(name).mean()) - mean) < 0.05 * deviation
+        assert abs(float(samples.values(name).std()) / deviation - 1) < 0.05
 
 
 def test_a_probe_teaches_the_context_and_the_activations_of_the_card() -> None:
     candidates = space(problem())
-    best = exhaustive_best(candidates, lambda place: truly_fits(CARD, candidates, place))
+    best = exhaustive_best(candidates, lambda point: truly_fits(CARD, candidates, point))
     assert best is not None
-    knowledge = known(candidates, {best: HiddenProbe(card=CARD, space=candidates).at(best)}, {})
+    knowledge = knowledge_of(candidates, {best: HiddenProbe(card=CARD, space=candidates).at(best)}, {})
     runtime, kernel = knowledge.belief.constant("runtime"), f"kernel:{candidates.candidate(best).attn_implementation}"
     assert abs(runtime[0] - CARD.context_bytes) < 16 * 2**20
-    seen = knowledge.belief.predicted({"activations": 1.0, kernel: 1.0})
+    seen = knowledge.belief.predict({"activations": 1.0, kernel: 1.0})
     assert abs(seen[0] - CARD.activations - CARD.kernel(kernel.partition(":")[2])) < 3 * max(seen[1], 0.01)
 
 
 def test_what_the_prior_excludes_fits_on_hardly_any_card() -> None:
     """Of the candidates that the prior excludes before any probe, the likeliest of each structure: on less than one of a hundred hidden cards."""
     candidates = space(problem())
-    knowledge = known(candidates, {}, {})
-    places = [
-        next(Place(line, size, 0) for size in range(512) if not knowledge.may_fit(Place(line, size, 0)))
+    knowledge = knowledge_of(candidates, {}, {})
+    points = [
+        next(GridPoint(line, size, 0) for size in range(512) if not knowledge.may_fit(GridPoint(line, size, 0)))
         for line in range(len(candidates.lines))
     ]
     cards = [hidden_card(seed) for seed in range(300)]
     assert (
-        sum(truly_fits(card, candidates, place) for card in cards for place in places) < len(cards) * len(places) / 100
+        sum(truly_fits(card, candidates, point) for card in cards for point in points) < len(cards) * len(points) / 100
     )
-    assert chance(0.0) == 0.5
+    assert normal_cdf(0.0) == 0.5
 
 
 # -- Optuna's own contract for samplers --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Why the best candidate of a study is the best: what is larger or faster, and how each of them is known not to fit."""
+"""The certificate of a study: the larger or faster neighbours of the best candidate, and how each was excluded."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -9,27 +9,30 @@ from planner.measurements.measurement import DeviceName
 from planner.quantities import Phase
 from planner.search.search import length_field
 from planner.units import format_count, format_size
-from probes.study.posterior import PRIORS, Belief, Row
-from probes.study.space import FEW_SIZES, SHARE_KNOB, Place
-from probes.study.state import LEAST_CHANCE, MOST_SIZES, Knowledge, open_places
+from probes.study.posterior import PRIORS, Belief, PhaseModel
+from probes.study.space import FEW_SIZES, SHARE_KNOB, GridPoint
+from probes.study.state import LEAST_CHANCE, MOST_SIZES, Knowledge, open_points
 
-# How something larger is known not to be better.
+# Why a larger candidate is not better.
 Verdict = Literal[
-    "probe",  # it ran out of memory, or one of its structure did that needs no more
-    "belief",  # what it needs exceeds the card in all but LEAST_CHANCE of what the probes leave possible
-    "no start",  # its engine would refuse
-    "limit",  # the knob ends here
-    "no gain",  # it gives no more of what the job asks for
+    "probe",  # a probe of it ran out of memory, or one of a candidate that needs no more
+    "belief",  # it fits with a probability of at most LEAST_CHANCE, by what the probes have shown
+    "no start",  # its vLLM engine would refuse to start
+    "limit",  # the setting has no larger value
+    "no gain",  # it is no better by the job's goal
     "set aside",  # its probes failed for another reason than memory
-    "open",  # nothing has been shown
+    "open",  # it may fit, and no probe has shown otherwise
 ]
-DEVIATIONS = 2.5758  # of the interval: 0.5 % beyond each end, as LEAST_CHANCE
-SHOWN = 6  # neighbours in the text
+DEVIATIONS = 2.5758  # half the interval in standard deviations: 0.5 % beyond each end, as LEAST_CHANCE
+SHOWN = 6  # neighbours that the text shows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Neighbour:
-    """Something larger on one knob, or another structure. Bytes are of its heaviest phase by what the probes have taught; 0: not computed."""
+    """A candidate that is larger in one setting (`knob`), or has another structure.
+
+    Bytes are those of its least likely phase, predicted from the probes; 0 if they were not computed.
+    """
 
     knob: str
     value: str
@@ -44,7 +47,11 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """`holds`: the best candidate ran and nothing better is open. Counts are of candidates of more merit than the best."""
+    """The proof that a study's best candidate is the best that fits.
+
+    `holds`: the best candidate ran, and no better one is open or set aside. The counts are of candidates better than
+    it.
+    """
 
     holds: bool
     device: DeviceName  # "simulated": nothing ran
@@ -55,48 +62,50 @@ class Certificate:
     excluded_by_belief: int
     still_open: int
     set_aside: tuple[str, ...]
-    unavailable: tuple[str, ...]  # why some structures cannot run here; the certificate is about the others
-    learned: Mapping[str, tuple[float, float]]  # constants: mean and standard deviation
+    unavailable: tuple[str, ...]  # why some structures cannot run here; the certificate leaves them out
+    learned: Mapping[str, tuple[float, float]]  # the device's constants: mean and standard deviation
 
 
 def certificate(knowledge: Knowledge) -> Certificate:
-    """Of what a study knows, whether or not it has ended."""
+    """Build the certificate of a study's state, finished or not."""
     best = knowledge.ran[0] if knowledge.ran else None
-    better = list(_frontier(knowledge))
-    still_open = len(open_places(knowledge))
-    by_probe = sum(count for place, count in better if knowledge.refuted(place))
+    better = list(_excluded_better(knowledge))
+    still_open = len(open_points(knowledge))
+    by_probe = sum(count for point, count in better if knowledge.refuted(point))
     return Certificate(
         device=knowledge.space.device,
         holds=best is not None and not still_open and not knowledge.set_aside,
         best={} if best is None else knowledge.space.knobs(best),
         probes=len(knowledge.measured),
-        neighbours=tuple(_neighbours(knowledge, best, [place for place, _ in better])),
+        neighbours=tuple(_neighbours(knowledge, best, [point for point, _ in better])),
         excluded_by_probe=by_probe,
         excluded_by_belief=sum(count for _, count in better) - by_probe,
         still_open=still_open,
-        set_aside=tuple(f"{knowledge.space.shown(place)}: {reason}" for place, reason in knowledge.set_aside.items()),
+        set_aside=tuple(
+            f"{knowledge.space.describe(point)}: {reason}" for point, reason in knowledge.set_aside.items()
+        ),
         unavailable=tuple(dict.fromkeys(knowledge.unavailable.values())),
-        learned=learned(knowledge.belief),
+        learned=learned_constants(knowledge.belief),
     )
 
 
-def learned(belief: Belief) -> dict[str, tuple[float, float]]:
-    """Constants of device and runtime that something was seen of."""
+def learned_constants(belief: Belief) -> dict[str, tuple[float, float]]:
+    """Return mean and standard deviation of the device's constants that were observed."""
     return {
         name: belief.constant(name) for name in belief.names if name.partition(":")[0] not in ("counted", "structure")
     }
 
 
-# -- what is better than the best --------------------------------------------------------------------------------------
+# -- better candidates --------------------------------------------------------------------------------------
 
 
-def _frontier(knowledge: Knowledge) -> Iterator[tuple[Place, int]]:
-    """Of each line the smallest candidates of more merit that are excluded, and how many stand behind each."""
+def _excluded_better(knowledge: Knowledge) -> Iterator[tuple[GridPoint, int]]:
+    """Yield the smallest excluded points of each line that are better than the best, and how many each stands for."""
     for line in (line for line in range(len(knowledge.space.lines)) if line not in knowledge.unavailable):
         count = len(knowledge.space.lines[line].sizes)
         if count <= FEW_SIZES:
             for size in range(count):
-                yield from _of_shares(knowledge, line, size)
+                yield from _excluded_shares(knowledge, line, size)
             continue
         top = largest(0, count - 1, lambda size: knowledge.may_fit(knowledge.space.leanest(line, size)))  # noqa: B023
         first = 1 + largest(0, count - 1, lambda size: not _better(knowledge, knowledge.space.leanest(line, size)))  # noqa: B023
@@ -104,56 +113,60 @@ def _frontier(knowledge: Knowledge) -> Iterator[tuple[Place, int]]:
         if beyond < count and knowledge.space.starts(knowledge.space.leanest(line, beyond)):
             yield knowledge.space.leanest(line, beyond), count - beyond
         for size in range(max(first - 1, 0), min(top + 1, first + MOST_SIZES)):
-            yield from _of_shares(knowledge, line, size)
+            yield from _excluded_shares(knowledge, line, size)
 
 
-def _better(knowledge: Knowledge, place: Place) -> bool:
-    return knowledge.space.starts(place) and knowledge.space.merit(place) > knowledge.floor
+def _better(knowledge: Knowledge, point: GridPoint) -> bool:
+    """Return whether a point is better than the best that ran."""
+    return knowledge.space.starts(point) and knowledge.space.merit(point) > knowledge.floor
 
 
-def _of_shares(knowledge: Knowledge, line: int, size: int) -> Iterator[tuple[Place, int]]:
+def _excluded_shares(knowledge: Knowledge, line: int, size: int) -> Iterator[tuple[GridPoint, int]]:
+    """Yield the smallest excluded share of one size that is better than the best, and how many it stands for."""
     low, high = knowledge.space.shares(line, size)
-    if low > high or not _better(knowledge, Place(line, size, high)):
+    if low > high or not _better(knowledge, GridPoint(line, size, high)):
         return
-    first = 1 + largest(low, high, lambda share: not _better(knowledge, Place(line, size, share)))
-    first = max(first, 1 + largest(low, high, lambda share: knowledge.may_fit(Place(line, size, share))))
+    first = 1 + largest(low, high, lambda share: not _better(knowledge, GridPoint(line, size, share)))
+    first = max(first, 1 + largest(low, high, lambda share: knowledge.may_fit(GridPoint(line, size, share))))
     if first <= high:
-        yield Place(line, size, first), high - first + 1
+        yield GridPoint(line, size, first), high - first + 1
 
 
-def _neighbours(knowledge: Knowledge, best: Place | None, excluded: list[Place]) -> Iterator[Neighbour]:
+def _neighbours(knowledge: Knowledge, best: GridPoint | None, excluded: list[GridPoint]) -> Iterator[Neighbour]:
+    """Yield the next larger size and share of the best point, then the nearest excluded point of each other line."""
     if best is not None:
         yield _larger_size(knowledge, best)
         if best.share:
             yield _larger_share(knowledge, best)
-    nearest: dict[int, Place] = {}
-    for place in excluded:
-        if best is not None and place.line == best.line:
+    nearest: dict[int, GridPoint] = {}
+    for point in excluded:
+        if best is not None and point.line == best.line:
             continue
-        if place.line not in nearest or _over_bytes(knowledge, place) < _over_bytes(knowledge, nearest[place.line]):
-            nearest[place.line] = place
-    for place in sorted(nearest.values(), key=lambda place: _over_bytes(knowledge, place)):
-        yield _neighbour(knowledge, place, "structure", knowledge.space.shown(place, best))
+        if point.line not in nearest or _over_bytes(knowledge, point) < _over_bytes(knowledge, nearest[point.line]):
+            nearest[point.line] = point
+    for point in sorted(nearest.values(), key=lambda point: _over_bytes(knowledge, point)):
+        yield _neighbour(knowledge, point, "structure", knowledge.space.describe(point, best))
 
 
-def _larger_size(knowledge: Knowledge, best: Place) -> Neighbour:
+def _larger_size(knowledge: Knowledge, best: GridPoint) -> Neighbour:
     space, sizes = knowledge.space, knowledge.space.lines[best.line].sizes
     goal = knowledge.space.problem.job.optimize
     knob = length_field(space.candidate(best)) if goal == "max-length" else "per_device_train_batch_size"
     if best.size + 1 >= len(sizes):
         return _not_computed(knob, str(getattr(space.candidate(best), knob)), "limit")
-    place = Place(best.line, best.size + 1, space.shares(best.line, best.size + 1)[0])
-    return _neighbour(knowledge, place, knob, str(getattr(sizes[place.size], knob)))
+    point = GridPoint(best.line, best.size + 1, space.shares(best.line, best.size + 1)[0])
+    return _neighbour(knowledge, point, knob, str(getattr(sizes[point.size], knob)))
 
 
-def _larger_share(knowledge: Knowledge, best: Place) -> Neighbour:
-    place = best._replace(share=best.share + 1)
-    if place.share > knowledge.space.shares(best.line, best.size)[1]:
+def _larger_share(knowledge: Knowledge, best: GridPoint) -> Neighbour:
+    point = best._replace(share=best.share + 1)
+    if point.share > knowledge.space.shares(best.line, best.size)[1]:
         return _not_computed(SHARE_KNOB, f"{best.share / 100:g}", "limit")
-    return _neighbour(knowledge, place, SHARE_KNOB, f"{place.share / 100:g}")
+    return _neighbour(knowledge, point, SHARE_KNOB, f"{point.share / 100:g}")
 
 
 def _not_computed(knob: str, value: str, verdict: Verdict) -> Neighbour:
+    """Return a neighbour without bytes: one that does not exist, or does not start."""
     return Neighbour(
         knob=knob,
         value=value,
@@ -167,58 +180,61 @@ def _not_computed(knob: str, value: str, verdict: Verdict) -> Neighbour:
     )
 
 
-def _neighbour(knowledge: Knowledge, place: Place, knob: str, value: str) -> Neighbour:
-    if not knowledge.space.starts(place):
+def _neighbour(knowledge: Knowledge, point: GridPoint, knob: str, value: str) -> Neighbour:
+    """Describe a point as a neighbour of the best one, with its verdict."""
+    if not knowledge.space.starts(point):
         return _not_computed(knob, value, "no start")
-    row, mean, deviation = _heaviest(knowledge, place)
+    phase, mean, deviation = _heaviest(knowledge, point)
     return Neighbour(
         knob=knob,
         value=value,
-        settings=knowledge.space.knobs(place),
-        verdict=_verdict(knowledge, place),
-        phase=row.phase,
+        settings=knowledge.space.knobs(point),
+        verdict=_verdict(knowledge, point),
+        phase=phase.phase,
         needs_bytes=int(mean),
         interval_bytes=(int(mean - DEVIATIONS * deviation), int(mean + DEVIATIONS * deviation)),
-        capacity_bytes=row.capacity_bytes,
-        fit_chance=knowledge.chance(place),
+        capacity_bytes=phase.capacity_bytes,
+        fit_chance=knowledge.chance(point),
     )
 
 
-def _verdict(knowledge: Knowledge, place: Place) -> Verdict:
-    if knowledge.refuted(place):
+def _verdict(knowledge: Knowledge, point: GridPoint) -> Verdict:
+    if knowledge.refuted(point):
         return "probe"
-    if knowledge.chance(place) <= LEAST_CHANCE:
+    if knowledge.chance(point) <= LEAST_CHANCE:
         return "belief"
-    if knowledge.space.merit(place) <= knowledge.floor:
+    if knowledge.space.merit(point) <= knowledge.floor:
         return "no gain"
-    return "set aside" if knowledge.decided(place) else "open"
+    return "set aside" if knowledge.decided(point) else "open"
 
 
-def _heaviest(knowledge: Knowledge, place: Place) -> tuple[Row, float, float]:
-    """The phase that most likely does not fit, with what it needs."""
-    needs = [(row, *knowledge.belief.needs(row)) for row in knowledge.space.heavy_rows(place)]
+def _heaviest(knowledge: Knowledge, point: GridPoint) -> tuple[PhaseModel, float, float]:
+    """Return the phase of a point that is least likely to fit, with mean and standard deviation of its bytes."""
+    needs = [(phase, *knowledge.belief.needs(phase)) for phase in knowledge.space.heavy_phases(point)]
     return max(needs, key=lambda each: (each[1] - each[0].capacity_bytes) / each[2])
 
 
-def _over_bytes(knowledge: Knowledge, place: Place) -> float:
-    row, mean, _ = _heaviest(knowledge, place)
-    return mean - row.capacity_bytes
+def _over_bytes(knowledge: Knowledge, point: GridPoint) -> float:
+    """Return by how many bytes a point's least likely phase exceeds its GPU, in the mean."""
+    phase, mean, _ = _heaviest(knowledge, point)
+    return mean - phase.capacity_bytes
 
 
 # -- as text and JSON --------------------------------------------------------------------------------------------------
 
 
 def certificate_report(found: Certificate) -> dict[str, object]:
-    """A certificate as a JSON object."""
+    """Return a certificate as a JSON object."""
     report: dict[str, object] = {entry.name: getattr(found, entry.name) for entry in fields(Certificate)}
     neighbours = [{entry.name: getattr(each, entry.name) for entry in fields(Neighbour)} for each in found.neighbours]
-    known = {name: {"mean": mean, "deviation": deviation} for name, (mean, deviation) in found.learned.items()}
+    constants = {name: {"mean": mean, "deviation": deviation} for name, (mean, deviation) in found.learned.items()}
     return report | {
         "neighbours": [each | {"interval_bytes": list(each["interval_bytes"])} for each in neighbours],
-        "learned": known,
+        "learned": constants,
     }
 
 
+# The text of each verdict; intervals are of the bytes that the phase needs.
 SENTENCES: dict[Verdict, str] = {
     "probe": "ran out of memory in a probe",
     "belief": "excluded: {low} to {high} in the {phase} phase, of {capacity}",
@@ -231,7 +247,7 @@ SENTENCES: dict[Verdict, str] = {
 
 
 def certificate_lines(found: Certificate) -> tuple[str, ...]:
-    """For people: a few lines."""
+    """Return a certificate as a few lines of text."""
     if not found.best:
         return (
             (f"no candidate has run; {found.still_open} are open",)
@@ -239,23 +255,27 @@ def certificate_lines(found: Certificate) -> tuple[str, ...]:
             else ("no candidate fits: all are excluded",)
         )
     state = ("certified" if found.holds else "not certified") + ("" if found.device == "cuda" else f" ({found.device})")
-    ran = f"{state}: the best candidate ran, after {format_count(found.probes)} probe{'s' if found.probes != 1 else ''}"
-    counts = f"better ones: {format_count(found.excluded_by_probe)} excluded by probe, {format_count(found.excluded_by_belief)} by belief"
+    headline = (
+        f"{state}: the best candidate ran, after {format_count(found.probes)} probe{'s' if found.probes != 1 else ''}"
+    )
+    by_probe, by_belief = format_count(found.excluded_by_probe), format_count(found.excluded_by_belief)
+    counts = f"better ones: {by_probe} excluded by probe, {by_belief} by belief"
     counts += f", {found.still_open} open" if found.still_open else ""
     shown = [neighbour_line(each) for each in found.neighbours[:SHOWN]]
     more = (
         [f"and {len(found.neighbours) - SHOWN} structures that miss by more"] if len(found.neighbours) > SHOWN else []
     )
-    apart = [
+    not_probed = [
         *(f"set aside: {each}" for each in found.set_aside),
         *(f"cannot run here: {each}" for each in found.unavailable),
     ]
-    return (ran, counts, *shown, *more, *apart, learned_line(found.learned))
+    return (headline, counts, *shown, *more, *not_probed, learned_line(found.learned))
 
 
 def neighbour_line(each: Neighbour) -> str:
+    """Return a neighbour as a line of text."""
     low, high = (format_size(max(size, 0)) for size in each.interval_bytes)
-    said = SENTENCES[each.verdict].format(
+    sentence = SENTENCES[each.verdict].format(
         low=low,
         high=high,
         capacity=format_size(each.capacity_bytes),
@@ -263,13 +283,13 @@ def neighbour_line(each: Neighbour) -> str:
         chance=each.fit_chance,
     )
     name = each.value if each.knob == "structure" else f"{each.knob} {each.value}"
-    return f"{name}: {said}"
+    return f"{name}: {sentence}"
 
 
-def learned_line(known: Mapping[str, tuple[float, float]]) -> str:
-    """The constants whose spread the probes have at least halved."""
+def learned_line(constants: Mapping[str, tuple[float, float]]) -> str:
+    """Return a line with the constants whose standard deviation the probes have at least halved."""
     parts = []
-    for name, (mean, deviation) in known.items():
+    for name, (mean, deviation) in constants.items():
         prior = PRIORS[name.partition(":")[0]]
         if deviation > prior.deviation / 2:
             continue

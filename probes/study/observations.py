@@ -1,4 +1,4 @@
-"""A measurement -> what it says about the device's constants, phase by phase."""
+"""Turn a measurement into observations of the device's constants, phase by phase."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,77 +6,98 @@ from planner.measurements.measurement import Measurement, PhasePeak, RankMemory,
 from planner.memory.runtime import EXPANDABLE_SLACK_BYTES
 from planner.quantities import Phase
 from planner.units import MIB
-from probes.study.posterior import KNOWN, LIGHT, RESIDUAL_BYTES, Coefficients, Kind, Observation, Row, residual_bytes
-
-# How far apart two readings of the driver may be: other processes' and libraries' small change.
-DRIVER_NOISE_BYTES = 16 * MIB
-SLACK_NOISE_SHARE = (
-    0.002  # of what is allocated, beside the last pages of the pools: the slack at one moment is not that at the next
+from probes.study.posterior import (
+    KNOWN,
+    LIGHT_SHARE,
+    RESIDUAL_BYTES,
+    Coefficients,
+    Kind,
+    Observation,
+    PhaseModel,
+    residual_bytes,
 )
-UNIFORM = 12**0.5  # a range over the standard deviation of what may lie anywhere in it
+
+# Standard deviation between two readings of the driver: small allocations of other processes and libraries.
+DRIVER_NOISE_BYTES = 16 * MIB
+# Standard deviation of the allocator's slack between two moments, as a share of the allocated bytes, beyond the unused
+# part of each pool's last page.
+SLACK_NOISE_SHARE = 0.002
+UNIFORM = 12**0.5  # the range of a uniform distribution divided by its standard deviation
+# Constants that are no bytes of the trainer's tensors.
 NOT_TENSORS = frozenset({"runtime", "slack", "engine"})
 
 
-def observations(measurement: Measurement, rows: tuple[Row, ...], label: str) -> tuple[Observation, ...]:
-    """What one probe says of the constants in its candidate's rows. `label` names the probe.
+def observations(measurement: Measurement, phases: tuple[PhaseModel, ...], label: str) -> tuple[Observation, ...]:
+    """Return what one probe says about the constants of its candidate's phases. `label` names the probe.
 
-    A rank that ran to the end has shown its heaviest step, so what tensors held is exact; of what the allocator kept beside them, some could
-    have been given back. One that ran out may have done only the first step, which has no optimizer states yet: it shows what is needed at
-    least. Where an engine lives in the same process, torch counts its tensors too, by how much is a constant of that probe while
-    the engine is awake, and another while it sleeps.
+    A rank that ran to the end has shown its heaviest step, so the bytes of its tensors are exact. Of the bytes that the
+    allocator kept beside them, some could have been returned to the GPU: they give an upper bound.
+    A rank that ran out of memory may have done only the first step, before any optimizer state: it gives lower bounds.
+    With a colocated engine torch counts the engine's tensors too. How many is a constant of that probe ("counted"), one
+    while the engine is awake and another while it sleeps.
     """
-    trainer = {row.phase: row for row in rows if row.gpus == 0}
+    trainer = {phase.phase: phase for phase in phases if phase.gpus == 0}
     heaviest = max(measurement.ranks, key=lambda rank: rank.peak_bytes, default=None)
-    apart = f"counted:{label}" if measurement.candidate.vllm == "colocate" else ""
-    found = list(_of_phases(heaviest, trainer, measurement.outcome == "fits", apart))
+    counted = f"counted:{label}" if measurement.candidate.vllm == "colocate" else ""
+    found = list(_phase_observations(heaviest, trainer, measurement.outcome == "fits", counted))
     if measurement.shortage is not None:
         gpus = gpus_of_rank(measurement, measurement.shortage.rank)
-        short = {row.phase: row for row in rows if row.gpus == gpus}
-        found += _of_shortage(measurement.shortage, heaviest, short, apart or ("server" if gpus else ""))
+        same_gpus = {phase.phase: phase for phase in phases if phase.gpus == gpus}
+        found += _shortage_observations(measurement.shortage, heaviest, same_gpus, alone=not counted and not gpus)
     known = KNOWN[measurement.device]
-    kept = (_without(each, known) for each in found)
+    kept = (_without_constants(each, known) for each in found)
     return tuple(each for each in kept if each.coefficients)
 
 
 def gpus_of_rank(measurement: Measurement, rank: int) -> int:
-    """Index in an estimate's gpus: ranks after the trainer's are a server's."""
+    """Return a rank's index in `Estimate.gpus`: 0 for the trainer's ranks, 1 for those of a vLLM server after them."""
     return 0 if rank < measurement.candidate.num_processes else 1
 
 
-def _of_phases(rank: RankMemory | None, rows: Mapping[Phase, Row], whole: bool, apart: str) -> Iterator[Observation]:
-    heaviest_bytes = max(row.total_bytes for row in rows.values())
+def _phase_observations(
+    rank: RankMemory | None, phases: Mapping[Phase, PhaseModel], finished: bool, counted: str
+) -> Iterator[Observation]:
+    """Yield what a rank's phases say.
+
+    `finished`: the rank ran to the end; `counted`: the constant of a colocated engine, else empty.
+    """
+    heaviest_bytes = max(phase.total_bytes for phase in phases.values())
     for peak in rank.phases if rank is not None else ():
-        if peak.name not in rows:
+        if peak.name not in phases:
             continue
-        row = rows[peak.name]
-        if peak.allocated_bytes and (whole or not apart):
-            value = peak.allocated_bytes - row.allocated_bytes
-            kind: Kind = "equal" if whole else "at_least"
+        phase = phases[peak.name]
+        if peak.allocated_bytes and (finished or not counted):
+            value = peak.allocated_bytes - phase.allocated_bytes
+            kind: Kind = "equal" if finished else "at_least"
             yield Observation(
                 kind=kind,
-                coefficients=_tensors(row, f"{apart}:{row.engine_bytes:.0f}" if apart else ""),
+                coefficients=_tensor_coefficients(phase, f"{counted}:{phase.engine_bytes:.0f}" if counted else ""),
                 value=value,
-                noise=residual_bytes(row.allocated_bytes),
+                noise=residual_bytes(phase.allocated_bytes),
             )
-        if whole:
+        if finished:
             yield Observation(
                 kind="at_most",
-                coefficients=row.coefficients,
-                value=row.capacity_bytes - row.total_bytes,
+                coefficients=phase.coefficients,
+                value=phase.capacity_bytes - phase.total_bytes,
                 noise=RESIDUAL_BYTES,
             )
-        if not apart:
-            yield from _of_reserved(peak, row, whole, row.total_bytes >= LIGHT * heaviest_bytes)
+        if not counted:
+            heavy = phase.total_bytes >= LIGHT_SHARE * heaviest_bytes
+            yield from _reserved_observations(peak, phase, finished, heavy)
 
 
-def _of_reserved(peak: PhasePeak, row: Row, whole: bool, heavy: bool) -> Iterator[Observation]:
-    """Slack is a share of what is allocated where much is; the last pages of a light phase say nothing about it."""
+def _reserved_observations(peak: PhasePeak, phase: PhaseModel, finished: bool, heavy: bool) -> Iterator[Observation]:
+    """Yield what the reserved bytes of one phase say about "runtime" and, in a heavy phase, about "slack".
+
+    In a light phase the unused part of the pools' last pages hides the slack, which is a share of the allocated bytes.
+    """
     if peak.driver_bytes and peak.reserved_bytes:
-        outside = peak.driver_bytes - peak.reserved_bytes - row.outside_bytes
-        kind: Kind = "equal" if whole else "at_least"  # kernels are loaded when they are first used
+        outside = peak.driver_bytes - peak.reserved_bytes - phase.outside_bytes
+        kind: Kind = "equal" if finished else "at_least"  # CUDA loads each kernel when it is first used
         yield Observation(kind=kind, coefficients={"runtime": 1.0}, value=outside, noise=DRIVER_NOISE_BYTES)
     if heavy and peak.reserved_bytes and peak.allocated_bytes:
-        kept = peak.reserved_bytes - peak.allocated_bytes - row.slack_bytes
+        kept = peak.reserved_bytes - peak.allocated_bytes - phase.slack_bytes
         yield Observation(
             kind="at_most",
             coefficients={"slack": peak.allocated_bytes},
@@ -85,45 +106,56 @@ def _of_reserved(peak: PhasePeak, row: Row, whole: bool, heavy: bool) -> Iterato
         )
 
 
-def _of_shortage(
-    shortage: Shortage, rank: RankMemory | None, rows: Mapping[Phase, Row], apart: str
+def _shortage_observations(
+    shortage: Shortage, rank: RankMemory | None, phases: Mapping[Phase, PhaseModel], alone: bool
 ) -> Iterator[Observation]:
-    """The phase needs more than there is. Without an engine the message also says what torch could not give, and what is not torch's."""
-    if shortage.phase not in rows:
+    """Yield what an out-of-memory error says: the phase needs more than the GPU has.
+
+    If only the trainer was on the GPU (`alone`), PyTorch's message also gives the tensors' bytes, slack and runtime.
+    """
+    if shortage.phase not in phases:
         return
-    row, allocated = rows[shortage.phase], shortage.allocated_bytes
+    phase, allocated = phases[shortage.phase], shortage.allocated_bytes
     yield Observation(
-        kind="at_least", coefficients=row.coefficients, value=row.capacity_bytes - row.total_bytes, noise=RESIDUAL_BYTES
+        kind="at_least",
+        coefficients=phase.coefficients,
+        value=phase.capacity_bytes - phase.total_bytes,
+        noise=RESIDUAL_BYTES,
     )
-    if apart or not shortage.reserved_bytes:
+    if not alone or not shortage.reserved_bytes:
         return
-    asked = allocated + shortage.tried_bytes - row.allocated_bytes
     yield Observation(
-        kind="at_least", coefficients=_tensors(row, ""), value=asked, noise=residual_bytes(row.allocated_bytes)
+        kind="at_least",
+        coefficients=_tensor_coefficients(phase, ""),
+        value=allocated + shortage.tried_bytes - phase.allocated_bytes,
+        noise=residual_bytes(phase.allocated_bytes),
     )
-    slack = shortage.reserved_bytes - allocated - row.slack_bytes
+    slack = shortage.reserved_bytes - allocated - phase.slack_bytes
     yield Observation(kind="equal", coefficients={"slack": allocated}, value=slack, noise=_slack_noise_bytes(allocated))
-    capacity = (
-        min(rank.capacity_bytes, row.capacity_bytes) if rank is not None and rank.capacity_bytes else row.capacity_bytes
-    )
+    capacity = phase.capacity_bytes
+    if rank is not None and rank.capacity_bytes:
+        capacity = min(rank.capacity_bytes, capacity)
     outside = capacity - shortage.free_bytes - shortage.reserved_bytes
-    if (
-        outside > 0
-    ):  # else torch kept to a limit of its own (torch.cuda.set_per_process_memory_fraction), which does not count what is not torch's
+    # Not positive if the limit was torch's own (torch.cuda.set_per_process_memory_fraction), which leaves out the
+    # runtime.
+    if outside > 0:
         yield Observation(
-            kind="equal", coefficients={"runtime": 1.0}, value=outside - row.outside_bytes, noise=DRIVER_NOISE_BYTES
+            kind="equal", coefficients={"runtime": 1.0}, value=outside - phase.outside_bytes, noise=DRIVER_NOISE_BYTES
         )
 
 
-def _tensors(row: Row, apart: str) -> Coefficients:
-    held = {name: size for name, size in row.coefficients.items() if name not in NOT_TENSORS}
-    return {**held, apart: 1.0} if apart else held
+def _tensor_coefficients(phase: PhaseModel, counted: str) -> Coefficients:
+    """Return a phase's coefficients for the bytes of tensors, with the constant `counted` added if there is one."""
+    coefficients = {name: size for name, size in phase.coefficients.items() if name not in NOT_TENSORS}
+    return {**coefficients, counted: 1.0} if counted else coefficients
 
 
 def _slack_noise_bytes(allocated_bytes: float) -> float:
+    """Return the standard deviation of an observation of the allocator's slack."""
     return EXPANDABLE_SLACK_BYTES / UNIFORM + SLACK_NOISE_SHARE * allocated_bytes
 
 
-def _without(seen: Observation, known: frozenset[str]) -> Observation:
-    kept = {name: size for name, size in seen.coefficients.items() if name not in known}
-    return Observation(kind=seen.kind, coefficients=kept, value=seen.value, noise=seen.noise)
+def _without_constants(observation: Observation, known: frozenset[str]) -> Observation:
+    """Return an observation without the constants that are 0 on its device."""
+    kept = {name: size for name, size in observation.coefficients.items() if name not in known}
+    return Observation(kind=observation.kind, coefficients=kept, value=observation.value, noise=observation.noise)

@@ -1,8 +1,10 @@
-"""What probes have taught about the device and its runtime: a Gaussian over a few constants, and what it says of a candidate's memory.
+"""Posterior of the device's constants: a Gaussian that probes update, and what it predicts for a candidate's memory.
 
-An estimate's phase needs `total + sum of (bytes x constant)`. The constants belong to the card, the driver, the allocator and the kernels,
-never to a model. A probe that fits gives equalities, one that runs out of memory inequalities; an inequality replaces the Gaussian by the
-one with the same mean and covariance as the cut one (assumed density filtering; Minka 2001, "Expectation propagation", section 3.2).
+A phase of an estimate needs `total_bytes + sum of (coefficient x constant)` bytes. The constants are errors of the
+estimate that belong to the GPU, the driver, the allocator and the kernels, never to a model. A probe that fits gives
+equalities, one that runs out of memory gives inequalities. An inequality cuts the Gaussian; it is replaced by the
+Gaussian with the mean and covariance of the cut one (assumed density filtering; Minka 2001, "Expectation propagation",
+section 3.2).
 """
 
 import math
@@ -20,7 +22,7 @@ from planner.quantities import Component, Estimate, Phase, PhaseMemory
 from planner.units import GIB, MIB
 
 Kind = Literal["equal", "at_least", "at_most"]
-Coefficients = Mapping[str, float]  # constant -> bytes for one of it
+Coefficients = Mapping[str, float]  # name of a constant -> bytes for each unit of it
 Vector = Any  # a numpy array of floats
 
 
@@ -32,80 +34,88 @@ class Prior:
     deviation: float
 
 
-# By the part of a constant's name before its colon. Shares are of the bytes named.
+# Priors, by the part of a constant's name before its colon. "runtime" and "counted" are bytes, all others shares.
 PRIORS: dict[str, Prior] = {
-    # bytes outside torch beside what the estimate counts: the spread of contexts over all cards of results/allocator_slack.md
+    # bytes outside torch beyond the estimate: the spread of CUDA contexts over all GPUs of results/allocator_slack.md
     "runtime": Prior(0.0, 184 * MIB),
-    # of what is allocated, beside the 1.1 % counted: mean 1.7 % and deviation 2.0 % of the rows of results/allocator_slack.jsonl that do not gather
+    # share of the allocated bytes, beyond the 1.1 % in the estimate: mean 1.7 % and deviation 2.0 % over the rows of
+    # results/allocator_slack.jsonl without gathered parameters
     "slack": Prior(0.006, 0.020),
-    "activations": Prior(0.0, PASS_SPREAD),  # of one training pass: planner/confidence.py
-    # of what one attention implementation's layers keep, and of one structure's pass: formulas against the dry run,
-    # results/estimated_vs_simulated.md, whose errors are 0.4 % in the mean and 5 % at worst, most where attention differs
+    "activations": Prior(0.0, PASS_SPREAD),  # share of the bytes of a training pass: planner/confidence.py
+    # "kernel": share of the activations that one attention implementation keeps; "structure": share of the bytes of one
+    # structure's pass. Source: formulas against dry runs, results/estimated_vs_simulated.md: errors of 0.4 % in the
+    # mean and 5 % at worst, the largest between attention implementations
     "kernel": Prior(0.0, 0.02),
     "structure": Prior(0.0, 0.01),
-    "engine": Prior(0.0, 0.015),  # of the engine's bytes: results/engine.md, its mean absolute error
+    "engine": Prior(0.0, 0.015),  # share of the engine's bytes: the mean absolute error of results/engine.md
     "communication": Prior(0.0, SPREAD["communication"]),
     "kv_cache": Prior(0.0, SPREAD["kv_cache"]),
-    # bytes that torch counts for an engine in its process, which depend on its sleep mode: nothing is assumed
+    # bytes that torch counts for a colocated engine, which depend on its sleep mode: the prior is uninformative
     "counted": Prior(0.0, 256 * GIB),
 }
-# What is left of a phase when all constants are known: sizes that the allocator rounds (to 2 MiB: c10/cuda/CUDACachingAllocator.cpp).
+# Error of a phase that no constant explains: the allocator rounds sizes to 2 MiB (c10/cuda/CUDACachingAllocator.cpp).
 RESIDUAL_SHARE = 0.001
 RESIDUAL_BYTES = 2 * MIB
 
-# What does not count against a device's capacity, and what is no unknown there.
+# Components that do not count against a device's capacity.
 UNCHARGED: dict[DeviceName, frozenset[Component]] = {
     "cuda": frozenset(),
     "simulated": frozenset(),
     "cpu": frozenset({"runtime", "fragmentation"}),
 }
+# Constants that are 0 on a device by definition.
 KNOWN: dict[DeviceName, frozenset[str]] = {
     "cuda": frozenset(),
     "simulated": frozenset({"runtime"}),
     "cpu": frozenset({"runtime", "slack"}),
 }
 OUTSIDE_TORCH: frozenset[Component] = frozenset({"runtime", "engine", "fragmentation"})
-OF_KERNELS: tuple[Component, ...] = ("activations", "attention_scores")
-# A phase so much lighter than the heaviest cannot become it.
-LIGHT = 0.7
-# What is so many deviations off is a sign that the device is another than the priors speak of: they are widened, and an equality is taken for less exact.
-SURPRISE = 4.0
+KERNEL_COMPONENTS: tuple[Component, ...] = ("activations", "attention_scores")
+# A phase below this share of the heaviest one cannot become the heaviest.
+LIGHT_SHARE = 0.7
+# An observation that is this many standard deviations from its prediction shows that the priors do not describe the
+# device: the priors are widened, and the variance of an equality is raised, until it is no further off than this.
+MAX_DEVIATIONS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One phase on the GPUs of one role: its bytes by the estimate, and what they move with."""
+class PhaseModel:
+    """Linear model of one phase's memory on the GPUs of one role.
+
+    It needs `total_bytes + sum of (coefficient x constant)` bytes: the estimate, and its sensitivity to each constant.
+    """
 
     phase: Phase
     gpus: int  # index in the estimate's gpus
     total_bytes: float
     allocated_bytes: float  # of the trainer's tensors
-    outside_bytes: float  # of the process beside torch: runtime and NCCL
+    outside_bytes: float  # of the process outside torch's allocator: runtime and NCCL
     slack_bytes: float
     engine_bytes: float
     capacity_bytes: int
     coefficients: Coefficients
 
-    def covers(self, other: "Row") -> bool:
-        """Whether this phase needs at least as much as another of the same structure, whatever the constants are."""
+    def covers(self, other: "PhaseModel") -> bool:
+        """Return whether this phase needs at least as much as another of its structure, whatever the constants are."""
         return self.total_bytes >= other.total_bytes and all(
             self.coefficients.get(name, 0) >= size for name, size in other.coefficients.items()
         )
 
 
-def rows_of(estimate: Estimate, structure: str, nccl: int, device: DeviceName) -> tuple[Row, ...]:
-    """The phases of an estimate that count on a device. `nccl`: bytes of NCCL's buffers in the estimate."""
+def phase_models(estimate: Estimate, structure: str, nccl: int, device: DeviceName) -> tuple[PhaseModel, ...]:
+    """Return the models of all phases of an estimate. `nccl`: bytes of NCCL's buffers within it."""
     names = (f"kernel:{estimate.candidate.attn_implementation}", f"structure:{structure}")
     return tuple(
-        row_of(phase, index, gpu.capacity_bytes, names, nccl if gpu.role != "vllm" else 0, device)
+        phase_model(phase, index, gpu.capacity_bytes, names, nccl if gpu.role != "vllm" else 0, device)
         for index, gpu in enumerate(estimate.gpus)
         for phase in gpu.phases
     )
 
 
-def row_of(
+def phase_model(
     phase: PhaseMemory, gpus: int, capacity_bytes: int, names: tuple[str, str], nccl: int, device: DeviceName
-) -> Row:
+) -> PhaseModel:
+    """Return the model of one phase. `names`: the constants of its attention kernel and of its structure."""
     charged = {name: size for name, size in phase.components.items() if name not in UNCHARGED[device]}
     if device == "cpu" and nccl:
         charged["communication"] = charged["communication"] - nccl
@@ -116,13 +126,13 @@ def row_of(
         "runtime": 1.0,
         "slack": allocated,
         "activations": passed,
-        names[0]: sum(charged.get(name, 0) for name in OF_KERNELS),
+        names[0]: sum(charged.get(name, 0) for name in KERNEL_COMPONENTS),
         names[1]: passed,
         "engine": charged.get("engine", 0),
         "communication": charged.get("communication", 0) - nccl,
         "kv_cache": charged.get("kv_cache", 0),
     }
-    return Row(
+    return PhaseModel(
         phase=phase.name,
         gpus=gpus,
         total_bytes=sum(charged.values()),
@@ -135,12 +145,12 @@ def row_of(
     )
 
 
-def heavy(rows: Sequence[Row]) -> list[Row]:
-    """The rows that could be the heaviest of their GPUs, or too much for them."""
+def heavy_phases(phases: Sequence[PhaseModel]) -> list[PhaseModel]:
+    """Return the phases that could be the heaviest of their GPUs, or exceed them."""
     most: dict[int, float] = {}
-    for each in rows:
+    for each in phases:
         most[each.gpus] = min(max(most.get(each.gpus, 0.0), each.total_bytes), each.capacity_bytes)
-    return [each for each in rows if each.total_bytes >= LIGHT * most[each.gpus]]
+    return [each for each in phases if each.total_bytes >= LIGHT_SHARE * most[each.gpus]]
 
 
 # -- the Gaussian ------------------------------------------------------------------------------------------------------
@@ -148,7 +158,11 @@ def heavy(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """`sum of (coefficient x constant)` is, is at least or is at most `value`, give or take `noise`: all in bytes."""
+    """A constraint: `sum of (coefficient x constant)` is, is at least, or is at most `value`, with standard deviation
+    `noise`.
+
+    All in bytes.
+    """
 
     kind: Kind
     coefficients: Coefficients
@@ -158,132 +172,150 @@ class Observation:
 
 @lru_cache(maxsize=1024)
 def prior_of(name: str) -> Prior:
+    """Return the prior of a constant, by the part of its name before the colon."""
     return PRIORS[name.partition(":")[0]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Belief:
-    """Constants that something was seen of, their means and their covariance; all others are as their priors say."""
+    """Gaussian over the constants that were observed (`names`); all others are independent, with their priors.
+
+    `prior_scale`: factor on the standard deviations of all priors and on the residual, at least 1.
+    `at`: index of each name in `mean` and `covariance`.
+    """
 
     names: tuple[str, ...] = ()
     mean: Vector
     covariance: Vector
-    doubt: float = (
-        1.0  # all deviations are so many times those of the priors, and what is left unexplained is as much larger
-    )
+    prior_scale: float = 1.0
     at: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", {name: index for index, name in enumerate(self.names)})
 
     def split(self, coefficients: Coefficients) -> tuple[Vector, float, float]:
-        """What was seen as a vector; mean and variance of what was not."""
-        seen = np.zeros(len(self.names))
+        """Split a sum: the coefficients of observed constants as a vector, mean and variance of the rest."""
+        observed = np.zeros(len(self.names))
         mean = variance = 0.0
         for name, size in coefficients.items():
             index = self.at.get(name)
             if index is not None:
-                seen[index] = size
+                observed[index] = size
             else:
                 prior = prior_of(name)
-                mean, variance = mean + size * prior.mean, variance + (self.doubt * size * prior.deviation) ** 2
-        return seen, mean, variance
+                mean, variance = mean + size * prior.mean, variance + (self.prior_scale * size * prior.deviation) ** 2
+        return observed, mean, variance
 
-    def predicted(self, coefficients: Coefficients) -> tuple[float, float]:
-        """Mean and standard deviation of a sum."""
-        seen, mean, variance = self.split(coefficients)
-        return mean + float(seen @ self.mean), math.sqrt(max(variance + float(seen @ self.covariance @ seen), 0.0))
+    def predict(self, coefficients: Coefficients) -> tuple[float, float]:
+        """Return mean and standard deviation of `sum of (coefficient x constant)`."""
+        observed, mean, variance = self.split(coefficients)
+        deviation = math.sqrt(max(variance + float(observed @ self.covariance @ observed), 0.0))
+        return mean + float(observed @ self.mean), deviation
 
-    def needs(self, row: Row) -> tuple[float, float]:
-        """Bytes of a phase: mean and standard deviation."""
-        mean, deviation = self.predicted(row.coefficients)
-        return row.total_bytes + mean, math.hypot(deviation, self.doubt * residual_bytes(row.total_bytes))
+    def needs(self, phase: PhaseModel) -> tuple[float, float]:
+        """Return mean and standard deviation of the bytes that a phase needs."""
+        mean, deviation = self.predict(phase.coefficients)
+        return phase.total_bytes + mean, math.hypot(deviation, self.prior_scale * residual_bytes(phase.total_bytes))
 
-    def fit_probability(self, rows: Iterable[Row]) -> float:
-        """An upper bound of the probability that every phase stays within its card: that of the worst phase."""
+    def fit_probability(self, phases: Iterable[PhaseModel]) -> float:
+        """Return an upper bound of the probability that every phase fits its GPU: that of the least likely one."""
         return min(
             (
-                chance((each.capacity_bytes - mean) / deviation)
-                for each in rows
+                normal_cdf((each.capacity_bytes - mean) / deviation)
+                for each in phases
                 for mean, deviation in (self.needs(each),)
             ),
             default=1.0,
         )
 
     def constant(self, name: str) -> tuple[float, float]:
-        return self.predicted({name: 1.0})
+        """Return mean and standard deviation of a constant."""
+        return self.predict({name: 1.0})
 
 
-def no_belief(doubt: float = 1.0) -> Belief:
-    return Belief(mean=np.zeros(0), covariance=np.zeros((0, 0)), doubt=doubt)
+def prior_belief(prior_scale: float = 1.0) -> Belief:
+    """Return the belief before any observation."""
+    return Belief(mean=np.zeros(0), covariance=np.zeros((0, 0)), prior_scale=prior_scale)
 
 
 def residual_bytes(total_bytes: float) -> float:
+    """Return the standard deviation of the part of a phase that no constant explains."""
     return RESIDUAL_BYTES + RESIDUAL_SHARE * total_bytes
 
 
-def chance(score: float) -> float:
-    """The standard normal distribution."""
+def normal_cdf(score: float) -> float:
+    """Return the cumulative distribution function of the standard normal distribution."""
     return 0.5 * math.erfc(-score / math.sqrt(2))
 
 
-def believed(observations: Sequence[Observation]) -> Belief:
-    """The prior, updated: first by what is known exactly, then by inequalities in the order in which they were seen.
+def belief_from(observations: Sequence[Observation]) -> Belief:
+    """Return the posterior: the prior updated by all equalities, then by the inequalities in the given order.
 
-    Where something was seen that the priors hardly allow, they are widened until they do: the device is another than they speak of, and what
-    they say of other candidates is as uncertain.
+    If an observation is more than `MAX_DEVIATIONS` standard deviations from the prior, the priors do not describe this
+    device: all their deviations are multiplied until it is not, so that other candidates become as uncertain.
     """
-    doubt = max((surprise(each) / SURPRISE for each in observations), default=1.0)
-    belief = widened(no_belief(max(doubt, 1.0)), [name for each in observations for name in each.coefficients])
+    prior_scale = max((deviations_from_prior(each) / MAX_DEVIATIONS for each in observations), default=1.0)
+    belief = add_constants(
+        prior_belief(max(prior_scale, 1.0)), [name for each in observations for name in each.coefficients]
+    )
     for each in sorted(observations, key=lambda each: each.kind != "equal"):
-        belief = updated(belief, each)
+        belief = update(belief, each)
     return belief
 
 
-def surprise(seen: Observation) -> float:
-    """How many deviations what was seen is from what the priors say; nothing for an inequality that they hold to."""
-    mean, deviation = no_belief().predicted(seen.coefficients)
-    score = (seen.value - mean) / math.hypot(deviation, seen.noise)
-    return {"equal": abs(score), "at_least": score, "at_most": -score}[seen.kind]
+def deviations_from_prior(observation: Observation) -> float:
+    """Return how many standard deviations an observation is from the prior; at most 0 for an inequality that holds."""
+    mean, deviation = prior_belief().predict(observation.coefficients)
+    score = (observation.value - mean) / math.hypot(deviation, observation.noise)
+    return {"equal": abs(score), "at_least": score, "at_most": -score}[observation.kind]
 
 
-def widened(belief: Belief, names: Iterable[str]) -> Belief:
+def add_constants(belief: Belief, names: Iterable[str]) -> Belief:
+    """Add constants to the Gaussian, with their priors and independent of those in it."""
     new = [name for name in dict.fromkeys(names) if name not in belief.names]
     old = len(belief.names)
     mean, covariance = np.zeros(old + len(new)), np.zeros((old + len(new), old + len(new)))
     mean[:old], covariance[:old, :old] = belief.mean, belief.covariance
     for index, name in enumerate(new, old):
-        mean[index], covariance[index, index] = prior_of(name).mean, (belief.doubt * prior_of(name).deviation) ** 2
-    return Belief(names=(*belief.names, *new), mean=mean, covariance=covariance, doubt=belief.doubt)
+        mean[index], covariance[index, index] = (
+            prior_of(name).mean,
+            (belief.prior_scale * prior_of(name).deviation) ** 2,
+        )
+    return Belief(names=(*belief.names, *new), mean=mean, covariance=covariance, prior_scale=belief.prior_scale)
 
 
-LEAST_SCORE = -30.0  # beyond it the normal distribution's tail is not a double
+LEAST_SCORE = -30.0  # below it the normal distribution's tail underflows to 0
 
 
-def updated(belief: Belief, seen: Observation) -> Belief:
-    """The belief after one observation.
+def update(belief: Belief, observation: Observation) -> Belief:
+    """Return the belief after one observation.
 
-    equal:     gain = S h / v;  mean += gain (y - m);  S -= gain (S h)^T                  with m = h mean, v = h S h + noise^2 >= ((y - m) / 4)^2
-    at least:  mean += S h r / sqrt(v);  S -= S h (S h)^T r (r + a) / v                   with a = (m - y) / sqrt(v), r = phi(a) / Phi(a)
+        equal:     gain = S h / v;  mean += gain (y - m);  S -= gain (S h)^T
+        at least:  mean += S h r / sqrt(v);  S -= S h (S h)^T r (r + a) / v
+        with       m = h mean, v = h S h + noise^2 (equal: at least ((y - m) / 4)^2),
+                   a = (m - y) / sqrt(v), r = phi(a) / Phi(a)
+
+    h: coefficients, y: the observation's value, S: covariance, phi and Phi: density and distribution function of the
+    standard normal distribution. "at most" is "at least" with the signs reversed.
     """
-    h, _, _ = belief.split(seen.coefficients)
-    sign = -1.0 if seen.kind == "at_most" else 1.0
+    h, _, _ = belief.split(observation.coefficients)
+    sign = -1.0 if observation.kind == "at_most" else 1.0
     spread = belief.covariance @ h
-    variance = float(h @ spread) + (belief.doubt * seen.noise) ** 2
-    miss = sign * (float(h @ belief.mean) - seen.value)
-    if seen.kind == "equal":
-        variance = max(variance, (miss / SURPRISE) ** 2)
+    variance = float(h @ spread) + (belief.prior_scale * observation.noise) ** 2
+    miss = sign * (float(h @ belief.mean) - observation.value)
+    if observation.kind == "equal":
+        variance = max(variance, (miss / MAX_DEVIATIONS) ** 2)
         step, shrink = -miss / variance, 1.0 / variance
     else:
         score = max(miss / math.sqrt(variance), LEAST_SCORE)
-        ratio = math.exp(-score * score / 2) / math.sqrt(2 * math.pi) / chance(score)
+        ratio = math.exp(-score * score / 2) / math.sqrt(2 * math.pi) / normal_cdf(score)
         step, shrink = sign * ratio / math.sqrt(variance), ratio * (ratio + score) / variance
     covariance = belief.covariance - shrink * np.outer(spread, spread)
     return Belief(
         names=belief.names,
         mean=belief.mean + spread * step,
         covariance=(covariance + covariance.T) / 2,
-        doubt=belief.doubt,
+        prior_scale=belief.prior_scale,
     )
 
 
@@ -291,39 +323,45 @@ def updated(belief: Belief, seen: Observation) -> Belief:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Draws:
-    """Worlds that the belief allows: each constant's value in each of `count` of them, the same for the same seed."""
+class Samples:
+    """Samples of a belief: values of all constants in each of `count` samples, the same for the same seed.
+
+    `observed`: values of the constants in `belief.names`, names x samples. Others are drawn when they are needed.
+    """
 
     belief: Belief
     count: int
     seed: int
-    seen: Vector  # names x worlds
+    observed: Vector
 
-    def of(self, name: str) -> Vector:
+    def values(self, name: str) -> Vector:
+        """Return a constant's value in each sample."""
         if name in self.belief.at:
-            return self.seen[self.belief.at[name]]
+            return self.observed[self.belief.at[name]]
         prior = prior_of(name)
         noise = np.random.default_rng((self.seed, zlib.crc32(name.encode()))).standard_normal(self.count)
-        return prior.mean + self.belief.doubt * prior.deviation * noise
+        return prior.mean + self.belief.prior_scale * prior.deviation * noise
 
-    def fit(self, rows: Sequence[Row]) -> Vector:
-        """In which worlds all these phases stay within their cards."""
+    def fit(self, phases: Sequence[PhaseModel]) -> Vector:
+        """Return, as booleans, the samples in which all these phases fit their GPUs."""
         within: Vector = np.ones(self.count, dtype=bool)
-        for each in rows:
-            total = each.total_bytes + sum(size * self.of(name) for name, size in each.coefficients.items())
+        for each in phases:
+            total = each.total_bytes + sum(size * self.values(name) for name, size in each.coefficients.items())
             within &= total <= each.capacity_bytes
         return within
 
 
-def draws(belief: Belief, count: int, seed: int) -> Draws:
+def draw_samples(belief: Belief, count: int, seed: int) -> Samples:
+    """Draw samples of a belief.
+
+    The eigenvectors are those of the correlations: a covariance of shares beside bytes is too badly scaled for floats.
+    """
     size = len(belief.names)
     scale = np.sqrt(np.maximum(np.diag(belief.covariance), 0.0))
-    units = np.where(
-        scale > 0, scale, 1.0
-    )  # shares and bytes side by side: their covariances have no eigenvectors in floating point, correlations do
+    units = np.where(scale > 0, scale, 1.0)
     values, vectors = (
         np.linalg.eigh(belief.covariance / np.outer(units, units)) if size else (np.zeros(0), np.zeros((0, 0)))
     )
     noise = np.random.default_rng(seed).standard_normal((size, count))
-    seen = belief.mean[:, None] + scale[:, None] * (vectors @ (np.sqrt(np.maximum(values, 0.0))[:, None] * noise))
-    return Draws(belief=belief, count=count, seed=seed, seen=seen)
+    observed = belief.mean[:, None] + scale[:, None] * (vectors @ (np.sqrt(np.maximum(values, 0.0))[:, None] * noise))
+    return Samples(belief=belief, count=count, seed=seed, observed=observed)

@@ -1,4 +1,4 @@
-"""A sampler for Optuna that knows what it asks about: the estimate is its prior, the device's constants are what it learns."""
+"""An Optuna sampler whose prior is the estimate, and which learns the device's constants from the trials."""
 
 import json
 import re
@@ -11,79 +11,84 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from planner.measurements.measurement import Measurement, measurement_of
-from probes.study.space import NO_SHARE, SHARE_KNOB, Place, Space
-from probes.study.state import SEED, Knowledge, known, next_place
+from planner.measurements.documents import measurement_of
+from planner.measurements.measurement import Measurement
+from probes.study.space import NO_SHARE, SHARE_KNOB, GridPoint, Space
+from probes.study.state import SEED, Knowledge, knowledge_of, next_point
 
-# A trial's attributes. The measurement is written first: a trial that has one was probed, whatever else is missing.
+# User attributes of a trial. The measurement is written first: a trial with one was probed, even if it never finished.
 MEASUREMENT, REASON, OWNER = "measurement", "reason", "owner"
-TRIES = 2  # of a candidate whose probe ends without saying anything about memory
-# How a missing package says so, and which candidates need it: by a word of the message, a field and its values.
+TRIES = 2  # probes of a candidate that fail for another reason than memory, before it is set aside
+# A message with this pattern says that a package is missing. By pattern of the package's name: the field of a
+# candidate, and its values, that need the package.
 MISSING = r"ImportError|ModuleNotFoundError|PackageNotFoundError"
 PACKAGES: dict[str, tuple[str, frozenset[str]]] = {
     r"flash.?att": ("attn_implementation", frozenset({"flash_attention_2", "flash_attention_3"})),
     r"deepspeed": ("sharding", frozenset({"zero1", "zero2", "zero3"})),
     r"\bvllm\b": ("vllm", frozenset({"colocate", "server"})),
 }
-INTERRUPTED = "interrupted"  # by whoever ran the study: says nothing about the candidate
+INTERRUPTED = "interrupted"  # the reason of a trial that the user interrupted: says nothing about the candidate
 
 
 class PlanSampler(BaseSampler):
-    """Proposes, of a space's open candidates, the one whose probe decides most. Holds nothing that the study's trials do not say.
+    """Proposes the open candidate whose probe decides most. All its knowledge is read from the study's trials.
 
-    Parameters that are no knobs of the space are drawn at random, as Optuna's own samplers draw what they have no model of.
+    Parameters that are not in the space are sampled at random, as Optuna's own samplers do with unknown parameters.
     """
 
     def __init__(self, space: Space, seed: int = SEED) -> None:
         self.space = space
         self.distributions = distributions_of(space)
         self._seed = seed
-        self._other = RandomSampler(seed=seed)
-        self._read: dict[str, Measurement] = {}
-        self._proposed: tuple[int, Place | None] = (-1, None)
+        self._random_sampler = RandomSampler(seed=seed)
+        self._parsed: dict[str, Measurement] = {}
+        self._proposed: tuple[int, GridPoint | None] = (-1, None)
 
     def knowledge(self, study: Study) -> Knowledge:
-        """What the finished trials of a study say."""
+        """Return what the finished trials of a study say."""
         trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL))
-        return known(self.space, self._measured(trials), set_aside(self.space, trials), unavailable(self.space, trials))
+        return knowledge_of(
+            self.space, self._measured(trials), set_aside(self.space, trials), unavailable(self.space, trials)
+        )
 
-    def propose(self, study: Study) -> Place | None:
-        """The candidate to probe next; None: nothing that is open could be better."""
+    def propose(self, study: Study) -> GridPoint | None:
+        """Return the point to probe next; None if no open point could be better than the best that ran."""
         finished = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL)))
         if self._proposed[0] != finished:
-            self._proposed = finished, next_place(self.knowledge(study), seed=self._seed)
+            self._proposed = finished, next_point(self.knowledge(study), seed=self._seed)
         return self._proposed[1]
 
-    def knobs(self, place: Place) -> dict[str, BaseDistribution]:
-        """What to suggest for a candidate."""
-        return {name: self.distributions[name] for name in self.space.knobs(place)}
+    def knobs(self, point: GridPoint) -> dict[str, BaseDistribution]:
+        """Return the Optuna distributions of a point's parameters."""
+        return {name: self.distributions[name] for name in self.space.knobs(point)}
 
-    def _measured(self, trials: Sequence[FrozenTrial]) -> dict[Place, Measurement]:
-        found: dict[Place, Measurement] = {}
+    def _measured(self, trials: Sequence[FrozenTrial]) -> dict[GridPoint, Measurement]:
+        """Return the measurements of completed trials, by point, in the order of the trials."""
+        found: dict[GridPoint, Measurement] = {}
         for trial in trials:
-            place = self.space.place(trial.params) if trial.state == TrialState.COMPLETE else None
-            if place is not None and MEASUREMENT in trial.user_attrs and self.space.starts(place):
-                found[place] = self._measurement(trial.user_attrs[MEASUREMENT], place)
+            point = self.space.point(trial.params) if trial.state == TrialState.COMPLETE else None
+            if point is not None and MEASUREMENT in trial.user_attrs and self.space.starts(point):
+                found[point] = self._measurement(trial.user_attrs[MEASUREMENT], point)
         return found
 
-    def _measurement(self, line: str, place: Place) -> Measurement:
-        """With the space's own candidate: models are compared by identity."""
-        if line not in self._read:
-            self._read[line] = replace(measurement_of(json.loads(line)), candidate=self.space.candidate(place))
-        return self._read[line]
+    def _measurement(self, line: str, point: GridPoint) -> Measurement:
+        """Parse a measurement, and give it the space's own candidate: model shapes are compared by identity."""
+        if line not in self._parsed:
+            self._parsed[line] = replace(measurement_of(json.loads(line)), candidate=self.space.candidate(point))
+        return self._parsed[line]
 
     # -- Optuna's interface
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         self._raise_error_if_multi_objective(study)
-        place = self.propose(study)
-        return {} if place is None else self.knobs(place)
+        point = self.propose(study)
+        return {} if point is None else self.knobs(point)
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        place = self.propose(study)
-        proposed = {} if place is None else self.space.knobs(place)
+        point = self.propose(study)
+        proposed = {} if point is None else self.space.knobs(point)
         return {
             name: proposed[name]
             if name in proposed and self.distributions[name] == distribution
@@ -98,25 +103,25 @@ class PlanSampler(BaseSampler):
         return self._random(study, trial, param_name, param_distribution)
 
     def reseed_rng(self) -> None:
-        self._other.reseed_rng()
+        self._random_sampler.reseed_rng()
 
     def _random(self, study: Study, trial: FrozenTrial, name: str, distribution: BaseDistribution) -> Any:
-        return self._other.sample_independent(study, trial, name, distribution)
+        return self._random_sampler.sample_independent(study, trial, name, distribution)
 
 
-def set_aside(space: Space, trials: Sequence[FrozenTrial]) -> dict[Place, str]:
-    """Candidates that were tried often enough, with the last reason why no probe said anything."""
-    failed: dict[Place, list[str]] = {}
+def set_aside(space: Space, trials: Sequence[FrozenTrial]) -> dict[GridPoint, str]:
+    """Return the points that failed `TRIES` times for another reason than memory, with the last reason."""
+    failed: dict[GridPoint, list[str]] = {}
     for trial in trials:
         reason = trial.user_attrs.get(REASON, INTERRUPTED)
-        place = space.place(trial.params) if trial.state == TrialState.FAIL and reason != INTERRUPTED else None
-        if place is not None:
-            failed.setdefault(place, []).append(reason)
-    return {place: reasons[-1] for place, reasons in failed.items() if len(reasons) >= TRIES}
+        point = space.point(trial.params) if trial.state == TrialState.FAIL and reason != INTERRUPTED else None
+        if point is not None:
+            failed.setdefault(point, []).append(reason)
+    return {point: reasons[-1] for point, reasons in failed.items() if len(reasons) >= TRIES}
 
 
 def unavailable(space: Space, trials: Sequence[FrozenTrial]) -> dict[int, str]:
-    """Lines of a space that need a package which a probe has missed, and how it said so."""
+    """Return the lines of a space that need a package which a probe found missing, with the probe's message."""
     found: dict[int, str] = {}
     for trial in trials:
         reason = trial.user_attrs.get(REASON, "")
@@ -135,17 +140,20 @@ def unavailable(space: Space, trials: Sequence[FrozenTrial]) -> dict[int, str]:
 
 
 def distributions_of(space: Space) -> dict[str, BaseDistribution]:
-    """Every knob of a space with the values it can have, the same for every trial of a study."""
+    """Return the Optuna distribution of every setting of a space, the same for every trial of a study."""
     values: dict[str, set[Any]] = {}
     for number, line in enumerate(space.lines):
         for size in ends(len(line.sizes)):
-            for name, value in space.knobs(Place(number, size, NO_SHARE)).items():
+            for name, value in space.knobs(GridPoint(number, size, NO_SHARE)).items():
                 values.setdefault(name, set()).add(value)
     return {name: _distribution(found) for name, found in values.items()} | {SHARE_KNOB: FloatDistribution(0.0, 1.0)}
 
 
 def ends(count: int) -> Sequence[int]:
-    """Sizes whose settings bound all others': the product of a micro-batch and its accumulation is the same in all of them."""
+    """Return the indices of the first and the last size: their settings bound those of all sizes between them.
+
+    The product of micro-batch and accumulation steps is the same for all sizes.
+    """
     return (0, count - 1) if count > 1 else (0,)
 
 

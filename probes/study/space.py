@@ -1,4 +1,4 @@
-"""The candidates of a problem in order: a line for each structure, with its sizes and, where an engine is colocated, its shares of the card."""
+"""The search space of a study: a line for each structure, with its sizes and a colocated engine's GPU shares."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -21,19 +21,21 @@ from planner.search.search import (
     utilizations,
     with_utilization,
 )
-from probes.study.posterior import Row, heavy, rows_of
+from probes.study.posterior import PhaseModel, heavy_phases, phase_models
 
 Attempt = Callable[[Candidate, SearchProblem], Estimate | None]
-Knobs = Mapping[str, bool | int | float | str]  # settings by their names, those that are searched
+Knobs = Mapping[str, bool | int | float | str]  # the searched settings of a candidate, by name
 NO_SHARE = 0
-FEW_SIZES = 16  # so many are looked at one by one; more are halved, since memory grows with each
+# Up to this many sizes of a line are examined one by one; more are bisected, since memory then grows with the size.
+FEW_SIZES = 16
 
-# Named in every study, whether or not there is a choice.
-ALWAYS_NAMED = ("gradient_checkpointing", "attn_implementation", "sharding")
+# Parameters of every study, even those with a single value.
+ALWAYS_KNOBS = ("gradient_checkpointing", "attn_implementation", "sharding")
 SIZE_KNOBS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 SHARE_KNOB = "vllm_gpu_memory_utilization"
-# What a training pass does not depend on; and what follows from sizes (planner/search: knobs.py `completed`, search.py `with_batch`) or is one of them.
-NOT_THE_PASS = ("vllm", "num_processes", "expandable_segments", "ds3_gather")
+# Settings, by their beginnings, on which the memory of a training pass does not depend.
+IRRELEVANT_TO_PASS = ("vllm", "num_processes", "expandable_segments", "ds3_gather")
+# Settings that are sizes or follow from them (planner/search: knobs.py `completed`, search.py `with_batch`).
 DERIVED = frozenset(
     {
         *SIZE_KNOBS,
@@ -47,8 +49,8 @@ DERIVED = frozenset(
 )
 
 
-# What runs on no CPU (probes/runner/devices.py, probes/worker/workload.py), by field of a candidate.
-NOT_ON: dict[DeviceName, dict[str, frozenset[str]]] = {
+# Values that a device cannot run, by field of a candidate (probes/runner/devices.py, probes/worker/workload.py).
+UNSUPPORTED: dict[DeviceName, dict[str, frozenset[str]]] = {
     "cuda": {},
     "simulated": {},
     "cpu": {
@@ -59,8 +61,12 @@ NOT_ON: dict[DeviceName, dict[str, frozenset[str]]] = {
 }
 
 
-class Place(NamedTuple):
-    """Where a candidate stands: its line, its size's index, its engine's share in hundredths (0: nothing is colocated)."""
+class GridPoint(NamedTuple):
+    """A candidate as a point of the grid: index of its line, index of its size, and the engine's share of the GPU in
+    percent.
+
+    The share is `NO_SHARE` if no vLLM engine is colocated.
+    """
 
     line: int
     size: int
@@ -69,114 +75,131 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Line:
-    """One structure with every size it can have, smallest first."""
+    """One structure (all settings but the sizes) with every size it can have, smallest first."""
 
-    name: str  # its training pass: structures that only generate differently share it
+    name: str  # of its training pass: structures that differ in generation only share it
     structure: Candidate
     sizes: Choices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Space:
-    """All candidates of one class of tuning, each estimated when it is first asked for."""
+    """All candidates of one tuning class. Each is estimated when it is first needed, and the estimate is cached."""
 
     problem: SearchProblem
     device: DeviceName
     attempt: Attempt
     lines: tuple[Line, ...]
-    named: tuple[str, ...]  # knobs that tell structures apart
-    estimates: dict[Place, Estimate | None] = field(default_factory=dict)
-    rows: dict[Place, tuple[Row, ...]] = field(default_factory=dict)
+    structure_knobs: tuple[str, ...]  # settings in which structures differ, and `ALWAYS_KNOBS`
+    estimates: dict[GridPoint, Estimate | None] = field(default_factory=dict)
+    models: dict[GridPoint, tuple[PhaseModel, ...]] = field(default_factory=dict)
     ranges: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
-    def candidate(self, place: Place) -> Candidate:
-        candidate = self.lines[place.line].sizes[place.size]
-        return candidate if place.share == NO_SHARE else with_utilization(candidate, place.share, self.problem)
+    def candidate(self, point: GridPoint) -> Candidate:
+        """Return the candidate at a point."""
+        candidate = self.lines[point.line].sizes[point.size]
+        return candidate if point.share == NO_SHARE else with_utilization(candidate, point.share, self.problem)
 
-    def estimate(self, place: Place) -> Estimate | None:
-        """None: it would not start."""
-        if place not in self.estimates:
-            self.estimates[place] = self.attempt(self.candidate(place), self.problem)
-        return self.estimates[place]
+    def estimate(self, point: GridPoint) -> Estimate | None:
+        """Return the estimate of a point; None if the vLLM engine would refuse to start."""
+        if point not in self.estimates:
+            self.estimates[point] = self.attempt(self.candidate(point), self.problem)
+        return self.estimates[point]
 
-    def rows_at(self, place: Place) -> tuple[Row, ...]:
-        """Every phase of a candidate that starts."""
-        if place not in self.rows:
-            answer = self.estimate(place)
+    def phase_models(self, point: GridPoint) -> tuple[PhaseModel, ...]:
+        """Return the models of all phases of a point whose engine starts."""
+        if point not in self.models:
+            answer = self.estimate(point)
             assert answer is not None
-            # the simulated device counts NCCL's buffers as torch's (probes/runner/simulated_card.py, NOT_RESERVED)
+            # The simulated device counts NCCL's buffers as torch's (probes/runner/simulated_card.py, NOT_RESERVED).
             nccl = 0 if self.device == "simulated" else nccl_bytes(answer.candidate, self.problem.cluster.gpu)
-            self.rows[place] = rows_of(answer, self.lines[place.line].name, nccl, self.device)
-        return self.rows[place]
+            self.models[point] = phase_models(answer, self.lines[point.line].name, nccl, self.device)
+        return self.models[point]
 
-    def heavy_rows(self, place: Place) -> list[Row]:
-        return heavy(self.rows_at(place))
+    def heavy_phases(self, point: GridPoint) -> list[PhaseModel]:
+        """Return the models of the phases that could be a point's heaviest."""
+        return heavy_phases(self.phase_models(point))
 
-    def merit(self, place: Place) -> tuple[float, ...]:
-        """What the job asks for. Full fine-tuning in float32 comes before any in 16 bits, which rounds what is learned (planner/search/search.py)."""
-        answer = self.estimate(place)
+    def merit(self, point: GridPoint) -> tuple[float, ...]:
+        """Return the rank of a point by the job's goal, as a tuple to compare: more is better.
+
+        Full fine-tuning in float32 comes before any in 16 bits, whose weight updates are rounded
+        (planner/search/search.py).
+        """
+        answer = self.estimate(point)
         assert answer is not None
         precise = answer.candidate.tuning == "lora" or answer.candidate.dtype == "float32"
         return (float(precise), *merit(answer, self.problem.job))
 
     def shares(self, line: int, size: int) -> tuple[int, int]:
-        """The engine's shares of the card from what it needs to start to what there is; first above last: it cannot start."""
+        """Return the smallest and the largest share of the GPU for the engine, in percent.
+
+        The smallest is what the engine needs to start; if it is above the largest, the engine cannot start.
+        """
         if self.lines[line].structure.vllm != "colocate":
             return NO_SHARE, NO_SHARE
         if (line, size) not in self.ranges:
             self.ranges[line, size] = utilizations(self.lines[line].sizes[size], self.problem)
         return self.ranges[line, size]
 
-    def leanest(self, line: int, size: int) -> Place:
-        return Place(line, size, self.shares(line, size)[0])
+    def leanest(self, line: int, size: int) -> GridPoint:
+        """Return the point of a size with the smallest share for the engine."""
+        return GridPoint(line, size, self.shares(line, size)[0])
 
-    def starts(self, place: Place) -> bool:
-        low, high = self.shares(place.line, place.size)
-        return low <= place.share <= high and self.estimate(place) is not None
+    def starts(self, point: GridPoint) -> bool:
+        """Return whether the vLLM engine starts at a point; True without an engine."""
+        low, high = self.shares(point.line, point.size)
+        return low <= point.share <= high and self.estimate(point) is not None
 
-    def within(self, small: Place, large: Place) -> bool:
-        """Whether one candidate takes no more than another because it is the same with less: of the card for its engine, or of many sizes.
+    def needs_no_more(self, small: GridPoint, large: GridPoint) -> bool:
+        """Return whether `small` is known to need no more memory than `large`, whatever the device.
 
-        Where sizes are few a larger micro-batch means fewer of them, and gradients need not stay in between: it may take less.
+        It is on the same line, with the same share for the engine or less, and the same size, or a smaller one of many.
+        Few sizes are micro-batches: a larger one may need less, since with fewer micro-batches no gradients are
+        accumulated.
         """
         if small.line != large.line or small.share > large.share:
             return False
         return small.size == large.size or (small.size < large.size and len(self.lines[small.line].sizes) > FEW_SIZES)
 
-    def knobs(self, place: Place) -> dict[str, bool | int | float | str]:
-        """The settings of a candidate that the search turns."""
-        candidate = self.candidate(place)
-        shown = {name: getattr(candidate, name) for name in (*self.named, *SIZE_KNOBS, length_field(candidate))}
-        return {**shown, SHARE_KNOB: candidate.vllm_gpu_memory_utilization} if place.share else shown
+    def knobs(self, point: GridPoint) -> dict[str, bool | int | float | str]:
+        """Return the searched settings of a point."""
+        candidate = self.candidate(point)
+        settings = {
+            name: getattr(candidate, name) for name in (*self.structure_knobs, *SIZE_KNOBS, length_field(candidate))
+        }
+        return {**settings, SHARE_KNOB: candidate.vllm_gpu_memory_utilization} if point.share else settings
 
-    def shown(self, place: Place, beside: Place | None = None) -> str:
-        """The settings of a candidate as text: those of its size, and of its structure those that others have otherwise; or that `beside` has otherwise."""
-        knobs, other = self.knobs(place), {} if beside is None else self.knobs(beside)
+    def describe(self, point: GridPoint, beside: GridPoint | None = None) -> str:
+        """Return as text the settings of a point that differ between candidates; with `beside`, from that point."""
+        knobs, other = self.knobs(point), {} if beside is None else self.knobs(beside)
         off = () if knobs.get("vllm", "off") != "off" else ("vllm_", "ds3_")
-        told = {
+        differing = {
             name: value
             for name, value in knobs.items()
             if name in self.varying and not name.startswith((*off, "expandable_segments"))
         }
         return settings_text(
             settings_of_fields(
-                {name: value for name, value in told.items() if name not in other or other[name] != value}
+                {name: value for name, value in differing.items() if name not in other or other[name] != value}
             )
         )
 
     @property
     def varying(self) -> frozenset[str]:
-        """Knobs that are not the same in every candidate."""
-        of_structure = {name for name in self.named if len({getattr(line.structure, name) for line in self.lines}) > 1}
+        """Names of the settings that are not the same in every candidate."""
+        of_structure = {
+            name for name in self.structure_knobs if len({getattr(line.structure, name) for line in self.lines}) > 1
+        }
         return frozenset({*of_structure, *SIZE_KNOBS, length_field(self.lines[0].structure), SHARE_KNOB})
 
-    def place(self, knobs: Knobs) -> Place | None:
-        """The candidate with these settings; None where there is none."""
+    def point(self, knobs: Knobs) -> GridPoint | None:
+        """Return the point with these settings; None if there is none."""
         for line, each in enumerate(self.lines):
-            if all(getattr(each.structure, name) == knobs.get(name) for name in self.named):
+            if all(getattr(each.structure, name) == knobs.get(name) for name in self.structure_knobs):
                 return next(
                     (
-                        Place(line, size, round(100 * float(knobs.get(SHARE_KNOB, 0))))
+                        GridPoint(line, size, round(100 * float(knobs.get(SHARE_KNOB, 0))))
                         for size in self._sizes(line, knobs)
                     ),
                     None,
@@ -191,11 +214,15 @@ class Space:
 
 
 def space_of(problem: SearchProblem, device: DeviceName, attempt: Attempt = attempt) -> Space:
-    """Raises InputError where the job's pins leave nothing that runs on the device."""
+    """Build the space of a problem for a device.
+
+    Raises:
+        InputError: the job's pinned settings leave no candidate that the device can run.
+    """
     found = [
         each
         for each in structures(problem)
-        if not any(getattr(each, name) in values for name, values in NOT_ON[device].items())
+        if not any(getattr(each, name) in values for name, values in UNSUPPORTED[device].items())
     ]
     if not found:
         raise InputError(
@@ -206,14 +233,19 @@ def space_of(problem: SearchProblem, device: DeviceName, attempt: Attempt = atte
         for entry in fields(Candidate)
         if any(getattr(each, entry.name) != getattr(found[0], entry.name) for each in found[1:])
     ]
-    named = tuple(dict.fromkeys((*ALWAYS_NAMED, *(name for name in differing if name not in DERIVED))))
+    structure_knobs = tuple(dict.fromkeys((*ALWAYS_KNOBS, *(name for name in differing if name not in DERIVED))))
     sized = (
         (each, longest(each, problem) if problem.job.optimize == "max-length" else batches(each, problem.job))
         for each in found
     )
-    lines = tuple(Line(name=_name(each, named), structure=each, sizes=sizes) for each, sizes in sized if sizes)
-    return Space(problem=problem, device=device, attempt=attempt, lines=lines, named=named)
+    lines = tuple(
+        Line(name=_pass_name(each, structure_knobs), structure=each, sizes=sizes) for each, sizes in sized if sizes
+    )
+    return Space(problem=problem, device=device, attempt=attempt, lines=lines, structure_knobs=structure_knobs)
 
 
-def _name(structure: Candidate, named: tuple[str, ...]) -> str:
-    return " ".join(f"{name}={getattr(structure, name)}" for name in named if not name.startswith(NOT_THE_PASS))
+def _pass_name(structure: Candidate, structure_knobs: tuple[str, ...]) -> str:
+    """Return a name for a structure's training pass: all its settings on which the pass depends."""
+    return " ".join(
+        f"{name}={getattr(structure, name)}" for name in structure_knobs if not name.startswith(IRRELEVANT_TO_PASS)
+    )

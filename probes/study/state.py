@@ -1,4 +1,4 @@
-"""What a study knows: which candidates ran, which cannot run, and which could still be better than the best that ran."""
+"""The state of a study: which candidates ran, which cannot run, and which could be better than the best that ran."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,138 +8,157 @@ import numpy as np
 from planner.binary_search import largest
 from planner.measurements.measurement import Measurement
 from probes.study.observations import gpus_of_rank, observations
-from probes.study.posterior import Belief, Draws, Vector, believed, draws
-from probes.study.space import FEW_SIZES, Place, Space
+from probes.study.posterior import Belief, Samples, Vector, belief_from, draw_samples
+from probes.study.space import FEW_SIZES, GridPoint, Space
 
-# A candidate is excluded when the belief gives it less than this chance of fitting, and taken to fit when it leaves no more than this.
+# A candidate with a probability of fitting of at most this is excluded; with 1 minus this or more it surely fits.
 LEAST_CHANCE = 0.005
-WORLDS = 400  # samples of the belief in which the best candidate is sought
+SAMPLES = 400  # samples of the belief among which the next candidate is chosen
 SEED = 0
-FAILED_CANDIDATES = 2  # of one structure, after which its others are not asked
-MOST_SIZES = 12  # looked at in one line
-MOST_SHARES = 8  # looked at for one size
-# Of the merit that the best candidate may have, the share of worlds that offer at least as much as the one asked for: with one half a
-# probe halves what is open, as bisection does; a little more, since a probe that fits teaches more than one that runs out.
-AIMED = 0.6
-# Where fewer worlds than this share have anything open that fits, the problem is whether there is anything: the likeliest candidate is asked,
-# the leanest of equals, whose failure excludes all that need more. With a half in place of a quarter 240 random jobs (benchmarks/search.py) take as many.
-DOUBTFUL = 0.25
+FAILED_CANDIDATES = 2  # candidates of one line that are set aside, after which no other of the line is probed
+MOST_SIZES = 12  # sizes of one line that are examined
+MOST_SHARES = 8  # engine shares of one size that are examined
+# The probed candidate has the merit that the best fitting one reaches or exceeds in this share of the samples. With 0.5
+# a probe would halve the open candidates, as bisection does; it is a little more, since a probe that fits gives more
+# information than one that runs out of memory.
+TARGET_SHARE = 0.6
+# If an open candidate fits in fewer than this share of the samples, the likeliest one is probed, the leanest of equals:
+# its failure excludes all that need more. With 0.5 instead, 240 random jobs (benchmarks/search.py) take as many probes.
+DOUBTFUL_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Knowledge:
-    """Of one study. `set_aside`: candidates that failed twice for another reason than memory, and why; `unavailable`: lines that cannot run here."""
+    """What the trials of one study have shown.
+
+    `set_aside`: points that failed twice for another reason than memory, with the reason.
+    `unavailable`: lines that cannot run on this machine, with the reason.
+    """
 
     space: Space
     belief: Belief
-    measured: Mapping[Place, Measurement]
-    set_aside: Mapping[Place, str]
+    measured: Mapping[GridPoint, Measurement]
+    set_aside: Mapping[GridPoint, str]
     unavailable: Mapping[int, str] = field(default_factory=dict)
 
     @property
-    def ran(self) -> list[Place]:
-        """Candidates that fit, the best by what the job asks for first."""
-        fitting = [place for place, measurement in self.measured.items() if measurement.outcome == "fits"]
+    def ran(self) -> list[GridPoint]:
+        """Points whose probe fitted, the best by the job's goal first."""
+        fitting = [point for point, measurement in self.measured.items() if measurement.outcome == "fits"]
         return sorted(fitting, key=self.space.merit, reverse=True)
 
     @property
     def floor(self) -> tuple[float, ...]:
-        """What a candidate must exceed to be worth a probe."""
+        """The merit of the best point that ran: only points above it are worth a probe."""
         return self.space.merit(self.ran[0]) if self.ran else ()
 
-    def decided(self, place: Place) -> bool:
-        if place in self.measured or place in self.set_aside or place.line in self.unavailable:
+    def decided(self, point: GridPoint) -> bool:
+        """Return whether a point needs no probe any more: it was measured or set aside, or its line was given up."""
+        if point in self.measured or point in self.set_aside or point.line in self.unavailable:
             return True
-        return sum(each.line == place.line for each in self.set_aside) >= FAILED_CANDIDATES
+        return sum(each.line == point.line for each in self.set_aside) >= FAILED_CANDIDATES
 
-    def refuted(self, place: Place) -> bool:
-        """Whether a probe ran out of memory with it, or with one of its structure that needs no more."""
+    def refuted(self, point: GridPoint) -> bool:
+        """Return whether a probe ran out of memory at this point, or at one of its line that needs no more."""
         return any(
-            measurement.outcome == "out_of_memory" and self.space.within(ran, place)
+            measurement.outcome == "out_of_memory" and self.space.needs_no_more(ran, point)
             for ran, measurement in self.measured.items()
-        ) or any(self._runs_out_as(ran, place) for ran in self.measured)
+        ) or any(self._runs_out_as(ran, point) for ran in self.measured)
 
-    def chance(self, place: Place) -> float:
-        """That a candidate fits: at most so much."""
+    def chance(self, point: GridPoint) -> float:
+        """Return an upper bound of the probability that a point fits; 1 or 0 where the probes decide it."""
         if any(
-            measurement.outcome == "fits" and self.space.within(place, ran)
+            measurement.outcome == "fits" and self.space.needs_no_more(point, ran)
             for ran, measurement in self.measured.items()
         ):
             return 1.0
-        if not self.space.starts(place) or self.refuted(place):
+        if not self.space.starts(point) or self.refuted(point):
             return 0.0
-        return self.belief.fit_probability(self.space.heavy_rows(place))
+        return self.belief.fit_probability(self.space.heavy_phases(point))
 
-    def _runs_out_as(self, ran: Place, place: Place) -> bool:
-        """Whether the phase in which a candidate of the same structure ran out of memory needs at least as much here."""
+    def _runs_out_as(self, ran: GridPoint, point: GridPoint) -> bool:
+        """Return whether the phase in which a measured point of the same line ran out needs at least as much here."""
         shortage = self.measured[ran].shortage
-        if shortage is None or ran.line != place.line:
+        if shortage is None or ran.line != point.line:
             return False
         gpus = gpus_of_rank(self.measured[ran], shortage.rank)
         there, here = (
-            next((row for row in self.space.rows_at(each) if (row.phase, row.gpus) == (shortage.phase, gpus)), None)
-            for each in (ran, place)
+            next(
+                (
+                    phase
+                    for phase in self.space.phase_models(each)
+                    if (phase.phase, phase.gpus) == (shortage.phase, gpus)
+                ),
+                None,
+            )
+            for each in (ran, point)
         )
         return there is not None and here is not None and here.covers(there)
 
-    def may_fit(self, place: Place) -> bool:
-        return self.chance(place) > LEAST_CHANCE
+    def may_fit(self, point: GridPoint) -> bool:
+        """Return whether a point is not excluded."""
+        return self.chance(point) > LEAST_CHANCE
 
-    def surely_fits(self, place: Place) -> bool:
-        return self.chance(place) >= 1 - LEAST_CHANCE
+    def surely_fits(self, point: GridPoint) -> bool:
+        """Return whether a point fits with a probability of at least 1 - `LEAST_CHANCE`."""
+        return self.chance(point) >= 1 - LEAST_CHANCE
 
 
-def known(
+def knowledge_of(
     space: Space,
-    measured: Mapping[Place, Measurement],
-    set_aside: Mapping[Place, str],
+    measured: Mapping[GridPoint, Measurement],
+    set_aside: Mapping[GridPoint, str],
     unavailable: Mapping[int, str] | None = None,
 ) -> Knowledge:
-    """Everything that the measurements of a study say, in the order in which they came."""
-    lessons = [
-        observations(measurement, space.rows_at(place), str(number))
-        for number, (place, measurement) in enumerate(measured.items())
-        if measurement.decided and space.starts(place)
+    """Build the knowledge of a study from its measurements, in the order of the probes."""
+    observed = [
+        observations(measurement, space.phase_models(point), str(number))
+        for number, (point, measurement) in enumerate(measured.items())
+        if measurement.decided and space.starts(point)
     ]
     return Knowledge(
         space=space,
-        belief=believed([each for lesson in lessons for each in lesson]),
+        belief=belief_from([each for of_probe in observed for each in of_probe]),
         measured=measured,
         set_aside=set_aside,
         unavailable=unavailable or {},
     )
 
 
-# -- what is open ------------------------------------------------------------------------------------------------------
+# -- open points ------------------------------------------------------------------------------------------------------
 
 
-def open_places(knowledge: Knowledge) -> list[Place]:
-    """Candidates that are better than the best that ran, that may fit and of which no probe has said, best first.
+def open_points(knowledge: Knowledge) -> list[GridPoint]:
+    """Return the points that are better than the best that ran, may fit, and are not decided; the best first.
 
-    Where one is sure to fit, those of less merit are left out: it will be asked first. Of many sizes or shares in a row some stand for all,
-    the largest that may fit always among them; so nothing is left out of an answer that there are none.
+    Points below one that surely fits are left out, since that one is probed first. Of many sizes or shares in a row
+    only some are returned, the largest that may fit always among them: the list is empty only if no open point exists.
     """
     space, floor = knowledge.space, knowledge.floor
-    found: list[Place] = []
+    found: list[GridPoint] = []
     for line in (line for line in range(len(space.lines)) if line not in knowledge.unavailable):
-        for place in _of_line(knowledge, line, floor):
-            found.append(place)
-            if knowledge.surely_fits(place):
-                floor = max(floor, space.merit(place))
-    ordered = sorted(found, key=lambda place: (space.merit(place), -knowledge.chance(place)), reverse=True)
-    sure = next((index for index, place in enumerate(ordered) if knowledge.surely_fits(place)), len(ordered))
+        for point in _open_points_of_line(knowledge, line, floor):
+            found.append(point)
+            if knowledge.surely_fits(point):
+                floor = max(floor, space.merit(point))
+    ordered = sorted(found, key=lambda point: (space.merit(point), -knowledge.chance(point)), reverse=True)
+    sure = next((index for index, point in enumerate(ordered) if knowledge.surely_fits(point)), len(ordered))
     return ordered[: sure + 1]
 
 
-def _of_line(knowledge: Knowledge, line: int, floor: tuple[float, ...]) -> Iterator[Place]:
+def _open_points_of_line(knowledge: Knowledge, line: int, floor: tuple[float, ...]) -> Iterator[GridPoint]:
+    """Yield the points of one line with more merit than the floor that may fit and are not decided."""
     for size in sizes_that_may_fit(knowledge, line):
         yield from (
-            place for place in shares_that_may_fit(knowledge, line, size, floor) if not knowledge.decided(place)
+            point for point in shares_that_may_fit(knowledge, line, size, floor) if not knowledge.decided(point)
         )
 
 
 def sizes_that_may_fit(knowledge: Knowledge, line: int) -> Sequence[int]:
-    """Largest first. Where sizes are many, none below one that is sure to fit: it has less of what is asked for."""
+    """Return the indices of a line's sizes that may fit, largest first.
+
+    If a line has many sizes, none below one that surely fits is returned.
+    """
     space, count = knowledge.space, len(knowledge.space.lines[line].sizes)
     if count <= FEW_SIZES:
         return [size for size in range(count - 1, -1, -1) if knowledge.may_fit(space.leanest(line, size))]
@@ -148,52 +167,56 @@ def sizes_that_may_fit(knowledge: Knowledge, line: int) -> Sequence[int]:
     return thinned(range(top, max(sure, 0) - 1, -1), MOST_SIZES)
 
 
-def shares_that_may_fit(knowledge: Knowledge, line: int, size: int, floor: tuple[float, ...]) -> list[Place]:
-    """Places of more merit than the floor, the largest share that gains something first, down to one that is sure to fit."""
+def shares_that_may_fit(knowledge: Knowledge, line: int, size: int, floor: tuple[float, ...]) -> list[GridPoint]:
+    """Return a size's points with more merit than the floor, by share, from the largest useful one to one that surely
+    fits.
+
+    A share is useful if it is the smallest with its merit.
+    """
     space, (low, high) = knowledge.space, knowledge.space.shares(line, size)
-    top = largest(low, high, lambda share: knowledge.may_fit(Place(line, size, share)))
-    if top < low or space.merit(Place(line, size, top)) <= floor:
+    top = largest(low, high, lambda share: knowledge.may_fit(GridPoint(line, size, share)))
+    if top < low or space.merit(GridPoint(line, size, top)) <= floor:
         return []
-    most = space.merit(Place(line, size, top))
-    top = 1 + largest(low, top, lambda share: space.merit(Place(line, size, share)) < most)
-    sure = largest(low, top, lambda share: knowledge.surely_fits(Place(line, size, share)))
-    places = [Place(line, size, share) for share in thinned(range(top, max(sure, low) - 1, -1), MOST_SHARES)]
-    return [place for place in places if space.merit(place) > floor]
+    most = space.merit(GridPoint(line, size, top))
+    top = 1 + largest(low, top, lambda share: space.merit(GridPoint(line, size, share)) < most)
+    sure = largest(low, top, lambda share: knowledge.surely_fits(GridPoint(line, size, share)))
+    points = [GridPoint(line, size, share) for share in thinned(range(top, max(sure, low) - 1, -1), MOST_SHARES)]
+    return [point for point in points if space.merit(point) > floor]
 
 
 def thinned(values: Sequence[int], most: int) -> Sequence[int]:
-    """At most so many of them, evenly, the first and the last always."""
+    """Return at most this many of the values, evenly spaced, always with the first and the last."""
     if len(values) <= most:
         return values
     return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
 
 
-# -- what to ask next --------------------------------------------------------------------------------------------------
+# -- what to probe next ------------------------------------------------------------------------------------------------
 
 
-def next_place(knowledge: Knowledge, worlds: int = WORLDS, seed: int = SEED) -> Place | None:
-    """The candidate whose probe decides most; None when nothing open is left.
+def next_point(knowledge: Knowledge, samples: int = SAMPLES, seed: int = SEED) -> GridPoint | None:
+    """Return the open point whose probe decides most; None if none is open.
 
-    In each world that the belief allows one open candidate is the best that fits. The one asked for has as much merit as is reached in
-    `AIMED` of the worlds in which any of them fits.
+    In each sample of the belief one open point is the best that fits. Returned is the point whose merit the best one
+    reaches in `TARGET_SHARE` of the samples in which any fits.
     """
-    places = open_places(knowledge)
-    if not places:
+    points = open_points(knowledge)
+    if not points:
         return None
-    best = best_in_worlds(knowledge, places, draws(knowledge.belief, worlds, seed))
+    best = count_best(knowledge, points, draw_samples(knowledge.belief, samples, seed))
     total = sum(best)
-    if total < DOUBTFUL * worlds:
-        return max(reversed(places), key=knowledge.chance)
-    reached = np.cumsum(best) >= AIMED * total
-    return places[int(np.argmax(reached))]
+    if total < DOUBTFUL_SHARE * samples:
+        return max(reversed(points), key=knowledge.chance)
+    reached = np.cumsum(best) >= TARGET_SHARE * total
+    return points[int(np.argmax(reached))]
 
 
-def best_in_worlds(knowledge: Knowledge, places: Sequence[Place], worlds: Draws) -> list[int]:
-    """In how many worlds each place, ordered by merit, is the first that fits."""
-    left: Vector = np.ones(worlds.count, dtype=bool)
+def count_best(knowledge: Knowledge, points: Sequence[GridPoint], samples: Samples) -> list[int]:
+    """Return in how many samples each point, ordered by merit, is the first that fits."""
+    left: Vector = np.ones(samples.count, dtype=bool)
     counts = []
-    for place in places:
-        fitting = left & worlds.fit(knowledge.space.heavy_rows(place))
+    for point in points:
+        fitting = left & samples.fit(knowledge.space.heavy_phases(point))
         counts.append(int(fitting.sum()))
         left &= ~fitting
     return counts

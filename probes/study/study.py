@@ -1,4 +1,4 @@
-"""The study: which candidate to probe next, until the best one has run and nothing better is open."""
+"""Run a study: probe candidate after candidate, until the best one has run and no better one is open."""
 
 import json
 import math
@@ -12,16 +12,17 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
-from planner.measurements.corrected_estimate import differences
-from planner.measurements.measurement import DeviceName, Measurement, Outcome, measurement_line, measurement_of
+from planner.measurements.corrected_estimate import phase_differences
+from planner.measurements.documents import measurement_line, measurement_of
+from planner.measurements.measurement import DeviceName, Measurement, Outcome
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import attempt
 from planner.units import format_count, format_seconds, format_size
-from probes.study.certificate import Certificate, certificate, learned, learned_line
+from probes.study.certificate import Certificate, certificate, learned_constants, learned_line
 from probes.study.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler
-from probes.study.space import Attempt, Place, Space, space_of
+from probes.study.space import Attempt, GridPoint, Space, space_of
 from probes.study.state import Knowledge
 from probes.study.storage import (
     alive,
@@ -36,52 +37,62 @@ from probes.study.storage import (
 
 Probe = Callable[[Candidate], Measurement]
 Say = Callable[[str], None]
-# Why a study ended: "environment" what would happen to every other candidate too, "failing" too many probes that say nothing about memory.
+# Why a study ended. "environment": an error that every other candidate would meet too, such as a full disk; "failing":
+# too many probes that failed for another reason than memory.
 Ending = Literal["certified", "nothing fits", "set aside", "budget", "interrupted", "environment", "failing"]
 
-BYTES_OVER = "bytes_over_budget"  # the constraint: above 0 where memory did not suffice
-OF_THE_ENVIRONMENT: frozenset[Outcome] = frozenset({"gpu_in_use", "disk_full"})
-MOST_FAILURES = 6  # in one session
+BYTES_OVER = "bytes_over_budget"  # the trials' constraint: positive if the candidate ran out of memory
+ENVIRONMENT_OUTCOMES: frozenset[Outcome] = frozenset({"gpu_in_use", "disk_full"})
+MOST_FAILURES = 6  # probes in one session that fail for another reason than memory, before it ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyOptions:
-    """How a study runs. `storage`: a URL of Optuna's, empty for a file of the user's own; `versions`: of what is measured, empty for what is installed."""
+    """How a study runs.
+
+    `storage`: an Optuna storage URL; empty for a file in the user's cache folder.
+    `versions`: of the libraries that are measured; empty for the installed ones.
+    """
 
     device: DeviceName = "cuda"
     storage: str = ""
     budget_seconds: float = math.inf
     versions: dict[str, str] = field(default_factory=dict)
-    say: Say = lambda _: None  # told a line whenever something is known
-    attempt: Attempt = attempt  # a candidate's answer from the rungs below
+    say: Say = lambda _: None  # called with each line of progress
+    attempt: Attempt = attempt  # estimates a candidate; None if its engine would not start
     clock: Callable[[], float] = monotonic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Proven:
-    """What a study has shown so far. `best`: the measurement of the best candidate that ran, None where none has."""
+class StudyResult:
+    """The result of a study so far. `best`: the measurement of the best candidate that ran; None if none has."""
 
     problem: SearchProblem
     best: Measurement | None
-    measurements: tuple[Measurement, ...]  # that say something about memory, in the order of their probes
-    probes: int  # of this session
+    measurements: tuple[Measurement, ...]  # of the probes that fitted or ran out of memory, in order
+    probes: int  # number of probes in this session
     certificate: Certificate
     ending: Ending
-    reason: str  # of an ending that is none of the study's own; else empty
+    reason: str  # why the study ended early; empty if it is complete
     study_name: str
     storage: str
 
 
-def prove(asked: SearchProblem | Plan, probe: Probe, options: StudyOptions | None = None) -> Proven:
-    """Probe until the best candidate of a class has run and nothing better is open; or the budget is spent, or Ctrl-C ends it.
+def prove(target: SearchProblem | Plan, probe: Probe, options: StudyOptions | None = None) -> StudyResult:
+    """Probe candidates until the best one has run and no better one is open, the budget is spent, or Ctrl-C is pressed.
 
-    The same problem goes on where it was left: what was measured is not measured again.
+    A study of the same problem continues where it was left: no probe is repeated.
+
+    Args:
+        target: a problem, or a plan, whose recommended tuning class is probed.
+        probe: runs one candidate and returns its measurement.
+        options: how the study runs.
 
     Raises:
-        PlanError: the storage cannot be used, or another process is at this study.
+        PlanError: the storage cannot be used, or another process runs this study.
     """
     options = options or StudyOptions()
-    problem = problem_of(asked) if isinstance(asked, Plan) else asked
+    problem = problem_of(target) if isinstance(target, Plan) else target
     url = options.storage or default_storage()
     name = study_name(problem, options.device, options.versions or library_versions())
     sampler = PlanSampler(space_of(problem, options.device, options.attempt))
@@ -90,14 +101,13 @@ def prove(asked: SearchProblem | Plan, probe: Probe, options: StudyOptions | Non
         study = open_study(url, name, sampler)
         adopt(study, sampler.space, options.say)
         if before := len(sampler.knowledge(study).measured):
-            options.say(
-                f"{format_count(before)} probe{'s' if before != 1 else ''} of this problem {'were' if before != 1 else 'was'} measured before: {shown(url)}"
-            )
+            probes = "probe of this study was" if before == 1 else "probes of this study were"
+            options.say(f"{format_count(before)} {probes} measured before: {shown(url)}")
         session = Session(study=study, sampler=sampler, probe=probe, options=options, began=options.clock())
         ending, reason = session.run()
         knowledge = sampler.knowledge(study)
     best = best_measurement(knowledge)
-    return Proven(
+    return StudyResult(
         problem=problem,
         best=best,
         measurements=tuple(knowledge.measured.values()),
@@ -111,32 +121,32 @@ def prove(asked: SearchProblem | Plan, probe: Probe, options: StudyOptions | Non
 
 
 def problem_of(plan: Plan) -> SearchProblem:
-    """The class of tuning that a plan recommends, as a problem: with its rank, and with the host's help where it needs that."""
+    """Return the search problem of the tuning class that a plan recommends, with its LoRA rank and its offloading."""
     candidate, job = plan.best.candidate, plan.job
     tuning_class: TuningClass = (
         "full" if candidate.tuning == "full" else "lora" if candidate.quantization in ("none", "mxfp4") else "qlora"
     )
     if tuning_class == "qlora" and job.model.quantization == candidate.quantization:
-        tuning_class = "lora"  # as published: planner/search/knobs.py `tuning`
+        tuning_class = "lora"  # the checkpoint itself is quantized: planner/search/knobs.py `tuning`
     if job.lora_ranks and candidate.tuning == "lora":
         job = replace(job, pinned={**job.pinned, "lora_r": candidate.lora_r}, lora_ranks=())
-    helped = (candidate.offload_optimizer or candidate.offload_param) and not {
+    offload = (candidate.offload_optimizer or candidate.offload_param) and not {
         "offload_optimizer",
         "offload_param",
     } & job.pinned.keys()
-    return SearchProblem(job=job, cluster=plan.cluster, tuning_class=tuning_class, offload=helped)
+    return SearchProblem(job=job, cluster=plan.cluster, tuning_class=tuning_class, offload=offload)
 
 
 def best_measurement(knowledge: Knowledge) -> Measurement | None:
-    """Of the candidates that ran, the one with most of what the job asks for; of its speed, as measured."""
+    """Return the measurement of the best candidate that ran, by the job's goal; speed counts as measured."""
     goal, space = knowledge.space.problem.job.optimize, knowledge.space
 
-    def worth(place: Place) -> tuple[float, ...]:
-        precise, *asked = space.merit(place)
+    def worth(point: GridPoint) -> tuple[float, ...]:
+        precise, *rest = space.merit(point)
         return (
-            (precise, speed(knowledge.measured[place], space, place), *asked)
+            (precise, speed(knowledge.measured[point], space, point), *rest)
             if goal == "throughput"
-            else (precise, *asked)
+            else (precise, *rest)
         )
 
     return knowledge.measured[max(knowledge.ran, key=worth)] if knowledge.ran else None
@@ -147,71 +157,71 @@ def best_measurement(knowledge: Knowledge) -> Measurement | None:
 
 @dataclass(kw_only=True, slots=True)
 class Session:
-    """From the start of the command to its end. `count`: probes so far, `failures`: those of them that say nothing about memory."""
+    """One run of a study by one process. `failures`: probes that failed for another reason than memory."""
 
     study: optuna.Study
     sampler: PlanSampler
     probe: Probe
     options: StudyOptions
     began: float
-    count: int = 0
+    count: int = 0  # probes so far
     failures: int = 0
-    seconds: float = 0.0  # of the longest probe
+    seconds: float = 0.0  # duration of the longest probe
 
     def run(self) -> tuple[Ending, str]:
-        """Probe after probe, to the end and its reason. Ctrl-C ends it wherever it comes; a trial that it leaves behind is adopted next time."""
+        """Run probes until the study ends; return why it ended.
+
+        Ctrl-C ends it at any moment. The next session completes a trial that was left running (`adopt`).
+        """
         try:
-            return self._probe_after_probe()
+            return self._run_probes()
         except KeyboardInterrupt:
             return "interrupted", "the same command goes on from here"
 
-    def _probe_after_probe(self) -> tuple[Ending, str]:
-        while (place := self.sampler.propose(self.study)) is not None:
+    def _run_probes(self) -> tuple[Ending, str]:
+        while (point := self.sampler.propose(self.study)) is not None:
             if not self._affordable():
-                return (
-                    "budget",
-                    f"{format_seconds(self.options.budget_seconds)} are spent, or the next probe would not fit into what is left",
-                )
+                budget = format_seconds(self.options.budget_seconds)
+                return "budget", f"{budget} are spent, or the next probe would not fit into what is left"
             began = self.options.clock()
-            measurement = self._probed(place)
+            measurement = self._run_trial(point)
             self.count, self.seconds = self.count + 1, max(self.seconds, self.options.clock() - began)
             if measurement is None or measurement.decided:
                 continue
             self.failures += 1
-            if measurement.outcome in OF_THE_ENVIRONMENT:
+            if measurement.outcome in ENVIRONMENT_OUTCOMES:
                 return "environment", f"{measurement.outcome.replace('_', ' ')}: {measurement.message}"
             if self.failures >= MOST_FAILURES:
-                return (
-                    "failing",
-                    f"{self.failures} probes said nothing about memory; the last one: {measurement.outcome} {measurement.message}".rstrip(),
-                )
+                last = f"{measurement.outcome} {measurement.message}".rstrip()
+                return "failing", f"{self.failures} probes said nothing about memory; the last one: {last}"
         return self._own_ending(), ""
 
     def _own_ending(self) -> Ending:
+        """Return how the study ended when no open point is left."""
         knowledge = self.sampler.knowledge(self.study)
         if knowledge.set_aside:
             return "set aside"
         return "certified" if knowledge.ran else "nothing fits"
 
     def _affordable(self) -> bool:
-        """Whether a probe as long as the longest so far ends within the budget; the first one always may."""
+        """Return whether a probe as long as the longest so far would end within the budget; the first always may."""
         spent = self.options.clock() - self.began
         return (
             spent + self.seconds <= self.options.budget_seconds if self.count else spent <= self.options.budget_seconds
         )
 
-    def _probed(self, proposed: Place) -> Measurement | None:
-        """One trial. None: its parameters, which others may queue, are no candidate's."""
+    def _run_trial(self, proposed: GridPoint) -> Measurement | None:
+        """Run one trial and return its measurement; None if its parameters, which users may set, are no candidate."""
         sampler, say = self.sampler, self.options.say
         trial = self.study.ask(fixed_distributions=sampler.knobs(proposed))
         trial.set_user_attr(OWNER, this_process())
-        place = sampler.space.place(trial.params)
-        if place is None or not sampler.space.starts(place):
+        point = sampler.space.point(trial.params)
+        if point is None or not sampler.space.starts(point):
             fail(self.study, trial, "no candidate has these settings")
             return None
-        say(f"probe {trial.number + 1}: {asked_line(sampler.knowledge(self.study), place)}")
+        say(f"probe {trial.number + 1}: {proposal_line(sampler.knowledge(self.study), point)}")
         try:
-            measurement = self.probe(sampler.space.candidate(place))
+            measurement = self.probe(sampler.space.candidate(point))
         except BaseException as error:
             fail(
                 self.study,
@@ -220,9 +230,9 @@ class Session:
             )
             raise
         record(self.study, trial, measurement, sampler.space)
-        say(f"probe {trial.number + 1}: {seen_line(measurement, sampler.space.estimate(place))}")
+        say(f"probe {trial.number + 1}: {result_line(measurement, sampler.space.estimate(point))}")
         if measurement.decided:
-            say(learned_line(learned(sampler.knowledge(self.study).belief)))
+            say(learned_line(learned_constants(sampler.knowledge(self.study).belief)))
         return measurement
 
 
@@ -230,56 +240,57 @@ class Session:
 
 
 def record(study: optuna.Study, trial: Trial, measurement: Measurement, space: Space) -> None:
-    """Write a measurement down, first of all: from then on the probe is not repeated, whatever happens to this process."""
+    """Store a trial's measurement, then finish the trial. The probe is never repeated once it is stored."""
     trial.set_user_attr(MEASUREMENT, measurement_line(measurement))
     finish(study, trial, measurement, space)
 
 
 def finish(study: optuna.Study, trial: Trial, measurement: Measurement, space: Space) -> None:
-    """What did not fit is a completed trial that breaks a constraint: samplers learn nothing from trials that failed."""
+    """Finish a trial. Out of memory is a completed trial that violates a constraint: samplers ignore failed trials."""
     if not measurement.decided:
         fail(study, trial, f"{measurement.outcome} {measurement.message}".rstrip())
         return
     if BYTES_OVER not in trial.constraints:
         trial.set_constraint(BYTES_OVER, float(over_bytes(measurement, space)))
-    place = space.place(trial.params)
-    assert place is not None
-    study.tell(trial.number, objective(measurement, space, place))
+    point = space.point(trial.params)
+    assert point is not None
+    study.tell(trial.number, objective(measurement, space, point))
 
 
 def fail(study: optuna.Study, trial: Trial, reason: str) -> None:
+    """Finish a trial as failed, with the reason as an attribute."""
     trial.set_user_attr(REASON, reason)
     study.tell(trial.number, state=TrialState.FAIL)
 
 
-def objective(measurement: Measurement, space: Space, place: Place) -> float:
-    """What the job asks for, of a candidate that ran; nothing of one that did not."""
+def objective(measurement: Measurement, space: Space, point: GridPoint) -> float:
+    """Return a trial's objective: the value of the job's goal if the candidate ran, else 0."""
     if measurement.outcome != "fits":
         return 0.0
     goal, candidate = space.problem.job.optimize, measurement.candidate
     if goal == "max-length":
         return float(candidate.row_tokens)
-    return float(candidate.per_device_train_batch_size) if goal == "batch-size" else speed(measurement, space, place)
+    return float(candidate.per_device_train_batch_size) if goal == "batch-size" else speed(measurement, space, point)
 
 
-def speed(measurement: Measurement, space: Space, place: Place) -> float:
-    """Tokens per second: measured, or estimated where a device has no time (`simulated`)."""
-    answer = space.estimate(place)
+def speed(measurement: Measurement, space: Space, point: GridPoint) -> float:
+    """Return tokens per second, measured; estimated for the simulated device, which has no clock."""
+    answer = space.estimate(point)
     return measurement.tokens_per_second or (answer.throughput.tokens_per_second if answer is not None else 0.0)
 
 
 def over_bytes(measurement: Measurement, space: Space) -> int:
-    """Bytes over the card: what was missing at least, or the most that was taken less what there is. Never above 0 for what ran."""
+    """Return the bytes by which a candidate exceeded the GPU: positive if it ran out of memory, else not."""
     if measurement.outcome == "out_of_memory":
         return measurement.shortage.over_bytes if measurement.shortage is not None else 1
     return min(measurement.peak_bytes - space.problem.cluster.gpu.free_bytes, 0)
 
 
 def adopt(study: optuna.Study, space: Space, say: Say) -> None:
-    """Trials that a process left behind: those with a measurement are finished, the others failed without a word about their candidates.
+    """Finish the trials that an earlier process left running: completed if they have a measurement, else failed.
 
     Raises:
-        PlanError: the process that started one still runs.
+        PlanError: the process that started one is still alive.
     """
     for left in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         trial = Trial(study, left._trial_id)
@@ -294,26 +305,28 @@ def adopt(study: optuna.Study, space: Space, say: Say) -> None:
                 f"Process {process} on {host} is at this study. Wait for it, end it, or give another --storage."
             )
         fail(study, trial, INTERRUPTED)
-        say(f"probe {left.number + 1}: was interrupted, and is asked again if it still decides most")
+        say(f"probe {left.number + 1}: was interrupted, and is repeated if it still decides most")
 
 
 def measurement_of_trial(trial: FrozenTrial) -> Measurement:
+    """Return the measurement that is stored with a trial."""
     return measurement_of(json.loads(trial.user_attrs[MEASUREMENT]))
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 
-def asked_line(knowledge: Knowledge, place: Place) -> str:
-    return f"{knowledge.space.shown(place)} (fits with {knowledge.chance(place):.0%})"
+def proposal_line(knowledge: Knowledge, point: GridPoint) -> str:
+    """Return the line that announces a probe: its settings, and the probability that it fits."""
+    return f"{knowledge.space.describe(point)} (fits with {knowledge.chance(point):.0%})"
 
 
-def seen_line(measurement: Measurement, answer: Estimate | None) -> str:
-    """The same figures as in the report: what the heaviest phase needed, and a speed only of a GPU."""
+def result_line(measurement: Measurement, answer: Estimate | None) -> str:
+    """Return the line on a probe's result: bytes as in the report (of the heaviest phase), and the speed on a GPU."""
     took = format_seconds(measurement.wall_seconds)
     if measurement.outcome == "fits":
         needed = (
-            max((phase.needed_bytes for phase in differences(answer, measurement)), default=0)
+            max((phase.needed_bytes for phase in phase_differences(answer, measurement)), default=0)
             if answer is not None
             else 0
         )
@@ -322,6 +335,7 @@ def seen_line(measurement: Measurement, answer: Estimate | None) -> str:
         )
         return f"fits, needed {format_size(needed or measurement.peak_bytes)}{rate} ({took})"
     if measurement.shortage is not None:
-        shortage = measurement.shortage
-        return f"out of memory in the {shortage.phase.replace('_', ' ')} phase, {format_size(shortage.over_bytes)} too much at least ({took})"
+        phase = measurement.shortage.phase.replace("_", " ")
+        over = format_size(measurement.shortage.over_bytes)
+        return f"out of memory in the {phase} phase, {over} too much at least ({took})"
     return f"{measurement.outcome.replace('_', ' ')}: {measurement.message} ({took})"
