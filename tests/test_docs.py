@@ -38,7 +38,12 @@ def help_page(capsys: pytest.CaptureFixture[str]) -> str:
     return "\n".join(parts)
 
 
-@pytest.mark.parametrize("command", shown_commands(README))
+COMMANDS = [
+    pytest.param(command, marks=pytest.mark.slow if "--probe" in command else ()) for command in shown_commands(README)
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_readme_answers(command, capsys):
     assert run(shlex.split(command)[1:]) in (0, 3)
     assert capsys.readouterr().out

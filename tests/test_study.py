@@ -48,6 +48,7 @@ def test_the_certified_candidate_is_the_best_that_truly_fits(tmp_path: Path) -> 
     assert best is not None and answer.best is not None and answer.best.candidate == candidates.candidate(best)
 
 
+@pytest.mark.slow
 def test_no_candidate_of_more_merit_that_truly_fits_is_excluded_by_a_certificate_of_twenty_random_jobs() -> None:
     rows = []
     for number, asked in random_questions(seed=11):

@@ -50,7 +50,7 @@ class Card:
 
 def ends_as(outcome: Outcome, message: str) -> Measurement:
     card = HiddenProbe(card=CARD, space=space(problem()))
-    fits = card(space(problem()).candidate(space(problem()).leanest(0, 0)))
+    fits = card(space(problem()).candidate(space(problem()).with_smallest_share(0, 0)))
     return replace(fits, outcome=outcome, ranks=(), message=message, tokens_per_second=0.0, step_seconds=0.0)
 
 
@@ -72,6 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 # -- killed ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_a_study_killed_at_any_stage_goes_on_repeats_nothing_and_answers_the_same(
     stage: str, tmp_path: Path, undisturbed: dict[str, object]
@@ -94,6 +95,7 @@ def test_a_study_killed_at_any_stage_goes_on_repeats_nothing_and_answers_the_sam
     assert {trial.state for trial in trials(storage(tmp_path), name)} <= {TrialState.COMPLETE, TrialState.FAIL}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.4, 1.2])
 def test_a_study_killed_from_outside_goes_on(seconds: float, tmp_path: Path, undisturbed: dict[str, object]) -> None:
     process = subprocess.Popen(
