@@ -32,7 +32,7 @@ def selection(cases: list[Case]) -> set[Case]:
     return selected
 
 
-def pairwise(cases: Iterable[Case]) -> list[Any]:
+def pairwise_cases(cases: Iterable[Case]) -> list[Any]:
     """The cases for `pytest.mark.parametrize`; those beyond the pairwise selection are marked `nightly`."""
     every = list(cases)
     selected = selection(every)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from autograd_truth import Truth, Tuning, adapted_names, run_layer, tiny_model
-from pairwise import pairwise
+from pairwise import pairwise_cases
 from transformers import AutoConfig
 
 from planner.memory.layers.attention import backward_workspace
@@ -261,7 +261,7 @@ ATTENTION = [("sdpa", False), ("sdpa", True), ("eager", False)]
 
 @pytest.mark.parametrize(
     ("layer", "tuning", "precision", "attention", "checkpointed"),
-    pairwise(
+    pairwise_cases(
         case
         for case in product(EXACT_LAYERS, TUNINGS, DTYPES, ATTENTION, [False, True])
         if not (case[0][0] == "mixtral" and "dropout" in case[1])  # PEFT refuses dropout on fused experts
@@ -306,7 +306,7 @@ def kernels(model: str) -> tuple[Literal["sdpa", "eager"], ...]:
 
 @pytest.mark.parametrize(
     ("layer", "attention", "checkpointed"),
-    pairwise(
+    pairwise_cases(
         ((model, index), attention, checkpointed)
         for model in (*OTHERS, *ANGLES_OF_THEIR_OWN)
         for index in layers_of(model)
@@ -362,7 +362,7 @@ def test_adapters_save_the_same_bytes_in_every_family(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("model", "checkpointed", "attention", "size"),
-    pairwise(
+    pairwise_cases(
         product(
             [("llama-own-keys", "full"), ("gemma3", "lora-dropout"), ("mixtral", "full")],
             [False, True],
@@ -390,7 +390,7 @@ def test_one_run_of_the_tape_answers_for_other_sizes(
 
 @pytest.mark.parametrize(
     ("model", "tuning", "precision", "checkpointed"),
-    pairwise(product(["llama", "gemma3"], ["full", "lora"], ["float32", "bfloat16"], [False, True])),
+    pairwise_cases(product(["llama", "gemma3"], ["full", "lora"], ["float32", "bfloat16"], [False, True])),
 )
 def test_a_first_step_keeps_its_gradients(model: str, tuning: str, precision: Precision, checkpointed: bool) -> None:
     assert_equal_to_the_byte(
