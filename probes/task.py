@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.candidate import Candidate
-from planner.measurements.measurement import candidate_of_report, candidate_report
+from planner.measurements.documents import candidate_of_report, candidate_report
 
 # A worker's answer is the last line of its stdout that starts so; what libraries print besides is only logged.
 ANSWER_PREFIX = "@plan-measurement "

@@ -11,12 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from msgspec import convert
+
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.errors import PlanError
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
-from planner.measurements.cases import published_model
+from planner.measurements.cases import PublishedFigure, published_candidate
 from planner.memory.communication import nccl_bytes
 from planner.memory.kv_cache import kv_cache_bytes
 from planner.memory.runtime import context_bytes
@@ -104,10 +106,7 @@ def rows() -> list[Row]:
 
 
 def _row(row: dict[str, Any]) -> Row:
-    settings = dict(row["settings"])
-    if "lora_target_modules" in settings:
-        settings["lora_target_modules"] = tuple(settings["lora_target_modules"])
-    candidate = Candidate(model=published_model(row), **settings)
+    candidate = published_candidate(convert(row, PublishedFigure))
     return Row(
         id=row["id"],
         source=row["source"],

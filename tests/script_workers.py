@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.candidate import Candidate
-from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, measurement_line
+from planner.measurements.documents import measurement_line
+from planner.measurements.measurement import Measurement, PhasePeak, RankMemory
 from planner.models.catalogue import load_model
 from probes.runner.runner import Limits, run_probe
 from probes.task import ANSWER_PREFIX, Task

@@ -31,9 +31,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from peft import LoraConfig
 
 from planner.candidate import Candidate
-from planner.measurements.measurement import candidate_of_report
+from planner.measurements.documents import candidate_of_report
 from probes.dryrun.fake_models import tokenizer
-from probes.step.stage import WORD
+from probes.step.built_trainer import WORD
 from probes.worker.cpu_accelerators import cpu_accelerators
 
 PROCESSES = 2

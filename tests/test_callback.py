@@ -26,7 +26,7 @@ from planner.gpus.cluster import Cluster  # noqa: E402
 from planner.jobs.base_candidate import base_candidate  # noqa: E402
 from planner.jobs.job import Job  # noqa: E402
 from planner.measurements.fingerprint import candidate_key, model_key  # noqa: E402
-from planner.measurements.own_results import own_results, results_file  # noqa: E402
+from planner.measurements.own_results import read_own_results, results_file  # noqa: E402
 from planner.models.catalogue import load_model  # noqa: E402
 from planner.models.from_config import shape_of  # noqa: E402
 from planner.quantities import Estimate  # noqa: E402
@@ -141,8 +141,8 @@ class TestRuns:
         callback = MemoryPlanCallback(plan, memory=memory(lambda number: 7 * GIB + number * 100 * MIB), say=said.append)
         trainer(tmp_path, callback).train()
         assert said == []
-        (kept,) = own_results().results
-        seen = kept.measurement
+        (kept,) = read_own_results().results
+        seen = kept.decode()
         assert (kept.source, kept.gpu, seen.outcome, seen.device) == ("run", "RTX-3090", "fits", "cuda")
         assert [peak.name for peak in seen.ranks[0].phases] == ["load", "backward", "optimizer_step"]
         assert seen.ranks[0].allocated_bytes == 7 * GIB + 600 * MIB  # of the reading after the third step
@@ -158,7 +158,7 @@ class TestRuns:
         assert run.state.global_step == STEPS
         (line,) = said
         assert line.startswith("the first step needed 10.5 GiB of RTX-3090, more than the 7.0 GiB to 9.0 GiB ")
-        assert len(own_results().results) == 1
+        assert len(read_own_results().results) == 1
 
     def test_a_run_below_the_plan_says_so_when_the_steps_are_over(self, tmp_path, said, candidate):
         plan = expected_of(8 * GIB, (7 * GIB, 9 * GIB), candidate)
@@ -172,7 +172,7 @@ class TestRuns:
         ).train()
         (line,) = said
         assert "more than the" in line and "GiB estimated" in line
-        kept = own_results().results[0].measurement.candidate
+        kept = read_own_results().results[0].decode().candidate
         assert (kept.tuning, kept.lora_r, kept.lora_target_modules, kept.model.num_layers) == (
             "lora",
             4,
@@ -418,12 +418,12 @@ def test_probes_has_nothing_else() -> None:
 
 
 def test_a_kept_run_is_told_in_the_next_plan(tmp_path: Path, candidate: Candidate) -> None:
-    from planner.measurements.own_results import own_notes
+    from planner.measurements.own_results import own_result_notes
 
     plan = tmp_plan(candidate)
     trainer(
         tmp_path, MemoryPlanCallback(plan, memory=memory(lambda number: 7 * GIB + number), say=lambda line: None)
     ).train()
-    notes = own_notes(plan, GPU, own_results())
+    notes = own_result_notes(plan, GPU, read_own_results())
     assert notes[0].startswith("1 run of your own on RTX-3090 needed 7.5 GiB in the first steps, with your data")
     assert json.loads(results_file().read_text(encoding="utf-8"))["source"] == "run"

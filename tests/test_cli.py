@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
@@ -18,6 +17,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.plan import Plan
 from planner.quantities import Estimate
+from planner.report.documents import json_schema
 from planner.report.dry_run import HINT
 
 ASKED = ["--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo"]
@@ -156,7 +156,7 @@ class TestEstimate:
         report = json.loads(capsys.readouterr().out)
         assert report["settings"]["lora_target_modules"] is None
         jsonschema.validate(
-            report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
+            report, json_schema()
         )
 
     def test_the_effective_batch_is_kept_by_accumulation(self, capsys):

@@ -4,7 +4,6 @@ import io
 import json
 import re
 import time
-from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
@@ -20,6 +19,7 @@ from planner.diagnose.tracebacks import Frame, phase_of
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
+from planner.report.documents import json_schema
 from planner.search.knobs import KNOBS, SearchProblem
 from planner.units import GIB, MIB
 
@@ -241,7 +241,7 @@ def test_what_fits_keeps_the_data_and_the_optimizer_step_of_the_run(capsys):
 @pytest.mark.parametrize("job", [(), JOB])
 def test_the_report_follows_the_schema(job, capsys):
     assert run(["diagnose", str(LOGS / "grpo_optimizer_step.log"), *job, "--json"]) == 0
-    schema = json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
+    schema = json_schema()
     jsonschema.validate(json.loads(capsys.readouterr().out), schema)
 
 

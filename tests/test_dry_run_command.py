@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
@@ -21,8 +20,10 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.settings import settings_of
 from planner.models.catalogue import load_model
 from planner.quantities import Estimate, PhaseMemory
-from planner.report.read_json import candidate_of
-from planner.report.simulated import agreement, disagreement, simulation_report, simulation_table
+from planner.report.documents import json_schema
+from planner.report.dry_run import difference_lines, dry_run_note, dry_run_table
+from planner.report.json import dry_run_report, json_text
+from planner.report.read_json import candidate_from_settings
 from planner.units import GIB, MIB
 
 ONE = [
@@ -75,7 +76,7 @@ CANDIDATES = [
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda candidate: f"{candidate.method}-{candidate.sharding}")
 def test_a_saved_candidate_is_read_back_as_it_was(candidate: Candidate) -> None:
-    read = candidate_of(settings_of(candidate), lambda model: model)
+    read = candidate_from_settings(settings_of(candidate), lambda model: model)
     assert read.model.id == candidate.model.id
     models = {"model": MODEL, "reward_model": candidate.reward_model, "teacher_model": candidate.teacher_model}
     assert replace(read, **models) == candidate  # type: ignore[arg-type]
@@ -107,10 +108,10 @@ def simulation(simulated_bytes: int, estimated_bytes: int) -> Simulation:
 
 def test_a_note_names_the_installed_trl_and_how_near_the_dry_run_comes() -> None:
     near, far = simulation(100_000, 101_010), simulation(100_000, 90_000)
-    assert agreement(near) == "a dry run with the installed trl 1.16.0 agrees within 1.1 %"
-    assert agreement(far).startswith("a dry run with the installed trl 1.16.0 peaks at")
-    assert "11.1% more than estimated; they differ most in the backward" in agreement(far)
-    assert disagreement(near) == ()
+    assert dry_run_note(near) == "a dry run with the installed trl 1.16.0 agrees within 1.1 %"
+    assert dry_run_note(far).startswith("a dry run with the installed trl 1.16.0 peaks at")
+    assert "11.1% more than estimated; they differ most in the backward" in dry_run_note(far)
+    assert difference_lines(near) == ()
 
 
 def test_a_dry_run_above_the_interval_or_the_card_is_a_residual() -> None:
@@ -155,12 +156,10 @@ def test_a_step_that_runs_out_says_so_in_pytorchs_words() -> None:
     one = replace(simulation(GIB, GIB), trace=Trace(allocations=(made,), phase_starts=()))
     small = replace(load_gpu("A100-40G"), total_bytes=GIB, free_bytes=GIB // 2)
     found = with_reserved(one, small)
-    report = simulation_report(found)
-    jsonschema.validate(
-        report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
-    )
+    report = json.loads(json_text(dry_run_report(found)))
+    jsonschema.validate(report, json_schema())
     assert report["out_of_memory"]["phase"] == "backward"  # type: ignore[index]
-    table = simulation_table(found, Cluster(gpu=small, nodes=1, gpus_per_node=1)).plain
+    table = dry_run_table(found, Cluster(gpu=small, nodes=1, gpus_per_node=1)).plain
     assert (
         "runs out in the backward: CUDA out of memory. Tried to allocate 1024.00 MiB." in table
         or "Tried to allocate 1.00 GiB." in table
@@ -215,9 +214,7 @@ class TestWithTheInstalledStack:
     def test_json_says_that_it_is_simulated(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run(["dry-run", *ONE, "--json", "--quiet"]) == 0
         report = json.loads(capsys.readouterr().out)
-        jsonschema.validate(
-            report, json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
-        )
+        jsonschema.validate(report, json_schema())
         assert report["evidence"] == "simulated"
         assert report["reserved_peak_bytes"] == max(phase.get("reserved_bytes", 0) for phase in report["phases"])
         assert report["peak_bytes"] == max(phase["total_bytes"] for phase in report["phases"])

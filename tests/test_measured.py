@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from importlib.resources import files
 
 import jsonschema
 import pytest
@@ -19,33 +18,24 @@ from planner.jobs.job import Job
 from planner.measurements.corrected_estimate import (
     LEAST_SURE_FIRST,
     RUN_TO_RUN_BYTES,
-    differences,
-    measured_estimate,
+    correct_estimate,
     needed_bytes,
+    phase_differences,
 )
-from planner.measurements.corrected_plan import confirmed, contradiction, contradicts
+from planner.measurements.corrected_plan import contradiction, contradicts, correct_plan
+from planner.measurements.documents import candidate_of_report, candidate_report
 from planner.measurements.fingerprint import candidate_key
-from planner.measurements.measurement import (
-    DeviceName,
-    Measurement,
-    Outcome,
-    PhasePeak,
-    RankMemory,
-    Shortage,
-    candidate_of_report,
-    candidate_report,
-)
+from planner.measurements.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage
 from planner.models.catalogue import load_model
 from planner.plan import Alternative, Plan, plan
 from planner.quantities import Component, Estimate, PhaseMemory
+from planner.report.documents import json_schema
 from planner.report.html import plan_html
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.table import estimate_table, plan_table
 from planner.units import GIB, MIB
 
-VALIDATOR = jsonschema.Draft202012Validator(
-    json.loads(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"))
-)
+VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 MODEL = load_model("Qwen2.5-0.5B")
 CANDIDATE = Candidate(
     model=MODEL, method="sft", tuning="lora", dtype="bfloat16", per_device_train_batch_size=4, max_length=2048
@@ -119,19 +109,19 @@ PLANNED = Plan(
 
 class TestMeasuredEstimate:
     def test_what_is_seen_as_expected_has_the_expected_phases(self):
-        answer = measured_estimate(EXPECTED, seen())
+        answer = correct_estimate(EXPECTED, seen())
         assert answer.gpus[0].phases == EXPECTED.gpus[0].phases
         assert answer.evidence == answer.throughput.evidence == "measured"
         assert answer.throughput.step_seconds == 0.5 and answer.throughput.tokens_per_second == 16_000.0
 
     def test_the_total_is_the_drivers(self):
-        answer = measured_estimate(EXPECTED, seen(more=GIB, spare=GIB))
+        answer = correct_estimate(EXPECTED, seen(more=GIB, spare=GIB))
         assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 2 * GIB
 
     def test_more_than_expected_is_unexplained_and_spare_is_fragmentation(self):
         before, after = (
             EXPECTED.gpus[0].peak.components,
-            measured_estimate(EXPECTED, seen(more=GIB, spare=GIB)).gpus[0].peak.components,
+            correct_estimate(EXPECTED, seen(more=GIB, spare=GIB)).gpus[0].peak.components,
         )
         assert after["unexplained"] == GIB
         assert after["fragmentation"] == before["fragmentation"] + GIB
@@ -142,7 +132,7 @@ class TestMeasuredEstimate:
     def test_less_than_expected_is_cut_from_what_is_least_sure(self):
         before, after = (
             EXPECTED.gpus[0].peak.components,
-            measured_estimate(EXPECTED, seen(more=-MIB)).gpus[0].peak.components,
+            correct_estimate(EXPECTED, seen(more=-MIB)).gpus[0].peak.components,
         )
         first = next(name for name in LEAST_SURE_FIRST if before.get(name))
         assert after[first] == before[first] - MIB
@@ -151,7 +141,7 @@ class TestMeasuredEstimate:
     @given(st.integers(-2 * GIB, 2 * GIB), st.integers(0, GIB), st.sampled_from(["cuda", "cpu", "simulated"]))
     def test_components_sum_to_the_total_and_none_is_negative(self, more, spare, device):
         measurement = seen(device=device, more=more, spare=spare)
-        for phase in measured_estimate(EXPECTED, measurement).gpus[0].phases:
+        for phase in correct_estimate(EXPECTED, measurement).gpus[0].phases:
             assert sum(phase.components.values()) == phase.total_bytes and all(
                 size > 0 for size in phase.components.values()
             )
@@ -163,19 +153,19 @@ class TestMeasuredEstimate:
         assert set(LEAST_SURE_FIRST) == set(Component.__args__)
 
     def test_the_interval_is_the_run_to_run_spread_and_stays_within_the_card_it_ran_on(self):
-        gpu = measured_estimate(EXPECTED, seen()).gpus[0]
+        gpu = correct_estimate(EXPECTED, seen()).gpus[0]
         assert gpu.interval_bytes == (gpu.peak_bytes - RUN_TO_RUN_BYTES, gpu.peak_bytes + RUN_TO_RUN_BYTES)
-        full = measured_estimate(EXPECTED, seen(spare=CAPACITY - EXPECTED.gpus[0].peak_bytes - MIB))
+        full = correct_estimate(EXPECTED, seen(spare=CAPACITY - EXPECTED.gpus[0].peak_bytes - MIB))
         assert full.gpus[0].interval_bytes[1] == CAPACITY and full.fits and full.fit_probability == 1.0
 
     def test_on_a_larger_card_what_was_kept_to_spare_does_not_count(self):
         roomy = seen(spare=30 * GIB, capacity=80 * GIB)
-        answer = measured_estimate(EXPECTED, roomy)
+        answer = correct_estimate(EXPECTED, roomy)
         assert answer.fits and answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes
-        assert not measured_estimate(EXPECTED, seen(more=30 * GIB, capacity=80 * GIB)).fits
+        assert not correct_estimate(EXPECTED, seen(more=30 * GIB, capacity=80 * GIB)).fits
 
     def test_out_of_memory_is_the_measured_answer_that_it_does_not_fit(self):
-        answer = measured_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT))
+        answer = correct_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT))
         gpu = answer.gpus[0]
         assert (answer.fits, answer.fit_probability, answer.evidence) == (False, 0.0, "measured")
         assert (gpu.peak_phase, gpu.peak_bytes) == ("backward", CAPACITY + GIB)
@@ -183,7 +173,7 @@ class TestMeasuredEstimate:
 
     def test_out_of_memory_whose_message_is_lost_is_over_by_a_byte_at_least(self):
         lost = replace(seen(outcome="out_of_memory"), ranks=())
-        gpu = measured_estimate(EXPECTED, lost).gpus[0]
+        gpu = correct_estimate(EXPECTED, lost).gpus[0]
         assert (gpu.peak_bytes, gpu.peak_phase) == (CAPACITY + 1, EXPECTED.gpus[0].peak_phase)
 
     @pytest.mark.parametrize(
@@ -191,31 +181,29 @@ class TestMeasuredEstimate:
     )
     def test_a_probe_that_ended_otherwise_measures_nothing(self, outcome):
         with pytest.raises(PlanError, match="says nothing about memory"):
-            measured_estimate(EXPECTED, seen(outcome=outcome))
+            correct_estimate(EXPECTED, seen(outcome=outcome))
 
     def test_out_of_memory_on_a_smaller_card_says_nothing_about_this_one(self):
         with pytest.raises(PlanError, match="smaller card"):
-            measured_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=8 * GIB))
+            correct_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=8 * GIB))
 
     def test_a_card_that_differs_by_what_its_driver_keeps_is_no_other_card(self):
         for capacity in (CAPACITY - CAPACITY // 200, CAPACITY + CAPACITY // 200):
-            assert not measured_estimate(
-                EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=capacity)
-            ).fits
+            assert not correct_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=capacity)).fits
             assert (
-                measured_estimate(EXPECTED, seen(spare=GIB, capacity=capacity)).gpus[0].peak_bytes
+                correct_estimate(EXPECTED, seen(spare=GIB, capacity=capacity)).gpus[0].peak_bytes
                 == EXPECTED.gpus[0].peak_bytes + GIB
             )
 
     def test_phases_are_told_in_the_order_of_a_run(self):
         rank = seen().ranks[0]
         backwards = replace(seen(), ranks=(replace(rank, phases=rank.phases[::-1]),))
-        assert measured_estimate(EXPECTED, backwards).gpus == measured_estimate(EXPECTED, seen()).gpus
-        assert differences(EXPECTED, backwards) == differences(EXPECTED, seen())
+        assert correct_estimate(EXPECTED, backwards).gpus == correct_estimate(EXPECTED, seen()).gpus
+        assert phase_differences(EXPECTED, backwards) == phase_differences(EXPECTED, seen())
 
     def test_the_heaviest_process_counts(self):
         light, heavy = seen().ranks[0], replace(seen(more=GIB).ranks[0], rank=1)
-        answer = measured_estimate(EXPECTED, replace(seen(), ranks=(light, heavy)))
+        answer = correct_estimate(EXPECTED, replace(seen(), ranks=(light, heavy)))
         assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + GIB
 
     def test_a_phase_that_nobody_expected_holds_what_stays(self):
@@ -223,7 +211,7 @@ class TestMeasuredEstimate:
             name="save", allocated_bytes=30 * GIB, reserved_bytes=30 * GIB, driver_bytes=31 * GIB, seconds=1.0
         )
         rank = replace(seen().ranks[0], phases=(save,))
-        components = measured_estimate(EXPECTED, replace(seen(), ranks=(rank,))).gpus[0].phases[0].components
+        components = correct_estimate(EXPECTED, replace(seen(), ranks=(rank,))).gpus[0].phases[0].components
         assert components["weights"] == EXPECTED.gpus[0].peak.components["weights"] and components["unexplained"] > 0
 
     def test_a_server_stays_as_it_was_expected(self):
@@ -233,7 +221,7 @@ class TestMeasuredEstimate:
             phases=(PhaseMemory(name="rollout", components={"engine": GIB, "runtime": MIB}),),
         )
         expected = replace(EXPECTED, gpus=(*EXPECTED.gpus, server))
-        answer = measured_estimate(expected, seen())
+        answer = correct_estimate(expected, seen())
         assert answer.gpus[1] is server and "the vLLM server's cards are still estimated" in answer.reasons
 
 
@@ -241,22 +229,21 @@ class TestOtherDevices:
     def test_the_engine_of_a_simulated_card_is_needed_and_no_slack(self):
         job = Job(model=MODEL, method="grpo", tuning="lora", pinned={"vllm": "colocate"})
         answer = plan(job, parse_cluster("1xRTX-3090")).best
-        measured = measured_estimate(answer, seen(answer, device="simulated"))
+        measured = correct_estimate(answer, seen(answer, device="simulated"))
         assert measured.gpus[0].phases == answer.gpus[0].phases
-        assert all(each.error == 0.0 for each in differences(answer, seen(answer, device="simulated", spare=GIB)))
+        assert all(each.error == 0.0 for each in phase_differences(answer, seen(answer, device="simulated", spare=GIB)))
 
     def test_a_simulated_probe_never_looks_measured(self):
-        plan = confirmed(PLANNED, CANDIDATE, [seen(device="simulated")], ["it fits"], {})
-        report = plan_report(plan)
+        plan = correct_plan(PLANNED, CANDIDATE, [seen(device="simulated")], ["it fits"], {})
+        report = json.loads(json_text(plan_report(plan)))
         best, proof = report["best"], report["proof"]
-        assert isinstance(best, dict) and isinstance(proof, dict)
         assert best["evidence"] == proof["evidence"] == "simulated" and best["throughput"]["evidence"] == "estimated"
         for text in (plan_table(plan, 100).plain, plan_html(plan)):
             assert "measured" not in text.replace("nothing here was measured", "")
             assert "nothing here was measured: the probes ran in simulated cards" in text
 
     def test_the_cpu_measures_tensors_and_nothing_else(self):
-        answer = measured_estimate(EXPECTED, seen(device="cpu", capacity=0))
+        answer = correct_estimate(EXPECTED, seen(device="cpu", capacity=0))
         assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes
         assert answer.throughput is EXPECTED.throughput
         assert (
@@ -266,26 +253,26 @@ class TestOtherDevices:
         )
         assert "the probe ran on the CPU, where tensors' bytes are counted" in answer.reasons[-1]
         assert "measured on the CPU (torch 2.13, trl 1.16)" in estimate_table(answer, CLUSTER, (), 120).plain
-        plan = confirmed(PLANNED, CANDIDATE, [seen(device="cpu", capacity=0)], ["it ran"], {})
+        plan = correct_plan(PLANNED, CANDIDATE, [seen(device="cpu", capacity=0)], ["it ran"], {})
         assert "no GPU was measured: the probes ran on the CPU" in plan_table(plan, 120).plain
         assert " of tensors, its peak in the " in plan.warnings[0]
 
 
 class TestDifferences:
     def test_on_the_cpu_tensors_are_compared_with_tensors(self):
-        found = differences(EXPECTED, seen(device="cpu"))
+        found = phase_differences(EXPECTED, seen(device="cpu"))
         assert all(each.error == 0.0 for each in found)
         heaviest = max(found, key=lambda each: each.expected_bytes)
         unseen = sum(EXPECTED.gpus[0].peak.components[name] for name in ("runtime", "fragmentation"))
         assert heaviest.expected_bytes == EXPECTED.gpus[0].peak_bytes - unseen
 
     def test_what_is_kept_to_spare_is_measured_and_not_needed(self):
-        heaviest = max(differences(EXPECTED, seen(spare=GIB)), key=lambda each: each.expected_bytes)
+        heaviest = max(phase_differences(EXPECTED, seen(spare=GIB)), key=lambda each: each.expected_bytes)
         assert heaviest.measured_bytes == heaviest.needed_bytes + GIB
         assert heaviest.error == 0.0
 
     def test_too_little_expected_is_negative(self):
-        assert all(each.error < 0 for each in differences(EXPECTED, seen(more=GIB)))
+        assert all(each.error < 0 for each in phase_differences(EXPECTED, seen(more=GIB)))
 
     def test_need_is_tensors_slack_and_what_is_outside_pytorch(self):
         expected = PhaseMemory(name="backward", components={"weights": 100, "fragmentation": 10, "runtime": 7})
@@ -295,7 +282,7 @@ class TestDifferences:
         assert needed_bytes(replace(peak, reserved_bytes=200, driver_bytes=0), expected) == 120 + 10 + 7
 
     def test_a_run_that_ended_early_has_none(self):
-        assert differences(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT)) == ()
+        assert phase_differences(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT)) == ()
 
 
 class TestContradiction:
@@ -326,7 +313,7 @@ class TestContradiction:
 
 class TestConfirmed:
     def test_the_best_is_measured_and_the_proof_is_kept(self):
-        plan = confirmed(PLANNED, CANDIDATE, [seen(more=100 * MIB)], ["1 probe"], {"probes": 1})
+        plan = correct_plan(PLANNED, CANDIDATE, [seen(more=100 * MIB)], ["1 probe"], {"probes": 1})
         assert plan.best.evidence == "measured" and plan.verdict == "fits"
         assert plan.proof is not None and plan.proof.lines == ("1 probe",) and plan.proof.expected == "estimated"
         assert plan.warnings[0].startswith("the probe on the GPU needed ") and plan.warnings[-1] == "a note"
@@ -335,33 +322,33 @@ class TestConfirmed:
     def test_the_proven_candidate_takes_the_place_of_one_that_ran_out(self):
         smaller = replace(CANDIDATE, per_device_train_batch_size=2)
         measurements = [seen(outcome="out_of_memory", shortage=SHORT), seen(estimate(smaller, CLUSTER))]
-        plan = confirmed(PLANNED, smaller, measurements, [], {})
+        plan = correct_plan(PLANNED, smaller, measurements, [], {})
         assert plan.best.candidate == smaller and plan.best.evidence == "measured"
         assert "ran out of memory on the GPU in the backward" in plan.warnings[0]
         assert plan.warnings[1] == "proven instead of what was recommended: per_device_train_batch_size=2"
 
     def test_where_nothing_was_proven_the_plan_says_that_it_does_not_fit(self):
-        plan = confirmed(PLANNED, None, [seen(outcome="out_of_memory", shortage=SHORT)], [], {})
+        plan = correct_plan(PLANNED, None, [seen(outcome="out_of_memory", shortage=SHORT)], [], {})
         assert plan.verdict == "does_not_fit" and not plan.best.fits
 
     def test_a_crash_leaves_the_estimate(self):
-        plan = confirmed(PLANNED, None, [seen(outcome="crashed")], ["the probe crashed"], {})
+        plan = correct_plan(PLANNED, None, [seen(outcome="crashed")], ["the probe crashed"], {})
         assert plan.best == EXPECTED and plan.proof is not None and plan.proof.evidence == "estimated"
 
     def test_an_alternative_that_was_probed_is_measured_too(self):
         other = estimate(replace(CANDIDATE, tuning="full"), CLUSTER)
         plan = replace(PLANNED, alternatives=(Alternative(label="full fine-tuning", estimate=other, note=""),))
-        shown = confirmed(plan, CANDIDATE, [seen(), seen(other)], [], {})
+        shown = correct_plan(plan, CANDIDATE, [seen(), seen(other)], [], {})
         assert shown.alternatives[0].estimate.evidence == "measured"
 
     def test_a_measurement_from_another_process_is_of_the_same_candidate(self):
         read = candidate_of_report(json.loads(json.dumps(candidate_report(CANDIDATE))))
         assert read != CANDIDATE and candidate_key(read) == candidate_key(CANDIDATE)
-        assert confirmed(PLANNED, read, [replace(seen(), candidate=read)], [], {}).best.evidence == "measured"
+        assert correct_plan(PLANNED, read, [replace(seen(), candidate=read)], [], {}).best.evidence == "measured"
 
 
 class TestReports:
-    PROVEN = confirmed(
+    PROVEN = correct_plan(
         PLANNED,
         CANDIDATE,
         [seen(more=GIB, spare=GIB)],
@@ -385,7 +372,8 @@ class TestReports:
         assert "Proof (measured)" in page and "3 probes: the next larger batch ran out of memory" in page
 
     def test_a_plan_without_probes_has_no_proof(self):
-        assert "proof" not in plan_report(PLAN) and "device" not in estimate_report(ESTIMATE)
+        assert "proof" not in json.loads(json_text(plan_report(PLAN)))
+        assert "device" not in json.loads(json_text(estimate_report(ESTIMATE)))
         assert "Proof" not in plan_html(PLAN)
 
 

@@ -7,16 +7,8 @@ import pytest
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.measurements.measurement import (
-    Measurement,
-    PhasePeak,
-    RankMemory,
-    Shortage,
-    candidate_of_report,
-    candidate_report,
-    measurement_line,
-    measurement_of,
-)
+from planner.measurements.documents import candidate_of_report, candidate_report, measurement_line, measurement_of
+from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 

@@ -17,16 +17,16 @@ from planner.estimate import estimate
 from planner.files.journal import append_line, lines_of
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
-from planner.measurements.corrected_plan import confirmed, contradicts
+from planner.measurements.corrected_plan import contradicts, correct_plan
 from planner.measurements.own_results import (
-    keep,
-    keep_new,
-    kind_of,
-    own_answer,
-    own_notes,
-    own_results,
+    apply_own_results,
+    catalogue_name,
+    correct_by_own_probes,
+    own_result_notes,
+    read_own_results,
     results_file,
-    with_own_results,
+    save_new_results,
+    save_result,
 )
 from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
@@ -50,39 +50,39 @@ class TestTheFile:
         assert results_file() == own_cache / "measurements" / "schema-1.jsonl"
 
     def test_what_is_kept_is_read_back(self):
-        keep(seen(), CARD, "probe")
-        keep(seen(more=MIB), CARD, "run")
-        found = own_results()
+        save_result(seen(), CARD, "probe")
+        save_result(seen(more=MIB), CARD, "run")
+        found = read_own_results()
         assert [result.source for result in found.results] == ["probe", "run"]
         assert [result.gpu for result in found.results] == ["RTX-3090", "RTX-3090"]
-        first = found.results[0].measurement
+        first = found.results[0].decode()
         assert replace(first, candidate=CANDIDATE) == seen() and found.unread == 0
 
     def test_without_a_file_there_is_nothing(self):
-        assert own_results().results == ()
+        assert read_own_results().results == ()
 
     def test_a_simulated_measurement_is_never_kept(self):
         with pytest.raises(ValueError, match="only what was measured is kept"):
-            keep(seen(device="simulated"), CARD, "probe")
+            save_result(seen(device="simulated"), CARD, "probe")
         assert not results_file().exists()
 
     def test_a_study_that_goes_on_adds_what_is_new(self):
         of_no_card = [seen(outcome="crashed"), seen(device="simulated"), seen(device="cpu")]
-        assert keep_new([seen(), *of_no_card], CARD) == 1
-        assert keep_new([seen(), seen(more=MIB)], CARD) == 1
-        assert [result.source for result in own_results().results] == ["probe", "probe"]
+        assert save_new_results([seen(), *of_no_card], CARD) == 1
+        assert save_new_results([seen(), seen(more=MIB)], CARD) == 1
+        assert [result.source for result in read_own_results().results] == ["probe", "probe"]
 
     def test_lines_that_cannot_be_read_are_counted_and_the_others_read(self):
-        keep(seen(), CARD, "probe")
+        save_result(seen(), CARD, "probe")
         with results_file().open("a", encoding="utf-8") as file:
             file.write('{"schema": 99}\n{"schema": 1}\nnot json\n{"torn": ')
-        keep(seen(), CARD, "probe")
-        found = own_results()
+        save_result(seen(), CARD, "probe")
+        found = read_own_results()
         assert len(found.results) == 2 and found.unread == 4
-        assert any("4 lines of" in note and "cannot be read" in note for note in own_notes(EXPECTED, GPU, found))
+        assert any("4 lines of" in note and "cannot be read" in note for note in own_result_notes(EXPECTED, GPU, found))
 
     def test_a_measurement_that_is_none_names_the_file(self):
-        keep(seen(), CARD, "probe")
+        save_result(seen(), CARD, "probe")
         row = json.loads(results_file().read_text(encoding="utf-8"))
         del row["measurement"]["ranks"]
         results_file().write_text(json.dumps(row) + "\n", encoding="utf-8")
@@ -90,7 +90,7 @@ class TestTheFile:
             InputError,
             match=r"One of your own measurements of RTX-3090 cannot be read .* Remove its line from .*schema-1\.jsonl",
         ):
-            own_answer(EXPECTED, GPU, own_results(), 0.01)
+            correct_by_own_probes(EXPECTED, GPU, read_own_results(), 0.01)
 
     def test_lines_of_several_processes_do_not_mix(self, tmp_path):
         path = tmp_path / "lines"
@@ -115,16 +115,16 @@ class TestTheFile:
 
 class TestPlans:
     def test_a_candidate_that_was_probed_on_such_a_card_is_measured(self):
-        keep(seen(more=100 * MIB), CARD, "probe")
-        found = with_own_results(PLANNED, own_results())
+        save_result(seen(more=100 * MIB), CARD, "probe")
+        found = apply_own_results(PLANNED, read_own_results())
         assert found.best.evidence == "measured" and found.verdict == "fits"
         assert found.best.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 100 * MIB
         assert found.warnings[0].startswith("measured by 1 probe of your own on RTX-3090: ")
 
     def test_the_heaviest_of_several_probes_counts_in_whatever_order(self):
         for more in (MIB, 200 * MIB, 100 * MIB):
-            keep(seen(more=more), CARD, "probe")
-        found = with_own_results(PLANNED, own_results())
+            save_result(seen(more=more), CARD, "probe")
+        found = apply_own_results(PLANNED, read_own_results())
         assert found.best.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 200 * MIB
         assert "measured by 3 probes of your own" in found.warnings[0]
 
@@ -137,24 +137,24 @@ class TestPlans:
         ],
     )
     def test_another_card_candidate_or_release_is_not_used(self, card, candidate):
-        keep(replace(seen(), candidate=candidate), card, "probe")
-        found = with_own_results(PLANNED, own_results())
+        save_result(replace(seen(), candidate=candidate), card, "probe")
+        found = apply_own_results(PLANNED, read_own_results())
         assert found.best == EXPECTED and found.warnings == PLANNED.warnings
 
     def test_a_cpu_says_nothing_about_a_card(self):
-        keep(seen(device="cpu"), CARD, "probe")
-        assert with_own_results(PLANNED, own_results()).best == EXPECTED
+        save_result(seen(device="cpu"), CARD, "probe")
+        assert apply_own_results(PLANNED, read_own_results()).best == EXPECTED
 
     def test_a_run_with_the_users_data_is_a_note_and_no_figure(self):
-        keep(seen(more=-GIB), CARD, "run")
-        found = with_own_results(PLANNED, own_results())
+        save_result(seen(more=-GIB), CARD, "run")
+        found = apply_own_results(PLANNED, read_own_results())
         assert found.best == EXPECTED
         assert "1 run of your own on RTX-3090 needed" in found.warnings[0] and "with your data" in found.warnings[0]
 
     def test_out_of_memory_is_a_note_that_says_what_to_do(self):
-        keep(seen(), CARD, "probe")
-        keep(seen(outcome="out_of_memory", shortage=SHORT), CARD, "probe")
-        found = with_own_results(PLANNED, own_results())
+        save_result(seen(), CARD, "probe")
+        save_result(seen(outcome="out_of_memory", shortage=SHORT), CARD, "probe")
+        found = apply_own_results(PLANNED, read_own_results())
         assert found.best == EXPECTED
         assert found.warnings[0].startswith(
             "your own probe of this candidate on RTX-3090 ran out of memory in the backward"
@@ -169,45 +169,45 @@ class TestPlans:
         other = replace(
             measurement, candidate=replace(CANDIDATE, lora_r=8), ranks=(replace(measurement.ranks[0], phases=phases),)
         )
-        keep(other, CARD, "run")
-        (note,) = own_notes(EXPECTED, GPU, own_results())
+        save_result(other, CARD, "run")
+        (note,) = own_result_notes(EXPECTED, GPU, read_own_results())
         assert (
             note
             == "CUDA took 0.77 GiB beside PyTorch on your RTX-3090 (median of 1 measurement); 0.47 GiB are estimated"
         )
 
     def test_a_crash_is_not_used(self):
-        keep(seen(outcome="crashed"), CARD, "probe")
-        assert own_answer(EXPECTED, GPU, own_results(), 0.01) == EXPECTED
+        save_result(seen(outcome="crashed"), CARD, "probe")
+        assert correct_by_own_probes(EXPECTED, GPU, read_own_results(), 0.01) == EXPECTED
 
     def test_an_instruct_model_of_the_same_layers_is_the_same_candidate(self):
-        keep(seen(), CARD, "probe")
+        save_result(seen(), CARD, "probe")
         instruct = estimate(replace(CANDIDATE, model=load_model("Qwen2.5-0.5B-Instruct")), CLUSTER)
-        assert own_answer(instruct, GPU, own_results(), 0.01).evidence == "measured"
+        assert correct_by_own_probes(instruct, GPU, read_own_results(), 0.01).evidence == "measured"
 
     def test_the_same_measurements_make_the_same_report(self):
-        keep(seen(more=MIB), CARD, "probe")
-        texts = {json_text(plan_report(with_own_results(PLANNED, own_results()))) for _ in range(2)}
+        save_result(seen(more=MIB), CARD, "probe")
+        texts = {json_text(plan_report(apply_own_results(PLANNED, read_own_results()))) for _ in range(2)}
         assert len(texts) == 1
 
     def test_a_proof_is_beside_what_was_expected_and_not_beside_itself(self):
         reach = EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
         again = seen(more=reach + GIB)
-        keep(again, CARD, "probe")
-        resumed = with_own_results(PLANNED, own_results())
+        save_result(again, CARD, "probe")
+        resumed = apply_own_results(PLANNED, read_own_results())
         assert resumed.best.evidence == "measured" and contradicts(resumed, [again])
-        proven = confirmed(resumed, CANDIDATE, [again], [], {})
+        proven = correct_plan(resumed, CANDIDATE, [again], [], {})
         assert proven.proof is not None and proven.proof.expected == EXPECTED.evidence
-        assert proven.best == confirmed(PLANNED, CANDIDATE, [again], [], {}).best
+        assert proven.best == correct_plan(PLANNED, CANDIDATE, [again], [], {}).best
 
     def test_a_plan_itself_reads_no_measurements(self):
         job = Job(model=MODEL, method="sft", tuning="lora", pinned={"max_length": 512})
         before = plan(job, parse_cluster("1xRTX-3090"))
         candidate: Candidate = before.best.candidate
-        keep(replace(seen(), candidate=candidate), CARD, "probe")
+        save_result(replace(seen(), candidate=candidate), CARD, "probe")
         assert plan(job, parse_cluster("1xRTX-3090")) == before
 
 
 def test_a_card_is_kept_under_the_catalogues_name() -> None:
-    assert kind_of("NVIDIA A100-SXM4-40GB") == "A100-40G"
-    assert kind_of("Some Card 3000") == "Some Card 3000"
+    assert catalogue_name("NVIDIA A100-SXM4-40GB") == "A100-40G"
+    assert catalogue_name("Some Card 3000") == "Some Card 3000"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.measurements.measurement import Shortage, measurement_line
+from planner.measurements.documents import measurement_line
+from planner.measurements.measurement import Shortage
 
 pytest.importorskip("psutil")
 

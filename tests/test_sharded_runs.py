@@ -19,7 +19,7 @@ from planner.candidate import Candidate
 from planner.gpus.catalogue import load_gpu
 from planner.launch.command import launch_command
 from planner.launch.export import export
-from planner.measurements.measurement import candidate_report
+from planner.measurements.documents import candidate_report
 from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import communication_bytes, nccl_bytes
 from planner.memory.gradients import gradients_bytes, step_gradients_bytes
@@ -29,6 +29,7 @@ from planner.memory.weights import policy_weights_bytes
 from planner.models.from_config import shape_of
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded runs")]  # the module's fixture takes 20 s
 
 ROOT = Path(__file__).parent.parent
 WORKER = ROOT / "tests" / "sharded_worker.py"

@@ -15,13 +15,14 @@ from planner.estimate import estimate
 from planner.files.journal import append_line, lines_of
 from planner.gpus.parse import parse_cluster
 from planner.measurements.cases import Case, Cases, LeftOut, read_cases
+from planner.measurements.documents import measurement_line
 from planner.measurements.grid import point_candidate
-from planner.measurements.measurement import Measurement, measurement_line
-from planner.measurements.validate import Row, part_bytes, summaries, validate
+from planner.measurements.measurement import Measurement
+from planner.measurements.validate import ComparedFigure, counted_bytes, summaries, validate
 from planner.memory.runtime import CUBLAS_WORKSPACE_BYTES, context_bytes
 from planner.report.frame import validation_frame
-from planner.report.json import json_text
-from planner.report.validation import validation_csv, validation_report, validation_table
+from planner.report.json import json_text, validation_report
+from planner.report.validation import validation_csv, validation_table
 from planner.units import GIB
 
 GRID = Path(__file__).parent / "data" / "grid.jsonl"
@@ -103,8 +104,8 @@ class TestLines:
     @pytest.mark.parametrize(
         ("row", "message"),
         [
-            ("{", r"line 2: it is no JSON"),
-            ("[1]", r"line 2: it is no JSON object"),
+            ("{", r"line 2: That is no JSON object: Input data was truncated"),
+            ("[1]", r"line 2: That is no JSON object: Expected `object`, got `array`"),
             ({}, r"line 2: it is an empty object"),
             ({"modle": "x"}, r"line 2: Unknown key 'modle'. Did you mean model"),
             (
@@ -121,7 +122,7 @@ class TestLines:
             ({**SMALL, "method": "grpo", "max_length": 100}, r"line 2: max_length 100 leaves no room for a prompt"),
             (
                 {**SMALL, "per_device_train_batch_size": "two"},
-                r"line 2: per_device_train_batch_size must be a whole number",
+                r"line 2: That is no point: Expected `int`, got `str` - at `\$\.per_device_train_batch_size`",
             ),
             ({"schema": 2, "candidate": {}}, r"line 2: A measurement of schema 2"),
             (
@@ -182,7 +183,7 @@ class TestComparison:
         candidate = point_candidate({**SMALL, "dtype": "bfloat16"})
         phase = estimate(candidate, CLUSTER).gpus[0].peak
         sizes = [
-            part_bytes(phase, quantity, candidate, CLUSTER.gpu)
+            counted_bytes(phase, quantity, candidate, CLUSTER.gpu)
             for quantity in ("driver", "reserved", "allocated", "tensors")
         ]
         assert sizes[0] == phase.total_bytes
@@ -193,21 +194,21 @@ class TestComparison:
     def test_what_is_measured_as_estimated_has_no_error(self, tmp_path):
         answer = estimate(point_candidate({**SMALL, "dtype": "bfloat16"}), CLUSTER)
         figures = {
-            name: max(part_bytes(phase, name, answer.candidate, CLUSTER.gpu) for phase in answer.gpus[0].phases)
+            name: max(counted_bytes(phase, name, answer.candidate, CLUSTER.gpu) for phase in answer.gpus[0].phases)
             for name in ("allocated", "reserved")
         }
         line = {**POINT, **{f"peak_{name}": size for name, size in figures.items()}}
         del line["total_bytes"]
         validation = validate(of(tmp_path, line))
-        assert [row.error("estimated") for row in validation.rows] == [0.0, 0.0]
+        assert [row.error("estimated") for row in validation.figures] == [0.0, 0.0]
 
     def test_errors_are_signed_and_summed_up_by_method_and_tuning(self, tmp_path):
         lines = [{**POINT, "peak_allocated": size} for size in (GIB // 4, 100 * GIB)]
         lines.append({**POINT, "point": {**SMALL, "tuning": "full"}, "peak_allocated": 100 * GIB})
         validation = validate(of(tmp_path, *lines))
-        found = {summary.group: summary for summary in summaries(validation) if summary.rung == "estimated"}
+        found = {summary.group: summary for summary in summaries(validation) if summary.evidence == "estimated"}
         assert found.keys() == {"sft lora", "sft full", "all"}
-        errors = [row.error("estimated") for row in validation.rows]
+        errors = [row.error("estimated") for row in validation.figures]
         assert errors[0] > 0 > errors[1]
         assert (found["all"].count, found["all"].under, found["sft lora"].under) == (3, 2, 1)
         assert found["all"].worst == max(errors, key=abs)
@@ -217,15 +218,15 @@ class TestComparison:
         cases = of(tmp_path, {**POINT, "gpu": None, "peak_allocated": GIB})
         with pytest.raises(InputError, match=r"Line 1 names no GPU\. Say which one with --gpus"):
             validate(cases)
-        assert validate(cases, CLUSTER).rows[0].quantity == "allocated"
+        assert validate(cases, CLUSTER).figures[0].quantity == "allocated"
 
     def test_tensors_need_no_card(self, tmp_path):
-        assert len(validate(of(tmp_path, measurement_line(seen(device="cpu", capacity=0)))).rows) == 1
+        assert len(validate(of(tmp_path, measurement_line(seen(device="cpu", capacity=0)))).figures) == 1
 
     def test_out_of_memory_is_foreseen_or_not(self, tmp_path):
         large = {**POINT["point"], "per_device_train_batch_size": 512, "max_length": 32768, "tuning": "full"}
         validation = validate(of(tmp_path, *({**POINT, "point": point, "outcome": "oom"} for point in (large, SMALL))))
-        assert [ending.foreseen["estimated"] for ending in validation.endings] == [True, False]
+        assert [ending.foreseen["estimated"] for ending in validation.out_of_memory] == [True, False]
         text = validation_table(validation).plain
         assert "out of memory: 1 of 2 were estimated not to fit" in text and "estimated to fit" in text
 
@@ -236,7 +237,7 @@ class TestComparison:
             raise DryRunUnsupported("no such kernel")
 
         lines = {**POINT, "point": {**SMALL, "use_liger_kernel": True}, "peak_allocated": GIB}
-        (row,) = validate(of(tmp_path, lines), simulate=refuses, say=said.append).rows
+        (row,) = validate(of(tmp_path, lines), dry_run=refuses, say=said.append).figures
         assert row.predicted.keys() == {"estimated"} and "line 1 is not simulated: no such kernel" in said
 
 
@@ -246,8 +247,8 @@ class TestMeasuring:
         cases = of(tmp_path, SMALL, {**SMALL, "lora_r": 8})
         validation = validate(cases, CLUSTER, probe=device, record=record)
         assert len(list(lines_of(record))) == 2
-        assert {row.quantity for row in validation.rows} == {"allocated", "reserved", "driver"}
-        assert all(-0.011 < row.error("estimated") < -0.009 for row in validation.rows if row.quantity == "driver")
+        assert {row.quantity for row in validation.figures} == {"allocated", "reserved", "driver"}
+        assert all(-0.011 < row.error("estimated") < -0.009 for row in validation.figures if row.quantity == "driver")
 
     def test_a_point_in_the_record_is_not_measured_again(self, tmp_path):
         record = tmp_path / "measured.jsonl"
@@ -261,7 +262,7 @@ class TestMeasuring:
             return device(candidate)
 
         first = validate(cases, CLUSTER, probe=interrupted, record=record)
-        assert first.interrupted and len(first.rows) == 3 and "interrupted" in validation_table(first).plain
+        assert first.interrupted and len(first.figures) == 3 and "interrupted" in validation_table(first).plain
         again = validate(cases, CLUSTER, probe=interrupted, record=record)
         assert [candidate.lora_r for candidate in asked] == [16, 8, 8]
         assert again == validate(cases, CLUSTER, record=record) and not again.interrupted
@@ -271,7 +272,7 @@ class TestMeasuring:
         cases = of(tmp_path, SMALL)
         validate(cases, CLUSTER, probe=device, record=record)
         record.write_text(record.read_text(encoding="utf-8")[:-100], encoding="utf-8")
-        assert len(validate(cases, CLUSTER, probe=device, record=record).rows) == 3
+        assert len(validate(cases, CLUSTER, probe=device, record=record).figures) == 3
         assert len(list(lines_of(record))) == 2  # the torn one is closed, and no measurement
 
     def test_a_record_of_something_else_is_not_added_to(self, tmp_path):
@@ -304,7 +305,7 @@ class TestMeasuring:
             CLUSTER,
             probe=lambda candidate: replace(device(candidate), outcome="out_of_memory", shortage=SHORT),
         )
-        assert len(validation.endings) == 1 and validation.rows == ()
+        assert len(validation.out_of_memory) == 1 and validation.figures == ()
 
 
 class TestReports:
@@ -349,6 +350,6 @@ class TestJournal:
 
 def test_an_error_is_predicted_over_measured_less_one() -> None:
     case = Case(line=1, label="", candidate=point_candidate(SMALL), gpu=None, measured={}, outcome="fits")
-    assert Row(case=case, quantity="driver", measured_bytes=100, predicted={"estimated": 97}).error(
+    assert ComparedFigure(case=case, quantity="driver", measured_bytes=100, predicted={"estimated": 97}).error(
         "estimated"
     ) == pytest.approx(-0.03)

@@ -1,7 +1,7 @@
 """`plan estimate`: memory and speed of one candidate, without a search."""
 
 from planner.commands.options import CandidateOptions, CheckOptions, grouped
-from planner.commands.printing import print_error, print_report, progress, width
+from planner.commands.printing import print_error, print_estimate, progress
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED
 
 
@@ -13,10 +13,8 @@ def estimate(options: CandidateOptions, output: CheckOptions) -> int:
     from planner.estimate import estimate as estimate_candidate
     from planner.files.write import refuse_unwritable
     from planner.jobs.base_candidate import single_candidate
-    from planner.measurements.own_results import own_answer, own_notes, own_results
-    from planner.report.html import estimate_html
-    from planner.report.json import estimate_report
-    from planner.report.table import estimate_table, shortfall
+    from planner.measurements.own_results import correct_by_own_probes, own_result_notes, read_own_results
+    from planner.report.table import shortfall
     from planner.search.explain import notes
     from planner.search.knobs import problem_of
     from planner.training_stack import complete_models
@@ -24,14 +22,13 @@ def estimate(options: CandidateOptions, output: CheckOptions) -> int:
     say = progress(output)
     request = read_options(options, complete_models(say))
     refuse_unwritable(output.out, output.html)
-    job, cluster, own = request.job, request.cluster, own_results()
+    job, cluster, own = request.job, request.cluster, read_own_results()
     expected = estimate_candidate(single_candidate(job, cluster), cluster, job.risk)
-    answer = own_answer(expected, cluster.gpu, own, job.risk)
+    answer = correct_by_own_probes(expected, cluster.gpu, own, job.risk)
     checked = (check_by_dry_run(expected, cluster, say)[0],) if output.dry_run else ()
     about = notes(answer, problem_of(job, cluster, answer))
-    warnings = (*request.warnings, *checked, *own_notes(expected, cluster.gpu, own), *about)
-    table = estimate_table(answer, cluster, warnings, width())
-    print_report(output, estimate_report(answer, warnings), table, lambda: estimate_html(answer, cluster, warnings))
+    warnings = (*request.warnings, *checked, *own_result_notes(expected, cluster.gpu, own), *about)
+    print_estimate(output, answer, cluster, warnings)
     if answer.fits:
         return EXIT_PLANNED
     print_error(shortfall(answer, job.risk))

@@ -1,6 +1,6 @@
 """`plan models`, `plan gpus`, `plan schema`: lists of what is known."""
 
-from importlib.resources import files
+import json
 
 from planner.errors import EXIT_PLANNED
 
@@ -25,5 +25,7 @@ def gpus() -> int:
 
 def schema() -> int:
     """Print the JSON Schema of --json."""
-    print(files("planner").joinpath("data/report.schema.json").read_text(encoding="utf-8"), end="")
+    from planner.report.documents import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
     return EXIT_PLANNED

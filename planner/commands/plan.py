@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from planner.commands.options import CheckOptions, SearchOptions, StudyOptions, grouped
-from planner.commands.printing import print_error, print_report, progress, progress_line, width
+from planner.commands.printing import print_error, print_plan, progress, progress_line
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, InputError
 
 if TYPE_CHECKING:
@@ -23,12 +23,10 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
         return EXIT_PLANNED
     from planner.commands.read_options import read_options
     from planner.files.write import refuse_unwritable
-    from planner.measurements.own_results import own_results, with_own_results
+    from planner.measurements.own_results import apply_own_results, read_own_results
     from planner.plan import plan
     from planner.report.dry_run import HINT
-    from planner.report.html import plan_html
-    from planner.report.json import plan_report
-    from planner.report.table import plan_table, refusal
+    from planner.report.table import refusal
     from planner.training_stack import complete_models, dry_run_installed
 
     say = progress(output)
@@ -38,14 +36,14 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
     if study.probe:
         answer, exit_code, error = _proven(request, study, output)
     else:
-        answer = with_own_results(plan(request.job, request.cluster), own_results())
+        answer = apply_own_results(plan(request.job, request.cluster), read_own_results())
         if output.dry_run:
             answer = _checked(answer, say)
         elif dry_run_installed() and answer.verdict == "fits" and not output.json:
             say(HINT)
         exit_code, error = (EXIT_PLANNED, "") if answer.verdict == "fits" else (EXIT_NOTHING_FITS, refusal(answer))
     answer = replace(answer, warnings=(*request.warnings, *answer.warnings))
-    print_report(output, plan_report(answer), plan_table(answer, width()), lambda: plan_html(answer))
+    print_plan(output, answer)
     if exit_code != EXIT_PLANNED:
         print_error(error)
     return exit_code
@@ -54,7 +52,7 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
 def _checked(answer: "Plan", say: Callable[[str], None]) -> "Plan":
     """The plan with a note about a dry run of its best candidate; searched again if that needs more than the plan allows."""
     from planner.commands.dry_run import check_by_dry_run
-    from planner.measurements.own_results import own_results, with_own_results
+    from planner.measurements.own_results import apply_own_results, read_own_results
     from planner.plan import plan
     from planner.report.dry_run import second_search_note
     from planner.search.knobs import tuning_class_of
@@ -64,7 +62,7 @@ def _checked(answer: "Plan", say: Callable[[str], None]) -> "Plan":
     if residual:
         say(f"{note}; searching again")
         residuals = {tuning_class_of(answer.best.candidate): residual}
-        answer = with_own_results(plan(answer.job, answer.cluster, residuals), own_results())
+        answer = apply_own_results(plan(answer.job, answer.cluster, residuals), read_own_results())
         notes.append(second_search_note(residual))
     return replace(answer, warnings=(*notes, *answer.warnings))
 
@@ -72,7 +70,7 @@ def _checked(answer: "Plan", say: Callable[[str], None]) -> "Plan":
 def _proven(request: "JobRequest", study: StudyOptions, output: CheckOptions) -> "tuple[Plan, int, str]":
     """The plan after a study of probes, the exit code and, if that is not 0, the error message."""
     from planner.commands.probe import probe_settings
-    from planner.measurements.own_results import own_results, with_own_results
+    from planner.measurements.own_results import apply_own_results, read_own_results
     from planner.plan import plan
     from planner.report.table import refusal
     from planner.training_stack import open_device, prove, runnable_here
@@ -82,7 +80,7 @@ def _proven(request: "JobRequest", study: StudyOptions, output: CheckOptions) ->
     budget_seconds = parse_seconds(study.budget) if study.budget is not None else float("inf")
     run = open_device(request.cluster, settings, progress_line(output))
     job, changes = runnable_here(request.job, request.cluster, settings.device)
-    answer = with_own_results(plan(job, request.cluster), own_results())
+    answer = apply_own_results(plan(job, request.cluster), read_own_results())
     answer = replace(answer, warnings=(*changes, *answer.warnings))
     proof = prove(
         answer,

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,10 @@ from planner.commands.options import OutputOptions, ReportOptions
 if TYPE_CHECKING:
     from msgspec import Struct
     from rich.text import Text
+
+    from planner.gpus.cluster import Cluster
+    from planner.plan import Plan
+    from planner.quantities import Estimate
 
 PHASE_WIDTH = 20  # columns that wipe the phase before
 PIPE_WIDTH = 100  # columns of the table where there is no terminal to ask
@@ -28,24 +32,63 @@ def progress_line(output: OutputOptions) -> Callable[[str], None]:
     return lambda phase: print(f"  {phase.replace('_', ' '):<{PHASE_WIDTH}}", end="\r", file=sys.stderr, flush=True)
 
 
-def print_report(output: ReportOptions, report: "Struct", table: "Text", page: Callable[[], str]) -> None:
-    """Print the answer as a table or as JSON, and write the files of --out and --html."""
+def print_plan(output: ReportOptions, plan: "Plan") -> None:
+    """Print a plan as a table or as JSON, and write the files of --out and --html."""
+    from planner.report.table import plan_table
+
+    def document() -> "Struct":
+        from planner.report.json import plan_report  # imports msgspec, which a table does not need
+
+        return plan_report(plan)
+
+    def page() -> str:
+        from planner.report.html import plan_html
+
+        return plan_html(plan)
+
+    _print_report(output, document, plan_table(plan, width()), page)
+
+
+def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster", notes: Sequence[str]) -> None:
+    """Print an estimate as a table or as JSON, and write the files of --out and --html."""
+    from planner.report.table import estimate_table
+
+    def document() -> "Struct":
+        from planner.report.json import estimate_report
+
+        return estimate_report(answer, notes)
+
+    def page() -> str:
+        from planner.report.html import estimate_html
+
+        return estimate_html(answer, cluster, notes)
+
+    _print_report(output, document, estimate_table(answer, cluster, notes, width()), page)
+
+
+def _print_report(
+    output: ReportOptions, document: Callable[[], "Struct"], table: "Text", page: Callable[[], str]
+) -> None:
     from rich.console import Console
 
     from planner.files.write import write_all
-    from planner.report.json import json_text
 
+    text = ""
+    if output.json or output.out is not None:
+        from planner.report.json import json_text
+
+        text = json_text(document())
     texts = {}
     if output.out is not None:
         folder = Path(output.out)
-        texts = {folder / "plan.json": json_text(report) + "\n", folder / "plan.txt": table.plain + "\n"}
+        texts = {folder / "plan.json": text + "\n", folder / "plan.txt": table.plain + "\n"}
     if output.html is not None:
         texts[Path(output.html)] = page()
     write_all(texts)
     for path in texts if not output.quiet else ():
         print(f"wrote {path}", file=sys.stderr)
     if output.json:
-        print(json_text(report))
+        print(text)
     else:
         Console(width=width(), highlight=False).print(table, soft_wrap=True)
 

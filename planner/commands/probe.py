@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, get_args
 
 from planner.commands.dry_run import saved_or_single_candidate
 from planner.commands.options import CandidateOptions, ProbeOptions, ReportOptions, SavedPlan, grouped
-from planner.commands.printing import print_error, print_report, progress, progress_line, width
+from planner.commands.printing import print_error, print_estimate, progress, progress_line
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, InputError
 
 if TYPE_CHECKING:
@@ -17,12 +17,10 @@ def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, pr
     """Run one candidate's real trainer for a few steps in a process of its own, beside what was expected. Exit 4: it contradicts that."""
     from planner.estimate import estimate
     from planner.files.write import refuse_unwritable
-    from planner.measurements.corrected_estimate import measured_estimate
+    from planner.measurements.corrected_estimate import correct_estimate
     from planner.measurements.corrected_plan import contradiction
-    from planner.report.html import estimate_html
-    from planner.report.json import estimate_report
-    from planner.report.proof import seen_lines
-    from planner.report.table import estimate_table, shortfall
+    from planner.report.proof import probe_lines
+    from planner.report.table import shortfall
     from planner.training_stack import compare_with_dry_run, open_device
     from planner.training_stack import probe as run_probe
 
@@ -31,13 +29,12 @@ def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, pr
     expected = estimate(candidate, cluster, options.risk)
     run = open_device(cluster, probe_settings(probing), progress_line(output))
     measurement = run_probe(candidate, run, cluster.gpu.name)
-    answer = measured_estimate(expected, measurement, options.risk)
+    answer = correct_estimate(expected, measurement, options.risk)
     lines = (
-        *seen_lines(expected, measurement),
+        *probe_lines(expected, measurement),
         *compare_with_dry_run(expected, measurement, progress(output)),
     )
-    table = estimate_table(answer, cluster, lines, width())
-    print_report(output, estimate_report(answer, lines), table, lambda: estimate_html(answer, cluster, lines))
+    print_estimate(output, answer, cluster, lines)
     if wrong := contradiction(expected, measurement):
         print_error(wrong)
         return EXIT_PROBE_CONTRADICTS

@@ -1,28 +1,31 @@
-"""Cases to validate on: points of a grid, measurements, and figures that other people published; one JSON object a line."""
+"""Cases of `plan validate`, one JSON object on each line: points of a grid, measurements, and published figures."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec import UNSET, Struct, structs
+
 from planner.candidate import Candidate
 from planner.errors import InputError, PlanError, UnknownName
+from planner.files.decode import convert_json, decode_json
 from planner.gpus.catalogue import bare_gpu, load_gpu
 from planner.gpus.cluster import Gpu
 from planner.measurements.corrected_estimate import heaviest_rank
-from planner.measurements.grid import as_setting, known_keys, point_candidate
-from planner.measurements.measurement import Measurement, measurement_of
+from planner.measurements.documents import PublishedSettings, measurement_of
+from planner.measurements.grid import known_keys, point_candidate
+from planner.measurements.measurement import Measurement
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 from planner.units import GIB
 
 Quantity = Literal[
-    "tensors",  # what tensors hold, without cuBLAS workspaces: what a CPU sees
+    "tensors",  # the bytes of tensors without cuBLAS workspaces, as measured on a CPU
     "allocated",  # torch.cuda.max_memory_allocated: with workspaces
-    "reserved",  # torch.cuda.max_memory_reserved: with what the allocator keeps besides
-    "driver",  # the driver's: with the CUDA context and NCCL
+    "reserved",  # torch.cuda.max_memory_reserved: with the allocator's cache
+    "driver",  # memory of the process as the driver counts it: with the CUDA context and NCCL
 ]
 
 PUBLISHED_QUANTITIES: dict[str, Quantity] = {"allocated": "allocated", "reserved": "reserved", "process": "driver"}
@@ -30,7 +33,7 @@ PUBLISHED_QUANTITIES: dict[str, Quantity] = {"allocated": "allocated", "reserved
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One candidate, and what was measured of it."""
+    """One candidate and its measured figures."""
 
     line: int
     label: str
@@ -42,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """A line that nothing can be compared with, and why."""
+    """A line that nothing is compared with, and the reason."""
 
     line: int
     why: str
@@ -50,30 +53,36 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cases:
+    """The lines of a file."""
+
     cases: tuple[Case, ...]
     left_out: tuple[LeftOut, ...]
 
 
-def read_cases(path: Path, with_layers: Callable[[ModelShape], ModelShape] | None = None) -> Cases:
-    """The cases of a file; empty lines and lines that begin with # are none. `with_layers` completes a model whose layers have no formulas.
+def read_cases(path: Path, complete_model: Callable[[ModelShape], ModelShape] | None = None) -> Cases:
+    """Read the cases of a file, without empty lines and lines that begin with #.
+
+    Args:
+        complete_model: completes a model whose layers have no formulas; None: such models stay as they are.
 
     Raises:
-        InputError: the file cannot be read, or a line is no case; the message names the line and the nearest key that there is.
+        InputError: the file cannot be read, or a line is no case; the message names the line, and for an unknown key
+            the nearest key that there is.
     """
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}.") from error
     numbered = [(number, text) for number, text in enumerate(texts, 1) if text.strip() and not text.startswith("#")]
-    read = [_read(path, number, text) for number, text in numbered]
+    read = [_read_line(path, number, text) for number, text in numbered]
     return Cases(
-        cases=tuple(_completed(case, with_layers) for case in read if isinstance(case, Case)),
+        cases=tuple(_complete(case, complete_model) for case in read if isinstance(case, Case)),
         left_out=tuple(case for case in read if isinstance(case, LeftOut)),
     )
 
 
 def case_of_measurement(measurement: Measurement, line: int, gpu: Gpu | None = None) -> Case | LeftOut:
-    """What a probe said, as a case."""
+    """Return a measurement as a case; a probe that decided nothing, or ran in a simulated card, is left out."""
     if not measurement.decided:
         return LeftOut(line=line, why=f"{measurement.outcome.replace('_', ' ')}: {measurement.message}")
     if measurement.device == "simulated":
@@ -90,29 +99,25 @@ def case_of_measurement(measurement: Measurement, line: int, gpu: Gpu | None = N
 
 
 def label_of(candidate: Candidate) -> str:
-    """A candidate in a few words: `Qwen/Qwen2.5-0.5B sft lora 4 x 2048`."""
+    """Return a candidate in a few words: `Qwen/Qwen2.5-0.5B sft lora 4 x 2048`."""
     quantized = f" {candidate.quantization}" if candidate.quantization != "none" else ""
-    tuning = f"{candidate.tuning}{quantized}"
-    return f"{candidate.model.id} {candidate.method} {tuning} {candidate.per_device_train_batch_size} x {candidate.row_tokens}"
+    batch = f"{candidate.per_device_train_batch_size} x {candidate.row_tokens}"
+    return f"{candidate.model.id} {candidate.method} {candidate.tuning}{quantized} {batch}"
 
 
-def _completed(case: Case, with_layers: Callable[[ModelShape], ModelShape] | None) -> Case:
+def _complete(case: Case, complete_model: Callable[[ModelShape], ModelShape] | None) -> Case:
     candidate = case.candidate
-    if with_layers is None or candidate.model.known:
+    if complete_model is None or candidate.model.known:
         return case
-    teacher = with_layers(candidate.teacher_model) if candidate.teacher_model is not None else None
-    return replace(case, candidate=replace(candidate, model=with_layers(candidate.model), teacher_model=teacher))
+    teacher = complete_model(candidate.teacher_model) if candidate.teacher_model is not None else None
+    return replace(case, candidate=replace(candidate, model=complete_model(candidate.model), teacher_model=teacher))
 
 
-def _read(path: Path, number: int, text: str) -> Case | LeftOut:
+def _read_line(path: Path, number: int, text: str) -> Case | LeftOut:
     try:
-        row = json.loads(text)
-        if not isinstance(row, dict):
-            raise InputError("it is no JSON object")
-        kind = next((read for key, read in KINDS if key in row), _unknown)
-        return kind(row, number)
-    except ValueError as error:
-        raise InputError(f"{path}, line {number}: it is no JSON ({error}).") from error
+        row = decode_json(text, dict[str, Any], "That is no JSON object")
+        read = next((read for key, read in KINDS if key in row), _refuse_unknown)
+        return read(row, number)
     except PlanError as error:
         raise InputError(f"{path}, line {number}: {error}") from error
 
@@ -120,122 +125,168 @@ def _read(path: Path, number: int, text: str) -> Case | LeftOut:
 # -- kinds of lines ----------------------------------------------------------------------------------------------------
 
 
-def _point(row: Mapping[str, Any], number: int) -> Case:
-    return _case(row, number, None)
+class LeftOutLine(Struct, frozen=True):
+    """A line that is left out on purpose, with the reason."""
+
+    left_out: str
 
 
-def _case(point: Mapping[str, Any], number: int, gpu: Gpu | None) -> Case:
+class MeasuredPoint(Struct, frozen=True):
+    """A point of a grid with the peaks of its run, or with the word that memory ran out."""
+
+    point: dict[str, Any]
+    outcome: str = "fits"  # "fits", "oom", or how else the run ended
+    message: str = ""
+    gpu: str | None = None
+    total_bytes: int | None = None
+    peak_allocated: int | None = None
+    peak_reserved: int | None = None
+
+
+class PublishedFigure(Struct, frozen=True):
+    """A figure that somebody published, with the candidate as Candidate fields."""
+
+    model: str
+    settings: dict[str, Any]
+    quantity: str | None = None
+    measured_bytes: int | None = None
+    measured_gib: float | None = None
+    id: str = ""
+    gpu: str | None = None
+    config: dict[str, Any] | None = None  # of a model that is not in the catalogue
+    config_changes: dict[str, Any] = {}  # to the config in the catalogue
+
+
+def _read_point(row: Mapping[str, Any], number: int) -> Case:
+    return _unmeasured(row, number, None)
+
+
+def _unmeasured(point: Mapping[str, Any], number: int, gpu: Gpu | None) -> Case:
     candidate = point_candidate(point)
     return Case(
         line=number, label=label_of(candidate), candidate=candidate, gpu=gpu, measured={}, outcome="not measured"
     )
 
 
-def _measured_point(row: Mapping[str, Any], number: int) -> Case | LeftOut:
-    """A point with its peaks beside it: `peak_allocated` and `peak_reserved`, or that memory ran out."""
-    outcome = row.get("outcome", "fits")
-    if outcome not in ("fits", "oom"):
-        return LeftOut(line=number, why=f"{outcome}: {' '.join(str(row.get('message', '')).split())[-100:]}")
-    case = _case(row["point"], number, _gpu_named(row.get("gpu"), row.get("total_bytes")))
-    if outcome == "oom":
+def _read_measured_point(row: Mapping[str, Any], number: int) -> Case | LeftOut:
+    measured = convert_json(row, MeasuredPoint, "That is no measured point")
+    if measured.outcome not in ("fits", "oom"):
+        return LeftOut(line=number, why=f"{measured.outcome}: {' '.join(measured.message.split())[-100:]}")
+    case = _unmeasured(measured.point, number, _gpu_named(measured.gpu, measured.total_bytes))
+    if measured.outcome == "oom":
         return replace(case, outcome="out_of_memory")
-    figures: dict[Quantity, int] = {
-        name: int(row[f"peak_{name}"]) for name in ("allocated", "reserved") if row.get(f"peak_{name}")
-    }
-    return (
-        replace(case, measured=figures, outcome="fits")
-        if figures
-        else LeftOut(line=number, why="no memory was measured (no GPU)")
-    )
+    figures: dict[Quantity, int] = {}
+    if measured.peak_allocated:
+        figures["allocated"] = measured.peak_allocated
+    if measured.peak_reserved:
+        figures["reserved"] = measured.peak_reserved
+    if not figures:
+        return LeftOut(line=number, why="no memory was measured (no GPU)")
+    return replace(case, measured=figures, outcome="fits")
 
 
-def _measurement(row: Mapping[str, Any], number: int) -> Case | LeftOut:
+def _read_measurement(row: Mapping[str, Any], number: int) -> Case | LeftOut:
     return case_of_measurement(measurement_of(row), number)
 
 
-def _published(row: Mapping[str, Any], number: int) -> Case | LeftOut:
-    """A figure that somebody published, with the settings that stand for it as Candidate fields."""
-    quantity = row.get("quantity")
-    if quantity not in (*PUBLISHED_QUANTITIES, "over"):
-        return LeftOut(line=number, why=f"what was published ({quantity}) is no peak of a step")
-    candidate = Candidate(model=published_model(row), **_published_settings(row["settings"]))
+def _read_published(row: Mapping[str, Any], number: int) -> Case | LeftOut:
+    figure = convert_json(row, PublishedFigure, "That is no published figure")
+    if figure.quantity not in (*PUBLISHED_QUANTITIES, "over"):
+        return LeftOut(line=number, why=f"what was published ({figure.quantity}) is no peak of a step")
+    candidate = published_candidate(figure)
     case = Case(
         line=number,
-        label=f"{row.get('id') or label_of(candidate)}",
+        label=figure.id or label_of(candidate),
         candidate=candidate,
-        gpu=_gpu_named(row.get("gpu"), None),
+        gpu=_gpu_named(figure.gpu, None),
         measured={},
         outcome="out_of_memory",
     )
-    if quantity == "over":
+    if figure.quantity == "over":
         return case
-    size = row["measured_bytes"] if "measured_bytes" in row else row["measured_gib"] * GIB
-    return replace(case, measured={PUBLISHED_QUANTITIES[quantity]: round(size)}, outcome="fits")
+    if figure.measured_bytes is None and figure.measured_gib is None:
+        raise InputError("it has neither measured_bytes nor measured_gib.")
+    size = figure.measured_bytes if figure.measured_bytes is not None else (figure.measured_gib or 0.0) * GIB
+    return replace(case, measured={PUBLISHED_QUANTITIES[figure.quantity]: round(size)}, outcome="fits")
 
 
-def _left_out(row: Mapping[str, Any], number: int) -> LeftOut:
-    return LeftOut(line=number, why=str(row["left_out"]))
+def _read_left_out(row: Mapping[str, Any], number: int) -> LeftOut:
+    return LeftOut(line=number, why=convert_json(row, LeftOutLine, "That is no line that is left out").left_out)
 
 
-def _prose(row: Mapping[str, Any], number: int) -> LeftOut:
+def _read_prose(row: Mapping[str, Any], number: int) -> LeftOut:
     return LeftOut(
         line=number, why="its `config` is prose: say it as `settings` (Candidate fields) with `measured_bytes`"
     )
 
 
-def _unknown(row: Mapping[str, Any], number: int) -> Case:
-    """Not even a model is named: the nearest key says what was meant."""
+def _refuse_unknown(row: Mapping[str, Any], number: int) -> Case:
+    """Refuse a line with none of the keys of `KINDS`.
+
+    Raises:
+        UnknownName: names the line's first key and the nearest key that there is.
+        InputError: the line is an empty object.
+    """
     for key in row:
         raise UnknownName("key", key, known_keys())
     raise InputError("it is an empty object.")
 
 
-Kind = Callable[[Mapping[str, Any], int], "Case | LeftOut"]
-# The first key that a line has says what it is.
-KINDS: tuple[tuple[str, Kind], ...] = (
-    ("left_out", _left_out),
-    ("point", _measured_point),
-    ("candidate", _measurement),
-    ("settings", _published),
-    ("measured", _prose),
-    ("model", _point),
-    ("method", _point),
+ReadLine = Callable[[Mapping[str, Any], int], "Case | LeftOut"]
+# The kinds of lines: the first of these keys that a line has decides.
+KINDS: tuple[tuple[str, ReadLine], ...] = (
+    ("left_out", _read_left_out),
+    ("point", _read_measured_point),
+    ("candidate", _read_measurement),
+    ("settings", _read_published),
+    ("measured", _read_prose),
+    ("model", _read_point),
+    ("method", _read_point),
 )
 
 
-# -- what others published ---------------------------------------------------------------------------------------------
+# -- published figures -------------------------------------------------------------------------------------------------
 
 
-def _published_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in fields(Candidate)} - {"model", "reward_model", "teacher_model"}
-    for key in settings:
-        if key not in known:
-            raise UnknownName("setting", key, known)
-    return {key: as_setting(value) for key, value in settings.items()}
+def published_candidate(figure: PublishedFigure) -> Candidate:
+    """Return the candidate of a published figure.
+
+    Raises:
+        UnknownName: a setting is no Candidate field; the message has the nearest.
+        InputError: a setting has the wrong type.
+    """
+    for key in figure.settings:
+        if key not in PublishedSettings.__struct_fields__:
+            raise UnknownName("setting", key, PublishedSettings.__struct_fields__)
+    settings = structs.asdict(convert_json(figure.settings, PublishedSettings, "That is no setting"))
+    given = {name: value for name, value in settings.items() if value is not UNSET}
+    return Candidate(model=_published_model(figure), **given)
 
 
-def published_model(row: Mapping[str, Any]) -> ModelShape:
-    """The model of a row: from the catalogue, with what the row changes of its config, or of a config of the row's own."""
-    if "config" in row:
-        return shape_of(row["config"], id=row["model"])
-    model = load_model(row["model"])
-    return shape_of({**model.config, **row["config_changes"]}, id=model.id) if "config_changes" in row else model
+def _published_model(figure: PublishedFigure) -> ModelShape:
+    """Return the model of the figure's own config, or of the catalogue's config with the figure's changes."""
+    if figure.config is not None:
+        return shape_of(figure.config, id=figure.model)
+    model = load_model(figure.model)
+    if not figure.config_changes:
+        return model
+    return shape_of({**model.config, **figure.config_changes}, id=model.id)
 
 
 # -- cards -------------------------------------------------------------------------------------------------------------
 
 
-def _gpu_named(name: object, total_bytes: object) -> Gpu | None:
-    """The card of a line: known by its name, of the size that its driver reported; None where the line names none."""
-    if not isinstance(name, str) or not name:
+def _gpu_named(name: str | None, total_bytes: int | None) -> Gpu | None:
+    """Return the card of a name with the memory that its driver reported; None if the line names no card."""
+    if not name:
         return None
     try:
         gpu = load_gpu(name)
     except UnknownName:
-        if not isinstance(total_bytes, int):
+        if total_bytes is None:
             raise
         gpu = replace(bare_gpu(total_bytes), name=name)
-    return replace(gpu, total_bytes=total_bytes, free_bytes=total_bytes) if isinstance(total_bytes, int) else gpu
+    return gpu if total_bytes is None else replace(gpu, total_bytes=total_bytes, free_bytes=total_bytes)
 
 
 def _card(measurement: Measurement) -> Gpu | None:

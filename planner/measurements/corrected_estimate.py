@@ -1,12 +1,16 @@
-"""A measurement put over an estimate: the answer on the measured rung, and a plan corrected by what its probes saw.
+"""An estimate corrected by a measurement of its candidate.
 
-A measured phase keeps the components that the lower rung has for it, and its own total:
+A measured phase has its own total and the components of the estimate (or of the dry run) for that phase:
 
-    total = what the driver counted; where it counts nothing (cpu, simulated): reserved + runtime, or allocated + fragmentation + runtime, these
-            as the lower rung has them;  fragmentation = reserved - allocated
-    what is left over is `unexplained`; where less was measured than expected it is missing, and the least sure components are cut, in order
+    total on cuda      = the driver's figure
+    total on simulated = reserved + runtime
+    total on cpu       = allocated + fragmentation + runtime
+    fragmentation      = reserved - allocated, if the device reserves
+    unexplained        = total - sum of the components, if it is above 0
 
-Nothing is scaled. `simulated` probes give a simulated answer, never a measured one.
+Runtime on simulated cards, and fragmentation and runtime on CPUs, are the estimate's. If less was measured than the
+components sum up to, components are cut in the order of `LEAST_SURE_FIRST`. Nothing is scaled.
+Probes of simulated cards give a simulated answer, never a measured one.
 """
 
 from collections.abc import Iterator
@@ -21,41 +25,42 @@ from planner.memory.runtime import SLACK_THOUSANDTHS
 from planner.quantities import Component, Estimate, GpuMemory, Phase, PhaseDifference, PhaseMemory, Throughput
 from planner.units import MIB, format_gib
 
-# How far apart the peaks of two runs of one candidate may be: the last segment of the allocator's small and of its large pool, which another
-# order of allocations fills or not. Source: pytorch, c10/cuda/CUDACachingAllocator.cpp `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB). Derived,
-# not yet measured on a GPU.
+# Largest difference of the peaks of two runs of one candidate: the last segment of the allocator's small and of its
+# large pool, which another order of allocations fills or not. Source: pytorch, c10/cuda/CUDACachingAllocator.cpp
+# `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB). Derived, not yet measured on a GPU.
 RUN_TO_RUN_BYTES = 22 * MIB
 
-# What a probe without a driver does not see; a simulated card's allocator is replayed, so its fragmentation is seen.
-UNSEEN: dict[DeviceName, tuple[Component, ...]] = {
+# Components that a device does not measure. A simulated card replays the allocator and so measures fragmentation.
+UNMEASURED: dict[DeviceName, tuple[Component, ...]] = {
     "cuda": (),
     "cpu": ("fragmentation", "runtime"),
     "simulated": ("runtime",),
 }
-# Where less was measured than expected: what is cut first is what an estimate is least sure of (planner/confidence.py), states last.
+# The order in which components are cut: those that estimates are least sure of first (planner/confidence.py).
 LEAST_SURE_FIRST: tuple[Component, ...] = (
     "transients", "loss", "activations", "attention_scores", "autocast_copies", "runtime", "communication", "kv_cache", "engine", "optimizer_states",
     "gradients", "adapters", "weights", "unexplained", "fragmentation",
 )  # fmt: skip
-# What a phase holds that the lower rung does not have: it stays through the whole run.
+# Components of a measured phase that the estimate does not have: they stay through the whole run.
 STAYS: tuple[Component, ...] = ("weights", "adapters", "optimizer_states", "runtime")
 DEVICE_WORDS = {"cuda": "on the GPU", "cpu": "on the CPU", "simulated": "in a simulated card"}
 CPU_REASON = "the probe ran on the CPU, where tensors' bytes are counted: what CUDA takes besides ({}) and the speed are still {}"
 
 
-def measured_estimate(estimate: Estimate, measurement: Measurement, risk: float = RISK) -> Estimate:
-    """The answer for a candidate with its training GPUs as a probe saw them; a vLLM server's cards stay as they were expected.
+def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float = RISK) -> Estimate:
+    """Return an estimate with the memory of its training GPUs and its speed as measured.
 
-    It has the phases that the probe tells apart: what happens in another one is within these. Of a candidate that ran out of memory it has those
-    that were reached, the last with what it would have needed at least.
+    The cards of a vLLM server keep their estimate. The phases are those that the probe distinguishes; the memory of any
+    other phase is within these. A candidate that ran out of memory has the phases that it reached; the last of them has
+    the memory that it would have needed at least.
 
     Raises:
-        PlanError: the probe says nothing about memory on such a card.
+        PlanError: the probe does not decide whether the candidate fits such a card.
     """
     train, *others = estimate.gpus
-    if said := silence(estimate, measurement):
-        raise PlanError(said)
-    order = in_order(train)
+    if reason := why_undecided(estimate, measurement):
+        raise PlanError(reason)
+    order = phase_order(train)
     phases = tuple(sorted(_phases(train, measurement), key=lambda phase: order.index(phase.name)))
     heaviest = max(phases, key=lambda phase: phase.total_bytes)
     gpu = replace(train, phases=phases, interval_bytes=_interval(train, measurement, heaviest, risk))
@@ -73,8 +78,8 @@ def measured_estimate(estimate: Estimate, measurement: Measurement, risk: float 
     )
 
 
-def silence(estimate: Estimate, measurement: Measurement) -> str:
-    """Why a measurement says nothing about an answer's card; empty where it says something."""
+def why_undecided(estimate: Estimate, measurement: Measurement) -> str:
+    """Return why a measurement does not decide whether its candidate fits the estimate's card; empty if it does."""
     gpu = estimate.gpus[0]
     if not measurement.decided:
         return f"The probe says nothing about memory ({measurement.outcome.replace('_', ' ')}): {measurement.message}"
@@ -85,19 +90,22 @@ def silence(estimate: Estimate, measurement: Measurement) -> str:
     return ""
 
 
-def differences(estimate: Estimate, measurement: Measurement) -> tuple[PhaseDifference, ...]:
-    """The phases that the estimate and the measurement both have; those of a run that ended early are no full ones. On the CPU, of tensors alone."""
+def phase_differences(estimate: Estimate, measurement: Measurement) -> tuple[PhaseDifference, ...]:
+    """Return the phases of both the estimate and the measurement; on the CPU, their tensors only.
+
+    A probe that ran out of memory has none: its last phase is not complete.
+    """
     if measurement.outcome != "fits":
         return ()
     expected = {phase.name: phase for phase in estimate.gpus[0].phases}
-    order = in_order(estimate.gpus[0])
+    order = phase_order(estimate.gpus[0])
     peaks = sorted(heaviest_rank(measurement).phases, key=lambda peak: order.index(peak.name))
     return tuple(_difference(peak, expected[peak.name], measurement) for peak in peaks if peak.name in expected)
 
 
 def _difference(peak: PhasePeak, expected: PhaseMemory, measurement: Measurement) -> PhaseDifference:
     if measurement.device == "cpu":
-        tensors = expected.total_bytes - _unseen(expected, "cpu").total_bytes
+        tensors = expected.total_bytes - _unmeasured(expected, "cpu").total_bytes
         return PhaseDifference(
             name=peak.name,
             expected_bytes=tensors,
@@ -112,8 +120,8 @@ def _difference(peak: PhasePeak, expected: PhaseMemory, measurement: Measurement
     )
 
 
-def in_order(gpu: GpuMemory) -> tuple[Phase, ...]:
-    """Every phase, in the order that was expected."""
+def phase_order(gpu: GpuMemory) -> tuple[Phase, ...]:
+    """Return every phase: first those of the estimate in its order."""
     return tuple(dict.fromkeys((*(phase.name for phase in gpu.phases), *get_args(Phase))))
 
 
@@ -122,10 +130,13 @@ def heaviest_rank(measurement: Measurement) -> RankMemory:
 
 
 def needed_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
-    """Bytes that a phase needs on one GPU: tensors, the slack that the allocator cannot give away, and what is outside PyTorch.
+    """Return the bytes that a phase needs on one GPU.
 
-    A run with room to spare keeps segments that it would give back before it ran out (results/allocator_slack.md), so of what was reserved beside
-    tensors no more counts than the lower rung's fragmentation. Leaves nothing else out.
+        need = allocated + slack + memory outside PyTorch
+        slack = min(estimated fragmentation, reserved - allocated - engine)
+
+    A run with room to spare keeps segments that it would give back before it ran out of memory
+    (results/allocator_slack.md): of the reserved memory without tensors no more counts than the estimated fragmentation.
     """
     slack = expected.components.get("fragmentation", 0)
     engine = _engine_bytes(peak, expected)
@@ -138,22 +149,22 @@ def needed_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
 
 
 def needed_peak_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
-    """The most that a phase of the heaviest process needed."""
+    """Return the need of the heaviest phase of the heaviest process."""
     return max(needed_bytes(peak, _expected(gpu, peak)) for peak in heaviest_rank(measurement).phases)
 
 
 def lacking_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
-    """How large a card would have to be at least for what did not fit."""
+    """Return a lower bound of the card size that a candidate which ran out of memory needs."""
     shortage = shortage_of(gpu, measurement)
     capacities = [
         rank.capacity_bytes for rank in measurement.ranks if rank.rank == shortage.rank and rank.capacity_bytes
     ]
-    alike = not capacities or abs(capacities[0] - gpu.capacity_bytes) <= _unnoticed_bytes(gpu)
-    return (gpu.capacity_bytes if alike else capacities[0]) + shortage.over_bytes
+    same_kind = not capacities or abs(capacities[0] - gpu.capacity_bytes) <= _tolerance_bytes(gpu)
+    return (gpu.capacity_bytes if same_kind else capacities[0]) + shortage.over_bytes
 
 
 def shortage_of(gpu: GpuMemory, measurement: Measurement) -> Shortage:
-    """Where memory ran out; of a run whose message was lost: in the phase that was expected to be the heaviest."""
+    """Return where memory ran out; if PyTorch's message is lost, the phase that was expected to be the heaviest."""
     if measurement.shortage is not None:
         return measurement.shortage
     return Shortage(rank=0, phase=gpu.peak_phase, tried_bytes=0, free_bytes=0, allocated_bytes=0, reserved_bytes=0)
@@ -197,7 +208,7 @@ def _phase(peak: PhasePeak, expected: PhaseMemory, total_bytes: int) -> PhaseMem
 
 
 def _expected(train: GpuMemory, peak: PhasePeak) -> PhaseMemory:
-    """What the lower rung has for a phase; where it has no such phase, what stays through the run."""
+    """Return the estimated components of a phase; if the estimate lacks the phase, those that stay through the run."""
     found = next((phase for phase in train.phases if phase.name == peak.name), None)
     if found is not None:
         return found
@@ -214,7 +225,10 @@ def _total_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
 
 
 def _engine_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
-    """The engine of a simulated card: reserved, and of no tensor (probes/runner/simulated_card.py). A driver counts a real one by itself."""
+    """Return the engine of a simulated card, which is reserved without tensors (probes/runner/simulated_card.py).
+
+    A driver counts a real engine by itself.
+    """
     return 0 if peak.driver_bytes or not peak.reserved_bytes else expected.components.get("engine", 0)
 
 
@@ -222,44 +236,48 @@ def _engine_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
 
 
 def _larger_card(gpu: GpuMemory, measurement: Measurement) -> bool:
-    """Whether the probe had more room than the card has, and so may have kept what it would give back there."""
-    return any(rank.capacity_bytes - gpu.capacity_bytes > _unnoticed_bytes(gpu) for rank in measurement.ranks)
+    """Whether the probe's card was larger, so that its allocator may have kept memory that it would give back here."""
+    return any(rank.capacity_bytes - gpu.capacity_bytes > _tolerance_bytes(gpu) for rank in measurement.ranks)
 
 
-def _unnoticed_bytes(gpu: GpuMemory) -> int:
-    """Cards of one kind differ by what their drivers keep; less than the allocator's own slack is no other card."""
+def _tolerance_bytes(gpu: GpuMemory) -> int:
+    """Return the difference in capacity up to which two cards are of one kind: drivers keep different amounts."""
     return gpu.capacity_bytes * SLACK_THOUSANDTHS // 1000
 
 
 def _interval(gpu: GpuMemory, measurement: Measurement, heaviest: PhaseMemory, risk: float) -> tuple[int, int]:
-    """Around the peak: from run to run, and what was not seen. What ran on such a card stays within it."""
+    """Return bounds of the peak: the difference from run to run, or the uncertainty of unmeasured components.
+
+    A candidate that ran on such a card stays within it.
+    """
     peak = heaviest.total_bytes
     if measurement.outcome == "out_of_memory":
         return peak, max(peak, gpu.interval_bytes[1])
     reach = RUN_TO_RUN_BYTES
     if measurement.device != "cuda":
-        reach = int(quantile(risk) * sigma_bytes(_unseen(heaviest, measurement.device)))
+        reach = int(quantile(risk) * sigma_bytes(_unmeasured(heaviest, measurement.device)))
     high = peak + reach
     ran_here = measurement.device == "cuda" and not _larger_card(gpu, measurement)
     return max(peak - reach, 0), max(peak, min(high, gpu.capacity_bytes)) if ran_here else high
 
 
-def _unseen(phase: PhaseMemory, device: DeviceName) -> PhaseMemory:
+def _unmeasured(phase: PhaseMemory, device: DeviceName) -> PhaseMemory:
     return PhaseMemory(
-        name=phase.name, components={name: size for name, size in phase.components.items() if name in UNSEEN[device]}
+        name=phase.name,
+        components={name: size for name, size in phase.components.items() if name in UNMEASURED[device]},
     )
 
 
 def _probability(gpu: GpuMemory, measurement: Measurement, ran: bool) -> float:
-    """1 or 0 for what ran on the GPU or ran out there; elsewhere what was not seen decides."""
+    """Return 1 or 0 for a candidate that ran on the GPU or ran out of memory; else unmeasured components decide."""
     if measurement.device == "cuda" or measurement.outcome == "out_of_memory":
         return float(ran)
-    unseen = _unseen(gpu.peak, measurement.device)
-    return fit_probability(unseen, gpu.capacity_bytes - (gpu.peak_bytes - unseen.total_bytes))
+    unmeasured = _unmeasured(gpu.peak, measurement.device)
+    return fit_probability(unmeasured, gpu.capacity_bytes - (gpu.peak_bytes - unmeasured.total_bytes))
 
 
 def _throughput(expected: Throughput, measurement: Measurement) -> Throughput:
-    """As measured on GPUs; a CPU's or a simulated card's speed says nothing about theirs."""
+    """Return the speed as measured on GPUs; a CPU and a simulated card do not measure it."""
     if measurement.device != "cuda" or measurement.outcome != "fits" or not measurement.step_seconds:
         return expected
     phases = heaviest_rank(measurement).phases
@@ -272,15 +290,18 @@ def _throughput(expected: Throughput, measurement: Measurement) -> Throughput:
 
 
 def _reasons(estimate: Estimate, gpu: GpuMemory, measurement: Measurement) -> Iterator[str]:
-    """What the figures are not."""
+    """Yield what the corrected figures leave out."""
     if measurement.device == "cpu":
         yield CPU_REASON.format(
-            format_gib(sum(gpu.peak.components.get(name, 0) for name in UNSEEN["cpu"]), 1), estimate.evidence
+            format_gib(sum(gpu.peak.components.get(name, 0) for name in UNMEASURED["cpu"]), 1), estimate.evidence
         )
     if measurement.outcome == "out_of_memory":
         shortage = shortage_of(estimate.gpus[0], measurement)
         where = f"{DEVICE_WORDS[measurement.device]} in the {shortage.phase.replace('_', ' ')}"
-        yield f"it ran out of memory {where}, {format_gib(shortage.over_bytes, 2)} short at least; phases that it did not reach are not listed"
+        yield (
+            f"it ran out of memory {where}, {format_gib(shortage.over_bytes, 2)} short at least; "
+            "phases that it did not reach are not listed"
+        )
     if len(estimate.gpus) > 1:
         yield f"the vLLM server's cards are still {estimate.evidence}"
     if measurement.outcome == "fits" and _larger_card(gpu, measurement):

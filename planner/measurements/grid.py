@@ -1,84 +1,117 @@
-"""A point of a grid: one training run in the words of TRL's configs, as a candidate."""
+"""A point of a grid of training runs, written with the names of TRL's configs: JSON -> candidate."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Struct, structs
+
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownName
+from planner.files.decode import convert_json
 from planner.jobs.settings import candidate_fields, setting_names
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 
-# A point of a grid and what its keys are where it does not say: one training run in the words of TRL's configs. `max_length` is the whole row,
-# for methods that generate prompt and completion; `dtype` and `beta` null are the trainer's own; `extra` are further settings.
-POINT: dict[str, Any] = {
-    "model": "Qwen/Qwen2.5-0.5B", "method": "sft", "tuning": "lora", "dtype": None, "quantization": None, "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1, "max_length": 1024, "max_completion_length": 256, "num_generations": 2, "gradient_checkpointing": True,
-    "attn_implementation": "sdpa", "padded": False, "optim": "adamw_torch_fused", "lora_r": 16, "lora_dropout": 0.0, "lora_target_modules": "all-linear",
-    "beta": None, "activation_offloading": False, "bf16": True, "layers": None, "steps": 3, "extra": {},
-}  # fmt: skip
+
+class Point(Struct, frozen=True):
+    """The keys of a point and their defaults. Further keys of a point, and those of `extra`, are settings."""
+
+    model: str = "Qwen/Qwen2.5-0.5B"
+    method: str = "sft"
+    tuning: str = "lora"
+    dtype: str | None = None  # None: the trainer's own
+    quantization: str | None = None
+    per_device_train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    max_length: int = 1024  # tokens of a whole row: prompt and completion, for methods that generate
+    max_completion_length: int = 256
+    num_generations: int = 2
+    gradient_checkpointing: bool = True
+    attn_implementation: str = "sdpa"
+    padded: bool = False
+    optim: str = "adamw_torch_fused"
+    lora_r: int = 16
+    lora_dropout: float = 0.0
+    lora_target_modules: str | tuple[str, ...] = "all-linear"
+    beta: float | None = None  # None: the trainer's own
+    activation_offloading: bool = False
+    bf16: bool = True
+    layers: int | None = None  # None: as many as published
+    steps: int = 3  # of the measured run; no setting
+    history: object = None  # of the measured run; no setting
+    extra: dict[str, Any] = {}
+
+
+POINT_KEYS = Point.__struct_fields__
+# Keys of a point that are no settings under the same name.
 NO_SETTINGS = (
     "model",
     "method",
     "layers",
     "steps",
+    "history",
     "extra",
     "bf16",
     "max_length",
     "max_completion_length",
     "num_generations",
-    "history",
 )
-# Layers of another number than published: what in a config has one entry a layer.
+# Lists in a config with one entry for each layer.
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
-def point_candidate(given: Mapping[str, Any]) -> Candidate:
-    """The candidate that a point of a grid stands for.
+def point_candidate(row: Mapping[str, Any]) -> Candidate:
+    """Return the candidate of a point, a JSON object.
 
     Raises:
-        UnknownName: a key that is none of a point's, nor a setting.
-        InputError: a value that its key cannot have.
+        UnknownName: a key is neither a key of points nor a setting, or a name is unknown; the message has the nearest.
+        InputError: a value has the wrong type, or the settings contradict each other.
     """
-    for key in (*given, *given.get("extra", {})):
+    point = convert_json({key: value for key, value in row.items() if key in POINT_KEYS}, Point, "That is no point")
+    for key in (*row, *point.extra):
         if key not in known_keys():
             raise UnknownName("key", key, known_keys())
-    point = POINT | dict(given)
-    if point["method"] not in METHODS:
-        raise UnknownName("method", str(point["method"]), METHODS)
-    row = METHODS[point["method"]]
-    model = _with_layers(load_model(point["model"]), point["layers"])
+    if point.method not in METHODS:
+        raise UnknownName("method", point.method, METHODS)
+    method = METHODS[point.method]
+    model = _with_layers(load_model(point.model), point.layers)
     settings = {
-        key: as_setting(value)
-        for key, value in {**point, **point["extra"]}.items()
+        key: value
+        for key, value in (structs.asdict(point) | _plain(row) | _plain(point.extra)).items()
         if key not in NO_SETTINGS and value is not None
     }
-    settings |= _lengths(point, row.generates)
-    chosen: dict[str, Any] = {**row.defaults, **candidate_fields(settings, model.dtype)}
-    if row.grouped_completions:
-        chosen["num_generations"] = point["num_generations"]
-        chosen.setdefault("steps_per_generation", point["gradient_accumulation_steps"])
-    if row.teacher:
+    settings |= _lengths(point, method.generates)
+    chosen: dict[str, Any] = {**method.defaults, **candidate_fields(settings, model.dtype)}
+    if method.grouped_completions:
+        chosen["num_generations"] = point.num_generations
+        chosen.setdefault("steps_per_generation", point.gradient_accumulation_steps)
+    if method.teacher:
         chosen.setdefault("teacher_model", model)
-    chosen.setdefault("precision", "bf16" if point["bf16"] else "no")
-    return Candidate(model=model, method=row.name, **chosen)
+    chosen.setdefault("precision", "bf16" if point.bf16 else "no")
+    return Candidate(model=model, method=method.name, **chosen)
 
 
-def _lengths(point: Mapping[str, Any], generates: bool) -> dict[str, Any]:
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of JSON with lists of names as tuples."""
+    return {key: tuple(map(str, value)) if isinstance(value, list) else value for key, value in settings.items()}
+
+
+def _lengths(point: Point, generates: bool) -> dict[str, int]:
     if not generates:
-        return {"max_length": point["max_length"]}
-    prompt = point["max_length"] - point["max_completion_length"]
-    if prompt < 1:
+        return {"max_length": point.max_length}
+    prompt_length = point.max_length - point.max_completion_length
+    if prompt_length < 1:
         raise InputError(
-            f"max_length {point['max_length']} leaves no room for a prompt beside max_completion_length {point['max_completion_length']}."
+            f"max_length {point.max_length} leaves no room for a prompt beside "
+            f"max_completion_length {point.max_completion_length}."
         )
-    return {"prompt_length": prompt, "max_completion_length": point["max_completion_length"]}
+    return {"prompt_length": prompt_length, "max_completion_length": point.max_completion_length}
 
 
 def _with_layers(model: ModelShape, layers: int | None) -> ModelShape:
-    """The model with another number of layers."""
+    """Return the model with another number of layers; None: as published."""
     if layers is None:
         return model
     config = {**model.config, "num_hidden_layers": layers}
@@ -89,10 +122,5 @@ def _with_layers(model: ModelShape, layers: int | None) -> ModelShape:
 
 
 def known_keys() -> tuple[str, ...]:
-    """All that a point can say: its own keys, then every setting."""
-    return (*POINT, "history", *(name for name in setting_names() if name not in POINT))
-
-
-def as_setting(value: Any) -> Any:
-    """A value of JSON as a candidate has it: names in a tuple."""
-    return tuple(map(str, value)) if isinstance(value, list) else value
+    """Return all keys that a point may have: its own, then every setting."""
+    return (*POINT_KEYS, *(name for name in setting_names() if name not in POINT_KEYS))

@@ -1,4 +1,4 @@
-"""Predicted against measured: the estimate and the dry run of cases that somebody has measured, or that a device measures now."""
+"""Predictions compared with measurements: the estimate and the dry run of cases that are measured, or measured now."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -14,38 +14,39 @@ from planner.files.journal import append_line, lines_of
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster, Gpu
 from planner.measurements.cases import Case, Cases, LeftOut, Quantity, case_of_measurement
+from planner.measurements.documents import measurement_line, measurement_of
 from planner.measurements.fingerprint import candidate_key
-from planner.measurements.measurement import Measurement, measurement_line, measurement_of
+from planner.measurements.measurement import Measurement
 from planner.memory.communication import nccl_bytes
 from planner.memory.runtime import context_bytes
 from planner.quantities import Estimate, Evidence, PhaseMemory
 
 Probe = Callable[[Candidate], Measurement]
-Simulate = Callable[[Estimate, Gpu], Simulation]
+DryRun = Callable[[Estimate, Gpu], Simulation]
 Say = Callable[[str], None]
 
-UNDER = 0.03  # what is predicted too small by more than this share is counted: that is what runs out of memory
-ANY_CARD = "A100-80G"  # where only tensors are compared, which are the same on every card
+UNDER = 0.03  # predictions too small by more than this share are counted: those run out of memory
+ANY_CARD = "A100-80G"  # for cases with figures of tensors only, which are the same on every card
 ALL = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One measured figure and what each rung says of it; `simulated` is in `predicted` only if a dry run was made."""
+class ComparedFigure:
+    """One measured figure and its predictions; `predicted` has "simulated" only after a dry run."""
 
     case: Case
     quantity: Quantity
     measured_bytes: int
     predicted: Mapping[Evidence, int]
 
-    def error(self, rung: Evidence) -> float:
-        """Predicted over measured, less one: below 0 too little."""
-        return self.predicted[rung] / self.measured_bytes - 1
+    def error(self, evidence: Evidence) -> float:
+        """Return predicted / measured - 1: below 0, too little was predicted."""
+        return self.predicted[evidence] / self.measured_bytes - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
-    """A case that ran out of memory: whether each rung had said that it does not fit."""
+class OutOfMemoryCase:
+    """A case that ran out of memory. `foreseen`: whether each prediction says that it does not fit."""
 
     case: Case
     foreseen: Mapping[Evidence, bool]
@@ -53,19 +54,21 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
-    rows: tuple[Row, ...]
-    endings: tuple[Ending, ...]
+    """The result of comparing a file of cases."""
+
+    figures: tuple[ComparedFigure, ...]
+    out_of_memory: tuple[OutOfMemoryCase, ...]
     left_out: tuple[LeftOut, ...]
-    interrupted: bool  # by Ctrl-C: what was not measured by then is left out
+    interrupted: bool  # by Ctrl-C: cases that were not measured before it are left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """The signed errors of one group, quantity and rung. `under`: how many were predicted too small by more than `UNDER`."""
+    """Signed errors of one group, quantity and evidence. `under`: predictions too small by more than `UNDER`."""
 
     group: str
     quantity: Quantity
-    rung: Evidence
+    evidence: Evidence
     count: int
     mean: float
     mean_absolute: float
@@ -78,50 +81,56 @@ def validate(
     cluster: Cluster | None = None,
     *,
     probe: Probe | None = None,
-    simulate: Simulate | None = None,
+    dry_run: DryRun | None = None,
     record: Path | None = None,
     say: Say = lambda line: None,
 ) -> Validation:
-    """Compares every case; those that nobody has measured are measured first.
+    """Compare every case with its predictions; measure first the cases without a measurement.
 
     Args:
-        cluster: the card of cases that name none; None: they must.
-        probe: a device that measures a candidate; None: what is not measured is left out.
-        simulate: a dry run of an estimate; None: cases are compared with the estimate alone.
-        record: the file that each new measurement is added to, and in which those of an earlier, interrupted run are found.
-        say: told of the progress, a line each. Ctrl-C ends the measuring, not the comparison.
+        cluster: the card of cases that name none; None: every case must name one.
+        probe: measures a candidate; None: cases without a measurement are left out.
+        dry_run: simulates an estimate; None: cases are compared with the estimate only.
+        record: file that new measurements are appended to; those of an interrupted earlier call are read from it.
+        say: receives progress lines. Ctrl-C ends the measuring, not the comparison.
 
     Raises:
-        InputError: a case names no card, and there is no cluster.
+        InputError: a case names no card and there is no cluster, or `record` holds something else.
     """
-    known, interrupted = _probed(cases, probe, record, say)
-    measured, left_out = _filled(cases, known, cluster)
+    known, interrupted = _probe_cases(cases, probe, record, say)
+    measured, left_out = _add_figures(cases, known, cluster)
     placed = [(case, _cluster_of(case, cluster)) for case in measured]
-    rows: list[Row] = []
-    endings: list[Ending] = []
-    for number, (case, its_cluster) in enumerate(placed, 1):
+    figures: list[ComparedFigure] = []
+    out_of_memory: list[OutOfMemoryCase] = []
+    for number, (case, own_cluster) in enumerate(placed, 1):
         say(f"{number}/{len(placed)} {case.label}")
         try:
-            phases, fits = _predicted(case, its_cluster, simulate, say)
+            phases, fits = _predict(case, own_cluster, dry_run, say)
         except PlanError as error:
             left_out.append(LeftOut(line=case.line, why=str(error)))
             continue
-        rows += _rows(case, phases, its_cluster.gpu)
-        endings += (
-            [Ending(case=case, foreseen={rung: not fit for rung, fit in fits.items()})]
-            if case.outcome == "out_of_memory"
-            else []
-        )
-    return Validation(rows=tuple(rows), endings=tuple(endings), left_out=tuple(left_out), interrupted=interrupted)
+        figures += _compare(case, phases, own_cluster.gpu)
+        if case.outcome == "out_of_memory":
+            foreseen = {evidence: not fit for evidence, fit in fits.items()}
+            out_of_memory.append(OutOfMemoryCase(case=case, foreseen=foreseen))
+    return Validation(
+        figures=tuple(figures),
+        out_of_memory=tuple(out_of_memory),
+        left_out=tuple(left_out),
+        interrupted=interrupted,
+    )
 
 
-def part_bytes(phase: PhaseMemory, quantity: Quantity, candidate: Candidate, gpu: Gpu) -> int:
-    """What of a phase on one GPU a measured quantity contains.
+def counted_bytes(phase: PhaseMemory, quantity: Quantity, candidate: Candidate, gpu: Gpu) -> int:
+    """Return the bytes of a phase on one GPU that a measured quantity counts.
 
-        driver = all; reserved = less the CUDA context and NCCL; allocated = less the allocator's slack too; tensors = less cuBLAS workspaces too
+        driver = all components
+        reserved = driver - CUDA context - NCCL
+        allocated = reserved - fragmentation
+        tensors = allocated - cuBLAS workspaces
 
-    Source: PyTorch's torch.cuda.memory_stats counts what its allocator gives out; cuBLAS workspaces are given out by it
-    (planner/memory/runtime.py), contexts and NCCL's buffers are not.
+    Source: torch.cuda.memory_stats counts what PyTorch's allocator gives out; it gives out cuBLAS workspaces
+    (planner/memory/runtime.py), but not CUDA contexts and NCCL's buffers.
     """
     if quantity == "driver":
         return phase.total_bytes
@@ -133,16 +142,17 @@ def part_bytes(phase: PhaseMemory, quantity: Quantity, candidate: Candidate, gpu
 
 
 def summaries(validation: Validation) -> list[Summary]:
-    """Per method and tuning, then over all, for each quantity and rung."""
-    groups: dict[tuple[Quantity, str], list[Row]] = {}
-    for row in validation.rows:
-        groups.setdefault((row.quantity, group_of(row.case.candidate)), []).append(row)
-    for quantity in dict.fromkeys(row.quantity for row in validation.rows):
-        groups[quantity, ALL] = [row for row in validation.rows if row.quantity == quantity]
-    return [summary for (quantity, group), rows in groups.items() for summary in _summaries(group, quantity, rows)]
+    """Return the errors by method and tuning, then of all cases, for each quantity and kind of prediction."""
+    groups: dict[tuple[Quantity, str], list[ComparedFigure]] = {}
+    for figure in validation.figures:
+        groups.setdefault((figure.quantity, group_name(figure.case.candidate)), []).append(figure)
+    for quantity in dict.fromkeys(figure.quantity for figure in validation.figures):
+        groups[quantity, ALL] = [figure for figure in validation.figures if figure.quantity == quantity]
+    return [summary for (quantity, group), found in groups.items() for summary in _summarize(group, quantity, found)]
 
 
-def group_of(candidate: Candidate) -> str:
+def group_name(candidate: Candidate) -> str:
+    """Return the group of a case in summaries, such as `grpo qlora`."""
     tuning = "qlora" if candidate.tuning == "lora" and candidate.quantization != "none" else candidate.tuning
     return f"{candidate.method} {tuning}"
 
@@ -150,9 +160,14 @@ def group_of(candidate: Candidate) -> str:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def _probed(cases: Cases, probe: Probe | None, record: Path | None, say: Say) -> tuple[dict[str, Measurement], bool]:
-    """What there is of the cases that nobody has measured, by candidate, and whether Ctrl-C ended it. Each is written down before the next one begins."""
-    known = _recorded(record)
+def _probe_cases(
+    cases: Cases, probe: Probe | None, record: Path | None, say: Say
+) -> tuple[dict[str, Measurement], bool]:
+    """Probe the cases without a measurement; return measurements by candidate, and whether Ctrl-C ended the probing.
+
+    Each measurement is written to `record` before the next probe begins.
+    """
+    known = _read_record(record)
     if probe is None:
         return known, False
     for case in cases.cases:
@@ -165,17 +180,16 @@ def _probed(cases: Cases, probe: Probe | None, record: Path | None, say: Say) ->
         except KeyboardInterrupt:
             say("interrupted: the same command goes on from here" if record is not None else "interrupted")
             return known, True
-        if (
-            record is not None and known[key].outcome != "gpu_in_use"
-        ):  # nothing was measured, so it is asked again another time
+        # A GPU in use measured nothing: without a line in the record the next call probes this candidate again.
+        if record is not None and known[key].outcome != "gpu_in_use":
             append_line(record, measurement_line(known[key]))
     return known, False
 
 
-def _filled(
+def _add_figures(
     cases: Cases, known: Mapping[str, Measurement], cluster: Cluster | None
 ) -> tuple[list[Case], list[LeftOut]]:
-    """The cases with their figures, and what is left out because it has none."""
+    """Return the cases with their figures, and the lines that have none."""
     read = [_with_figures(case, known, cluster) if case.outcome == "not measured" else case for case in cases.cases]
     return [case for case in read if isinstance(case, Case)], [
         *cases.left_out,
@@ -183,11 +197,11 @@ def _filled(
     ]
 
 
-def _recorded(record: Path | None) -> dict[str, Measurement]:
-    """What an earlier run has measured, by candidate. A line that was cut off is none.
+def _read_record(record: Path | None) -> dict[str, Measurement]:
+    """Return the measurements of earlier calls by candidate; skip lines that were cut off.
 
     Raises:
-        InputError: the file holds something else; nothing is added to such a file.
+        InputError: the file holds something else; nothing is appended to such a file.
     """
     found: dict[str, Measurement] = {}
     for number, line in enumerate(lines_of(record) if record is not None else (), 1):
@@ -205,65 +219,62 @@ def _with_figures(case: Case, known: Mapping[str, Measurement], cluster: Cluster
     measurement = known.get(candidate_key(case.candidate))
     if measurement is None:
         return LeftOut(line=case.line, why="not measured")
-    seen = case_of_measurement(measurement, case.line, case.gpu or (cluster.gpu if cluster is not None else None))
-    return replace(seen, label=case.label, candidate=case.candidate) if isinstance(seen, Case) else seen
+    gpu = case.gpu or (cluster.gpu if cluster is not None else None)
+    measured = case_of_measurement(measurement, case.line, gpu)
+    return replace(measured, label=case.label, candidate=case.candidate) if isinstance(measured, Case) else measured
 
 
 # -- predicting --------------------------------------------------------------------------------------------------------
 
 
-def _predicted(
-    case: Case, cluster: Cluster, simulate: Simulate | None, say: Say
+def _predict(
+    case: Case, cluster: Cluster, dry_run: DryRun | None, say: Say
 ) -> tuple[dict[Evidence, tuple[PhaseMemory, ...]], dict[Evidence, bool]]:
-    """The estimate of a case and, if wanted, its dry run: phases of the training GPU by rung, and whether each says that it fits."""
+    """Return the training GPU's phases by evidence, and whether the estimate and the dry run say that the case fits."""
     answer = estimate(case.candidate, cluster)
     phases: dict[Evidence, tuple[PhaseMemory, ...]] = {"estimated": answer.gpus[0].phases}
     fits: dict[Evidence, bool] = {"estimated": answer.fits}
-    if simulate is not None:
+    if dry_run is not None:
         try:
-            simulation = simulate(answer, cluster.gpu)
+            simulation = dry_run(answer, cluster.gpu)
         except PlanError as error:
             say(f"line {case.line} is not simulated: {error}")
         else:
-            phases["simulated"], fits["simulated"] = (
-                simulation.simulated,
-                simulation.peak.total_bytes <= cluster.gpu.free_bytes,
-            )
+            phases["simulated"] = simulation.simulated
+            fits["simulated"] = simulation.peak.total_bytes <= cluster.gpu.free_bytes
     return phases, fits
 
 
-def _rows(case: Case, phases: Mapping[Evidence, tuple[PhaseMemory, ...]], gpu: Gpu) -> Iterator[Row]:
-    for quantity, size in case.measured.items():
-        sizes = {
-            rung: max(part_bytes(phase, quantity, case.candidate, gpu) for phase in found)
-            for rung, found in phases.items()
+def _compare(case: Case, phases: Mapping[Evidence, tuple[PhaseMemory, ...]], gpu: Gpu) -> Iterator[ComparedFigure]:
+    for quantity, measured_bytes in case.measured.items():
+        predicted = {
+            evidence: max(counted_bytes(phase, quantity, case.candidate, gpu) for phase in rows)
+            for evidence, rows in phases.items()
         }
-        yield Row(case=case, quantity=quantity, measured_bytes=size, predicted=sizes)
+        yield ComparedFigure(case=case, quantity=quantity, measured_bytes=measured_bytes, predicted=predicted)
 
 
 def _cluster_of(case: Case, cluster: Cluster | None) -> Cluster:
-    """As many of the case's cards as it needs."""
+    """Return as many of the case's cards as its candidate needs."""
     gpu = case.gpu or (cluster.gpu if cluster is not None else None)
     if gpu is None and case.measured.keys() <= {"tensors"} and case.outcome == "fits":
         gpu = load_gpu(ANY_CARD)
     if gpu is None:
         raise InputError(f"Line {case.line} names no GPU. Say which one with --gpus, such as --gpus 1xA100-80G.")
     candidate = case.candidate
-    server = candidate.server_gpus
-    return Cluster(
-        gpu=gpu, nodes=candidate.num_nodes, gpus_per_node=-(-candidate.num_processes // candidate.num_nodes) + server
-    )
+    training = -(-candidate.num_processes // candidate.num_nodes)
+    return Cluster(gpu=gpu, nodes=candidate.num_nodes, gpus_per_node=training + candidate.server_gpus)
 
 
-def _summaries(group: str, quantity: Quantity, rows: list[Row]) -> Iterator[Summary]:
-    rungs: tuple[Evidence, ...] = ("estimated", "simulated")
-    for rung in rungs:
-        errors = [row.error(rung) for row in rows if rung in row.predicted]
+def _summarize(group: str, quantity: Quantity, figures: list[ComparedFigure]) -> Iterator[Summary]:
+    evidences: tuple[Evidence, ...] = ("estimated", "simulated")
+    for evidence in evidences:
+        errors = [figure.error(evidence) for figure in figures if evidence in figure.predicted]
         if errors:
             yield Summary(
                 group=group,
                 quantity=quantity,
-                rung=rung,
+                evidence=evidence,
                 count=len(errors),
                 mean=fmean(errors),
                 mean_absolute=fmean(map(abs, errors)),

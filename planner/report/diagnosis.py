@@ -1,4 +1,4 @@
-"""What a log told and what would fit, as a table and as JSON."""
+"""A diagnosis as text: the incidents of a log, the expected memory of the job, and a candidate that fits."""
 
 from collections.abc import Iterator
 
@@ -7,17 +7,14 @@ from rich.text import Text
 from planner.diagnose.advice import advice, what_happened
 from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
-from planner.measurements.corrected_plan import changed
+from planner.measurements.corrected_plan import changed_settings
 from planner.plan import Plan
-from planner.quantities import Estimate
-from planner.report.json import estimate_report
 from planner.report.lines import joined, listed, wrapped
 from planner.report.table import MAX_WIDTH, MIN_WIDTH
 from planner.report.words import bare_gib, cards, describe, rung, speed, tightest, verdict, words
 from planner.units import format_gib, format_size
 
-SCHEMA = 1
-# The sizes of PyTorch's message in the order in which they fill a card.
+# Sizes in PyTorch's message and their labels, in the order in which they fill a card.
 FIGURES = (
     ("allocated", "tensors"), ("graphs", "of them in CUDA graphs"), ("unallocated", "held by the allocator, unused"), ("outside", "outside PyTorch"),
     ("others", "other processes"), ("free", "free"),
@@ -25,7 +22,7 @@ FIGURES = (
 
 
 def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
-    """What happened and where, what to turn, and where the job is known what was expected and what fits."""
+    """Return the incidents with advice; if the job is known, also its expected memory and a candidate that fits."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     lines: list[Text] = []
     for number, incident in enumerate(diagnosis.incidents):
@@ -43,7 +40,7 @@ def _incident(label: str, incident: Incident, width: int) -> Iterator[Text]:
 
 
 def figures(incident: Incident) -> list[tuple[str, int]]:
-    """What filled the card by the message, in words; nothing where the message has no such figures."""
+    """Return the sizes in PyTorch's message that are not 0, with labels; empty if the message has no sizes."""
     sizes = {**incident.sizes, "outside": incident.outside_bytes}
     return [(what, sizes[name]) for name, what in FIGURES if sizes.get(name)] if "allocated" in sizes else []
 
@@ -83,7 +80,7 @@ def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
     yield from wrapped("instead", [describe(best.candidate)], width, style="bold")
     yield from wrapped("", [verdict(best)], width, style="green" if best.fits else "red")
     yield from wrapped("", [speed(best)], width)
-    yield from wrapped("change", changed(diagnosis.expected.candidate, best.candidate).split(" · "), width)
+    yield from wrapped("change", changed_settings(diagnosis.expected.candidate, best.candidate).split(" · "), width)
     yield from listed(
         "to fit", [_remedy(diagnosis.instead, number) for number in range(len(diagnosis.instead.remedies))], width
     )
@@ -93,29 +90,3 @@ def _remedy(plan: Plan, number: int) -> str:
     remedy = plan.remedies[number]
     gpu = tightest(remedy.estimate)
     return f"{remedy.change}: fits in {bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}"
-
-
-def diagnosis_report(diagnosis: Diagnosis) -> dict[str, object]:
-    """What `plan diagnose --json` prints: bytes as integers."""
-    return {
-        "schema": SCHEMA,
-        "incidents": [_report(incident) for incident in diagnosis.incidents],
-        "expected": _estimate(diagnosis.expected),
-        "instead": _estimate(diagnosis.instead.best if diagnosis.instead is not None else None),
-        "why_none": diagnosis.why_none,
-    }
-
-
-def _report(incident: Incident) -> dict[str, object]:
-    return {
-        "kind": incident.kind, "line": incident.line, "rank": incident.rank, "gpu": incident.gpu, "phase": incident.phase, "where": incident.where,
-        "bytes": dict(sorted(incident.sizes.items())), "numbers": dict(sorted(incident.numbers.items())), "happened": what_happened(incident),
-        "turn": list(advice(incident)),
-    }  # fmt: skip
-
-
-def _estimate(estimate: Estimate | None) -> dict[str, object] | None:
-    if estimate is None:
-        return None
-    report = estimate_report(estimate)
-    return {name: value for name, value in report.items() if name not in ("schema", "warnings")}

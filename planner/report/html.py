@@ -1,22 +1,25 @@
-"""The report as one HTML file: no script, no network, nothing beside it. Needs the [report] extra.
+"""The report as one HTML file without scripts and links. Needs the [report] extra.
 
-The bars are plain HTML, not plotly: that would put 4.5 MB of script into every file for what a `title` does.
+The bars are plain HTML: plotly would put 4.5 MB of script into every file, and a `title` shows the same numbers.
 """
 
 from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
+
+from msgspec import to_builtins
 
 from planner.errors import PlanError
 from planner.gpus.cluster import Cluster
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.report.bars import COUNTS, SMALLEST_BYTES
-from planner.report.json import Json, estimate_report, plan_report
+from planner.report.json import estimate_report, plan_report
 from planner.report.shown_settings import shown_settings
 from planner.report.words import cards, describe, rung, speed, tokens_per_second, verdict, words
 from planner.units import format_count, format_gib
 
-# A colour a component, neighbours in a bar told apart.
+# The colour of each component; neighbours in a bar have different colours.
 COLOURS: dict[str, str] = {
     "weights": "#3b6fb6",
     "autocast_copies": "#7aa5dd",
@@ -37,8 +40,12 @@ COLOURS: dict[str, str] = {
 
 
 def plan_html(plan: Plan) -> str:
-    """The whole answer to a job as a page."""
-    report = plan_report(plan)
+    """Return a plan as a page.
+
+    Raises:
+        PlanError: Jinja2 is not installed.
+    """
+    report = to_builtins(plan_report(plan))
     others = [
         (other.label, describe(other.estimate.candidate), other.estimate, other.note) for other in plan.alternatives
     ]
@@ -49,12 +56,18 @@ def plan_html(plan: Plan) -> str:
 
 
 def estimate_html(estimate: Estimate, cluster: Cluster, warnings: Sequence[str]) -> str:
-    """One candidate as a page."""
-    report = estimate_report(estimate, warnings)
+    """Return an estimate as a page.
+
+    Raises:
+        PlanError: Jinja2 is not installed.
+    """
+    report = to_builtins(estimate_report(estimate, warnings))
     return _page(estimate, cluster, report | {"estimate": report}, [])
 
 
-def _page(best: Estimate, cluster: Cluster, report: Json, others: list[tuple[str, str, Estimate, str]]) -> str:
+def _page(
+    best: Estimate, cluster: Cluster, report: dict[str, Any], others: list[tuple[str, str, Estimate, str]]
+) -> str:
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:

@@ -24,10 +24,10 @@ from planner.estimate import RISK, estimate
 from planner.gpus.cluster import Cluster
 from planner.jobs.spellings import Value
 from planner.measurements.corrected_estimate import heaviest_rank, needed_peak_bytes
-from planner.measurements.corrected_plan import changed
+from planner.measurements.corrected_plan import changed_settings
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory
-from planner.measurements.own_results import keep
+from planner.measurements.own_results import save_result
 from planner.plan import Plan
 from planner.quantities import Estimate, Phase
 from planner.report.read_json import read_plan
@@ -227,7 +227,7 @@ class MemoryPlanCallback(TrainerCallback):
         later = self._done - 1
         seconds = (time.monotonic() - self._first_over) / later if later else 0.0
         measurement = watch.measurement(seconds)
-        keep(measurement, measurement.versions["gpu"], "run")
+        save_result(measurement, measurement.versions["gpu"], "run")
 
 
 def _cluster(candidate: Candidate, memory: RunMemory) -> Cluster:
@@ -240,7 +240,7 @@ def _cluster(candidate: Candidate, memory: RunMemory) -> Cluster:
 
 
 def _differences(planned: Candidate, run: Candidate) -> str:
-    return changed(planned, replace(run, model=planned.model)) or f"its model has other layers than {planned.model.id}"
+    return changed_settings(planned, replace(run, model=planned.model)) or f"its model has other layers than {planned.model.id}"
 
 
 def _count(steps: int) -> str:

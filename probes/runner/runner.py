@@ -20,7 +20,8 @@ from pathlib import Path
 import psutil
 
 from planner.jobs.settings import settings_of
-from planner.measurements.measurement import Measurement, candidate_report
+from planner.measurements.documents import candidate_report
+from planner.measurements.measurement import Measurement
 from planner.units import GIB, MIB, format_gib, format_seconds
 from probes.runner import guard
 from probes.runner.command import worker_command

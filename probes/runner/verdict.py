@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.errors import InputError
-from planner.measurements.measurement import Measurement, Outcome, candidate_report, measurement_of
+from planner.measurements.documents import candidate_report, measurement_of
+from planner.measurements.measurement import Measurement, Outcome
 from planner.units import MIB
 from probes.task import ANSWER_PREFIX, Task
 

@@ -18,11 +18,11 @@ from planner.measurements.measurement import DeviceName, Measurement, Outcome
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, TuningClass
-from planner.search.search import attempt
+from planner.search.search import estimate_or_none
 from planner.units import format_count, format_seconds, format_size
 from probes.study.certificate import Certificate, certificate, learned_constants, learned_line
 from probes.study.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler
-from probes.study.space import Attempt, GridPoint, Space, space_of
+from probes.study.space import Estimator, GridPoint, Space, space_of
 from probes.study.state import Knowledge
 from probes.study.storage import (
     alive,
@@ -59,7 +59,7 @@ class StudyOptions:
     budget_seconds: float = math.inf
     versions: dict[str, str] = field(default_factory=dict)
     say: Say = lambda _: None  # called with each line of progress
-    attempt: Attempt = attempt  # estimates a candidate; None if its engine would not start
+    estimator: Estimator = estimate_or_none  # estimates a candidate; None if its engine would not start
     clock: Callable[[], float] = monotonic
 
 
@@ -95,7 +95,7 @@ def prove(target: SearchProblem | Plan, probe: Probe, options: StudyOptions | No
     problem = problem_of(target) if isinstance(target, Plan) else target
     url = options.storage or default_storage()
     name = study_name(problem, options.device, options.versions or library_versions())
-    sampler = PlanSampler(space_of(problem, options.device, options.attempt))
+    sampler = PlanSampler(space_of(problem, options.device, options.estimator))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with storage_errors(url):
         study = open_study(url, name, sampler)

@@ -1,0 +1,41 @@
+"""JSON decoded into msgspec types: a wrong document is one line that names the path of the wrong field."""
+
+from typing import TypeVar
+
+import msgspec
+
+from planner.errors import InputError
+
+T = TypeVar("T")
+SHOWN_CHARACTERS = 80  # of a message of msgspec, which quotes the input
+
+
+def decode_json(text: str | bytes, kind: type[T], source: str) -> T:
+    """Decode JSON text into a msgspec type or a dataclass.
+
+    Raises:
+        InputError: the text is no JSON, or no document of that type: `plan.json: Expected `int`, got `str` - at `$.gpus[0].count`.`
+    """
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{source}: {shortened(str(error))}.") from error
+
+
+def convert_json(value: object, kind: type[T], source: str) -> T:
+    """Convert parsed JSON (dicts and lists) into a msgspec type or a dataclass.
+
+    Raises:
+        InputError: the value is no document of that type; the message is that of `decode_json`.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{source}: {shortened(str(error))}.") from error
+
+
+def shortened(message: str) -> str:
+    """Return a message of msgspec on one line; the input that it quotes is cut, the path at its end is kept."""
+    cause, dash, path = " ".join(message.split()).partition(" - at ")
+    cut = cause if len(cause) <= SHOWN_CHARACTERS else cause[: SHOWN_CHARACTERS - 3] + "..."
+    return f"{cut}{dash}{path if len(path) <= SHOWN_CHARACTERS else path[: SHOWN_CHARACTERS - 3] + '...'}"

@@ -1,0 +1,506 @@
+"""The JSON documents of `plan`, as msgspec types: what `--json` prints, and the JSON Schema of `plan schema`.
+
+A key that a document does not always have is `UNSET` where it is left out. Memory is in bytes, time in seconds.
+Additions are allowed; a change of meaning raises `SCHEMA`.
+"""
+
+from typing import Annotated, Any, Literal, get_args
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.json import schema_components
+
+from planner.allocator.trace import Holding
+from planner.candidate import AttentionImplementation, Dtype, Optimizer
+from planner.diagnose.incident import Kind
+from planner.gpus.cluster import Cluster
+from planner.jobs.job import Goal, TuningClass
+from planner.measurements.cases import Quantity
+from planner.methods import MethodName
+from planner.quantities import Component, Evidence, GpuRole, Phase, Throughput
+
+SCHEMA: Literal[1] = 1
+
+Version = Annotated[Literal[1], Meta(description="The version of this schema.")]
+Bytes = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Probability = Annotated[float, Meta(ge=0, le=1, description="Probability that no GPU runs out of memory.")]
+Interval = Annotated[tuple[Bytes, Bytes], Meta(description="Lower and upper bound of the peak at the accepted risk.")]
+ProbeDevice = Literal["cuda", "cpu", "simulated"]
+Warnings = Annotated[tuple[str, ...], Meta(description="Notes for the reader, one line each.")]
+Versions = Annotated[dict[str, str], Meta(description="Releases of the libraries that the figures stand for.")]
+
+
+class Document(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all objects in a document: frozen, and without unknown keys."""
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+class CheckpointingArguments(Document, frozen=True):
+    """`gradient_checkpointing_kwargs` of Transformers' TrainingArguments."""
+
+    use_reentrant: Annotated[bool, Meta(description="True for adapters under ZeRO-3, where TRL forces it.")]
+    every_n_layers: Annotated[Count, Meta(description="Only every n-th layer is recomputed.")] | UnsetType = UNSET
+    offload: Annotated[bool, Meta(description="Inputs of layers wait in pinned host memory.")] | UnsetType = UNSET
+
+
+class Environment(Document, frozen=True):
+    """Environment variables to launch with."""
+
+    PYTORCH_CUDA_ALLOC_CONF: str | UnsetType = UNSET
+
+
+class OptionalSettings(Document, frozen=True):
+    """Settings that depend on method, tuning and sharding, named as TRL, PEFT, accelerate, DeepSpeed and vLLM name them."""
+
+    lora_r: Count | UnsetType = UNSET
+    lora_target_modules: (
+        Annotated[
+            Literal["all-linear"] | Annotated[tuple[str, ...], Meta(min_length=1)] | None,
+            Meta(description="Modules with adapters: PEFT's shorthand, or names; null: PEFT's own choice."),
+        ]
+        | UnsetType
+    ) = UNSET
+    lora_dropout: Share | UnsetType = UNSET
+    autocast_adapter_dtype: (
+        Annotated[bool, Meta(description="PEFT keeps adapters in float32 on a 16-bit base (get_peft_model).")]
+        | UnsetType
+    ) = UNSET
+    bnb_4bit_quant_type: Literal["nf4"] | UnsetType = UNSET
+    use_bnb_nested_quant: bool | UnsetType = UNSET
+    quant_method: (
+        Annotated[
+            Literal["gptq", "awq", "fp8", "mxfp4"],
+            Meta(description="Quantization of the published checkpoint (quantization_config)."),
+        ]
+        | UnsetType
+    ) = UNSET
+    max_length: Annotated[Count, Meta(description="Tokens of a whole row.")] | UnsetType = UNSET
+    prompt_length: (
+        Annotated[Count, Meta(description="Tokens of the longest prompt: a fact of the data, not a TRL setting.")]
+        | UnsetType
+    ) = UNSET
+    max_completion_length: (
+        Annotated[Count, Meta(description="Tokens of the longest completion (GRPO, RLOO, Distillation).")] | UnsetType
+    ) = UNSET
+    max_new_tokens: (
+        Annotated[Count, Meta(description="Tokens of the longest completion (online DPO, GKD).")] | UnsetType
+    ) = UNSET
+    response_length: Annotated[Count, Meta(description="Tokens of the longest completion (PPO).")] | UnsetType = UNSET
+    num_generations: Annotated[Count, Meta(description="Completions per prompt.")] | UnsetType = UNSET
+    steps_per_generation: Annotated[Count, Meta(description="Micro-steps per generation.")] | UnsetType = UNSET
+    num_iterations: Annotated[Count, Meta(description="Optimization passes over one generation.")] | UnsetType = UNSET
+    packing: bool | UnsetType = UNSET
+    padding_free: bool | UnsetType = UNSET
+    beta: (
+        Annotated[
+            float,
+            Meta(ge=0, description="Weight of the reference model; GRPO and RLOO with 0 have no reference model."),
+        ]
+        | UnsetType
+    ) = UNSET
+    kl_coef: Annotated[float, Meta(ge=0, description="Weight of the reference model (PPO).")] | UnsetType = UNSET
+    precompute_ref_log_probs: bool | UnsetType = UNSET
+    gradient_checkpointing_kwargs: CheckpointingArguments | UnsetType = UNSET
+    activation_offloading: bool | UnsetType = UNSET
+    zero_stage: Literal[1, 2, 3] | UnsetType = UNSET
+    fsdp_version: Literal[2] | UnsetType = UNSET
+    fsdp_offload_params: (
+        Annotated[bool, Meta(description="Parameters, gradients and optimizer states are on the host (accelerate).")]
+        | UnsetType
+    ) = UNSET
+    offload_optimizer_device: Literal["none", "cpu"] | UnsetType = UNSET
+    offload_param_device: Literal["none", "cpu"] | UnsetType = UNSET
+    ds3_gather_for_generation: bool | UnsetType = UNSET
+    use_vllm: bool | UnsetType = UNSET
+    vllm_mode: Literal["colocate", "server"] | UnsetType = UNSET
+    vllm_gpu_memory_utilization: (
+        Annotated[float, Meta(ge=0, le=1, description="Share of a GPU that the engine takes.")] | UnsetType
+    ) = UNSET
+    vllm_tensor_parallel_size: Count | UnsetType = UNSET
+    vllm_data_parallel_size: Annotated[Count, Meta(description="Engines of the server.")] | UnsetType = UNSET
+    vllm_max_model_length: Annotated[Count | None, Meta(description="null: the model's whole context.")] | UnsetType = (
+        UNSET
+    )
+    vllm_enable_sleep_mode: bool | UnsetType = UNSET
+    reward_model_name_or_path: str | UnsetType = UNSET
+    teacher_model_name_or_path: str | UnsetType = UNSET
+
+
+class Settings(OptionalSettings, frozen=True, kw_only=True):
+    """A candidate's settings, named as TRL, Transformers, PEFT, accelerate, DeepSpeed and vLLM name them.
+
+    A setting that the method, the tuning or the sharding does not read is left out.
+    """
+
+    model_name_or_path: str
+    method: MethodName
+    trl_version: Annotated[str, Meta(description="The TRL release whose defaults and code paths are counted.")]
+    use_peft: bool
+    dtype: Annotated[Dtype, Meta(description="The dtype that weights are loaded in (TRL ModelConfig).")]
+    bf16: bool
+    fp16: bool
+    load_in_4bit: bool
+    load_in_8bit: bool
+    per_device_train_batch_size: Annotated[Count, Meta(description="Samples per process and micro-step.")]
+    gradient_accumulation_steps: Annotated[Count, Meta(description="Micro-steps per optimizer step.")]
+    padded: Annotated[bool, Meta(description="Batches hold padding: a fact of the data, not a TRL setting.")]
+    gradient_checkpointing: bool
+    attn_implementation: AttentionImplementation
+    use_liger_kernel: bool
+    optim: Optimizer
+    distributed_type: Literal["NO", "MULTI_GPU", "DEEPSPEED", "FSDP"]
+    num_processes: Annotated[Count, Meta(description="Training processes on all machines, one for each GPU.")]
+    num_machines: Count
+    environment: Environment
+
+
+class PinnedSettings(OptionalSettings, frozen=True):
+    """Settings that the user decided and the search keeps."""
+
+    model_name_or_path: str | UnsetType = UNSET
+    method: MethodName | UnsetType = UNSET
+    trl_version: str | UnsetType = UNSET
+    use_peft: bool | UnsetType = UNSET
+    dtype: Dtype | UnsetType = UNSET
+    bf16: bool | UnsetType = UNSET
+    fp16: bool | UnsetType = UNSET
+    load_in_4bit: bool | UnsetType = UNSET
+    load_in_8bit: bool | UnsetType = UNSET
+    per_device_train_batch_size: Count | UnsetType = UNSET
+    gradient_accumulation_steps: Count | UnsetType = UNSET
+    padded: bool | UnsetType = UNSET
+    gradient_checkpointing: bool | UnsetType = UNSET
+    attn_implementation: AttentionImplementation | UnsetType = UNSET
+    use_liger_kernel: bool | UnsetType = UNSET
+    optim: Optimizer | UnsetType = UNSET
+    distributed_type: Literal["NO", "MULTI_GPU", "DEEPSPEED", "FSDP"] | UnsetType = UNSET
+    num_processes: Count | UnsetType = UNSET
+    num_machines: Count | UnsetType = UNSET
+    checkpoint_every_n_layers: Count | UnsetType = UNSET
+    checkpoint_offload: bool | UnsetType = UNSET
+    PYTORCH_CUDA_ALLOC_CONF: str | UnsetType = UNSET
+
+
+# -- an estimate -------------------------------------------------------------------------------------------------------
+
+Components = Annotated[
+    dict[Component, Bytes],
+    Meta(
+        description="Bytes by component; a component of 0 bytes may be left out. autocast_copies: 16-bit copies of float32 "
+        "weights that autocast keeps. attention_scores: grows with the square of the length. transients: alive only inside "
+        "one layer's forward, recomputation or backward, and temporaries of the optimizer. loss: head, logits and log-"
+        "probabilities. kv_cache: of Transformers' generate(). engine: vLLM's share of the card. communication: gathered "
+        "parameters, buckets, NCCL. fragmentation: reserved by PyTorch's allocator and not allocated. runtime: CUDA context "
+        "and cuBLAS workspaces. unexplained: measured, and more than the estimate's components.",
+        extra_json_schema={"propertyNames": {"enum": list(get_args(Component))}},
+    ),
+]
+
+
+class PhaseReport(Document, frozen=True):
+    """The memory of one phase on one GPU."""
+
+    name: Phase
+    total_bytes: Annotated[Bytes, Meta(description="The sum of the components.")]
+    components: Components
+
+
+class Gpus(Document, frozen=True):
+    """The GPUs of one role; all are alike."""
+
+    role: GpuRole
+    count: Count
+    capacity_bytes: Annotated[Bytes, Meta(description="Memory of one card that this run may use.")]
+    peak_bytes: Annotated[Bytes, Meta(description="Memory that the heaviest phase needs on one card.")]
+    peak_phase: Annotated[Phase, Meta(description="The heaviest phase.")]
+    interval_bytes: Interval
+    phases: Annotated[tuple[PhaseReport, ...], Meta(min_length=1)]
+    details: Annotated[
+        dict[str, dict[str, Bytes]],
+        Meta(description="Parts of a component by name: bytes, or a count if the name ends in tokens or sequences."),
+    ]
+
+
+class Host(Document, frozen=True):
+    """Main memory of one node."""
+
+    peak_bytes: Bytes
+
+
+class BestCandidate(Document, frozen=True):
+    """A candidate, the memory that it needs and its speed."""
+
+    settings: Settings
+    fits: Annotated[bool, Meta(description="The upper bound of the peak is within the capacity of every GPU.")]
+    fit_probability: Probability
+    evidence: Annotated[
+        Evidence,
+        Meta(description="estimated: by formulas; simulated: by a dry run; measured: by a probe on a device."),
+    ]
+    gpus: Annotated[tuple[Gpus, ...], Meta(min_length=1)]
+    host: Host
+    throughput: Throughput
+    reasons: Annotated[tuple[str, ...], Meta(description="Reasons for the settings, one line each.")]
+    device: (
+        Annotated[ProbeDevice, Meta(description="The device of the candidate's probe; absent: no probe ran.")]
+        | UnsetType
+    ) = UNSET
+
+
+class EstimateReport(BestCandidate, frozen=True, kw_only=True):
+    """The document of `plan estimate --json` and `plan probe --json`."""
+
+    schema: Version
+    warnings: Warnings
+
+
+# -- a plan ------------------------------------------------------------------------------------------------------------
+
+
+class JobReport(Document, frozen=True):
+    """What the user asked for."""
+
+    model: str
+    method: MethodName
+    tuning: TuningClass
+    pinned: PinnedSettings
+    optimize: Goal
+    risk: Annotated[float, Meta(ge=0, le=1, description="Accepted probability of running out of memory.")]
+    effective_batch_size: Annotated[
+        Count | None, Meta(description="Samples per optimizer step; null: as many as TRL's defaults give.")
+    ]
+    trl_version: str
+
+
+class AlternativeReport(BestCandidate, frozen=True, kw_only=True):
+    """A runner-up: the best of another tuning class, or of another way to run."""
+
+    label: str
+    note: str
+
+
+class RemedyReport(BestCandidate, frozen=True, kw_only=True):
+    """A change that makes the job fit, tried by estimating it."""
+
+    change: Annotated[str, Meta(description="The change, as options of the command.")]
+    note: Annotated[str, Meta(description="What the change costs.")]
+
+
+class PhaseDifferenceReport(Document, frozen=True):
+    """A phase of the best candidate on its heaviest GPU, expected and measured."""
+
+    name: Phase
+    expected_bytes: Bytes
+    measured_bytes: Annotated[Bytes, Meta(description="All memory that was taken.")]
+    needed_bytes: Annotated[Bytes, Meta(description="Without the cache that PyTorch's allocator could give back.")]
+    error: Annotated[float, Meta(description="expected_bytes / needed_bytes - 1: below 0, too little was expected.")]
+
+
+class ProofReport(Document, frozen=True):
+    """The result of the probes."""
+
+    evidence: Annotated[Evidence, Meta(description="measured, or simulated for probes of simulated cards.")]
+    device: Annotated[Literal["none", "cuda", "cpu", "simulated"], Meta(description="none: no probe decided.")]
+    expected: Annotated[Evidence, Meta(description="The evidence of the best candidate before its probes.")]
+    lines: Annotated[tuple[str, ...], Meta(description="The certificate as text.")]
+    differences: tuple[PhaseDifferenceReport, ...]
+    report: Annotated[dict[str, Any], Meta(description="The certificate as JSON.")]
+
+
+class PlanReport(Document, frozen=True):
+    """The document of `plan --json`."""
+
+    schema: Version
+    job: JobReport
+    cluster: Cluster
+    verdict: Annotated[Literal["fits", "does_not_fit"], Meta(description="Whether the best candidate fits.")]
+    best: BestCandidate
+    alternatives: tuple[AlternativeReport, ...]
+    remedies: Annotated[tuple[RemedyReport, ...], Meta(description="Changes that make the job fit, cheapest first.")]
+    more: Annotated[tuple[str, ...], Meta(description="What would give more, and what limits it.")]
+    warnings: Warnings
+    versions: Versions
+    proof: ProofReport | UnsetType = UNSET
+
+
+# -- a dry run ---------------------------------------------------------------------------------------------------------
+
+
+class DryRunPhase(PhaseReport, frozen=True):
+    """The memory of one phase of a dry run on one GPU."""
+
+    reserved_bytes: (
+        Annotated[
+            Bytes,
+            Meta(description="Most memory that PyTorch's allocator reserves during the phase, its cache included."),
+        ]
+        | UnsetType
+    ) = UNSET
+
+
+class EstimatedPhases(Document, frozen=True):
+    """The estimate of the same candidate."""
+
+    peak_bytes: Bytes
+    phases: tuple[PhaseReport, ...]
+
+
+class OutOfMemory(Document, frozen=True):
+    """The figures of PyTorch's out-of-memory message."""
+
+    phase: Phase
+    tried_bytes: Annotated[Bytes, Meta(description="Size of the allocation that failed.")]
+    total_bytes: Annotated[Bytes, Meta(description="Memory of the card.")]
+    free_bytes: Bytes
+    allocated_bytes: Bytes
+    unallocated_bytes: Annotated[Bytes, Meta(description="Reserved by PyTorch but unallocated.")]
+    message: Annotated[str, Meta(description="The message, as PyTorch prints it.")]
+
+
+class DryRunReport(Document, frozen=True):
+    """The document of `plan dry-run --json`."""
+
+    schema: Version
+    evidence: Literal["simulated"]
+    settings: Settings
+    peak_bytes: Bytes
+    peak_phase: Phase
+    phases: tuple[DryRunPhase, ...]
+    reserved_peak_bytes: Annotated[
+        Bytes | None,
+        Meta(description="Most memory that PyTorch's allocator reserves; null if `composed`."),
+    ]
+    out_of_memory: Annotated[OutOfMemory | None, Meta(description="null if the step fits, or if `composed`.")]
+    estimated: EstimatedPhases
+    difference: Annotated[float, Meta(description="Estimated peak / simulated peak - 1.")]
+    composed: Annotated[bool, Meta(description="The planner's components stand in for sharding or for an engine.")]
+    alive_at_peak: Annotated[tuple[Holding, ...], Meta(description="The largest holdings of one process.")]
+    substitutions: Annotated[tuple[str, ...], Meta(description="Kernels that ran otherwise than on the card.")]
+    versions: Versions
+
+
+# -- a diagnosis -------------------------------------------------------------------------------------------------------
+
+
+class IncidentReport(Document, frozen=True):
+    """One lack of memory in a log."""
+
+    kind: Annotated[
+        Kind,
+        Meta(
+            description="What found no memory: PyTorch's allocator (gpu), a CUDA library, NCCL (communication), vLLM at its "
+            "start (its share of the card, KV cache, longest sequence, pool, profile run) or wake-up, or the host."
+        ),
+    ]
+    line: Annotated[Count, Meta(description="Line of the log.")]
+    rank: Annotated[str, Meta(description="The rank or worker as the log marks it; empty: no mark.")]
+    gpu: Annotated[Bytes | None, Meta(description="The card's number in the message.")]
+    phase: Annotated[Phase | None, Meta(description="The phase of the traceback; null: unknown.")]
+    where: Annotated[str, Meta(description="The innermost place of the traceback that names code.")]
+    bytes: Annotated[
+        dict[str, int],
+        Meta(description="Sizes in the message: tried, free, total, allocated, unallocated, process, ..."),
+    ]
+    numbers: Annotated[
+        dict[str, float], Meta(description="Other figures in the message: utilization, length, longest.")
+    ]
+    happened: Annotated[str, Meta(description="The incident in one line.")]
+    turn: Annotated[tuple[str, ...], Meta(description="Settings to change, without knowing the job.")]
+
+
+class DiagnosisReport(Document, frozen=True):
+    """The document of `plan diagnose --json`."""
+
+    schema: Version
+    incidents: Annotated[
+        tuple[IncidentReport, ...],
+        Meta(min_length=1, description="In the log's order; those after the first are often its consequences."),
+    ]
+    expected: Annotated[
+        BestCandidate | None, Meta(description="The estimate of the job's settings; null: no job was given.")
+    ]
+    instead: Annotated[
+        BestCandidate | None, Meta(description="The best candidate for the same data and batch; null: there is none.")
+    ]
+    why_none: Annotated[str, Meta(description="Why `instead` is null; empty if it is not, or if no job was given.")]
+
+
+# -- a validation ------------------------------------------------------------------------------------------------------
+
+
+class SummaryReport(Document, frozen=True):
+    """Signed errors of one group of cases."""
+
+    group: str
+    quantity: Quantity
+    evidence: Evidence
+    count: Count
+    mean: float
+    mean_absolute: float
+    worst: float
+    under: Annotated[int, Meta(ge=0, description="Figures predicted too small by more than `under_share`.")]
+
+
+class Prediction(Document, frozen=True):
+    """A predicted figure."""
+
+    bytes: Bytes
+    error: Annotated[float, Meta(description="Predicted / measured - 1: below 0, too little was predicted.")]
+
+
+class ComparedFigureReport(Document, frozen=True):
+    """One measured figure and its predictions."""
+
+    line: Count
+    label: str
+    settings: Settings
+    gpu: str | None
+    quantity: Quantity
+    measured_bytes: Bytes
+    predicted: dict[Evidence, Prediction]
+
+
+class OutOfMemoryCaseReport(Document, frozen=True):
+    """A case that ran out of memory."""
+
+    line: Count
+    label: str
+    settings: Settings
+    foreseen: Annotated[dict[Evidence, bool], Meta(description="Whether each prediction says that it does not fit.")]
+
+
+class LeftOutReport(Document, frozen=True):
+    """A line that nothing is compared with."""
+
+    line: Count
+    why: str
+
+
+class ValidationReport(Document, frozen=True):
+    """The document of `plan validate --json`."""
+
+    schema: Version
+    interrupted: bool
+    under_share: Share
+    summaries: tuple[SummaryReport, ...]
+    rows: tuple[ComparedFigureReport, ...]
+    out_of_memory: tuple[OutOfMemoryCaseReport, ...]
+    left_out: tuple[LeftOutReport, ...]
+
+
+DOCUMENTS = (PlanReport, EstimateReport, DryRunReport, DiagnosisReport, ValidationReport)
+
+
+def json_schema() -> dict[str, object]:
+    """The JSON Schema of all documents, generated from their types."""
+    references, definitions = schema_components(DOCUMENTS, ref_template="#/$defs/{name}")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "plan",
+        "description": "What `--json` prints: memory in bytes as integers, time in seconds.",
+        "oneOf": list(references),
+        "$defs": definitions,
+    }

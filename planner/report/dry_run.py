@@ -1,0 +1,137 @@
+"""A dry run beside the estimate as text: both peaks of each phase, and the memory that is alive at the peak."""
+
+import math
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from planner.allocator.reserved import Reserved
+from planner.allocator.simulation import Simulation
+from planner.gpus.cluster import Cluster
+from planner.quantities import Component, PhaseMemory
+from planner.report.words import cards, describe, words
+from planner.units import MIB, format_gib
+
+NOTABLE_DIFFERENCE = 0.03  # share of the peak: a larger difference is explained in a line
+HOLDINGS = 15  # rows of the list of what is alive at the peak
+HINT = "add --dry-run to check this with the installed trl, in about 15 s"
+PHASE_WIDTH, NUMBER_WIDTH, COUNT_WIDTH, COMPONENT_WIDTH = 20, 12, 7, 18
+
+
+def dry_run_note(simulation: Simulation) -> str:
+    """Return one line: how far the dry run's peak is from the estimate's, rounded up.
+
+    Beyond `NOTABLE_DIFFERENCE` the line also names the phase that differs most.
+    """
+    trl = dict(simulation.trace.versions)["trl"]
+    if explained := difference_lines(simulation):
+        return explained[0].replace("a dry run of the step", f"a dry run with the installed trl {trl}")
+    percent = max(math.ceil(abs(simulation.difference) * 1000), 1) / 10
+    return f"a dry run with the installed trl {trl} agrees within {percent:.1f} %"
+
+
+def second_search_note(residual: float) -> str:
+    """Return one line: the plan was searched again because the dry run needed more than the estimate allowed."""
+    return (
+        f"searched again with {residual:.1%} more memory for this tuning class, "
+        "which the dry run needed above the estimate"
+    )
+
+
+def difference_lines(simulation: Simulation) -> tuple[str, ...]:
+    """Return a line with both peaks and the phase that differs most; empty within `NOTABLE_DIFFERENCE`."""
+    if abs(simulation.difference) <= NOTABLE_DIFFERENCE:
+        return ()
+    estimated = {phase.name: phase.total_bytes for phase in simulation.estimated}
+    phase = max(
+        (phase for phase in simulation.simulated if phase.name in estimated),
+        key=lambda phase: abs(phase.total_bytes - estimated[phase.name]),
+    )
+    above = simulation.peak.total_bytes / simulation.estimated_peak.total_bytes - 1
+    peak = format_gib(simulation.peak.total_bytes, 1)
+    return (
+        f"a dry run of the step peaks at {peak} in the {words(simulation.peak.name)}, "
+        f"{abs(above):.1%} {'more' if above > 0 else 'less'} than estimated; they differ most in the "
+        f"{words(phase.name)}: {format_gib(phase.total_bytes, 1)} simulated, "
+        f"{format_gib(estimated[phase.name], 1)} estimated",
+    )
+
+
+def dry_run_table(simulation: Simulation, cluster: Cluster) -> Text:
+    """Return the table of phases, simulated and estimated, then the memory alive at the peak by module and operator."""
+    candidate = simulation.candidate
+    lines = [
+        Text.assemble(
+            (f"{candidate.model.id} · {candidate.method} · {cards(cluster)}", "bold"), "  ", ("simulated", "italic")
+        ),
+        Text(describe(candidate)),
+        Text(_libraries(simulation), style="dim"),
+        Text(),
+        *_phases(simulation),
+        *_shortfall(simulation.reserved),
+        Text(),
+        *_holdings(simulation),
+    ]
+    return Text("\n").join(lines)
+
+
+def _libraries(simulation: Simulation) -> str:
+    versions = " ".join(f"{name} {version}" for name, version in simulation.trace.versions)
+    composed = "; sharding and engine composed onto one process' step" if simulation.composed else ""
+    return f"a step of the installed trainer on fake tensors ({versions}){composed}"
+
+
+def _phases(simulation: Simulation) -> Iterator[Text]:
+    """One row for each phase; the peak is marked, and its components follow the last row."""
+    reserved = simulation.reserved
+    heads = ("simulated", "estimated", "difference", *(("reserved",) if reserved is not None else ()))
+    yield Text(f"{'GiB':<{PHASE_WIDTH}}" + "".join(f"{head:>{NUMBER_WIDTH}}" for head in heads), style="dim")
+    estimated = {phase.name: phase.total_bytes for phase in simulation.estimated}
+    for phase in simulation.simulated:
+        is_peak = phase.name == simulation.peak.name
+        other = estimated.get(phase.name, 0)
+        cells = [_gib(phase.total_bytes), _gib(other) if other else "-", _percent(phase.total_bytes, other)]
+        if reserved is not None:
+            cells.append(_gib(reserved.most[phase.name]) if phase.name in reserved.most else "-")
+        numbers = "".join(f"{cell:>{NUMBER_WIDTH}}" for cell in cells)
+        yield Text(
+            f"{words(phase.name):<{PHASE_WIDTH}}{numbers}{' ◂ peak' if is_peak else ''}",
+            style="bold" if is_peak else "",
+        )
+    for component, size in _largest_components(simulation.peak):
+        yield Text(f"  {words(component):<{PHASE_WIDTH - 2}}{_gib(size):>{NUMBER_WIDTH}}", style="dim")
+
+
+def _shortfall(reserved: Reserved | None) -> Iterator[Text]:
+    if reserved is not None and reserved.shortfall is not None:
+        yield Text(
+            f"runs out in the {words(reserved.shortfall.phase)}: {reserved.shortfall.figures.message}", style="red"
+        )
+
+
+def _largest_components(phase: PhaseMemory) -> list[tuple[Component, int]]:
+    return sorted(((name, size) for name, size in phase.components.items() if size >= MIB), key=lambda item: -item[1])
+
+
+def _holdings(simulation: Simulation) -> Iterator[Text]:
+    """The largest holdings of one process; a composed candidate shards them afterwards."""
+    yield Text(f"alive at the peak of the step{' of one process' if simulation.composed else ''}", style="bold")
+    yield Text(
+        f"{'MiB':>{NUMBER_WIDTH}}{'count':>{COUNT_WIDTH}}  {'component':<{COMPONENT_WIDTH}}module, operator",
+        style="dim",
+    )
+    for holding in simulation.trace.holdings_at_peak(HOLDINGS):
+        size = f"{holding.size_bytes / MIB:,.1f}"
+        place = f"{holding.module or '-'}, {holding.operator}"
+        yield Text(
+            f"{size:>{NUMBER_WIDTH}}{holding.count:>{COUNT_WIDTH}}  "
+            f"{words(holding.component):<{COMPONENT_WIDTH}}{place}"
+        )
+
+
+def _gib(size_bytes: int) -> str:
+    return format_gib(size_bytes, 2).removesuffix(" GiB")
+
+
+def _percent(simulated: int, estimated: int) -> str:
+    return f"{estimated / simulated - 1:+.1%}" if estimated and simulated else "-"
