@@ -1,9 +1,8 @@
 """A candidate: one way to run the job, every setting decided and named as TRL, Transformers, accelerate, DeepSpeed and vLLM name it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal
 
 from planner.errors import InputError
 from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
@@ -210,37 +209,3 @@ class Candidate:
         return not (
             self.precompute_ref_log_probs and self.method_row.precomputes_reference and self.sharding != "fsdp2"
         )
-
-
-_NAMES = tuple(each.name for each in fields(Candidate))
-_PUTS: dict[str, Callable[[Candidate, object], None]] = {name: vars(Candidate)[name].__set__ for name in _NAMES}
-_values = attrgetter(*_NAMES)
-_but_the_share = attrgetter(*(name for name in _NAMES if name != "vllm_gpu_memory_utilization"))
-
-
-def changed(candidate: Candidate, **settings: Any) -> Candidate:
-    """`dataclasses.replace` in less than half its time: a search makes thousands, and looking up how a frozen field is set takes most of it.
-
-    Raises:
-        InputError: a setting that no candidate can have.
-    """
-    made = object.__new__(Candidate)
-    for put, value in zip(_PUTS.values(), _values(candidate), strict=True):
-        put(made, value)
-    for name, value in settings.items():
-        _PUTS[name](made, value)
-    made.__post_init__()
-    return made
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A candidate seen by some of its fields only: equal where `key` is. What is remembered of one is right for all that are equal."""
-
-    key: tuple[object, ...]
-    candidate: Candidate = field(compare=False)
-
-
-def training_of(candidate: Candidate) -> Seen:
-    """Without the share of the card that an engine in the same process has: nothing of the training depends on it."""
-    return Seen(_but_the_share(candidate), candidate)

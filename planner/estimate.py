@@ -1,17 +1,19 @@
 """Candidate -> Estimate: what a candidate needs on each GPU, phase by phase, and how fast it runs."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from planner.cache_keys import TrainingSettings, state_settings, training_settings
 from planner.candidate import Candidate
 from planner.confidence import fit_probability_of, interval_bytes
 from planner.gpus.cluster import Cluster, Gpu
 from planner.memory.engine.budget import EngineMemory, engine_memory
 from planner.memory.engine.settings import engine_settings
 from planner.memory.host import host_peak_bytes
-from planner.memory.peak import train_phases
-from planner.memory.states import states_of
+from planner.memory.peak import training_phases, with_engine
+from planner.memory.states import state_memory
 from planner.quantities import TOTAL_BYTES, Estimate, GpuMemory, GpuRole, PhaseMemory
-from planner.throughput.step import throughput
+from planner.throughput.step import training_seconds, with_generation
 
 RISK = 0.01  # accepted probability of running out of memory where nobody says another
 
@@ -23,16 +25,40 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = RISK) -> Esti
         EngineDoesNotFit: the vLLM engine would refuse to start.
     """
     engine = engine_of(candidate, cluster.gpu)
-    gpus = gpus_of(candidate, cluster, engine, risk)
+    training = training_estimate(training_settings(candidate), cluster)
+    gpus = gpus_of(candidate, cluster, training, engine, risk)
     return Estimate(
         candidate=candidate,
         fits=all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in gpus),
         fit_probability=min(fit_probability_of(gpu, risk) for gpu in gpus),
         evidence="estimated",
         gpus=gpus,
-        host_peak_bytes=host_peak_bytes(candidate, cluster),
-        throughput=throughput(candidate, cluster, engine.max_concurrency if engine is not None else 0.0),
+        host_peak_bytes=training.host_peak_bytes,
+        throughput=with_generation(
+            training.seconds, candidate, cluster, engine.max_concurrency if engine is not None else 0.0
+        ),
         reasons=(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingEstimate:
+    """The part of an estimate that stays the same whatever share of the card a vLLM engine gets."""
+
+    phases: tuple[PhaseMemory, ...]  # of a training GPU, without an engine in the same process
+    weights_by_role: dict[str, int]
+    host_peak_bytes: int
+    seconds: dict[str, float]  # of a step, without rollouts
+
+
+@lru_cache(maxsize=256)
+def training_estimate(settings: TrainingSettings, cluster: Cluster) -> TrainingEstimate:
+    """Memory and seconds of a training without its engine. Remembered, since a search tries many shares for one training."""
+    return TrainingEstimate(
+        phases=training_phases(settings, cluster.gpu),
+        weights_by_role=state_memory(state_settings(settings), cluster.gpu).weights_by_role,
+        host_peak_bytes=host_peak_bytes(settings, cluster),
+        seconds=training_seconds(settings, cluster),
     )
 
 
@@ -62,15 +88,14 @@ def engine_of(candidate: Candidate, gpu: Gpu) -> EngineMemory | None:
 
 
 def gpus_of(
-    candidate: Candidate, cluster: Cluster, engine: EngineMemory | None, risk: float = RISK
+    candidate: Candidate, cluster: Cluster, training: TrainingEstimate, engine: EngineMemory | None, risk: float
 ) -> tuple[GpuMemory, ...]:
     """The GPUs of each role. A server has cards of its own; a colocated engine lives in the trainer's process."""
-    colocated = engine if candidate.vllm == "colocate" else None
-    phases = train_phases(candidate, cluster.gpu, colocated)
-    role: GpuRole = "train+vllm" if colocated is not None else "train"
-    details = {"weights": states_of(candidate, cluster.gpu).weights_by_role} | (
-        engine_details(colocated) if colocated is not None else {}
-    )
+    role: GpuRole = "train"
+    phases, details = training.phases, {"weights": training.weights_by_role}
+    if candidate.vllm == "colocate" and engine is not None:
+        role = "train+vllm"
+        phases, details = tuple(with_engine(phase, engine) for phase in phases), details | engine_details(engine)
     gpus = [gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk)]
     if candidate.vllm == "server" and engine is not None:
         serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})

@@ -141,7 +141,7 @@ def simulated(candidate: Candidate, cluster: Cluster = CLUSTER) -> Measurement:
 def test_a_simulated_card_is_large_enough_to_the_byte() -> None:
     from planner.memory.runtime import runtime_bytes
 
-    whole = simulated(SFT).peak_bytes + runtime_bytes(CLUSTER.gpu, SFT)
+    whole = simulated(SFT).peak_bytes + runtime_bytes(CLUSTER.gpu)
     assert simulated(SFT, with_cards_of(whole)).outcome == "fits"
     short = simulated(SFT, with_cards_of(whole - 1))
     assert short.outcome == "out_of_memory"

@@ -1,27 +1,24 @@
 """What must hold for every job, whatever the formulas: laws, tried on random candidates and jobs."""
 
 import os
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.candidate import Candidate, changed
+from planner.candidate import Candidate
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimate import estimate, training_estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.memory.engine.budget import EngineDoesNotFit
 from planner.memory.parameters.policy import policy_parameters
-from planner.memory.peak import _of_training
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.plan import plan
 from planner.quantities import Estimate
-from planner.throughput.step import _without_generation
 
 EXAMPLES = 150  # each is a few estimates of tens of microseconds; the first of a structure takes milliseconds
 CLUSTER = parse_cluster("8xH100", None)
@@ -195,7 +192,7 @@ def test_what_is_recommended_is_not_beaten_by_its_own_class_and_every_fit_is_one
 
 @laws
 @given(candidates(), st.integers(5, 60), st.integers(5, 60), st.booleans())
-def test_what_is_remembered_of_a_training_is_what_it_is_beside_any_share_of_an_engine(
+def test_a_remembered_training_is_the_same_beside_any_share_of_the_card_for_vllm(
     candidate: Candidate, first: int, then: int, sleeps: bool
 ) -> None:
     assume(METHODS[candidate.method].supports_vllm and candidate.quantization == "none")
@@ -210,25 +207,11 @@ def test_what_is_remembered_of_a_training_is_what_it_is_beside_any_share_of_an_e
         for share in (first, then)
     ]
     try:
-        told = [estimated(each) for each in beside]
+        remembered = [estimated(each) for each in beside]
     except EngineDoesNotFit:
         assume(False)
-    _of_training.cache_clear()
-    _without_generation.cache_clear()
-    assert estimated(beside[1]) == told[1]
-
-
-@laws
-@given(candidates(), candidates())
-def test_a_changed_candidate_is_the_replaced_one(candidate: Candidate, other: Candidate) -> None:
-    some = {each.name: getattr(other, each.name) for each in fields(Candidate)[::3]}
-    assert changed(candidate, **some) == replace(candidate, **some) == Candidate(**{**all_of(candidate), **some})
-    with pytest.raises(PlanError, match=r"^lora_r must be at least 1, not 0\.$"):
-        changed(candidate, lora_r=0)
-
-
-def all_of(candidate: Candidate) -> dict[str, Any]:
-    return {each.name: getattr(candidate, each.name) for each in fields(Candidate)}
+    training_estimate.cache_clear()
+    assert estimated(beside[1]) == remembered[1]
 
 
 @pytest.mark.parametrize("field", ["per_device_train_batch_size", "max_length", "lora_r", "num_processes"])

@@ -1,6 +1,7 @@
 """Adapters: the LoRA matrices, the dtype they are trained in, and PEFT's trained copies of whole modules."""
 
-from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Candidate
+from planner.cache_keys import StateInput
+from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import sharded_bytes
 
@@ -18,7 +19,7 @@ KBIT_ADAPTER_BYTES: dict[str, tuple[int, int]] = {
 }
 
 
-def adapter_dtype_bytes(candidate: Candidate) -> int:
+def adapter_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one adapter parameter as it is trained.
 
         DeepSpeed with bf16 or fp16: 2 | FSDP2 under mixed precision, but not on 4-bit weights: 4 | bitsandbytes base: 2 |
@@ -41,7 +42,7 @@ def adapter_dtype_bytes(candidate: Candidate) -> int:
     return DTYPE_BYTES[candidate.dtype]
 
 
-def adapters_bytes(candidate: Candidate) -> int:
+def adapters_bytes(candidate: StateInput) -> int:
     """Bytes of the adapters on one GPU, with PEFT's trained copy of a score head (which keeps the load dtype, unless TRL casts it).
 
     Example: Qwen2.5-7B, r 16 on all linear layers, bfloat16 base: 40,370,176 x 4 = 161,480,704 bytes = 154 MiB.
@@ -54,7 +55,7 @@ def adapters_bytes(candidate: Candidate) -> int:
     return sharded_bytes(counted.adapter_tensors, size, candidate, trained=True) + copied
 
 
-def copied_dtype_bytes(candidate: Candidate) -> int:
+def copied_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one parameter in a module that PEFT copied: not one of its adapters, so `cast_adapter_dtype` passes it by."""
     if candidate.quantization in BITSANDBYTES or candidate.sharding in (*DEEPSPEED, "fsdp2"):
         return adapter_dtype_bytes(candidate)

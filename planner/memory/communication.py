@@ -3,7 +3,8 @@
 from functools import lru_cache
 from typing import Literal
 
-from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Candidate
+from planner.cache_keys import StateInput
+from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.gradients import trained_groups
@@ -34,12 +35,12 @@ MERGE_COPIES = (
 MERGE_COPIES_4BIT = 2  # the dequantized weight and the sum. Source: peft 0.21.2, tuners/lora/bnb.py `Linear4bit.merge`
 
 
-def alone(candidate: Candidate) -> bool:
+def alone(candidate: StateInput) -> bool:
     """Whether one process holds everything on its own card: nothing to exchange, nothing to fetch from the host."""
     return candidate.num_processes == 1 and not (candidate.offload_optimizer or candidate.offload_param)
 
 
-def communication_bytes(candidate: Candidate, gpu: Gpu) -> int:
+def communication_bytes(candidate: StateInput, gpu: Gpu) -> int:
     """Bytes that one GPU keeps for communication from the first step to the last.
 
         DDP: a second copy of all gradients (its buckets) | ZeRO-3: one bucket of hidden_size^2 elements |
@@ -63,7 +64,7 @@ def communication_bytes(candidate: Candidate, gpu: Gpu) -> int:
     return found
 
 
-def nccl_bytes(candidate: Candidate, gpu: Gpu) -> int:
+def nccl_bytes(candidate: StateInput, gpu: Gpu) -> int:
     """Bytes of NCCL's communicators on one GPU: one for the training group, one more to a vLLM server (its rank 0)."""
     if candidate.num_processes == 1:
         return 0
@@ -71,7 +72,7 @@ def nccl_bytes(candidate: Candidate, gpu: Gpu) -> int:
     return size * (2 if candidate.vllm == "server" else 1)
 
 
-def gather_bytes(candidate: Candidate, pass_name: str) -> int:
+def gather_bytes(candidate: StateInput, pass_name: str) -> int:
     """Bytes of parameters gathered, and of gradients on their way, at the worst moment of a pass (`"forward"` or `"backward"`) on one GPU.
 
         ZeRO-1 and 2, backward: one bucket of hidden_size^2 elements
@@ -99,7 +100,7 @@ def gather_bytes(candidate: Candidate, pass_name: str) -> int:
     return (GATHERED_LAYERS * layer + tail + reduced) * size
 
 
-def generation_gather_bytes(candidate: Candidate) -> int:
+def generation_gather_bytes(candidate: StateInput) -> int:
     """Bytes gathered on one GPU while `generate` runs: under ZeRO-3 the whole model with `ds3_gather_for_generation`, else as in a forward.
 
     Source: trl 1.16, models/utils.py `unwrap_model_for_generation`.
@@ -110,7 +111,7 @@ def generation_gather_bytes(candidate: Candidate) -> int:
     return gather_bytes(candidate, "forward")
 
 
-def weight_sync_bytes(candidate: Candidate) -> int:
+def weight_sync_bytes(candidate: StateInput) -> int:
     """Bytes that handing new weights to vLLM takes on one GPU, on top of both models.
 
         ZeRO-3: the largest tensor, or with adapters the whole model | FSDP2: the largest tensor in full |
@@ -131,7 +132,7 @@ def weight_sync_bytes(candidate: Candidate) -> int:
     return merged
 
 
-def _whole_model_bytes(candidate: Candidate) -> int:
+def _whole_model_bytes(candidate: StateInput) -> int:
     counted = policy_parameters(candidate)
     whole = gathered_bytes(counted.unquantized_tensors, base_dtype_bytes(candidate), candidate)
     if candidate.tuning == "full":
@@ -139,7 +140,7 @@ def _whole_model_bytes(candidate: Candidate) -> int:
     return whole + gathered_bytes(counted.adapter_tensors, adapter_dtype_bytes(candidate), candidate)
 
 
-def _merge_bytes(candidate: Candidate, counted: Parameters) -> int:
+def _merge_bytes(candidate: StateInput, counted: Parameters) -> int:
     if candidate.tuning == "full":
         return 0
     parts: tuple[Literal["linear", "vision_linear", "expert"], ...] = ("linear", "vision_linear")
@@ -157,7 +158,7 @@ def _largest_of(counted: Parameters, parts: tuple[Literal["linear", "vision_line
     return counted.base_tensors.only(*parts).largest
 
 
-def _bucket_bytes(candidate: Candidate) -> int:
+def _bucket_bytes(candidate: StateInput) -> int:
     """Hugging Face's "auto" for `reduce_bucket_size` is hidden_size^2 elements (transformers 5.23, integrations/deepspeed.py:229)."""
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     return candidate.model.hidden_size**2 * size

@@ -2,7 +2,8 @@
 
 from functools import lru_cache
 
-from planner.candidate import DEEPSPEED, Candidate
+from planner.cache_keys import StateInput
+from planner.candidate import DEEPSPEED
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.parameters.lora import lora_in_order
 from planner.memory.parameters.policy import Head, policy_parameters
@@ -17,7 +18,7 @@ FUSED_BACKWARD = frozenset({"lomo", "adalomo"})
 FUSED_GRADIENTS_ALIVE = 2
 
 
-def trained_groups(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
+def trained_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
     """What is trained on one model replica, with bytes per parameter: the model or its adapters, PEFT's copies, PPO's value model."""
     counted = policy_parameters(candidate)
     if candidate.tuning == "full":
@@ -32,7 +33,7 @@ def trained_groups(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
     return tuple(group for group in groups if group[0].kinds)
 
 
-def learning_groups(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
+def learning_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
     """What of it gets gradients and optimizer states: all under DeepSpeed, whose flat buffers have room for everything that may learn;
     elsewhere what batches of text run through, since the `.grad` of a vision tower stays None and an optimizer passes it by.
 
@@ -45,7 +46,7 @@ def learning_groups(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
     return tuple((tensors.passed, size) for tensors, size in groups if tensors.passed.kinds)
 
 
-def gradients_bytes(candidate: Candidate) -> int:
+def gradients_bytes(candidate: StateInput) -> int:
     """Bytes of gradients on one GPU when the backward pass ends, on the rank that has most.
 
         one GPU, DDP: trained x dtype | ZeRO-1: the same | ZeRO-2: every tensor that the rank's piece touches, whole |
@@ -71,14 +72,14 @@ def gradients_bytes(candidate: Candidate) -> int:
     return kept + touched_gradients_bytes(candidate) if candidate.accumulates else kept
 
 
-def accumulated_gradients_bytes(candidate: Candidate) -> int:
+def accumulated_gradients_bytes(candidate: StateInput) -> int:
     """Bytes of gradients on one GPU between two backward passes of a step: all of them under ZeRO-1, which reduces at the last."""
     if candidate.sharding == "zero1" and not candidate.offload_optimizer:
         return sum(tensor_bytes(tensors, size) for tensors, size in trained_groups(candidate))
     return step_gradients_bytes(candidate)
 
 
-def step_gradients_bytes(candidate: Candidate) -> int:
+def step_gradients_bytes(candidate: StateInput) -> int:
     """Bytes of gradients on one GPU while the optimizer steps: ZeRO-1 has dropped those of the other ranks' pieces by then.
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py:3097 (`free_grad_in_param_list(self.params_not_in_partition[i])`); FSDP2's lie in
@@ -104,7 +105,7 @@ def step_gradients_bytes(candidate: Candidate) -> int:
     return sum(tensor_bytes(tensors, size) for tensors, size in groups)
 
 
-def touched_gradients_bytes(candidate: Candidate) -> int:
+def touched_gradients_bytes(candidate: StateInput) -> int:
     """Bytes of ZeRO-1's and 2's buffer for the gradients of one piece: of every tensor that lies in it in part, the whole.
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py:2184-2199 and `get_partition_info`. Example: see `gradients_bytes`.

@@ -1,15 +1,13 @@
 """Host: main memory that one node needs while its processes load and train."""
 
-from functools import lru_cache
-
-from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Candidate
+from planner.cache_keys import StateInput, TrainingInput
+from planner.candidate import BITSANDBYTES, DTYPE_BYTES
 from planner.gpus.cluster import Cluster
 from planner.memory.activations import stack_memory
 from planner.memory.optimizer import host_states_bytes, paged_states_bytes
 from planner.memory.parameters.policy import parameters, policy_parameters
 from planner.memory.stack_recipe import stack_recipe
-from planner.memory.states import STRUCTURE, Structure
-from planner.memory.weights import base_dtype_bytes, reference_weights_bytes
+from planner.memory.weights import base_dtype_bytes
 from planner.models.shape import ModelShape
 
 # Resident memory of a Python process that has started CUDA through PyTorch: 2,056,600 kB. Source: pytorch/pytorch#113326 (RTX 3090,
@@ -17,7 +15,7 @@ from planner.models.shape import ModelShape
 PROCESS_BYTES = 2_056_600 * 1024
 
 
-def host_peak_bytes(candidate: Candidate, cluster: Cluster) -> int:
+def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
     """Bytes of main memory at the peak on one node of the trainer.
 
         processes x (interpreter and libraries) + max(models being loaded, processes x what is kept on the host)
@@ -26,16 +24,11 @@ def host_peak_bytes(candidate: Candidate, cluster: Cluster) -> int:
     (its sleep level 2, which TRL uses, keeps no copy of the weights: trl 1.16, generation/vllm_generation.py:365).
     """
     processes = min(-(-candidate.num_processes // candidate.num_nodes), cluster.gpus_per_node)
-    loading, kept = _of_structure(Structure((processes, *STRUCTURE(candidate)), cluster.gpu, candidate), processes)
-    return processes * PROCESS_BYTES + max(loading, processes * (kept + offloaded_activation_bytes(candidate, cluster)))
+    kept = training_bytes(candidate) + offloaded_activation_bytes(candidate, cluster)
+    return processes * PROCESS_BYTES + max(loading_bytes(candidate, processes), processes * kept)
 
 
-@lru_cache(maxsize=8192)
-def _of_structure(structure: Structure, processes: int) -> tuple[int, int]:
-    return loading_bytes(structure.candidate, processes), training_bytes(structure.candidate)
-
-
-def loading_bytes(candidate: Candidate, processes: int) -> int:
+def loading_bytes(candidate: StateInput, processes: int) -> int:
     """Bytes of models in main memory on one node while they are loaded.
 
         one process, or bitsandbytes: none, weights stream to the card | DDP, ZeRO-1, ZeRO-2: every process has every model whole, in the
@@ -55,7 +48,7 @@ def loading_bytes(candidate: Candidate, processes: int) -> int:
     return whole if candidate.sharding == "fsdp2" else whole * processes
 
 
-def training_bytes(candidate: Candidate) -> int:
+def training_bytes(candidate: StateInput) -> int:
     """Bytes that one process keeps in main memory while it trains, without activations: what is offloaded, and paged optimizer states.
 
     offloaded parameters: dtype x params / G | offloaded optimizer: see `host_states_bytes`
@@ -66,7 +59,7 @@ def training_bytes(candidate: Candidate) -> int:
     return found
 
 
-def offloaded_activation_bytes(candidate: Candidate, cluster: Cluster) -> int:
+def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
     """Bytes of saved activations in pinned memory of one process, with everything that is saved moved there.
 
     Source: trl 1.16, models/activation_offloading.py; transformers 5.23, modeling_utils.py:3110 (`offload` of checkpoints). The few tensors
@@ -81,10 +74,10 @@ def offloaded_activation_bytes(candidate: Candidate, cluster: Cluster) -> int:
     return per_token * candidate.tokens + per_score * candidate.scores + fixed
 
 
-def loaded_models(candidate: Candidate) -> list[ModelShape]:
+def loaded_models(candidate: StateInput) -> list[ModelShape]:
     """Every model that the trainer loads from a checkpoint."""
     found = [candidate.model]
-    if reference_weights_bytes(candidate):
+    if candidate.separate_reference:
         found.append(candidate.model)
     found += [model for model in (candidate.reward_model, candidate.teacher_model) if model is not None]
     return found

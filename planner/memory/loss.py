@@ -7,7 +7,7 @@ w bytes of a head weight, c bytes of the compute dtype.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.candidate import Candidate
+from planner.cache_keys import TrainingInput
 from planner.methods import LIGER_LEAVES_THE_LOSS, Loss, release
 
 # trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506; kernels/chunked_divergence.py:33-34.
@@ -280,7 +280,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
 LINEAR_HEAD: frozenset[Loss] = frozenset({"logits", "logits_cross_entropy", "log_softmax", "jsd"})
 
 
-def loss_of(candidate: Candidate) -> Loss:
+def loss_of(candidate: TrainingInput) -> Loss:
     """The loss that the TRL release in force computes for this method."""
     if (
         candidate.use_liger_kernel

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from planner.candidate import DEEPSPEED, Candidate, Optimizer, Sharding
+from planner.cache_keys import StateInput
+from planner.candidate import DEEPSPEED, Optimizer, Sharding
 from planner.memory.gradients import learning_groups
 from planner.memory.parameters.sharding import SUB_GROUP_SIZE, optimized_tensors
 from planner.memory.parameters.tensors import Tensors, TensorSet, rounded_bytes, tensor_bytes
@@ -105,7 +106,7 @@ OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
 }  # fmt: skip
 
 
-def optimizer_states_bytes(candidate: Candidate) -> int:
+def optimizer_states_bytes(candidate: StateInput) -> int:
     """Bytes of optimizer states on one GPU after the first step, with DeepSpeed's float32 master weights.
 
         state = sum over trained tensors of the row's buffers, each in its dtype; under ZeRO on float32 pieces of ceil(params / G)
@@ -121,7 +122,7 @@ def optimizer_states_bytes(candidate: Candidate) -> int:
     return states + master_weights_bytes(candidate)
 
 
-def master_weights_bytes(candidate: Candidate) -> int:
+def master_weights_bytes(candidate: StateInput) -> int:
     """Bytes of DeepSpeed's float32 copy of the trained parameters on one GPU: 4 x ceil(params / G), from the start of training.
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py:558-577 (`clone().float().detach()`, for float32 models as well), stage3.py:1081.
@@ -131,7 +132,7 @@ def master_weights_bytes(candidate: Candidate) -> int:
     return sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in _optimized(candidate))
 
 
-def paged_states_bytes(candidate: Candidate) -> int:
+def paged_states_bytes(candidate: StateInput) -> int:
     """Bytes of optimizer states in CUDA managed memory, one GPU's: on the card while there is room, else on the host.
 
     They are counted on the host, since they are what gives way. Source: bitsandbytes 0.50.2, optim/optimizer.py:374-388.
@@ -139,7 +140,7 @@ def paged_states_bytes(candidate: Candidate) -> int:
     return sum(state_bytes(tensors, size, candidate.optim, True) for tensors, size in _optimized(candidate))
 
 
-def host_states_bytes(candidate: Candidate) -> int:
+def host_states_bytes(candidate: StateInput) -> int:
     """Bytes of states that one process keeps in host memory: an offloaded optimizer with its master weights and gradients, or GrokAdamW's.
 
         ZeRO offload: 4 (master) + states + 4 (gradients, float32) for each of ceil(params / G) parameters
@@ -155,7 +156,7 @@ def host_states_bytes(candidate: Candidate) -> int:
     return kept
 
 
-def step_temporaries_bytes(candidate: Candidate) -> int:
+def step_temporaries_bytes(candidate: StateInput) -> int:
     """Bytes that exist only while the optimizer steps, on one GPU.
 
         foreach: copies of all trained parameters at once | others: copies of the largest tensor | ZeRO-1 and 2: the flattened gradients and
@@ -190,7 +191,7 @@ def _stepped_at_once(tensors: TensorSet, sharding: Sharding) -> TensorSet:
     return TensorSet(kinds=(Tensors(part="other", shape=(min(SUB_GROUP_SIZE, tensors.params),)),))
 
 
-def _optimized(candidate: Candidate) -> tuple[tuple[TensorSet, int], ...]:
+def _optimized(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
     float32 = candidate.sharding in DEEPSPEED
     return tuple(
         (optimized_tensors(tensors, candidate), FLOAT32_BYTES if float32 else size)

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
-from planner.candidate import SHARDED, Candidate
+from planner.cache_keys import TrainingInput, state_settings
+from planner.candidate import SHARDED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import StackMemory, stack_memory
 from planner.memory.layers.autograd import NOTHING, LiveBytes
 from planner.memory.layers.one_layer import PassPeak
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, with_data
-from planner.memory.states import States, states_of
+from planner.memory.states import StateMemory, state_memory
 from planner.quantities import Component
 
 Components = dict[Component, int]
@@ -19,10 +20,10 @@ Components = dict[Component, int]
 class Passes:
     """What the phases of one candidate are computed from. `tokens` and `scores` are those of the policy's training forward."""
 
-    candidate: Candidate
+    candidate: TrainingInput
     tokens: int
     scores: int
-    states: States
+    states: StateMemory
     stack: StackMemory
     recipe: StackRecipe
     head: Head
@@ -33,10 +34,10 @@ class Passes:
     )
 
 
-def passes_of(candidate: Candidate, gpu: Gpu) -> Passes:
-    head, states = head_of(candidate), states_of(candidate, gpu)
+def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
+    head, states = head_of(candidate), state_memory(state_settings(candidate), gpu)
     recipe = with_data(states.recipe, candidate, gpu.supports_flash_attention_2)
-    scores = head.tokens * candidate.attention_length
+    scores = candidate.scores
     trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
     stay = gradients_stay(candidate)
     idle = dict(states.resident)
@@ -58,12 +59,12 @@ def passes_of(candidate: Candidate, gpu: Gpu) -> Passes:
     )
 
 
-def gradients_stay(candidate: Candidate) -> bool:
+def gradients_stay(candidate: TrainingInput) -> bool:
     """Whether gradients are there when a micro-step begins: accumulated ones, and the buffers of ZeRO and FSDP2."""
     return candidate.gradient_accumulation_steps > 1 or candidate.sharding in SHARDED
 
 
-def value_graph(candidate: Candidate, recipe: StackRecipe, tokens: int, scores: int) -> Components:
+def value_graph(candidate: TrainingInput, recipe: StackRecipe, tokens: int, scores: int) -> Components:
     """What PPO's value model keeps while the policy's passes run: both are one forward (trl 1.12, ppo_trainer.py, PolicyAndValueWrapper)."""
     if not candidate.method_row.value_model:
         return {}
@@ -74,7 +75,7 @@ def value_graph(candidate: Candidate, recipe: StackRecipe, tokens: int, scores: 
 # -- the head ----------------------------------------------------------------------------------------------------------
 
 
-def head_of(candidate: Candidate) -> Head:
+def head_of(candidate: TrainingInput) -> Head:
     model, width, tokens = candidate.model, compute_weight_width(candidate), candidate.tokens
     labelled = candidate.labelled_tokens
     return Head(
@@ -92,7 +93,7 @@ def head_of(candidate: Candidate) -> Head:
     )
 
 
-def head_elements(candidate: Candidate) -> int:
+def head_elements(candidate: TrainingInput) -> int:
     """Parameters of the output head: the reward trainers' score has one number for each of hidden_size."""
     model = candidate.model
     return model.hidden_size if candidate.method == "reward" else model.vocab_size * model.hidden_size
@@ -131,7 +132,7 @@ def remaining(passes: Passes, moment: LiveBytes) -> LiveBytes:
     return LiveBytes(moment.total, tuple(kinds.items()))
 
 
-def offloads(candidate: Candidate) -> bool:
+def offloads(candidate: TrainingInput) -> bool:
     return candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)
 
 

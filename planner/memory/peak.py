@@ -1,8 +1,6 @@
 """The table phase x component of one training GPU: when each kind of memory is alive. The peak is its heaviest row."""
 
-from functools import lru_cache
-
-from planner.candidate import Candidate, Seen, training_of
+from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import stack_memory
 from planner.memory.engine.budget import EngineMemory
@@ -31,58 +29,46 @@ from planner.memory.stack_recipe import frozen_recipe, without_adapters
 from planner.quantities import Phase, PhaseMemory
 
 
-def train_phases(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> tuple[PhaseMemory, ...]:
-    """Every phase of a training GPU, from the second optimizer step on: the first has no optimizer states yet.
-
-    `engine` is the vLLM engine in the same process, None without one.
-    """
-    return tuple(
-        finished(name, {**components, **engine_in(name, engine)}, candidate)
-        for name, components in _of_training(training_of(candidate), gpu)
-    )
-
-
-@lru_cache(maxsize=256)
-def _of_training(training: Seen, gpu: Gpu) -> tuple[tuple[Phase, Components], ...]:
-    """The phases without an engine. Remembered: a search tries one share of the card after another for an engine beside the same training."""
-    candidate = training.candidate
+def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ...]:
+    """Every phase of a training GPU without a vLLM engine, from the second optimizer step on: in the first there are no optimizer states yet."""
     passes = passes_of(candidate, gpu)
-    rows: list[tuple[Phase, Components]] = [("load", load(passes))]
+    phases: list[tuple[Phase, Components]] = [("load", load(passes))]
     if candidate.method_row.generates:
-        rows += [("weight_sync", weight_sync(passes))] if candidate.vllm != "off" else []
-        rows += [("rollout", rollout(passes))]
+        phases += [("weight_sync", weight_sync(passes))] if candidate.vllm != "off" else []
+        phases += [("rollout", rollout(passes))]
     if scores_before_training(candidate):
-        rows += [("score", score(passes))]
-    rows += [
+        phases += [("score", score(passes))]
+    phases += [
         ("forward", forward(passes)),
         ("loss", loss(passes)),
         ("backward", backward(passes)),
         ("optimizer_step", optimizer_step(passes)),
     ]
-    return tuple(
-        (name, {component: size for component, size in components.items() if size}) for name, components in rows
-    )
+    return tuple(phase_memory(name, components, candidate) for name, components in phases)
 
 
-def engine_in(name: Phase, engine: EngineMemory | None) -> Components:
-    """What an engine of the same process holds in a phase.
+def phase_memory(name: Phase, components: Components, candidate: TrainingInput) -> PhaseMemory:
+    """One row of the table, with the allocator's slack on what PyTorch allocated; components of 0 bytes are left out."""
+    allocated_bytes = sum(components.values()) - components.get("runtime", 0)
+    every = {**components, "fragmentation": fragmentation_bytes(allocated_bytes, candidate)}
+    return PhaseMemory(name=name, components={component: size for component, size in every.items() if size})
 
-    It samples in a rollout and starts beside the loaded model; when new weights go to it, it holds its own but no KV cache yet where it slept.
+
+def with_engine(phase: PhaseMemory, engine: EngineMemory) -> PhaseMemory:
+    """The phase on a GPU where a colocated vLLM engine also holds memory.
+
+    The engine samples in a rollout and starts while the model is loaded. When it receives new weights it holds its own
+    weights, and no KV cache yet if it slept. In the other phases it holds what it keeps while asleep, or everything.
     """
-    if engine is None:
-        return {}
-    if name in ("load", "rollout"):
-        return {"engine": engine.total_bytes}
-    return {"engine": engine.weights_awake_bytes if name == "weight_sync" else engine.asleep_bytes}
-
-
-def finished(name: Phase, components: Components, candidate: Candidate) -> PhaseMemory:
-    """A row of the table, with the allocator's slack on what PyTorch allocated in it."""
-    outside = components.get("runtime", 0) + components.get("engine", 0)
-    fragmentation = fragmentation_bytes(sum(components.values()) - outside, candidate)
+    size = engine.total_bytes if phase.name in ("load", "rollout") else engine.asleep_bytes
+    if phase.name == "weight_sync":
+        size = engine.weights_awake_bytes
+    components = phase.components.copy()
+    fragmentation = components.pop("fragmentation", 0)
+    components["engine"] = size
     if fragmentation:
-        components["fragmentation"] = fragmentation
-    return PhaseMemory(name=name, components=components)
+        components["fragmentation"] = fragmentation  # stays the last
+    return PhaseMemory(name=phase.name, components=components)
 
 
 def load(passes: Passes) -> Components:
@@ -120,7 +106,7 @@ def generation(passes: Passes) -> Components:
     return max(last, first, key=total)
 
 
-def scores_before_training(candidate: Candidate) -> bool:
+def scores_before_training(candidate: TrainingInput) -> bool:
     """Whether log-probabilities are computed without gradients between sampling and training.
 
     Source: trl 1.16, grpo_trainer.py:2634-2733 (old log-probabilities with vLLM or when a batch is used more than once; reference where

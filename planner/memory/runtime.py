@@ -1,6 +1,6 @@
 """Runtime: what a process takes on a card beside tensors, and what the allocator reserves without giving it away."""
 
-from planner.candidate import Candidate
+from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Gpu
 from planner.units import GIB, MIB
 
@@ -57,7 +57,7 @@ def cublas_bytes(gpu: Gpu) -> int:
     )
 
 
-def runtime_bytes(gpu: Gpu, candidate: Candidate) -> int:
+def runtime_bytes(gpu: Gpu) -> int:
     """Bytes that one training process takes on its card beside tensors: CUDA context and cuBLAS workspaces.
 
     Example: 517.2 MiB on an A100. Leaves out NCCL (communication.py) and what vLLM loads besides (engine.py).
@@ -65,7 +65,7 @@ def runtime_bytes(gpu: Gpu, candidate: Candidate) -> int:
     return context_bytes(gpu) + cublas_bytes(gpu)
 
 
-def fragmentation_bytes(allocated_bytes: int, candidate: Candidate) -> int:
+def fragmentation_bytes(allocated_bytes: int, candidate: TrainingInput) -> int:
     """Bytes reserved by the caching allocator that no tensor can use at the moment that decides, on one GPU.
 
         1.1 % of what is allocated; 7.2 % where layers are gathered and dropped (ZeRO-3, FSDP2); 22 MiB with expandable segments

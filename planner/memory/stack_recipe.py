@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from planner.candidate import DTYPE_BYTES, SHARDED, AttentionImplementation, Candidate, Quantization
+from planner.cache_keys import StateInput, TrainingInput
+from planner.candidate import DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.layers.recipe import Kernel, Recipe
 from planner.memory.parameters.lora import target_names, targets_experts
@@ -54,12 +55,12 @@ class StackRecipe:
     mask_widths: int  # bytes a score of the masks that all layers share
 
 
-def stack_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
+def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
     """What `candidate` decides about the policy's passes."""
     return with_data(policy_recipe(candidate), candidate, flash)
 
 
-def policy_recipe(candidate: Candidate) -> Recipe:
+def policy_recipe(candidate: StateInput) -> Recipe:
     """How the policy's layers compute, whatever the data."""
     lora = candidate.tuning == "lora"
     return Recipe(
@@ -77,7 +78,7 @@ def policy_recipe(candidate: Candidate) -> Recipe:
     )
 
 
-def frozen_recipe(candidate: Candidate, flash: bool) -> StackRecipe:
+def frozen_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
     """The passes of a model that is only read: reference, reward, teacher. TRL leaves its weights learnable, so autocast keeps copies."""
     width = compute_weight_width(candidate)
     recipe = Recipe(
@@ -96,7 +97,7 @@ def without_adapters(stack: StackRecipe) -> StackRecipe:
     return replace(stack, recipe=recipe)
 
 
-def with_data(recipe: Recipe, candidate: Candidate, flash: bool) -> StackRecipe:
+def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:
     shortest = shortest_window(candidate.model)
     masked = candidate.pads or candidate.flattened
     windows_active = shortest is not None and candidate.row_tokens >= shortest
@@ -115,12 +116,12 @@ def with_data(recipe: Recipe, candidate: Candidate, flash: bool) -> StackRecipe:
     )
 
 
-def autocast_width(candidate: Candidate) -> int:
+def autocast_width(candidate: StateInput) -> int:
     """Bytes of autocast's dtype around the passes, 0 without autocast."""
     return 0 if candidate.precision == "no" or candidate.method in WITHOUT_AUTOCAST else 2
 
 
-def compute_weight_width(candidate: Candidate) -> int:
+def compute_weight_width(candidate: StateInput) -> int:
     """Bytes of a weight as the forward pass sees it: DeepSpeed and FSDP2 gather 16-bit weights whatever was loaded."""
     if candidate.sharding in SHARDED and candidate.precision != "no":
         return 2

@@ -1,13 +1,12 @@
-"""What of a candidate's memory does not depend on its batch or its lengths: computed once for a structure, and remembered.
+"""Memory of one training GPU that does not depend on the batch or the lengths: computed once for its settings and remembered.
 
-A search tries many batches of one structure; this is what keeps the estimator at tens of microseconds a candidate.
+A search tries many batches with the same states.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 
-from planner.candidate import Candidate
+from planner.cache_keys import StateSettings
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapters_bytes
 from planner.memory.communication import communication_bytes, gather_bytes, generation_gather_bytes, weight_sync_bytes
@@ -19,25 +18,9 @@ from planner.memory.stack_recipe import policy_recipe
 from planner.memory.weights import weights_by_role
 from planner.quantities import Component
 
-# The fields that the functions imported above read; the others are the batch, the lengths and the engine's share.
-STRUCTURE = attrgetter(
-    "model", "method", "trl_version", "tuning", "lora_r", "lora_target_modules", "autocast_adapter_dtype", "dtype", "precision", "quantization", "beta",
-    "precompute_ref_log_probs", "gradient_checkpointing", "checkpoint_every_n_layers", "optim", "sharding", "num_processes", "num_nodes", "offload_optimizer",
-    "offload_param", "ds3_gather_for_generation", "vllm", "reward_model", "teacher_model", "lora_dropout", "use_liger_kernel", "accumulates",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """A candidate seen without its batch: equal where `key` is."""
-
-    key: tuple[object, ...]
-    gpu: Gpu = field(compare=False)
-    candidate: Candidate = field(compare=False)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class States:
+class StateMemory:
     """Bytes on one training GPU. `resident`: from the second optimizer step to the last; the others at their time."""
 
     resident: dict[Component, int]
@@ -54,31 +37,27 @@ class States:
     weight_sync: int
 
 
-def states_of(candidate: Candidate, gpu: Gpu) -> States:
-    return _states(Structure((gpu.name, gpu.total_bytes, *STRUCTURE(candidate)), gpu, candidate))
-
-
 @lru_cache(maxsize=8192)
-def _states(structure: Structure) -> States:
-    candidate, gpu = structure.candidate, structure.gpu
-    roles = weights_by_role(candidate)
-    return States(
+def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
+    """The states of `settings` on one GPU: each entry is the formula of the same name in this folder."""
+    roles = weights_by_role(settings)
+    return StateMemory(
         resident={
             "weights": sum(roles.values()),
-            "adapters": adapters_bytes(candidate),
-            "optimizer_states": optimizer_states_bytes(candidate),
-            "communication": communication_bytes(candidate, gpu),
-            "runtime": runtime_bytes(gpu, candidate),
+            "adapters": adapters_bytes(settings),
+            "optimizer_states": optimizer_states_bytes(settings),
+            "communication": communication_bytes(settings, gpu),
+            "runtime": runtime_bytes(gpu),
         },
         weights_by_role=roles,
-        recipe=policy_recipe(candidate),
-        master_weights=master_weights_bytes(candidate),
-        gradients=gradients_bytes(candidate),
-        accumulated_gradients=accumulated_gradients_bytes(candidate),
-        step_gradients=step_gradients_bytes(candidate),
-        step_temporaries=step_temporaries_bytes(candidate),
-        forward_gather=gather_bytes(candidate, "forward"),
-        backward_gather=gather_bytes(candidate, "backward"),
-        generation_gather=generation_gather_bytes(candidate),
-        weight_sync=weight_sync_bytes(candidate),
+        recipe=policy_recipe(settings),
+        master_weights=master_weights_bytes(settings),
+        gradients=gradients_bytes(settings),
+        accumulated_gradients=accumulated_gradients_bytes(settings),
+        step_gradients=step_gradients_bytes(settings),
+        step_temporaries=step_temporaries_bytes(settings),
+        forward_gather=gather_bytes(settings, "forward"),
+        backward_gather=gather_bytes(settings, "backward"),
+        generation_gather=generation_gather_bytes(settings),
+        weight_sync=weight_sync_bytes(settings),
     )

@@ -2,7 +2,8 @@
 
 from functools import lru_cache
 
-from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Candidate, Quantization
+from planner.cache_keys import StateInput
+from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Quantization
 from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import sharded_bytes
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes
@@ -38,7 +39,7 @@ KBIT_PREPARED: dict[str, tuple[int, int]] = {
 }
 
 
-def base_dtype_bytes(candidate: Candidate) -> int:
+def base_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one unquantized parameter of the policy as it stays on the GPU.
 
         DeepSpeed with bf16 or fp16: 2 | FSDP2 under mixed precision, trained parameters: 4 | else: as loaded
@@ -53,7 +54,7 @@ def base_dtype_bytes(candidate: Candidate) -> int:
     return DTYPE_BYTES[candidate.dtype]
 
 
-def policy_weights_bytes(candidate: Candidate) -> int:
+def policy_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the trained model on one GPU, without adapters.
 
         unquantized parameters x dtype + quantized parameters with their scales, cut as the sharding cuts them
@@ -75,28 +76,17 @@ def policy_weights_bytes(candidate: Candidate) -> int:
     )
 
 
-def reference_weights_bytes(candidate: Candidate) -> int:
+def reference_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the frozen copy that the policy is compared with, on one GPU: none with adapters, which are switched off instead.
 
     Source: trl 1.16, trainer/dpo_trainer.py:905-927 (none with PEFT, or precomputed and not FSDP; dtype of the policy), kto_trainer.py:920,
     grpo_trainer.py and rloo_trainer.py (none where beta is 0), models/utils.py:282-287 (whole on every GPU except under ZeRO-3 and FSDP).
     Leaves out the copy of a ready-made adapter ("ref").
     """
-    row = candidate.method_row
-    precomputed = (
-        candidate.precompute_ref_log_probs and candidate.method_row.precomputes_reference and candidate.sharding != "fsdp2"
-    )
-    if (
-        candidate.tuning == "lora"
-        or precomputed
-        or row.reference == "never"
-        or (row.reference == "beta" and not candidate.beta)
-    ):
-        return 0
-    return _frozen_bytes(candidate.model, "lm_head", candidate)
+    return _frozen_bytes(candidate.model, "lm_head", candidate) if candidate.separate_reference else 0
 
 
-def reward_weights_bytes(candidate: Candidate) -> int:
+def reward_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the model that scores completions, on one GPU: a sequence classifier loaded as the policy is (`model_init_kwargs`).
 
     Source: trl 1.16, trainer/grpo_trainer.py:558; ppo always has one, of the policy's shape where the job names none.
@@ -105,7 +95,7 @@ def reward_weights_bytes(candidate: Candidate) -> int:
     return 0 if model is None else _frozen_bytes(model, "score", candidate)
 
 
-def value_weights_bytes(candidate: Candidate) -> int:
+def value_weights_bytes(candidate: StateInput) -> int:
     """Bytes of PPO's value model on one GPU: a sequence classifier started from the reward model, trained in full beside any policy.
 
     Source: trl 1.12, experimental/ppo/ppo_trainer.py `PolicyAndValueWrapper`.
@@ -120,12 +110,12 @@ def value_weights_bytes(candidate: Candidate) -> int:
     return sharded_bytes(value_parameters(candidate).base_tensors, size, candidate, trained=True)
 
 
-def value_parameters(candidate: Candidate) -> Parameters:
+def value_parameters(candidate: StateInput) -> Parameters:
     """The parameters of PPO's value model, all of them trained."""
     return parameters(candidate.reward_model or candidate.model, "full", 1, (), "none", "score")
 
 
-def teacher_weights_bytes(candidate: Candidate) -> int:
+def teacher_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the teacher on one GPU: frozen, in the dtype that TRL's scripts also give the student; partitioned under ZeRO-3 only.
 
     Source: trl 1.16, scripts/distillation.py:89, trainer/distillation_trainer.py:704-706, experimental/gkd/gkd_trainer.py:166-194.
@@ -142,7 +132,7 @@ def teacher_weights_bytes(candidate: Candidate) -> int:
     return _frozen_bytes(candidate.teacher_model, "lm_head", candidate)
 
 
-def weights_by_role(candidate: Candidate) -> dict[str, int]:
+def weights_by_role(candidate: StateInput) -> dict[str, int]:
     """Bytes of every resident model on one GPU of the trainer, by role; a role that is not there is left out."""
     found = {
         "policy": policy_weights_bytes(candidate),
@@ -197,7 +187,7 @@ def _quantized_tensor_bytes(shape: tuple[int, ...], quantization: Quantization, 
     return sum(rounded_bytes(size) for size in sizes[quantization])
 
 
-def _frozen_bytes(model: ModelShape, head: str, candidate: Candidate) -> int:
+def _frozen_bytes(model: ModelShape, head: str, candidate: StateInput) -> int:
     tensors = parameters(model, "full", 1, (), "none", "score" if head == "score" else "lm_head").base_tensors
     size = (
         SIXTEEN_BIT_BYTES
@@ -207,7 +197,7 @@ def _frozen_bytes(model: ModelShape, head: str, candidate: Candidate) -> int:
     return sharded_bytes(tensors, size, candidate)
 
 
-def _kbit_prepared_bytes(counted: Parameters, candidate: Candidate) -> int:
+def _kbit_prepared_bytes(counted: Parameters, candidate: StateInput) -> int:
     vectors, rest = KBIT_PREPARED[candidate.method]
     if candidate.quantization == "int8" or candidate.precision != "bf16":
         vectors = rest = FLOAT32_BYTES

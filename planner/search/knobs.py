@@ -5,11 +5,11 @@ fine-tuning, which the plan says when it comes to them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
-from planner.candidate import Candidate, changed
+from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import DEQUANTIZED, Job
@@ -184,10 +184,10 @@ def structures(problem: SearchProblem) -> Iterator[Candidate]:
     choices = [allowed(knob(problem), problem.job.pinned) for knob in KNOBS.values()]
     seen = set()
     for combination in product(*choices):
-        fields: dict[str, object] = {}
+        fields: dict[str, Any] = {}
         for change in combination:
             fields.update(change)
-        candidate = completed(changed(base, **fields), problem)
+        candidate = completed(replace(base, **fields), problem)
         if consistent(candidate, problem) and candidate not in seen:
             seen.add(candidate)
             yield candidate
@@ -195,7 +195,7 @@ def structures(problem: SearchProblem) -> Iterator[Candidate]:
 
 def completed(candidate: Candidate, problem: SearchProblem) -> Candidate:
     """Settings that follow from others: one process is not sharded; the engine's longest sequence is the row."""
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     if (
         candidate.num_processes == 1
         and candidate.sharding != "none"
@@ -205,7 +205,7 @@ def completed(candidate: Candidate, problem: SearchProblem) -> Candidate:
         changes["sharding"] = "none"
     if candidate.vllm != "off" and "vllm_max_model_length" not in problem.job.pinned:
         changes["vllm_max_model_length"] = candidate.row_tokens
-    return changed(candidate, **changes) if changes else candidate
+    return replace(candidate, **changes) if changes else candidate
 
 
 def consistent(candidate: Candidate, problem: SearchProblem) -> bool:

@@ -6,7 +6,7 @@ from math import isqrt
 from typing import Any
 
 from planner.binary_search import largest
-from planner.candidate import Candidate, changed
+from planner.candidate import Candidate
 from planner.errors import NotMeasured
 from planner.estimate import estimate, with_residual
 from planner.jobs.job import DEFAULT_BATCH_SIZE, Job
@@ -26,7 +26,7 @@ SMALLER_BATCHES = 2  # tried besides the largest that fits
 def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapping[str, object]) -> Candidate:
     """A generation batch is one optimizer step's (steps_per_generation defaults to the accumulation, trl 1.16, grpo_config.py:1098)."""
     steps = candidate.steps_per_generation if "steps_per_generation" in pinned else accumulation
-    return changed(
+    return replace(
         candidate,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
@@ -111,8 +111,8 @@ def utilizations(candidate: Candidate, problem: SearchProblem) -> tuple[int, int
     if "vllm_gpu_memory_utilization" in problem.job.pinned:
         pinned = round(100 * candidate.vllm_gpu_memory_utilization)
         return pinned, pinned
-    smallest = changed(candidate, vllm_gpu_memory_utilization=0.01)
-    answer = engine_or_refusal(smallest.model, problem.cluster.gpu, engine_settings(smallest, problem.cluster.gpu))
+    smallest = replace(engine_settings(candidate, problem.cluster.gpu), gpu_memory_utilization=0.01)
+    answer = engine_or_refusal(candidate.model, problem.cluster.gpu, smallest)
     if isinstance(answer, EngineRefusal):
         return (round(100 * answer.utilization_that_fits) or LARGEST_UTILIZATION + 1), LARGEST_UTILIZATION
     return 1, LARGEST_UTILIZATION
@@ -121,7 +121,7 @@ def utilizations(candidate: Candidate, problem: SearchProblem) -> tuple[int, int
 def with_utilization(candidate: Candidate, hundredths: int, problem: SearchProblem) -> Candidate:
     if "vllm_gpu_memory_utilization" in problem.job.pinned:
         return candidate
-    return changed(candidate, vllm_gpu_memory_utilization=hundredths / 100)
+    return replace(candidate, vllm_gpu_memory_utilization=hundredths / 100)
 
 
 def placed(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
@@ -129,8 +129,15 @@ def placed(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
     if candidate.vllm != "colocate":
         return attempt(candidate, problem)
     low, high = utilizations(candidate, problem)
-    best = largest(low, high, lambda share: fitting(with_utilization(candidate, share, problem), problem))
-    return attempt(with_utilization(candidate, max(best, low), problem), problem) if low <= high else None
+    if low > high:
+        return None
+    answers: dict[int, Estimate | None] = {}
+
+    def fits(share: int) -> bool:
+        answer = answers[share] = attempt(with_utilization(candidate, share, problem), problem)
+        return answer is not None and answer.fits
+
+    return answers[max(largest(low, high, fits), low)]
 
 
 def leanest(candidate: Candidate, problem: SearchProblem) -> Candidate:
@@ -190,10 +197,10 @@ def longest_length(candidate: Candidate) -> int:
 
 def with_length(candidate: Candidate, length: int, problem: SearchProblem) -> Candidate:
     """Longer rows; where max_length bounds prompt and completion together, the prompt takes what it gains."""
-    changes = {length_field(candidate): length}
+    changes: dict[str, Any] = {length_field(candidate): length}
     if candidate.method_row.bounded_rows:
         changes["prompt_length"] = max(1, length - candidate.max_completion_length)
-    return completed(changed(candidate, **changes), problem)
+    return completed(replace(candidate, **changes), problem)
 
 
 # -- the best ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Links: gradients and parameters between cards, and what goes to the host and back."""
 
-from planner.candidate import Candidate, Sharding
+from planner.cache_keys import TrainingInput
+from planner.candidate import Sharding
 from planner.gpus.cluster import Cluster
 from planner.throughput.rates import host_rate, link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
@@ -25,7 +26,7 @@ SAVED_MLP_BYTES = (
 SAVED_HIDDEN_BYTES = 24
 
 
-def communication_seconds(candidate: Candidate, cluster: Cluster, work: Work, step: MicroStep) -> float:
+def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: MicroStep) -> float:
     """Time of one optimizer step that one card waits for others.
 
         DDP: all-reduce of the trained gradients, 2 (n - 1) / n x bytes / link, once, hidden behind the last backward
@@ -55,7 +56,7 @@ def communication_seconds(candidate: Candidate, cluster: Cluster, work: Work, st
     return portion * (reductions + 1) * gradient_bytes / link
 
 
-def offload_seconds(candidate: Candidate, cluster: Cluster, work: Work, batch: Batch, step: MicroStep) -> float:
+def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batch: Batch, step: MicroStep) -> float:
     """Time of one optimizer step that a card waits for its host.
 
     Optimizer: gradients down, 16-bit parameters up, and Adam on the CPU, shared by the cards of a node. Parameters: each card's
@@ -76,13 +77,13 @@ def offload_seconds(candidate: Candidate, cluster: Cluster, work: Work, batch: B
     return seconds
 
 
-def _gathers(candidate: Candidate) -> float:
+def _gathers(candidate: TrainingInput) -> float:
     """How often a micro-step gathers the policy: forward, backward, ZeRO-3's recomputation, and each gradient-free forward of its size."""
     again = 1 if candidate.sharding == "zero3" and candidate.gradient_checkpointing else 0
     return GATHERS.get(candidate.sharding, 2) + again + extra_forwards(candidate)
 
 
-def _saved_bytes(candidate: Candidate, work: Work) -> float:
+def _saved_bytes(candidate: TrainingInput, work: Work) -> float:
     """Bytes a token that go to the host: the checkpoints, or without checkpointing what all layers save."""
     width = 4 if candidate.dtype == "float32" else 2
     if candidate.gradient_checkpointing:

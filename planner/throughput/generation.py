@@ -1,5 +1,6 @@
 """Rollouts: prefill and decode by generate() or by vLLM, and the weights' way to the engine."""
 
+from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.gpus.cluster import Cluster, Gpu
 from planner.throughput.rates import attention_rate, host_rate, link_rate, matmul_rate, memory_rate, sixteen_bit_rate
@@ -21,7 +22,7 @@ MERGE_PASSES = 6  # LoRA: read and write each weight and its delta to merge (pef
 GKD_ON_POLICY = 0.5  # trl 1.16, experimental/gkd/gkd_config.py, lmbda
 
 
-def rollouts(candidate: Candidate) -> tuple[float, float]:
+def rollouts(candidate: TrainingInput) -> tuple[float, float]:
     """Rows that one trainer process generates at a time, and how often in an optimizer step.
 
     GRPO and RLOO fill a buffer of steps_per_generation micro-batches and train on it num_iterations times; distillation fills one of an
@@ -131,7 +132,7 @@ def _engine_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, con
     )
 
 
-def weight_sync_seconds(candidate: Candidate, cluster: Cluster, work: Work) -> float:
+def weight_sync_seconds(candidate: TrainingInput, cluster: Cluster, work: Work) -> float:
     """Moving the trained weights into the engine once.
 
         colocated: read and written on the card; server: 16-bit weights over the link; ZeRO-3 and FSDP2 gather them first;

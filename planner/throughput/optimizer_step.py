@@ -1,6 +1,7 @@
 """The optimizer's step: reading gradients and states, writing parameters."""
 
-from planner.candidate import DEEPSPEED, DTYPE_BYTES, Candidate
+from planner.cache_keys import TrainingInput
+from planner.candidate import DEEPSPEED, DTYPE_BYTES
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.optimizer import OPTIMIZERS
@@ -14,7 +15,7 @@ ACCUMULATED_GRADIENT_PASSES = 3  # torch 2.13, csrc/autograd/functions/accumulat
 FLOAT32 = 4.0
 
 
-def optimizer_seconds(candidate: Candidate, gpu: Gpu, work: Work) -> float:
+def optimizer_seconds(candidate: TrainingInput, gpu: Gpu, work: Work) -> float:
     """One optimizer step and the additions into `.grad` of all micro-steps but the first, on one card.
 
         (4 gradients + 2 parameters + 2 states) bytes / bandwidth; sharded: of params / n; ZeRO: float32 master weights besides

@@ -1,6 +1,6 @@
 """What a card, its links and its host really deliver: fractions of their data sheets, each with where it was seen."""
 
-from planner.candidate import Candidate
+from planner.cache_keys import StateInput
 from planner.gpus.cluster import Cluster, Gpu
 
 # Matrix products of the shapes of language models, as a fraction of the dense data-sheet rate, by compute capability.
@@ -54,7 +54,7 @@ NODE_BYTES_PER_SECOND = 50e9
 PCIE_COPY_FRACTION = 0.78
 
 
-def matmul_rate(gpu: Gpu, candidate: Candidate) -> float:
+def matmul_rate(gpu: Gpu, candidate: StateInput) -> float:
     """FLOP/s of matrix products on one card, in the dtype that the candidate computes in.
 
     Cards before Ampere have no bf16 units: torch lets them emulate it (`torch.cuda.is_bf16_supported(including_emulation=True)`)

@@ -14,9 +14,8 @@ run to `max_completion_length`. Left out: data loading, logging, evaluation, sav
 Predicted against published speeds: `results/throughput.md`.
 """
 
-from functools import lru_cache
-
-from planner.candidate import Candidate, Seen, training_of
+from planner.cache_keys import TrainingInput
+from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster
 from planner.quantities import Throughput
 from planner.throughput.communication import communication_seconds, offload_seconds
@@ -24,8 +23,6 @@ from planner.throughput.generation import generation_seconds, rollouts, weight_s
 from planner.throughput.optimizer_step import optimizer_seconds
 from planner.throughput.training import micro_batch, micro_step
 from planner.throughput.work import policy_work
-
-__all__ = ["throughput"]
 
 
 def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Throughput:
@@ -36,11 +33,17 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
 
     `launch` in `seconds` is what the CPU's launches add to the card's computation.
     """
-    seconds = dict(_without_generation(training_of(candidate), cluster))
+    return with_generation(training_seconds(candidate, cluster), candidate, cluster, concurrency)
+
+
+def with_generation(
+    training: dict[str, float], candidate: Candidate, cluster: Cluster, concurrency: float
+) -> Throughput:
+    """Speed of `candidate`, whose `training_seconds` are given: the seconds of its rollouts are added."""
+    seconds = training.copy()
     if candidate.method_row.generates:
-        seconds["generation"] = rollouts(candidate)[1] * generation_seconds(
-            candidate, cluster, policy_work(candidate), concurrency
-        )
+        rollout = generation_seconds(candidate, cluster, policy_work(candidate), concurrency)
+        seconds["generation"] = rollouts(candidate)[1] * rollout
     step_seconds = sum(seconds.values())
     tokens = candidate.tokens * candidate.gradient_accumulation_steps * candidate.num_processes
     return Throughput(
@@ -48,10 +51,9 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
     )
 
 
-@lru_cache(maxsize=256)
-def _without_generation(training: Seen, cluster: Cluster) -> dict[str, float]:
-    """What the seconds of a step are but for sampling. Remembered: a search tries one share of the card after another for a colocated engine."""
-    candidate, gpu = training.candidate, cluster.gpu
+def training_seconds(candidate: TrainingInput, cluster: Cluster) -> dict[str, float]:
+    """Seconds of an optimizer step by cause, without the rollouts: `generation` is 0."""
+    gpu = cluster.gpu
     accumulation = candidate.gradient_accumulation_steps
     work, batch = policy_work(candidate), micro_batch(candidate, gpu)
     step = micro_step(candidate, work, gpu, batch)

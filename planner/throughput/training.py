@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.candidate import Candidate
+from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Gpu
 from planner.memory.loss import loss_of
 from planner.methods import Loss
@@ -92,7 +92,7 @@ class MicroStep:
     backward: float
 
 
-def micro_batch(candidate: Candidate, gpu: Gpu) -> Batch:
+def micro_batch(candidate: TrainingInput, gpu: Gpu) -> Batch:
     """The batch of the policy's training pass."""
     flattened, kernel = candidate.flattened, attention_kernel(candidate, gpu.supports_flash_attention_2)
     return Batch(
@@ -104,7 +104,7 @@ def micro_batch(candidate: Candidate, gpu: Gpu) -> Batch:
     )
 
 
-def attention_kernel(candidate: Candidate, flash: bool) -> str:
+def attention_kernel(candidate: TrainingInput, flash: bool) -> str:
     """What attention costs as: sdpa takes FlashAttention where the card has it, numbers have 16 bits and there is no mask.
 
     Without a mask keys are not copied to every head, so that elsewhere nothing but plain products knows them where they are fewer than the queries'.
@@ -210,7 +210,7 @@ def scoring(work: Work, gpu: Gpu, rate: float, batch: Batch, count: float) -> Pa
     )
 
 
-def micro_step(candidate: Candidate, work: Work, gpu: Gpu, batch: Batch) -> MicroStep:
+def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> MicroStep:
     """Forward, loss, recomputation and backward of the policy, and the gradient-free forwards that go with them, on one card.
 
     A value model (PPO) is trained like a second policy without head. Checkpointing runs every `checkpoint_every_n_layers`-th
@@ -242,7 +242,7 @@ def micro_step(candidate: Candidate, work: Work, gpu: Gpu, batch: Batch) -> Micr
     )
 
 
-def _gradient_free(candidate: Candidate, work: Work, gpu: Gpu, rate: float, batch: Batch) -> Pass:
+def _gradient_free(candidate: TrainingInput, work: Work, gpu: Gpu, rate: float, batch: Batch) -> Pass:
     """The policy's extra forwards, a teacher's (every micro-step) and a reward model's (every row once: see `reuses`)."""
     passes = []
     if count := extra_forwards(candidate):
@@ -266,14 +266,14 @@ NOTHING = Pass(compute=0.0, attention=0.0, launch=0.0)
 PPO_EPOCHS = 4  # trl 1.12, experimental/ppo/ppo_config.py, num_ppo_epochs
 
 
-def reuses(candidate: Candidate) -> int:
+def reuses(candidate: TrainingInput) -> int:
     """How many times a generated row is trained on: what is computed once a rollout is divided by it."""
     if candidate.method == "ppo":
         return PPO_EPOCHS
     return candidate.num_iterations if candidate.method_row.grouped_completions else 1
 
 
-def extra_forwards(candidate: Candidate) -> float:
+def extra_forwards(candidate: TrainingInput) -> float:
     """Gradient-free forwards of the policy's size for each micro-step.
 
     The reference (without beta, or with log-probabilities computed beforehand, there is none), KTO's KL batch, and the

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.candidate import DTYPE_BYTES, Candidate, Dtype, Quantization
+from planner.cache_keys import StateInput
+from planner.candidate import DTYPE_BYTES, Dtype, Quantization
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.parameters.policy import Head, parameters
 from planner.memory.parameters.tensors import TensorSet
@@ -87,7 +88,7 @@ class Work:
     adapter_only: bool
 
 
-def policy_work(candidate: Candidate) -> Work:
+def policy_work(candidate: StateInput) -> Work:
     """The trained model's work."""
     c, lora = candidate, candidate.tuning == "lora"
     width = adapter_dtype_bytes(c) if lora else 0
@@ -105,7 +106,7 @@ def policy_work(candidate: Candidate) -> Work:
     )
 
 
-def frozen_work(model: ModelShape, candidate: Candidate) -> Work:
+def frozen_work(model: ModelShape, candidate: StateInput) -> Work:
     """Another role's work: a teacher or a reward model, loaded in the policy's dtype without quantization."""
     return work(
         model,
@@ -121,7 +122,7 @@ def frozen_work(model: ModelShape, candidate: Candidate) -> Work:
     )
 
 
-def _dtype(candidate: Candidate) -> Dtype:
+def _dtype(candidate: StateInput) -> Dtype:
     """Of the weights that the layers are computed with."""
     return (
         "bfloat16" if candidate.sharding in SIXTEEN_BIT_SHARDINGS and candidate.precision == "bf16" else candidate.dtype

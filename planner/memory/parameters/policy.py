@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from planner.candidate import BITSANDBYTES, Candidate, Quantization
+from planner.cache_keys import StateInput
+from planner.candidate import BITSANDBYTES, Quantization
 from planner.errors import InputError
 from planner.memory.parameters.lora import lora_tensors
 from planner.memory.parameters.tensors import Tensors, TensorSet, decoder_linears, model_tensors, score_tensors
@@ -60,7 +61,7 @@ class Parameters:
     trainable_tensors: TensorSet
 
 
-def policy_parameters(candidate: Candidate) -> Parameters:
+def policy_parameters(candidate: StateInput) -> Parameters:
     """The parameters of the model that is trained."""
     return parameters(
         candidate.model,

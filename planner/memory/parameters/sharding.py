@@ -2,7 +2,8 @@
 
 from functools import lru_cache
 
-from planner.candidate import DEEPSPEED, Candidate, Sharding
+from planner.cache_keys import StateInput
+from planner.candidate import DEEPSPEED, Sharding
 from planner.memory.parameters.tensors import Tensors, TensorSet, rounded_bytes, tensor_bytes
 
 # Hugging Face's values for "auto" in a DeepSpeed config, in elements.
@@ -17,7 +18,7 @@ SUB_GROUP_SIZE = 10**9
 START_ALIGNMENT = 2  # elements. Source: deepspeed 0.19.8, zero/stage_1_and_2.py:387 (`nccl_start_alignment_factor`)
 
 
-def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: Candidate, trained: bool = False) -> int:
+def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput, trained: bool = False) -> int:
     """Bytes of model tensors on one of `num_processes` GPUs, between the layers that use them.
 
         ZeRO-3: ceil(n / G) of each tensor, and small ones (at most 10 hidden_size elements) whole besides |
@@ -125,7 +126,7 @@ def flat_shard(tensors: TensorSet, sharding: Sharding, num_processes: int) -> Te
     return TensorSet(kinds=tuple(Tensors(part="other", shape=(piece,)) for piece in pieces))
 
 
-def optimized_tensors(tensors: TensorSet, candidate: Candidate) -> TensorSet:
+def optimized_tensors(tensors: TensorSet, candidate: StateInput) -> TensorSet:
     """The tensors as the optimizer on one GPU sees them: flat under ZeRO, cut in rows under FSDP2, else as they are.
 
     Flat pieces have no rows and columns, so that a factored optimizer does not factor them.
@@ -137,7 +138,7 @@ def optimized_tensors(tensors: TensorSet, candidate: Candidate) -> TensorSet:
     return tensors
 
 
-def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: Candidate) -> int:
+def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput) -> int:
     """Bytes of every parameter gathered on one GPU at once, beside its own piece: what ZeRO-3 does for `generate` with
     `ds3_gather_for_generation`, and for the weight sync of a PEFT model.
 

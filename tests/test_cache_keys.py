@@ -1,0 +1,149 @@
+"""The caches of an estimate: what is remembered for one candidate is never the answer for another."""
+
+import sys
+from dataclasses import fields, replace
+from functools import _lru_cache_wrapper
+from typing import Any
+
+import pytest
+
+from planner.cache_keys import StateSettings, TrainingSettings, state_settings, training_settings
+from planner.candidate import Candidate
+from planner.errors import PlanError
+from planner.estimate import estimate
+from planner.gpus.parse import parse_cluster
+from planner.models.catalogue import load_model
+from planner.quantities import Estimate
+
+CLUSTER = parse_cluster("4xA100-80G", None)
+MODEL = load_model("Qwen2.5-0.5B")
+TEACHER = load_model("Qwen2.5-1.5B")
+COLOCATED = {"vllm": "colocate", "vllm_max_model_length": 2048, "num_processes": 2}
+
+BASES: dict[str, dict[str, Any]] = {
+    "sft in full": {"method": "sft"},
+    "sft of QLoRA": {"method": "sft", "tuning": "lora", "quantization": "nf4", "dtype": "bfloat16"},
+    "sft with an offloaded optimizer": {"method": "sft", "sharding": "zero2", "num_processes": 4, "offload_optimizer": True},
+    "dpo under ZeRO-3": {"method": "dpo", "beta": 0.1, "sharding": "zero3", "num_processes": 4},
+    "dpo of LoRA under DDP": {"method": "dpo", "tuning": "lora", "sharding": "ddp", "num_processes": 4, "dtype": "bfloat16"},
+    "grpo by generate under ZeRO-3": {"method": "grpo", "beta": 0.04, "sharding": "zero3", "num_processes": 4},
+    "grpo of LoRA beside vLLM": {"method": "grpo", "tuning": "lora", "dtype": "bfloat16", "sharding": "ddp", **COLOCATED},
+    "rloo beside vLLM under FSDP2": {"method": "rloo", "sharding": "fsdp2", **COLOCATED},
+    "online-dpo with a vLLM server": {"method": "online-dpo", "vllm": "server", "num_processes": 2, "sharding": "zero1"},
+    "distillation": {"method": "distillation", "teacher_model": TEACHER},
+    "ppo": {"method": "ppo", "tuning": "lora"},
+}  # fmt: skip
+
+# Two valid values of every field: the second is tried where a base candidate has the first.
+OTHER_VALUES: dict[str, tuple[object, object]] = {
+    "model": (TEACHER, MODEL),
+    "method": ("kto", "sft"),
+    "trl_version": ("1.12", "1.16"),
+    "tuning": ("lora", "full"),
+    "lora_r": (64, 16),
+    "lora_target_modules": (("q_proj", "v_proj"), ("all-linear",)),
+    "lora_dropout": (0.05, 0.0),
+    "autocast_adapter_dtype": (False, True),
+    "dtype": ("bfloat16", "float32"),
+    "precision": ("no", "bf16"),
+    "quantization": ("int8", "none"),
+    "per_device_train_batch_size": (4, 8),
+    "gradient_accumulation_steps": (4, 1),
+    "max_length": (2048, 1024),
+    "prompt_length": (1024, 512),
+    "max_completion_length": (256, 512),
+    "num_generations": (4, 8),
+    "steps_per_generation": (4, 1),
+    "num_iterations": (2, 1),
+    "padded": (False, True),
+    "packing": (True, False),
+    "padding_free": (True, False),
+    "beta": (0.2, 0.0),
+    "precompute_ref_log_probs": (True, False),
+    "gradient_checkpointing": (False, True),
+    "checkpoint_every_n_layers": (2, 1),
+    "checkpoint_offload": (True, False),
+    "activation_offloading": (True, False),
+    "attn_implementation": ("flash_attention_2", "sdpa"),
+    "use_liger_kernel": (True, False),
+    "optim": ("adamw_8bit", "adamw_torch_fused"),
+    "sharding": ("zero2", "ddp"),
+    "num_processes": (3, 2),
+    "num_nodes": (2, 1),
+    "offload_optimizer": (True, False),
+    "offload_param": (True, False),
+    "ds3_gather_for_generation": (False, True),
+    "vllm": ("off", "colocate"),
+    "vllm_gpu_memory_utilization": (0.5, 0.3),
+    "vllm_tensor_parallel_size": (2, 1),
+    "vllm_data_parallel_size": (2, 1),
+    "vllm_max_model_length": (4096, 0),
+    "vllm_enable_sleep_mode": (True, False),
+    "reward_model": (TEACHER, None),
+    "teacher_model": (MODEL, None),
+    "expandable_segments": (True, False),
+}
+FIELDS = [field.name for field in fields(Candidate)]
+
+
+def base(name: str) -> Candidate:
+    return Candidate(**({"model": MODEL} | BASES[name]))
+
+
+def changed(candidate: Candidate, field: str) -> Candidate:
+    first, second = OTHER_VALUES[field]
+    settings: dict[str, Any] = {field: second if getattr(candidate, field) == first else first}
+    return replace(candidate, **settings)
+
+
+def outcome(candidate: Candidate) -> Estimate | str:
+    """The estimate, or the message of a refusal: some fields alone make a candidate that the libraries refuse."""
+    try:
+        return estimate(candidate, CLUSTER)
+    except PlanError as error:
+        return str(error)
+
+
+def clear_caches() -> None:
+    """Empty every cache of planner/ but those of the model catalogue, whose shapes are compared by identity."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("planner.") and name != "planner.models.catalogue":
+            for value in vars(module).values():
+                if isinstance(value, _lru_cache_wrapper):
+                    value.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def with_warm_caches() -> dict[tuple[str, str], Estimate | str]:
+    """Every base candidate with every field changed, estimated one after the other behind all base candidates."""
+    for name in BASES:
+        outcome(base(name))
+    return {(name, field): outcome(changed(base(name), field)) for name in BASES for field in FIELDS}
+
+
+def test_every_field_of_a_candidate_has_two_values() -> None:
+    assert set(OTHER_VALUES) == set(FIELDS)
+    assert all(first != second for first, second in OTHER_VALUES.values())
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_every_base_candidate_can_be_estimated(name: str) -> None:
+    assert isinstance(outcome(base(name)), Estimate)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_estimate_with_warm_caches_is_the_one_with_empty_caches(
+    field: str, with_warm_caches: dict[tuple[str, str], Estimate | str]
+) -> None:
+    for name in BASES:
+        clear_caches()
+        assert outcome(changed(base(name), field)) == with_warm_caches[name, field], name
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_key_holds_the_settings_of_its_candidate(name: str) -> None:
+    candidate = base(name)
+    training, states = training_settings(candidate), state_settings(candidate)
+    assert all(getattr(training, field) == getattr(candidate, field) for field in TrainingSettings._fields)
+    assert all(getattr(states, field) == getattr(candidate, field) for field in StateSettings._fields)
+    assert state_settings(training) == states
