@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from planner.cli import run
-from planner.diagnose.advice import advice, what_happened
+from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.incident import Incident
-from planner.diagnose.job import CHOSEN_AGAIN
+from planner.diagnose.job import REPLANNED_SETTINGS
 from planner.diagnose.log import incidents
 from planner.diagnose.messages import MESSAGES
 from planner.diagnose.tracebacks import Frame, phase_of
@@ -98,7 +98,7 @@ def test_an_engine_is_told_the_share_that_would_start_and_the_length_that_fits()
     (start,), (length,) = read("vllm_start"), read("vllm_length")
     assert "vllm_gpu_memory_utilization 0.51 is the largest" in advice(start)[0]
     assert "vllm_max_model_length up to 82,944" in advice(length)[0]
-    assert what_happened(length).endswith(
+    assert describe_incident(length).endswith(
         "a sequence of max_model_len 131,072 needs a KV cache of 34.00 GiB, there were 21.50 GiB"
     )
 
@@ -154,7 +154,7 @@ def test_each_rank_is_told_of_once():
 def test_every_kind_of_message_is_known_and_said_in_a_line(line, kind):
     (incident,) = incidents(line)
     assert incident.kind == kind
-    assert "\n" not in what_happened(incident)
+    assert "\n" not in describe_incident(incident)
 
 
 def test_a_long_log_without_an_error_is_read_quickly():
@@ -196,7 +196,7 @@ def test_what_a_search_turns_is_chosen_again(tuning_class, offload):
             offload=offload,
         )
         turned = {name for knob in KNOBS.values() for change in knob(problem) for name in change}
-        assert turned - CHOSEN_AGAIN <= {"tuning", "quantization", "dtype"}  # what is learned stays
+        assert turned - REPLANNED_SETTINGS <= {"tuning", "quantization", "dtype"}  # what is learned stays
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

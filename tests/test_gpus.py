@@ -8,7 +8,7 @@ import pytest
 
 from planner.errors import InputError, UnknownName
 from planner.gpus.catalogue import gpu_rows, load_gpu
-from planner.gpus.local import Reading, _readings, _visible
+from planner.gpus.local import DriverReading, _readings, _visible
 from planner.gpus.parse import parse_cluster
 from planner.units import GIB
 
@@ -218,7 +218,7 @@ class TestLocal:
     @pytest.mark.parametrize(("listed", "count"), [("0", 1), ("1,0", 2), ("", 0), ("GPU-1234", 2)])
     def test_cuda_visible_devices_is_honoured(self, monkeypatch: pytest.MonkeyPatch, listed: str, count: int) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-        readings: list[Reading] = _readings(fake_nvml(["Tesla T4"] * 2))  # type: ignore[arg-type]
+        readings: list[DriverReading] = _readings(fake_nvml(["Tesla T4"] * 2))  # type: ignore[arg-type]
         assert len(_visible(readings)) == count
 
 

@@ -11,7 +11,7 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     from rich.console import Console
 
     from planner.commands.read_options import read_options
-    from planner.diagnose.job import Diagnosis, of_job
+    from planner.diagnose.job import Diagnosis, diagnose_job
     from planner.diagnose.log import read_incidents
     from planner.report.diagnosis import diagnosis_table
     from planner.report.json import diagnosis_report, json_text
@@ -21,7 +21,7 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     names_a_job = any(option is not None for option in (options.model, options.gpus, options.method, options.config))
     if names_a_job:
         request = read_options(options, complete_models(progress(output)))
-        diagnosis = of_job(incidents, request.job, request.cluster)
+        diagnosis = diagnose_job(incidents, request.job, request.cluster)
     else:
         diagnosis = Diagnosis(incidents=incidents)
     if output.json:

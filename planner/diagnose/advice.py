@@ -1,4 +1,4 @@
-"""What an incident means, and what of it can be turned without knowing the job."""
+"""Text for an out-of-memory error: a description, and settings that help whatever the job is."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -7,55 +7,60 @@ from dataclasses import dataclass
 from planner.diagnose.incident import Incident, Kind
 from planner.units import GIB, format_count, format_gib, format_size
 
-OTHERS_WORTH_SAYING_BYTES = GIB // 2  # a desktop and the contexts of idle processes hold less
+MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Words:
-    """What is said of a kind of incident."""
+class _IncidentText:
+    """Functions that write the text for one kind of incident."""
 
-    happened: Callable[[Incident], str]
-    turn: Callable[[Incident], Iterator[str]]
+    description: Callable[[Incident], str]
+    advice: Callable[[Incident], Iterator[str]]
 
 
-def what_happened(incident: Incident) -> str:
-    """One line with the figures of the message."""
-    return " ".join(part for part in (_of_rank(incident), WORDS[incident.kind].happened(incident)) if part)
+def describe_incident(incident: Incident) -> str:
+    """Describe an incident in one line with the figures of its message."""
+    return " ".join(
+        part for part in (_rank_prefix(incident), INCIDENT_TEXTS[incident.kind].description(incident)) if part
+    )
 
 
 def advice(incident: Incident) -> tuple[str, ...]:
-    """What to turn, the surest first."""
-    return tuple(WORDS[incident.kind].turn(incident))
+    """Settings to change, the one most likely to help first."""
+    return tuple(INCIDENT_TEXTS[incident.kind].advice(incident))
 
 
-def _of_rank(incident: Incident) -> str:
+def _rank_prefix(incident: Incident) -> str:
     return f"{incident.rank}:" if incident.rank else ""
 
 
-# -- what happened -----------------------------------------------------------------------------------------------------
+# -- descriptions -----------------------------------------------------------------------------------------------------
 
 
-def _place(incident: Incident) -> str:
+def _in_phase(incident: Incident) -> str:
     return f" in the {incident.phase.replace('_', ' ')}" if incident.phase is not None else ""
 
 
 def _on_gpu(incident: Incident) -> str:
     card = "the GPU" if incident.gpu is None else f"GPU {incident.gpu}"
     if "tried" not in incident.sizes:
-        return f"{card} ran out of memory{_place(incident)}"
+        return f"{card} ran out of memory{_in_phase(incident)}"
     free, total = (format_size(incident.sizes[name]) if name in incident.sizes else "?" for name in ("free", "total"))
-    return f"{card} ran out of memory{_place(incident)}: asked for {format_size(incident.sizes['tried'])}, {free} of {total} were free"
+    return (
+        f"{card} ran out of memory{_in_phase(incident)}: asked for {format_size(incident.sizes['tried'])}, {free} of "
+        f"{total} were free"
+    )
 
 
 def _in_a_library(incident: Incident) -> str:
-    return f"a library of CUDA found no memory{_place(incident)}; its message has no figures"
+    return f"a library of CUDA found no memory{_in_phase(incident)}; its message has no figures"
 
 
 def _in_nccl(incident: Incident) -> str:
-    asked = f" for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
+    size = f" for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
     return (
-        f"NCCL asked the driver{asked} and got nothing{_place(incident)}: PyTorch's allocator had taken what was left"
+        f"NCCL asked the driver{size} and got nothing{_in_phase(incident)}: PyTorch's allocator had taken what was left"
     )
 
 
@@ -63,7 +68,8 @@ def _engine_start(incident: Incident) -> str:
     free, total, wanted = (incident.sizes.get(name, 0) for name in ("free", "total", "wanted"))
     share = incident.numbers.get("utilization", 0.0)
     return (
-        f"vLLM did not start: gpu_memory_utilization {share:g} is {format_gib(wanted)} of a card of {format_gib(total)}, "
+        f"vLLM did not start: gpu_memory_utilization {share:g} is {format_gib(wanted)} of a card of "
+        f"{format_gib(total)}, "
         f"of which {format_gib(free)} were free"
     )
 
@@ -93,16 +99,19 @@ def _engine_profile(incident: Incident) -> str:
 
 
 def _on_host(incident: Incident) -> str:
-    asked = f", which was asked for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
-    return f"a process was ended for want of main memory{asked}: the host, not a GPU"
+    size = f", which was asked for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
+    return f"a process was ended for want of main memory{size}: the host, not a GPU"
 
 
-# -- what to turn ------------------------------------------------------------------------------------------------------
+# -- advice ------------------------------------------------------------------------------------------------------
 
 
 def _for_gpu(incident: Incident) -> Iterator[str]:
     if incident.had_room:
-        yield "more was free than was asked for: something else had it a moment before, or the driver refused for another reason; look at the lines before"
+        yield (
+            "more was free than was asked for: something else had it a moment before, or the driver refused for "
+            "another reason; look at the lines before"
+        )
         return
     if incident.gathers and incident.phase == "rollout":
         yield "ds3_gather_for_generation false: ZeRO-3 was making the whole policy on every GPU to generate"
@@ -110,7 +119,7 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
         unused, lacked = format_size(incident.sizes["unallocated"]), format_size(incident.lacking_bytes)
         yield f"{EXPANDABLE}: the allocator held {unused} that it could not give away, {lacked} more were needed"
     others = incident.sizes.get("others", 0)
-    if others >= OTHERS_WORTH_SAYING_BYTES:
+    if others >= MENTIONED_OTHERS_BYTES:
         yield f"other processes hold {format_size(others)} of this GPU: end them, or plan with --free-memory"
 
 
@@ -122,7 +131,10 @@ def _for_engine_start(incident: Incident) -> Iterator[str]:
     free, total = (incident.sizes.get(name, 0) for name in ("free", "total"))
     share = math.floor(100 * free / total) / 100 if total else 0.0
     if share > 0:
-        yield f"vllm_gpu_memory_utilization {share:g} is the largest that this card's free memory allows; what else is on it stays"
+        yield (
+            f"vllm_gpu_memory_utilization {share:g} is the largest that this card's free memory allows; what else is "
+            "on it stays"
+        )
 
 
 def _for_engine_cache(incident: Incident) -> Iterator[str]:
@@ -132,7 +144,10 @@ def _for_engine_cache(incident: Incident) -> Iterator[str]:
 def _for_engine_length(incident: Incident) -> Iterator[str]:
     if "longest" in incident.numbers:
         yield f"vllm_max_model_length up to {format_count(int(incident.numbers['longest']))} fits into this KV cache"
-    yield "prompt_length + max_completion_length is enough: where vllm_max_model_length is not set vLLM takes the model's whole context"
+    yield (
+        "prompt_length + max_completion_length is enough: where vllm_max_model_length is not set vLLM takes the "
+        "model's whole context"
+    )
 
 
 def _for_engine_pool(incident: Incident) -> Iterator[str]:
@@ -140,7 +155,10 @@ def _for_engine_pool(incident: Incident) -> Iterator[str]:
 
 
 def _for_engine_wake(incident: Incident) -> Iterator[str]:
-    yield "a smaller vllm_gpu_memory_utilization: the trainer's weights, states and what its allocator keeps stay while the engine wakes up"
+    yield (
+        "a smaller vllm_gpu_memory_utilization: the trainer's weights, states and what its allocator keeps stay while "
+        "the engine wakes up"
+    )
 
 
 def _for_engine_profile(incident: Incident) -> Iterator[str]:
@@ -148,22 +166,25 @@ def _for_engine_profile(incident: Incident) -> Iterator[str]:
 
 
 def _for_host(incident: Incident) -> Iterator[str]:
-    yield "each process loads the model's weights into main memory first; offloaded states and parameters live there: see the plan's line `host`"
+    yield (
+        "each process loads the model's weights into main memory first; offloaded states and parameters live there: "
+        "see the plan's line `host`"
+    )
 
 
-def _nothing(incident: Incident) -> Iterator[str]:
+def _no_advice(incident: Incident) -> Iterator[str]:
     yield from ()
 
 
-WORDS: dict[Kind, _Words] = {
-    "gpu": _Words(happened=_on_gpu, turn=_for_gpu),
-    "library": _Words(happened=_in_a_library, turn=_nothing),
-    "communication": _Words(happened=_in_nccl, turn=_for_nccl),
-    "engine_start": _Words(happened=_engine_start, turn=_for_engine_start),
-    "engine_cache": _Words(happened=_engine_cache, turn=_for_engine_cache),
-    "engine_length": _Words(happened=_engine_length, turn=_for_engine_length),
-    "engine_pool": _Words(happened=_engine_pool, turn=_for_engine_pool),
-    "engine_wake": _Words(happened=_engine_wake, turn=_for_engine_wake),
-    "engine_profile": _Words(happened=_engine_profile, turn=_for_engine_profile),
-    "host": _Words(happened=_on_host, turn=_for_host),
+INCIDENT_TEXTS: dict[Kind, _IncidentText] = {
+    "gpu": _IncidentText(description=_on_gpu, advice=_for_gpu),
+    "library": _IncidentText(description=_in_a_library, advice=_no_advice),
+    "communication": _IncidentText(description=_in_nccl, advice=_for_nccl),
+    "engine_start": _IncidentText(description=_engine_start, advice=_for_engine_start),
+    "engine_cache": _IncidentText(description=_engine_cache, advice=_for_engine_cache),
+    "engine_length": _IncidentText(description=_engine_length, advice=_for_engine_length),
+    "engine_pool": _IncidentText(description=_engine_pool, advice=_for_engine_pool),
+    "engine_wake": _IncidentText(description=_engine_wake, advice=_for_engine_wake),
+    "engine_profile": _IncidentText(description=_engine_profile, advice=_for_engine_profile),
+    "host": _IncidentText(description=_on_host, advice=_for_host),
 }

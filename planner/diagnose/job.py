@@ -1,4 +1,4 @@
-"""An incident beside the job it befell: what was to be expected of its settings, and what fits instead."""
+"""Compare the incidents of a log with the estimate of its job, and plan settings that fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,37 +11,41 @@ from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
 from planner.plan import Plan, plan
 from planner.quantities import Estimate, Phase, PhaseMemory
-from planner.search.knobs import problem_of
+from planner.search.knobs import problem_of_estimate
 
-# Settings that are ours to choose again; the data's lengths, the adapters, the losses and the optimizer stay as the run had them.
-CHOSEN_AGAIN = frozenset(
-    {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "gradient_checkpointing", "checkpoint_every_n_layers",
-     "checkpoint_offload", "attn_implementation", "sharding", "offload_optimizer", "offload_param", "ds3_gather_for_generation", "num_processes",
-     "expandable_segments", "activation_offloading", "vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_data_parallel_size",
-     "vllm_enable_sleep_mode"}
-)  # fmt: skip
+# Settings that the new plan may change. Lengths, adapters, losses and the optimizer stay as in the run.
+REPLANNED_SETTINGS = frozenset({
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "gradient_checkpointing",
+    "checkpoint_every_n_layers", "checkpoint_offload", "attn_implementation", "sharding", "offload_optimizer",
+    "offload_param", "ds3_gather_for_generation", "num_processes", "expandable_segments", "activation_offloading",
+    "vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_data_parallel_size",
+    "vllm_enable_sleep_mode",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The incidents of a log; where the job is known also what was expected of it, and the plan for the same data. `why_none`: why there is no plan."""
+    """The incidents of a log and, if the job is known, its estimate and a plan that fits the same data.
+
+    `no_plan_reason` says why there is no such plan; empty if there is one, or if the job is unknown.
+    """
 
     incidents: tuple[Incident, ...]
     expected: Estimate | None = None
-    instead: Plan | None = None
+    fitting_plan: Plan | None = None
     cluster: Cluster | None = None
-    why_none: str = ""
+    no_plan_reason: str = ""
 
     @property
     def expected_phase(self) -> PhaseMemory | None:
-        """The phase in which the run stopped, as it was to be expected; None where the log does not say, or nothing was asked."""
+        """The estimate of the phase in which the run stopped; None if the phase or the job is unknown."""
         where: Phase | None = next((incident.phase for incident in self.incidents if incident.phase is not None), None)
         phases = self.expected.gpus[0].phases if self.expected is not None else ()
         return next((phase for phase in phases if phase.name == where), None)
 
 
-def of_job(incidents: Sequence[Incident], job: Job, cluster: Cluster) -> Diagnosis:
-    """The incidents beside what is expected of the job's settings, and what fits of the same data and as large an optimizer step.
+def diagnose_job(incidents: Sequence[Incident], job: Job, cluster: Cluster) -> Diagnosis:
+    """Estimate the job's settings, and plan settings that fit with the same data and the same effective batch size.
 
     Raises:
         InputError: the settings contradict each other.
@@ -49,16 +53,17 @@ def of_job(incidents: Sequence[Incident], job: Job, cluster: Cluster) -> Diagnos
     expected = estimate(single_candidate(job, cluster), cluster, job.risk)
     known = Diagnosis(incidents=tuple(incidents), expected=expected, cluster=cluster)
     try:
-        return replace(known, instead=plan(_as_free_as_possible(job, cluster, expected), cluster))
+        return replace(known, fitting_plan=plan(_job_to_replan(job, cluster, expected), cluster))
     except PlanError as error:
-        return replace(known, why_none=str(error))
+        return replace(known, no_plan_reason=str(error))
 
 
-def _as_free_as_possible(job: Job, cluster: Cluster, expected: Estimate) -> Job:
-    kept = {name: value for name, value in job.pinned.items() if name not in CHOSEN_AGAIN}
+def _job_to_replan(job: Job, cluster: Cluster, expected: Estimate) -> Job:
+    """The job without its REPLANNED_SETTINGS, with the run's tuning class and effective batch size."""
+    kept = {name: value for name, value in job.pinned.items() if name not in REPLANNED_SETTINGS}
     return replace(
         job,
         pinned=kept,
-        tuning=problem_of(job, cluster, expected).tuning_class,
+        tuning=problem_of_estimate(job, cluster, expected).tuning_class,
         effective_batch_size=expected.candidate.effective_batch_size,
     )

@@ -1,4 +1,4 @@
-"""The messages of a lack of memory, as the libraries write them, and the figures in each."""
+"""Out-of-memory messages of PyTorch, vLLM, NCCL and the kernel, and the figures in each."""
 
 import re
 from collections.abc import Mapping
@@ -14,16 +14,21 @@ GIBS = r"(-?\d+(?:\.\d+)?)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """`pattern` finds the error; `sizes` and `numbers` are what it may say besides, each a pattern with one group of figures. `gpu`: the card's number."""
+    """One error message. `pattern` finds it; the other fields are patterns of figures that it may contain, by name.
+
+    Patterns of `sizes` match a number and its unit, those of `gibs` and `numbers` a number. In `numbers`, "gpu" is the
+    GPU's index and "bytes" the size of the request.
+    """
 
     kind: Kind
     pattern: str
     sizes: Mapping[str, str] = field(default_factory=dict)
-    gibs: Mapping[str, str] = field(default_factory=dict)  # sizes that vLLM writes in GiB, without their unit
+    gibs: Mapping[str, str] = field(default_factory=dict)  # sizes that vLLM prints in GiB, without a unit to match
     numbers: Mapping[str, str] = field(default_factory=dict)
 
 
-# Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `malloc`; before 2.1 the figures stood in brackets, and 2.1 wrote "capacty".
+# Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `malloc`. Releases before 2.1 put the figures in brackets;
+# 2.1 wrote "capacty".
 GPU = Message(
     kind="gpu",
     pattern=r"(?:CUDA|HIP) out of memory\. ?Tried to allocate",
@@ -42,17 +47,22 @@ GPU = Message(
 )
 OTHER_PROCESS = re.compile(rf"Process \d+ has {SIZE} memory in use")
 
-# vLLM and NCCL are not installed where this was written: their messages are those of published logs, the files named those that write them.
+# The messages of vLLM and NCCL are those of published logs (neither was installed here); the files are those that print
+# them.
 MESSAGES: tuple[Message, ...] = (
     GPU,
     # vllm 0.33, v1/worker/utils.py
     Message(
         kind="engine_start",
         pattern=r"Free memory on device .{0,60}on startup is less than desired GPU memory utilization",
-        gibs={"free": rf"\({GIBS}/[\d.]+ GiB\) on startup", "total": rf"\([\d.]+/{GIBS} GiB\) on startup", "wanted": rf"utilization \([\d.]+, {GIBS} GiB\)"},
+        gibs={
+            "free": rf"\({GIBS}/[\d.]+ GiB\) on startup",
+            "total": rf"\([\d.]+/{GIBS} GiB\) on startup",
+            "wanted": rf"utilization \([\d.]+, {GIBS} GiB\)",
+        },
         numbers={"utilization": r"utilization \(([\d.]+),", "gpu": r"on device \w+:(\d+)"},
     ),
-    # vllm 0.33, v1/core/kv_cache_planning.py; older releases wrote "models's" and put the size in brackets
+    # vllm 0.33, v1/core/kv_cache_planning.py; older releases wrote "models's" and the size in brackets
     Message(
         kind="engine_length",
         pattern=r"To serve at least one request with the model'?s'?s? max seq len",
@@ -75,16 +85,33 @@ MESSAGES: tuple[Message, ...] = (
         pattern=r"Failed to CUDA calloc(?: async)? \d+ bytes|Cuda failure (?:2 )?'out of memory'",
         numbers={"bytes": r"calloc(?: async)? (\d+) bytes"},
     ),
-    Message(kind="library", pattern=r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDA error: out of memory|cudaErrorMemoryAllocation"),
-    # pytorch 2.13, c10/core/impl/alloc_cpu.cpp; python's OSError; torch/utils/data/_utils/signal_handling.py; torch/distributed/elastic/multiprocessing/api.py
-    Message(kind="host", pattern=r"DefaultCPUAllocator: (?:can't|not enough memory)", numbers={"bytes": r"tried to allocate (\d+) bytes"}),
-    Message(kind="host", pattern=r"DataLoader worker .{0,40}is killed by signal: Killed|Cannot allocate memory|oom-kill|Out of memory: Killed process"),
+    Message(
+        kind="library",
+        pattern=r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDA error: out of memory|"
+        r"cudaErrorMemoryAllocation",
+    ),
+    # pytorch 2.13, c10/core/impl/alloc_cpu.cpp; python's OSError; torch/utils/data/_utils/signal_handling.py;
+    # torch/distributed/elastic/multiprocessing/api.py
+    Message(
+        kind="host",
+        pattern=r"DefaultCPUAllocator: (?:can't|not enough memory)",
+        numbers={"bytes": r"tried to allocate (\d+) bytes"},
+    ),
+    Message(
+        kind="host",
+        pattern=r"DataLoader worker .{0,40}is killed by signal: Killed|Cannot allocate memory|oom-kill|"
+        r"Out of memory: Killed process",
+    ),
     Message(kind="host", pattern=r"exitcode *: ?-9\b|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>"),
-)  # fmt: skip
+)
 
 
 def figures(message: Message, text: str) -> tuple[dict[str, int], dict[str, float]]:
-    """Sizes in bytes and other numbers of a message, those that it has."""
+    """The sizes in bytes and the other numbers that a message contains, by name.
+
+    Adds two derived sizes: "unallocated" = reserved - allocated if the message has both, and "others", the memory of
+    other processes on the GPU.
+    """
     sizes = {name: found for name, pattern in message.sizes.items() if (found := _size(pattern, text)) is not None}
     sizes |= {
         name: round(float(match[1]) * GIB)
@@ -97,14 +124,14 @@ def figures(message: Message, text: str) -> tuple[dict[str, int], dict[str, floa
     if "reserved" in sizes and "allocated" in sizes:
         sizes.setdefault("unallocated", max(sizes["reserved"] - sizes["allocated"], 0))
     if message is GPU and (others := [_bytes(*found) for found in OTHER_PROCESS.findall(text)]):
-        own = (
-            0 if "process" in sizes else sizes.get("allocated", 0) + sizes.get("unallocated", 0)
-        )  # in a container a process does not find itself in the list
+        # In a container the message lists this process among the others, by another process number.
+        own = 0 if "process" in sizes else sizes.get("allocated", 0) + sizes.get("unallocated", 0)
         sizes["others"] = max(sum(others) - own, 0)
     return sizes, numbers
 
 
 def _size(pattern: str, text: str) -> int | None:
+    """The bytes of the first size that matches; None if none does."""
     match = re.search(pattern, text)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""A traceback -> the phase of the step it stopped in, by the functions of the libraries that it passes through."""
+"""Find the phase of the training step in which a traceback ends, from the library functions in its frames."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from planner.quantities import Phase
 
 
 class Frame(NamedTuple):
-    """One line of a traceback."""
+    """One frame of a traceback."""
 
     path: str
     line: str
@@ -17,80 +17,137 @@ class Frame(NamedTuple):
 
     @property
     def shown(self) -> str:
+        """File, line and function, as printed: "trainer.py:1234 in training_step"."""
         return f"{self.path.rpartition('/')[2]}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeLocation:
-    """A phase, and the frames that tell it: any whose function is named, in a file whose path matches."""
+    """Library functions that run only in one phase; `path` is a regular expression that the frame's file must match."""
 
     phase: Phase
     functions: frozenset[str]
     path: str = ""
 
-    def holds(self, frame: Frame) -> bool:
+    def contains(self, frame: Frame) -> bool:
+        """True if the frame is one of these functions."""
         return frame.function in self.functions and re.search(self.path, frame.path) is not None
 
 
-def _named(*functions: str) -> frozenset[str]:
-    return frozenset(functions)
-
-
-# The first that any frame tells is where it was: a rollout is inside of what scores it, a recomputed forward inside a backward.
-# Source: trl 1.16, trainer/grpo_trainer.py, generation/vllm_generation.py, experimental/; transformers 5.23, trainer.py, generation/utils.py;
-# accelerate 1.15, accelerator.py; torch 2.13, autograd/; deepspeed 0.19.8, runtime/engine.py.
+# The first location with a frame in the traceback decides. Order matters: a rollout runs inside the function that
+# scores it, and a recomputed forward pass inside a backward pass.
+# Source: trl 1.16, trainer/grpo_trainer.py, generation/vllm_generation.py, experimental/; transformers 5.23,
+# trainer.py, generation/utils.py; accelerate 1.15, accelerator.py; torch 2.13, autograd/; deepspeed 0.19.8,
+# runtime/engine.py.
 CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         phase="load",
-        functions=_named("from_engine_args", "_initialize_kv_caches", "initialize_from_config", "determine_available_memory", "profile_run", "init_device"),
+        functions=frozenset(
+            {
+                "from_engine_args",
+                "_initialize_kv_caches",
+                "initialize_from_config",
+                "determine_available_memory",
+                "profile_run",
+                "init_device",
+            }
+        ),
         path=r"vllm",
     ),
     CodeLocation(
         phase="weight_sync",
-        functions=_named("sync_weights", "_move_model_to_vllm", "_sync_fsdp1_params_to_vllm", "_sync_fsdp2_params_to_vllm", "merge_adapter"),
+        functions=frozenset(
+            {
+                "sync_weights",
+                "_move_model_to_vllm",
+                "_sync_fsdp1_params_to_vllm",
+                "_sync_fsdp2_params_to_vllm",
+                "merge_adapter",
+            }
+        ),
     ),
     CodeLocation(
         phase="rollout",
-        functions=_named(
-            "generate", "_generate", "_generate_single_turn", "_generate_vllm", "_generate_vllm_server", "_generate_vllm_colocate", "wake_up",
-            "unwrap_model_for_generation",
+        functions=frozenset(
+            {
+                "generate",
+                "_generate",
+                "_generate_single_turn",
+                "_generate_vllm",
+                "_generate_vllm_server",
+                "_generate_vllm_colocate",
+                "wake_up",
+                "unwrap_model_for_generation",
+            }
         ),
     ),
-    CodeLocation(phase="score", functions=_named("_generate_and_score_completions", "compute_ref_log_probs")),
-    CodeLocation(phase="backward", functions=_named("backward", "run_backward", "_engine_run_backward"), path=r"torch/|accelerate|deepspeed"),
-    CodeLocation(phase="optimizer_step", functions=_named("step", "_init_group", "_take_model_step"), path=r"optim|deepspeed|bitsandbytes"),
-    CodeLocation(phase="save", functions=_named("_save_checkpoint", "save_model", "_save_optimizer_and_scheduler", "save_pretrained", "save_16bit_model")),
+    CodeLocation(phase="score", functions=frozenset({"_generate_and_score_completions", "compute_ref_log_probs"})),
+    CodeLocation(
+        phase="backward",
+        functions=frozenset({"backward", "run_backward", "_engine_run_backward"}),
+        path=r"torch/|accelerate|deepspeed",
+    ),
+    CodeLocation(
+        phase="optimizer_step",
+        functions=frozenset({"step", "_init_group", "_take_model_step"}),
+        path=r"optim|deepspeed|bitsandbytes",
+    ),
+    CodeLocation(
+        phase="save",
+        functions=frozenset(
+            {"_save_checkpoint", "save_model", "_save_optimizer_and_scheduler", "save_pretrained", "save_16bit_model"}
+        ),
+    ),
     CodeLocation(
         phase="loss",
-        functions=_named("cross_entropy", "fixed_cross_entropy", "ForCausalLMLoss", "log_softmax", "selective_log_softmax", "entropy_from_logits"),
-    ),
-    CodeLocation(phase="loss", functions=_named("forward", "backward"), path=r"trl/kernels|liger_kernel"),
-    CodeLocation(phase="forward", functions=_named("compute_loss", "_compute_loss", "training_step")),
-    CodeLocation(
-        phase="load",
-        functions=_named(
-            "from_pretrained", "create_model_from_path", "_load_pretrained_model", "_prepare_deepspeed", "prepare_model", "_move_model_to_device",
-            "get_peft_model", "to",
+        functions=frozenset(
+            {
+                "cross_entropy",
+                "fixed_cross_entropy",
+                "ForCausalLMLoss",
+                "log_softmax",
+                "selective_log_softmax",
+                "entropy_from_logits",
+            }
         ),
     ),
-)  # fmt: skip
-# Files whose functions only hand a call on.
-DULL = (
-    r"torch/autograd|torch/_tensor\.py|torch/nn/modules/module\.py|torch/_ops\.py|torch/utils/_contextlib\.py|torch/_dynamo|functools\.py|contextlib\.py|"
-    r"peft/tuners/tuners_utils\.py"
+    CodeLocation(phase="loss", functions=frozenset({"forward", "backward"}), path=r"trl/kernels|liger_kernel"),
+    CodeLocation(phase="forward", functions=frozenset({"compute_loss", "_compute_loss", "training_step"})),
+    CodeLocation(
+        phase="load",
+        functions=frozenset(
+            {
+                "from_pretrained",
+                "create_model_from_path",
+                "_load_pretrained_model",
+                "_prepare_deepspeed",
+                "prepare_model",
+                "_move_model_to_device",
+                "get_peft_model",
+                "to",
+            }
+        ),
+    ),
+)
+# Files whose functions only forward a call.
+FORWARDING_FILES = (
+    r"torch/autograd|torch/_tensor\.py|torch/nn/modules/module\.py|torch/_ops\.py|torch/utils/_contextlib\.py|"
+    r"torch/_dynamo|functools\.py|contextlib\.py|peft/tuners/tuners_utils\.py"
 )
 
 
 def phase_of(frames: Sequence[Frame]) -> Phase | None:
-    """The phase; None where the traceback passes through no known place."""
-    return next((location.phase for location in CODE_LOCATIONS if any(location.holds(frame) for frame in frames)), None)
+    """The phase of a traceback; None if no frame is a known location."""
+    return next(
+        (location.phase for location in CODE_LOCATIONS if any(location.contains(frame) for frame in frames)), None
+    )
 
 
-def gathers(frames: Sequence[Frame]) -> bool:
-    """Whether ZeRO-3 was gathering parameters (deepspeed 0.19.8, runtime/zero/partition_parameters.py)."""
+def gathers_parameters(frames: Sequence[Frame]) -> bool:
+    """True if ZeRO-3 was gathering parameters (deepspeed 0.19.8, runtime/zero/partition_parameters.py)."""
     return any("partition_parameters" in frame.path for frame in frames)
 
 
 def innermost(frames: Sequence[Frame]) -> str:
-    """The last place that says something: modules that only hand on a call do not."""
-    return next((frame.shown for frame in reversed(frames) if not re.search(DULL, frame.path)), "")
+    """The innermost frame outside FORWARDING_FILES, as printed; empty if there is none."""
+    return next((frame.shown for frame in reversed(frames) if not re.search(FORWARDING_FILES, frame.path)), "")

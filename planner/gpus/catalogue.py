@@ -1,4 +1,4 @@
-"""The GPUs that are known by name, from `data/gpus.toml`."""
+"""The catalogue of GPUs by name, from `data/gpus.toml`."""
 
 import re
 import sys
@@ -17,22 +17,21 @@ else:
     import tomli as tomllib
 
 
-# A card sold as "24 GB" reports 22.2 to 23.7 GiB: the cards a bare capacity is compared with are those that report at least this share of it.
+# A bare capacity takes its speeds from GPUs that report at least this share of it: a GPU sold as "24 GB" reports 22.2
+# to 23.7 GiB.
 SAME_CLASS_SHARE = 0.9
 
-
-SMALLEST_BYTES, LARGEST_BYTES = 2**30, 2**42  # of a card: below, CUDA itself hardly starts; above, there is none
-
+# Accepted memory of a GPU: with less than 1 GiB CUDA hardly starts; no GPU has more than 4 TiB.
+SMALLEST_BYTES, LARGEST_BYTES = 2**30, 2**42
 
 CATALOGUE = Path(__file__).resolve().parents[1] / "data" / "gpus.toml"
-
 
 HINT = "`plan gpus` lists the cards; a bare capacity works too, such as 1x24GiB."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuRow:
-    """One card of the catalogue. `reported`: whether its memory was seen in a log, or derived (then `derived` says how)."""
+    """One GPU of the catalogue. `reported`: a log shows its memory; else `derived` says how it was derived."""
 
     gpu: Gpu
     aliases: tuple[str, ...]
@@ -44,12 +43,13 @@ class GpuRow:
 
 @lru_cache(maxsize=1)
 def gpu_rows() -> tuple[GpuRow, ...]:
-    """Every card of the catalogue, in the order of the file."""
+    """Every GPU of the catalogue, in the order of the file."""
     tables = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))
     return tuple(_row(name, table) for name, table in tables.items())
 
 
 def _row(name: str, table: dict[str, Any]) -> GpuRow:
+    """The row of one TOML table."""
     major, minor = table["compute_capability"]
     gpu = Gpu(
         name=name,
@@ -73,10 +73,13 @@ def _row(name: str, table: dict[str, Any]) -> GpuRow:
 
 
 def load_gpu(name: str) -> Gpu:
-    """The card of that name: without regard to case, "NVIDIA", "GeForce", dashes, underscores and blanks; `-40G` is `-40GB`.
+    """The GPU of that name in the catalogue.
+
+    Ignores case, "NVIDIA", "GeForce", "Tesla", dashes, underscores and blanks; `-40G` equals `-40GB`. A GPU that exists
+    in one size only is also found with its size: L40S-48G.
 
     Raises:
-        UnknownName: no card has it; the message names the nearest.
+        UnknownName: no GPU has that name; the message lists the nearest names.
     """
     known = _by_key()
     key = _key(name)
@@ -84,12 +87,12 @@ def load_gpu(name: str) -> Gpu:
         return known[key].gpu
     for row in known.values():
         if key.endswith(f"{row.marketing_gb}g") and known.get(key.removesuffix(f"{row.marketing_gb}g")) is row:
-            return row.gpu  # the size it is sold with, added to its name: L40S-48G
+            return row.gpu
     raise UnknownName("GPU", name, _nearest_first(name), HINT)
 
 
 def _nearest_first(name: str) -> list[str]:
-    """The names to compare a misspelt one with; those that begin with it alone, where there are some ("A100": 40G or 80G?)."""
+    """The names to propose for an unknown one: those that begin with it ("A100": 40G or 80G?), or else all names."""
     names = [row.gpu.name for row in gpu_rows()]
     key = _key(name)
     continued = [
@@ -104,7 +107,7 @@ def _nearest_first(name: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _by_key() -> dict[str, GpuRow]:
-    """The names win over the aliases, earlier rows over later ones."""
+    """Rows by normalised name and alias; names have priority over aliases, earlier rows over later ones."""
     by_key = {_key(row.gpu.name): row for row in gpu_rows()}
     for row in gpu_rows():
         for alias in row.aliases:
@@ -113,17 +116,22 @@ def _by_key() -> dict[str, GpuRow]:
 
 
 def _key(name: str) -> str:
-    """`"NVIDIA A100-SXM4-40GB"` -> `"a100sxm440g"`."""
+    """The normalised name: "NVIDIA A100-SXM4-40GB" gives "a100sxm440g"."""
     words = re.sub(r"[-_\s]+", " ", name.lower())
     words = re.sub(r"\b(nvidia|geforce|tesla)\b", "", words)
     return re.sub(r"(\d)gb", r"\1g", words).replace(" ", "")
 
 
 def bare_gpu(capacity_bytes: int) -> Gpu:
-    """A card of which only the capacity is known: the slowest speeds of the bf16 cards that report about that much or more."""
+    """A GPU of which only the memory is known, with the slowest speeds of the catalogue's bf16 GPUs of that size.
+
+    Raises:
+        InputError: the capacity is less than 1 GiB or more than 4 TiB.
+    """
     if not SMALLEST_BYTES <= capacity_bytes <= LARGEST_BYTES:
         raise InputError(
-            f"A card of {format_gib(capacity_bytes)} does not exist. Give from {format_gib(SMALLEST_BYTES, 0)} to {format_gib(LARGEST_BYTES, 0)}."
+            f"A card of {format_gib(capacity_bytes)} does not exist. Give from {format_gib(SMALLEST_BYTES, 0)} to "
+            f"{format_gib(LARGEST_BYTES, 0)}."
         )
     bf16 = [row.gpu for row in gpu_rows() if row.gpu.supports_bf16]
     peers = [gpu for gpu in bf16 if gpu.total_bytes >= SAME_CLASS_SHARE * capacity_bytes] or bf16
@@ -137,5 +145,8 @@ def bare_gpu(capacity_bytes: int) -> Gpu:
         nvlink_bytes_per_second=0.0,
         pcie_bytes_per_second=min(gpu.pcie_bytes_per_second for gpu in peers),
         compute_capability=min(gpu.compute_capability for gpu in peers),
-        source=f"capacity as given; speeds assumed: the slowest of the catalogue's bf16 cards of that size or more (flops of {slowest.name}), no NVLink",
+        source=(
+            "capacity as given; speeds assumed: the slowest of the catalogue's bf16 cards of that size or more "
+            f"(flops of {slowest.name}), no NVLink"
+        ),
     )

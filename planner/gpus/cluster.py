@@ -1,39 +1,39 @@
-"""The GPUs, as the driver reports them."""
+"""`Gpu` and `Cluster`: the GPUs of a job and how they are spread over nodes."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One kind of card. `total_bytes` is what the driver reports, `free_bytes` what this run may use of it.
+    """One model of GPU. `total_bytes` is the memory that the driver reports, `free_bytes` the part this run may use.
 
-    Links are in one direction: an A100's NVLink, sold as 600 GB/s, is 300e9 here.
+    Link speeds are those of one direction: an A100's NVLink, sold as 600 GB/s, is 300e9 here.
     """
 
     name: str
     total_bytes: int
     free_bytes: int
-    bf16_flops: float  # dense, per second, from the data sheet; on a card without bf16 its fp16 rate
+    bf16_flops: float  # dense, per second, from the data sheet; the fp16 rate of a GPU without bf16
     memory_bytes_per_second: float
-    nvlink_bytes_per_second: float  # 0: no NVLink, peers talk over PCIe
+    nvlink_bytes_per_second: float  # 0: no NVLink, GPUs communicate over PCIe
     pcie_bytes_per_second: float
     compute_capability: tuple[int, int]
     source: str
 
     @property
     def supports_bf16(self) -> bool:
-        """Ampere (8.0) was the first with bf16 matrix units."""
+        """True from compute capability 8.0 (Ampere) on, the first with bf16 matrix units."""
         return self.compute_capability >= (8, 0)
 
     @property
     def supports_flash_attention_2(self) -> bool:
-        """flash-attn 2 needs Ampere or newer."""
+        """True from compute capability 8.0 (Ampere) on, which flash-attn 2 requires."""
         return self.compute_capability >= (8, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """`nodes` machines with `gpus_per_node` equal cards each."""
+    """`nodes` nodes with `gpus_per_node` GPUs of one model each."""
 
     gpu: Gpu
     nodes: int
@@ -41,4 +41,5 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
+        """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node

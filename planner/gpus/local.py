@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as the NVIDIA driver reports them now (through nvidia-ml-py, imported only here)."""
+"""The GPUs of this node, as the NVIDIA driver reports them now. Imports nvidia-ml-py (`pynvml`) when needed."""
 
 import os
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ NAME_A_CARD = "Name the card instead, such as --gpus 1xRTX-3090."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverReading:
-    """What the driver says of one card. `total_bytes` is without what the driver keeps for itself."""
+    """The driver's figures for one GPU. `total_bytes` leaves out the memory that the driver reserves for itself."""
 
     name: str
     total_bytes: int
@@ -22,10 +22,10 @@ class DriverReading:
 
 
 def local_cluster() -> Cluster:
-    """One node with this machine's cards; the least free memory among them counts for all.
+    """A cluster of one node with the local GPUs; total and free memory are the smallest of any of them.
 
     Raises:
-        InputError: no driver, no card, or cards of different kinds.
+        InputError: there is no driver or no GPU, or the GPUs have different names.
     """
     readings = _visible(_readings(_nvml()))
     if not readings:
@@ -39,7 +39,7 @@ def local_cluster() -> Cluster:
 
 
 def _gpu(readings: list[DriverReading]) -> Gpu:
-    """Speeds from the catalogue where it knows the name; memory and compute capability from the driver."""
+    """The local GPU: memory and compute capability from the driver, speeds from the catalogue if the name is known."""
     first, total_bytes = readings[0], min(reading.total_bytes for reading in readings)
     try:
         known = load_gpu(first.name)
@@ -57,6 +57,11 @@ def _gpu(readings: list[DriverReading]) -> Gpu:
 
 
 def _nvml() -> ModuleType:
+    """The module `pynvml`, initialised.
+
+    Raises:
+        InputError: nvidia-ml-py is not installed, or there is no driver.
+    """
     try:
         import pynvml
     except ImportError as error:
@@ -72,6 +77,11 @@ def _nvml() -> ModuleType:
 
 
 def _readings(nvml: ModuleType) -> list[DriverReading]:
+    """Read every GPU of the node, then shut NVML down.
+
+    Raises:
+        InputError: the driver is older than 510.
+    """
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         return [_reading(nvml, handle) for handle in handles]
@@ -80,7 +90,13 @@ def _readings(nvml: ModuleType) -> list[DriverReading]:
 
 
 def _reading(nvml: ModuleType, handle: object) -> DriverReading:
-    """Version 2 of the memory record tells what the driver reserves, which torch's total does not contain."""
+    """Read one GPU with version 2 of NVML's memory record, the first with the bytes that the driver reserves.
+
+    torch's total memory leaves these bytes out as well.
+
+    Raises:
+        InputError: the driver is older than 510.
+    """
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except nvml.NVMLError as error:
@@ -96,7 +112,7 @@ def _reading(nvml: ModuleType, handle: object) -> DriverReading:
 
 
 def _visible(readings: list[DriverReading]) -> list[DriverReading]:
-    """Those that CUDA_VISIBLE_DEVICES leaves, where it lists indices."""
+    """The GPUs that CUDA_VISIBLE_DEVICES lists by index; all if it is not set or lists only UUIDs."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return readings

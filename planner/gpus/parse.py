@@ -1,4 +1,4 @@
-"""`"2xA100-40G"`, `"4x8xH100"`, `"1x24GiB"`, `"local"` -> Cluster."""
+"""Parse the option --gpus into a `Cluster`: "2xA100-40G", "4x8xH100", "1x24GiB" or "local"."""
 
 import re
 from dataclasses import replace
@@ -8,7 +8,7 @@ from planner.gpus.catalogue import SMALLEST_BYTES, bare_gpu, load_gpu
 from planner.gpus.cluster import Cluster, Gpu
 from planner.units import format_gib, parse_bytes
 
-# One machine holds 16 cards at most (NVIDIA DGX-2); what is more is several nodes, with slower links between them.
+# The NVIDIA DGX-2 has 16 GPUs, the most in one node. More GPUs need several nodes, whose links are slower.
 MOST_GPUS_PER_NODE = 16
 MOST_NODES = 4096  # Llama 3 was trained on 2,000 nodes of 8 (arXiv 2407.21783, section 3.3.1)
 LOCAL = "local"
@@ -19,10 +19,15 @@ def parse_cluster(text: str, free_memory: str | None = None) -> Cluster:
 
     Args:
         text: `"A100-40G"`, `"2xA100-40G"`, `"4x8xH100"` (nodes x GPUs), `"1x24GiB"` (a bare capacity) or `"local"`.
-        free_memory: what may be used of each card, such as `"30GiB"`; None: all of it (for `local`: what is free now).
+        free_memory: the memory that may be used on each GPU, such as `"30GiB"`; None: all of it (for `local`: all that
+            is free now).
+
+    Raises:
+        InputError: the text is no cluster, or `free_memory` is not between 1 GiB and the GPU's memory.
+        UnknownName: no GPU of the catalogue has that name.
     """
     if text.strip().lower() == LOCAL:
-        from planner.gpus.local import local_cluster  # asks the driver: only on demand
+        from planner.gpus.local import local_cluster  # lazy import: it queries the driver
 
         cluster = local_cluster()
     else:
@@ -32,6 +37,11 @@ def parse_cluster(text: str, free_memory: str | None = None) -> Cluster:
 
 
 def _counts_and_name(text: str) -> tuple[int, int, str]:
+    """Nodes, GPUs per node, and the name or capacity of the GPU in the text of --gpus.
+
+    Raises:
+        InputError: there is no name, or a count is out of range.
+    """
     match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?(?:(-?\d+)\s*[xX*]\s*)?(\S.*?)\s*", text)
     if match is None or re.fullmatch(r"\d+\s*[xX*]", text.strip()):
         raise InputError(
@@ -52,6 +62,12 @@ def _counts_and_name(text: str) -> tuple[int, int, str]:
 
 
 def _gpu_or_capacity(name: str) -> Gpu:
+    """The GPU of that name in the catalogue, or a GPU of that capacity.
+
+    Raises:
+        InputError: a capacity without unit, or an impossible one.
+        UnknownName: no GPU of the catalogue has that name.
+    """
     if re.fullmatch(r"\d+(\.\d+)?\s*[a-zA-Z]+", name) and name.lower().rstrip("b").endswith(("g", "gi", "m", "mi")):
         return bare_gpu(parse_bytes(name))
     if re.fullmatch(r"\d+(\.\d+)?", name):
@@ -60,6 +76,11 @@ def _gpu_or_capacity(name: str) -> Gpu:
 
 
 def _partly_used(gpu: Gpu, free_memory: str) -> Gpu:
+    """The GPU with `free_bytes` from the option --free-memory.
+
+    Raises:
+        InputError: it is not between 1 GiB and the GPU's memory.
+    """
     free_bytes = parse_bytes(free_memory)
     if not SMALLEST_BYTES <= free_bytes <= gpu.total_bytes:
         unit = (
@@ -68,6 +89,7 @@ def _partly_used(gpu: Gpu, free_memory: str) -> Gpu:
             else ""
         )
         raise InputError(
-            f"--free-memory {free_memory} is not between 1 GiB and the {format_gib(gpu.total_bytes)} of {gpu.name}.{unit}"
+            f"--free-memory {free_memory} is not between 1 GiB and the {format_gib(gpu.total_bytes)} of "
+            f"{gpu.name}.{unit}"
         )
     return replace(gpu, free_bytes=free_bytes)

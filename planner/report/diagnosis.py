@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from planner.diagnose.advice import advice, what_happened
+from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
 from planner.measurements.corrected_plan import changed_settings
@@ -32,7 +32,7 @@ def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
 
 
 def _incident(label: str, incident: Incident, width: int) -> Iterator[Text]:
-    yield from wrapped(label, [what_happened(incident)], width, style="bold", hanging=2)
+    yield from wrapped(label, [describe_incident(incident)], width, style="bold", hanging=2)
     yield from wrapped("", [f"{what} {format_size(size)}" for what, size in figures(incident)], width)
     where = [incident.where] if incident.where else []
     yield from wrapped("at", [*where, f"line {incident.line} of the log"], width)
@@ -69,11 +69,11 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
 
 
 def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
-    if diagnosis.why_none:
-        yield from wrapped("instead", [diagnosis.why_none], width)
-    if diagnosis.instead is None or diagnosis.expected is None:
+    if diagnosis.no_plan_reason:
+        yield from wrapped("instead", [diagnosis.no_plan_reason], width)
+    if diagnosis.fitting_plan is None or diagnosis.expected is None:
         return
-    best = diagnosis.instead.best
+    best = diagnosis.fitting_plan.best
     if best.candidate == diagnosis.expected.candidate:
         return
     yield Text()
@@ -82,7 +82,9 @@ def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
     yield from wrapped("", [speed(best)], width)
     yield from wrapped("change", changed_settings(diagnosis.expected.candidate, best.candidate).split(" · "), width)
     yield from listed(
-        "to fit", [_remedy(diagnosis.instead, number) for number in range(len(diagnosis.instead.remedies))], width
+        "to fit",
+        [_remedy(diagnosis.fitting_plan, number) for number in range(len(diagnosis.fitting_plan.remedies))],
+        width,
     )
 
 

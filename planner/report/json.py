@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, convert, structs, to_builtins
 from planner.allocator.reserved import Reserved
 from planner.allocator.simulation import Simulation
 from planner.candidate import Candidate
-from planner.diagnose.advice import advice, what_happened
+from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
 from planner.jobs.job import Job
@@ -118,8 +118,8 @@ def diagnosis_report(diagnosis: Diagnosis) -> DiagnosisReport:
         schema=SCHEMA,
         incidents=tuple(_incident(incident) for incident in diagnosis.incidents),
         expected=best_candidate(diagnosis.expected) if diagnosis.expected is not None else None,
-        instead=best_candidate(diagnosis.instead.best) if diagnosis.instead is not None else None,
-        why_none=diagnosis.why_none,
+        instead=best_candidate(diagnosis.fitting_plan.best) if diagnosis.fitting_plan is not None else None,
+        why_none=diagnosis.no_plan_reason,
     )
 
 
@@ -272,7 +272,7 @@ def _incident(incident: Incident) -> IncidentReport:
         where=incident.where,
         bytes=dict(incident.sizes),
         numbers=dict(incident.numbers),
-        happened=what_happened(incident),
+        happened=describe_incident(incident),
         turn=tuple(advice(incident)),
     )
 
