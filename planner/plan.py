@@ -1,4 +1,4 @@
-"""The answer to a job: the best candidate, its runners-up, the reasons."""
+"""The plan for a job on a cluster: the best candidate, its alternatives, remedies, reasons and warnings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from planner.memory.engine.settings import engine_settings
 from planner.methods import METHODS
 from planner.quantities import Estimate, Evidence, PhaseDifference
 from planner.search.explain import limits, notes, reasons
-from planner.search.knobs import CLASSES, SearchProblem, TuningClass, structures
+from planner.search.knobs import TUNING_CLASSES, SearchProblem, TuningClass, structures
 from planner.search.remedies import Remedy, remedies
 from planner.search.search import search
 from planner.units import format_gib
@@ -23,7 +23,7 @@ from planner.units import format_gib
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """A runner-up: the best of another tuning class, or of another way to run."""
+    """The best candidate of another tuning class, with offloading, or without the pinned settings."""
 
     label: str
     estimate: Estimate
@@ -32,21 +32,22 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """Why a plan is believed. `lines` are for people, `report` is the study's own JSON object; `expected` names the rung of `expected_bytes`."""
+    """The evidence of the probes for a plan. `lines`: as text; `report`: the study's certificate as a JSON object."""
 
-    evidence: Evidence  # "simulated" where the probes were
-    device: Literal[
-        "none", "cuda", "cpu", "simulated"
-    ]  # what the best candidate's probe ran on; "none": it was not probed
+    evidence: Evidence  # "measured", or "simulated" by probes on the simulated device
+    device: Literal["none", "cuda", "cpu", "simulated"]  # of the best candidate's probe; "none": it was not probed
     lines: tuple[str, ...]
     report: Mapping[str, object]
-    expected: Evidence
-    differences: tuple[PhaseDifference, ...]  # of the best candidate; none where it was not probed
+    expected: Evidence  # of the estimate that the probe is compared with (`PhaseDifference.expected_bytes`)
+    differences: tuple[PhaseDifference, ...]  # of the best candidate, by phase; empty if it was not probed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What `plan` answers. `more`: what limits more, one line each; `versions`: of the libraries the estimate stands for; `proof`: what probes said."""
+    """The answer to a job.
+
+    `more`: what limits the batch and the length, one line each; `versions`: the library versions that are modelled.
+    """
 
     job: Job
     cluster: Cluster
@@ -57,11 +58,11 @@ class Plan:
     more: tuple[str, ...]
     warnings: tuple[str, ...]
     versions: dict[str, str]
-    proof: Proof | None = None  # None: nothing was probed
+    proof: Proof | None = None  # None: no probe ran
 
 
 CLASS_LABELS: dict[TuningClass, str] = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
-# The stack whose defaults and code paths are counted (internals of planner/memory name its files and lines).
+# The library versions whose defaults and code paths are modelled; planner/memory cites their files and lines.
 VERSIONS = {
     "transformers": "5.23",
     "peft": "0.21.2",
@@ -74,27 +75,31 @@ VERSIONS = {
 
 
 def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | None = None) -> Plan:
-    """Search every tuning class that the job allows and recommend the first that fits without offloading.
+    """Search every tuning class that the job allows and return the plan.
 
-    `residuals`: for a tuning class, the share by which a dry run exceeded its estimate; the class is planned with so much more.
+    Recommended is the first class that fits without offloading, else the one that fits with the least host memory, else
+    the candidate that exceeds the GPU by least.
+
+    `residuals`: for a tuning class, the share by which a dry run exceeded its estimate; its estimates are raised by it.
 
     Raises:
         InputError: the job contradicts itself or the cluster.
-        NothingFits: no candidate could even be built, such as an effective batch that no number of processes divides.
+        NothingFits: there is no candidate, such as for an effective batch that no number of processes divides.
     """
     refuse_contradictions(job, cluster)
     above = residuals or {}
     problems = [
-        SearchProblem(job=job, cluster=cluster, tuning_class=name, residual=above.get(name, 0.0)) for name in classes(job)
+        SearchProblem(job=job, cluster=cluster, tuning_class=name, residual=above.get(name, 0.0))
+        for name in tuning_classes(job)
     ]
     found = {problem: search(problem) for problem in problems}
-    chosen = recommended(found) or least_of_the_host(offloaded(found))
+    chosen = first_that_fits(found) or least_host_memory(search_with_offloading(found))
     nearest = min(
         (answer for answer in found.values() if answer is not None), key=lambda answer: answer.over_bytes, default=None
     )
     if chosen is None and nearest is None:
-        unmeasured = (reason for problem in problems if (reason := not_measured(problem)))
-        raise NothingFits(next(unmeasured, "") or no_candidate(problems[-1]))
+        unmeasured = (reason for problem in problems if (reason := measuring_refusal(problem)))
+        raise NothingFits(next(unmeasured, "") or no_candidate_reason(problems[-1]))
     problem, best = chosen or next(
         (each, answer) for each, answer in found.items() if answer is nearest and answer is not None
     )
@@ -104,19 +109,20 @@ def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | No
         cluster=cluster,
         verdict="fits" if best.fits else "does_not_fit",
         best=best,
-        alternatives=alternatives(found, problem) + unpinned(best, problem),
+        alternatives=alternatives(found, problem) + alternative_without_pins(best, problem),
         remedies=() if best.fits else remedies(job, cluster, problem, best),
         more=limits(best, problem) if best.fits else (),
-        warnings=(*notes(best, problem), *refused(found)),
+        warnings=(*notes(best, problem), *unplanned_classes(found)),
         versions={"trl": best.candidate.trl_version, **VERSIONS, **dict(best.versions)},
     )
 
 
-Found = dict[SearchProblem, Estimate | None]
+# The best estimate of each search problem, in the order of recommendation; None: no candidate could start.
+BestByProblem = dict[SearchProblem, Estimate | None]
 
 
-def classes(job: Job) -> tuple[TuningClass, ...]:
-    """The tuning classes that the job allows, in the order in which they are recommended."""
+def tuning_classes(job: Job) -> tuple[TuningClass, ...]:
+    """Return the tuning classes that the job allows, in the order of recommendation."""
     published = job.model.quantization
     if job.tuning != "auto":
         return (job.tuning,)
@@ -127,22 +133,23 @@ def classes(job: Job) -> tuple[TuningClass, ...]:
         return ("qlora",)
     if published not in ("none", *DEQUANTIZED):
         return ("lora",)
-    without_full = CLASSES if tuning is None else CLASSES[1:]
+    without_full = TUNING_CLASSES if tuning is None else TUNING_CLASSES[1:]
     return tuple(name for name in without_full if name != "qlora" or quantization is None)
 
 
-def recommended(found: Found) -> tuple[SearchProblem, Estimate] | None:
+def first_that_fits(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
+    """Return the first tuning class whose best candidate fits."""
     return next(((problem, answer) for problem, answer in found.items() if answer is not None and answer.fits), None)
 
 
-def least_of_the_host(found: Found) -> tuple[SearchProblem, Estimate] | None:
-    """Of the candidates that need the host, the one that needs least of it: nobody has said how much there is."""
+def least_host_memory(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
+    """Return the candidate that fits with the least host memory; how much the host has is not known."""
     fitting = [(problem, answer) for problem, answer in found.items() if answer is not None and answer.fits]
     return min(fitting, key=lambda each: each[1].host_peak_bytes, default=None)
 
 
-def offloaded(found: Found) -> Found:
-    """The same classes with activations, optimizer or parameters on the host."""
+def search_with_offloading(found: BestByProblem) -> BestByProblem:
+    """Search the same tuning classes with optimizer or parameters offloaded to the host."""
     return {
         problem: answer
         for problem in (replace(each, offload=True) for each in found)
@@ -150,44 +157,48 @@ def offloaded(found: Found) -> Found:
     }
 
 
-def alternatives(found: Found, chosen: SearchProblem) -> tuple[Alternative, ...]:
-    """The other classes beside the one that is recommended; full fine-tuning that does not fit is tried again with the host's help."""
+def alternatives(found: BestByProblem, chosen: SearchProblem) -> tuple[Alternative, ...]:
+    """Return the best candidates of the tuning classes that were not chosen.
+
+    Full fine-tuning that does not fit is followed by full fine-tuning with offloading, if that fits.
+    """
     rest: list[Alternative] = []
     for problem, answer in found.items():
         if answer is None or problem.tuning_class == chosen.tuning_class:
             continue
         rest.append(Alternative(label=CLASS_LABELS[problem.tuning_class], estimate=answer, note=""))
         if not answer.fits and problem.tuning_class == "full" and not chosen.offload:
-            helped = search(replace(problem, offload=True))
-            if helped is not None and helped.fits:
+            with_host = search(replace(problem, offload=True))
+            if with_host is not None and with_host.fits:
                 rest.append(
                     Alternative(
                         label="full fine-tuning with offloading",
-                        estimate=helped,
-                        note=f"{format_gib(helped.host_peak_bytes, 0)} of host memory a node",
+                        estimate=with_host,
+                        note=f"{format_gib(with_host.host_peak_bytes, 0)} of host memory a node",
                     )
                 )
     return tuple(rest)
 
 
-# Pins about the data or the wish itself: a plan without them would answer another problem.
-ABOUT_THE_JOB = frozenset(
-    {"max_length", "prompt_length", "max_completion_length", "padded", "num_generations", "tuning", "quantization", "lora_r", "lora_target_modules",
-     "lora_dropout", "beta", "reward_model", "teacher_model", "optim", "dtype", "packing", "padding_free"}
+# Pinned settings about the data or about what is learned: a plan without them would answer another job.
+JOB_PINS = frozenset(
+    {"max_length", "prompt_length", "max_completion_length", "padded", "num_generations", "tuning", "quantization",
+     "lora_r", "lora_target_modules", "lora_dropout", "beta", "reward_model", "teacher_model", "optim", "dtype",
+     "packing", "padding_free"}
 )  # fmt: skip
-WORTH_SHOWING = 1.05  # times the speed
+MIN_SPEEDUP = 1.05  # of an alternative without pinned settings, to be shown
 
 
-def unpinned(best: Estimate, problem: SearchProblem) -> tuple[Alternative, ...]:
-    """What the search finds when the pins about how to run are dropped, where that is better."""
-    kept = {name: value for name, value in problem.job.pinned.items() if name in ABOUT_THE_JOB}
+def alternative_without_pins(best: Estimate, problem: SearchProblem) -> tuple[Alternative, ...]:
+    """Return the best candidate without the pinned settings about how to run, if it is 5 % faster or alone fits."""
+    kept = {name: value for name, value in problem.job.pinned.items() if name in JOB_PINS}
     dropped = sorted(problem.job.pinned.keys() - kept.keys())
     if not dropped:
         return ()
     free = search(replace(problem, job=replace(problem.job, pinned=kept)))
     if free is None or not free.fits:
         return ()
-    if best.fits and free.throughput.tokens_per_second < WORTH_SHOWING * best.throughput.tokens_per_second:
+    if best.fits and free.throughput.tokens_per_second < MIN_SPEEDUP * best.throughput.tokens_per_second:
         return ()
     changed = [name for name in dropped if getattr(free.candidate, name) != getattr(best.candidate, name)]
     if not changed:
@@ -196,9 +207,9 @@ def unpinned(best: Estimate, problem: SearchProblem) -> tuple[Alternative, ...]:
     return (Alternative(label="without those pins", estimate=free, note=f"with {found}"),)
 
 
-def refused(found: Found) -> tuple[str, ...]:
-    """The classes of which no candidate could be measured, where the layers have no formulas."""
-    missing = {problem: not_measured(problem) for problem, answer in found.items() if answer is None}
+def unplanned_classes(found: BestByProblem) -> tuple[str, ...]:
+    """Return one warning for each tuning class that is not planned because its layers could not be measured."""
+    missing = {problem: measuring_refusal(problem) for problem, answer in found.items() if answer is None}
     return tuple(
         f"{CLASS_LABELS[problem.tuning_class]} is not planned: {reason}"
         for problem, reason in missing.items()
@@ -206,8 +217,8 @@ def refused(found: Found) -> tuple[str, ...]:
     )
 
 
-def not_measured(problem: SearchProblem) -> str:
-    """Why the first candidate of a class could not be measured, empty where it could."""
+def measuring_refusal(problem: SearchProblem) -> str:
+    """Return why the layers of a class's first candidate cannot be measured; empty if they can or have formulas."""
     for candidate in structures(problem):
         try:
             estimate(replace(candidate, vllm="off"), problem.cluster)
@@ -217,25 +228,23 @@ def not_measured(problem: SearchProblem) -> str:
     return ""
 
 
-def no_candidate(problem: SearchProblem) -> str:
-    """Why not a single candidate could be built or started."""
+def no_candidate_reason(problem: SearchProblem) -> str:
+    """Return the error message for a search without any candidate: the engine's refusal, or what to change."""
     job, cluster = problem.job, problem.cluster
     for candidate in structures(problem):
-        answer = (
-            engine_or_refusal(candidate.model, cluster.gpu, engine_settings(candidate, cluster.gpu))
-            if candidate.vllm != "off"
-            else None
-        )
+        if candidate.vllm == "off":
+            continue
+        answer = engine_or_refusal(candidate.model, cluster.gpu, engine_settings(candidate, cluster.gpu))
         if isinstance(answer, EngineRefusal):
             return answer.reason
     if job.effective_batch_size is not None:
+        grouped = METHODS[job.method].grouped_completions
+        groups = f" with groups of {job.pinned.get('num_generations', 8)} completions" if grouped else ""
         return (
-            f"No candidate keeps an effective batch of {job.effective_batch_size} on {cluster.num_gpus} GPUs"
-            + (
-                f" with groups of {job.pinned.get('num_generations', 8)} completions"
-                if METHODS[job.method].grouped_completions
-                else ""
-            )
-            + ". Give an --effective-batch-size that both divide."
+            f"No candidate keeps an effective batch of {job.effective_batch_size} on {cluster.num_gpus} GPUs{groups}. "
+            "Give an --effective-batch-size that both divide."
         )
-    return f"No candidate of {job.method} with these pins can start on {cluster.num_gpus} x {cluster.gpu.name}. Drop a --set."
+    return (
+        f"No candidate of {job.method} with these pins can start on {cluster.num_gpus} x {cluster.gpu.name}. "
+        "Drop a --set."
+    )

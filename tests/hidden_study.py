@@ -46,7 +46,7 @@ def space(asked: SearchProblem) -> Space:
 
 
 def options(storage: str, **others: Any) -> StudyOptions:
-    return StudyOptions(storage=storage, versions=VERSIONS, attempt=formulas_alone, **others)
+    return StudyOptions(storage=storage, versions=VERSIONS, estimator=formulas_alone, **others)
 
 
 def proven(storage: str, probe: Callable[[Candidate], Measurement] | None = None, **others: Any) -> StudyResult:

@@ -16,7 +16,7 @@ def estimate(options: CandidateOptions, output: CheckOptions) -> int:
     from planner.measurements.own_results import correct_by_own_probes, own_result_notes, read_own_results
     from planner.report.table import shortfall
     from planner.search.explain import notes
-    from planner.search.knobs import problem_of
+    from planner.search.knobs import problem_of_estimate
     from planner.training_stack import complete_models
 
     say = progress(output)
@@ -26,7 +26,7 @@ def estimate(options: CandidateOptions, output: CheckOptions) -> int:
     expected = estimate_candidate(single_candidate(job, cluster), cluster, job.risk)
     answer = correct_by_own_probes(expected, cluster.gpu, own, job.risk)
     checked = (check_by_dry_run(expected, cluster, say)[0],) if output.dry_run else ()
-    about = notes(answer, problem_of(job, cluster, answer))
+    about = notes(answer, problem_of_estimate(job, cluster, answer))
     warnings = (*request.warnings, *checked, *own_result_notes(expected, cluster.gpu, own), *about)
     print_estimate(output, answer, cluster, warnings)
     if answer.fits:

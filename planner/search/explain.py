@@ -1,4 +1,4 @@
-"""What a plan says beside its numbers: why it chose so, what limits more, and what would surprise the user."""
+"""Text of a plan beside its numbers: reasons for its settings, limits of batch and length, and notes for the user."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,14 +9,16 @@ from planner.estimate import estimate
 from planner.jobs.job import effective_batch_size
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, attention
-from planner.search.search import LENGTH_STEP, attempt, batches, length_field, longest_length, with_length
+from planner.search.search import LENGTH_STEP, batch_sizes, estimate_or_none, length_field, length_limit, with_length
 from planner.units import GIB, format_count, format_gib
 
-WORTH_SAYING_BYTES = GIB // 4
-WORTH_SAYING_SPEED = 1.05
+# Smaller differences are left out of reasons and notes.
+MIN_REPORTED_BYTES = GIB // 4
+MIN_REPORTED_SPEEDUP = 1.05
 
-# Settings whose effect is shown by trying the other value: field -> (other values, of which the first that differs is tried).
-TRIED_THE_OTHER_WAY: dict[str, tuple[object, ...]] = {
+# Settings that a reason is given for, each with its other values. The best candidate is compared with the first of
+# these values that it does not have.
+OTHER_VALUES: dict[str, tuple[object, ...]] = {
     "dtype": ("float32",),
     "attn_implementation": ("sdpa",),
     "gradient_checkpointing": (True, False),
@@ -26,33 +28,38 @@ TRIED_THE_OTHER_WAY: dict[str, tuple[object, ...]] = {
 }
 
 
-# -- why ---------------------------------------------------------------------------------------------------------------
+# -- reasons -----------------------------------------------------------------------------------------------------------
 
 
 def reasons(best: Estimate, problem: SearchProblem) -> tuple[str, ...]:
-    """What each setting that was searched does to memory and speed, found by trying the other way."""
+    """Return one line for each searched setting that matters: the memory and speed it gains over its other value.
+
+    Example: "gradient_checkpointing true instead of false: saves 12.3 GiB, 0.78 times the speed".
+    """
     found = []
-    for name, others in TRIED_THE_OTHER_WAY.items():
+    for name, others in OTHER_VALUES.items():
         value = getattr(best.candidate, name)
         other = next((each for each in others if each != value), None)
-        if other is None or name in problem.job.pinned or not matters(name, best.candidate, problem):
+        if other is None or name in problem.job.pinned or not is_applicable(name, best.candidate, problem):
             continue
-        answer = attempt(replace(best.candidate, **{name: other}), problem)  # type: ignore[arg-type]
-        if answer is not None and (said := difference(best, answer, problem)):
-            found.append(f"{name} {text(value)} instead of {text(other)}: {said}{gathered(name, answer)}")
+        answer = estimate_or_none(replace(best.candidate, **{name: other}), problem)  # type: ignore[arg-type]
+        if answer is not None and (effect := describe_difference(best, answer, problem)):
+            found.append(
+                f"{name} {format_value(value)} instead of {format_value(other)}: {effect}{gather_cost(name, answer)}"
+            )
     return tuple(found)
 
 
-def gathered(name: str, other: Estimate) -> str:
-    """The copy that ZeRO-3 gathers on every GPU to generate, in the words of the phase table."""
+def gather_cost(name: str, other: Estimate) -> str:
+    """Describe the bytes of the whole model that ZeRO-3 gathers on each GPU to generate; empty for other settings."""
     if name != "ds3_gather_for_generation" or not other.candidate.ds3_gather_for_generation:
         return ""
     rollout = next(phase for phase in other.gpus[0].phases if phase.name == "rollout")
     return f"; gathering the whole model on every GPU takes {format_gib(rollout.components['communication'], 1)} there"
 
 
-def matters(name: str, candidate: Candidate, problem: SearchProblem) -> bool:
-    """Whether the other way is one that the model and the cluster have."""
+def is_applicable(name: str, candidate: Candidate, problem: SearchProblem) -> bool:
+    """Return whether the setting has an effect and another value that the model and the cluster support."""
     needs: dict[str, bool] = {
         "attn_implementation": len(attention(problem)) > 1,
         "sharding": candidate.num_processes > 1 and not candidate.offload_optimizer,
@@ -64,14 +71,14 @@ def matters(name: str, candidate: Candidate, problem: SearchProblem) -> bool:
     return needs.get(name, True)
 
 
-def difference(best: Estimate, other: Estimate, problem: SearchProblem) -> str:
-    """What the best has over the other, in memory and speed; empty where neither is worth a line."""
+def describe_difference(best: Estimate, other: Estimate, problem: SearchProblem) -> str:
+    """Describe the memory and speed that the best gains over the other; empty if both differences are small."""
     parts = []
     saved = saved_bytes(best, other, problem)
-    if abs(saved) >= WORTH_SAYING_BYTES:
+    if abs(saved) >= MIN_REPORTED_BYTES:
         parts.append(f"{'saves' if saved > 0 else 'takes'} {format_gib(abs(saved), 1)}")
     faster = best.throughput.tokens_per_second / other.throughput.tokens_per_second
-    if max(faster, 1 / faster) >= WORTH_SAYING_SPEED:
+    if max(faster, 1 / faster) >= MIN_REPORTED_SPEEDUP:
         parts.append(f"{faster:.2f} times the speed")
     if parts and best.fits and not other.fits:
         parts.append("and does not fit without")
@@ -79,30 +86,35 @@ def difference(best: Estimate, other: Estimate, problem: SearchProblem) -> str:
 
 
 def saved_bytes(best: Estimate, other: Estimate, problem: SearchProblem) -> int:
-    """By how much the other peaks higher, both on one rung: what lies between rungs is no difference between candidates."""
+    """Return by how many bytes the other's largest peak exceeds that of the best.
+
+    If their evidence differs (one estimated, one measured), the estimates of both are compared instead.
+    """
     if best.evidence != other.evidence:
         best, other = (estimate(answer.candidate, problem.cluster, problem.job.risk) for answer in (best, other))
     return max(gpu.peak_bytes for gpu in other.gpus) - max(gpu.peak_bytes for gpu in best.gpus)
 
 
-def text(value: object) -> str:
+def format_value(value: object) -> str:
+    """Return a value as TRL's config writes it: `true` for True."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# -- more --------------------------------------------------------------------------------------------------------------
+# -- limits ------------------------------------------------------------------------------------------------------------
 
 
 def limits(best: Estimate, problem: SearchProblem) -> tuple[str, ...]:
-    """How far the batch and the length could go, and what stops them."""
-    return tuple(line for line in (longest_line(best, problem), batch_line(best, problem)) if line)
+    """Return up to two lines: the largest length and batch that fit, and the phase that does not fit beyond them."""
+    return tuple(line for line in (length_limit_line(best, problem), batch_limit_line(best, problem)) if line)
 
 
-def longest_line(best: Estimate, problem: SearchProblem) -> str:
+def length_limit_line(best: Estimate, problem: SearchProblem) -> str:
+    """Return the largest length that fits at the batch of the best candidate, in steps of 256 tokens."""
     candidate, name = best.candidate, length_field(best.candidate)
-    length, room = getattr(candidate, name), longest_length(candidate)
+    length, room = getattr(candidate, name), length_limit(candidate)
 
     def at(steps: int) -> Estimate | None:
-        return attempt(with_length(candidate, steps * LENGTH_STEP, problem), problem)
+        return estimate_or_none(with_length(candidate, steps * LENGTH_STEP, problem), problem)
 
     def fits(steps: int) -> bool:
         answer = at(steps)
@@ -110,35 +122,38 @@ def longest_line(best: Estimate, problem: SearchProblem) -> str:
 
     steps = largest(-(-length // LENGTH_STEP), room // LENGTH_STEP, fits)
     if steps * LENGTH_STEP <= length:
-        return f"{name} {format_count(length)} is as long as this batch allows; beyond that {stop(at(-(-length // LENGTH_STEP) + 1))}"
-    reached = f"{name} up to {format_count(steps * LENGTH_STEP)} at this batch{rung(at(steps), best)}"
+        longer = describe_shortage(at(-(-length // LENGTH_STEP) + 1))
+        return f"{name} {format_count(length)} is as long as this batch allows; beyond that {longer}"
+    reached = f"{name} up to {format_count(steps * LENGTH_STEP)} at this batch{evidence_suffix(at(steps), best)}"
     return (
         f"{reached}, which is as far as the model goes"
         if (steps + 1) * LENGTH_STEP > room
-        else f"{reached}; beyond that {stop(at(steps + 1))}"
+        else f"{reached}; beyond that {describe_shortage(at(steps + 1))}"
     )
 
 
-def batch_line(best: Estimate, problem: SearchProblem) -> str:
+def batch_limit_line(best: Estimate, problem: SearchProblem) -> str:
+    """Return whether the next larger batch fits, and what it lacks; empty if the job allows no larger one."""
     candidate = best.candidate
-    choices = batches(candidate, problem.job)
-    larger = [size for size in choices.values if size[0] > candidate.per_device_train_batch_size]
+    sizes = batch_sizes(candidate, problem.job)
+    larger = [size for size in sizes.values if size[0] > candidate.per_device_train_batch_size]
     if not larger:
         return ""
-    following = choices.at(larger[0])
-    answer = attempt(following, problem)
+    following = sizes.build(larger[0])
+    answer = estimate_or_none(following, problem)
+    batch = f"per_device_train_batch_size {following.per_device_train_batch_size}"
     if answer is not None and answer.fits:
-        return f"per_device_train_batch_size {following.per_device_train_batch_size} fits too and is no faster{rung(answer, best)}"
-    return f"per_device_train_batch_size {following.per_device_train_batch_size} does not fit: {stop(answer)}{rung(answer, best)}"
+        return f"{batch} fits too and is no faster{evidence_suffix(answer, best)}"
+    return f"{batch} does not fit: {describe_shortage(answer)}{evidence_suffix(answer, best)}"
 
 
-def rung(answer: Estimate | None, best: Estimate) -> str:
-    """What an answer stands on, where that is not what the recommended one stands on."""
+def evidence_suffix(answer: Estimate | None, best: Estimate) -> str:
+    """Return the evidence of an answer, such as " (estimated)", if the best has another one; empty otherwise."""
     return "" if answer is None or answer.evidence == best.evidence else f" ({answer.evidence})"
 
 
-def stop(answer: Estimate | None) -> str:
-    """What stops an answer from fitting: the phase and by how much."""
+def describe_shortage(answer: Estimate | None) -> str:
+    """Describe why an answer does not fit: the heaviest phase of the fullest GPU and its peak, or the engine."""
     if answer is None:
         return "the vLLM engine would not start"
     tightest = max(answer.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
@@ -152,43 +167,53 @@ def stop(answer: Estimate | None) -> str:
 
 
 def notes(best: Estimate, problem: SearchProblem) -> tuple[str, ...]:
+    """Return the warnings about a candidate, one line each, in the order of `NOTES`."""
     return tuple(line for note in NOTES for line in note(best, problem))
 
 
 def about_dtype(best: Estimate, problem: SearchProblem) -> Iterator[str]:
-    """TRL's default surprises: float32."""
+    """Note that TRL loads weights in float32 by default, and that 16-bit weights round small updates away."""
     candidate = best.candidate
     if candidate.dtype == "float32" or "dtype" in problem.job.pinned:
         return
-    other = attempt(replace(candidate, dtype="float32"), problem)
+    other = estimate_or_none(replace(candidate, dtype="float32"), problem)
     more = saved_bytes(best, other, problem) if other is not None else 0
-    if more >= WORTH_SAYING_BYTES:
-        yield f"TRL loads in float32 unless dtype is set: that would need {format_gib(more, 1)} more; the plan sets {candidate.dtype}"
+    if more >= MIN_REPORTED_BYTES:
+        yield (
+            f"TRL loads in float32 unless dtype is set: that would need {format_gib(more, 1)} more; "
+            f"the plan sets {candidate.dtype}"
+        )
     if candidate.tuning == "full":
         yield "16-bit weights without a float32 copy round small updates away: float32 ones would not fit here"
 
 
 def about_precision(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note that the GPU has no bfloat16."""
     gpu = problem.cluster.gpu
     if not gpu.supports_bf16:
         yield f"{gpu.name} has no bfloat16: the plan trains in fp16 (bf16 false, fp16 true)"
 
 
 def about_attention(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note the packages of FlashAttention 2, and the mask that sdpa builds for padded batches."""
     candidate = best.candidate
     if candidate.attn_implementation == "flash_attention_2" and "attn_implementation" not in problem.job.pinned:
-        yield "attn_implementation flash_attention_2 needs the flash-attn package; kernels-community/flash-attn2 does the same through the kernels package"
-    masked = candidate.attn_implementation == "sdpa" and candidate.pads
-    if (
-        masked
-        and estimate(candidate, problem.cluster).gpus[0].peak.components.get("attention_scores", 0)
-        >= WORTH_SAYING_BYTES
-    ):
-        yield "batches with padding make sdpa build a mask of rows x length squared in every layer; --no-padded if yours have none"
+        yield (
+            "attn_implementation flash_attention_2 needs the flash-attn package; "
+            "kernels-community/flash-attn2 does the same through the kernels package"
+        )
+    if candidate.attn_implementation != "sdpa" or not candidate.pads:
+        return
+    peak = estimate(candidate, problem.cluster).gpus[0].peak
+    if peak.components.get("attention_scores", 0) >= MIN_REPORTED_BYTES:
+        yield (
+            "batches with padding make sdpa build a mask of rows x length squared in every layer; "
+            "--no-padded if yours have none"
+        )
 
 
 def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[str]:
-    """What TRL and PEFT do, and in which order: getting it wrong is what stops people."""
+    """Note the order in which TRL and PEFT prepare a model for adapters; preparing it by hand often goes wrong."""
     candidate = best.candidate
     if candidate.tuning != "lora":
         return
@@ -206,35 +231,47 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[str]:
     ]
     yield f"TRL prepares the model itself, in this order: {', '.join(steps[:-1])}, {steps[-1]}"
     if candidate.quantization in BITSANDBYTES:
-        yield "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads before checkpointing, or no gradient arrives"
+        yield (
+            "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads "
+            "before checkpointing, or no gradient arrives"
+        )
     if candidate.quantization in ("nf4", "nf4-double") and candidate.vllm != "off":
         yield "vLLM dropped bitsandbytes after 0.22, and TRL asks for it with QLoRA: install a vLLM that still has it"
 
 
 def about_rank(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note which of the job's LoRA ranks was chosen."""
     ranks = problem.job.lora_ranks
     if ranks and best.candidate.tuning == "lora":
         yield f"lora_r {best.candidate.lora_r} is the largest of {', '.join(map(str, sorted(ranks)))} that fits"
 
 
 def about_versions(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note that the method left TRL, or that it is experimental there."""
     row = best.candidate.method_row
     if row.last_trl != "current":
-        yield f"{row.name} left TRL after {row.last_trl}: the plan is for trl {row.last_trl}; install trl<={row.last_trl}.*"
+        yield (
+            f"{row.name} left TRL after {row.last_trl}: the plan is for trl {row.last_trl}; "
+            f"install trl<={row.last_trl}.*"
+        )
     elif row.experimental:
         yield f"{row.trainer} is in trl.experimental: it may change without notice"
 
 
 def about_data(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note the assumed prompt length, and the longest sequence of the vLLM engine."""
     candidate = best.candidate
-    if (
-        candidate.method_row.generates
-        and "prompt_length" not in problem.job.pinned
-        and not candidate.method_row.bounded_rows
-    ):
-        yield f"prompts are taken to be up to {format_count(candidate.prompt_length)} tokens; TRL does not cut them: give --prompt-length for yours"
+    unbounded = candidate.method_row.generates and not candidate.method_row.bounded_rows
+    if unbounded and "prompt_length" not in problem.job.pinned:
+        yield (
+            f"prompts are taken to be up to {format_count(candidate.prompt_length)} tokens; "
+            "TRL does not cut them: give --prompt-length for yours"
+        )
     if candidate.vllm == "colocate" and candidate.vllm_max_model_length == 0:
-        yield f"vLLM takes the model's whole context of {format_count(candidate.model.max_position_embeddings)} tokens: vllm_max_model_length is not set"
+        yield (
+            f"vLLM takes the model's whole context of {format_count(candidate.model.max_position_embeddings)} tokens: "
+            "vllm_max_model_length is not set"
+        )
     elif candidate.vllm == "colocate" and "vllm_max_model_length" not in problem.job.pinned:
         yield (
             f"vllm_max_model_length {format_count(candidate.vllm_max_model_length)} is prompt and completion; "
@@ -243,21 +280,30 @@ def about_data(best: Estimate, problem: SearchProblem) -> Iterator[str]:
 
 
 def about_batch(best: Estimate, problem: SearchProblem) -> Iterator[str]:
-    """A server takes GPUs from the trainer, and TRL's default batch counts the trainer's."""
-    candidate, usual = best.candidate, effective_batch_size(problem.job, problem.cluster)
+    """Note an effective batch that differs from the one on all GPUs, because a vLLM server takes some of them."""
+    candidate, on_all_gpus = best.candidate, effective_batch_size(problem.job, problem.cluster)
     share = candidate.effective_batch_size // candidate.num_processes
-    if problem.job.optimize == "throughput" and candidate.effective_batch_size != usual:
+    if problem.job.optimize == "throughput" and candidate.effective_batch_size != on_all_gpus:
         yield (
-            f"an optimizer step sees {format_count(candidate.effective_batch_size)} samples, {share} for each of {candidate.num_processes} processes; on all "
-            f"{problem.cluster.num_gpus} GPUs it would be {format_count(usual)}: say --effective-batch-size to keep one"
+            f"an optimizer step sees {format_count(candidate.effective_batch_size)} samples, {share} for each of "
+            f"{candidate.num_processes} processes; on all {problem.cluster.num_gpus} GPUs it would be "
+            f"{format_count(on_all_gpus)}: say --effective-batch-size to keep one"
         )
 
 
 def about_sources(best: Estimate, problem: SearchProblem) -> Iterator[str]:
-    """Doubts that the catalogues carry."""
+    """Return the notes of the model catalogue about the model, such as an uncertain source."""
     yield from (f"{problem.job.model.id}: {note}" for note in problem.job.model.notes)
 
 
 NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[str]], ...] = (
-    about_dtype, about_precision, about_attention, about_adapters, about_rank, about_versions, about_data, about_batch, about_sources,
-)  # fmt: skip
+    about_dtype,
+    about_precision,
+    about_attention,
+    about_adapters,
+    about_rank,
+    about_versions,
+    about_data,
+    about_batch,
+    about_sources,
+)

@@ -1,7 +1,7 @@
-"""The knobs as a table: what a search may turn, with the rules of the libraries between them.
+"""The settings that a search varies: a table of functions (`KNOBS`), and the candidates that it gives.
 
-What the job pins stays. Nothing here changes what is learned but the class of tuning, which has its name, and 16-bit weights in full
-fine-tuning, which the plan says when it comes to them.
+A pinned setting keeps its value. Two choices change what the model learns, and the plan names both: the tuning class,
+and 16-bit weights in full fine-tuning.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Estimate
 
 TuningClass = Literal["full", "lora", "qlora"]
-CLASSES: tuple[TuningClass, ...] = ("full", "lora", "qlora")  # in the order in which they are recommended
+TUNING_CLASSES: tuple[TuningClass, ...] = ("full", "lora", "qlora")  # the first that fits is recommended
 Change = Mapping[str, object]  # Candidate fields and values, chosen together
 Changes = tuple[Change, ...]
 
@@ -27,7 +27,8 @@ Changes = tuple[Change, ...]
 class SearchProblem:
     """One tuning class of a job on a cluster. Compared by identity.
 
-    `offload`: whether states may be offloaded to the host. `residual`: the share by which a dry run exceeded the estimate of this class.
+    `offload`: offload the optimizer or the parameters to the host. `residual`: the share by which a dry run exceeded
+    the estimate of this tuning class; estimates are raised by it.
     """
 
     job: Job
@@ -38,13 +39,14 @@ class SearchProblem:
 
     @property
     def processes(self) -> int:
+        """Training processes: pinned, or one on each GPU."""
         pinned = self.job.pinned.get("num_processes", self.cluster.num_gpus)
         assert isinstance(pinned, int)
         return pinned
 
 
 def tuning_class_of(candidate: Candidate) -> TuningClass:
-    """The tuning class of a candidate: "qlora" is LoRA on quantized weights."""
+    """Return the tuning class of a candidate; "qlora" is LoRA on quantized weights."""
     if candidate.tuning == "full":
         return "full"
     return "lora" if candidate.quantization == "none" else "qlora"
@@ -54,7 +56,7 @@ def tuning_class_of(candidate: Candidate) -> TuningClass:
 
 
 def tuning(problem: SearchProblem) -> Changes:
-    """A checkpoint that is quantized already keeps its quantization; QLoRA is nf4 otherwise."""
+    """Return tuning and quantization of the class. A quantized checkpoint stays as it is; otherwise QLoRA is nf4."""
     published = "none" if problem.job.model.quantization in DEQUANTIZED else problem.job.model.quantization
     if problem.tuning_class == "full":
         return ({"tuning": "full", "quantization": "none"},)
@@ -64,7 +66,7 @@ def tuning(problem: SearchProblem) -> Changes:
 
 
 def load_dtype(problem: SearchProblem) -> Changes:
-    """Full fine-tuning keeps TRL's float32 weights while they fit; a frozen base is loaded in 16 bits.
+    """Return the dtypes of the loaded weights: 16 bits for a frozen base, float32 or bfloat16 for full fine-tuning.
 
     Weights in float16 cannot be trained in full: torch/amp/grad_scaler.py refuses to unscale float16 gradients.
     """
@@ -74,8 +76,9 @@ def load_dtype(problem: SearchProblem) -> Changes:
     return ({"dtype": "float32"}, {"dtype": half}) if half == "bfloat16" else ({"dtype": "float32"},)
 
 
-# Ways to let the host help, the least first. Adapters' states are too small to be worth it, 4-bit weights cannot be partitioned.
-OFFLOADED: dict[TuningClass, Changes] = {
+# Ways to offload to the host, the smallest first. Optimizer states of adapters are too small to be worth it; 4-bit
+# weights cannot be partitioned.
+OFFLOADING: dict[TuningClass, Changes] = {
     "full": (
         {"sharding": "zero2", "offload_optimizer": True},
         {"sharding": "zero3", "offload_optimizer": True},
@@ -87,9 +90,13 @@ OFFLOADED: dict[TuningClass, Changes] = {
 
 
 def sharding(problem: SearchProblem) -> Changes:
-    """bitsandbytes weights stay whole under ZeRO and FSDP2 (accelerate 1.15, utils/fsdp_utils.py:799-811): data parallel only."""
+    """Return the kinds of data parallelism.
+
+    QLoRA has DDP only: bitsandbytes weights are not partitioned under ZeRO and FSDP2 (accelerate 1.15,
+    utils/fsdp_utils.py:799-811).
+    """
     if problem.offload:
-        return OFFLOADED[problem.tuning_class]
+        return OFFLOADING[problem.tuning_class]
     if problem.processes == 1:
         return ({"sharding": "none"},)
     if problem.tuning_class == "qlora":
@@ -98,11 +105,16 @@ def sharding(problem: SearchProblem) -> Changes:
 
 
 def checkpointing(problem: SearchProblem) -> Changes:
+    """Return gradient checkpointing off and on."""
     return ({"gradient_checkpointing": False}, {"gradient_checkpointing": True})
 
 
 def attention(problem: SearchProblem) -> Changes:
-    """FlashAttention 2 where the card and the heads allow it: sdpa needs a mask of rows x length squared for padded batches."""
+    """Return the attention implementations that the model and the GPU support.
+
+    FlashAttention 2 needs no mask; sdpa needs one of rows x length squared for padded batches. Models with softcaps or
+    attention sinks have eager attention only.
+    """
     layers = [layer.attention for layer, _ in problem.job.model.layer_kinds]
     if any(layer.softcap or layer.sink_params for layer in layers):
         return ({"attn_implementation": "eager"},)
@@ -117,7 +129,11 @@ def attention(problem: SearchProblem) -> Changes:
 
 
 def generation(problem: SearchProblem) -> Changes:
-    """Who samples: `generate` in the trainer, a colocated vLLM engine (asleep in between or not), or a server on GPUs of its own."""
+    """Return the ways to sample completions, with the allocator setting of each.
+
+    `generate` in the trainer (with or without gathering ZeRO-3's weights), a colocated vLLM engine (with or without
+    sleep mode), or a vLLM server on GPUs of its own. A pinned setting of vLLM excludes the trainer's `generate`.
+    """
     row, cluster = METHODS[problem.job.method], problem.cluster
     segments = {"expandable_segments": True}
     if not row.generates:
@@ -128,13 +144,12 @@ def generation(problem: SearchProblem) -> Changes:
     if not row.supports_vllm:
         return tuple(found)
     if any(name.startswith("vllm_") for name in problem.job.pinned):
-        found.clear()  # who sets up an engine wants one
+        found.clear()  # a pinned setting of vLLM means that vLLM is wanted
     for size in dict.fromkeys((1, cluster.gpus_per_node)):
         awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size}
         found.append({**awake, "vllm_enable_sleep_mode": False, **segments})
-        found.append(
-            {**awake, "vllm_enable_sleep_mode": True, "expandable_segments": False}
-        )  # vLLM's cumem allocator refuses expandable segments
+        # Sleep mode uses vLLM's cumem allocator, which refuses expandable segments.
+        found.append({**awake, "vllm_enable_sleep_mode": True, "expandable_segments": False})
     found += [
         {
             "vllm": "server",
@@ -149,12 +164,13 @@ def generation(problem: SearchProblem) -> Changes:
 
 
 def server_sizes(problem: SearchProblem) -> list[int]:
-    """GPUs of a vLLM server: powers of two up to half the cluster, within one node; what a pinned num_processes leaves."""
+    """Return the possible numbers of GPUs of a vLLM server: 1, 2, 4, 8, up to half the cluster and within one node.
+
+    A pinned `num_processes` keeps its GPUs.
+    """
     pinned = problem.job.pinned.get("num_processes")
     sizes = [
-        size
-        for size in (1, 2, 4, 8)
-        if size <= problem.cluster.num_gpus // 2 and size <= problem.cluster.gpus_per_node
+        size for size in (1, 2, 4, 8) if size <= problem.cluster.num_gpus // 2 and size <= problem.cluster.gpus_per_node
     ]
     if isinstance(pinned, int):
         return [size for size in sizes if pinned + size <= problem.cluster.num_gpus]
@@ -171,30 +187,39 @@ KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
 }
 
 
-def allowed(changes: Changes, pinned: Mapping[str, object]) -> Changes:
-    """The choices that agree with every pin, each without the pinned fields; a pin outside the table is a choice of its own."""
+def allowed_by_pins(changes: Changes, pinned: Mapping[str, object]) -> Changes:
+    """Return the changes that agree with every pinned setting, each without the pinned fields.
+
+    If no change agrees, the result is one empty change: the pinned settings decide alone.
+    """
     agreeing = [change for change in changes if all(pinned.get(name, value) == value for name, value in change.items())]
     unpinned = [{name: value for name, value in change.items() if name not in pinned} for change in agreeing]
     return tuple(unpinned) or ({},)
 
 
 def structures(problem: SearchProblem) -> Iterator[Candidate]:
-    """Every combination of the knobs that is consistent, with the batch and the engine's share still at their defaults."""
+    """Yield every consistent combination of `KNOBS`, each once.
+
+    The batch, the length and the engine's share of the GPU have their defaults; the search sets them.
+    """
     base = base_candidate(problem.job, problem.cluster)
-    choices = [allowed(knob(problem), problem.job.pinned) for knob in KNOBS.values()]
+    choices = [allowed_by_pins(knob(problem), problem.job.pinned) for knob in KNOBS.values()]
     seen = set()
     for combination in product(*choices):
         fields: dict[str, Any] = {}
         for change in combination:
             fields.update(change)
-        candidate = completed(replace(base, **fields), problem)
-        if consistent(candidate, problem) and candidate not in seen:
+        candidate = with_derived_settings(replace(base, **fields), problem)
+        if is_consistent(candidate, problem) and candidate not in seen:
             seen.add(candidate)
             yield candidate
 
 
-def completed(candidate: Candidate, problem: SearchProblem) -> Candidate:
-    """Settings that follow from others: one process is not sharded; the engine's longest sequence is the row."""
+def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candidate:
+    """Return the candidate with the settings that follow from others.
+
+    One process is not sharded. vLLM's longest sequence, `vllm_max_model_length`, is one whole row.
+    """
     changes: dict[str, Any] = {}
     if (
         candidate.num_processes == 1
@@ -208,37 +233,42 @@ def completed(candidate: Candidate, problem: SearchProblem) -> Candidate:
     return replace(candidate, **changes) if changes else candidate
 
 
-def consistent(candidate: Candidate, problem: SearchProblem) -> bool:
-    """Whether the libraries would run it, and whether it says anything that its simpler twin does not."""
+def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
+    """Return whether a candidate is of the problem's tuning class, runs on its GPUs and is no duplicate."""
     quantized = candidate.quantization not in ("none", "mxfp4")
     of_class = {
         "full": candidate.tuning == "full",
         "lora": candidate.tuning == "lora",
         "qlora": candidate.tuning == "lora" and quantized,
     }
-    sharded_dtype_twin = (
-        candidate.tuning == "full" and candidate.dtype != "float32" and candidate.sharding.startswith(("zero", "fsdp"))
-    )
-    ungathered_twin = not candidate.ds3_gather_for_generation and (
-        candidate.sharding != "zero3" or candidate.vllm != "off"
-    )
-    server = candidate.server_gpus
-    # DeepSpeed would cast a frozen float32 base to 16 bits, and nothing would remember what was asked for
-    broken_pin = (
+    # DeepSpeed would cast a frozen float32 base to 16 bits, against the pinned dtype.
+    loses_pinned_dtype = (
         candidate.tuning == "lora"
         and problem.job.pinned.get("dtype") == "float32"
         and candidate.sharding.startswith("zero")
     )
     return (
         of_class[problem.tuning_class]
-        and not broken_pin
-        and not (sharded_dtype_twin and "dtype" not in problem.job.pinned)
-        and not (ungathered_twin and "ds3_gather_for_generation" not in problem.job.pinned)
-        and candidate.num_processes + server <= problem.cluster.num_gpus
+        and not loses_pinned_dtype
+        and not is_duplicate(candidate, problem.job.pinned)
+        and candidate.num_processes + candidate.server_gpus <= problem.cluster.num_gpus
         and not (candidate.vllm == "colocate" and candidate.num_processes % candidate.vllm_tensor_parallel_size)
     )
 
 
-def problem_of(job: Job, cluster: Cluster, answer: Estimate) -> SearchProblem:
-    """The search problem that a single candidate answers: its job and cluster with its tuning class."""
+def is_duplicate(candidate: Candidate, pinned: Mapping[str, object]) -> bool:
+    """Return whether an unpinned setting differs from its default without an effect.
+
+    - Sharded full fine-tuning keeps float32 weights whatever `dtype` it loads.
+    - `ds3_gather_for_generation` has an effect under ZeRO-3 with the trainer's `generate` only.
+    """
+    sharded = candidate.tuning == "full" and candidate.sharding.startswith(("zero", "fsdp"))
+    if sharded and candidate.dtype != "float32" and "dtype" not in pinned:
+        return True
+    gathers = candidate.sharding == "zero3" and candidate.vllm == "off"
+    return not candidate.ds3_gather_for_generation and not gathers and "ds3_gather_for_generation" not in pinned
+
+
+def problem_of_estimate(job: Job, cluster: Cluster, answer: Estimate) -> SearchProblem:
+    """Return the search problem of a single candidate: its job and cluster, with its tuning class."""
     return SearchProblem(job=job, cluster=cluster, tuning_class=tuning_class_of(answer.candidate))

@@ -1,4 +1,4 @@
-"""A job that does not fit -> the cheapest changes that would make it fit, each tried."""
+"""Remedies for a job that does not fit: the smallest changes of the job or the cluster with which it fits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,19 +14,18 @@ from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import LENGTH_STEP, length_field, search
 from planner.units import format_count
 
-SHOWN = 4  # more remedies than these nobody reads
-MORE_GPUS = (2, 4, 8)  # times as many
-GPUS_PER_NODE = 8  # of the machines that are sold; more of them are more nodes
-USUAL_CARDS = ("RTX-4090", "A100-40G", "L40S", "H100", "H200", "B200")  # that one can rent, the smallest first
-HALF_OPTIMIZER = "paged_adamw_8bit"
-ABOUT_DATA = frozenset(
-    {"max_length", "prompt_length", "max_completion_length", "padded", "num_generations"}
-)  # not ours to drop
+MAX_REMEDIES = 4  # a report with more is not read
+MORE_GPUS = (2, 4, 8)  # factors on the number of GPUs
+GPUS_PER_NODE = 8  # of usual machines; beyond it the number of nodes grows
+USUAL_CARDS = ("RTX-4090", "A100-40G", "L40S", "H100", "H200", "B200")  # cards to rent, the smallest first
+PAGED_OPTIMIZER = "paged_adamw_8bit"
+# Pinned settings that describe the data: dropping them would answer another job.
+DATA_SETTINGS = frozenset({"max_length", "prompt_length", "max_completion_length", "padded", "num_generations"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change that was tried and makes a job fit that did not."""
+    """A change with which the job fits. `change`: the flag or setting; `estimate`: of the best candidate then."""
 
     change: str
     estimate: Estimate
@@ -34,98 +33,108 @@ class Remedy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
-    """One change: what to say of it, and the job and cluster it makes."""
+class Proposal:
+    """A change that may be a remedy: its text, and the changed job and cluster."""
 
     change: str
     job: Job
     cluster: Cluster
     note: str = ""
-    enough: bool = False  # once this fits, what comes after is only dearer
+    last: bool = False  # if it fits, stop: the proposals after it cost more
 
 
 def remedies(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> tuple[Remedy, ...]:
-    """The first few changes that fit, the least invasive first."""
+    """Return the first four proposals that fit, in the order of `proposals`. Each is searched in full."""
     found: list[Remedy] = []
-    for trial in trials(job, cluster, problem, nearest):
-        answer = tried(trial, problem)
+    for proposal in proposals(job, cluster, problem, nearest):
+        answer = search_proposal(proposal, problem)
         if answer is not None and answer.fits:
-            found.append(Remedy(change=trial.change, estimate=answer, note=trial.note))
-        if len(found) == SHOWN or (trial.enough and answer is not None and answer.fits):
+            found.append(Remedy(change=proposal.change, estimate=answer, note=proposal.note))
+        if len(found) == MAX_REMEDIES or (proposal.last and answer is not None and answer.fits):
             break
     return tuple(found)
 
 
-def tried(trial: Trial, problem: SearchProblem) -> Estimate | None:
+def search_proposal(proposal: Proposal, problem: SearchProblem) -> Estimate | None:
+    """Search a changed job; return None if nothing could start or the change contradicts a pinned setting."""
     names: dict[str, TuningClass] = {"full": "full", "lora": "lora", "qlora": "qlora"}
-    tuning_class = names.get(trial.job.tuning, problem.tuning_class)
+    tuning_class = names.get(proposal.job.tuning, problem.tuning_class)
     try:
-        return search(replace(problem, job=trial.job, cluster=trial.cluster, tuning_class=tuning_class))
-    except PlanError:  # a change can contradict another pin; then it is no remedy
+        return search(replace(problem, job=proposal.job, cluster=proposal.cluster, tuning_class=tuning_class))
+    except PlanError:  # the change contradicts another pinned setting
         return None
 
 
-def trials(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Trial]:
-    """Changes in the order of what they cost the user: a pin, the class of tuning, the optimizer, the length, more cards."""
-    yield from unpinned(job, cluster)
-    yield from other_classes(job, cluster)
+def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:
+    """Yield changes of the job and the cluster, the cheapest for the user first.
+
+    Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, offloaded activations, shorter rows, more
+    or larger GPUs.
+    """
+    yield from without_one_pin(job, cluster)
+    yield from cheaper_tuning(job, cluster)
     if nearest.candidate.tuning == "full" and "optim" not in job.pinned:
         note = "8-bit states, paged to the host under pressure"
-        yield Trial(
-            change=f"--set optim={HALF_OPTIMIZER}", job=pinning(job, optim=HALF_OPTIMIZER), cluster=cluster, note=note
+        yield Proposal(
+            change=f"--set optim={PAGED_OPTIMIZER}",
+            job=with_pins(job, optim=PAGED_OPTIMIZER),
+            cluster=cluster,
+            note=note,
         )
     if nearest.candidate.method_row.offloads_activations and "activation_offloading" not in job.pinned:
-        change = pinning(job, activation_offloading=True)
-        yield Trial(
+        change = with_pins(job, activation_offloading=True)
+        yield Proposal(
             change="--set activation_offloading=true",
             job=change,
             cluster=cluster,
             note="what is saved waits in host memory",
         )
-    yield from shorter(job, cluster, problem, nearest)
+    yield from shorter_rows(job, cluster, problem, nearest)
     yield from larger_clusters(job, cluster)
 
 
-def unpinned(job: Job, cluster: Cluster) -> Iterator[Trial]:
-    """Each pin that is ours to choose, dropped."""
+def without_one_pin(job: Job, cluster: Cluster) -> Iterator[Proposal]:
+    """Yield the job without one pinned setting, for each setting that does not describe the data."""
     for name in job.pinned:
-        if name in ABOUT_DATA:
+        if name in DATA_SETTINGS:
             continue
         spelled = settings_text(settings_of_fields({name: job.pinned[name]}))
         kept = {key: value for key, value in job.pinned.items() if key != name}
-        yield Trial(change=f"{spelled} not pinned", job=replace(job, pinned=kept), cluster=cluster)
+        yield Proposal(change=f"{spelled} not pinned", job=replace(job, pinned=kept), cluster=cluster)
 
 
-def other_classes(job: Job, cluster: Cluster) -> Iterator[Trial]:
-    """LoRA for a job that asks for full fine-tuning, QLoRA for either."""
+def cheaper_tuning(job: Job, cluster: Cluster) -> Iterator[Proposal]:
+    """Yield LoRA and QLoRA for full fine-tuning, and QLoRA for LoRA."""
     cheaper: dict[str, tuple[TuningClass, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",)}
     for name in cheaper.get(job.tuning, ()):
         kept = {key: value for key, value in job.pinned.items() if key not in ("tuning", "quantization", "dtype")}
-        yield Trial(change=f"--tuning {name}", job=replace(job, tuning=name, pinned=kept), cluster=cluster)
+        yield Proposal(change=f"--tuning {name}", job=replace(job, tuning=name, pinned=kept), cluster=cluster)
 
 
-def shorter(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Trial]:
-    """The longest row that fits, found by halving."""
+def shorter_rows(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:
+    """Yield the longest row that fits, in steps of 256 tokens, by binary search."""
     name = length_field(nearest.candidate)
     length = getattr(nearest.candidate, name)
 
     def fits(steps: int) -> bool:
-        answer = tried(Trial(change="", job=pinning(job, **{name: steps * LENGTH_STEP}), cluster=cluster), problem)
+        answer = search_proposal(
+            Proposal(change="", job=with_pins(job, **{name: steps * LENGTH_STEP}), cluster=cluster), problem
+        )
         return answer is not None and answer.fits
 
     longest = largest(1, (length - 1) // LENGTH_STEP, fits) * LENGTH_STEP
     if longest:
         flag = name.replace("_", "-")
-        yield Trial(
+        yield Proposal(
             change=f"--{flag} {longest}",
-            job=pinning(job, **{name: longest}),
+            job=with_pins(job, **{name: longest}),
             cluster=cluster,
             note=f"{format_count(length)} tokens asked for",
         )
 
 
-def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Trial]:
-    """More of the same cards, then the smallest usual card that is larger."""
+def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Proposal]:
+    """Yield more of the same GPUs, then as many larger GPUs, up to the first that fits."""
     for times in MORE_GPUS:
         within = cluster.gpus_per_node * times <= GPUS_PER_NODE
         more = (
@@ -133,12 +142,15 @@ def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Trial]:
             if within
             else replace(cluster, nodes=cluster.nodes * times)
         )
-        yield Trial(change=f"{more.num_gpus} GPUs", job=job, cluster=more)
+        yield Proposal(change=f"{more.num_gpus} GPUs", job=job, cluster=more)
     for name in USUAL_CARDS:
         card = load_gpu(name)
         if card.total_bytes > cluster.gpu.total_bytes:
-            yield Trial(change=f"{cluster.num_gpus} x {name}", job=job, cluster=replace(cluster, gpu=card), enough=True)
+            yield Proposal(
+                change=f"{cluster.num_gpus} x {name}", job=job, cluster=replace(cluster, gpu=card), last=True
+            )
 
 
-def pinning(job: Job, **fields: str | int) -> Job:
+def with_pins(job: Job, **fields: str | int) -> Job:
+    """Return the job with more pinned settings, by Candidate field."""
     return replace(job, pinned={**job.pinned, **fields})

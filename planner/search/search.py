@@ -1,4 +1,8 @@
-"""Job -> candidates: every structure of the knobs' table, its batch, length and engine's share found by halving."""
+"""The search of one tuning class: find the best estimate among all candidates.
+
+Each structure of `knobs.py` is a candidate without its sizes. By binary search it gets the largest batch or length
+that fits, and a colocated vLLM engine the largest `vllm_gpu_memory_utilization`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,18 +17,22 @@ from planner.jobs.job import DEFAULT_BATCH_SIZE, Job
 from planner.memory.engine.budget import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
 from planner.quantities import Estimate
-from planner.search.knobs import SearchProblem, completed, structures
+from planner.search.knobs import SearchProblem, structures, with_derived_settings
 
-LARGEST_UTILIZATION = 95  # hundredths; vLLM's own default is 0.92, and a colocated trainer needs room besides
+LARGEST_UTILIZATION = 95  # hundredths of the GPU; vLLM's default is 0.92, and a colocated trainer needs the rest
 LENGTH_STEP = 256  # tokens
-LARGEST_BATCH = 1024  # samples a process
-SMALLER_BATCHES = 2  # tried besides the largest that fits
+LARGEST_BATCH = 1024  # samples per process
+SMALLER_BATCHES = 2  # next smaller batches that are estimated beside the largest that fits
 
 # -- the batch ---------------------------------------------------------------------------------------------------------
 
 
 def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapping[str, object]) -> Candidate:
-    """A generation batch is one optimizer step's (steps_per_generation defaults to the accumulation, trl 1.16, grpo_config.py:1098)."""
+    """Return the candidate with a micro-batch size and gradient accumulation steps.
+
+    Unless pinned, `steps_per_generation` is the accumulation (TRL's default, trl 1.16, grpo_config.py:1098): one
+    generation batch serves one optimizer step.
+    """
     steps = candidate.steps_per_generation if "steps_per_generation" in pinned else accumulation
     return replace(
         candidate,
@@ -35,21 +43,28 @@ def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapp
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """What a monotone knob can be, smallest first: built only when asked for."""
+class CandidateSizes:
+    """A lazy sequence of candidates that differ in one size (batch or length), smallest first.
 
-    values: Sequence[Any]
-    at: Callable[[Any], Candidate]
+    A candidate is built by `build(value)` when it is indexed.
+    """
+
+    values: Sequence[Any]  # (micro-batch, accumulation) or lengths in tokens
+    build: Callable[[Any], Candidate]
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __getitem__(self, index: int) -> Candidate:
-        return self.at(self.values[index])
+        return self.build(self.values[index])
 
 
-def batches(candidate: Candidate, job: Job) -> Choices:
-    """The candidate with every micro-batch that keeps the effective batch and RL's groups."""
+def batch_sizes(candidate: Candidate, job: Job) -> CandidateSizes:
+    """Return the candidate with every micro-batch size that the job allows, smallest first.
+
+    Each keeps the effective batch size (unless the job maximizes the batch), holds whole groups of `num_generations`
+    completions, and is not below the method's smallest batch.
+    """
     if (
         job.optimize == "batch-size"
         and job.effective_batch_size is None
@@ -57,7 +72,7 @@ def batches(candidate: Candidate, job: Job) -> Choices:
     ):
         sizes = [(batch, candidate.gradient_accumulation_steps) for batch in range(1, LARGEST_BATCH + 1)]
     else:
-        sizes = splits(candidate, job)
+        sizes = micro_batches(candidate, job)
 
     def whole_groups(batch: int, accumulation: int) -> bool:
         steps = candidate.steps_per_generation if "steps_per_generation" in job.pinned else accumulation
@@ -67,13 +82,14 @@ def batches(candidate: Candidate, job: Job) -> Choices:
         )
 
     kept = [size for size in sizes if whole_groups(*size) and size[0] >= candidate.method_row.smallest_batch]
-    return Choices(kept, lambda size: with_batch(candidate, size[0], size[1], job.pinned))
+    return CandidateSizes(kept, lambda size: with_batch(candidate, size[0], size[1], job.pinned))
 
 
-def splits(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
-    """(micro-batch, accumulation) whose product is one process's part of the effective batch; pins decide where there are any.
+def micro_batches(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
+    """Return every (micro-batch, accumulation) whose product is one process's part of the effective batch.
 
-    Not given, the effective batch is what TRL's default of 8 a process amounts to on the processes there are.
+    A pinned micro-batch or accumulation stays as it is. Without an effective batch size, the part of a process is
+    TRL's default of 8 samples. Example: 8 samples give (1, 8), (2, 4), (4, 2), (8, 1).
     """
     batch, accumulation = job.pinned.get("per_device_train_batch_size"), job.pinned.get("gradient_accumulation_steps")
     if isinstance(batch, int) and isinstance(accumulation, int):
@@ -93,11 +109,11 @@ def splits(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
     return [(size, share // size) for size in sorted({*small, *(share // size for size in small)})]
 
 
-# -- what fits ---------------------------------------------------------------------------------------------------------
+# -- sizes that fit ----------------------------------------------------------------------------------------------------
 
 
-def attempt(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
-    """The candidate's estimate; None if its vLLM engine would refuse to start, or its layers cannot be measured."""
+def estimate_or_none(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
+    """Estimate a candidate; return None if its vLLM engine would not start or its layers cannot be measured."""
     risk = problem.job.risk
     try:
         answer = estimate(candidate, problem.cluster, risk)
@@ -106,8 +122,12 @@ def attempt(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
     return with_residual(answer, problem.residual, risk) if problem.residual else answer
 
 
-def utilizations(candidate: Candidate, problem: SearchProblem) -> tuple[int, int]:
-    """The hundredths of the card that a colocated engine can be given: from what it needs to start, to what there is."""
+def utilization_range(candidate: Candidate, problem: SearchProblem) -> tuple[int, int]:
+    """Return the smallest and largest `vllm_gpu_memory_utilization` of a colocated engine, in hundredths.
+
+    The smallest is the one with which the engine starts; it is above the largest if the engine never starts. Both are
+    the pinned value if there is one.
+    """
     if "vllm_gpu_memory_utilization" in problem.job.pinned:
         pinned = round(100 * candidate.vllm_gpu_memory_utilization)
         return pinned, pinned
@@ -119,68 +139,85 @@ def utilizations(candidate: Candidate, problem: SearchProblem) -> tuple[int, int
 
 
 def with_utilization(candidate: Candidate, hundredths: int, problem: SearchProblem) -> Candidate:
+    """Return the candidate with `vllm_gpu_memory_utilization` in hundredths, or unchanged if the job pins it."""
     if "vllm_gpu_memory_utilization" in problem.job.pinned:
         return candidate
     return replace(candidate, vllm_gpu_memory_utilization=hundredths / 100)
 
 
-def placed(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
-    """A candidate with its batch: with a colocated engine at the largest share that fits; None where none starts."""
+def estimate_with_engine(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
+    """Estimate a candidate whose colocated engine, if it has one, gets the largest share of the GPU that fits.
+
+    If no share fits, the engine gets the smallest one. Return None if the engine does not start.
+    """
     if candidate.vllm != "colocate":
-        return attempt(candidate, problem)
-    low, high = utilizations(candidate, problem)
+        return estimate_or_none(candidate, problem)
+    low, high = utilization_range(candidate, problem)
     if low > high:
         return None
     answers: dict[int, Estimate | None] = {}
 
     def fits(share: int) -> bool:
-        answer = answers[share] = attempt(with_utilization(candidate, share, problem), problem)
+        answer = answers[share] = estimate_or_none(with_utilization(candidate, share, problem), problem)
         return answer is not None and answer.fits
 
     return answers[max(largest(low, high, fits), low)]
 
 
-def leanest(candidate: Candidate, problem: SearchProblem) -> Candidate:
-    """The candidate with the smallest share that its colocated engine starts with: if that does not fit, none does."""
+def with_smallest_utilization(candidate: Candidate, problem: SearchProblem) -> Candidate:
+    """Return the candidate with the smallest share of the GPU with which its colocated engine starts.
+
+    If this candidate does not fit, it fits with no share.
+    """
     if candidate.vllm != "colocate":
         return candidate
-    return with_utilization(candidate, min(utilizations(candidate, problem)[0], LARGEST_UTILIZATION), problem)
+    return with_utilization(candidate, min(utilization_range(candidate, problem)[0], LARGEST_UTILIZATION), problem)
 
 
-def fitting(candidate: Candidate, problem: SearchProblem) -> bool:
-    answer = attempt(candidate, problem)
+def candidate_fits(candidate: Candidate, problem: SearchProblem) -> bool:
+    """Return whether the engine of a candidate starts and its estimate fits."""
+    answer = estimate_or_none(candidate, problem)
     return answer is not None and answer.fits
 
 
-def fitted(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
-    """The best batch of one structure: the largest that fits or, where only that holds padding, a row alone; the smallest there is when none fits.
+def best_of_structure(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
+    """Return the estimate of one structure with its best batch or length, or None if nothing of it could start.
 
-    A colocated engine takes from the batch what it is given: the next smaller batches, with more of the card for it, are tried too.
+    Estimated are the largest size that fits (the smallest size if none fits) and, where they may be faster:
+
+    - with a colocated engine, the next smaller sizes, which leave the engine a larger share of the GPU;
+    - the smallest size if it needs no padding and the largest one does: one row alone has no attention mask.
     """
-    choices = (
-        longest(candidate, problem) if problem.job.optimize == "max-length" else batches(candidate, problem.job)
+    sizes = (
+        length_sizes(candidate, problem)
+        if problem.job.optimize == "max-length"
+        else batch_sizes(candidate, problem.job)
     )
-    if not choices:
+    if not sizes:
         return None
-    top = max(largest(0, len(choices) - 1, lambda index: fitting(leanest(choices[index], problem), problem)), 0)
-    tried = set(range(max(0, top - SMALLER_BATCHES), top + 1)) if candidate.vllm == "colocate" else {top}
-    if choices[0].pads != choices[top].pads:
-        tried.add(0)  # a row alone has no mask, and may be the faster
-    answers = [answer for answer in (placed(choices[index], problem) for index in sorted(tried)) if answer is not None]
+    top = largest(
+        0, len(sizes) - 1, lambda index: candidate_fits(with_smallest_utilization(sizes[index], problem), problem)
+    )
+    top = max(top, 0)
+    indices = set(range(max(0, top - SMALLER_BATCHES), top + 1)) if candidate.vllm == "colocate" else {top}
+    if sizes[0].pads != sizes[top].pads:
+        indices.add(0)
+    estimates = (estimate_with_engine(sizes[index], problem) for index in sorted(indices))
+    answers = [answer for answer in estimates if answer is not None]
     return max(answers, key=lambda answer: (answer.fits, merit(answer, problem.job)), default=None)
 
 
-def longest(candidate: Candidate, problem: SearchProblem) -> Choices:
-    """The candidate at its smallest micro-batch with every length up to the model's."""
-    smallest = batches(candidate, problem.job)
+def length_sizes(candidate: Candidate, problem: SearchProblem) -> CandidateSizes:
+    """Return the candidate at its smallest micro-batch with every length up to the model's, in steps of 256 tokens."""
+    smallest = batch_sizes(candidate, problem.job)
     if not smallest or length_field(candidate) in problem.job.pinned:
-        return Choices(smallest.values[:1], smallest.at)
-    lengths = range(LENGTH_STEP, max(longest_length(candidate), LENGTH_STEP) + 1, LENGTH_STEP)
-    return Choices(lengths, lambda length: with_length(smallest[0], length, problem))
+        return CandidateSizes(smallest.values[:1], smallest.build)
+    lengths = range(LENGTH_STEP, max(length_limit(candidate), LENGTH_STEP) + 1, LENGTH_STEP)
+    return CandidateSizes(lengths, lambda length: with_length(smallest[0], length, problem))
 
 
 def length_field(candidate: Candidate) -> str:
-    """The length that is asked for when rows are to be longer."""
+    """Return the Candidate field that makes rows longer: `max_completion_length` or `max_length`, by the method."""
     return (
         "max_completion_length"
         if candidate.method_row.generates and not candidate.method_row.bounded_rows
@@ -188,26 +225,29 @@ def length_field(candidate: Candidate) -> str:
     )
 
 
-def longest_length(candidate: Candidate) -> int:
-    """How far the model's positions let that length go."""
+def length_limit(candidate: Candidate) -> int:
+    """Return the largest value of `length_field` in tokens: the model's positions, less the prompt if it is extra."""
     return candidate.model.max_position_embeddings - (
         candidate.prompt_length if length_field(candidate) == "max_completion_length" else 0
     )
 
 
 def with_length(candidate: Candidate, length: int, problem: SearchProblem) -> Candidate:
-    """Longer rows; where max_length bounds prompt and completion together, the prompt takes what it gains."""
+    """Return the candidate with `length_field` set to `length` tokens.
+
+    If `max_length` bounds prompt and completion together, the prompt gets what the completion leaves.
+    """
     changes: dict[str, Any] = {length_field(candidate): length}
     if candidate.method_row.bounded_rows:
         changes["prompt_length"] = max(1, length - candidate.max_completion_length)
-    return completed(replace(candidate, **changes), problem)
+    return with_derived_settings(replace(candidate, **changes), problem)
 
 
-# -- the best ----------------------------------------------------------------------------------------------------------
+# -- the best candidate ------------------------------------------------------------------------------------------------
 
 
 def merit(answer: Estimate, job: Job) -> tuple[float, ...]:
-    """What the job asks for, then speed; larger is better."""
+    """Return the sort key of an estimate, larger is better: what the job optimizes, then tokens per second."""
     candidate, speed = answer.candidate, answer.throughput.tokens_per_second
     if job.optimize == "max-length":
         return (float(candidate.row_tokens), speed)
@@ -217,34 +257,35 @@ def merit(answer: Estimate, job: Job) -> tuple[float, ...]:
 
 
 def search(problem: SearchProblem) -> Estimate | None:
-    """The best candidate of one class; where the job lets the rank be chosen, at the largest rank that fits.
+    """Return the estimate of the best candidate of a tuning class; None if no candidate could start.
 
-    None: no candidate of the class could even start.
+    If the job lists several LoRA ranks, the answer has the largest rank that fits. If nothing fits, the answer is the
+    candidate that exceeds the GPU by least (`fits` is False).
     """
     job, answer = problem.job, None
     if not job.lora_ranks or problem.tuning_class == "full":
-        return best_of(problem)
+        return best_of_class(problem)
     for rank in sorted(job.lora_ranks, reverse=True):
-        answer = best_of(replace(problem, job=replace(job, pinned={**job.pinned, "lora_r": rank}, lora_ranks=())))
+        answer = best_of_class(replace(problem, job=replace(job, pinned={**job.pinned, "lora_r": rank}, lora_ranks=())))
         if answer is not None and answer.fits:
             break
     return answer
 
 
-def best_of(problem: SearchProblem) -> Estimate | None:
-    """The best candidate that fits; where none does, the one that misses by least.
+def best_of_class(problem: SearchProblem) -> Estimate | None:
+    """Return the best estimate over all structures, or the one that exceeds the GPU by least if none fits.
 
-    Full fine-tuning takes 16-bit weights only where float32 ones fit in no way: they round what is learned.
+    Full fine-tuning gets 16-bit weights only if no candidate with float32 weights fits, because 16-bit weights round
+    small updates away.
     """
-    answers = [
-        answer for answer in (fitted(structure, problem) for structure in structures(problem)) if answer is not None
-    ]
-    fitting = [answer for answer in answers if answer.fits]
-    if not fitting:
+    estimates = (best_of_structure(structure, problem) for structure in structures(problem))
+    answers = [answer for answer in estimates if answer is not None]
+    that_fit = [answer for answer in answers if answer.fits]
+    if not that_fit:
         return min(
             answers,
             key=lambda answer: (answer.over_bytes, sum(phase.total_bytes for phase in answer.gpus[0].phases)),
             default=None,
         )
-    precise = [answer for answer in fitting if answer.candidate.tuning == "lora" or answer.candidate.dtype == "float32"]
-    return max(precise or fitting, key=lambda answer: merit(answer, problem.job))
+    precise = [each for each in that_fit if each.candidate.tuning == "lora" or each.candidate.dtype == "float32"]
+    return max(precise or that_fit, key=lambda answer: merit(answer, problem.job))

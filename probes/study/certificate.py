@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 from planner.binary_search import largest
@@ -101,17 +102,19 @@ def learned_constants(belief: Belief) -> dict[str, tuple[float, float]]:
 
 def _excluded_better(knowledge: Knowledge) -> Iterator[tuple[GridPoint, int]]:
     """Yield the smallest excluded points of each line that are better than the best, and how many each stands for."""
-    for line in (line for line in range(len(knowledge.space.lines)) if line not in knowledge.unavailable):
-        count = len(knowledge.space.lines[line].sizes)
+    space = knowledge.space
+    for line in (line for line in range(len(space.lines)) if line not in knowledge.unavailable):
+        count = len(space.lines[line].sizes)
+        smallest = partial(space.with_smallest_share, line)  # size -> its point with the smallest share
         if count <= FEW_SIZES:
             for size in range(count):
                 yield from _excluded_shares(knowledge, line, size)
             continue
-        top = largest(0, count - 1, lambda size: knowledge.may_fit(knowledge.space.leanest(line, size)))  # noqa: B023
-        first = 1 + largest(0, count - 1, lambda size: not _better(knowledge, knowledge.space.leanest(line, size)))  # noqa: B023
+        top = largest(0, count - 1, lambda size: knowledge.may_fit(smallest(size)))  # noqa: B023
+        first = 1 + largest(0, count - 1, lambda size: not _better(knowledge, smallest(size)))  # noqa: B023
         beyond = max(top + 1, first)
-        if beyond < count and knowledge.space.starts(knowledge.space.leanest(line, beyond)):
-            yield knowledge.space.leanest(line, beyond), count - beyond
+        if beyond < count and space.starts(smallest(beyond)):
+            yield smallest(beyond), count - beyond
         for size in range(max(first - 1, 0), min(top + 1, first + MOST_SIZES)):
             yield from _excluded_shares(knowledge, line, size)
 
@@ -149,6 +152,7 @@ def _neighbours(knowledge: Knowledge, best: GridPoint | None, excluded: list[Gri
 
 
 def _larger_size(knowledge: Knowledge, best: GridPoint) -> Neighbour:
+    """Return the neighbour of the next larger size."""
     space, sizes = knowledge.space, knowledge.space.lines[best.line].sizes
     goal = knowledge.space.problem.job.optimize
     knob = length_field(space.candidate(best)) if goal == "max-length" else "per_device_train_batch_size"
@@ -159,6 +163,7 @@ def _larger_size(knowledge: Knowledge, best: GridPoint) -> Neighbour:
 
 
 def _larger_share(knowledge: Knowledge, best: GridPoint) -> Neighbour:
+    """Return the neighbour of the next larger share of the GPU for the engine."""
     point = best._replace(share=best.share + 1)
     if point.share > knowledge.space.shares(best.line, best.size)[1]:
         return _not_computed(SHARE_KNOB, f"{best.share / 100:g}", "limit")
@@ -199,6 +204,7 @@ def _neighbour(knowledge: Knowledge, point: GridPoint, knob: str, value: str) ->
 
 
 def _verdict(knowledge: Knowledge, point: GridPoint) -> Verdict:
+    """Return why a point is not better than the best, or that it is open."""
     if knowledge.refuted(point):
         return "probe"
     if knowledge.chance(point) <= LEAST_CHANCE:

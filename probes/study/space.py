@@ -12,18 +12,18 @@ from planner.memory.communication import nccl_bytes
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, structures
 from planner.search.search import (
-    Choices,
-    attempt,
-    batches,
+    CandidateSizes,
+    batch_sizes,
+    estimate_or_none,
     length_field,
-    longest,
+    length_sizes,
     merit,
-    utilizations,
+    utilization_range,
     with_utilization,
 )
 from probes.study.posterior import PhaseModel, heavy_phases, phase_models
 
-Attempt = Callable[[Candidate, SearchProblem], Estimate | None]
+Estimator = Callable[[Candidate, SearchProblem], Estimate | None]
 Knobs = Mapping[str, bool | int | float | str]  # the searched settings of a candidate, by name
 NO_SHARE = 0
 # Up to this many sizes of a line are examined one by one; more are bisected, since memory then grows with the size.
@@ -79,7 +79,7 @@ class Line:
 
     name: str  # of its training pass: structures that differ in generation only share it
     structure: Candidate
-    sizes: Choices
+    sizes: CandidateSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ class Space:
 
     problem: SearchProblem
     device: DeviceName
-    attempt: Attempt
+    estimator: Estimator
     lines: tuple[Line, ...]
     structure_knobs: tuple[str, ...]  # settings in which structures differ, and `ALWAYS_KNOBS`
     estimates: dict[GridPoint, Estimate | None] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Space:
     def estimate(self, point: GridPoint) -> Estimate | None:
         """Return the estimate of a point; None if the vLLM engine would refuse to start."""
         if point not in self.estimates:
-            self.estimates[point] = self.attempt(self.candidate(point), self.problem)
+            self.estimates[point] = self.estimator(self.candidate(point), self.problem)
         return self.estimates[point]
 
     def phase_models(self, point: GridPoint) -> tuple[PhaseModel, ...]:
@@ -117,7 +117,7 @@ class Space:
         return self.models[point]
 
     def heavy_phases(self, point: GridPoint) -> list[PhaseModel]:
-        """Return the models of the phases that could be a point's heaviest."""
+        """Return the models of the phases that could need the most memory at a point."""
         return heavy_phases(self.phase_models(point))
 
     def merit(self, point: GridPoint) -> tuple[float, ...]:
@@ -139,10 +139,10 @@ class Space:
         if self.lines[line].structure.vllm != "colocate":
             return NO_SHARE, NO_SHARE
         if (line, size) not in self.ranges:
-            self.ranges[line, size] = utilizations(self.lines[line].sizes[size], self.problem)
+            self.ranges[line, size] = utilization_range(self.lines[line].sizes[size], self.problem)
         return self.ranges[line, size]
 
-    def leanest(self, line: int, size: int) -> GridPoint:
+    def with_smallest_share(self, line: int, size: int) -> GridPoint:
         """Return the point of a size with the smallest share for the engine."""
         return GridPoint(line, size, self.shares(line, size)[0])
 
@@ -170,9 +170,9 @@ class Space:
         }
         return {**settings, SHARE_KNOB: candidate.vllm_gpu_memory_utilization} if point.share else settings
 
-    def describe(self, point: GridPoint, beside: GridPoint | None = None) -> str:
-        """Return as text the settings of a point that differ between candidates; with `beside`, from that point."""
-        knobs, other = self.knobs(point), {} if beside is None else self.knobs(beside)
+    def describe(self, point: GridPoint, reference: GridPoint | None = None) -> str:
+        """Return as text the settings of a point that differ between candidates; with `reference`, from that point."""
+        knobs, other = self.knobs(point), {} if reference is None else self.knobs(reference)
         off = () if knobs.get("vllm", "off") != "off" else ("vllm_", "ds3_")
         differing = {
             name: value
@@ -213,7 +213,7 @@ class Space:
                 yield size
 
 
-def space_of(problem: SearchProblem, device: DeviceName, attempt: Attempt = attempt) -> Space:
+def space_of(problem: SearchProblem, device: DeviceName, estimator: Estimator = estimate_or_none) -> Space:
     """Build the space of a problem for a device.
 
     Raises:
@@ -235,13 +235,13 @@ def space_of(problem: SearchProblem, device: DeviceName, attempt: Attempt = atte
     ]
     structure_knobs = tuple(dict.fromkeys((*ALWAYS_KNOBS, *(name for name in differing if name not in DERIVED))))
     sized = (
-        (each, longest(each, problem) if problem.job.optimize == "max-length" else batches(each, problem.job))
+        (each, length_sizes(each, problem) if problem.job.optimize == "max-length" else batch_sizes(each, problem.job))
         for each in found
     )
     lines = tuple(
         Line(name=_pass_name(each, structure_knobs), structure=each, sizes=sizes) for each, sizes in sized if sizes
     )
-    return Space(problem=problem, device=device, attempt=attempt, lines=lines, structure_knobs=structure_knobs)
+    return Space(problem=problem, device=device, estimator=estimator, lines=lines, structure_knobs=structure_knobs)
 
 
 def _pass_name(structure: Candidate, structure_knobs: tuple[str, ...]) -> str:

@@ -22,8 +22,9 @@ MOST_SHARES = 8  # engine shares of one size that are examined
 # a probe would halve the open candidates, as bisection does; it is a little more, since a probe that fits gives more
 # information than one that runs out of memory.
 TARGET_SHARE = 0.6
-# If an open candidate fits in fewer than this share of the samples, the likeliest one is probed, the leanest of equals:
-# its failure excludes all that need more. With 0.5 instead, 240 random jobs (benchmarks/search.py) take as many probes.
+# If an open candidate fits in fewer than this share of the samples, the likeliest one is probed, of equals the one with
+# the least share: its failure excludes all that need more. With 0.5 instead, 240 random jobs (benchmarks/search.py)
+# take as many probes.
 DOUBTFUL_SHARE = 0.25
 
 
@@ -77,12 +78,12 @@ class Knowledge:
         return self.belief.fit_probability(self.space.heavy_phases(point))
 
     def _runs_out_as(self, ran: GridPoint, point: GridPoint) -> bool:
-        """Return whether the phase in which a measured point of the same line ran out needs at least as much here."""
+        """Return whether a point needs at least as much as `ran` does, in the phase in which `ran` ran out of memory."""
         shortage = self.measured[ran].shortage
         if shortage is None or ran.line != point.line:
             return False
         gpus = gpus_of_rank(self.measured[ran], shortage.rank)
-        there, here = (
+        measured_phase, phase = (
             next(
                 (
                     phase
@@ -93,7 +94,7 @@ class Knowledge:
             )
             for each in (ran, point)
         )
-        return there is not None and here is not None and here.covers(there)
+        return measured_phase is not None and phase is not None and phase.covers(measured_phase)
 
     def may_fit(self, point: GridPoint) -> bool:
         """Return whether a point is not excluded."""
@@ -161,9 +162,9 @@ def sizes_that_may_fit(knowledge: Knowledge, line: int) -> Sequence[int]:
     """
     space, count = knowledge.space, len(knowledge.space.lines[line].sizes)
     if count <= FEW_SIZES:
-        return [size for size in range(count - 1, -1, -1) if knowledge.may_fit(space.leanest(line, size))]
-    top = largest(0, count - 1, lambda size: knowledge.may_fit(space.leanest(line, size)))
-    sure = largest(0, top, lambda size: knowledge.surely_fits(space.leanest(line, size)))
+        return [size for size in range(count - 1, -1, -1) if knowledge.may_fit(space.with_smallest_share(line, size))]
+    top = largest(0, count - 1, lambda size: knowledge.may_fit(space.with_smallest_share(line, size)))
+    sure = largest(0, top, lambda size: knowledge.surely_fits(space.with_smallest_share(line, size)))
     return thinned(range(top, max(sure, 0) - 1, -1), MOST_SIZES)
 
 
