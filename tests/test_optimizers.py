@@ -19,7 +19,7 @@ from planner.memory.optimizer import (
     step_bytes,
     step_temporaries_bytes,
 )
-from planner.memory.parameters.tensors import Tensors, TensorSet, rounded_bytes
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
 from planner.models.catalogue import load_model
 
 torch = pytest.importorskip("torch")
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # blocks, experts.
 TENSORS = TensorSet(
     kinds=(
-        Tensors(part="embedding", shape=(1000, 64)),
-        Tensors(part="linear", shape=(256, 512), count=2),
-        Tensors(part="linear", shape=(512, 300)),
-        Tensors(part="vector", shape=(64,), count=3),
-        Tensors(part="vector", shape=(5000,)),
-        Tensors(part="expert", shape=(4, 96, 40)),
-        Tensors(part="linear", shape=(640, 640)),
+        EqualTensors(part="embedding", shape=(1000, 64)),
+        EqualTensors(part="linear", shape=(256, 512), count=2),
+        EqualTensors(part="linear", shape=(512, 300)),
+        EqualTensors(part="vector", shape=(64,), count=3),
+        EqualTensors(part="vector", shape=(5000,)),
+        EqualTensors(part="expert", shape=(4, 96, 40)),
+        EqualTensors(part="linear", shape=(640, 640)),
     )
 )
 SCALAR_BYTES = 8  # counts and norms that an optimizer keeps beside its states
@@ -222,7 +222,7 @@ class TestFacts:
         assert (optimizer_states_bytes(grok), host_states_bytes(grok)) == (0, 3 * 4 * 7_615_616_512)
 
     def test_galore_keeps_a_whole_factor_in_float32(self) -> None:
-        kind = TensorSet(kinds=(Tensors(part="linear", shape=(4096, 1024)),))
+        kind = TensorSet(kinds=(EqualTensors(part="linear", shape=(4096, 1024)),))
         assert state_bytes(kind, 4, "galore_adamw", False) == 4 * (2 * 128 * 4096 + 1024 * 1024)
         assert state_bytes(kind, 2, "galore_adamw", False) == 2 * (2 * 128 * 4096 + 128 * 1024)
 

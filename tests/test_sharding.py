@@ -22,7 +22,7 @@ from planner.memory.gradients import accumulated_gradients_bytes, gradients_byte
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import flat_shard, fsdp2_shards, sharded_bytes
-from planner.memory.parameters.tensors import Tensors, TensorSet, rounded_bytes
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
 from planner.memory.weights import policy_weights_bytes
 from planner.models.catalogue import load_model
 
@@ -70,8 +70,8 @@ class TestStates:
         assert master_weights_bytes(candidate(sharding="ddp")) == 0
 
     def test_zero_3_keeps_small_parameters_whole(self) -> None:
-        small = TensorSet(kinds=(Tensors(part="vector", shape=(10 * HIDDEN,)),))
-        large = TensorSet(kinds=(Tensors(part="linear", shape=(10 * HIDDEN + 8, 1)),))
+        small = TensorSet(kinds=(EqualTensors(part="vector", shape=(10 * HIDDEN,)),))
+        large = TensorSet(kinds=(EqualTensors(part="linear", shape=(10 * HIDDEN + 8, 1)),))
         held = candidate(sharding="zero3")
         assert sharded_bytes(small, 2, held) == 2 * 10 * HIDDEN + rounded_bytes(2 * 10 * HIDDEN // 8)
         assert sharded_bytes(large, 2, held) < 2 * 2 * 10 * HIDDEN // 8
@@ -104,7 +104,7 @@ class TestStates:
         assert gradients_bytes(replace(held, gradient_accumulation_steps=2)) == gradients_bytes(held)
 
     def test_norms_and_biases_are_a_flat_piece_of_their_own(self) -> None:
-        kinds = (Tensors(part="linear", shape=(10, 7)), Tensors(part="vector", shape=(7,), count=3))
+        kinds = (EqualTensors(part="linear", shape=(10, 7)), EqualTensors(part="vector", shape=(7,), count=3))
         assert [kind.elements for kind in flat_shard(TensorSet(kinds=kinds), "zero2", 4).kinds] == [
             18,
             6,
@@ -115,7 +115,7 @@ class TestStates:
         ]  # 70/4, and 7/4 three times
 
     def test_fsdp_cuts_rows(self) -> None:
-        held = fsdp2_shards(TensorSet(kinds=(Tensors(part="linear", shape=(10, 6)),)), 4)
+        held = fsdp2_shards(TensorSet(kinds=(EqualTensors(part="linear", shape=(10, 6)),)), 4)
         assert held.kinds[0].shape == (3, 6)
 
     @pytest.mark.parametrize("sharding", ["zero3", "fsdp2"])

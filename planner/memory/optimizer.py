@@ -8,7 +8,7 @@ from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED, Optimizer, Sharding
 from planner.memory.gradients import learning_groups
 from planner.memory.parameters.sharding import SUB_GROUP_SIZE, optimized_tensors
-from planner.memory.parameters.tensors import Tensors, TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
@@ -188,7 +188,7 @@ def _stepped_at_once(tensors: TensorSet, sharding: Sharding) -> TensorSet:
     """What one call of the optimizer's `step` sees."""
     if sharding != "zero3":
         return tensors
-    return TensorSet(kinds=(Tensors(part="other", shape=(min(SUB_GROUP_SIZE, tensors.params),)),))
+    return TensorSet(kinds=(EqualTensors(part="other", shape=(min(SUB_GROUP_SIZE, tensors.params),)),))
 
 
 def _optimized(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
@@ -212,7 +212,7 @@ def state_bytes(tensors: TensorSet, bytes_per_param: int, optim: Optimizer, page
     return found
 
 
-def _tensor_state_bytes(kind: Tensors, size: int, row: OptimizerRow, paged: bool) -> int:
+def _tensor_state_bytes(kind: EqualTensors, size: int, row: OptimizerRow, paged: bool) -> int:
     if row.kind == "bitsandbytes":
         return _bitsandbytes_bytes(kind, row, paged)
     if row.kind == "torchao":
@@ -232,7 +232,7 @@ def _tensor_state_bytes(kind: Tensors, size: int, row: OptimizerRow, paged: bool
     return buffers * rounded_bytes(n * size) + row.float32_buffers * rounded_bytes(n * FLOAT32_BYTES) + step
 
 
-def _bitsandbytes_bytes(kind: Tensors, row: OptimizerRow, paged: bool) -> int:
+def _bitsandbytes_bytes(kind: EqualTensors, row: OptimizerRow, paged: bool) -> int:
     n, blocks = kind.elements, -(-kind.elements // BNB_BLOCK)
     in_codes = row.codes and n >= BNB_MIN_8BIT_ELEMENTS and kind.part not in EMBEDDING_PARTS
     multiples = BNB_STATES[row.codes + row.float32_buffers]
@@ -253,7 +253,7 @@ def _torchao_bytes(n: int, size: int, row: OptimizerRow) -> int:
     )
 
 
-def _low_rank_bytes(kind: Tensors, size: int, row: OptimizerRow) -> int:
+def _low_rank_bytes(kind: EqualTensors, size: int, row: OptimizerRow) -> int:
     """Two moments in rank r, 2 r max(m, n), and the projector, r min(m, n); GaLore's float32 projector is a view that keeps a whole
     factor of the decomposition alive, min(m, n)^2 (galore_projector.py `get_orthogonal_matrix`)."""
     if kind.part not in LOW_RANK_PARTS | {"adapter"} or len(kind.shape) != 2:

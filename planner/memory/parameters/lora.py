@@ -1,21 +1,28 @@
-"""LoRA: which modules PEFT wraps, and the shapes of the matrices it adds."""
+"""LoRA: the modules that PEFT wraps, and the shapes of the matrices that it adds."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
 from planner.errors import InputError, UnknownArchitecture, UnknownName
-from planner.memory.parameters.tensors import Tensors, decoder_linears, expert_shapes, outer_linears, vision_linears
+from planner.memory.parameters.tensors import (
+    EqualTensors,
+    decoder_linears,
+    expert_shapes,
+    outer_linears,
+    vision_linears,
+)
 from planner.models.lora_targets import DEFAULT_TARGETS
 from planner.models.shape import Experts, Linear, ModelShape
 
 ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py:404
-DEFAULT = "default"  # ours: no target_modules given, PEFT's own choice for the architecture
+DEFAULT = "default"  # this program's word for: target_modules not set, so that PEFT chooses by architecture
 
 
-# Names of transformers 4 that PEFT turns into the fused 3-D parameters of transformers 5, for the model types whose checkpoints are
-# converted like mixtral's and like qwen2_moe's (qwen2_moe itself is not among them).
-# Source: peft 0.21.2, utils/transformers_weight_conversion.py:333-352 and 405-482; transformers 5.23, conversion_mapping.py:44-75.
+# Module names of transformers 4 -> the fused 3-D parameters of transformers 5 to which PEFT maps them, for the model
+# types whose checkpoints are converted like mixtral's or like qwen2_moe's (qwen2_moe itself is not among them).
+# Source: peft 0.21.2, utils/transformers_weight_conversion.py:333-352 and 405-482; transformers 5.23,
+# conversion_mapping.py:44-75.
 MIXTRAL_NAMES = {"w1": "gate_up", "w3": "gate_up", "w2": "down", "gate": "router"}
 QWEN2_MOE_NAMES = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down", "gate": "router"}
 CONVERTED_NAMES: dict[str, dict[str, str]] = {
@@ -24,35 +31,39 @@ CONVERTED_NAMES: dict[str, dict[str, str]] = {
     "minimax_m2": MIXTRAL_NAMES,
     **dict.fromkeys(
         (
-            "afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash",
-            "solar_open", "qwen3_moe", "qwen3_omni_moe", "qwen3_next", "hunyuan_v1_moe", "flex_olmo", "olmoe", "exaone_moe", "cohere2_moe",
+            "afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite",
+            "glm_moe_dsa", "longcat_flash", "solar_open", "qwen3_moe", "qwen3_omni_moe", "qwen3_next", "hunyuan_v1_moe",
+            "flex_olmo", "olmoe", "exaone_moe", "cohere2_moe",
         ),
         QWEN2_MOE_NAMES,
     ),
 }  # fmt: skip
-FUSED_BRANCHES = 2  # gate and up in one parameter: PEFT doubles its rank (transformers_weight_conversion.py:470-476)
+FUSED_BRANCHES = 2  # gate and up are one parameter: PEFT doubles its rank (transformers_weight_conversion.py:470-476)
 
 
 @lru_cache(maxsize=4096)
-def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tuple[Tensors, ...]:
+def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tuple[EqualTensors, ...]:
     """The matrices that PEFT adds for `targets`: module names, `("all-linear",)` or `("default",)`.
 
-        A is [r, in], B is [out, r] for each targeted module; for fused experts A is [r x experts, in], B is [out, r x experts]
+        each targeted module    A is [r, in], B is [out, r]
+        fused experts           A is [r x experts, in], B is [out, r x experts]; r doubled for gate and up
 
-    Source: peft 0.21.2, tuners/tuners_utils.py:2430 (all-linear: every nn.Linear and Conv1D but the output head, the vision tower
-    included), tuners/lora/layer.py `ParamWrapper` (experts). A name also matches in the vision tower, whose adapters text never passes.
+    A name also matches modules of the vision tower; text batches do not use those adapters.
 
-    Example: Qwen3-30B-A3B on all-linear, r 16: 996,507,648 parameters, of which attention has 13,369,344: since transformers 5 the
-    experts are one parameter, and PEFT gives it r for every expert.
+    Source: peft 0.21.2, tuners/tuners_utils.py:2430 (all-linear: every nn.Linear and Conv1D but the output head,
+    including the vision tower), tuners/lora/layer.py `ParamWrapper` (experts).
+
+    Example: Qwen3-30B-A3B on all-linear, r 16: 996,507,648 parameters, of which attention has only 13,369,344. Since
+    transformers 5 all experts of a layer are one parameter, and PEFT gives it rank r for every expert.
 
     Raises:
-        InputError: the targets match nothing or half of a fused parameter (PEFT raises as well), or name a path.
+        InputError: the targets match nothing, match half of a fused parameter (PEFT raises for both), or are paths.
         UnknownArchitecture: the shapes of the targeted modules are not known.
     """
     converted = CONVERTED_NAMES.get(model.model_type, {})
-    names = _names(model, targets)
+    names = _targeted_names(model, targets)
     plain = names - converted.keys()
-    found: dict[Tensors, int] = {}
+    found: dict[EqualTensors, int] = {}
     matrices = [*_expert_matrices(model, lora_r, names, converted), *_matrices(_linears(model), lora_r, plain)]
     for matrix in matrices:
         one = replace(matrix, count=1)
@@ -64,39 +75,47 @@ def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tu
 
 
 @lru_cache(maxsize=256)
-def lora_in_order(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tuple[Tensors, ...]:
-    """The same matrices one layer after the other, as `named_parameters` has them; those of fused experts behind all others."""
+def lora_in_order(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tuple[EqualTensors, ...]:
+    """The matrices of `lora_tensors` layer by layer, in the order of `named_parameters`, fused experts last."""
     converted = CONVERTED_NAMES.get(model.model_type, {})
-    names = _names(model, targets)
-    linears = [(linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)] + _outside(
-        model
-    )
+    names = _targeted_names(model, targets)
+    linears = [
+        (linear, 1, layer.passed) for layer in model.layers for linear in decoder_linears(layer)
+    ] + _outer_and_vision_linears(model)
     return (*_matrices(linears, lora_r, names - converted.keys()), *_expert_matrices(model, lora_r, names, converted))
 
 
 @lru_cache(maxsize=4096)
 def target_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
-    """The names of the plain projections that PEFT wraps for `targets`; fused experts are not among them (`targets_experts`)."""
-    return frozenset(_names(model, targets) - CONVERTED_NAMES.get(model.model_type, {}).keys())
+    """Names of the `nn.Linear` modules that PEFT wraps for `targets`; for fused experts see `targets_experts`."""
+    return frozenset(_targeted_names(model, targets) - CONVERTED_NAMES.get(model.model_type, {}).keys())
 
 
 @lru_cache(maxsize=1024)
 def targets_experts(model: ModelShape, targets: tuple[str, ...]) -> bool:
-    """Whether the adapters wrap fused experts (see `lora_tensors`)."""
+    """True if `targets` include fused experts (see `lora_tensors`)."""
     converted = CONVERTED_NAMES.get(model.model_type, {})
-    return any(converted[name] != "router" for name in _names(model, targets) & converted.keys())
+    return any(converted[name] != "router" for name in _targeted_names(model, targets) & converted.keys())
 
 
-def _names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
-    """The names that are targeted, in transformers 4's spelling for experts."""
+def _targeted_names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
+    """Names of the targeted modules; projections of experts have their names of transformers 4.
+
+    Raises:
+        InputError: a target is a path.
+        UnknownArchitecture: the shapes of the modules are not known.
+        UnknownName: PEFT has no default targets for the architecture.
+    """
     if not model.known:
         raise UnknownArchitecture(
-            f"{model.id} ({model.model_type}) has no layer shapes here, so its LoRA matrices cannot be counted. Use --tuning full."
+            f"{model.id} ({model.model_type}) has no layer shapes here, so its LoRA matrices cannot be counted. Use "
+            "--tuning full."
         )
     if targets == (ALL_LINEAR,):
         if model.vision_linear_params and not vision_linears(model):
             raise UnknownArchitecture(
-                f"all-linear reaches the vision tower of {model.id}, whose shapes are not known here. Name lora_target_modules."
+                f"all-linear reaches the vision tower of {model.id}, whose shapes are not known here. Name "
+                "lora_target_modules."
             )
         return (
             frozenset(linear.name for linear, _, _ in _linears(model)) - {"lm_head"}
@@ -114,42 +133,53 @@ def _names(model: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
     paths = [target for target in targets if "." in target]
     if paths:
         raise InputError(
-            f"lora_target_modules takes the last name of a module here, not a path: {paths[0].rsplit('.', 1)[1]} for {paths[0]}."
+            f"lora_target_modules takes the last name of a module here, not a path: {paths[0].rsplit('.', 1)[1]} for "
+            f"{paths[0]}."
         )
     return frozenset(targets)
 
 
 def _linears(model: ModelShape) -> list[tuple[Linear, int, bool]]:
-    """Every projection with its count, and whether text passes it."""
+    """Every `nn.Linear` of the model with its count, and False if a text batch does not use it."""
     found = [(linear, count, layer.passed) for layer, count in model.layer_kinds for linear in decoder_linears(layer)]
     return [
         *found,
-        *_outside(model),
+        *_outer_and_vision_linears(model),
         (Linear(name="lm_head", in_features=model.hidden_size, out_features=model.vocab_size), 1, True),
     ]
 
 
-def _outside(model: ModelShape) -> list[tuple[Linear, int, bool]]:
+def _outer_and_vision_linears(model: ModelShape) -> list[tuple[Linear, int, bool]]:
+    """The `nn.Linear` modules outside the decoder layers, without the head, as `_linears` returns them."""
     return [(linear, count, True) for linear, count in outer_linears(model)] + [
         (linear, count, False) for linear, count in vision_linears(model)
     ]
 
 
-def _matrices(linears: list[tuple[Linear, int, bool]], lora_r: int, names: frozenset[str]) -> Iterator[Tensors]:
+def _matrices(linears: list[tuple[Linear, int, bool]], lora_r: int, names: frozenset[str]) -> Iterator[EqualTensors]:
+    """A and B of every module of `linears` whose name is in `names`."""
     for linear, count, passed in linears:
         if linear.name in names:
-            yield Tensors(part="adapter", shape=(lora_r, linear.in_features), count=count, passed=passed)
-            yield Tensors(part="adapter", shape=(linear.out_features, lora_r), count=count, passed=passed)
+            yield EqualTensors(part="adapter", shape=(lora_r, linear.in_features), count=count, passed=passed)
+            yield EqualTensors(part="adapter", shape=(linear.out_features, lora_r), count=count, passed=passed)
 
 
-def _expert_matrices(model: ModelShape, lora_r: int, names: frozenset[str], converted: dict[str, str]) -> list[Tensors]:
+def _expert_matrices(
+    model: ModelShape, lora_r: int, names: frozenset[str], converted: dict[str, str]
+) -> list[EqualTensors]:
+    """A and B of the targeted fused experts and routers; `converted` is the model type's row of CONVERTED_NAMES.
+
+    Raises:
+        InputError: only one of gate and up is targeted, which are one parameter.
+    """
     targeted = sorted({converted[name] for name in names & converted.keys()})
     missing = {name for name in converted if converted[name] == "gate_up"} - names
     if "gate_up" in targeted and missing:
         raise InputError(
-            f"lora_target_modules also needs {', '.join(sorted(missing))}: {model.id} has the experts' gate and up projections in one parameter."
+            f"lora_target_modules also needs {', '.join(sorted(missing))}: {model.id} has the experts' gate and up "
+            "projections in one parameter."
         )
-    found: list[Tensors] = []
+    found: list[EqualTensors] = []
     for layer, count in model.layer_kinds:
         experts = layer.feed_forward
         if not isinstance(experts, Experts):
@@ -163,7 +193,7 @@ def _expert_matrices(model: ModelShape, lora_r: int, names: frozenset[str], conv
         for name in targeted:
             rank, in_features, out_features = shapes[name]
             found += [
-                Tensors(part="adapter", shape=shape, count=count)
+                EqualTensors(part="adapter", shape=shape, count=count)
                 for shape in ((rank, in_features), (out_features, rank))
             ]
     return found

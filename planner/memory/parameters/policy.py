@@ -1,6 +1,6 @@
-"""Parameters: which tensors the policy has, which of them are trained, and which a quantizer really converts.
+"""The policy's parameters: all tensors, the trained ones, and the ones that the quantizer converts.
 
-Everything here depends on shapes only, so it is computed once for a model, a tuning and its targets, and remembered.
+The result depends on shapes only and is cached by model, tuning, LoRA targets and quantization.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,16 @@ from planner.cache_keys import StateInput
 from planner.candidate import BITSANDBYTES, Quantization
 from planner.errors import InputError
 from planner.memory.parameters.lora import lora_tensors
-from planner.memory.parameters.tensors import Tensors, TensorSet, decoder_linears, model_tensors, score_tensors
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, decoder_linears, model_tensors, score_tensors
 from planner.models.shape import ModelShape
 
 Head = Literal["lm_head", "score"]
 
-# What each quantizer converts, by the part a tensor belongs to. 3-D experts, norms, embeddings, the head and biases stay.
-# Source: transformers 5.23, integrations/bitsandbytes.py:189 (`type(module) is nn.Linear` or Conv1D) and quantizers/base.py:39-68
-# (never the head, tied weights, the last module); GPTQ and AWQ checkpoints hold the decoder layers' projections;
-# integrations/mxfp4.py replaces the experts only.
+# Parts of the model that each quantizer converts. Embeddings, head, norms, biases and (but for mxfp4) experts stay as
+# they are.
+# Source: transformers 5.23, integrations/bitsandbytes.py:189 (`type(module) is nn.Linear` or Conv1D) and
+# quantizers/base.py:39-68 (never the head, tied weights, the last module); GPTQ and AWQ checkpoints hold the decoder
+# layers' projections; integrations/mxfp4.py replaces the experts only.
 QUANTIZED_PARTS: dict[Quantization, tuple[str, ...]] = {
     "none": (),
     "nf4": ("linear", "vision_linear"),
@@ -31,16 +32,17 @@ QUANTIZED_PARTS: dict[Quantization, tuple[str, ...]] = {
     "mxfp4": ("expert",),
 }
 
-# Architectures whose projections are subclasses of nn.Linear, which bitsandbytes therefore leaves alone.
+# Architectures whose projections are subclasses of nn.Linear, which bitsandbytes does not convert.
 # Source: transformers 5.23, models/falcon/modeling_falcon.py `FalconLinear` against integrations/bitsandbytes.py:189.
 SUBCLASSED_LINEARS = frozenset({"falcon"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Parameters:
-    """The policy's parameters as elements. Compared by identity, so that caches on it cost nothing.
+    """Numbers of the policy's parameters (elements, not bytes), and the tensors behind them.
 
-    `base` is the model as loaded (for a reward model with its score head), `total` also counts the adapters and PEFT's copies.
+    `base` is the model as loaded, with the score head for a reward model. `total` adds the adapters and PEFT's copies
+    of whole modules. Compared by identity, which makes it a fast key for `lru_cache`.
     """
 
     base: int
@@ -48,8 +50,8 @@ class Parameters:
     trainable: int
     adapter_params: int
     quantized_params: int
-    unquantized_params: int  # of the base
-    largest_params: int  # the largest single tensor of the base
+    unquantized_params: int  # of `base`
+    largest_params: int  # of the largest single tensor of `base`
     largest_trainable_params: int
     tensor_count: int
     trainable_tensor_count: int
@@ -57,12 +59,12 @@ class Parameters:
     quantized_tensors: TensorSet
     unquantized_tensors: TensorSet
     adapter_tensors: TensorSet  # LoRA matrices
-    copied_tensors: TensorSet  # trained copies of whole modules that PEFT makes (`modules_to_save`)
+    copied_tensors: TensorSet  # PEFT's trained copies of whole modules (`modules_to_save`)
     trainable_tensors: TensorSet
 
 
 def policy_parameters(candidate: StateInput) -> Parameters:
-    """The parameters of the model that is trained."""
+    """The parameters of the model that a candidate trains."""
     return parameters(
         candidate.model,
         candidate.tuning,
@@ -84,26 +86,29 @@ def parameters(
 ) -> Parameters:
     """Count the tensors of `model` as they are after TRL and PEFT have prepared it.
 
-        trainable = base (full) | sum over targeted projections of r x (in + out), and a copy of the score head (LoRA)
+        full    trainable = base
+        LoRA    trainable = sum over targeted projections of r x (in + out), + the score head of a reward model
 
-    Source: peft 0.21.2, tuners/lora/layer.py (A is [r, in], B is [out, r]); peft_model.py:1830 (a sequence classifier's `score` joins
-    `modules_to_save`, so the original stays beside its trained copy).
+    Source: peft 0.21.2, tuners/lora/layer.py (A is [r, in], B is [out, r]); peft_model.py:1830 (the `score` of a
+    sequence classifier is in `modules_to_save`: PEFT keeps the original and trains a copy).
 
     Example: Qwen2.5-7B, r 16 on all linear layers: 40,370,176 of 7,655,986,688 parameters are trained.
 
-    Leaves out the shapes of tensors that the catalogue only counts (vision towers, projectors): they are one tensor here.
+    Leaves out the shapes of tensors of which only the number of elements is known (some vision towers and projectors):
+    they are one tensor here.
 
     Raises:
         InputError: full fine-tuning of quantized weights (transformers refuses), or LoRA targets that match nothing.
     """
     if tuning == "full" and quantization != "none":
         raise InputError(
-            f"{quantization} weights cannot be trained: transformers refuses full fine-tuning of a quantized model. Use --tuning lora."
+            f"{quantization} weights cannot be trained: transformers refuses full fine-tuning of a quantized model. "
+            "Use --tuning lora."
         )
     base = model_tensors(model, method_head)
-    quantized, kept = _converted(model, base, quantization, method_head)
-    adapters: tuple[Tensors, ...] = ()
-    copies: tuple[Tensors, ...] = ()
+    quantized, kept = _split_by_quantization(model, base, quantization, method_head)
+    adapters: tuple[EqualTensors, ...] = ()
+    copies: tuple[EqualTensors, ...] = ()
     if tuning == "lora":
         adapters = lora_tensors(model, lora_r, lora_target_modules)
         copies = score_tensors(model) if method_head == "score" else ()
@@ -129,11 +134,14 @@ def parameters(
     )
 
 
-def _converted(
-    model: ModelShape, base: tuple[Tensors, ...], quantization: Quantization, head: Head
+def _split_by_quantization(
+    model: ModelShape, base: tuple[EqualTensors, ...], quantization: Quantization, head: Head
 ) -> tuple[TensorSet, TensorSet]:
-    """What is quantized and what is not. bitsandbytes also skips a model's very last module, which is a projection in OLMo 1 (its norms
-    have no weights and its head is tied)."""
+    """Split the tensors into those that the quantizer converts and those that it keeps.
+
+    bitsandbytes skips the last module of a model as well. In OLMo 1 that is a projection, since its norms have no
+    weights and its head is tied.
+    """
     if quantization in BITSANDBYTES and model.model_type in SUBCLASSED_LINEARS:
         return TensorSet(kinds=()), TensorSet(kinds=base)
     quantized = [kind for kind in base if kind.part in QUANTIZED_PARTS[quantization]]
@@ -142,11 +150,12 @@ def _converted(
         last = decoder_linears(model.layers[-1])[-1]
         index = max(i for i, kind in enumerate(quantized) if kind.shape == (last.out_features, last.in_features))
         quantized[index] = quantized[index].times(1, less=1)
-        kept.append(Tensors(part="linear", shape=(last.out_features, last.in_features)))
+        kept.append(EqualTensors(part="linear", shape=(last.out_features, last.in_features)))
     return TensorSet(kinds=tuple(quantized)), TensorSet(kinds=tuple(kept))
 
 
 def _ends_in_projection(model: ModelShape) -> bool:
+    """True if the last module with parameters is a projection of the last layer (see `_split_by_quantization`)."""
     return (
         bool(model.layers)
         and model.tied

@@ -1,13 +1,13 @@
-"""Sharding: what one of G GPUs keeps of tensors that DDP repeats and ZeRO or FSDP2 cut into pieces."""
+"""Sharding: the part of each tensor on one of G GPUs. DDP copies tensors; ZeRO and FSDP2 split them."""
 
 from functools import lru_cache
 
 from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED, Sharding
-from planner.memory.parameters.tensors import Tensors, TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
 
-# Hugging Face's values for "auto" in a DeepSpeed config, in elements.
-# Source: transformers 5.23, integrations/deepspeed.py:229-242 (H^2, 0.9 H^2, 10 H for hidden_size H).
+# Values that Transformers puts for "auto" into a DeepSpeed config, in elements: for hidden_size H buckets of H^2,
+# prefetching of 0.9 H^2, a persistence threshold of 10 H. Source: transformers 5.23, integrations/deepspeed.py:229-242.
 PERSISTENCE_THRESHOLD_HIDDEN_SIZES = 10
 PREFETCH_TENTHS = 9
 
@@ -19,19 +19,22 @@ START_ALIGNMENT = 2  # elements. Source: deepspeed 0.19.8, zero/stage_1_and_2.py
 
 
 def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput, trained: bool = False) -> int:
-    """Bytes of model tensors on one of `num_processes` GPUs, between the layers that use them.
+    """Bytes of model tensors on one of G = `num_processes` GPUs while no layer uses them.
 
-        ZeRO-3: ceil(n / G) of each tensor, and small ones (at most 10 hidden_size elements) whole besides |
-        FSDP2: ceil(rows / G) rows of each tensor | else: whole; parameters offloaded to the host: none (ZeRO-3: the small ones)
+        ZeRO-3    ceil(n / G) elements of each tensor, and a full copy of small ones (at most 10 hidden_size elements)
+        FSDP2     ceil(rows / G) rows of each tensor
+        others    all elements
+        offload_param: none (ZeRO-3: the full copies of the small tensors)
 
-    What is `trained` lies in one buffer under ZeRO-3, in one for each optimizer group under ZeRO-1 and 2; else each tensor is alone.
+    Trained tensors share one buffer under ZeRO-3, and one buffer per optimizer group under ZeRO-1 and ZeRO-2; any other
+    tensor has its own allocation.
 
     Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py `_partition_param`, stage3.py:972 (`defragment`) and
-    parameter_offload.py:317 (`ds_persist`), stage_1_and_2.py:492 (`flatten_dense_tensors_aligned`);
-    torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py (`Shard(0)`, padded to the largest chunk). Two processes of each have been
-    counted, to the byte: tests/test_sharded_runs.py.
+    parameter_offload.py:317 (`ds_persist`), stage_1_and_2.py:492 (`flatten_dense_tensors_aligned`); torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param.py (`Shard(0)`, padded to the largest chunk). tests/test_sharded_runs.py
+    compares the bytes with two real processes; they are equal to the byte.
 
-    Leaves out the smaller last shards: this is rank 0.
+    Leaves out that the last ranks' shards can be smaller: this is rank 0.
     """
     if candidate.sharding == "zero3":
         persistent = _persistent_bytes(tensors, bytes_per_param, candidate.model.hidden_size)
@@ -70,12 +73,12 @@ def _zero3_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int, t
 
 
 def zero3_elements(tensors: TensorSet, num_processes: int) -> int:
-    """Elements of ZeRO-3's pieces on one rank: each tensor is padded by itself."""
+    """Elements on one rank under ZeRO-3: the sum over tensors of ceil(elements / G), since each is padded by itself."""
     return sum(-(-kind.elements // num_processes) * kind.count for kind in tensors.kinds)
 
 
 def flat_elements(params: int, num_processes: int) -> int:
-    """Elements of a flat buffer of ZeRO-1 and 2 over all ranks, padded to equal pieces.
+    """Elements of a flat buffer of ZeRO-1 or ZeRO-2 over all ranks, padded to a multiple of 2 G.
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py:441 (`nccl_start_alignment_factor * world_size`).
     """
@@ -85,9 +88,11 @@ def flat_elements(params: int, num_processes: int) -> int:
 
 @lru_cache(maxsize=4096)
 def decay_groups(tensors: TensorSet) -> tuple[TensorSet, ...]:
-    """The optimizer's groups: Transformers decays matrices, and neither norms nor biases; a group without parameters is not made.
+    """The optimizer's parameter groups that are not empty: with weight decay (matrices), without (norms, biases).
 
-    Source: transformers 5.23, trainer.py:1274-1286 and 1416. Leaves out gpt_oss' attention sinks, which are decayed.
+    Source: transformers 5.23, trainer.py:1274-1286 and 1416.
+
+    Leaves out that gpt_oss' attention sinks, which are vectors, belong to the first group.
     """
     groups = (
         tuple(kind for kind in tensors.kinds if (kind.part == "vector") == undecayed) for undecayed in (False, True)
@@ -102,10 +107,10 @@ def _fsdp2_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int) -
 
 @lru_cache(maxsize=4096)
 def fsdp2_shards(tensors: TensorSet, num_processes: int) -> TensorSet:
-    """The piece of each tensor that rank 0 has under FSDP2: its first ceil(rows / G) rows."""
+    """Rank 0's shard of each tensor under FSDP2: the first ceil(rows / G) rows."""
     return TensorSet(
         kinds=tuple(
-            Tensors(part=kind.part, shape=(-(-kind.shape[0] // num_processes), *kind.shape[1:]), count=kind.count)
+            EqualTensors(part=kind.part, shape=(-(-kind.shape[0] // num_processes), *kind.shape[1:]), count=kind.count)
             for kind in tensors.kinds
         )
     )
@@ -113,9 +118,9 @@ def fsdp2_shards(tensors: TensorSet, num_processes: int) -> TensorSet:
 
 @lru_cache(maxsize=4096)
 def flat_shard(tensors: TensorSet, sharding: Sharding, num_processes: int) -> TensorSet:
-    """The flat pieces that a rank optimizes under ZeRO, one for each group of the optimizer: params / G elements without shape.
+    """The flat buffers that one rank optimizes under ZeRO, one per optimizer group: params / G elements, one dimension.
 
-    Leaves out ZeRO-3's sub-groups of 1e9 elements, which only round otherwise.
+    Leaves out that ZeRO-3 splits a group into sub-groups of 1e9 elements, which changes only the rounding.
     """
     pieces = (
         zero3_elements(group, num_processes)
@@ -123,13 +128,13 @@ def flat_shard(tensors: TensorSet, sharding: Sharding, num_processes: int) -> Te
         else flat_elements(group.params, num_processes) // num_processes
         for group in decay_groups(tensors)
     )
-    return TensorSet(kinds=tuple(Tensors(part="other", shape=(piece,)) for piece in pieces))
+    return TensorSet(kinds=tuple(EqualTensors(part="other", shape=(piece,)) for piece in pieces))
 
 
 def optimized_tensors(tensors: TensorSet, candidate: StateInput) -> TensorSet:
-    """The tensors as the optimizer on one GPU sees them: flat under ZeRO, cut in rows under FSDP2, else as they are.
+    """The tensors that the optimizer on one GPU gets: flat buffers (ZeRO), shards of rows (FSDP2), else all tensors.
 
-    Flat pieces have no rows and columns, so that a factored optimizer does not factor them.
+    A flat buffer has one dimension, so that a factored optimizer keeps its full state for it.
     """
     if candidate.sharding in DEEPSPEED:
         return flat_shard(tensors, candidate.sharding, candidate.num_processes)
@@ -139,11 +144,15 @@ def optimized_tensors(tensors: TensorSet, candidate: StateInput) -> TensorSet:
 
 
 def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput) -> int:
-    """Bytes of every parameter gathered on one GPU at once, beside its own piece: what ZeRO-3 does for `generate` with
-    `ds3_gather_for_generation`, and for the weight sync of a PEFT model.
+    """Bytes on each GPU of all parameters gathered at once under ZeRO-3, besides its own shards; 0 without ZeRO-3.
 
-    Source: trl 1.16, models/utils.py `unwrap_model_for_generation` (`deepspeed.zero.GatheredParameters(model.parameters())`);
-    generation/vllm_generation.py:447. Small persistent parameters are there already.
+        bytes = sum over tensors of more than 10 hidden_size elements of ceil(elements x bytes_per_param / 512) x 512
+
+    TRL gathers all parameters for `generate` with `ds3_gather_for_generation`, and for the weight sync of a PEFT model.
+    Every GPU has the smaller tensors already.
+
+    Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`
+    (`deepspeed.zero.GatheredParameters(model.parameters())`); generation/vllm_generation.py:447.
     """
     if candidate.sharding != "zero3":
         return 0

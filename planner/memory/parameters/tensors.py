@@ -1,6 +1,7 @@
-"""Tensors: a model's parameters one by one, equal ones counted once.
+"""The parameter tensors of a model, with equal ones grouped.
 
-Per-tensor shapes matter where a rule is per tensor: blocks of a quantizer, factored optimizers, rounding of the allocator.
+Some rules need the shape of each tensor: quantizers work in blocks, factored optimizers keep rows and columns, the
+allocator rounds every allocation.
 """
 
 from dataclasses import dataclass, replace
@@ -21,47 +22,51 @@ Part = Literal[
     "vector",  # norms and biases
     "head",
     "score",
-    "other",  # counted by the catalogue, without shapes
+    "other",  # parameters whose number is known, but not their shapes
     "adapter",
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tensors:
+class EqualTensors:
     """`count` parameter tensors of one `shape`."""
 
     part: Part
     shape: tuple[int, ...]
     count: int = 1
-    passed: bool = True  # batches of text run through it; what they do not pass gets no gradient (`.grad` stays None)
+    passed: bool = True  # a text batch uses it; False (a vision tower): it gets no gradient, `.grad` stays None
 
     @property
     def elements(self) -> int:
-        """Of one of them."""
+        """Elements of one tensor."""
         return prod(self.shape)
 
     @property
     def params(self) -> int:
-        """Of all of them."""
+        """Elements of all `count` tensors."""
         return prod(self.shape) * self.count
 
-    def times(self, factor: int, less: int = 0) -> "Tensors":
+    def times(self, factor: int, less: int = 0) -> "EqualTensors":
+        """The same tensors, `count` x `factor` - `less` of them."""
         return replace(self, count=self.count * factor - less)
 
 
 def rounded_bytes(size_bytes: int) -> int:
-    """What one allocation of `size_bytes` takes in `torch.cuda.memory_allocated`: 896 x 2 bytes take 2048, nothing takes nothing.
+    """Bytes that one allocation adds to `torch.cuda.memory_allocated`: `size_bytes` rounded up to a multiple of 512.
 
-    Source: pytorch, c10/cuda/CUDACachingAllocator.cpp `round_size`. Leaves out segments (see runtime.py).
+    Source: pytorch v2.13, c10/cuda/CUDACachingAllocator.cpp, `round_size`.
+    Example: 896 parameters x 2 bytes = 1,792 bytes take 2,048.
+
+    Leaves out the segments in which the allocator reserves memory (memory/runtime.py).
     """
     return -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorSet:
-    """Some tensors of a model. Compared by identity, so that caches on it cost nothing."""
+    """Some tensors of a model. Compared by identity, which makes it a fast key for `lru_cache`."""
 
-    kinds: tuple[Tensors, ...]
+    kinds: tuple[EqualTensors, ...]
 
     @cached_property
     def params(self) -> int:
@@ -78,7 +83,7 @@ class TensorSet:
 
     @cached_property
     def passed(self) -> "TensorSet":
-        """The tensors that batches of text run through."""
+        """The tensors that a text batch uses."""
         return (
             self
             if all(kind.passed for kind in self.kinds)
@@ -86,38 +91,46 @@ class TensorSet:
         )
 
     def only(self, *parts: Part) -> "TensorSet":
+        """The tensors of the given parts of the model."""
         return TensorSet(kinds=tuple(kind for kind in self.kinds if kind.part in parts))
 
 
 @lru_cache(maxsize=4096)
 def tensor_bytes(tensors: TensorSet, bytes_per_param: int) -> int:
-    """Bytes of tensors that each have an allocation of their own: the sum over them of elements x bytes, rounded up to 512."""
+    """Bytes on one GPU of tensors that are not sharded, each in its own allocation.
+
+    bytes = sum over tensors of ceil(elements x bytes_per_param / 512) x 512
+    """
     return sum(rounded_bytes(kind.elements * bytes_per_param) * kind.count for kind in tensors.kinds)
 
 
 @lru_cache(maxsize=1024)
-def model_tensors(model: ModelShape, head: Literal["lm_head", "score"]) -> tuple[Tensors, ...]:
-    """Every parameter tensor of the model as loaded; `score` replaces the language-model head by one output a row.
+def model_tensors(model: ModelShape, head: Literal["lm_head", "score"]) -> tuple[EqualTensors, ...]:
+    """Every parameter tensor of the model as loaded; `head` "score" is the one-output head of a reward model.
 
-    Source: transformers 5.23, modeling_layers.py `GenericForSequenceClassification` (score is nn.Linear(hidden_size, num_labels,
-    bias=False)). The sum equals `model.params` for the language-model head, to the unit.
+    With the language-model head the elements add up to exactly `model.params`.
+
+    Source: transformers 5.23, modeling_layers.py, `GenericForSequenceClassification` (score is nn.Linear(hidden_size,
+    num_labels, bias=False)).
     """
     return _tensors(model, head, model.layer_kinds)
 
 
 @lru_cache(maxsize=256)
-def tensors_in_order(model: ModelShape, head: Literal["lm_head", "score"]) -> tuple[Tensors, ...]:
-    """The same tensors one layer after the other, as `named_parameters` has them."""
+def tensors_in_order(model: ModelShape, head: Literal["lm_head", "score"]) -> tuple[EqualTensors, ...]:
+    """The tensors of `model_tensors` layer by layer, in the order of `named_parameters`."""
     return _tensors(model, head, tuple((layer, 1) for layer in model.layers))
 
 
 def _tensors(
     model: ModelShape, head: Literal["lm_head", "score"], layers: tuple[tuple[Layer, int], ...]
-) -> tuple[Tensors, ...]:
-    found = [Tensors(part="embedding", shape=_matrix(model.embed_params, model.vocab_size))]
+) -> tuple[EqualTensors, ...]:
+    found = [EqualTensors(part="embedding", shape=_matrix(model.embed_params, model.vocab_size))]
     if model.position_params:
         found.append(
-            Tensors(part="position", shape=_matrix(model.position_params, model.position_params // model.hidden_size))
+            EqualTensors(
+                part="position", shape=_matrix(model.position_params, model.position_params // model.hidden_size)
+            )
         )
     for layer, count in layers:
         found.extend(tensors.times(count) for tensors in _layer_tensors(layer))
@@ -144,15 +157,16 @@ def _tensors(
     return tuple(kind for kind in found if kind.params)
 
 
-def score_tensors(model: ModelShape) -> tuple[Tensors, ...]:
-    """The score head of a sequence classifier: one row as wide as what the decoder returns."""
-    return (Tensors(part="score", shape=(1, _output_features(model))),)
+def score_tensors(model: ModelShape) -> tuple[EqualTensors, ...]:
+    """The score head of a reward model: one row of the width of the decoder's output."""
+    return (EqualTensors(part="score", shape=(1, _output_features(model))),)
 
 
 def outer_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
-    """`nn.Linear` modules outside the decoder layers that text passes, with their counts; the output head is not among them.
+    """`nn.Linear` modules outside the decoder layers that a text batch uses, with their counts; not the head.
 
-    Source: transformers 5.23, models/opt/modeling_opt.py `project_in` and `project_out`; elsewhere what the modules themselves show.
+    Source: transformers 5.23, models/opt/modeling_opt.py, `project_in` and `project_out`; for architectures without
+    formulas `model.outer_linears`, read from the real modules.
     """
     projected = _output_features(model)
     if projected != model.hidden_size:
@@ -164,9 +178,10 @@ def outer_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
 
 
 def vision_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
-    """`nn.Linear` modules of a tower that text does not pass, with their counts.
+    """`nn.Linear` modules of a vision tower, which a text batch does not use, with their counts.
 
-    Source: transformers 5.23, models/siglip/modeling_siglip.py (`SiglipAttention`, `SiglipMLP`) for gemma 3's; elsewhere what the modules show.
+    Source: transformers 5.23, models/siglip/modeling_siglip.py (`SiglipAttention`, `SiglipMLP`) for gemma 3; for
+    architectures without formulas `model.vision_linears`, read from the real modules.
     """
     vision = model.config.get("vision_config")
     if model.model_type == "gemma3" and isinstance(vision, dict) and model.vision_params:
@@ -186,7 +201,7 @@ def vision_linears(model: ModelShape) -> tuple[tuple[Linear, int], ...]:
 
 
 def decoder_linears(layer: Layer) -> tuple[Linear, ...]:
-    """Every `nn.Linear` of a decoder layer: its projections and the gate on shared experts.
+    """Every `nn.Linear` of a decoder layer: its projections, and the gate of a shared expert.
 
     Source: transformers 5.23, models/qwen2_moe/modeling_qwen2_moe.py, `shared_expert_gate = nn.Linear(hidden_size, 1)`.
     """
@@ -200,7 +215,7 @@ def decoder_linears(layer: Layer) -> tuple[Linear, ...]:
 
 
 def expert_shapes(layer: Layer, experts: Experts) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of the fused `gate_up_proj`, or of an `up_proj` without gate, and of `down_proj`: experts x out x in.
+    """Shapes [experts, out, in] of the fused `gate_up_proj` (`up_proj` for experts without a gate) and of `down_proj`.
 
     Source: transformers 5.23, integrations/moe.py; models/nemotron_h/modeling_nemotron_h.py has experts without gates.
     """
@@ -210,46 +225,49 @@ def expert_shapes(layer: Layer, experts: Experts) -> tuple[tuple[int, int, int],
 
 
 def _output_features(model: ModelShape) -> int:
-    width = model.config.get("word_embed_proj_dim")  # OPT-350m embeds 512 and computes in 1024
+    """Width of the decoder's output, which the head takes."""
+    width = model.config.get("word_embed_proj_dim")  # OPT-350m: embeddings of 512, layers of 1024
     return width if isinstance(width, int) else model.hidden_size
 
 
-def _layer_tensors(layer: Layer) -> list[Tensors]:
+def _layer_tensors(layer: Layer) -> list[EqualTensors]:
     found = [tensors for linear in decoder_linears(layer) for tensors in _linear_tensors(linear, "linear")]
     if isinstance(layer.feed_forward, Experts):
         found.extend(_expert_tensors(layer, layer.feed_forward))
     found.extend(tensors for norm in layer.norms for tensors in _norm_tensors(norm))
     found.extend(_qk_norm_tensors(layer))
-    found.append(Tensors(part="vector", shape=(layer.attention.sink_params,)))
+    found.append(EqualTensors(part="vector", shape=(layer.attention.sink_params,)))
     return [replace(kind, passed=layer.passed) for kind in found if kind.params]
 
 
-def _linear_tensors(linear: Linear, part: Part) -> list[Tensors]:
-    found = [Tensors(part=part, shape=(linear.out_features, linear.in_features))]
+def _linear_tensors(linear: Linear, part: Part) -> list[EqualTensors]:
+    found = [EqualTensors(part=part, shape=(linear.out_features, linear.in_features))]
     if linear.bias:
-        found.append(Tensors(part="vector", shape=(linear.out_features,)))
+        found.append(EqualTensors(part="vector", shape=(linear.out_features,)))
     return found
 
 
-def _expert_tensors(layer: Layer, experts: Experts) -> list[Tensors]:
+def _expert_tensors(layer: Layer, experts: Experts) -> list[EqualTensors]:
     gate_up, down = expert_shapes(layer, experts)
     biases = experts.expert_params - prod(gate_up) - prod(down)
-    found = [Tensors(part="expert", shape=gate_up), Tensors(part="expert", shape=down)]
-    if biases:  # gpt_oss: one row of biases an expert for each of the two
-        found += [Tensors(part="vector", shape=gate_up[:2]), Tensors(part="vector", shape=down[:2])]
+    found = [EqualTensors(part="expert", shape=gate_up), EqualTensors(part="expert", shape=down)]
+    if biases:  # gpt_oss: one row of biases per expert for each of the two
+        found += [EqualTensors(part="vector", shape=gate_up[:2]), EqualTensors(part="vector", shape=down[:2])]
     if experts.router_params:
-        found.append(Tensors(part="router", shape=(experts.num_experts, layer.hidden_size)))
+        found.append(EqualTensors(part="router", shape=(experts.num_experts, layer.hidden_size)))
     router_biases = experts.router_params - experts.num_experts * layer.hidden_size
     if router_biases > 0:
-        found.append(Tensors(part="vector", shape=(router_biases,)))
+        found.append(EqualTensors(part="vector", shape=(router_biases,)))
     return found
 
 
-def _norm_tensors(norm: Norm) -> list[Tensors]:
-    return [Tensors(part="vector", shape=(norm.features,), count=norm.params // norm.features)] if norm.params else []
+def _norm_tensors(norm: Norm) -> list[EqualTensors]:
+    return (
+        [EqualTensors(part="vector", shape=(norm.features,), count=norm.params // norm.features)] if norm.params else []
+    )
 
 
-def _qk_norm_tensors(layer: Layer) -> list[Tensors]:
+def _qk_norm_tensors(layer: Layer) -> list[EqualTensors]:
     attention = layer.attention
     if not attention.qk_norm_params:
         return []
@@ -258,25 +276,26 @@ def _qk_norm_tensors(layer: Layer) -> list[Tensors]:
         if attention.qk_norm_params == attention.q_dim + attention.k_dim
         else (attention.qk_norm_params // 2,) * 2
     )
-    return [Tensors(part="vector", shape=(width,)) for width in widths]
+    return [EqualTensors(part="vector", shape=(width,)) for width in widths]
 
 
-def _head_tensors(model: ModelShape) -> list[Tensors]:
-    found = [Tensors(part="vector", shape=(model.lm_head_bias_params,))] if model.lm_head_bias_params else []
+def _head_tensors(model: ModelShape) -> list[EqualTensors]:
+    found = [EqualTensors(part="vector", shape=(model.lm_head_bias_params,))] if model.lm_head_bias_params else []
     if model.lm_head_params:
-        found.append(Tensors(part="head", shape=_matrix(model.lm_head_params, model.vocab_size)))
+        found.append(EqualTensors(part="head", shape=_matrix(model.lm_head_params, model.vocab_size)))
     return found
 
 
-def _unnamed_tensors(model: ModelShape, rest: int, idle: int) -> list[Tensors]:
-    """What is only counted; `idle` of it is not passed by text."""
+def _unnamed_tensors(model: ModelShape, rest: int, idle: int) -> list[EqualTensors]:
+    """The `rest` of the parameters, whose shapes are not known; a text batch does not use `idle` of them."""
     linear = 0 if vision_linears(model) else min(model.vision_linear_params, idle)
     return [
-        Tensors(part="vision_linear", shape=(linear,), passed=False),
-        Tensors(part="other", shape=(idle - linear,), passed=False),
-        Tensors(part="other", shape=(rest - idle,)),
+        EqualTensors(part="vision_linear", shape=(linear,), passed=False),
+        EqualTensors(part="other", shape=(idle - linear,), passed=False),
+        EqualTensors(part="other", shape=(rest - idle,)),
     ]
 
 
 def _matrix(params: int, rows: int) -> tuple[int, ...]:
+    """The shape [rows, params / rows]; [params] if that is no whole number."""
     return (rows, params // rows) if rows and params % rows == 0 else (params,)
