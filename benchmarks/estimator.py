@@ -1,4 +1,4 @@
-"""How many candidates a second the estimator does, in one process: `python benchmarks/estimator.py`."""
+"""Candidates a second that one process estimates: `python benchmarks/estimator.py`."""
 
 from dataclasses import replace
 from itertools import product
@@ -13,7 +13,7 @@ RISK = 0.01
 
 
 def candidates() -> list[Candidate]:
-    """Every combination of what a search turns most: 9,216 of them."""
+    """The 9,216 combinations of the settings that a search changes most."""
     grpo = Candidate(
         model=load_model("Qwen2.5-7B"),
         method="grpo",

@@ -1,13 +1,14 @@
-"""Simulated cards whose context, slack, activations and kernels are not what the estimate says: the truth that a search has to find.
+"""Simulated cards that need other bytes than the estimate says; a search has to find the truth by probing.
 
-The truth of a candidate is its estimate with offsets that no sampler is told:
+The true memory of a candidate is its estimate with offsets that no sampler knows:
 
-    phase = estimate + context + slack x allocated + (activations + structure) x training pass + kernel x (activations and attention scores)
+    phase = estimate + context + slack x allocated
+          + (activations + structure) x training pass + kernel x (activations and attention scores)
 
-drawn once for each card, uniformly: context -300..+300 MB, slack 0..6 % of what is allocated, activations -6..+6 % (of the components of a
-training pass, planner/confidence.py `PASS`), each attention implementation 0..+5 %, each structure of the training pass (checkpointing,
-attention, sharding, dtype) -0.5..+0.5 % of it besides, which no constant of a device explains, and speed -20..+20 %.
-Everything here is simulated; nothing ran on a GPU.
+Each card draws its offsets once, uniformly: context -300..+300 MB; slack 0..6 % of the allocated bytes; activations
+-6..+6 % of the components of a training pass (planner/confidence.py, `PASS`); 0..+5 % for each attention
+implementation; -0.5..+0.5 % of the training pass for each structure (checkpointing, attention, sharding, dtype), which
+no constant of a device explains; speed -20..+20 %. Everything here is simulated; nothing ran on a GPU.
 """
 
 import random
@@ -32,14 +33,15 @@ ACTIVATIONS = 0.06
 KERNEL = 0.05
 STRUCTURE = 0.005
 SPEED = 0.20
-# What the allocator keeps of a run that has room and would give back, of what is allocated: the "typically 3-15 %" between reserved and allocated.
+# Cache that the allocator keeps while there is room, as a share of the allocated bytes: reserved is typically 3 to 15 %
+# above allocated.
 CACHE = 0.10
 OUTSIDE_TORCH = ("runtime", "engine", "fragmentation")
-ATTEMPT_SECONDS = 60.0  # a probe's wall time, which nothing here reads
+ATTEMPT_SECONDS = 60.0  # wall time of a probe; nothing here reads it
 
 
 def formulas_alone(candidate: Candidate, problem: SearchProblem) -> Estimate | None:
-    """The lowest rung only: the same in every release of the libraries, and quick."""
+    """Estimate by formulas only, which is quick and the same in every release of the libraries."""
     try:
         return estimate(candidate, problem.cluster, problem.job.risk)
     except EngineDoesNotFit:
@@ -48,7 +50,7 @@ def formulas_alone(candidate: Candidate, problem: SearchProblem) -> Estimate | N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiddenCard:
-    """One card's secrets."""
+    """The hidden offsets of one card."""
 
     seed: int
     context_bytes: float
@@ -76,12 +78,12 @@ def hidden_card(seed: int) -> HiddenCard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TruePhase:
-    """One phase as the card has it, in bytes."""
+    """The true bytes of one phase on the card."""
 
     memory: PhaseMemory
     allocated: float  # the trainer's tensors
-    kept: float  # by the allocator, not to be had
-    outside: float  # of torch: context and NCCL
+    kept: float  # by the allocator, where no tensor fits
+    outside: float  # memory that torch does not count: CUDA context and NCCL
     engine: float
     capacity: int
 
@@ -93,7 +95,7 @@ class TruePhase:
 def true_phase(
     card: HiddenCard, phase: PhaseMemory, gpu: GpuMemory, structure: str, kernel: str, nccl: int, states: bool = True
 ) -> TruePhase:
-    """`states`: whether there are optimizer states yet."""
+    """Add the card's offsets to an estimated phase; `states`: the optimizer states exist already."""
     parts = phase.components
     allocated = sum(size for name, size in parts.items() if name not in OUTSIDE_TORCH) - nccl
     allocated += (card.activations + card.structure(structure)) * sum(parts.get(name, 0) for name in PASS)
@@ -111,7 +113,7 @@ def true_phase(
 
 
 def true_phases(card: HiddenCard, space: Space, point: GridPoint, states: bool = True) -> list[list[TruePhase]]:
-    """Of each role's GPUs."""
+    """The true phases of each role's GPUs."""
     answer = space.estimate(point)
     assert answer is not None
     nccl, kernel, structure = (
@@ -143,8 +145,11 @@ def truly_fits(card: HiddenCard, space: Space, point: GridPoint) -> bool:
 
 
 def exhaustive_best(space: Space, fits: Callable[[GridPoint], bool]) -> GridPoint | None:
-    """The candidate of most merit that fits, of all there are. Exact: every structure, and every size where they are few; what is skipped
-    lies beyond a size or a share that does not fit, and memory and merit grow with both."""
+    """The fitting candidate of most merit, by exhaustive search.
+
+    Exact: looks at every structure, and at every size where they are few. Skips only candidates beyond a size or a
+    share that does not fit; memory and merit grow with both.
+    """
     best: GridPoint | None = None
     for line in range(len(space.lines)):
         for point in best_of_line(space, line, fits):
@@ -157,7 +162,7 @@ def best_of_line(space: Space, line: int, fits: Callable[[GridPoint], bool]) -> 
     count = len(space.lines[line].sizes)
     sizes: list[int] = list(range(count))
     if count > FEW_SIZES:
-        top = largest(0, count - 1, lambda size: fits(space.leanest(line, size)))
+        top = largest(0, count - 1, lambda size: fits(space.with_smallest_share(line, size)))
         sizes = [top] if top >= 0 else []
     found = []
     for size in sizes:
@@ -172,7 +177,7 @@ def best_of_line(space: Space, line: int, fits: Callable[[GridPoint], bool]) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HiddenProbe:
-    """Runs candidates of a space on a hidden card. What it says has the form and the holes of a real probe's answer."""
+    """Runs candidates on a hidden card; a measurement has the fields that a real probe fills, and no others."""
 
     card: HiddenCard
     space: Space
@@ -181,7 +186,7 @@ class HiddenProbe:
         return self.at(place_of(self.space, candidate))
 
     def at(self, point: GridPoint) -> Measurement:
-        """A server's cards fill up first, then the first step runs, without optimizer states yet, then the second."""
+        """Fill a vLLM server's cards, then run the first step, without optimizer states, then the second."""
         answer = self.space.estimate(point)
         assert answer is not None
         first, second = (true_phases(self.card, self.space, point, states) for states in (False, True))
@@ -237,7 +242,7 @@ def place_of(space: Space, candidate: Candidate) -> GridPoint:
 
 
 def _peak(phase: TruePhase, colocated: bool, draw: random.Random) -> PhasePeak:
-    """With some cache that the allocator would have given back; torch counts an engine's tensors, the driver counts all."""
+    """Peak of a phase with a random allocator cache. Torch counts an engine's tensors, the driver counts all."""
     room = max(phase.capacity - phase.total, 0)
     cache = min(draw.uniform(0, CACHE) * phase.allocated, room)
     engine = phase.engine if colocated else 0
@@ -252,7 +257,7 @@ def _peak(phase: TruePhase, colocated: bool, draw: random.Random) -> PhasePeak:
 
 
 def _shortage(phase: TruePhase, rank: int, slack: float, draw: random.Random) -> Shortage:
-    """The message: what was there is full, and what was asked for leads towards what the phase needs."""
+    """Figures of an out-of-memory message: the card is full, and the failed allocation is a part of the shortage."""
     reserved = phase.capacity - phase.outside - phase.engine - draw.uniform(0, 20 * MIB)
     fixed = phase.kept - slack * phase.allocated
     allocated = (reserved - fixed) / (1 + slack)

@@ -1,7 +1,10 @@
-"""How many probes a search needs: `python benchmarks/search.py --jobs 240 --out results` writes search_efficiency.md and .jsonl.
+"""Count the probes that a search needs; write search_efficiency.md and .jsonl.
 
-Random jobs on simulated cards with hidden offsets (hidden_cards.py). Our study goes until it certifies; the others get what it never gets, the
-list of structures that start, and count as having found the best when they first run it.
+    python benchmarks/search.py --jobs 240 --out results
+
+Random jobs on simulated cards with hidden offsets (hidden_cards.py). Our study runs until it certifies the best
+candidate. The other samplers get the list of structures that start, which ours does not, and have found the best
+candidate as soon as they run it.
 """
 
 import argparse
@@ -33,12 +36,12 @@ from probes.study.study import Session, StudyOptions, over_bytes
 
 PEER_PROBES = 30  # at most, for each of the others
 CHECKPOINTS = (5, 10, 30)
-MOST_ASKS = 4 * PEER_PROBES  # trials, those that repeat a candidate or could not start included
-CLOSE = 0.01  # of what is asked for
-GP_EVERY = 6  # jobs: its fits take seconds
+MOST_ASKS = 4 * PEER_PROBES  # trials, including repeated candidates and those that could not start
+CLOSE = 0.01  # of the best candidate's merit
+GP_EVERY = 6  # run GP on every sixth job: its fits take seconds
 CARDS_A_SEED = 100_000  # so that no two runs share a card
-FEW_CANDIDATES = 400  # of which all are looked at one by one, to see that the exhaustive search is
-CAUSE_SPREAD = 0.20  # of each cause of a step's time, where it is off by itself
+FEW_CANDIDATES = 400  # up to here all are run one by one, to check the exhaustive search
+CAUSE_SPREAD = 0.20  # error of each cause of a step's time, where each is wrong by itself
 
 Ask = Callable[[Space, "Counted", int], None]
 
@@ -78,7 +81,7 @@ class Counted:
 
 
 def by_sampler(make: Callable[[int], optuna.samplers.BaseSampler]) -> Ask:
-    """One of Optuna's samplers over structure x size x share, with the constraint that tells it of memory."""
+    """One of Optuna's samplers over structure x size x share; a constraint on each trial carries the memory."""
 
     def run(space: Space, counted: Counted, seed: int) -> None:
         study = optuna.create_study(sampler=make(seed), direction="maximize")
@@ -110,19 +113,21 @@ def asked_place(space: Space, trial: optuna.Trial) -> GridPoint | None:
 
 
 def scalar(space: Space, point: GridPoint) -> float:
-    """Merit as one number: what is asked for, then speed."""
+    """Merit as one number: the job's goal first, then speed."""
     precise, first, *rest = space.merit(point)
     return (1e6 if precise else 0.0) + first + sum(rest) * 1e-7
 
 
 def bisection(space: Space, counted: Counted, seed: int) -> None:
-    """Every structure in the order of the table: the largest size that runs, then the largest share of the card for its engine."""
+    """Find in each structure the largest size that runs, then the largest share of the card for its engine."""
     for line in range(len(space.lines)):
         count = len(space.lines[line].sizes)
         size = largest(
             0,
             count - 1,
-            lambda size, line=line: space.starts(space.leanest(line, size)) and counted.fits(space.leanest(line, size)),
+            lambda size, line=line: (
+                space.starts(point := space.with_smallest_share(line, size)) and counted.fits(point)
+            ),
         )
         if size >= 0:
             low, high = space.shares(line, size)
@@ -149,7 +154,7 @@ def peer(name: str, space: Space, card: HiddenCard, best: GridPoint, seed: int) 
 
 
 def ours(space: Space, card: HiddenCard, best: GridPoint | None) -> dict[str, Any]:
-    """Until it certifies."""
+    """Run our study until it certifies; return its counts."""
     sampler = PlanSampler(space)
     study = optuna.create_study(sampler=sampler, direction="maximize")
     began = time.process_time()
@@ -157,7 +162,7 @@ def ours(space: Space, card: HiddenCard, best: GridPoint | None) -> dict[str, An
         study=study,
         sampler=sampler,
         probe=HiddenProbe(card=card, space=space),
-        options=StudyOptions(attempt=formulas_alone),
+        options=StudyOptions(estimator=formulas_alone),
         began=0.0,
     )
     ending, _ = session.run()
@@ -184,7 +189,7 @@ def ours(space: Space, card: HiddenCard, best: GridPoint | None) -> dict[str, An
 
 
 def planned(space: Space) -> GridPoint | None:
-    """What the plan recommends without a probe."""
+    """The candidate that the plan recommends without a probe."""
     return exhaustive_best(space, lambda point: space.starts(point) and fits_by_estimate(space, point))
 
 
@@ -194,7 +199,7 @@ def fits_by_estimate(space: Space, point: GridPoint) -> bool:
 
 
 def one_by_one(space: Space, card: HiddenCard) -> GridPoint | None:
-    """The best of a small space with nothing skipped."""
+    """The best candidate of a small space, every one tried."""
     shares = [
         (line, size, space.shares(line, size))
         for line in range(len(space.lines))
@@ -207,7 +212,7 @@ def one_by_one(space: Space, card: HiddenCard) -> GridPoint | None:
 
 
 def regret(space: Space, card: HiddenCard, certified: GridPoint) -> float:
-    """What is lost where every cause of a step's time is off by itself, which no study corrects: share of the best speed there is."""
+    """Share of the best speed lost where each cause of a step's time is wrong by itself; no study corrects it."""
     draw = random.Random(f"{card.seed} causes")
     factors: dict[str, float] = {}
 
@@ -230,7 +235,7 @@ def regret(space: Space, card: HiddenCard, certified: GridPoint) -> float:
 
 
 def job_row(number: int, problem: SearchProblem, seed: int, peers: Sequence[str]) -> dict[str, Any] | None:
-    """None: nothing starts, or the plan says that nothing fits, and nobody would probe."""
+    """The row of one job; None where nothing starts or nothing fits by estimate, so that nobody would probe."""
     try:
         space = space_of(problem, "cuda", formulas_alone)
     except PlanError:
@@ -275,7 +280,7 @@ def job_row(number: int, problem: SearchProblem, seed: int, peers: Sequence[str]
 
 
 def percentile(values: Sequence[int], share: float) -> int:
-    """The smallest value that at least this share of them does not exceed."""
+    """The smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-int(len(ordered) * share * 1000) // 1000) - 1)]
 
@@ -305,7 +310,8 @@ def our_line(name: str, rows: Sequence[dict[str, Any]]) -> str:
     right = sum(row["ours"]["correct"] for row in rows)
     short = sum(row["ours"]["out_of_memory"] for row in rows) / max(sum(probes), 1)
     middle, most = statistics.median(probes), percentile(probes, 0.95)
-    return f"| {name} | {len(rows)} | {right} ({right / len(rows):.1%}) | {middle:g} | {most} | {max(probes)} | {short:.0%} |"
+    certified = f"{right} ({right / len(rows):.1%})"
+    return f"| {name} | {len(rows)} | {certified} | {middle:g} | {most} | {max(probes)} | {short:.0%} |"
 
 
 def facts(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -315,31 +321,33 @@ def facts(rows: Sequence[dict[str, Any]]) -> list[str]:
     lost = sorted(row["regret_by_cause"] for row in rows if "regret_by_cause" in row)
     wrong = [str(row["number"]) for row in rows if not row["ours"]["correct"]]
     return [
-        f"- Without a probe: what the plan recommends is the best there is in {alone:.0%} of the jobs, and fits in {ran:.0%} (it keeps to a risk of 1 %).",
-        f"- The exhaustive search was checked candidate by candidate in the {len(checked)} jobs with at most {FEW_CANDIDATES} of them: {sum(checked)} agree.",
+        f"- Without a probe: what the plan recommends is the best there is in {alone:.0%} of the jobs, "
+        f"and fits in {ran:.0%} (it keeps to a risk of 1 %).",
+        "- The exhaustive search was checked candidate by candidate in the "
+        f"{len(checked)} jobs with at most {FEW_CANDIDATES} of them: {sum(checked)} agree.",
         f"- Jobs whose certified candidate is not the best: {', '.join(wrong) or 'none'}.",
-        f"- Speeds are one factor off here, which keeps their order. Where instead every cause of a step (compute, communication, generation ..) is off by "
-        f"±{CAUSE_SPREAD:.0%} on its own, the certified candidate's speed is {statistics.mean(lost):.2%} below the best there is "
+        "- Speeds are one factor off here, which keeps their order. Where instead every cause of a step "
+        f"(compute, communication, generation ..) is off by ±{CAUSE_SPREAD:.0%} on its own, "
+        f"the certified candidate's speed is {statistics.mean(lost):.2%} below the best there is "
         f"in the mean, {lost[-1]:.1%} at most, over the {len(lost)} jobs that ask for throughput: "
         "what the certificate is about is memory.",
-        f"- Of a study the sampler itself takes {statistics.median(row['ours']['seconds'] for row in rows):.2f} s in the median, "
+        "- Of a study the sampler itself takes "
+        f"{statistics.median(row['ours']['seconds'] for row in rows):.2f} s in the median, "
         f"{max(row['ours']['seconds'] for row in rows):.0f} s at most.",
     ]
 
 
 def peer_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = [
-        f"| sampler | jobs | {' | '.join(f'best run within {count}' for count in CHECKPOINTS)} | within 1 % of it after {PEER_PROBES} |"
-    ]
+    within = " | ".join(f"best run within {count}" for count in CHECKPOINTS)
+    lines = [f"| sampler | jobs | {within} | within 1 % of it after {PEER_PROBES} |"]
     lines += ["|---" * (len(CHECKPOINTS) + 3) + "|"]
     feasible = [row for row in rows if row["peers"]]
     if not feasible:
         return ["Not run: `--ours-only`."]
     counts = [row["ours"]["probes"] if row["ours"]["correct"] else 10**6 for row in feasible]
     cells = [f"{sum(count <= most for count in counts) / len(counts):.0%}" for most in CHECKPOINTS]
-    lines.append(
-        f"| ours, proof included | {len(feasible)} | {' | '.join(cells)} | {sum(count < 10**6 for count in counts) / len(counts):.0%} |"
-    )
+    found = sum(count < 10**6 for count in counts) / len(counts)
+    lines.append(f"| ours, proof included | {len(feasible)} | {' | '.join(cells)} | {found:.0%} |")
     for name in PEERS:
         answers = [row["peers"][name] for row in feasible if name in row["peers"]]
         if not answers:
@@ -354,16 +362,20 @@ def peer_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 HEADER = """# How many probes a search needs
 
-{count} random jobs on **simulated** cards: the truth is the planner's estimate with offsets that no sampler is told (context -300..+300 MB, slack 0..6 % of
-what is allocated, activations -6..+6 %, each attention kernel 0..+5 %, each structure of the training pass -0.5..+0.5 % besides, speed -20..+20 %; uniform,
-one draw a card; `benchmarks/hidden_cards.py`). Nothing here ran on a GPU. Seed {seed}; made by `{command}` in {minutes:.1f} minutes of one core.
+{count} random jobs on **simulated** cards. The truth is the planner's estimate with offsets that no sampler knows:
+context -300..+300 MB, slack 0..6 % of the allocated bytes, activations -6..+6 %, each attention kernel 0..+5 %, each
+structure of the training pass -0.5..+0.5 %, speed -20..+20 %; uniform, drawn once for each card
+(`benchmarks/hidden_cards.py`). Nothing here ran on a GPU. Seed {seed}; made by `{command}` in {minutes:.1f} minutes of
+one core.
 
-A job is a model of the catalogue (0.3B to 80B), 1 to 8 cards of one kind, a method, a class of tuning, a goal and some pins, drawn at random
-(`benchmarks/random_jobs.py`); left out are those of which the plan says that nothing fits. The best is sought exhaustively over every structure, every
-micro-batch or length, and every share of the card for a colocated engine. *Certified is the best*: the same merit, or both say that nothing fits. Counted are
-all probes up to the certificate. The others prove nothing, so theirs count until they first run a candidate of the best's merit; they choose a
-structure, a size and a share, repeats and engines that would not start are free, and out of memory is a constraint on a completed trial. Optuna's samplers
-have their defaults and the job's number as seed; GP runs on every {gp}th job."""
+A job is a model of the catalogue (0.3B to 80B), 1 to 8 cards of one kind, a method, a tuning class, a goal and some
+pinned settings, drawn at random (`benchmarks/random_jobs.py`). Jobs for which the plan says that nothing fits are left
+out. The best candidate is found exhaustively over every structure, every micro-batch or length, and every share of the
+card for a colocated engine. *Certified is the best* means equal merit, or that both say that nothing fits. For our
+study all probes up to the certificate count. The other samplers prove nothing, so only their probes until they first
+run a candidate of the best merit count; they choose a structure, a size and a share. Repeated candidates and engines
+that would not start cost them nothing, and out of memory is a constraint on a completed trial. Optuna's samplers have
+their defaults and the job's number as seed; GP runs on every {gp}th job."""
 HEADER = HEADER.replace("{gp}", str(GP_EVERY))
 
 

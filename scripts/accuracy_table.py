@@ -1,4 +1,7 @@
-"""The README's accuracy table, from the files of results/: `python scripts/accuracy_table.py` prints it, `make golden` puts it in place."""
+"""Print the README's accuracy table from the files of results/: `python scripts/accuracy_table.py`.
+
+`make golden` puts the table into the README.
+"""
 
 import json
 import statistics
@@ -7,8 +10,8 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
-# What is compared -> (file of results/, computed and true field, which rows).
-# Published figures by what was read: PyTorch's allocated bytes, its reserved ones, or the card's as nvidia-smi shows them.
+# Groups of published figures: (name, quantities that were read, quantized). A quantity is PyTorch's allocated bytes,
+# its reserved bytes, or the card's used bytes as nvidia-smi shows them.
 PUBLISHED = (
     ("allocated by PyTorch, unquantized", ("allocated", "after step"), False),
     ("reserved or shown by nvidia-smi, unquantized", ("reserved", "process"), False),
@@ -22,7 +25,7 @@ def rows(name: str) -> list[dict[str, object]]:
 
 
 def accuracy_table() -> str:
-    """Markdown: one line for each thing the estimate is held against, with signed errors."""
+    """A Markdown table of signed errors: one line for each source that the estimate is compared with."""
     lines = [
         "| computed | against | figures | median error | mean absolute | worst | under by more than 3 % |",
         "|---|---|---|---|---|---|---|",
@@ -52,7 +55,8 @@ def line(computed: str, against: str, errors: Iterable[float]) -> str:
     found = sorted(errors)
     mean = statistics.mean(map(abs, found))
     under = sum(error < -0.03 for error in found) / len(found)
-    return f"| {computed} | {against} | {len(found)} | {statistics.median(found):+.1%} | {mean:.1%} | {max(found, key=abs):+.1%} | {under:.0%} |"
+    middle, worst = statistics.median(found), max(found, key=abs)
+    return f"| {computed} | {against} | {len(found)} | {middle:+.1%} | {mean:.1%} | {worst:+.1%} | {under:.0%} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Medians of what public out-of-memory messages say: `python scripts/allocator_slack.py > results/allocator_slack.md`."""
+"""Medians of the figures in public out-of-memory messages.
+
+python scripts/allocator_slack.py > results/allocator_slack.md
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +15,7 @@ def load_rows() -> list[dict[str, str | float | bool]]:
 
 
 def slack_ratios(rows: list[dict[str, str | float | bool]], gathers: bool) -> list[float]:
-    """Reserved but unallocated over allocated, smallest first."""
+    """Reserved but unallocated bytes over allocated bytes, smallest first."""
     return sorted(
         float(row["slack_gib"]) / float(row["allocated_gib"])
         for row in rows
@@ -21,7 +24,7 @@ def slack_ratios(rows: list[dict[str, str | float | bool]], gathers: bool) -> li
 
 
 def outside_mib(rows: list[dict[str, str | float | bool]], key: str) -> dict[str, list[int]]:
-    """Memory of the process less what PyTorch reserved, and less the context where the row says it, in MiB, by the value of `key`."""
+    """MiB of the process less PyTorch's reserved memory and less the context if known, by the value of `key`."""
     found: dict[str, list[int]] = {}
     for row in rows:
         if key in row:
@@ -40,16 +43,14 @@ def main() -> None:
     print("# What is on a card beside tensors, from public out-of-memory messages\n")
     print("Read from issue threads, not measured by us; printed there to 0.01 GiB. Rows: `allocator_slack.jsonl`.")
     print("Regenerate: `python scripts/allocator_slack.py > results/allocator_slack.md`.\n")
-    print(
-        "## Reserved but unallocated over allocated\n\n| runs | rows | smallest | median | largest |\n|---|---|---|---|---|"
-    )
+    print("## Reserved but unallocated over allocated\n")
+    print("| runs | rows | smallest | median | largest |\n|---|---|---|---|---|")
     for name, gathers in (("layers stay (one GPU, DDP)", False), ("layers are gathered (ZeRO-3, FSDP)", True)):
         ratios = slack_ratios(rows, gathers)
         cells = (min(ratios), median(ratios), max(ratios))
         print(f"| {name} | {len(ratios)} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |")
-    print(
-        "\n## Memory of the process less what PyTorch reserved: the CUDA context\n\n| compute capability | rows | MiB | median |\n|---|---|---|---|"
-    )
+    print("\n## Memory of the process less what PyTorch reserved: the CUDA context\n")
+    print("| compute capability | rows | MiB | median |\n|---|---|---|---|")
     for name, values in outside_mib(rows, "context").items():
         print(f"| {name} | {len(values)} | {', '.join(map(str, values))} | {median(values):g} |")
     print("\n## The same less the context, with peers: NCCL\n\n| | rows | MiB | median |\n|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""Makes `planner/data/models.jsonl` and `planner/data/gpus.toml` from two files of collected facts.
+"""Make `planner/data/models.jsonl` and `planner/data/gpus.toml` from two files of collected facts.
 
     python scripts/build_catalogue.py [FACTS_FOLDER]      (default: ../shared/data)
 
@@ -43,7 +43,8 @@ EXTRA_ALIASES = {
     "H100-SXM": ["H100-SXM5"],
 }
 
-# Cards whose NVLink is an optional bridge between two of them: planned for as PCIe cards. Source: the facts' notes and NVIDIA's data sheets.
+# Cards whose NVLink is an optional bridge between two cards; they are planned for as PCIe cards. Source: the facts'
+# notes and NVIDIA's data sheets.
 BRIDGED = {
     "H100-NVL",
     "A40",
@@ -57,8 +58,8 @@ BRIDGED = {
     "Titan-RTX",
 }
 
-# Bytes a second in one direction of one lane: transfers a second x coding / 8. Source: PCI Express base specifications 3.0 to 6.0
-# (128b/130b coding up to 5.0; 242 of 256 bytes of a flit are payload in 6.0).
+# Bytes a second in one direction of one lane: transfers a second x coding / 8. Source: PCI Express base specifications
+# 3.0 to 6.0 (128b/130b coding up to 5.0; 242 of 256 bytes of a flit are payload in 6.0).
 PCIE_LANE_BYTES_PER_SECOND = {
     "gen3": 8e9 * 128 / 130 / 8,
     "gen4": 16e9 * 128 / 130 / 8,
@@ -72,12 +73,13 @@ FP32_ONLY_TFLOPS = {"GTX-1080-Ti": 11.3}
 
 HEADER = """# The cards `plan` knows by name. Made by scripts/build_catalogue.py; change the facts, not this file.
 #
-# total_bytes        what torch reports as total_memory, the lowest that was seen: a plan must fit the smallest.
-# reported           whether that figure was seen in a log. Where it was not, total_bytes is the lower of the collected guess and
-#                    nvidia-smi's total less the largest difference seen between nvidia-smi and torch on the reported cards
+# total_bytes        the lowest total_memory that torch reported: a plan must fit the smallest card.
+# reported           true if a log shows that figure. If false, total_bytes is the lower of the collected guess and
+#                    nvidia-smi's total less the largest difference between nvidia-smi and torch on the reported cards
 #                    ({absolute} MiB or {share:.4f} of the total, whichever is less); `derived` says so.
 # bf16_flops         dense, a second; on cards before Ampere (compute capability below 8.0) their fp16 rate.
-# nvlink_bytes_per_second, pcie_bytes_per_second   one direction, that is half of what NVLink data sheets print; 0: no NVLink.
+# nvlink_bytes_per_second, pcie_bytes_per_second   one direction, which is half of what NVLink data sheets print;
+#                    0: no NVLink.
 # Cards of other vendors are left out: the formulas are CUDA's.
 """
 
@@ -110,14 +112,14 @@ def is_nvidia(row: dict) -> bool:
 
 
 def reported_bytes(row: dict) -> int:
-    """The lowest figure of a card that torch was seen to report; 0 where there is none."""
+    """The lowest total memory that torch reported for a card; 0 where no report is known."""
     if not row["reported"] or row["reported_field"] != "memory_gib":
         return 0
     return int(min([row["memory_gib"], *row.get("memory_gib_observed", [])]) * GIB)
 
 
 def largest_reserve(rows: list[dict]) -> tuple[int, float]:
-    """The largest difference between nvidia-smi and torch on cards where both were seen: in MiB, and as a share."""
+    """The largest difference between nvidia-smi and torch on cards where both are known: in MiB, and as a share."""
     seen = [(row["nvidia_smi_mib"], reported_bytes(row)) for row in rows if reported_bytes(row)]
     absolute = max(total - usable // MIB for total, usable in seen)
     share = max(1 - usable / (total * MIB) for total, usable in seen)
@@ -142,9 +144,8 @@ def gpu_table(row: dict, absolute: int, share: float) -> str:
         "source": row["source"],
     }
     if not known_bytes:
-        values["derived"] = (
-            f"the lower of {row['memory_gib']} GiB and nvidia-smi's {row['nvidia_smi_mib']} MiB less {reserve // MIB} MiB"
-        )
+        less = f"nvidia-smi's {row['nvidia_smi_mib']} MiB less {reserve // MIB} MiB"
+        values["derived"] = f"the lower of {row['memory_gib']} GiB and {less}"
     if name in BRIDGED and link:
         values["bridge_bytes_per_second"] = link
     if "note" in row:
@@ -166,7 +167,7 @@ def pcie_bytes_per_second(text: str) -> float:
 
 
 def toml_value(value: object) -> str:
-    """A TOML literal. JSON's texts, lists, numbers and booleans are TOML's, but for a float's `+` in the exponent."""
+    """A TOML literal. JSON writes strings, lists, integers and booleans as TOML does; floats become integers."""
     return str(int(value)) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 

@@ -1,6 +1,7 @@
-"""Real trainers in worker processes on the CPU against their dry runs: `python scripts/compare_cpu_probes.py` rewrites results/cpu_probes.md.
+"""Compare real trainers in worker processes on the CPU with their dry runs.
 
-Methods and models may be named: `python scripts/compare_cpu_probes.py sft,grpo tiny-qwen2` prints their rows and writes nothing.
+python scripts/compare_cpu_probes.py                          rewrites results/cpu_probes.md
+python scripts/compare_cpu_probes.py sft,grpo tiny-qwen2      prints the rows of these, writes nothing
 """
 
 import os
@@ -44,16 +45,17 @@ LENGTHS = {
 }
 # Phases in which a measurement and its dry run differ, and why.
 NAMES: dict[str, str] = {
-    "rollout": "the dry run makes the last of a rollout's tokens at once, so its one mask and its positions are as long as they get: it is above, "
-    "by the bytes shown",
+    "rollout": "the dry run generates the last tokens of a rollout at once, so its one mask and its positions have the "
+    "largest length: it is above the measurement, by the bytes shown",
     "load": "a prompt that is a token shorter",
 }
 HEAD = f"""# Probes on the CPU against dry runs
 
-Every row is a process of its own, started by `probes/runner/runner.py`, in which the real trainer of TRL trained two steps of a small model with random weights
-(`tests/models/`), its tensors' bytes counted; beside it the peak that the dry run of the same candidate has said. Bytes. bfloat16, full fine-tuning,
-gradient checkpointing, padded batches of {LENGTHS["per_device_train_batch_size"]} rows: {LENGTHS["max_length"]} tokens, or a prompt of
-{LENGTHS["prompt_length"]} and a completion of {LENGTHS["max_completion_length"]}. Nothing here was run on a GPU.
+Each row is one process, started by `probes/runner/runner.py`: TRL's real trainer trained two steps of a small model
+with random weights (`tests/models/`), and the bytes of its tensors were counted. Beside it stands the peak of the dry
+run of the same candidate. All figures are bytes. bfloat16, full fine-tuning, gradient checkpointing, padded batches of
+{LENGTHS["per_device_train_batch_size"]} rows: {LENGTHS["max_length"]} tokens, or a prompt of {LENGTHS["prompt_length"]}
+and a completion of {LENGTHS["max_completion_length"]}. Nothing here ran on a GPU.
 
 Made by `python scripts/compare_cpu_probes.py`.
 """
@@ -88,7 +90,7 @@ def row(method: str, model: str, measured: Measurement, dry: Trace) -> str:
 def main() -> None:
     methods = [method for method in METHODS if len(sys.argv) < 2 or method in sys.argv[1].split(",")]
     models = [model for model in MODELS if len(sys.argv) < 3 or model in sys.argv[2].split(",")]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # operators as small as these only wait for other threads
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # such small operators only wait for other threads
     torch.set_num_threads(1)
     rows: list[str] = []
     versions: dict[str, str] = {}

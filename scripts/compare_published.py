@@ -1,6 +1,6 @@
-"""Memory as computed against what other people published: tests/data/published.jsonl -> results/published.md and published.jsonl.
+"""Compare estimated memory with figures that others published (tests/data/published.jsonl).
 
-python scripts/compare_published.py            writes both files
+python scripts/compare_published.py            writes results/published.md and published.jsonl
 """
 
 import json
@@ -40,24 +40,26 @@ Quantity = Literal[
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "gradients", "optimizer_states")
 HEAD = """# Memory, computed against published
 
-Written by `python scripts/compare_published.py` from `tests/data/published.jsonl`: figures that others printed, the settings they ran
-with, and what had to be assumed about each. Nothing in the estimator was set to meet them. Error: computed over published, less one.
+Written by `python scripts/compare_published.py` from `tests/data/published.jsonl`: figures that others
+printed, the settings of their runs, and our assumptions about the rest. Nothing in the estimator was set to meet them.
+Error: computed over published, less one.
 
-What is compared: *allocated* is tensors and cuBLAS workspaces; *reserved* has the allocator's slack on top; *process* (nvidia-smi) also the
-CUDA context and NCCL; *after step* is what is left between two steps; *over* must not fit the card.
+Quantities: *allocated* is tensors and cuBLAS workspaces; *reserved* has the allocator's slack on top; *process*
+(nvidia-smi) also the CUDA context and NCCL; *after step* is the memory between two steps; *over* must not fit the card.
 
-What lies behind the larger errors, from the sources of what was run:
+Causes of the larger errors, read in the sources of the programs that were run:
 
-- The estimator's slack is what the allocator cannot give away when memory runs out (`allocator_slack.md`). A run with room to spare keeps
-  all it ever freed, loading included, so reserved and process figures lie above what the step itself needs: Qwen LoRA by a constant 2 to 3
-  GiB at every length up to 2,048 tokens, TRL's notebooks, fsdp_qlora.
-- litgpt QLoRA, LLaMA-Factory's QLoRA of June 2024: bitsandbytes before 0.43.3 kept the input of every 4-bit layer for a gradient that nobody
-  asks for (its pull request 1270, July 2024; litgpt had 0.42). Counted as well, the twelve litgpt rows come to -9 % in the median (-3 to -17 %,
-  the gated feed-forwards lowest, unexplained), LLaMA-Factory's Qwen2-7B to -12 %. The estimator counts what installed releases do.
-- litgpt in mixed precision: its head runs 128 tokens at a time, and autocast copies the frozen float32 head for each of the nine chunks
-  (8 x 0.39 GiB more than once).
-- Qwen Q-LoRA: too little at short rows (buckets of 2e8 elements, twice; weights unpacked by the old GPTQ kernel) and too much at long ones
-  (their loss stays in float16, 6 bytes a logit where autocast makes 12).
+- The estimator's slack is what the allocator cannot give away when memory runs out (`allocator_slack.md`). A run with
+  room to spare keeps all it ever freed, loading included, so reserved and process figures lie above what the step
+  itself needs: Qwen LoRA by a constant 2 to 3 GiB at every length up to 2,048 tokens, TRL's notebooks, fsdp_qlora.
+- litgpt QLoRA, LLaMA-Factory's QLoRA of June 2024: bitsandbytes before 0.43.3 kept the input of every 4-bit layer for a
+  gradient that nobody asks for (its pull request 1270, July 2024; litgpt had 0.42). Counted as well, the twelve litgpt
+  rows come to -9 % in the median (-3 to -17 %, the gated feed-forwards lowest, unexplained), LLaMA-Factory's Qwen2-7B
+  to -12 %. The estimator counts what installed releases do.
+- litgpt in mixed precision: its head runs 128 tokens at a time, and autocast copies the frozen float32 head for each of
+  the nine chunks (8 x 0.39 GiB more than once).
+- Qwen Q-LoRA: too little at short rows (buckets of 2e8 elements, twice; weights unpacked by the old GPTQ kernel) and
+  too much at long ones (their loss stays in float16, 6 bytes a logit where autocast makes 12).
 - PEFT LoRA, training, and TRL's GRPO notebooks: lengths are assumed, and at the cap.
 - LLaMA-Factory: rows of the dataset, packing and the remote code of GLM-4 are not published with the figures.
 """
@@ -65,7 +67,7 @@ What lies behind the larger errors, from the sources of what was run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One published figure and the candidate that stands for it. `held_tokens`: of the output that the script keeps after a step."""
+    """One published figure and its candidate. `held_tokens`: tokens whose model output stays after a step."""
 
     id: str
     source: str
@@ -80,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A row with what we compute for it."""
+    """A row and the bytes that are computed for it."""
 
     row: Row
     computed_bytes: int
@@ -97,7 +99,7 @@ def published() -> Iterator[dict[str, Any]]:
 
 
 def left_out() -> Counter[str]:
-    """Why rows of the same sources are not compared, with their number."""
+    """The reasons why rows of the same sources are left out, with their counts."""
     return Counter(row["left_out"] for row in published() if "left_out" in row)
 
 
@@ -147,7 +149,7 @@ def _held_bytes(row: Row) -> int:
 
 
 def all_compared() -> tuple[list[Compared], Counter[str]]:
-    """Every row that the estimator answers, and the reasons of those that it refuses."""
+    """The compared rows, and the estimator's reasons for refusing the others."""
     done: list[Compared] = []
     refused: Counter[str] = Counter()
     for row in rows():
@@ -171,7 +173,8 @@ def _summary(group: str, members: list[Compared]) -> str:
     mean = sum(abs(error) for error in errors) / len(errors)
     under = sum(error < 0 for error in errors) / len(errors)
     quantity = members[0].row.quantity
-    return f"| {group} | {quantity} | {len(errors)} | {median(errors):+.1%} | {mean:.1%} | {max(errors, key=abs):+.1%} | {under:.0%} |"
+    middle, worst = median(errors), max(errors, key=abs)
+    return f"| {group} | {quantity} | {len(errors)} | {middle:+.1%} | {mean:.1%} | {worst:+.1%} | {under:.0%} |"
 
 
 def _line(one: Compared) -> str:
@@ -184,7 +187,7 @@ def _line(one: Compared) -> str:
 
 
 def _assumptions(done: list[Compared]) -> list[str]:
-    """What was assumed, by group, each once."""
+    """The assumptions of each group, without repetition."""
     found: dict[str, dict[str, None]] = {}
     for one in done:
         found.setdefault(one.row.group, {}).update(dict.fromkeys(one.row.assumptions))
@@ -215,8 +218,9 @@ def _record(one: Compared) -> str:
     components = {component: size for component, size in sorted(one.phase.components.items())}
     measured = one.row.measured_bytes or None
     return json.dumps({
-        "id": one.row.id, "source": one.row.source, "group": one.row.group, "quantity": one.row.quantity, "measured_bytes": measured,
-        "predicted_bytes": one.computed_bytes, "phase": one.phase.name, "components": components,
+        "id": one.row.id, "source": one.row.source, "group": one.row.group, "quantity": one.row.quantity,
+        "measured_bytes": measured, "predicted_bytes": one.computed_bytes, "phase": one.phase.name,
+        "components": components,
     })  # fmt: skip
 
 

@@ -1,9 +1,11 @@
-"""Estimated against simulated: the same candidates through the formulas and through the dry run, signed errors by component.
+"""Compare the formulas with the dry run on the same random candidates: signed errors of the peak.
 
-    python scripts/compare_simulated.py [--workers 2] [--limit N]     writes results/estimated_vs_simulated.jsonl and .md
+    python scripts/compare_simulated.py [--workers 2] [--limit N]     writes results/estimated_vs_simulated.jsonl and
+    .md
 
-Needs the dryrun extra. Models are cut to a few layers, whose shapes are the real ones: what depends on depth is linear in it, and both
-sides see the same depth. Dry runs that are already in the .jsonl are not run again (`--fresh` does); estimates always are.
+Needs the dryrun extra. Models are cut to a few layers, whose shapes are the real ones: what depends on depth is linear
+in it, and both sides see the same depth. Dry runs that are already in the .jsonl are not run again (`--fresh` does);
+estimates always are.
 """
 
 import argparse
@@ -30,8 +32,9 @@ CLUSTER = parse_cluster("1xH200", None)
 LAYERS = 4
 SEED = 20261120
 MODELS = (
-    "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-1.7B", "gemma-3-1b-it", "gemma-2-2b", "Mistral-7B-v0.1", "Phi-3.5-mini-instruct",
-    "OLMo-2-0425-1B", "pythia-1b", "SmolLM3-3B", "granite-3.3-2b-instruct", "Mixtral-8x7B-v0.1",
+    "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.2-1B", "Llama-3.1-8B", "Qwen3-1.7B", "gemma-3-1b-it", "gemma-2-2b",
+    "Mistral-7B-v0.1", "Phi-3.5-mini-instruct", "OLMo-2-0425-1B", "pythia-1b", "SmolLM3-3B",
+    "granite-3.3-2b-instruct", "Mixtral-8x7B-v0.1",
 )  # fmt: skip
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate")
 COUNT = 440
@@ -46,7 +49,7 @@ def cut(name: str) -> ModelShape:
 
 
 def candidates() -> Iterator[tuple[str, Candidate]]:
-    """A stratified random draw, the same every time: every model, method, tuning, precision, length, checkpointing, padding."""
+    """A stratified random sample with a fixed seed, of all models, methods, tunings, dtypes and lengths."""
     draw = random.Random(SEED)
     methods = [name for name, row in METHODS.items() if row.last_trl == "current"]
     for number in range(COUNT):
@@ -79,12 +82,12 @@ def candidates() -> Iterator[tuple[str, Candidate]]:
 
 
 def simulated(name: str, candidate: Candidate) -> Row:
-    """The dry run's side of a row, or what stopped it."""
+    """The dry run's side of a row, or the error that stopped it."""
     from probes.dryrun.simulate import dry_run
 
     try:
         trace = dry_run(candidate)
-    except Exception as error:  # the library's own refusal of a combination is a row too
+    except Exception as error:  # a combination that a library refuses is a row too
         return {
             "key": key(name, candidate),
             "error": f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}",
@@ -94,7 +97,7 @@ def simulated(name: str, candidate: Candidate) -> Row:
 
 
 def estimated(row: Row, candidate: Candidate) -> Row:
-    """The same row with the formulas' side, which costs nothing and is made anew each time."""
+    """The row with the formulas' side, which is computed again each time because it costs little."""
     if "error" in row:
         return row
     gpu = estimate(candidate, CLUSTER).gpus[0]
@@ -130,8 +133,9 @@ def table(rows: list[Row]) -> str:
     lines = [
         "# Estimated against simulated",
         "",
-        f"The same {len(good)} candidates through the formulas and through the dry run (the installed trainers on fake tensors): peak of what",
-        f"PyTorch allocates, estimated over simulated. {', '.join(f'{package} {version(package)}' for package in VERSIONS)}.",
+        f"The same {len(good)} candidates through the formulas and through the dry run (the installed trainers on",
+        "fake tensors): peak of what PyTorch allocates, estimated over simulated.",
+        f"{', '.join(f'{package} {version(package)}' for package in VERSIONS)}.",
         f"Made by `python scripts/compare_simulated.py`; models are cut to {LAYERS} layers of their real shapes.",
         f"{len(rows) - len(good)} combinations were refused by the libraries; they stand at the end.",
         "",
@@ -158,8 +162,8 @@ def line(title: str, members: list[Row]) -> str:
     worst = max(errors, key=abs)
     under = sum(each < -0.03 for each in errors)
     return (
-        f"| {title} | {len(errors)} | {100 * statistics.mean(errors):+.2f} % | {100 * statistics.mean(map(abs, errors)):.2f} % "
-        f"| {100 * worst:+.2f} % | {under} |"
+        f"| {title} | {len(errors)} | {100 * statistics.mean(errors):+.2f} % "
+        f"| {100 * statistics.mean(map(abs, errors)):.2f} % | {100 * worst:+.2f} % | {under} |"
     )
 
 

@@ -1,10 +1,11 @@
-"""Every model of the catalogue through the dry run: which run, which cannot and why, and how far the formulas are from it.
+"""Dry-run every model of the catalogue: which run, which do not and why, and the error of the formulas.
 
-    python -m scripts.dry_run_catalogue [--again MODEL_TYPE ..] [--full]     writes results/dry_runs.jsonl and results/dry_runs.md
+    python -m scripts.dry_run_catalogue [--again MODEL_TYPE ..] [--full]     writes results/dry_runs.jsonl and .md
 
-SFT with LoRA on all linear layers of a bfloat16 base, rows of 512 tokens, with and without checkpointing. Needs the dryrun extra. A model is
-cut to a few layers, two of each kind that it has, at their real sizes; with --full the smallest model of each type runs at its full depth too.
-Rows that are already in the .jsonl with the same versions are not run again.
+SFT with LoRA on all linear layers of a bfloat16 base, rows of 512 tokens, with and without checkpointing. Needs the
+dryrun extra. A model is cut to a few layers, two of each kind that it has, at their real sizes; with --full the
+smallest model of each type runs at its full depth too. Rows that are already in the .jsonl with the same versions are
+not run again.
 """
 
 import argparse
@@ -36,48 +37,44 @@ CLUSTER = parse_cluster("1xH200", None)
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 OUTSIDE_THE_TRACE = ("runtime", "fragmentation", "communication")  # a dry run sees what PyTorch allocates
 BATCH, LENGTH, RANK = 4, 512, 16
-SECONDS = 120  # no model takes longer here, unless it hangs
-OFF = 0.02  # from here on, formulas and dry run do not agree on a peak
+SECONDS = 120  # longer than any model here takes, unless it hangs
+OFF = 0.02  # from this error on, formulas and dry run do not agree on a peak
 GIB = 2**30
 
-# What a model type needs where the usual way is refused.
+# The settings with which a model type runs where the usual ones are refused.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ADAPTED: dict[str, tuple[str, ...]] = {
     "phimoe": ATTENTION,  # its router is an nn.Linear that returns three tensors
-    "deepseek_v4": (
-        "q_a_proj",
-        "q_b_proj",
-        "kv_proj",
-        "o_b_proj",
-    ),  # o_a_proj is an nn.Linear with a forward pass of its own
+    # o_a_proj is an nn.Linear with a forward pass of its own.
+    "deepseek_v4": ("q_a_proj", "q_b_proj", "kv_proj", "o_b_proj"),
     "nemotron_h": (*ATTENTION, "up_proj", "down_proj"),  # PEFT refuses out_proj and conv1d of Mamba blocks
 }
-WITHOUT_AUX_LOSS = frozenset(
-    {"phimoe", "deepseek_v4", "granitemoehybrid"}
-)  # TRL's load balancing reads num_experts, which their configs lack
+# TRL's load balancing reads num_experts, which the configs of these types lack.
+WITHOUT_AUX_LOSS = frozenset({"phimoe", "deepseek_v4", "granitemoehybrid"})
 
 Row = dict[str, Any]
 
 
 def candidate_of(model: ModelShape, checkpointing: bool) -> Candidate:
     return Candidate(
-        model=model, method="sft", tuning="lora", lora_r=RANK, dtype="bfloat16", per_device_train_batch_size=BATCH, max_length=LENGTH,
-        gradient_checkpointing=checkpointing,
+        model=model, method="sft", tuning="lora", lora_r=RANK, dtype="bfloat16", per_device_train_batch_size=BATCH,
+        max_length=LENGTH, gradient_checkpointing=checkpointing,
     )  # fmt: skip
 
 
 def ran(row: ModelRow) -> Row:
-    """One line: the peaks of the cut model beside what the formulas say; or what stops it, and what does run."""
+    """The row of a model: the peaks of the cut model; or the error that stops it, and the settings that run instead."""
     from probes.layers.few_layers import depth_of, few_layers
 
     model = few_layers(load_model(row.id))
     answer: Row = {
-        "id": row.id, "model_type": row.model_type, "known": model.known, "auto_class": model.auto_class, "layers": depth_of(dict(model.config)),
+        "id": row.id, "model_type": row.model_type, "known": model.known, "auto_class": model.auto_class,
+        "layers": depth_of(dict(model.config)),
     }  # fmt: skip
     candidates = [candidate_of(model, checkpointing) for checkpointing in (True, False)]
     try:
         return answer | {"runs": [compared(candidate) for candidate in candidates]}
-    except Exception as error:  # what stops a model is its line
+    except Exception as error:  # any error that stops a model belongs in its row
         answer["error"] = said(error)
     if row.model_type in ADAPTED or row.model_type in WITHOUT_AUX_LOSS:
         with without_aux_loss(row.model_type):
@@ -102,7 +99,7 @@ def instead(model_type: str) -> str:
 
 
 def ran_in_full(row: ModelRow) -> Row:
-    """The same at full depth, checkpointed, where it runs as it is."""
+    """The row of a model at full depth, checkpointed."""
     return {"id": row.id, "model_type": row.model_type, "full_depth": compared(candidate_of(load_model(row.id), True))}
 
 
@@ -122,7 +119,7 @@ def compared(candidate: Candidate) -> Row:
 
 
 def with_estimates(answer: Row) -> Row:
-    """The line with what the formulas say today beside each peak."""
+    """The row with the formulas' estimate of today beside each peak."""
     from probes.layers.few_layers import few_layers
 
     whole = load_model(answer["id"])
@@ -149,7 +146,7 @@ def estimated(candidate: Candidate) -> Row:
 
 
 def said(error: Exception) -> str:
-    """The first line of what a library says, and where in it."""
+    """The first line of a library's error, and the library's file and line."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -161,7 +158,7 @@ def said(error: Exception) -> str:
 
 
 def in_a_process(work: Callable[[ModelRow], Row], row: ModelRow) -> Row:
-    """A process each, so that nothing of one model is left for the next."""
+    """Run one model in a process of its own, so that nothing of it is left for the next."""
     nothing: Row = {
         "id": row.id,
         "model_type": row.model_type,
@@ -189,7 +186,7 @@ def error(run: Row) -> float:
 
 
 def above_weights(run: Row) -> float:
-    """The error as a share of what is not weights: what the activations' formulas have to answer for."""
+    """The error as a share of all memory but weights, for which the formulas of activations are responsible."""
     return float(run["estimated_bytes"] - run["simulated_bytes"]) / float(run["simulated_bytes"] - run["weight_bytes"])
 
 
@@ -201,12 +198,13 @@ def table(rows: list[Row], full: list[Row]) -> str:
     lines = [
         "# Every model of the catalogue through the dry run",
         "",
-        "Made by `python -m scripts.dry_run_catalogue --full`: SFT, LoRA r 16 on all linear layers of a bfloat16 base, 4 rows of 512 tokens with padding,",
-        "sdpa, the installed TRL trainer on fake tensors as CUDA runs it. A model is cut to two layers of each kind that it has, at their real sizes.",
+        "Made by `python -m scripts.dry_run_catalogue --full`: SFT, LoRA r 16 on all linear layers of a bfloat16",
+        "base, 4 rows of 512 tokens with padding, sdpa, the installed TRL trainer on fake tensors as CUDA runs it.",
+        "A model is cut to two layers of each kind that it has, at their real sizes.",
         f"{', '.join(f'{package} {number}' for package, number in versions().items())}.",
         "",
-        f"Of {len(rows)} models ({text} text models, {len(rows) - text} image-text models, trained on text), **{len(usual)} run as they are, "
-        f"{len(other)} run with another setting, {len(never)} do not run**.",
+        f"Of {len(rows)} models ({text} text models, {len(rows) - text} image-text models, trained on text), "
+        f"**{len(usual)} run as they are, {len(other)} run with another setting, {len(never)} do not run**.",
         "",
         "## Refused as they are",
         "",
@@ -228,10 +226,11 @@ def by_type(rows: list[Row]) -> list[str]:
     lines = [
         "## Estimated against simulated, by model type",
         "",
-        "Peak of what PyTorch allocates, estimated over simulated, of the cut models: with few layers the share of weights is small and an error",
-        "is larger than at full depth. The last column is the worst error as a share of what is not weights.",
+        "Peak of what PyTorch allocates, estimated over simulated, of the cut models: with few layers the share of",
+        "weights is small and an error is larger than at full depth. The last column is the worst error as a share of",
+        "all but weights.",
         "",
-        "| model type | models | checkpointed: mean | worst | not checkpointed: mean | worst | of what is not weights |",
+        "| model type | models | checkpointed: mean | worst | not checkpointed: mean | worst | of all but weights |",
         "|---|---|---|---|---|---|---|",
     ]
     known = [row for row in rows if row["known"] and all("estimated_bytes" in run for run in row["runs"])]
@@ -268,7 +267,8 @@ def all_rows(rows: list[Row]) -> list[str]:
     lines = [
         "## Every model",
         "",
-        "| model | type | layers kept | ran | checkpointed: simulated GiB | estimated | error | not: simulated GiB | estimated | error |",
+        "| model | type | layers kept | ran | checkpointed: simulated GiB | estimated | error "
+        "| not: simulated GiB | estimated | error |",
     ]
     lines.append("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
@@ -289,10 +289,12 @@ def cells_of(run: Row) -> str:
 CAUSES = """
 What is known of the differences:
 
-- Without checkpointing, the first layer under adapters keeps less than the others, since its input needs no gradient; the formulas count it
-  as one of the others. It is one layer's inputs at any depth: 1 to 3 % of the peak of two layers.
-- gemma3: batches of text leave the adapters on its vision tower without gradients and optimizer states, which the formulas count.
-- granite with adapters and checkpointing: the embedding's output is a leaf that stays beside its scaled copy, which the formulas leave out."""
+- Without checkpointing, the first layer under adapters keeps less than the others, since its input needs no gradient;
+  the formulas count it as one of the others. It is one layer's inputs at any depth: 1 to 3 % of the peak of two layers.
+- gemma3: batches of text leave the adapters on its vision tower without gradients and optimizer states, which the
+  formulas count.
+- granite with adapters and checkpointing: the embedding's output is a leaf that stays beside its scaled copy, which the
+  formulas leave out."""
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -308,10 +310,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     rows = model_rows()
-    torch.set_num_threads(
-        1
-    )  # what has computed with several threads cannot fork: the child waits for threads that it has not
-    ran(rows[0])  # imports what all need, once, before the processes fork
+    torch.set_num_threads(1)  # after computing with several threads a fork would wait for threads that it lacks
+    ran(rows[0])  # imports the libraries once, before the processes fork
     smallest: dict[str, ModelRow] = {}
     for row in rows:
         smallest[row.model_type] = min(smallest.get(row.model_type, row), row, key=lambda each: each.params)
@@ -333,7 +333,7 @@ def known_lines() -> dict[tuple[str, str], Row]:
 
 
 def line(kept: dict[tuple[str, str], Row], run: str, work: Callable[[ModelRow], Row], row: ModelRow) -> Row:
-    """The line of one run of one model, from the file or new; the file is written after each."""
+    """The row of one run of one model, from the file or new; the file is written after each new row."""
     if (run, row.id) not in kept:
         started = time.monotonic()
         answer = in_a_process(work, row)

@@ -1,4 +1,4 @@
-"""The vLLM engine as computed against what vLLM's start-up logs printed: tests/data/vllm.jsonl -> results/engine.md.
+"""Compare the computed memory of the vLLM engine with vLLM's start-up logs (tests/data/vllm.jsonl).
 
 python scripts/engine_report.py            writes results/engine.md
 """
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "tests" / "data" / "vllm.jsonl"
 REPORT = ROOT / "results" / "engine.md"
 
-# Rows whose model the catalogue has under another name, or whose language model is another one's.
+# The catalogue's name of a row's model, or of the model that is its language model.
 MODELS = {
     "vllm-uns-llama32-3b-a100": "Llama-3.2-3B",
     "vllm-uns-llama32-3b-t4": "Llama-3.2-3B",
@@ -57,20 +57,21 @@ NO_MODEL = {
     "vllm-lingshu32b-tp1": "Qwen2.5-VL has no formula here",
     "vllm-lingshu32b-tp2": "Qwen2.5-VL has no formula here",
 }
-# A checkpoint with more positions than the catalogue's row of its shape (deepseek-ai/DeepSeek-R1-0528-Qwen3-8B, config.json).
+# A checkpoint with more positions than the catalogue's row of its shape (deepseek-ai/DeepSeek-R1-0528-Qwen3-8B,
+# config.json).
 MAX_POSITION_EMBEDDINGS = {"vllm-r1-qwen3-8b-tp4": 131072}
-# What the engine was started with where the log's command does not say: the defaults of vLLM 0.7 to 0.11 (engine/arg_utils.py).
+# The engine's settings where the log's command does not name them: the defaults of vLLM 0.7 to 0.11
+# (engine/arg_utils.py).
 DEFAULT_MAX_NUM_SEQS = 256
-DEFAULT_MAX_NUM_BATCHED_TOKENS = (
-    2048  # max_model_len where that is longer, unless the prompt is chunked, which began above 32,768
-)
+# max_model_len where that is longer, unless the prompt is chunked, which began above 32,768.
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 CHUNKED_FROM = 32768
 DEFAULT_LORA_RANK = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One start-up log, and what the same engine is computed to take. Printed figures are in GiB; None: not printed."""
+    """One start-up log and the settings of its engine. Printed figures are in GiB; None: not printed."""
 
     id: str
     model: ModelShape | None
@@ -85,9 +86,8 @@ class Row:
     @property
     def max_model_len(self) -> int:
         assert self.model is not None
-        return (
-            self.config["max_model_len"] or DEFAULT_MAX_NUM_BATCHED_TOKENS
-        )  # the size of the KV cache does not depend on it
+        # The size of the KV cache does not depend on it.
+        return self.config["max_model_len"] or DEFAULT_MAX_NUM_BATCHED_TOKENS
 
     @property
     def quantization(self) -> EngineQuantization:
@@ -159,26 +159,26 @@ def _cell(value: float | None) -> str:
 def _line(row: Row) -> str:
     printed = row.measured
     if row.model is None:
-        return f"| {row.id} | | {_cell(printed['model_weights_gib'])} | | | | {_cell(printed['kv_cache_gib'])} | {row.why_not} |"
+        head = f"| {row.id} | | {_cell(printed['model_weights_gib'])} "
+        return f"{head}| | | | {_cell(printed['kv_cache_gib'])} | {row.why_not} |"
     weights = row.weights_bytes() / GIB
     head = f"| {row.id} | {_cell(weights)} | {_cell(printed['model_weights_gib'])} "
+    printed_peak, printed_kv = _cell(printed["activation_peak_gib"]), _cell(printed["kv_cache_gib"])
     if row.why_not:
-        return (
-            f"{head}| | {_cell(printed['activation_peak_gib'])} | | {_cell(printed['kv_cache_gib'])} | {row.why_not} |"
-        )
+        return f"{head}| | {printed_peak} | | {printed_kv} | {row.why_not} |"
     answer = row.computed()
     if isinstance(answer, EngineRefusal):
-        return f"{head}| | {_cell(printed['activation_peak_gib'])} | refused | {_cell(printed['kv_cache_gib'])} | the engine {printed['outcome']} |"
+        return f"{head}| | {printed_peak} | refused | {printed_kv} | the engine {printed['outcome']} |"
     kv = answer.kv_cache_bytes / GIB
     activation = answer.activation_peak_bytes / GIB
     note = f"{kv - printed['kv_cache_gib']:+.2f} GiB, {kv / printed['kv_cache_gib'] - 1:+.1%}"
-    return f"{head}| {_cell(activation)} | {_cell(printed['activation_peak_gib'])} | {_cell(kv)} | {_cell(printed['kv_cache_gib'])} | {note} |"
+    return f"{head}| {_cell(activation)} | {printed_peak} | {_cell(kv)} | {printed_kv} | {note} |"
 
 
 def kv_errors(printed_sequences: bool) -> dict[str, float]:
-    """Computed less printed KV cache in GiB, of the rows that print enough for it and start in both.
+    """Computed less printed KV cache in GiB, of the rows that print enough and whose engine starts in both.
 
-    `printed_sequences`: those whose log gives max_num_seqs, which sizes the sampler; else those where the default is taken.
+    `printed_sequences`: only rows whose log gives max_num_seqs, which sizes the sampler; False: only the other rows.
     """
     errors = {}
     for row in rows():
@@ -189,7 +189,7 @@ def kv_errors(printed_sequences: bool) -> dict[str, float]:
 
 
 def budget_shares(errors: dict[str, float]) -> list[float]:
-    """Errors in GiB as shares of the budget that the cache is cut from."""
+    """Errors in GiB as shares of the engine's budget, sorted."""
     by_id = {row.id: row for row in rows()}
     return sorted(
         error / (by_id[id].measured["total_gpu_memory_gib"] * by_id[id].config["gpu_memory_utilization"])
@@ -207,7 +207,8 @@ def _summary(printed_sequences: bool) -> str:
         else f"do not ({DEFAULT_MAX_NUM_SEQS}, the default, is taken)"
     )
     return (
-        f"- {len(errors)} rows {which}: KV cache computed less printed, of the engine's budget: median {median(shares):+.1%}, "
+        f"- {len(errors)} rows {which}: KV cache computed less printed, of the engine's budget: "
+        f"median {median(shares):+.1%}, "
         f"mean of the absolute errors {mean:.1%}, from {shares[0]:+.1%} to {shares[-1]:+.1%}."
     )
 
@@ -216,9 +217,10 @@ def report() -> str:
     lines = [
         "# The vLLM engine, computed against printed",
         "",
-        "Written by `python scripts/engine_report.py` from the 25 start-up logs in `tests/data/vllm.jsonl` (vLLM 0.7 to 0.11; GiB).",
-        "Weights, activations, memory outside torch and so the KV cache are computed from the model's config and the engine's settings alone.",
-        "Three constants are medians over these same rows (`planner/memory/engine/profile_run.py`); none is set for a row.",
+        "Written by `python scripts/engine_report.py` from the 25 start-up logs in `tests/data/vllm.jsonl`",
+        "(vLLM 0.7 to 0.11; GiB). Weights, activations, memory outside torch and so the KV cache are computed from the",
+        "model's config and the engine's settings alone. Three constants are medians over these same rows",
+        "(`planner/memory/engine/profile_run.py`); none is set for a row.",
         "",
         "| row | weights | printed | activation peak | printed | KV cache | printed | error of the KV cache |",
         "|---|---|---|---|---|---|---|---|",
@@ -227,8 +229,8 @@ def report() -> str:
         _summary(True),
         _summary(False),
         "",
-        "The logs are of vLLM's older model runner, whose sampler sorts; the one that trl 1.16 runs (vLLM 0.22 to 0.31) is read from its source and",
-        "has no published log here.",
+        "The logs are of vLLM's older model runner, whose sampler sorts. The formulas for the runner that trl 1.16",
+        "starts (vLLM 0.22 to 0.31) were read from its source; no published log of it is here.",
         "",
     ]
     return "\n".join(lines)

@@ -61,7 +61,7 @@ VLLM = (
 
 
 def arguments(draw: random.Random, models: list[str]) -> list[str]:
-    """One random command line of `plan estimate`; it may contradict itself."""
+    """One random command line of `plan estimate`; its settings may contradict each other."""
     method = draw.choice(METHODS)
     found = [
         "--model",
@@ -91,7 +91,7 @@ def arguments(draw: random.Random, models: list[str]) -> list[str]:
 
 
 def estimated(argv: list[str]) -> dict[str, object] | None:
-    """The line of one command: its arguments, its peak and the digest of its report but for texts; None where the command refuses."""
+    """Arguments, peak and digest of the report without its texts; None if the command refuses the arguments."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         code = run(["estimate", *argv, "--json", "--quiet"])

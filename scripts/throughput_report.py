@@ -1,6 +1,6 @@
-"""Predicted against published speeds: results/published_speeds.jsonl -> results/throughput.md.
+"""Compare predicted with published speeds (tests/data/published_speeds.jsonl).
 
-python scripts/throughput_report.py
+python scripts/throughput_report.py            writes results/throughput.md
 """
 
 import json
@@ -27,7 +27,7 @@ def published_rows() -> list[dict[str, Any]]:
 
 
 def predicted_seconds(row: dict[str, Any]) -> float:
-    """What `throughput` says of one row: its optimizer step, or its rollout where only that was measured."""
+    """Predicted seconds of a row's optimizer step, or of its rollout where only that was measured."""
     settings: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in row["candidate"].items()
     }
@@ -40,7 +40,7 @@ def predicted_seconds(row: dict[str, Any]) -> float:
 
 
 def rank_agreement(rows: list[tuple[float, float]]) -> float:
-    """Share of pairs, of those whose measured times differ by a tenth at least, that are predicted in the right order."""
+    """Share of pairs predicted in the right order, of the pairs whose measured times differ by at least a tenth."""
     pairs = [(a, b) for i, a in enumerate(rows) for b in rows[:i] if max(a[1], b[1]) > 1.1 * min(a[1], b[1])]
     return sum((a[0] > b[0]) == (a[1] > b[1]) for a, b in pairs) / len(pairs) if pairs else 1.0
 
@@ -60,15 +60,17 @@ def _spread(ratios: list[float]) -> str:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """The table as Markdown: one line a group, one for rows that no constant was read from, then every row."""
+    """Markdown: one line for each group, one for the rows that no constant was read from, then every row."""
     points = [(row, predicted_seconds(row), row["seconds"]) for row in rows]
     lines = [
         "# Predicted against published speeds",
         "",
-        "Seconds predicted by `planner/throughput` over seconds measured by others: median, and in brackets the 10th and 90th percentile.",
-        "Rows marked `used` are those that a constant of the model was read from; nothing was fitted to the others, but they were seen while it was",
-        "written. Where it errs, and why: two nodes of Qwen (the sharding was not said), RTX 3090 with one row (an old board's PCIe, about 3e9 B/s),",
-        "RTX 4090 (its rate in bf16 is above the data sheet's), H100 in eager mode (0.7), T4 (bf16 emulated). Made by `python scripts/throughput_report.py`.",
+        "Seconds predicted by `planner/throughput` over seconds measured by others: median, and in brackets the 10th",
+        "and 90th percentile. Constants of the formulas were read from the rows marked `used`. Nothing was fitted to",
+        "the other rows, but they were known while the formulas were written. Known errors and their causes: two nodes",
+        "of Qwen (the sharding was not published), RTX 3090 with one row (an old board's PCIe, about 3e9 B/s), RTX",
+        "4090 (its rate in bf16 is above the data sheet's), H100 in eager mode (0.7), T4 (bf16 emulated). Made by",
+        "`python scripts/throughput_report.py`.",
         "",
         "| rows | count | predicted / measured | pairs in the right order |",
         "|---|---|---|---|",
