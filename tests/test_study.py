@@ -347,7 +347,9 @@ def test_the_script_of_the_faults_asks_the_same_question() -> None:
 
 
 def test_the_password_of_a_storage_is_not_shown() -> None:
-    from probes.study.storage import shown
+    from probes.study.storage import hide_password
 
-    assert shown("mysql://me:secret@host:3306/db") == "mysql://me:***@host:3306/db"
-    assert shown("sqlite:////home/me/probes.db") == "sqlite:////home/me/probes.db"
+    assert hide_password("mysql://me:secret@host:3306/db") == "mysql://me:***@host:3306/db"
+    assert hide_password("sqlite:////home/me/probes.db") == "sqlite:////home/me/probes.db"
+    with pytest.raises(InputError, match=r"^--storage has a password with an @\. Write %40 in its place\.$"):
+        hide_password("mysql://me:sec@ret@host/db")

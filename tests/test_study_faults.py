@@ -147,9 +147,15 @@ def test_a_storage_that_stays_locked_is_one_line(tmp_path: Path, monkeypatch: py
     thread.join()
 
 
-@pytest.mark.parametrize("url", ["nonsense", "nosuch://x", "redis://localhost:1/0"])
+@pytest.mark.parametrize("url", ["nosuch://x", "redis://localhost:1/0"])
 def test_a_storage_that_is_none_is_wrong_input(url: str) -> None:
     with pytest.raises(InputError, match=rf"^--storage {url} is no storage that Optuna can open: "):
+        proven(url)
+
+
+@pytest.mark.parametrize("url", ["nonsense", " mysql://me:secret@host/db", "mysql://me:secret@host:port/db"])
+def test_a_storage_url_that_cannot_be_parsed_is_not_shown(url: str) -> None:
+    with pytest.raises(InputError, match=r"^--storage is no URL that SQLAlchemy can parse\. Try sqlite:///probes\.db\.$"):
         proven(url)
 
 
@@ -244,7 +250,7 @@ def test_two_processes_are_not_at_one_study(tmp_path: Path) -> None:
     name = proven(storage(tmp_path), budget_seconds=-1.0).study_name
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        began = probes.study.storage._began(other.pid)
+        began = probes.study.storage._start_time(other.pid)
         trial = optuna.load_study(study_name=name, storage=storage(tmp_path)).ask()
         trial.set_user_attr(OWNER, f"{socket.gethostname()}:{other.pid}:{began}")
         with pytest.raises(

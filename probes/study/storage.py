@@ -1,4 +1,4 @@
-"""Where a study is kept: any storage of Optuna's, a file of the user's own by default; and its name, by which the same problem finds it again."""
+"""The Optuna storage of studies: by default a file in the user's cache; and study names, equal for equal problems."""
 
 import hashlib
 import json
@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import optuna
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from planner.errors import InputError, PlanError
@@ -21,19 +22,21 @@ from planner.models.shape import ModelShape
 from planner.search.knobs import SearchProblem
 
 SQLITE = "sqlite:///"
-LOCK_SECONDS = 30.0  # how long another process may hold the file before it is an error; sqlite's own 5 s are less than a slow disk needs
-READABLE = 60  # characters of a study's name that are for people
-# Whose releases decide what is measured.
+LOCK_SECONDS = (
+    30.0  # longest wait for another process to release the file; SQLite's default of 5 s is too short for slow disks
+)
+READABLE = 60  # characters of a study's name before its digest
+# Libraries whose releases change measurements.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "vllm")
 
 
 def default_storage() -> str:
-    """A file within all that is the user's own."""
+    """Return the URL of the SQLite file in the user's cache."""
     return f"{SQLITE}{cache_root() / 'probes.db'}"
 
 
 def library_versions() -> dict[str, str]:
-    """Of the libraries that are installed."""
+    """Return the releases of the installed libraries."""
     found = {}
     for name in LIBRARIES:
         try:
@@ -44,9 +47,12 @@ def library_versions() -> dict[str, str]:
 
 
 def study_name(problem: SearchProblem, device: DeviceName, versions: Mapping[str, str]) -> str:
-    """The same for the same job, cluster, device and libraries: `Qwen2.5-7B-grpo-2xA100-40G-lora-throughput-1f0c2a9b`."""
+    """Return a name, equal for equal jobs, clusters, devices and libraries.
+
+    Example: `Qwen2.5-7B-grpo-2xA100-40G-lora-throughput-1f0c2a9b`.
+    """
     job, cluster = problem.job, problem.cluster
-    asked = {
+    key = {
         "model": _model(job.model),
         "method": job.method,
         "trl": job.trl_version,
@@ -62,7 +68,7 @@ def study_name(problem: SearchProblem, device: DeviceName, versions: Mapping[str
         "device": device,
         "versions": dict(versions),
     }
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=list).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=list).encode()).hexdigest()[:8]
     parts = (
         job.model.id.rsplit("/", 1)[-1],
         job.method,
@@ -78,16 +84,27 @@ def _model(model: ModelShape) -> dict[str, object]:
     return {"id": model.id, "config": model.config, "dtype": model.dtype, "quantization": model.quantization}
 
 
-def shown(url: str) -> str:
-    """A storage's URL without its password."""
-    return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:***@", url)
+def hide_password(url: str) -> str:
+    """Return a storage's URL with `***` instead of its password.
+
+    Raises:
+        InputError: SQLAlchemy cannot parse the URL, or takes a part of its password for the host. The message does not
+            show the URL: it may hold a password.
+    """
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        raise InputError(f"--storage is no URL that SQLAlchemy can parse. Try {SQLITE}probes.db.") from None
+    if "@" in (parsed.host or ""):
+        raise InputError("--storage has a password with an @. Write %40 in its place.")
+    return parsed.render_as_string(hide_password=True)
 
 
 def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
-    """The study of that name, made where there is none.
+    """Open the study of that name, or create it.
 
     Raises:
-        PlanError: the storage cannot be opened, or another process does not let go of it.
+        PlanError: the folder of the storage's file cannot be created.
     """
     settings = {}
     if url.startswith(SQLITE):
@@ -96,7 +113,7 @@ def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> opt
             Path(url.removeprefix(SQLITE)).expanduser().resolve().parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise PlanError(
-                f"The study in {shown(url)} cannot be read or written: {error.strerror}: {error.filename}."
+                f"The study in {hide_password(url)} cannot be read or written: {error.strerror}: {error.filename}."
             ) from error
     storage = optuna.storages.RDBStorage(url, engine_kwargs=settings)
     return optuna.create_study(
@@ -106,53 +123,63 @@ def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> opt
 
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """What a storage raises, as one line for whoever chose it."""
+    """Turn the errors of a storage into one line.
+
+    Raises:
+        InputError: Optuna cannot open such a storage.
+        PlanError: the storage is locked, or cannot be read or written.
+    """
+    shown = hide_password(url)
     try:
         yield
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise InputError(
-            f"--storage {shown(url)} is no storage that Optuna can open: {_line(error)} Try {SQLITE}probes.db."
+            f"--storage {shown} is no storage that Optuna can open: {_line(error)} Try {SQLITE}probes.db."
         ) from error
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
-        said = str(error.__cause__ or error)
-        if "locked" in said:
+        if "locked" in str(error.__cause__ or error):
             raise PlanError(
-                f"The study in {shown(url)} is locked by another process, for more than {LOCK_SECONDS:.0f} s. End that one, or give another --storage."
+                f"The study in {shown} is locked by another process, for more than {LOCK_SECONDS:.0f} s. "
+                "End that one, or give another --storage."
             ) from error
-        raise PlanError(f"The study in {shown(url)} cannot be read or written: {_line(error)}") from error
+        raise PlanError(f"The study in {shown} cannot be read or written: {_line(error)}") from error
 
 
 def _line(error: BaseException) -> str:
-    said = str(error.__cause__ or error).strip() or type(error).__name__
-    return said.splitlines()[0].rstrip(".") + "."
+    """Return the first line of an error's cause."""
+    text = str(error.__cause__ or error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".") + "."
 
 
-# -- who is at it ------------------------------------------------------------------------------------------------------
+# -- the process of a trial --------------------------------------------------------------------------------------------
 
 
 def this_process() -> str:
-    """Host, process and when it began: a number alone is given to another process later."""
-    return f"{socket.gethostname()}:{os.getpid()}:{_began(os.getpid())}"
+    """Return host, process id and start time of this process: the kernel gives an id to another process later."""
+    return f"{socket.gethostname()}:{os.getpid()}:{_start_time(os.getpid())}"
 
 
 def alive(owner: str) -> bool:
-    """Whether the process that started a trial still runs, as far as can be seen from here: one on another host may."""
-    host, _, rest = owner.rpartition(":")[0].rpartition(":")
-    pid, began = rest, owner.rpartition(":")[2]
+    """Whether the process that started a trial still runs; a process of another host counts as running."""
+    process, _, start_time = owner.rpartition(":")
+    host, _, pid = process.rpartition(":")
     if host != socket.gethostname():
         return True
-    return pid.isdecimal() and began != "" and _began(int(pid)) == began
+    return pid.isdecimal() and start_time != "" and _start_time(int(pid)) == start_time
 
 
-def _began(pid: int) -> str:
-    """The start time of a process in the kernel's ticks, empty where there is none; without /proc only whether it is there."""
+def _start_time(pid: int) -> str:
+    """Return the start time of a process in the kernel's ticks; empty: no such process.
+
+    Systems without /proc do not tell: a running process has "there".
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except OSError:
-        return _there(pid) if not Path("/proc/self/stat").exists() else ""
+        return _exists(pid) if not Path("/proc/self/stat").exists() else ""
 
 
-def _there(pid: int) -> str:
+def _exists(pid: int) -> str:
     try:
         os.kill(pid, 0)
     except OSError:

@@ -27,9 +27,9 @@ from probes.study.state import Knowledge
 from probes.study.storage import (
     alive,
     default_storage,
+    hide_password,
     library_versions,
     open_study,
-    shown,
     storage_errors,
     study_name,
     this_process,
@@ -102,7 +102,7 @@ def prove(target: SearchProblem | Plan, probe: Probe, options: StudyOptions | No
         adopt(study, sampler.space, options.say)
         if before := len(sampler.knowledge(study).measured):
             probes = "probe of this study was" if before == 1 else "probes of this study were"
-            options.say(f"{format_count(before)} {probes} measured before: {shown(url)}")
+            options.say(f"{format_count(before)} {probes} measured before: {hide_password(url)}")
         session = Session(study=study, sampler=sampler, probe=probe, options=options, began=options.clock())
         ending, reason = session.run()
         knowledge = sampler.knowledge(study)
@@ -116,7 +116,7 @@ def prove(target: SearchProblem | Plan, probe: Probe, options: StudyOptions | No
         ending=ending,
         reason=reason,
         study_name=name,
-        storage=shown(url),
+        storage=hide_password(url),
     )
 
 
@@ -179,6 +179,7 @@ class Session:
             return "interrupted", "the same command goes on from here"
 
     def _run_probes(self) -> tuple[Ending, str]:
+        """Run probes until no point is open, the budget is spent, or too many fail; return the ending and why."""
         while (point := self.sampler.propose(self.study)) is not None:
             if not self._affordable():
                 budget = format_seconds(self.options.budget_seconds)
