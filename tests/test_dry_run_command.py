@@ -21,8 +21,8 @@ from planner.jobs.settings import settings_of
 from planner.models.catalogue import load_model
 from planner.quantities import Estimate, PhaseMemory
 from planner.report.documents import json_schema
-from planner.report.dry_run import difference_lines, dry_run_note, dry_run_table
-from planner.report.json import dry_run_report, json_text
+from planner.report.dry_run import difference_lines, dry_run_note, dry_run_report, dry_run_table
+from planner.report.json import json_text
 from planner.report.read_json import candidate_from_settings
 from planner.units import GIB, MIB
 

@@ -21,8 +21,8 @@ from planner.measurements.measurement import Measurement
 from planner.measurements.validate import ComparedFigure, counted_bytes, summaries, validate
 from planner.memory.runtime import CUBLAS_WORKSPACE_BYTES, context_bytes
 from planner.report.frame import validation_frame
-from planner.report.json import json_text, validation_report
-from planner.report.validation import validation_csv, validation_table
+from planner.report.json import json_text
+from planner.report.validation import validation_csv, validation_report, validation_table
 from planner.units import GIB
 
 GRID = Path(__file__).parent / "data" / "grid.jsonl"

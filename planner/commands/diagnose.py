@@ -13,8 +13,8 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     from planner.commands.read_options import read_options
     from planner.diagnose.job import Diagnosis, diagnose_job
     from planner.diagnose.log import read_incidents
-    from planner.report.diagnosis import diagnosis_table
-    from planner.report.json import diagnosis_report, json_text
+    from planner.report.diagnosis import diagnosis_report, diagnosis_table
+    from planner.report.json import json_text
     from planner.training_stack import complete_models
 
     incidents = read_incidents(logged.log)

@@ -21,8 +21,8 @@ def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) 
 
     from planner.allocator.simulation import with_reserved
     from planner.estimate import estimate
-    from planner.report.dry_run import difference_lines, dry_run_table
-    from planner.report.json import dry_run_report, json_text
+    from planner.report.dry_run import difference_lines, dry_run_report, dry_run_table
+    from planner.report.json import json_text
     from planner.training_stack import dry_run as run_dry
 
     candidate, cluster = saved_or_single_candidate(saved, options, output)

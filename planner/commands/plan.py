@@ -25,8 +25,8 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
     from planner.files.write import refuse_unwritable
     from planner.measurements.own_results import apply_own_results, read_own_results
     from planner.plan import plan
-    from planner.report.dry_run import HINT
     from planner.report.table import refusal
+    from planner.report.words import DRY_RUN_HINT
     from planner.training_stack import complete_models, dry_run_installed
 
     say = progress(output)
@@ -40,7 +40,7 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
         if output.dry_run:
             answer = _checked(answer, say)
         elif dry_run_installed() and answer.verdict == "fits" and not output.json:
-            say(HINT)
+            say(DRY_RUN_HINT)
         exit_code, error = (EXIT_PLANNED, "") if answer.verdict == "fits" else (EXIT_NOTHING_FITS, refusal(answer))
     answer = replace(answer, warnings=(*request.warnings, *answer.warnings))
     print_plan(output, answer)

@@ -17,8 +17,8 @@ def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOpti
     from planner.gpus.parse import parse_cluster
     from planner.measurements.cases import read_cases
     from planner.measurements.validate import validate as compare
-    from planner.report.json import json_text, validation_report
-    from planner.report.validation import validation_csv, validation_table
+    from planner.report.json import json_text
+    from planner.report.validation import validation_csv, validation_report, validation_table
     from planner.training_stack import complete_models, dry_run, open_device
 
     say, settings = progress(output), probe_settings(probing)

@@ -15,18 +15,11 @@ from planner.gpus.cluster import Gpu
 from planner.measurements.corrected_estimate import heaviest_rank
 from planner.measurements.documents import PublishedSettings, measurement_of
 from planner.measurements.grid import known_keys, point_candidate
-from planner.measurements.measurement import Measurement
+from planner.measurements.measurement import Measurement, Quantity
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 from planner.units import GIB
-
-Quantity = Literal[
-    "tensors",  # the bytes of tensors without cuBLAS workspaces, as measured on a CPU
-    "allocated",  # torch.cuda.max_memory_allocated: with workspaces
-    "reserved",  # torch.cuda.max_memory_reserved: with the allocator's cache
-    "driver",  # memory of the process as the driver counts it: with the CUDA context and NCCL
-]
 
 PUBLISHED_QUANTITIES: dict[str, Quantity] = {"allocated": "allocated", "reserved": "reserved", "process": "driver"}
 

@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from planner.candidate import Candidate
 from planner.jobs.settings import settings_of
-from planner.jobs.spellings import NAMES
+from planner.jobs.spellings import WRITTEN_NAMES
 from planner.models.shape import ModelShape
 
-MODEL_NAMES = {field: NAMES[field] for field in ("model", "reward_model", "teacher_model")}
+MODEL_NAMES = {field: WRITTEN_NAMES[field] for field in ("model", "reward_model", "teacher_model")}
 
 
 def candidate_key(candidate: Candidate) -> str:

@@ -24,6 +24,13 @@ Outcome = Literal[
     "garbage",  # exit code 0 without a measurement
     "gpu_in_use",  # other processes hold memory of the GPU; no probe was started
 ]
+# Quantities of memory that a measurement may have.
+Quantity = Literal[
+    "tensors",  # the bytes of tensors without cuBLAS workspaces, as measured on a CPU
+    "allocated",  # torch.cuda.max_memory_allocated: with workspaces
+    "reserved",  # torch.cuda.max_memory_reserved: with the allocator's cache
+    "driver",  # memory of the process as the driver counts it: with the CUDA context and NCCL
+]
 EVIDENCE: dict[DeviceName, Evidence] = {"cuda": "measured", "cpu": "measured", "simulated": "simulated"}
 
 

@@ -13,10 +13,10 @@ from planner.estimate import estimate
 from planner.files.journal import append_line, lines_of
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster, Gpu
-from planner.measurements.cases import Case, Cases, LeftOut, Quantity, case_of_measurement
+from planner.measurements.cases import Case, Cases, LeftOut, case_of_measurement
 from planner.measurements.documents import measurement_line, measurement_of
 from planner.measurements.fingerprint import candidate_key
-from planner.measurements.measurement import Measurement
+from planner.measurements.measurement import Measurement, Quantity
 from planner.memory.communication import nccl_bytes
 from planner.memory.runtime import context_bytes
 from planner.quantities import Estimate, Evidence, PhaseMemory

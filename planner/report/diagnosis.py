@@ -1,4 +1,4 @@
-"""A diagnosis as text: the incidents of a log, the expected memory of the job, and a candidate that fits."""
+"""A diagnosis as text and as JSON: the incidents of a log, the expected memory of the job, and a candidate that fits."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,8 @@ from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
 from planner.measurements.corrected_plan import changed_settings
 from planner.plan import Plan
+from planner.report.documents import SCHEMA, DiagnosisReport, IncidentReport
+from planner.report.json import best_candidate
 from planner.report.lines import joined, listed, wrapped
 from planner.report.table import MAX_WIDTH, MIN_WIDTH
 from planner.report.words import bare_gib, cards, describe, rung, speed, tightest, verdict, words
@@ -92,3 +94,29 @@ def _remedy(plan: Plan, number: int) -> str:
     remedy = plan.remedies[number]
     gpu = tightest(remedy.estimate)
     return f"{remedy.change}: fits in {bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}"
+
+
+def diagnosis_report(diagnosis: Diagnosis) -> DiagnosisReport:
+    """Return the document of `plan diagnose --json`."""
+    return DiagnosisReport(
+        schema=SCHEMA,
+        incidents=tuple(_incident_report(incident) for incident in diagnosis.incidents),
+        expected=best_candidate(diagnosis.expected) if diagnosis.expected is not None else None,
+        instead=best_candidate(diagnosis.fitting_plan.best) if diagnosis.fitting_plan is not None else None,
+        why_none=diagnosis.no_plan_reason,
+    )
+
+
+def _incident_report(incident: Incident) -> IncidentReport:
+    return IncidentReport(
+        kind=incident.kind,
+        line=incident.line,
+        rank=incident.rank,
+        gpu=incident.gpu,
+        phase=incident.phase,
+        where=incident.where,
+        bytes=dict(incident.sizes),
+        numbers=dict(incident.numbers),
+        happened=describe_incident(incident),
+        turn=tuple(advice(incident)),
+    )

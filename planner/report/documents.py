@@ -14,7 +14,7 @@ from planner.candidate import AttentionImplementation, Dtype, Optimizer
 from planner.diagnose.incident import Kind
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Goal, TuningClass
-from planner.measurements.cases import Quantity
+from planner.measurements.measurement import Quantity
 from planner.methods import MethodName
 from planner.quantities import Component, Evidence, GpuRole, Phase, Throughput
 

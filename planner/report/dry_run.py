@@ -1,20 +1,22 @@
-"""A dry run beside the estimate as text: both peaks of each phase, and the memory that is alive at the peak."""
+"""A dry run beside the estimate, as text and as JSON: both peaks of each phase, and the memory alive at the peak."""
 
 import math
 from collections.abc import Iterator
 
+from msgspec import UNSET
 from rich.text import Text
 
 from planner.allocator.reserved import Reserved
 from planner.allocator.simulation import Simulation
 from planner.gpus.cluster import Cluster
 from planner.quantities import Component, PhaseMemory
+from planner.report.documents import SCHEMA, DryRunPhase, DryRunReport, EstimatedPhases, OutOfMemory
+from planner.report.json import DECIMALS, settings_report
 from planner.report.words import cards, describe, words
 from planner.units import MIB, format_gib
 
 NOTABLE_DIFFERENCE = 0.03  # share of the peak: a larger difference is explained in a line
 HOLDINGS = 15  # rows of the list of what is alive at the peak
-HINT = "add --dry-run to check this with the installed trl, in about 15 s"
 PHASE_WIDTH, NUMBER_WIDTH, COUNT_WIDTH, COMPONENT_WIDTH = 20, 12, 7, 18
 
 
@@ -73,6 +75,30 @@ def dry_run_table(simulation: Simulation, cluster: Cluster) -> Text:
         *_holdings(simulation),
     ]
     return Text("\n").join(lines)
+
+
+def dry_run_report(simulation: Simulation) -> DryRunReport:
+    """Return the document of `plan dry-run --json`."""
+    reserved = simulation.reserved
+    return DryRunReport(
+        schema=SCHEMA,
+        evidence="simulated",
+        settings=settings_report(simulation.candidate),
+        peak_bytes=simulation.peak.total_bytes,
+        peak_phase=simulation.peak.name,
+        phases=tuple(_dry_run_phase(phase, reserved) for phase in simulation.simulated),
+        reserved_peak_bytes=reserved.peak_bytes if reserved is not None else None,
+        out_of_memory=_out_of_memory(reserved),
+        estimated=EstimatedPhases(
+            peak_bytes=simulation.estimated_peak.total_bytes,
+            phases=tuple(_dry_run_phase(phase, None) for phase in simulation.estimated),
+        ),
+        difference=round(simulation.difference, DECIMALS),
+        composed=simulation.composed,
+        alive_at_peak=simulation.trace.holdings_at_peak(HOLDINGS),
+        substitutions=simulation.trace.substitutions,
+        versions=dict(simulation.trace.versions),
+    )
 
 
 def _libraries(simulation: Simulation) -> str:
@@ -135,3 +161,29 @@ def _gib(size_bytes: int) -> str:
 
 def _percent(simulated: int, estimated: int) -> str:
     return f"{estimated / simulated - 1:+.1%}" if estimated and simulated else "-"
+
+
+def _dry_run_phase(phase: PhaseMemory, reserved: Reserved | None) -> DryRunPhase:
+    """Return one phase without components of 0 bytes, with what the allocator reserves in it, if it is known."""
+    return DryRunPhase(
+        name=phase.name,
+        total_bytes=phase.total_bytes,
+        components={name: size for name, size in phase.components.items() if size},
+        reserved_bytes=UNSET if reserved is None or phase.name not in reserved.most else reserved.most[phase.name],
+    )
+
+
+def _out_of_memory(reserved: Reserved | None) -> OutOfMemory | None:
+    """Return the figures of the message that PyTorch would raise; None if the step fits or nothing is reserved."""
+    if reserved is None or reserved.shortfall is None:
+        return None
+    figures = reserved.shortfall.figures
+    return OutOfMemory(
+        phase=reserved.shortfall.phase,
+        tried_bytes=figures.tried_bytes,
+        total_bytes=figures.total_bytes,
+        free_bytes=figures.free_bytes,
+        allocated_bytes=figures.allocated_bytes,
+        unallocated_bytes=figures.unallocated_bytes,
+        message=figures.message,
+    )

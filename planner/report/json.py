@@ -1,4 +1,4 @@
-"""The JSON documents of plans, estimates, dry runs, diagnoses and validations (their types: documents.py)."""
+"""The JSON documents of plans and estimates (their types: documents.py), and documents as text."""
 
 import json
 from collections.abc import Iterable
@@ -6,46 +6,27 @@ from dataclasses import replace
 
 from msgspec import UNSET, Struct, convert, structs, to_builtins
 
-from planner.allocator.reserved import Reserved
-from planner.allocator.simulation import Simulation
 from planner.candidate import Candidate
-from planner.diagnose.advice import advice, describe_incident
-from planner.diagnose.incident import Incident
-from planner.diagnose.job import Diagnosis
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
-from planner.measurements.validate import UNDER, ComparedFigure, Validation, summaries
 from planner.plan import Plan, Proof
 from planner.quantities import Estimate, GpuMemory, PhaseMemory, Throughput
 from planner.report.documents import (
     SCHEMA,
     AlternativeReport,
     BestCandidate,
-    ComparedFigureReport,
-    DiagnosisReport,
-    DryRunPhase,
-    DryRunReport,
-    EstimatedPhases,
     EstimateReport,
     Gpus,
     Host,
-    IncidentReport,
     JobReport,
-    LeftOutReport,
-    OutOfMemory,
-    OutOfMemoryCaseReport,
     PhaseDifferenceReport,
     PhaseReport,
     PinnedSettings,
     PlanReport,
-    Prediction,
     ProofReport,
     RemedyReport,
     Settings,
-    SummaryReport,
-    ValidationReport,
 )
-from planner.report.dry_run import HOLDINGS
 from planner.report.proof import proof_lines
 
 # Decimals of seconds, tokens per second, probabilities and errors: more than is known of any of them.
@@ -86,74 +67,6 @@ def plan_report(plan: Plan) -> PlanReport:
 def estimate_report(estimate: Estimate, warnings: Iterable[str] = ()) -> EstimateReport:
     """Return the document of `plan estimate --json`: the keys of `best` in a plan, `schema` and `warnings`."""
     return EstimateReport(schema=SCHEMA, warnings=tuple(warnings), **structs.asdict(best_candidate(estimate)))
-
-
-def dry_run_report(simulation: Simulation) -> DryRunReport:
-    """Return the document of `plan dry-run --json`."""
-    reserved = simulation.reserved
-    return DryRunReport(
-        schema=SCHEMA,
-        evidence="simulated",
-        settings=settings_report(simulation.candidate),
-        peak_bytes=simulation.peak.total_bytes,
-        peak_phase=simulation.peak.name,
-        phases=tuple(_dry_run_phase(phase, reserved) for phase in simulation.simulated),
-        reserved_peak_bytes=reserved.peak_bytes if reserved is not None else None,
-        out_of_memory=_out_of_memory(reserved),
-        estimated=EstimatedPhases(
-            peak_bytes=simulation.estimated_peak.total_bytes,
-            phases=tuple(_dry_run_phase(phase, None) for phase in simulation.estimated),
-        ),
-        difference=round(simulation.difference, DECIMALS),
-        composed=simulation.composed,
-        alive_at_peak=simulation.trace.holdings_at_peak(HOLDINGS),
-        substitutions=simulation.trace.substitutions,
-        versions=dict(simulation.trace.versions),
-    )
-
-
-def diagnosis_report(diagnosis: Diagnosis) -> DiagnosisReport:
-    """Return the document of `plan diagnose --json`."""
-    return DiagnosisReport(
-        schema=SCHEMA,
-        incidents=tuple(_incident(incident) for incident in diagnosis.incidents),
-        expected=best_candidate(diagnosis.expected) if diagnosis.expected is not None else None,
-        instead=best_candidate(diagnosis.fitting_plan.best) if diagnosis.fitting_plan is not None else None,
-        why_none=diagnosis.no_plan_reason,
-    )
-
-
-def validation_report(validation: Validation) -> ValidationReport:
-    """Return the document of `plan validate --json`."""
-    return ValidationReport(
-        schema=SCHEMA,
-        interrupted=validation.interrupted,
-        under_share=UNDER,
-        summaries=tuple(
-            SummaryReport(
-                group=each.group,
-                quantity=each.quantity,
-                evidence=each.evidence,
-                count=each.count,
-                mean=round(each.mean, DECIMALS),
-                mean_absolute=round(each.mean_absolute, DECIMALS),
-                worst=round(each.worst, DECIMALS),
-                under=each.under,
-            )
-            for each in summaries(validation)
-        ),
-        rows=tuple(_compared_figure(figure) for figure in validation.figures),
-        out_of_memory=tuple(
-            OutOfMemoryCaseReport(
-                line=each.case.line,
-                label=each.case.label,
-                settings=settings_report(each.case.candidate),
-                foreseen=dict(each.foreseen),
-            )
-            for each in validation.out_of_memory
-        ),
-        left_out=tuple(LeftOutReport(line=each.line, why=each.why) for each in validation.left_out),
-    )
 
 
 def best_candidate(estimate: Estimate) -> BestCandidate:
@@ -233,60 +146,4 @@ def _proof(proof: Proof) -> ProofReport:
             for each in proof.differences
         ),
         report=dict(proof.report),
-    )
-
-
-def _dry_run_phase(phase: PhaseMemory, reserved: Reserved | None) -> DryRunPhase:
-    """Return one phase without components of 0 bytes, with what the allocator reserves in it, if it is known."""
-    return DryRunPhase(
-        name=phase.name,
-        total_bytes=phase.total_bytes,
-        components={name: size for name, size in phase.components.items() if size},
-        reserved_bytes=UNSET if reserved is None or phase.name not in reserved.most else reserved.most[phase.name],
-    )
-
-
-def _out_of_memory(reserved: Reserved | None) -> OutOfMemory | None:
-    """Return the figures of the message that PyTorch would raise; None if the step fits or nothing is reserved."""
-    if reserved is None or reserved.shortfall is None:
-        return None
-    figures = reserved.shortfall.figures
-    return OutOfMemory(
-        phase=reserved.shortfall.phase,
-        tried_bytes=figures.tried_bytes,
-        total_bytes=figures.total_bytes,
-        free_bytes=figures.free_bytes,
-        allocated_bytes=figures.allocated_bytes,
-        unallocated_bytes=figures.unallocated_bytes,
-        message=figures.message,
-    )
-
-
-def _incident(incident: Incident) -> IncidentReport:
-    return IncidentReport(
-        kind=incident.kind,
-        line=incident.line,
-        rank=incident.rank,
-        gpu=incident.gpu,
-        phase=incident.phase,
-        where=incident.where,
-        bytes=dict(incident.sizes),
-        numbers=dict(incident.numbers),
-        happened=describe_incident(incident),
-        turn=tuple(advice(incident)),
-    )
-
-
-def _compared_figure(figure: ComparedFigure) -> ComparedFigureReport:
-    return ComparedFigureReport(
-        line=figure.case.line,
-        label=figure.case.label,
-        settings=settings_report(figure.case.candidate),
-        gpu=figure.case.gpu.name if figure.case.gpu is not None else None,
-        quantity=figure.quantity,
-        measured_bytes=figure.measured_bytes,
-        predicted={
-            evidence: Prediction(bytes=size, error=round(figure.error(evidence), DECIMALS))
-            for evidence, size in figure.predicted.items()
-        },
     )

@@ -1,4 +1,4 @@
-"""Predictions compared with measurements, as a table and as CSV."""
+"""Predictions compared with measurements, as a table, as JSON and as CSV."""
 
 import csv
 import io
@@ -8,9 +8,18 @@ from rich.text import Text
 
 from planner.measurements.validate import ALL, UNDER, ComparedFigure, Summary, Validation, group_name, summaries
 from planner.quantities import Evidence
+from planner.report.documents import (
+    SCHEMA,
+    ComparedFigureReport,
+    LeftOutReport,
+    OutOfMemoryCaseReport,
+    Prediction,
+    SummaryReport,
+    ValidationReport,
+)
+from planner.report.json import DECIMALS, settings_report
 from planner.units import format_count, format_size
 
-DECIMALS = 6  # of errors
 WORST_SHOWN = 10  # figures, the largest errors first
 PREDICTIONS: tuple[Evidence, ...] = ("estimated", "simulated")
 QUANTITY_WORDS = {
@@ -44,6 +53,39 @@ def validation_table(validation: Validation) -> Text:
     while lines and not lines[-1].plain:
         lines.pop()
     return Text("\n").join(lines)
+
+
+def validation_report(validation: Validation) -> ValidationReport:
+    """Return the document of `plan validate --json`."""
+    return ValidationReport(
+        schema=SCHEMA,
+        interrupted=validation.interrupted,
+        under_share=UNDER,
+        summaries=tuple(
+            SummaryReport(
+                group=each.group,
+                quantity=each.quantity,
+                evidence=each.evidence,
+                count=each.count,
+                mean=round(each.mean, DECIMALS),
+                mean_absolute=round(each.mean_absolute, DECIMALS),
+                worst=round(each.worst, DECIMALS),
+                under=each.under,
+            )
+            for each in summaries(validation)
+        ),
+        rows=tuple(_compared_figure(figure) for figure in validation.figures),
+        out_of_memory=tuple(
+            OutOfMemoryCaseReport(
+                line=each.case.line,
+                label=each.case.label,
+                settings=settings_report(each.case.candidate),
+                foreseen=dict(each.foreseen),
+            )
+            for each in validation.out_of_memory
+        ),
+        left_out=tuple(LeftOutReport(line=each.line, why=each.why) for each in validation.left_out),
+    )
 
 
 def validation_csv(validation: Validation) -> str:
@@ -137,3 +179,18 @@ def _left_out(validation: Validation) -> Iterator[Text]:
         lines_by_reason.setdefault(each.why, []).append(each.line)
     for why, lines in sorted(lines_by_reason.items(), key=lambda item: -len(item[1])):
         yield Text(f"left out: {len(lines)} (line {lines[0]}{' ...' if len(lines) > 1 else ''}): {why}", style="dim")
+
+
+def _compared_figure(figure: ComparedFigure) -> ComparedFigureReport:
+    return ComparedFigureReport(
+        line=figure.case.line,
+        label=figure.case.label,
+        settings=settings_report(figure.case.candidate),
+        gpu=figure.case.gpu.name if figure.case.gpu is not None else None,
+        quantity=figure.quantity,
+        measured_bytes=figure.measured_bytes,
+        predicted={
+            evidence: Prediction(bytes=size, error=round(figure.error(evidence), DECIMALS))
+            for evidence, size in figure.predicted.items()
+        },
+    )

@@ -7,6 +7,7 @@ from planner.units import format_count, format_gib
 
 SECONDS_IN_WORDS = 600  # from here on in minutes
 
+DRY_RUN_HINT = "add --dry-run to check this with the installed trl, in about 15 s"
 STACK = ("torch", "trl")  # the libraries whose own code allocates during a probe
 PROBED_WORDS = {"cuda": "", "cpu": " on the CPU", "simulated": " by probes of a simulated card"}
 
