@@ -357,7 +357,7 @@ class TestCandidate:
 
     def test_the_length_of_prompts_must_be_said(self, tmp_path):
         args = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", per_device_train_batch_size=8)
-        with pytest.raises(InputError, match="How long prompts are is in no GRPOConfig"):
+        with pytest.raises(InputError, match="A GRPOConfig has no setting for the length of prompts"):
             candidate_of_run(args, small_model(), {})
         accelerate.Accelerator(cpu=True)
         found = candidate_of_run(args, small_model(), {"prompt_length": 20})

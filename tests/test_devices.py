@@ -18,10 +18,11 @@ from planner.errors import InputError
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
-from planner.measurements.measurement import EVIDENCE, DeviceName, Measurement, measurement_line, measurement_of
+from planner.measurements.documents import measurement_line, measurement_of
+from planner.measurements.measurement import EVIDENCE, DeviceName, Measurement
 from planner.models.catalogue import load_model
 from planner.units import GIB, MIB
-from probes.runner.devices import DeviceOptions, Probe, capacity_to_keep_to, device
+from probes.runner.devices import DeviceOptions, Probe, capacity_limit_bytes, device
 from probes.runner.gpus_in_use import Card
 from probes.runner.runner import Limits
 
@@ -48,7 +49,10 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-@pytest.fixture(scope="module", params=["simulated", "cpu", "cuda"])
+@pytest.fixture(
+    scope="module",
+    params=["simulated", pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.slow)],
+)
 def name(request: pytest.FixtureRequest) -> DeviceName:
     if request.param == "cuda" and not has_gpu():
         pytest.skip("no GPU")
@@ -73,6 +77,7 @@ def measured(name: DeviceName, options: DeviceOptions) -> Callable[[], Measureme
     return cache(lambda: probe(SFT))
 
 
+@pytest.mark.xdist_group("devices")  # measures once for all tests of a device
 class TestContract:
     def test_a_candidate_that_fits_is_measured_phase_by_phase(self, measured: Callable[[], Measurement]) -> None:
         (rank,) = measured().ranks
@@ -191,9 +196,9 @@ def card(total_bytes: int) -> Card:
 
 def test_a_worker_keeps_to_the_plans_card_on_a_larger_one() -> None:
     wanted = CLUSTER.gpu.free_bytes
-    assert capacity_to_keep_to(CLUSTER, (card(wanted),)) == 0
-    assert capacity_to_keep_to(CLUSTER, (card(wanted - 4 * MIB),)) == 0
-    assert capacity_to_keep_to(CLUSTER, (card(80 * GIB),)) == wanted
+    assert capacity_limit_bytes(CLUSTER, (card(wanted),)) == 0
+    assert capacity_limit_bytes(CLUSTER, (card(wanted - 4 * MIB),)) == 0
+    assert capacity_limit_bytes(CLUSTER, (card(80 * GIB),)) == wanted
 
 
 def test_too_small_and_too_few_gpus_are_refused() -> None:
@@ -201,9 +206,9 @@ def test_too_small_and_too_few_gpus_are_refused() -> None:
         InputError,
         match=r"The plan is for GPUs with 39\.\d\d GiB, GPU 0 of this machine has 24\.00 GiB\. Plan with --gpus local\.",
     ):
-        capacity_to_keep_to(CLUSTER, (card(24 * GIB),))
+        capacity_limit_bytes(CLUSTER, (card(24 * GIB),))
     with pytest.raises(InputError, match=r"The plan is for 1 GPUs, this machine shows 0\. Plan with --gpus local\."):
-        capacity_to_keep_to(CLUSTER, ())
+        capacity_limit_bytes(CLUSTER, ())
 
 
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")

@@ -1,11 +1,13 @@
-"""A callback for the user's own run: the first steps' memory against the plan, one line where they leave it, the measurement kept for later plans.
+"""Trainer callback: compare the memory of a run's first steps with the plan, and keep the measurement for later plans.
 
     from probes import MemoryPlanCallback
 
     trainer = SFTTrainer(..., callbacks=[MemoryPlanCallback("plan.json")])
 
-It reads counters and changes nothing, the user's statistics included: a peak is put down to the phase at whose end it was first seen. It never raises
-into a run: what it cannot do it says in a line, and is silent from then on. Only the first process speaks. Not yet run on a GPU.
+It prints one line if the memory is outside the expected interval. It reads PyTorch's counters and changes nothing: the
+peak statistics are not reset, so a peak is attributed to the phase at whose end it was first seen. It never raises into
+a run: an error is printed in one line, and the callback does nothing from then on. Only the first process prints. Not
+yet run on a GPU.
 """
 
 import importlib.metadata
@@ -35,28 +37,30 @@ from planner.units import format_gib
 from probes.callback.candidate_of_run import candidate_of_run
 from probes.callback.memory_of_run import RunMemory, cuda_memory
 
-FIRST_STEPS = 3  # the first makes the optimizer's states, the second is the first with all there is, the third shows that it stays so
+# The first step creates the optimizer's states, the second is the first with all memory, the third confirms it.
+FIRST_STEPS = 3
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 def to_stderr(line: str) -> None:
+    """Print a line to stderr."""
     print(f"plan: {line}", file=sys.stderr, flush=True)
 
 
-class Watch:
-    """What one process' card has been seen to hold, beside what was expected of it."""
+class PeakRecorder:
+    """Records the memory peaks of one process, phase by phase, and compares them with an estimate."""
 
     def __init__(self, expected: Estimate, candidate: Candidate, memory: RunMemory) -> None:
         self.expected = expected
         self.candidate = candidate
         self._memory = memory
         self._peaks: dict[Phase, PhasePeak] = {}
-        self._highest = (0, 0)  # allocated and reserved bytes that were seen before
+        self._highest = (0, 0)  # peaks of the allocated and the reserved bytes before the current phase
         self._allocator: dict[str, int] = {}
         self._began = self._last = time.monotonic()
 
-    def seen(self, phase: Phase) -> None:
-        """A phase has ended. Where it has raised the process' peaks they are its own; else it was lighter than what came before."""
+    def record(self, phase: Phase) -> None:
+        """Read the process's peaks at the end of a phase; they belong to this phase if they have risen during it."""
         now, reading = time.monotonic(), self._memory.read()
         seconds, self._last = now - self._last, now
         peaks = (reading.peak_allocated_bytes, reading.peak_reserved_bytes)
@@ -74,7 +78,7 @@ class Watch:
         )
 
     def measurement(self, step_seconds: float) -> Measurement:
-        """What was seen so far, of the first process."""
+        """Return the recorded peaks as the measurement of rank 0."""
         gpu = self._memory.gpu
         rank = RankMemory(
             rank=0,
@@ -85,27 +89,39 @@ class Watch:
         )
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES} | {"gpu": gpu.name}
         return Measurement(
-            candidate=self.candidate, device="cuda", outcome="fits", ranks=(rank,), shortage=None, step_seconds=step_seconds, tokens_per_second=0.0,
-            wall_seconds=time.monotonic() - self._began, message="", log="", versions=versions,
-        )  # fmt: skip
+            candidate=self.candidate,
+            device="cuda",
+            outcome="fits",
+            ranks=(rank,),
+            shortage=None,
+            step_seconds=step_seconds,
+            tokens_per_second=0.0,
+            wall_seconds=time.monotonic() - self._began,
+            message="",
+            log="",
+            versions=versions,
+        )
 
     def verdict(self, steps: int, finished: bool) -> str:
-        """Where the steps so far leave the expected interval, in a line; empty where they do not. Too little is told only when all were seen."""
-        seen = self.measurement(0.0)
+        """Return a line if the peak is outside the expected interval, else an empty text.
+
+        A peak below the interval counts only when all steps are done (`finished`).
+        """
+        measured = self.measurement(0.0)
         gpu = self.expected.gpus[0]
-        needed, (low, high) = needed_peak_bytes(gpu, seen), gpu.interval_bytes
-        phase = heaviest_rank(seen).peak_phase.replace("_", " ")
-        said = f"{format_gib(low, 1)} to {format_gib(high, 1)} {self.expected.evidence}"
+        needed, (low, high) = needed_peak_bytes(gpu, measured), gpu.interval_bytes
+        phase = heaviest_rank(measured).peak_phase.replace("_", " ")
+        expected = f"{format_gib(low, 1)} to {format_gib(high, 1)} {self.expected.evidence}"
         took = f"{_count(steps)} needed {format_gib(needed, 1)} of {self._memory.gpu.name}"
         if needed > high:
-            return f"{took}, more than the {said}; the peak was before the end of the {phase}"
+            return f"{took}, more than the {expected}; the peak was before the end of the {phase}"
         if finished and needed < low:
-            return f"{took}, less than the {said}: rows of full length may still come"
+            return f"{took}, less than the {expected}: rows of full length may still come"
         return ""
 
 
 class MemoryPlanCallback(TrainerCallback):
-    """Watches the first steps of a run."""
+    """Callback for a TRL trainer that compares the memory of the first steps with the plan."""
 
     def __init__(
         self,
@@ -119,12 +135,13 @@ class MemoryPlanCallback(TrainerCallback):
     ) -> None:
         """
         Args:
-            plan: what is expected: a plan, an estimate, or the file of one (`plan --out`, `--json`); None: it is estimated from the trainer itself.
-            gpus: the cards that a file of an estimate is about, such as 2xA100-40G; a plan's file says it.
-            settings: what no trainer says: `prompt_length` for methods that generate, `padded`.
-            steps: optimizer steps that are watched.
-            memory: what is read; None: the process' CUDA device.
-            say: where lines go.
+            plan: the expected memory: a plan, an estimate, or a file of one (`plan --out`, `--json`). None: it is
+                estimated from the trainer's own settings.
+            gpus: the GPUs of a file that holds an estimate, such as 2xA100-40G; a plan's file names them itself.
+            settings: settings that a trainer does not have: `prompt_length` for methods that generate, `padded`.
+            steps: number of optimizer steps to record.
+            memory: the memory to read; None: the process's current CUDA device.
+            say: called with each line of text.
         """
         self._plan = plan
         self._gpus = gpus
@@ -132,10 +149,10 @@ class MemoryPlanCallback(TrainerCallback):
         self._steps = steps
         self._memory = memory
         self._say = say
-        self._watch: Watch | None = None  # None: nothing is watched, not yet or no more
-        self._done = 0
-        self._said = False
-        self._first_over = 0.0  # when the first step was over
+        self._recorder: PeakRecorder | None = None  # None before training and after the last recorded step
+        self._done = 0  # finished steps
+        self._warned = False
+        self._first_step_end = 0.0  # time at which the first step ended
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -146,7 +163,7 @@ class MemoryPlanCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._safely(lambda: self._seen("backward"))
+        self._safely(lambda: self._record("backward"))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._safely(self._step)
@@ -157,15 +174,16 @@ class MemoryPlanCallback(TrainerCallback):
         self._safely(self._finish)
 
     def _safely(self, action: Callable[[], None]) -> None:
-        """A run is worth more than its measurement: whatever goes wrong here ends the watching, and is said."""
+        """Run an action; on any exception print one line and stop recording, so that the training run goes on."""
         try:
             action()
         except Exception as error:
-            self._watch = None
+            self._recorder = None
             reason = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
             self._say(f"this run is not watched: {' '.join(reason.split())}")
 
     def _begin(self, args: TrainingArguments, model: Any) -> None:
+        """Start recording: read the run's candidate, and the plan or an estimate of the candidate."""
         memory = self._memory or cuda_memory()
         if memory is None:
             self._say("this run is not watched: there is no GPU whose memory could be measured")
@@ -181,15 +199,16 @@ class MemoryPlanCallback(TrainerCallback):
         except InputError:
             if expected is None:
                 raise
-            candidate = expected.candidate  # what the trainer does not show is as the plan has it
+            candidate = expected.candidate  # the trainer does not show all settings: assume the planned ones
         if expected is None:
             expected = estimate(candidate, _cluster(candidate, memory), RISK)
         elif candidate_key(candidate) != candidate_key(expected.candidate):
             self._say(f"the run is not what was planned: {_differences(expected.candidate, candidate)}")
-        self._watch = Watch(expected, candidate, memory)
-        self._watch.seen("load")
+        self._recorder = PeakRecorder(expected, candidate, memory)
+        self._recorder.record("load")
 
     def _expected(self, memory: RunMemory) -> Estimate | None:
+        """Return the estimate that the user gave, as an object or a file; None if there is none."""
         if isinstance(self._plan, Plan):
             return self._plan.best
         if isinstance(self._plan, Estimate) or self._plan is None:
@@ -198,39 +217,41 @@ class MemoryPlanCallback(TrainerCallback):
         candidate, cluster = read_plan(report, self._gpus, None, lambda shape: shape)
         return estimate(candidate, cluster, RISK)
 
-    def _seen(self, phase: Phase) -> None:
-        if self._watch is not None:
-            self._watch.seen(phase)
+    def _record(self, phase: Phase) -> None:
+        if self._recorder is not None:
+            self._recorder.record(phase)
 
     def _step(self) -> None:
-        if self._watch is None:
+        """Record the end of an optimizer step, and print a line if the memory is outside the interval."""
+        if self._recorder is None:
             return
-        self._watch.seen("optimizer_step")
+        self._recorder.record("optimizer_step")
         self._done += 1
         if self._done == 1:
-            self._first_over = time.monotonic()
-        self._tell(self._watch.verdict(self._done, finished=self._done >= self._steps))
+            self._first_step_end = time.monotonic()
+        self._warn(self._recorder.verdict(self._done, finished=self._done >= self._steps))
         if self._done >= self._steps:
             self._finish()
 
-    def _tell(self, line: str) -> None:
-        """One line a run."""
-        if line and not self._said:
-            self._said = True
+    def _warn(self, line: str) -> None:
+        """Print the first non-empty line of a run, and no other."""
+        if line and not self._warned:
+            self._warned = True
             self._say(line)
 
     def _finish(self) -> None:
-        """Keeps what was seen, once."""
-        watch, self._watch = self._watch, None
-        if watch is None or not self._done:
+        """Stop recording, and keep the measurement among the user's own results."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None or not self._done:
             return
         later = self._done - 1
-        seconds = (time.monotonic() - self._first_over) / later if later else 0.0
-        measurement = watch.measurement(seconds)
+        seconds = (time.monotonic() - self._first_step_end) / later if later else 0.0
+        measurement = recorder.measurement(seconds)
         save_result(measurement, measurement.versions["gpu"], "run")
 
 
 def _cluster(candidate: Candidate, memory: RunMemory) -> Cluster:
+    """Return the cluster of a run: its processes' GPUs, and those of a vLLM server."""
     server = candidate.server_gpus
     return Cluster(
         gpu=memory.gpu,
@@ -240,7 +261,11 @@ def _cluster(candidate: Candidate, memory: RunMemory) -> Cluster:
 
 
 def _differences(planned: Candidate, run: Candidate) -> str:
-    return changed_settings(planned, replace(run, model=planned.model)) or f"its model has other layers than {planned.model.id}"
+    """Return the settings in which a run differs from its plan, as text."""
+    return (
+        changed_settings(planned, replace(run, model=planned.model))
+        or f"its model has other layers than {planned.model.id}"
+    )
 
 
 def _count(steps: int) -> str:

@@ -1,4 +1,4 @@
-"""A trainer that is about to train -> the candidate that it is: from its arguments, its model's config and its adapters."""
+"""Read the candidate of a trainer that is about to train, from its arguments, its model's config and its adapters."""
 
 import json
 import os
@@ -22,9 +22,9 @@ from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 
 GIVE_A_PLAN = "Give the callback a plan: MemoryPlanCallback('plan.json')."
-# The config of each method, by its class (planner/methods.py).
+# The method of each TRL config class, by the class's name (planner/methods.py).
 METHOD_OF = {row.config: name for name, row in METHODS.items()}
-# Arguments that say where and how to run; memory's share of them is read from what really runs.
+# Arguments that are read from the model and the accelerator instead, which show what really runs.
 READ_ELSEWHERE = frozenset(
     {
         "model_name_or_path",
@@ -39,29 +39,36 @@ READ_ELSEWHERE = frozenset(
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 ZERO_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 ON_THE_GPU = (None, "none")  # devices of an `offload_optimizer` or `offload_param` of DeepSpeed's config
-# accelerate 1.15, utils/dataclasses.py `DistributedType`: those whose processes hold what one process alone would.
+# Distributed types without sharding: each process holds the whole model. Source: accelerate 1.15, utils/dataclasses.py
+# `DistributedType`.
 REPLICATED = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
-# PEFT's own options that add to a LoRA what is not counted (peft 0.21, tuners/lora/config.py).
+# LoRA options of PEFT that the estimate does not count. Source: peft 0.21, tuners/lora/config.py.
 BEYOND_LORA = ("use_dora", "modules_to_save", "target_parameters", "layer_replication", "alora_invocation_tokens")
-# Heads that PEFT trains whole for a sequence classifier, as a reward model is (peft 0.21, peft_model.py `PeftModelForSequenceClassification`).
+# Heads of a sequence classifier, such as a reward model, that PEFT trains as a whole.
+# Source: peft 0.21, peft_model.py `PeftModelForSequenceClassification`.
 HEADS = frozenset({"classifier", "score"})
 
 
 def candidate_of_run(
     args: TrainingArguments, model: PreTrainedModel | PeftModel, settings: Mapping[str, Value]
 ) -> Candidate:
-    """The candidate that a trainer is.
+    """Return the candidate that a trainer runs.
 
     Args:
-        settings: what no trainer says and its user knows: `prompt_length` of methods that generate, `padded`; they win over what is read.
+        args: the trainer's config.
+        model: the trainer's model, with adapters if it has any.
+        settings: settings that a trainer does not have: `prompt_length` of methods that generate, `padded`. They
+        override
+            what is read.
 
     Raises:
-        InputError: something that memory depends on cannot be told from the trainer; the message says what.
+        InputError: a setting that memory depends on cannot be read from the trainer; the message names it.
     """
     method = method_of(args)
     if METHODS[method].generates and not METHODS[method].bounded_rows and "prompt_length" not in settings:
         raise InputError(
-            f"How long prompts are is in no {type(args).__name__}. Give it as settings={{'prompt_length': 512}}, or a plan."
+            f"A {type(args).__name__} has no setting for the length of prompts. "
+            "Give it as settings={'prompt_length': 512}, or a plan."
         )
     if METHODS[method].teacher:
         raise InputError(f"A {METHODS[method].trainer} does not show its teacher to a callback. {GIVE_A_PLAN}")
@@ -80,7 +87,11 @@ def candidate_of_run(
 
 
 def method_of(args: TrainingArguments) -> MethodName:
-    """The method whose config the arguments are, the nearest in their class' line."""
+    """Return the method of a trainer's config, by its class or the nearest base class.
+
+    Raises:
+        InputError: it is no config of a TRL method.
+    """
     for ancestor in type(args).__mro__:
         if ancestor.__name__ in METHOD_OF:
             return METHOD_OF[ancestor.__name__]
@@ -90,16 +101,17 @@ def method_of(args: TrainingArguments) -> MethodName:
 
 
 def _arguments(args: TrainingArguments) -> dict[str, Any]:
-    """The arguments that are settings; those of an engine that is not used say nothing."""
+    """Return the arguments that are settings of a candidate, without vLLM's if no engine is used."""
     values = args.to_dict()
     if values.get("torch_compile"):
-        raise InputError(f"torch_compile changes what is kept, and is not counted. {GIVE_A_PLAN}")
+        raise InputError(f"torch_compile changes the saved activations, which is not counted. {GIVE_A_PLAN}")
     known = set(setting_names()) - READ_ELSEWHERE
     unused = () if values.get("use_vllm") else tuple(name for name in values if name.startswith("vllm_"))
     return {name: value for name, value in values.items() if name in known and name not in unused and value is not None}
 
 
 def _of_model(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
+    """Return a model's dtype, attention implementation and quantization as settings."""
     config = model.config
     weight = model.get_input_embeddings().weight
     if weight.dtype not in DTYPES:
@@ -109,27 +121,31 @@ def _of_model(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """How the weights are quantized, as a setting: bitsandbytes' is one of the run, the others are the checkpoint's."""
-    said = config.get("quantization_config")
-    shape = shape_of(dict(config), id="the model") if said else None
+    """Return the quantization of a model's config as a setting, by bitsandbytes or of the checkpoint; else nothing."""
+    shape = shape_of(dict(config), id="the model") if config.get("quantization_config") else None
     return {"quantization": shape.quantization} if shape is not None else {}
 
 
 def plain(config: PretrainedConfig) -> dict[str, Any]:
-    """A config as its file would have it, every name a text."""
-    written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return written
+    """Return a config as the dict that its JSON file would contain."""
+    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return fields
 
 
 def _shape(model: PreTrainedModel | PeftModel) -> ModelShape:
+    """Return the shape of the model's checkpoint."""
     config = plain(model.config)
     if (config.get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
-        del config["quantization_config"]  # done while loading: the checkpoint is not quantized
+        del config["quantization_config"]  # bitsandbytes quantizes while loading: the checkpoint is not quantized
     return shape_of(config, id=str(model.config._name_or_path or config["model_type"]))
 
 
 def _adapters(model: PreTrainedModel | PeftModel, shape: ModelShape) -> dict[str, Any]:
-    """LoRA as PEFT has put it in; without adapters everything must learn."""
+    """Return the LoRA settings of a PEFT model; full fine-tuning without adapters.
+
+    Raises:
+        InputError: frozen weights without adapters, several adapters, or adapters that the estimate does not count.
+    """
     if not isinstance(model, PeftModel):
         if not all(parameter.requires_grad for parameter in model.parameters()):
             raise InputError(f"A part of the model is frozen without adapters, which is not counted. {GIVE_A_PLAN}")
@@ -152,18 +168,25 @@ def _adapters(model: PreTrainedModel | PeftModel, shape: ModelShape) -> dict[str
 
 
 def _targets(model: PeftModel, shape: ModelShape) -> tuple[str, ...]:
-    """The layers that really have adapters, by their last names; `all-linear` where that is all of them."""
-    placed = Counter(name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, LoraLayer))
-    there = Counter(linear.name for layer in shape.layers for linear in layer.linears)
-    if placed == there or (shape.vision_params and there <= placed):  # of a vision tower's layers too
+    """Return the last parts of the names of the layers with adapters; `all-linear` if all linear layers have one."""
+    adapted = Counter(
+        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    )
+    linears = Counter(linear.name for layer in shape.layers for linear in layer.linears)
+    if adapted == linears or (shape.vision_params and linears <= adapted):  # a vision tower's layers have adapters too
         return ("all-linear",)
-    partly = [name for name, count in placed.items() if count != there[name]]
+    partly = [name for name, count in adapted.items() if count != linears[name]]
     if partly:
         raise InputError(f"Adapters on some layers only ({', '.join(partly)}) are not counted. {GIVE_A_PLAN}")
-    return tuple(sorted(placed))
+    return tuple(sorted(adapted))
 
 
 def _sharding(args: TrainingArguments) -> dict[str, Any]:
+    """Return the sharding and offloading that accelerate's state shows.
+
+    Raises:
+        InputError: a distributed type that the estimate does not count.
+    """
     state = AcceleratorState()
     kind = str(state.distributed_type.value)
     if kind == "DEEPSPEED":
@@ -174,22 +197,23 @@ def _sharding(args: TrainingArguments) -> dict[str, Any]:
             "offload_param": type(state.fsdp_plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
         }
     if kind not in REPLICATED:
-        raise InputError(f"What {kind} puts on each GPU is not counted. {GIVE_A_PLAN}")
+        raise InputError(f"The memory of {kind} on each GPU is not counted. {GIVE_A_PLAN}")
     return {"sharding": REPLICATED[kind]}
 
 
 def zero_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a DeepSpeed config puts where; stage 0 replicates everything, as DDP does."""
+    """Return the sharding and offloading of a DeepSpeed config; stage 0 replicates everything, as DDP does."""
     zero = config.get("zero_optimization") or {}
-    moved = {
+    offloaded = {
         f"offload_{part}": (zero.get(f"offload_{part}") or {}).get("device") not in ON_THE_GPU
         for part in ("optimizer", "param")
     }
-    return {"sharding": ZERO_STAGES[int(zero.get("stage", 0))], **moved}
+    return {"sharding": ZERO_STAGES[int(zero.get("stage", 0))], **offloaded}
 
 
 def _environment(args: TrainingArguments) -> dict[str, Any]:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))  # torchrun's; accelerate launches through it
+    """Return the settings in environment variables: processes, nodes, and the allocator's expandable segments."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))  # set by torchrun, which accelerate uses
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
     return {
         "num_processes": args.world_size,
@@ -199,6 +223,6 @@ def _environment(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _trl_version() -> str:
-    """The installed release; a newer one than is known is taken for the newest that is."""
+    """Return the installed TRL release; a newer one than `NEWEST_TRL` counts as that."""
     installed = ".".join(version("trl").split(".")[:2])
     return installed if release(installed) <= release(NEWEST_TRL) else NEWEST_TRL

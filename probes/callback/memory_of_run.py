@@ -1,4 +1,4 @@
-"""What a running process takes of its card, read without changing anything in it: the user's own statistics are not reset."""
+"""Read the GPU memory of this process without changing PyTorch's statistics, which the user may read too."""
 
 import os
 from collections.abc import Callable
@@ -13,7 +13,10 @@ from probes.runner.gpus_in_use import visible_handles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunMemoryReading:
-    """The peaks since the process began, and what the driver counts for it beside PyTorch; 0 where it does not say."""
+    """The peaks since the process began, and the process's memory outside PyTorch's allocator, by the driver.
+
+    `outside_bytes` is 0 if the driver does not report it.
+    """
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
@@ -23,14 +26,14 @@ class RunMemoryReading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunMemory:
-    """One process' card, and how to read what the process takes of it."""
+    """The GPU of a process, and a function that reads the process's memory on it."""
 
     gpu: Gpu
     read: Callable[[], RunMemoryReading]
 
 
-# Of torch.cuda.memory_stats (pytorch 2.13, torch/cuda/memory.py:231): what is kept beside the peaks.
-KEPT = (
+# Statistics that are kept with the measurement. Source: pytorch 2.13, torch/cuda/memory.py:231, `memory_stats`.
+KEPT_STATISTICS = (
     "num_alloc_retries",
     "num_ooms",
     "allocated_bytes.all.peak",
@@ -41,7 +44,7 @@ KEPT = (
 
 
 def cuda_memory() -> RunMemory | None:
-    """The process' current CUDA device; None where there is none. Not yet run on a GPU."""
+    """Return the memory of the process's current CUDA device; None without CUDA. Not yet run on a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -59,18 +62,18 @@ def cuda_memory() -> RunMemory | None:
 
 
 def reading_of(stats: dict[str, int], process_bytes: int) -> RunMemoryReading:
-    """`stats` of torch.cuda.memory_stats, `process_bytes` as the driver counts them at the same moment, 0 where it does not."""
+    """Build a reading from `torch.cuda.memory_stats` and the process's bytes by the driver, 0 if unknown."""
     reserved = stats["reserved_bytes.all.current"]
     return RunMemoryReading(
         peak_allocated_bytes=stats["allocated_bytes.all.peak"],
         peak_reserved_bytes=stats["reserved_bytes.all.peak"],
         outside_bytes=max(process_bytes - reserved, 0) if process_bytes else 0,
-        allocator={name: stats[name] for name in KEPT if name in stats},
+        allocator={name: stats[name] for name in KEPT_STATISTICS if name in stats},
     )
 
 
 def gpu_of(name: str, total_bytes: int, capability: tuple[int, int]) -> Gpu:
-    """A card by the name that its driver gives it: the catalogue's speeds where it is known."""
+    """Return a GPU by the driver's name for it, with the speeds of the catalogue if the name is known."""
     try:
         known = load_gpu(name)
     except UnknownName:
@@ -79,14 +82,17 @@ def gpu_of(name: str, total_bytes: int, capability: tuple[int, int]) -> Gpu:
 
 
 def process_bytes(device: int) -> int:
-    """What the driver counts for this process on one of its visible cards; 0 where it does not say, as in a container with process numbers of its own."""
+    """Return the driver's count of this process's bytes on one of its visible GPUs.
+
+    It is 0 if the driver does not report it, as in a container with process ids of its own.
+    """
     import pynvml
 
     nvml: ModuleType = pynvml
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return 0  # no driver to ask is an answer: none
+        return 0  # there is no driver
     try:
         handles = list(visible_handles(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handles[device]) if device < len(handles) else []

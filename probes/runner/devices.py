@@ -1,4 +1,4 @@
-"""The devices that a probe runs on. A device is a function: a candidate in, its measurement out."""
+"""The devices that probes run on. A device is a function that takes a candidate and returns its measurement."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,12 +13,13 @@ from planner.launch.placement import placement
 from planner.measurements.measurement import DeviceName, Measurement
 from planner.units import format_gib
 from probes.runner.command import worker_command
-from probes.runner.gpus_in_use import Card, unnoticed_bytes, visible_cards
+from probes.runner.gpus_in_use import Card, tolerated_bytes, visible_cards
 from probes.runner.runner import Command, Limits, no_cards, run_probe
 from probes.runner.verdict import Stop, nothing_measured
 from probes.task import Task
 
-# Source: accelerate 1.15, state.py:986-1013: `fsdp_plugin` counts where `distributed_type` is that of several accelerators; else every process has all.
+# accelerate uses `fsdp_plugin` with several accelerators only; on the CPU every process would hold the whole model.
+# Source: accelerate 1.15, state.py:986-1013.
 NOT_SHARDED = Stop(
     outcome="crashed",
     message="accelerate shards with FSDP2 on accelerators only, not on the CPU: probe zero3 instead, or on the GPUs",
@@ -29,7 +30,11 @@ Probe = Callable[[Candidate], Measurement]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceOptions:
-    """How probes run, whichever the candidate. `logs` is kept; `folder`, empty for the system's temporary one, holds a worker's files while it runs."""
+    """How probes run, for all candidates.
+
+    `logs`: folder that keeps the workers' logs. `folder`: where a worker's files lie while it runs; empty for the
+    system's temporary folder.
+    """
 
     logs: Path
     folder: str = ""
@@ -40,23 +45,29 @@ class DeviceOptions:
     evaluate: bool = False
     resume: bool = True
     seed: int = 0
-    say: Callable[[str], None] = lambda _: None  # told each phase when a worker enters it
+    say: Callable[[str], None] = lambda _: None  # called with each phase that a worker enters
     command: Command = worker_command
 
 
 def device(name: DeviceName, cluster: Cluster, options: DeviceOptions) -> Probe:
-    """A device whose cards are those of a cluster: `cuda` the GPUs of this machine, `cpu` its main memory as if it were such cards, `simulated` none.
+    """Return the probe function of a device, with the GPUs of a cluster.
+
+    `cuda` uses this machine's GPUs, `cpu` its main memory with a GPU's capacity as limit, `simulated` no device at all.
 
     Raises:
-        InputError: this machine cannot stand for the cluster.
+        InputError: this machine has fewer or smaller GPUs than the cluster.
     """
     return DEVICES[name](cluster, options)
 
 
 def cuda(cluster: Cluster, options: DeviceOptions) -> Probe:
-    """The GPUs of this machine; on larger or freer ones than the cluster's a worker keeps to what these have. Not yet run on a GPU."""
+    """Return a probe on this machine's GPUs. If they are larger than the cluster's, workers use only the cluster's
+    capacity.
+
+    Not yet run on a GPU.
+    """
     refuse_several_nodes(cluster)
-    capacity_bytes = capacity_to_keep_to(cluster, visible_cards(cluster.gpus_per_node))
+    capacity_bytes = capacity_limit_bytes(cluster, visible_cards(cluster.gpus_per_node))
     limits = replace(options.limits, free_gpu_bytes=cluster.gpu.free_bytes)
 
     def cards(task: Task) -> tuple[Card, ...]:
@@ -73,7 +84,7 @@ def cuda(cluster: Cluster, options: DeviceOptions) -> Probe:
 
 
 def cpu(cluster: Cluster, options: DeviceOptions) -> Probe:
-    """Real runs anywhere: the bytes of tensors are counted, and may not be more than a card of the cluster has."""
+    """Return a probe on the CPU: real training steps whose tensors may not exceed the capacity of the cluster's GPU."""
     refuse_several_nodes(cluster)
 
     def probe(candidate: Candidate) -> Measurement:
@@ -86,9 +97,9 @@ def cpu(cluster: Cluster, options: DeviceOptions) -> Probe:
 
 
 def simulated(cluster: Cluster, options: DeviceOptions) -> Probe:
-    from probes.runner.simulated_card import (
-        simulated_probe,
-    )  # imports torch, which the processes of the other devices do for themselves
+    """Return a probe that runs a dry run in this process, and replays it on a GPU of the cluster."""
+    # Imported here because it imports torch, which the other devices need in their workers only.
+    from probes.runner.simulated_card import simulated_probe
 
     return lambda candidate: simulated_probe(candidate, cluster)
 
@@ -101,36 +112,52 @@ DEVICES: dict[DeviceName, Callable[[Cluster, DeviceOptions], Probe]] = {
 
 
 def refuse_several_nodes(cluster: Cluster) -> None:
+    """Raise InputError for a cluster of several nodes."""
     if cluster.nodes > 1:
         raise InputError(
-            f"A probe runs on one machine, the cluster has {cluster.nodes}. Probe one node with --gpus {cluster.gpus_per_node}x{cluster.gpu.name}, or write "
-            "the launch files with plan export and run its slurm.sh for a few steps: it gives each node its --machine_rank."
+            f"A probe runs on one machine, the cluster has {cluster.nodes}. "
+            f"Probe one node with --gpus {cluster.gpus_per_node}x{cluster.gpu.name}, or write "
+            "the launch files with plan export and run its slurm.sh for a few steps: "
+            "it gives each node its --machine_rank."
         )
 
 
-def capacity_to_keep_to(cluster: Cluster, cards: tuple[Card, ...]) -> int:
-    """What a worker may use of each card: that of the cluster where the card here has more, 0 for all of it.
+def capacity_limit_bytes(cluster: Cluster, cards: tuple[Card, ...]) -> int:
+    """Return the bytes that a worker may use of each GPU: those of the cluster's GPU if this machine's are larger, else
+    0.
+
+    0 means no limit.
 
     Raises:
-        InputError: fewer cards here than the cluster has, or smaller ones.
+        InputError: this machine has fewer GPUs than the cluster, or smaller ones.
     """
     wanted = cluster.gpu.free_bytes
     if len(cards) < cluster.gpus_per_node:
         raise InputError(
-            f"The plan is for {cluster.gpus_per_node} GPUs, this machine shows {len(cards)}. Plan with --gpus local. {NAME_A_CARD}"
+            f"The plan is for {cluster.gpus_per_node} GPUs, this machine shows {len(cards)}. "
+            f"Plan with --gpus local. {NAME_A_CARD}"
         )
-    smaller = [card for card in cards if card.total_bytes < wanted - unnoticed_bytes(card)]
+    smaller = [card for card in cards if card.total_bytes < wanted - tolerated_bytes(card)]
     if smaller:
         has = format_gib(smaller[0].total_bytes)
         raise InputError(
-            f"The plan is for GPUs with {format_gib(wanted)}, GPU {smaller[0].index} of this machine has {has}. Plan with --gpus local."
+            f"The plan is for GPUs with {format_gib(wanted)}, GPU {smaller[0].index} of this machine has {has}. "
+            "Plan with --gpus local."
         )
-    larger = any(wanted < card.total_bytes - unnoticed_bytes(card) for card in cards)
+    larger = any(wanted < card.total_bytes - tolerated_bytes(card) for card in cards)
     return wanted if larger else 0
 
 
 def _task(candidate: Candidate, name: Literal["cuda", "cpu"], capacity_bytes: int, options: DeviceOptions) -> Task:
     return Task(
-        candidate=candidate, device=name, folder=options.folder, steps=options.steps, weights=options.weights, save=options.save, evaluate=options.evaluate,
-        resume=options.resume, capacity_bytes=capacity_bytes, seed=options.seed,
-    )  # fmt: skip
+        candidate=candidate,
+        device=name,
+        folder=options.folder,
+        steps=options.steps,
+        weights=options.weights,
+        save=options.save,
+        evaluate=options.evaluate,
+        resume=options.resume,
+        capacity_bytes=capacity_bytes,
+        seed=options.seed,
+    )

@@ -1,4 +1,4 @@
-"""The GPUs before a probe: which of them others use, how much is free, and who holds the rest, as the NVIDIA driver says."""
+"""The GPUs before a probe, by the NVIDIA driver: free memory, and the processes that use the rest."""
 
 import os
 import time
@@ -12,15 +12,16 @@ from planner.errors import InputError
 from planner.memory.runtime import SLACK_THOUSANDTHS
 from planner.units import format_gib
 
-LOOK_SECONDS = 0.2
+LOOK_SECONDS = 0.2  # between two readings of the driver
 OTHER_DEVICES = "Without a GPU: --device cpu for a small model, --device simulated for any."
-# A card of which others hold less than the allocator's own slack counts as free: the driver keeps a few MiB of an idle card, too.
-UNNOTICED_THOUSANDTHS = SLACK_THOUSANDTHS
+# A GPU counts as free if others use less of it than the allocator's slack: the driver uses a few MiB of an idle GPU
+# too.
+TOLERATED_THOUSANDTHS = SLACK_THOUSANDTHS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """A process that holds memory of a card. `used_bytes` of 0: the driver does not say."""
+    """A process that uses memory of a GPU. `used_bytes` is 0 if the driver does not report it."""
 
     process: int
     name: str
@@ -29,7 +30,7 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """What the driver says of one card. `total_bytes` is without what the driver keeps for itself."""
+    """The driver's report on one GPU. `total_bytes` does not include the memory that the driver reserves for itself."""
 
     index: int
     total_bytes: int
@@ -38,26 +39,31 @@ class Card:
 
     @property
     def description(self) -> str:
-        """`GPU 0 has 1.00 of 39.49 GiB free; python (process 12) holds 38.00 GiB`."""
-        said = [
-            f"{each.name} (process {each.process}) holds {format_gib(each.used_bytes) if each.used_bytes else 'some of it'}"
+        """Text such as `GPU 0 has 1.00 of 39.49 GiB free; python (process 12) holds 38.00 GiB`."""
+        holders = [
+            f"{each.name} (process {each.process}) holds "
+            + (format_gib(each.used_bytes) if each.used_bytes else "some of it")
             for each in self.holders
         ]
-        held = ", ".join(said) or "no process that can be seen from here holds the rest"
+        held = ", ".join(holders) or "no process that can be seen from here holds the rest"
         return f"GPU {self.index} has {format_gib(self.free_bytes)} of {format_gib(self.total_bytes)} free; {held}"
 
 
 def in_use(cards: tuple[Card, ...], free_bytes: int) -> tuple[Card, ...]:
-    """The cards that others use: less is free than a probe was promised, which is never more than the card has."""
-    return tuple(card for card in cards if card.free_bytes < min(free_bytes, card.total_bytes) - unnoticed_bytes(card))
+    """Return the GPUs that other processes use: less than `free_bytes`, or than the whole GPU, is free."""
+    return tuple(card for card in cards if card.free_bytes < min(free_bytes, card.total_bytes) - tolerated_bytes(card))
 
 
-def unnoticed_bytes(card: Card) -> int:
-    return card.total_bytes * UNNOTICED_THOUSANDTHS // 1000
+def tolerated_bytes(card: Card) -> int:
+    """Return the bytes that other processes may use of a GPU that counts as free."""
+    return card.total_bytes * TOLERATED_THOUSANDTHS // 1000
 
 
 def wait_until_free(read: Callable[[], tuple[Card, ...]], free_bytes: int, seconds: float) -> tuple[Card, ...]:
-    """The cards as soon as none is in use, at the latest after some seconds: the driver takes a while to clean up after a process that was killed."""
+    """Read the GPUs until none is in use, at most for some seconds, and return the last reading.
+
+    The driver takes a while to free the memory of a killed process.
+    """
     deadline = time.monotonic() + seconds
     cards = read()
     while in_use(cards, free_bytes) and time.monotonic() < deadline:
@@ -67,12 +73,12 @@ def wait_until_free(read: Callable[[], tuple[Card, ...]], free_bytes: int, secon
 
 
 def visible_cards(count: int) -> tuple[Card, ...]:
-    """The first cards that a worker would see, as they are now.
+    """Return the current state of the first `count` GPUs that a worker would see.
 
-    Not yet run on a GPU. Parts of a card (MIG) are read where CUDA_VISIBLE_DEVICES names them.
+    MIG instances are read if CUDA_VISIBLE_DEVICES names them. Not yet run on a GPU.
 
     Raises:
-        InputError: the driver does not answer.
+        InputError: there is no NVIDIA driver, or it is older than 510.
     """
     import pynvml
 
@@ -86,14 +92,16 @@ def visible_cards(count: int) -> tuple[Card, ...]:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
         raise InputError(
-            f"--device cuda needs an NVIDIA driver of 510 or newer, which does not answer here ({error}). {OTHER_DEVICES}"
+            f"--device cuda needs an NVIDIA driver of 510 or newer, which does not answer here ({error}). "
+            f"{OTHER_DEVICES}"
         ) from error
 
 
 def visible_handles(nvml: ModuleType, listed: str | None) -> Iterator[object]:
-    """NVML's handles of the devices that CUDA would show, in its order: indices or identifiers, up to the first that is neither.
+    """Yield NVML's handles of the devices that CUDA shows, in CUDA's order.
 
-    Source: CUDA C++ Programming Guide, "CUDA Environment Variables" (CUDA_VISIBLE_DEVICES); indices count as CUDA_DEVICE_ORDER=PCI_BUS_ID does.
+    `listed` is CUDA_VISIBLE_DEVICES: indices or UUIDs, up to the first entry that is neither; None for all devices.
+    Source: CUDA C++ Programming Guide, "CUDA Environment Variables". Indices are those of CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     count = nvml.nvmlDeviceGetCount()
     if listed is None:
@@ -110,9 +118,10 @@ def visible_handles(nvml: ModuleType, listed: str | None) -> Iterator[object]:
 
 
 def card_of(nvml: ModuleType, index: int, handle: object) -> Card:
+    """Read one GPU."""
     memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     running = [*nvml.nvmlDeviceGetComputeRunningProcesses(handle), *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)]
-    used = {each.pid: int(each.usedGpuMemory or 0) for each in running}  # a process that computes and draws is in both
+    used = {each.pid: int(each.usedGpuMemory or 0) for each in running}  # a process may be in both lists
     holders = [Holder(process=process, name=_name(process), used_bytes=size) for process, size in used.items()]
     return Card(
         index=index,
@@ -123,7 +132,7 @@ def card_of(nvml: ModuleType, index: int, handle: object) -> Card:
 
 
 def _name(process: int) -> str:
-    """Of another container's process there is only the number, which may be another's here."""
+    """Return a process's name, if it can be seen: NVML reports processes of other containers by number only."""
     try:
         return str(psutil.Process(process).name())
     except psutil.Error:

@@ -1,12 +1,13 @@
-"""Stands between the runner and a worker: however either ends, nothing that the worker started is left.
-
-The guard takes the worker's descendants in when their parents end, those with a session of their own too, and the kernel tells it when the runner
-dies. It is a script of the standard library alone: it starts in a few hundredths of a second and holds almost no memory.
+"""Parent process of a worker: when the worker or the runner ends, it ends every process that the worker has started.
 
     python guard.py RUNNER_PID GRACE_SECONDS FOLDER COMMAND...
 
-It ends as the worker did: with its exit code, or by the same signal. Without Linux's /proc and prctl (macOS) only the worker's process group is
-ended, and only while the runner lives.
+The guard is a child subreaper: a descendant of the worker whose parent ends becomes a child of the guard, even from
+another session. The kernel sends the guard a signal when the runner dies. It is a script that uses the standard library
+only, so it starts in a few hundredths of a second and needs almost no memory.
+
+It exits with the worker's exit code, or by the same signal. Without Linux's /proc and prctl (macOS) it ends only the
+worker's process group, and only while the runner lives.
 """
 
 import contextlib
@@ -19,40 +20,39 @@ import sys
 import time
 from collections.abc import Iterator
 
-END, END_NOW = signal.SIGTERM, signal.SIGQUIT  # from the runner: with time to tidy up, and without
-RUNNER_DIED = signal.SIGHUP  # from the kernel
+END, END_NOW = signal.SIGTERM, signal.SIGQUIT  # sent by the runner: end the worker after a grace period, or at once
+RUNNER_DIED = signal.SIGHUP  # sent by the kernel
 SIGNALS = (signal.SIGCHLD, END, END_NOW, RUNNER_DIED)
 # Source: linux, include/uapi/linux/prctl.h.
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LINUX = sys.platform == "linux"
 OOM_SCORE = "/proc/self/oom_score_adj"
-FIRST_TO_GO = (
-    "1000"  # for the kernel when the host has no memory left: rather the worker than the user's other programs
-)
+# The highest score: when the host runs out of memory, the kernel kills the worker before the user's other programs.
+KILLED_FIRST = "1000"
 LOOK_AGAIN_SECONDS = 0.05
 
 
 def main(runner: int, grace_seconds: float, folder: str, command: list[str]) -> int:
-    """The wait status of the worker."""
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # macOS drops it where nothing handles it
+    """Run a worker to its end, and return its wait status (`os.waitpid`)."""
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # macOS drops the signal if it has no handler
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    _told_of_the_runners_death()
+    _adopt_orphans()
     ended: dict[int, int] = {}
-    if os.getppid() == runner:  # else it died before it could be watched
-        with _first_to_go():
+    if os.getppid() == runner:  # else the runner died before the kernel was asked to report its death
+        with _killed_first():
             worker = os.posix_spawnp(command[0], command, os.environ, setsigmask=(), setsigdef=(signal.SIGPIPE,))
         reason = _wait(worker, ended)
         _end_all(ended, 0.0 if reason == END_NOW else grace_seconds)
         if reason != RUNNER_DIED:
             return ended[worker]
-    shutil.rmtree(folder, ignore_errors=True)  # the runner would have done it
+    shutil.rmtree(folder, ignore_errors=True)  # in place of the runner
     return 0
 
 
 def end_as(status: int) -> None:
-    """Ends this process as another one did."""
+    """End this process with the wait status of another one: the same exit code or the same signal."""
     if os.WIFSIGNALED(status):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker has left its own
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core dump
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
@@ -62,7 +62,7 @@ def end_as(status: int) -> None:
 
 
 def _wait(worker: int, ended: dict[int, int]) -> int:
-    """The signal that ends the wait; SIGCHLD: the worker's own end."""
+    """Wait for the worker's end or a signal to end it; return the signal, SIGCHLD if the worker ended by itself."""
     while True:
         _reap(ended)
         if worker in ended:
@@ -73,7 +73,10 @@ def _wait(worker: int, ended: dict[int, int]) -> int:
 
 
 def _end_all(ended: dict[int, int], grace_seconds: float) -> None:
-    """Ends all descendants. As their new parent the guard has children for as long as there is one of them."""
+    """End all descendants, by SIGTERM, and after the grace period by SIGKILL.
+
+    Orphans become children of the guard, so it has children as long as any descendant is alive.
+    """
     deadline = time.monotonic() + grace_seconds
     if _reap(ended):
         _signal_all(signal.SIGTERM)
@@ -86,7 +89,7 @@ def _end_all(ended: dict[int, int], grace_seconds: float) -> None:
 
 
 def _signal_within(seconds: float) -> int:
-    """The next signal, 0 where none comes. macOS has no `sigtimedwait`."""
+    """Return the next signal within some seconds, 0 if none arrives. macOS has no `sigtimedwait` and only sleeps."""
     if sys.platform != "linux":
         time.sleep(seconds)
         return 0
@@ -95,7 +98,7 @@ def _signal_within(seconds: float) -> int:
 
 
 def _reap(ended: dict[int, int]) -> bool:
-    """Notes the children that have ended; whether any is left."""
+    """Store the wait status of each child that has ended; return whether any child is left."""
     while True:
         try:
             process, status = os.waitpid(-1, os.WNOHANG)
@@ -107,12 +110,14 @@ def _reap(ended: dict[int, int]) -> bool:
 
 
 def _signal_all(number: int) -> None:
+    """Send a signal to all descendants; without /proc to the guard's process group."""
     for process in _descendants() if LINUX else [0]:  # 0: the guard's own group
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
 
 
 def _descendants() -> list[int]:
+    """Return the process ids of all descendants of this process."""
     children: dict[int, list[int]] = {}
     for process, parent in _parents():
         children.setdefault(parent, []).append(process)
@@ -123,7 +128,10 @@ def _descendants() -> list[int]:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """(process, parent) of all processes. Source: proc(5), /proc/pid/stat: the name in brackets may hold anything, blanks and brackets too."""
+    """Yield the pair (process id, parent's id) of every process.
+
+    Source: proc(5), /proc/pid/stat. The name in brackets may contain blanks and brackets, so the last bracket counts.
+    """
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
@@ -131,14 +139,14 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def _first_to_go() -> Iterator[None]:
-    """What is started here is the first to be ended when the host has no memory left."""
+def _killed_first() -> Iterator[None]:
+    """Give processes started inside the block the score with which the kernel kills them first when memory runs out."""
     if not LINUX:
         yield
         return
     with open(OOM_SCORE, encoding="ascii") as file:
         usual = file.read()
-    _write(OOM_SCORE, FIRST_TO_GO)
+    _write(OOM_SCORE, KILLED_FIRST)
     try:
         yield
     finally:
@@ -150,7 +158,8 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _told_of_the_runners_death() -> None:
+def _adopt_orphans() -> None:
+    """Ask the kernel for a signal when the runner dies, and to make this process the parent of orphaned descendants."""
     if LINUX:
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_PDEATHSIG, RUNNER_DIED, 0, 0, 0)

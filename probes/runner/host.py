@@ -1,4 +1,4 @@
-"""The host while a worker runs: which processes are the worker's, what memory they hold, and how much is left."""
+"""The host while a worker runs: the worker's processes, the memory that they use, and the memory that is left."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -7,8 +7,9 @@ from pathlib import Path
 import psutil
 
 LINUX = sys.platform == "linux"
-# What a control group may hold, what it holds, and the line of `memory.stat` that it can give back (pages of files, not used lately), by its version.
-# Source: linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. The kubelet counts a working set in the same way.
+# By version of the control group: the files with its limit and its usage, and the line of `memory.stat` with the bytes
+# that the kernel can reclaim (inactive pages of files). Source: linux, Documentation/admin-guide/cgroup-v2.rst and
+# cgroup-v1/memory.rst. The kubelet computes a working set in the same way.
 GROUP_FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -17,7 +18,7 @@ GROUP_FOLDERS = {2: "sys/fs/cgroup", 1: "sys/fs/cgroup/memory"}
 
 
 def family(process: int) -> list[psutil.Process]:
-    """A process and all its descendants, as far as they still live."""
+    """Return a process and all its descendants that are alive."""
     try:
         parent = psutil.Process(process)
         return [parent, *parent.children(recursive=True)]
@@ -26,7 +27,7 @@ def family(process: int) -> list[psutil.Process]:
 
 
 def with_environment(name: str, value: str) -> list[psutil.Process]:
-    """The processes of this user that were started with that in their environment, whoever their parent is now."""
+    """Return this user's processes that have the environment variable with this value, whatever their parent is."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -38,7 +39,7 @@ def with_environment(name: str, value: str) -> list[psutil.Process]:
 
 
 def held_bytes(processes: Iterable[psutil.Process]) -> int:
-    """Bytes of main memory that would be free without these processes: what each holds alone, not what files and other processes back."""
+    """Return the bytes of main memory that only these processes use: resident memory without shared and file pages."""
     total = 0
     for process in processes:
         try:
@@ -50,20 +51,20 @@ def held_bytes(processes: Iterable[psutil.Process]) -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that the host can still give without swapping; inside a container at most what is left to its control group."""
-    return min([int(psutil.virtual_memory().available), *_left_to_groups(root)])
+    """Return the bytes of main memory available without swapping, and within the limits of the control groups."""
+    return min([int(psutil.virtual_memory().available), *_available_to_groups(root)])
 
 
 def kernel_kills(root: Path = Path("/")) -> int:
-    """How often the kernel has ended a process for want of memory, on this host and since it started; 0 where it does not say.
+    """Return how many processes the kernel has killed for lack of memory since the host started; 0 if unknown.
 
     Source: linux, mm/oom_kill.c (`count_vm_event(OOM_KILL)`), for the host as well as for a control group.
     """
     return _number_after("oom_kill", root / "proc/vmstat")
 
 
-def _left_to_groups(root: Path) -> Iterator[int]:
-    """What is left to each control group that holds this process, the outermost first."""
+def _available_to_groups(root: Path) -> Iterator[int]:
+    """Yield the bytes left below the limit of each control group of this process, the outermost group first."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -74,13 +75,14 @@ def _left_to_groups(root: Path) -> Iterator[int]:
             continue
         version = 1 if controllers else 2
         folder = root / GROUP_FOLDERS[version]
-        yield from _left_to_group(folder, version)
+        yield from _available_to_group(folder, version)
         for part in Path(path).parts[1:]:
             folder /= part
-            yield from _left_to_group(folder, version)
+            yield from _available_to_group(folder, version)
 
 
-def _left_to_group(folder: Path, version: int) -> Iterator[int]:
+def _available_to_group(folder: Path, version: int) -> Iterator[int]:
+    """Yield the bytes left below one control group's limit; nothing if it has no limit."""
     limit, held, reclaimable = GROUP_FILES[version]
     try:
         limit_text, held_text = ((folder / name).read_text(encoding="ascii").strip() for name in (limit, held))
@@ -91,6 +93,7 @@ def _left_to_group(folder: Path, version: int) -> Iterator[int]:
 
 
 def _number_after(name: str, path: Path) -> int:
+    """Return the number after a word at the beginning of a file's line; 0 if there is no such line or file."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,6 +1,7 @@
-"""The runner: one worker, a process family of its own under a guard, watched, ended when it must be, and its answer read.
+"""Run one probe in a worker process: start it under a guard, watch its limits, end it if needed, read its measurement.
 
-Whatever a worker does, a measurement comes back, and nothing of the worker is left: no process, no folder, no memory of a GPU.
+Whatever a worker does, a measurement is returned, and nothing of the worker is left: no process, no folder, no GPU
+memory.
 """
 
 import contextlib
@@ -27,42 +28,42 @@ from probes.runner import guard
 from probes.runner.command import worker_command
 from probes.runner.gpus_in_use import Card, in_use, wait_until_free
 from probes.runner.host import available_bytes, family, held_bytes, kernel_kills, with_environment
-from probes.runner.verdict import Ending, Stop, nothing_measured, verdict
+from probes.runner.verdict import Stop, WorkerExit, nothing_measured, verdict
 from probes.task import PHASE_FILE, Task, write_task
 
-MARK = "PLAN_PROBE"  # in the environment of every process of a probe
-LOOK_SECONDS = 0.1  # between two looks at the worker
-LOOK_AT_DISK_SECONDS = 1.0
-AFTER_GRACE_SECONDS = (
-    5.0  # a process that does not end on SIGKILL waits for a device; the runner does not wait for it any longer
-)
-KEPT_LOG_BYTES = 1 * MIB  # of a log that grew beyond its limit
-# Of the launchers that `plan` itself may run under; a worker is not one of their processes.
+MARK = "PLAN_PROBE"  # environment variable that marks every process of a probe
+LOOK_SECONDS = 0.1  # between two checks of a worker's time and memory
+LOOK_AT_DISK_SECONDS = 1.0  # between two checks of the disk
+# How long the runner waits after SIGKILL: a process that does not end then is waiting for a device.
+AFTER_GRACE_SECONDS = 5.0
+KEPT_LOG_BYTES = 1 * MIB  # beginning that is kept of a log above its limit
+# Variables that a launcher around `plan` sets; a worker must not see them, as it is not one of that launcher's
+# processes.
 OUTER_LAUNCHERS = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-ALLOCATOR_VARIABLES = frozenset({"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"})  # the candidate decides
+ALLOCATOR_VARIABLES = frozenset({"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"})  # set from the candidate instead
 ALWAYS = {
-    "PYTHONUNBUFFERED": "1",  # a log is whole up to where the worker was killed
-    "PYTHONFAULTHANDLER": "1",  # a crash below Python says where
-    "HF_HUB_DISABLE_TELEMETRY": "1",  # TRL tells of each trainer that is made (trl 1.16, trainer/base_trainer.py:82): a probe is no training
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as NVML counts: the GPU that was looked at is the one that is used
+    "PYTHONUNBUFFERED": "1",  # the log is complete up to the moment when the worker is killed
+    "PYTHONFAULTHANDLER": "1",  # a crash in C code prints the Python stack
+    # TRL reports each trainer that is built (trl 1.16, trainer/base_trainer.py:82); a probe is no training.
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, so that the GPU that was checked is the one that is used
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a worker may use before it is ended. A limit of 0 is none."""
+    """The limits at which the runner ends a worker. 0 is no limit."""
 
     seconds: float = 1800.0
-    host_bytes: int = 0  # of main memory, all its processes together
-    host_reserve_share: float = (
-        0.05  # of main memory must stay available; where earlyoom, with its defaults, sends SIGKILL
-    )
-    disk_bytes: int = 0  # of its folder
-    disk_reserve_bytes: int = 1 * GIB  # must stay free where its folder is: room for logs and the study
+    host_bytes: int = 0  # main memory of all its processes together
+    # Share of main memory that must stay available; at this share earlyoom sends SIGKILL by default.
+    host_reserve_share: float = 0.05
+    disk_bytes: int = 0  # size of its folder
+    disk_reserve_bytes: int = 1 * GIB  # free space that must remain on its disk, for logs and the study
     log_bytes: int = 256 * MIB
     grace_seconds: float = 5.0  # between SIGTERM and SIGKILL
-    free_gpu_bytes: int = 0  # each GPU must have so much free before anything is started
-    gpu_wait_seconds: float = 30.0  # for memory of a probe before to come back
+    free_gpu_bytes: int = 0  # free memory that each GPU must have before a worker is started
+    gpu_wait_seconds: float = 30.0  # how long to wait until the memory of the previous probe is free
 
 
 Command = Callable[[Task, Path], list[str]]
@@ -70,7 +71,7 @@ Cards = Callable[[Task], tuple[Card, ...]]
 
 
 def no_cards(task: Task) -> tuple[Card, ...]:
-    """Of a worker that uses no GPU."""
+    """Return no GPUs, for a worker that uses none."""
     return ()
 
 
@@ -82,9 +83,16 @@ def run_probe(
     cards: Cards = no_cards,
     say: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
-    """One probe in a fresh process, to its end. `task.folder` is where the worker's own folder is made, empty for the system's temporary one.
+    """Run one probe in a fresh process and return its measurement. Never raises for what a worker does.
 
-    `logs` keeps what the worker was told and what it printed. `cards` reads the GPUs that it would use. Never raises for what a worker does.
+    Args:
+        task: the candidate and the device. In `task.folder` the worker's temporary folder is created; empty: the
+        system's.
+        limits: what the worker may use.
+        logs: folder that keeps the task and the worker's output.
+        command: returns the command line of the worker.
+        cards: reads the GPUs that the worker would use.
+        say: called with each phase that the worker enters.
     """
     started = time.monotonic()
     taken = in_use(
@@ -97,16 +105,16 @@ def run_probe(
     with tempfile.TemporaryDirectory(
         prefix="plan-probe-", dir=task.folder or None, ignore_cleanup_errors=True
     ) as folder:
-        told = replace(task, folder=folder)
+        placed = replace(task, folder=folder)
         worker = _Worker(
             folder=Path(folder), log=logs / _name(task), mark=uuid.uuid4().hex, limits=limits, started=started, say=say
         )
-        return replace(verdict(told, _run(told, worker, command)), candidate=task.candidate)
+        return replace(verdict(placed, _run(placed, worker, command)), candidate=task.candidate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Worker:
-    """A worker's own things. `log` is the path of its logs without their endings."""
+    """A worker's files, limits and mark. `log` is the path of its logs without the suffix."""
 
     folder: Path
     log: Path
@@ -128,28 +136,39 @@ class _Worker:
         return self.log.with_name(f"{self.log.name}.err")
 
 
-def _run(task: Task, worker: _Worker, command: Command) -> Ending:
+def _run(task: Task, worker: _Worker, command: Command) -> WorkerExit:
+    """Start a worker under the guard, watch it, and end it; return how it ended."""
     write_task(task, worker.task_file)
     kills, grace = kernel_kills(), worker.limits.grace_seconds
     guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(grace), task.folder]
     with worker.stdout.open("wb") as stdout, worker.stderr.open("wb") as stderr:
         process = subprocess.Popen(
-            [*guarded, *command(task, worker.task_file)], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=task.folder,
-            env=environment(task, worker.mark), start_new_session=True,
-        )  # fmt: skip
+            [*guarded, *command(task, worker.task_file)],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=task.folder,
+            env=environment(task, worker.mark),
+            start_new_session=True,
+        )
         stopped = None
         try:
             stopped = _watch(process, worker)
         finally:  # on Ctrl-C too
             _end(process, worker, at_once=stopped is not None and stopped.outcome == "host_out_of_memory")
-    return Ending(
-        exit_code=process.returncode, stopped=stopped, phase=_phase(worker.folder), stdout=worker.stdout, stderr=worker.stderr,
-        kernel_kills=kernel_kills() - kills, wall_seconds=time.monotonic() - worker.started,
-    )  # fmt: skip
+    return WorkerExit(
+        exit_code=process.returncode,
+        stopped=stopped,
+        phase=_phase(worker.folder),
+        stdout=worker.stdout,
+        stderr=worker.stderr,
+        kernel_kills=kernel_kills() - kills,
+        wall_seconds=time.monotonic() - worker.started,
+    )
 
 
 def environment(task: Task, mark: str) -> dict[str, str]:
-    """The worker's: this process' own without what would make its run another one, and what the candidate says."""
+    """Return a worker's environment: this process's without launcher variables, and the candidate's variables."""
     candidates = settings_of(task.candidate)["environment"]
     assert isinstance(candidates, dict)
     kept = {name: value for name, value in os.environ.items() if name not in OUTER_LAUNCHERS | ALLOCATOR_VARIABLES}
@@ -163,7 +182,7 @@ def environment(task: Task, mark: str) -> dict[str, str]:
 
 
 def _watch(process: subprocess.Popen[bytes], worker: _Worker) -> Stop | None:
-    """Waits for the worker to end; why it has to be ended where it crosses a limit first."""
+    """Wait until the worker ends or exceeds a limit; return the limit that it exceeded, None if it ended by itself."""
     look_at_disk, phase = 0.0, ""
     while True:
         try:
@@ -183,12 +202,14 @@ def _watch(process: subprocess.Popen[bytes], worker: _Worker) -> Stop | None:
 
 
 def _over_time(worker: _Worker) -> Stop | None:
+    """Return the time limit if a worker has exceeded it."""
     if not worker.limits.seconds or time.monotonic() - worker.started < worker.limits.seconds:
         return None
     return Stop(outcome="hung", message=f"it had not ended after {format_seconds(worker.limits.seconds)}")
 
 
 def _over_memory(process: subprocess.Popen[bytes], limits: Limits) -> Stop | None:
+    """Return the limit of main memory that a worker exceeds, its own or the host's reserve; None if it exceeds none."""
     if limits.host_bytes:
         held = held_bytes(family(process.pid))
         if held > limits.host_bytes:
@@ -204,6 +225,7 @@ def _over_memory(process: subprocess.Popen[bytes], limits: Limits) -> Stop | Non
 
 
 def _over_disk(worker: _Worker) -> Stop | None:
+    """Return the limit of disk or log size that a worker exceeds; None if it exceeds none."""
     limits = worker.limits
     free, held = shutil.disk_usage(worker.folder).free, sum(_file_bytes(worker.folder))
     if free < limits.disk_reserve_bytes:
@@ -222,17 +244,17 @@ def _over_disk(worker: _Worker) -> Stop | None:
 
 
 def _file_bytes(folder: Path) -> Iterator[int]:
-    """What each file takes on the disk."""
+    """Yield the bytes that each file of a folder uses on the disk."""
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
-                yield os.lstat(os.path.join(parent, name)).st_blocks * 512  # POSIX, stat(2): blocks of 512 bytes
+                yield os.lstat(os.path.join(parent, name)).st_blocks * 512  # stat(2): units of 512 bytes
             except OSError:  # removed meanwhile
                 continue
 
 
 def _phase(folder: Path) -> str:
-    """The last phase that the worker wrote down, empty where there is none."""
+    """Return the last phase that the worker wrote to its folder; empty if none."""
     try:
         return (folder / PHASE_FILE).read_text(encoding="utf-8", errors="replace")[:32].strip()
     except OSError:
@@ -240,7 +262,7 @@ def _phase(folder: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], worker: _Worker, at_once: bool) -> None:
-    """Ends everything that the worker has started; the guard does it, and where the guard is gone the mark tells what is left."""
+    """End all processes of a worker: ask the guard, then kill those left with the worker's mark."""
     if process.poll() is None:
         process.send_signal(guard.END_NOW if at_once else guard.END)
         try:
@@ -262,8 +284,8 @@ def _kill(process: psutil.Process) -> None:
 
 
 def _name(task: Task) -> str:
-    """The name of a probe's files: the same for the same task, whose newest logs are kept."""
-    told = [
+    """Return the file name of a probe's logs: the same for the same task, so that only the newest logs are kept."""
+    values = [
         task.device,
         task.steps,
         task.weights,
@@ -274,5 +296,5 @@ def _name(task: Task) -> str:
         task.card_bytes,
         task.seed,
     ]
-    text = json.dumps([told, candidate_report(task.candidate)], sort_keys=True)
+    text = json.dumps([values, candidate_report(task.candidate)], sort_keys=True)
     return f"{task.candidate.method}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
