@@ -127,17 +127,23 @@ def composed_phases(
 def _phases(
     candidate: Candidate, traced: dict[Phase, Components], rows: dict[Phase, PhaseMemory]
 ) -> Iterator[PhaseMemory]:
+    """Yield a rank's phases. A phase comes from the trace with some estimated components, or wholly from the estimate.
+
+    A phase that only the trace has gets the estimated components of the forward phase.
+    """
     sharded = candidate.sharding in SHARDED
     replaced = (*(SHARDED_PHASES if sharded else ()), *(ENGINE_PHASES if candidate.vllm != "off" else ()))
     kept = OUTSIDE | STATES if sharded else OUTSIDE
-    usual = rows["forward"]
+    forward = rows["forward"]
     for name in (*rows, *(name for name in traced if name not in rows)):
         if name in replaced or name not in traced:
             if name in rows:
                 yield rows[name]
             continue
-        around = {component: size for component, size in rows.get(name, usual).components.items() if component in kept}
-        yield PhaseMemory(name=name, components={**traced[name], **around})
+        from_estimate = {
+            component: size for component, size in rows.get(name, forward).components.items() if component in kept
+        }
+        yield PhaseMemory(name=name, components={**traced[name], **from_estimate})
 
 
 def without_states(trace: Trace) -> Trace:

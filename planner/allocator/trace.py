@@ -98,6 +98,7 @@ class Trace:
 
     @cached_property
     def _totals(self) -> list[int]:
+        """The bytes that are allocated after each event."""
         total, totals = 0, []
         for _, size_bytes in self.events:
             total += size_bytes
@@ -106,6 +107,7 @@ class Trace:
 
     @cached_property
     def peak_bytes(self) -> int:
+        """The most bytes that are allocated at once."""
         return max(self._totals, default=0)
 
     @cached_property

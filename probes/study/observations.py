@@ -97,11 +97,11 @@ def _reserved_observations(peak: PhasePeak, phase: PhaseModel, finished: bool, h
         kind: Kind = "equal" if finished else "at_least"  # CUDA loads each kernel when it is first used
         yield Observation(kind=kind, coefficients={"runtime": 1.0}, value=outside, noise=DRIVER_NOISE_BYTES)
     if heavy and peak.reserved_bytes and peak.allocated_bytes:
-        kept = peak.reserved_bytes - peak.allocated_bytes - phase.slack_bytes
+        slack = peak.reserved_bytes - peak.allocated_bytes - phase.slack_bytes
         yield Observation(
             kind="at_most",
             coefficients={"slack": peak.allocated_bytes},
-            value=kept,
+            value=slack,
             noise=_slack_noise_bytes(peak.allocated_bytes),
         )
 
