@@ -334,6 +334,12 @@ class TestWrongInput:
         assert err.startswith(f"Error: {message}")
         assert err.count("\n") == 1
 
+    @pytest.mark.parametrize("method", ["gkd", "ppo", "grpo"])
+    def test_a_server_that_leaves_no_gpu_is_refused_in_one_line(self, method, capsys):
+        server = ["--set", "use_vllm=true", "--set", "vllm_mode=server"]
+        assert run(["estimate", "--model", "Qwen2.5-0.5B", "--gpus", "1xA10G", "--method", method, *server]) == 2
+        assert "leaves none for the trainer" in capsys.readouterr().err
+
     def test_a_place_that_cannot_be_written_is_exit_2(self, tmp_path, capsys):
         (tmp_path / "file").write_text("")
         assert run([*ASKED, "--out", str(tmp_path / "file")]) == 2
