@@ -1,4 +1,4 @@
-"""The file that `accelerate launch --config_file` takes: how many processes, and what shards the model between them."""
+"""The file for `accelerate launch --config_file`: the number of processes, and how they shard the model."""
 
 from planner.candidate import DEEPSPEED, Candidate
 from planner.jobs.spellings import SPELLINGS
@@ -6,9 +6,10 @@ from planner.launch import deepspeed
 from planner.launch.placement import placement
 
 FILE = "accelerate.yaml"
-PORT = 29500  # torchrun's, accelerate 1.15, utils/launch.py `prepare_deepspeed_cmd_env`
+PORT = 29500  # torchrun's default port; accelerate 1.15, utils/launch.py, `prepare_deepspeed_cmd_env`
 
-# Source: trl 1.16, accelerate_configs/fsdp2.yaml. The layers are wrapped one by one, checkpointing stays the trainer's.
+# FSDP wraps each layer by itself; gradient checkpointing is left to the trainer.
+# Source: trl 1.16, accelerate_configs/fsdp2.yaml.
 FSDP2: dict[str, object] = {
     "fsdp_version": 2,
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -20,10 +21,10 @@ FSDP2: dict[str, object] = {
 
 
 def accelerate_config(candidate: Candidate) -> dict[str, object]:
-    """The launch file's keys and values, as accelerate's `ClusterConfig` has them.
+    """The keys and values of the file, named as in accelerate's `ClusterConfig`.
 
-    With a DeepSpeed file accelerate refuses whatever that file says too, mixed precision among it (accelerate 1.15,
-    utils/dataclasses.py:1525).
+    Omits the settings of the DeepSpeed file, such as mixed precision: accelerate raises an error if both files have
+    them (accelerate 1.15, utils/dataclasses.py:1525).
     """
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -37,7 +38,8 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
         "use_cpu": False,
     }
     if candidate.sharding in DEEPSPEED:
-        # torchrun starts the processes of each node, as it does without DeepSpeed, and not DeepSpeed's own launcher over ssh
+        # "standard": torchrun starts the processes of each node as without DeepSpeed, instead of DeepSpeed's ssh
+        # launcher.
         plugin = {
             "deepspeed_config_file": deepspeed.FILE,
             "deepspeed_multinode_launcher": "standard",
@@ -51,6 +53,7 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
 
 
 def accelerate_yaml(candidate: Candidate) -> str:
+    """The text of the file."""
     import yaml
 
     return str(yaml.safe_dump(accelerate_config(candidate), sort_keys=False))

@@ -1,4 +1,4 @@
-"""The commands: what starts the training, and what starts a vLLM server beside it."""
+"""The commands that start the training and its vLLM server."""
 
 from planner.candidate import Candidate
 from planner.jobs.settings import settings_of
@@ -12,29 +12,33 @@ ACCELERATE = ("accelerate", "launch")
 
 
 def launch_command(candidate: Candidate, script: str = "", launcher: tuple[str, ...] = ACCELERATE) -> list[str]:
-    """What trains the candidate, run in the folder of its launch files; further arguments go to the script.
+    """The command that trains the candidate, to be run in the folder of its launch files.
 
-    Without `script` it is TRL's own command, or our script where TRL has none; with it, `accelerate launch` of that script.
+    With `script` it is `accelerate launch` of that script. Without, it is TRL's command for the method, or `accelerate
+    launch train.py` if TRL has none. More arguments at the end are passed to the script.
     """
     if not script and not candidate.method_row.experimental:
         return ["trl", candidate.method, "--config", trl_config.FILE, "--accelerate_config", accelerate.FILE]
-    started = [*launcher, "--config_file", accelerate.FILE, "--num_processes", str(candidate.num_processes)]
-    return [*started, script] if script else [*started, SCRIPT_FILE, "--config", trl_config.FILE]
+    launch = [*launcher, "--config_file", accelerate.FILE, "--num_processes", str(candidate.num_processes)]
+    return [*launch, script] if script else [*launch, SCRIPT_FILE, "--config", trl_config.FILE]
 
 
 def server_command(candidate: Candidate) -> list[str]:
-    """What serves completions to the trainer; empty without a server. Source: trl 1.16, scripts/vllm_serve.py `ScriptArguments`."""
+    """The command that starts the vLLM server of a candidate; empty if it has none.
+
+    Source: trl 1.16, scripts/vllm_serve.py, `ScriptArguments`.
+    """
     if not placement(candidate).server_gpus:
         return []
-    said = settings_of(candidate)
+    settings = settings_of(candidate)
     command = ["trl", "vllm-serve", "--model", candidate.model.path or candidate.model.id, "--port", str(SERVER_PORT)]
     for argument, name in SERVER_ARGUMENTS.items():
-        if said[name] is not None:
-            command += [f"--{argument}", str(said[name])]
+        if settings[name] is not None:
+            command += [f"--{argument}", str(settings[name])]
     return command
 
 
-# An argument of `trl vllm-serve`, and the setting that it takes.
+# Argument of `trl vllm-serve` -> the setting with its value.
 SERVER_ARGUMENTS: dict[str, str] = {
     "tensor_parallel_size": "vllm_tensor_parallel_size",
     "data_parallel_size": "vllm_data_parallel_size",

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration: with it the run has the buckets and the pieces that the estimate counts."""
+"""The DeepSpeed configuration, which sets the bucket sizes that the estimate assumes."""
 
 import json
 
@@ -8,12 +8,14 @@ from planner.memory.parameters.sharding import MAX_REUSE_DISTANCE, SUB_GROUP_SIZ
 FILE = "deepspeed.json"
 STAGES: dict[Sharding, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 
-# Filled in by Transformers from its arguments and the model's hidden_size (transformers 5.23, integrations/deepspeed.py:130-242). Without
-# "auto" the buckets are DeepSpeed's own 5e8 elements, 1 GB each, whatever the model.
+# Transformers replaces "auto" by values from its arguments and the model's hidden_size (transformers 5.23,
+# integrations/deepspeed.py:130-242). Buckets that are not set have DeepSpeed's default, 5e8 elements (1 GB), for any
+# model.
 AUTO = "auto"
 
-# Settings of zero_optimization that memory depends on; what is not "auto" is DeepSpeed's default, written out (deepspeed 0.19.8,
-# runtime/zero/config.py). overlap_comm would double the bucket of stages 1 and 2 (zero/stage_1_and_2.py `setup_buckets`).
+# Settings of zero_optimization on which memory depends. Values other than "auto" are DeepSpeed's defaults (deepspeed
+# 0.19.8, runtime/zero/config.py). overlap_comm would double the bucket of stages 1 and 2 (zero/stage_1_and_2.py,
+# `setup_buckets`).
 EVERY_STAGE: dict[str, object] = {"contiguous_gradients": True, "reduce_bucket_size": AUTO}
 BY_STAGE: dict[int, dict[str, object]] = {
     1: {"overlap_comm": False},
@@ -29,13 +31,14 @@ BY_STAGE: dict[int, dict[str, object]] = {
     },
 }
 
-# Offloaded, accelerate turns these into DeepSpeed's CPU Adam; another one steps on the host by itself, and DeepSpeed wants to be told so.
+# Optimizers that accelerate replaces by DeepSpeed's CPU Adam when states are offloaded. Another optimizer runs on the
+# host itself, which DeepSpeed refuses unless zero_force_ds_cpu_optimizer is false.
 # Source: accelerate 1.15, accelerator.py:2370-2379, utils/deepspeed.py `map_pytorch_optim_to_deepspeed`.
 CPU_ADAM: frozenset[Optimizer] = frozenset({"adamw_torch", "adamw_torch_fused"})
 
 
 def deepspeed_config(candidate: Candidate) -> dict[str, object]:
-    """The configuration as DeepSpeed reads it; empty where the candidate is not sharded by it."""
+    """The configuration of a candidate with ZeRO, as DeepSpeed reads it; empty for others."""
     if candidate.sharding not in DEEPSPEED:
         return {}
     stage = STAGES[candidate.sharding]
@@ -61,4 +64,5 @@ def deepspeed_config(candidate: Candidate) -> dict[str, object]:
 
 
 def deepspeed_json(candidate: Candidate) -> str:
+    """The text of the file."""
     return json.dumps(deepspeed_config(candidate), indent=2) + "\n"

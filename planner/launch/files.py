@@ -1,4 +1,4 @@
-"""All launch files of a candidate, by name."""
+"""All launch files of a candidate."""
 
 from planner.candidate import DEEPSPEED, Candidate
 from planner.launch import accelerate, deepspeed, requirements, trl_config
@@ -8,10 +8,10 @@ from planner.launch.shell import LAUNCH_FILE, README_FILE, SLURM_FILE, launch_sc
 
 
 def launch_files(candidate: Candidate) -> dict[str, str]:
-    """The files by name, each a text.
+    """The texts of the launch files by file name.
 
     Raises:
-        InputError: a setting that TRL has no argument for, or processes that the nodes cannot share evenly.
+        InputError: TRL has no argument for a setting, or the processes cannot be divided evenly among the nodes.
     """
     files = {trl_config.FILE: trl_config.train_yaml(candidate), accelerate.FILE: accelerate.accelerate_yaml(candidate)}
     if candidate.sharding in DEEPSPEED:

@@ -1,12 +1,13 @@
-"""What must be installed, and in which release: the figures of a plan are those of the libraries that they were read from."""
+"""requirements.txt: the packages of a run, in the releases whose sources the formulas follow."""
 
 from planner.candidate import BITSANDBYTES, DEEPSPEED, AttentionImplementation, Candidate, Optimizer, Quantization
 from planner.methods import NEWEST_TRL
 
 FILE = "requirements.txt"
 
-# The releases whose sources the formulas name. vLLM has its own bounds on transformers (vllm 0.33: <5.21), so that nothing of it is pinned beside vLLM.
-READ_FROM: dict[str, str] = {
+# Releases whose sources the formulas cite. Not used with vLLM, which has its own bounds on transformers (vllm 0.33:
+# <5.21).
+RELEASES: dict[str, str] = {
     "transformers": "5.23.*",
     "peft": "0.21.*",
     "accelerate": "1.15.*",
@@ -14,12 +15,20 @@ READ_FROM: dict[str, str] = {
     "deepspeed": "0.19.*",
 }
 
-# Optimizers from packages of their own. Source: transformers 5.23, trainer_optimizer.py. adamw_anyprecision (torchdistx) is on no index.
+# Optimizers that need their own package. adamw_anyprecision is missing: its package torchdistx is on no index.
+# Source: transformers 5.23, trainer_optimizer.py.
 OPTIMIZER_PACKAGES: dict[Optimizer, str] = {
-    "galore_adamw": "galore-torch", "apollo_adamw": "apollo-torch", "lomo": "lomo-optim", "adalomo": "lomo-optim", "grokadamw": "grokadamw",
-    "schedule_free_adamw": "schedulefree", "schedule_free_sgd": "schedulefree", "adamw_torch_8bit": "torchao", "adamw_torch_4bit": "torchao",
+    "galore_adamw": "galore-torch",
+    "apollo_adamw": "apollo-torch",
+    "lomo": "lomo-optim",
+    "adalomo": "lomo-optim",
+    "grokadamw": "grokadamw",
+    "schedule_free_adamw": "schedulefree",
+    "schedule_free_sgd": "schedulefree",
+    "adamw_torch_8bit": "torchao",
+    "adamw_torch_4bit": "torchao",
     "stable_adamw": "torch-optimi",
-}  # fmt: skip
+}
 ATTENTION_PACKAGES: dict[AttentionImplementation, str] = {
     "flash_attention_2": "flash-attn",
     "flash_attention_3": "kernels",
@@ -30,15 +39,15 @@ QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {
     "awq": ("gptqmodel",),
     "mxfp4": ("kernels",),
 }
-BITSANDBYTES_OPTIMIZERS = ("bnb", "8bit", "32bit", "ademamix")  # parts of the names of those that bitsandbytes has
+BITSANDBYTES_OPTIMIZERS = ("bnb", "8bit", "32bit", "ademamix")  # substrings of the names of bitsandbytes' optimizers
 
 
 def requirements(candidate: Candidate) -> str:
-    """Lines for `pip install -r`, one package each."""
-    # the extra carries TRL's own bounds on vLLM
+    """The text of requirements.txt, one package per line."""
+    # The extra trl[vllm] has TRL's bounds on vLLM.
     lines = [f"trl{'' if candidate.vllm == 'off' else '[vllm]'}=={candidate.trl_version}.*"]
-    pinned = candidate.vllm == "off" and candidate.trl_version == NEWEST_TRL  # an older TRL requires its own releases
-    lines += [f"{package}=={READ_FROM[package]}" if pinned else package for package in _packages(candidate)]
+    pinned = candidate.vllm == "off" and candidate.trl_version == NEWEST_TRL  # an older TRL has its own bounds
+    lines += [f"{package}=={RELEASES[package]}" if pinned else package for package in _packages(candidate)]
     lines += QUANTIZATION_PACKAGES.get(candidate.quantization, ())
     if candidate.optim in OPTIMIZER_PACKAGES:
         lines.append(OPTIMIZER_PACKAGES[candidate.optim])
@@ -50,14 +59,15 @@ def requirements(candidate: Candidate) -> str:
 
 
 def _packages(candidate: Candidate) -> list[str]:
-    of_optimizer = candidate.optim not in OPTIMIZER_PACKAGES and any(
+    """The packages of RELEASES that the candidate needs."""
+    bitsandbytes_optimizer = candidate.optim not in OPTIMIZER_PACKAGES and any(
         part in candidate.optim for part in BITSANDBYTES_OPTIMIZERS
     )
-    wanted = {
+    required = {
         "transformers": True,
         "accelerate": True,
         "peft": candidate.tuning == "lora",
-        "bitsandbytes": candidate.quantization in BITSANDBYTES or of_optimizer,
+        "bitsandbytes": candidate.quantization in BITSANDBYTES or bitsandbytes_optimizer,
         "deepspeed": candidate.sharding in DEEPSPEED,
     }
-    return [package for package, needed in wanted.items() if needed]
+    return [package for package, needed in required.items() if needed]

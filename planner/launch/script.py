@@ -1,16 +1,19 @@
-"""A training script for the methods that TRL has a trainer for and no command; its settings are those of train.yaml."""
+"""train.py for methods for which TRL has a trainer but no command; it reads train.yaml."""
 
 from planner.candidate import Candidate
 from planner.launch.trl_config import REWARD_FUNCTION, REWARD_MODULE, needs_reward_function
 from planner.methods import MethodName
 
-# Where TRL keeps the trainer. Source: trl 1.16, trl/experimental/; ppo: trl 1.12, trl/experimental/ppo.
+# Module of each trainer. Source: trl 1.16, trl/experimental/; ppo: trl 1.12, trl/experimental/ppo.
 MODULES: dict[MethodName, str] = {
-    "orpo": "trl.experimental.orpo", "cpo": "trl.experimental.cpo", "online-dpo": "trl.experimental.online_dpo", "gkd": "trl.experimental.gkd",
+    "orpo": "trl.experimental.orpo",
+    "cpo": "trl.experimental.cpo",
+    "online-dpo": "trl.experimental.online_dpo",
+    "gkd": "trl.experimental.gkd",
     "ppo": "trl.experimental.ppo",
-}  # fmt: skip
+}
 
-# What a trainer takes beside model, arguments, data, tokenizer and adapters.
+# Arguments of a trainer besides model, arguments, data, tokenizer and adapters.
 EXTRA_ARGUMENTS: dict[MethodName, str] = {
     "orpo": "",
     "cpo": "",
@@ -20,11 +23,13 @@ EXTRA_ARGUMENTS: dict[MethodName, str] = {
     "\n        reward_model=load(AutoModelForSequenceClassification, training.reward_model_path),"
     "\n        value_model=load(AutoModelForSequenceClassification, training.reward_model_path),",
 }
-# Lines before the trainer is made.
-PREPARED: dict[MethodName, str] = {
-    "gkd": '    training.teacher_model_init_kwargs = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}\n',
-    # trl 1.12's trainer reads tokens: experimental/ppo/ppo_trainer.py `queries = data["input_ids"]`
-    "ppo": '    rows = rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, remove_columns=rows.column_names)\n',
+# Lines of the script before the trainer is constructed.
+PREPARATION: dict[MethodName, str] = {
+    "gkd": "    training.teacher_model_init_kwargs = "
+    '{"dtype": model.dtype, "attn_implementation": model.attn_implementation}\n',
+    # The trainer of trl 1.12 takes tokens: experimental/ppo/ppo_trainer.py, `queries = data["input_ids"]`.
+    "ppo": '    rows = rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, '
+    "remove_columns=rows.column_names)\n",
 }
 
 SCRIPT = '''"""{trainer} on the settings of train.yaml; launch.sh starts it."""
@@ -62,11 +67,11 @@ if __name__ == "__main__":
     main()
 '''
 
-REWARDS = f'''"""FILL IN: what a completion is worth."""
+REWARDS = f'''"""FILL IN: the reward of a completion."""
 
 
 def {REWARD_FUNCTION}(completions, **columns):
-    """One number for each completion; `columns` holds the prompts and the dataset's other columns. Here: shorter is better."""
+    """One number per completion; `columns` has the prompts and the dataset's other columns. Here: shorter is better."""
     return [-float(len(str(completion))) for completion in completions]
 '''
 
@@ -74,17 +79,17 @@ def {REWARD_FUNCTION}(completions, **columns):
 def train_script(candidate: Candidate) -> str:
     """The text of train.py."""
     method, row = candidate.method, candidate.method_row
-    rewarded = needs_reward_function(candidate)
-    of_grpo = method == "online-dpo"  # its script's arguments are grpo's: reward_model_name_or_path and reward_funcs
+    reward_function = needs_reward_function(candidate)
+    grpo_arguments = method == "online-dpo"  # reads GRPO's script arguments reward_model_name_or_path and reward_funcs
     return SCRIPT.format(
         trainer=row.trainer,
         config=row.config,
         module=MODULES[method],
         autos="AutoModelForCausalLM, AutoModelForSequenceClassification" if method == "ppo" else "AutoModelForCausalLM",
-        script_class="" if of_grpo else "ScriptArguments, ",
-        script_name="GRPOScriptArguments" if of_grpo else "ScriptArguments",
-        imports="from trl.scripts.grpo import GRPOScriptArguments\n" * of_grpo
-        + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * rewarded,
-        prepared=PREPARED.get(method, ""),
-        extra=EXTRA_ARGUMENTS[method].format(rewards=REWARD_FUNCTION if rewarded else "None"),
+        script_class="" if grpo_arguments else "ScriptArguments, ",
+        script_name="GRPOScriptArguments" if grpo_arguments else "ScriptArguments",
+        imports="from trl.scripts.grpo import GRPOScriptArguments\n" * grpo_arguments
+        + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * reward_function,
+        prepared=PREPARATION.get(method, ""),
+        extra=EXTRA_ARGUMENTS[method].format(rewards=REWARD_FUNCTION if reward_function else "None"),
     )

@@ -1,4 +1,4 @@
-"""Shell scripts: one for a node, one for SLURM; and a page that says what each file is."""
+"""launch.sh for one node, slurm.sh for several, and a README.md that describes the launch files."""
 
 import shlex
 
@@ -13,7 +13,7 @@ LAUNCH_FILE, SLURM_FILE, README_FILE = "launch.sh", "slurm.sh", "README.md"
 
 HEAD = """#!/usr/bin/env bash
 # {title}
-# {fill_in} what train.yaml marks so, then: bash {file}
+# Complete the lines of train.yaml marked {fill_in}, then: bash {file}
 set -euo pipefail
 cd "$(dirname "$0")"
 """
@@ -28,7 +28,7 @@ done
 """
 SLURM = """#!/usr/bin/env bash
 # {title}
-# {fill_in} what train.yaml marks so, and your partition and time; then: sbatch {file}
+# Complete the lines of train.yaml marked {fill_in}, set your partition and time, then: sbatch {file}
 #SBATCH --job-name=finetune
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
@@ -39,10 +39,11 @@ cd "$SLURM_SUBMIT_DIR"
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 {server}
 trainers=$(IFS=,; echo "${{nodes[*]:0:{train_nodes}}}")
-srun --nodes={train_nodes} --ntasks={train_nodes} --ntasks-per-node=1 --nodelist="$trainers" bash -c '{command}' launch "${{nodes[0]}}"{server_host}
+srun --nodes={train_nodes} --ntasks={train_nodes} --ntasks-per-node=1 --nodelist="$trainers" \\
+  bash -c '{command}' launch "${{nodes[0]}}"{server_host}
 """
 SLURM_SERVER = """
-# the server has the last node to itself
+# the server runs on the last node, which it does not share
 srun --nodes=1 --ntasks=1 --nodelist="${{nodes[{index}]}}" {command} &
 server=$!
 trap 'kill "$server" 2> /dev/null || true' EXIT
@@ -54,12 +55,13 @@ done
 
 
 def title(candidate: Candidate) -> str:
+    """The first line of each file: method, model, TRL's release and number of processes."""
     processes = f"{candidate.num_processes} process{'es' if candidate.num_processes > 1 else ''}"
     return f"{candidate.method} of {candidate.model.id} with trl {candidate.trl_version}, {processes}"
 
 
 def launch_script(candidate: Candidate) -> str:
-    """The script for one node: the server if there is one, then the training."""
+    """The text of launch.sh for one node: starts the server if there is one, then the training."""
     placed = placement(candidate)
     text = HEAD.format(title=title(candidate), fill_in=FILL_IN, file=LAUNCH_FILE)
     if placed.server_gpus:
@@ -70,7 +72,7 @@ def launch_script(candidate: Candidate) -> str:
 
 
 def slurm_script(candidate: Candidate) -> str:
-    """The script for several nodes: one task on each starts that node's processes."""
+    """The text of slurm.sh for several nodes: one SLURM task on each node starts the processes of that node."""
     placed = placement(candidate)
     ranks = f'--machine_rank "$SLURM_PROCID" --main_process_ip "$1" --main_process_port {accelerate.PORT}'
     server = ""
@@ -85,13 +87,16 @@ def slurm_script(candidate: Candidate) -> str:
         gpus=placed.gpus_per_node,
         train_nodes=placed.train_nodes,
         server=server,
-        command=_ranked(candidate, ranks, bool(placed.server_gpus)),
+        command=_node_command(candidate, ranks, bool(placed.server_gpus)),
         server_host=f' "${{nodes[{placed.train_nodes}]}}"' if placed.server_gpus else "",
     )
 
 
-def _ranked(candidate: Candidate, ranks: str, server: bool) -> str:
-    """The command of one node. Launch arguments stand before a script's name, and anywhere after `trl <method>`."""
+def _node_command(candidate: Candidate, ranks: str, server: bool) -> str:
+    """The command that one node runs.
+
+    accelerate's arguments `ranks` must come before the name of a script; after `trl <method>` they may come anywhere.
+    """
     command = launch_command(candidate)
     host = ' --vllm_server_host "$2"' if server else ""
     split = len(command) if command[0] == "trl" else len(command) - 3  # train.py --config train.yaml
@@ -100,37 +105,46 @@ def _ranked(candidate: Candidate, ranks: str, server: bool) -> str:
 
 
 def _devices(visible: str) -> str:
+    """The assignment of CUDA_VISIBLE_DEVICES before a command; empty if all GPUs are visible."""
     return f"CUDA_VISIBLE_DEVICES={visible} " if visible else ""
 
 
 ABOUT: dict[str, str] = {
-    "train.yaml": "the training's settings, named as TRL names them",
+    "train.yaml": "the settings of the training, under TRL's names",
     "accelerate.yaml": "the processes, for `accelerate launch`",
-    "deepspeed.json": "what DeepSpeed shards and its buckets",
-    "train.py": "the training script: TRL has the trainer, and no command for it",
+    "deepspeed.json": "DeepSpeed's sharding and bucket sizes",
+    "train.py": "the training script, since TRL has no command for this trainer",
     "rewards.py": f"the reward function: {FILL_IN}",
     "requirements.txt": "`pip install -r requirements.txt`",
-    LAUNCH_FILE: "starts it on one node",
-    SLURM_FILE: "starts it on several nodes under SLURM",
+    LAUNCH_FILE: "starts the training on one node",
+    SLURM_FILE: "starts the training on several nodes under SLURM",
 }
 
 
 def readme(candidate: Candidate, names: list[str]) -> str:
-    """What each file is and which command to give."""
+    """The text of README.md: the commands to run, and one line for each file."""
     files = "\n".join(f"- `{name}`: {ABOUT[name]}" for name in names)
     start = f"sbatch {SLURM_FILE}" if candidate.num_nodes > 1 else f"bash {LAUNCH_FILE}"
-    said = {
+    settings = {
         name: value
         for name, value in settings_of(candidate).items()
         if not isinstance(value, (dict, list)) and value is not None
     }
     return (
-        f"# {title(candidate)}\n\nComplete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`), then:\n\n    pip install -r requirements.txt\n    {start}\n\n"
-        f"{files}\n\nThe plan counts with the data's longest rows: {_lengths(candidate)}.\n\nAll settings: `{settings_text(said)}`\n"
+        f"# {title(candidate)}\n\n"
+        f"Complete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`), then:\n\n"
+        f"    pip install -r requirements.txt\n    {start}\n\n"
+        f"{files}\n\n"
+        f"The plan counts with the data's longest rows: {_lengths(candidate)}.\n\n"
+        f"All settings: `{settings_text(settings)}`\n"
     )
 
 
 def _lengths(candidate: Candidate) -> str:
+    """The row lengths for which memory was planned."""
     if not candidate.method_row.generates:
-        return f"{candidate.max_length} tokens a row (`max_length`)"
-    return f"prompts of {candidate.prompt_length} tokens, which TRL does not cut, and completions of {candidate.max_completion_length}"
+        return f"{candidate.max_length} tokens per row (`max_length`)"
+    return (
+        f"prompts of {candidate.prompt_length} tokens (TRL does not truncate them) "
+        f"and completions of {candidate.max_completion_length}"
+    )
