@@ -20,8 +20,8 @@ from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 from planner.quantities import PhaseMemory
-from probes.dryrun.simulate import traced
-from probes.layers.coefficients import measured
+from probes.dryrun.simulate import trace_step
+from probes.layers.coefficients import complete_by_measuring
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "measured_architectures.md"
 CLUSTER = parse_cluster("1xH200", None)
@@ -83,7 +83,7 @@ def compared(model: ModelShape, name: str) -> str:
         start = time.process_time()
         found, weights = allocated_bytes(estimate(candidate, CLUSTER).gpus[0].phases)
         between = time.process_time()
-        expected, _ = allocated_bytes(traced(candidate).phases)
+        expected, _ = allocated_bytes(trace_step(candidate).phases)
         end = time.process_time()
     except PlanError as error:
         return f"| {model.id} | {model.model_type} | {name} | {str(error)[:160]} | | | | | |"
@@ -95,7 +95,7 @@ def compared(model: ModelShape, name: str) -> str:
 
 def rows(names: list[str]) -> Iterator[str]:
     for name in names:
-        model = measured(load_model(name), nullcontext)
+        model = complete_by_measuring(load_model(name), nullcontext)
         for settings in SETTINGS:
             row = compared(model, settings)
             print(row, flush=True)

@@ -4,11 +4,12 @@
 """
 
 import gc
-import itertools
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from pairwise import pairwise_cases
 
 from planner.candidate import Candidate, Dtype
 from planner.methods import METHODS, MethodName
@@ -48,10 +49,11 @@ def candidate(method: MethodName = "sft", **changes: object) -> Candidate:
     return Candidate(method=method, **(settings | changes))  # type: ignore[arg-type]
 
 
-CASES = list(itertools.product(METHODS_NOW, ["full", "lora"], [True, False], ["float32", "bfloat16"]))
-
-
-@pytest.mark.parametrize(("method", "tuning", "checkpointing", "dtype"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "tuning", "checkpointing", "dtype"),
+    pairwise_cases(product(METHODS_NOW, ["full", "lora"], [True, False], ["float32", "bfloat16"])),
+)
 def test_dry_run_peaks_where_a_real_run_does(
     method: MethodName, tuning: str, checkpointing: bool, dtype: Dtype
 ) -> None:
@@ -75,11 +77,15 @@ OTHERS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "tuning", "dtype"),
-    [("sft", "full", "float32"), ("dpo", "lora", "bfloat16"), ("grpo", "lora", "float32")],
+    ("name", "method", "tuning", "dtype"),
+    pairwise_cases(
+        (name, *settings)
+        for name in OTHERS
+        for settings in (("sft", "full", "float32"), ("dpo", "lora", "bfloat16"), ("grpo", "lora", "float32"))
+    ),
 )
-@pytest.mark.parametrize("name", OTHERS)
 def test_experts_and_sliding_windows_peak_where_a_real_run_does(
     name: str, method: MethodName, tuning: str, dtype: Dtype
 ) -> None:
@@ -119,8 +125,8 @@ def test_an_older_card_takes_another_kernel_where_sdpa_has_no_mask(key_heads: in
         model=few, dtype="bfloat16", precision="bf16", per_device_train_batch_size=1, gradient_checkpointing=False
     )
     kernels = {
-        ways: " ".join(made.operator for made in dry_run(case, ways).allocations)
-        for ways in ("cuda", "cuda before 8.0")
+        kernels: " ".join(allocation.operator for allocation in dry_run(case, kernels).allocations)
+        for kernels in ("cuda", "cuda before 8.0")
     }
     assert "flash_attention" in kernels["cuda"] and before not in kernels["cuda"]
     assert "flash_attention" not in kernels["cuda before 8.0"] and before in kernels["cuda before 8.0"]

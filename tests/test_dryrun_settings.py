@@ -11,7 +11,7 @@ from planner.models.catalogue import load_model
 pytest.importorskip("trl")
 
 from probes.dryrun.dry_run import dry_run
-from probes.dryrun.simulate import stopped_at
+from probes.dryrun.simulate import unsupported_by_libraries
 from probes.layers.few_layers import few_layers
 
 pytestmark = [
@@ -93,10 +93,10 @@ def test_what_one_process_cannot_show_is_refused_by_name(changes: dict[str, obje
 def test_a_package_that_is_not_installed_is_named() -> None:
     error = ModuleNotFoundError("No module named 'bitsandbytes.nn'", name="bitsandbytes.nn")
     assert (
-        str(stopped_at(error))
+        str(unsupported_by_libraries(error))
         == "The installed libraries need bitsandbytes for it, which is not installed: pip install bitsandbytes."
     )
-    assert str(stopped_at(KeyError("q"))) == "The installed libraries stop at it: KeyError: 'q'"
+    assert str(unsupported_by_libraries(KeyError("q"))) == "The installed libraries stop at it: KeyError: 'q'"
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

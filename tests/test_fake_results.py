@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from planner.candidate import Candidate
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
-from probes.dryrun import operator_outputs as results
+from probes.dryrun import operator_outputs
 from probes.dryrun.dry_run import dry_run
-from probes.dryrun.fake_tensors import SMALL_BYTES, FakeArithmetic, _mode_and_results
-from probes.dryrun.operator_outputs import ALIKE, FakeResults
+from probes.dryrun.fake_tensors import SMALL_BYTES, FakeArithmetic, _mode_and_outputs
+from probes.dryrun.operator_outputs import SAME_SHAPE_OPERATORS, OperatorOutputs
 from probes.layers.few_layers import keep_layers
 from probes.step.tracker import Tracker
 
@@ -31,15 +31,15 @@ CASES = (
 )
 
 
-def comparable(answer: Any) -> Any:
-    """Without the strides of dimensions of one, which step nowhere."""
-    if isinstance(answer, tuple):
-        return tuple(map(comparable, answer))
+def comparable(recipe: Any) -> Any:
+    """Return a recipe without the strides of dimensions of size 1, which have no effect."""
+    if isinstance(recipe, tuple):
+        return tuple(map(comparable, recipe))
     return (
-        answer
-        if answer.shape is None
+        recipe
+        if recipe.shape is None
         else replace(
-            answer, stride=tuple(step for step, size in zip(answer.stride, answer.shape, strict=True) if size != 1)
+            recipe, stride=tuple(step for step, size in zip(recipe.stride, recipe.shape, strict=True) if size != 1)
         )
     )
 
@@ -47,24 +47,24 @@ def comparable(answer: Any) -> Any:
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("settings", CASES, ids=lambda settings: " ".join(map(str, settings.values())))
 def test_cached_outputs_equal_those_of_the_fake_mode(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = FakeResults._asked
+    add = OperatorOutputs._add
     compared: set[Any] = set()
 
-    def compare(self: FakeResults, key: Any, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
-        if func not in ALIKE and torch.Tag.pointwise not in func.tags:
-            return asked(self, key, func, args, kwargs, tensors)
-        expected = results._answer(self._mode.dispatch(func, (), args, kwargs), tensors)
-        result = asked(self, key, func, args, kwargs, tensors)
+    def compare(self: OperatorOutputs, key: Any, func: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
+        if func not in SAME_SHAPE_OPERATORS and torch.Tag.pointwise not in func.tags:
+            return add(self, key, func, args, kwargs, tensors)
+        expected = operator_outputs._recipe_of(self._mode.dispatch(func, (), args, kwargs), tensors)
+        result = add(self, key, func, args, kwargs, tensors)
         onto_numbers = func._schema.is_mutable and not isinstance(
             tensors[0], FakeTensor
-        )  # which `FakeArithmetic` answers with the tensor itself
+        )  # `FakeArithmetic` returns the tensor itself
         if expected is not None and not onto_numbers:
-            assert comparable(self._known[key]) == comparable(expected), key
+            assert comparable(self._recipes[key]) == comparable(expected), key
             compared.add(func)
         return result
 
-    _mode_and_results.cache_clear()
-    monkeypatch.setattr(FakeResults, "_asked", compare)
+    _mode_and_outputs.cache_clear()
+    monkeypatch.setattr(OperatorOutputs, "_add", compare)
     try:
         model = shape_of(keep_layers(dict(load_model("Qwen2.5-0.5B").config), [0, 1]), id="two layers")
         dry_run(
@@ -73,7 +73,7 @@ def test_cached_outputs_equal_those_of_the_fake_mode(settings: dict[str, Any], m
             )
         )
     finally:
-        _mode_and_results.cache_clear()
+        _mode_and_outputs.cache_clear()
     assert len(compared) > 15
 
 
@@ -109,15 +109,15 @@ OTHERS = {
 def test_so_it_answers_of_those_that_the_dry_runs_do_not_come_to(func: Any) -> None:
     """For shapes that differ, one of them with a dimension of one, and for elements that are not in order."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    known = FakeResults(mode)
+    outputs = OperatorOutputs(mode)
     for shape, stride in (((3, 8), (8, 1)), ((5, 7), (7, 1)), ((1, 7), (7, 1)), ((4, 6), (1, 4))):
-        tensors = [known.empty(shape, stride, dtype) for dtype in (torch.bfloat16, torch.bool, torch.int64)]
+        tensors = [outputs.empty(shape, stride, dtype) for dtype in (torch.bfloat16, torch.bool, torch.int64)]
         for _ in range(2):
-            told, expected = (
-                known.of(func, OTHERS[func](*tensors), {}),
+            cached, expected = (
+                outputs.output(func, OTHERS[func](*tensors), {}),
                 mode.dispatch(func, (), OTHERS[func](*tensors), {}),
             )
-            assert shapes_of(told) == shapes_of(expected)
+            assert shapes_of(cached) == shapes_of(expected)
 
 
 def shapes_of(result: Any) -> list[Any]:
@@ -126,7 +126,7 @@ def shapes_of(result: Any) -> list[Any]:
         (
             tensor.dtype,
             tuple(tensor.shape),
-            comparable(results._Made(tensor.dtype, tuple(tensor.shape), tensor.stride())).stride,
+            comparable(operator_outputs.TensorRecipe(tensor.dtype, tuple(tensor.shape), tensor.stride())).stride,
         )
         for tensor in each
     ]

@@ -1,4 +1,4 @@
-"""The dry run: the installed TRL trainer's real training steps on fake tensors, every allocation recorded."""
+"""Dry run: run the installed TRL trainer's real training steps on fake tensors, and record every allocation."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,72 +12,83 @@ from planner.allocator.trace import Trace
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported
 from planner.quantities import CUDA_BLOCK_BYTES
-from probes.dryrun.cuda.substitutions import WORKSPACES, cuda_ways
-from probes.dryrun.fake_engine import completions_from_elsewhere
+from probes.dryrun.cuda.substitutions import WORKSPACES, cuda_substitutions
+from probes.dryrun.fake_engine import fake_engine
 from probes.dryrun.fake_models import Device, adapters_without_weights, models_stay_where_they_are
 from probes.dryrun.fake_tensors import FakeArithmetic
-from probes.dryrun.fake_trainer import METHOD_STAGES
+from probes.dryrun.fake_trainer import fake_trainer
 from probes.dryrun.offloading import offloading, paged_states
-from probes.dryrun.optimizer_states import StatesFirst
+from probes.dryrun.optimizer_states import OptimizerStatesFirst
 from probes.dryrun.quiet_libraries import no_inference_tensors, quiet
-from probes.step.phases import phases_told
+from probes.step.built_trainer import BuiltTrainer
+from probes.step.phases import mark_phases
 from probes.step.rollouts import dry_rollout
-from probes.step.stage import DTYPES, Stage
 from probes.step.tracker import Tracker, collector_off
+from probes.trainers import TRAINERS
 
-Ways = Literal["cuda", "cuda before 8.0", "cpu"]  # whose kernels run
+# Whose kernels the dry run imitates; a GPU before compute capability 8.0 has no FlashAttention.
+Kernels = Literal["cuda", "cuda before 8.0", "cpu"]
 
 
 def dry_run(
     candidate: Candidate,
-    ways: Ways = "cuda",
+    kernels: Kernels = "cuda",
     device: Device = "fake",
     block_bytes: int = CUDA_BLOCK_BYTES,
     steps: Literal[1, 2] = 2,
 ) -> Trace:
-    """Two optimizer steps of the candidate's trainer as a trace, on one GPU; sizes are rounded up to `block_bytes`.
+    """Run the candidate's TRL trainer for some steps in one process and return every allocation as a trace.
 
-    `steps=1` takes half the time: the optimizer makes its states on gradients that no pass has made, then one whole step runs beside them. Its peaks are
-    those of two steps but for the other step's batch.
-    `ways`: those of a card, or of one before compute capability 8.0, which has no FlashAttention; the CPU's leave out what CUDA does otherwise.
-    `device="real"` runs the steps with weights, for tests.
+    Args:
+        candidate: the settings; `sharding` must be "none" or "ddp".
+        kernels: whose kernels allocate; "cpu" runs without any substitution of CUDA's kernels.
+        device: "fake" for tensors without data; "real" runs the steps with weights, for tests.
+        block_bytes: sizes are rounded up to whole blocks of this size.
+        steps: with 1 the optimizer first creates its states on gradients without data, then one whole step runs beside
+            them. It takes half the time of 2, and its peaks differ from those only by the batch of the other step.
+
+    Raises:
+        DryRunUnsupported: a dry run cannot show one of the settings.
     """
     refuse_unsupported(candidate, device)
-    cuda = ways != "cpu"
-    candidate = _in_bfloat16(candidate) if cuda else candidate
+    cuda = kernels != "cpu"
+    candidate = _bfloat16_for_float16(candidate) if cuda else candidate
     arithmetic = FakeArithmetic()
-    run = arithmetic.result if device == "fake" else None
-    tracker = Tracker(block_bytes, kernel_workspaces(candidate), arithmetic=run) if cuda else Tracker(arithmetic=run)
+    compute = arithmetic.result if device == "fake" else None
+    tracker = (
+        Tracker(block_bytes, kernel_workspaces(candidate), arithmetic=compute) if cuda else Tracker(arithmetic=compute)
+    )
     with contextlib.ExitStack() as stack:
         for surroundings in (quiet(), collector_off(), models_stay_where_they_are()):
             stack.enter_context(surroundings)
-        substitutions = stack.enter_context(_cuda_ways(candidate, tracker, ways == "cuda")) if cuda else ()
+        substitutions = stack.enter_context(_substitutions(candidate, tracker, kernels == "cuda")) if cuda else ()
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
-            stage = METHOD_STAGES[candidate.method](candidate, device)
-        stage.trainer.remove_callback(PrinterCallback)
-        states = StatesFirst(tracker)
+            built = fake_trainer(candidate, device)
+        built.trainer.remove_callback(PrinterCallback)
+        states = OptimizerStatesFirst(tracker)
         if steps == 1:
-            stage.trainer.args.max_steps = 1
-            stage.trainer.add_callback(states)
-        if not candidate.autocast_adapter_dtype:
-            _adapters_as_the_base(stage, DTYPES[candidate.dtype])
-        statistics = _fake_stage(candidate, stage, arithmetic) if device == "fake" else []
+            built.trainer.args.max_steps = 1
+            built.trainer.add_callback(states)
+        statistics = _fake_models(candidate, built, arithmetic) if device == "fake" else []
         if device == "fake":
             stack.enter_context(no_inference_tensors())
         stack.enter_context(tracker)
-        _add_residents(tracker, stage)
+        _add_residents(tracker, built)
         for name, tensor in statistics:
             tracker.add_resident(tensor, "weights", name)
-        stage.trainer.data_collator = _collated_on_host(stage.trainer.data_collator, tracker)
-        stack.enter_context(phases_told(tracker, stage, candidate.pads, dry_rollout(candidate)))
+        built.trainer.data_collator = _collated_on_host(built.trainer.data_collator, tracker)
+        stack.enter_context(mark_phases(tracker, built, candidate.pads, dry_rollout(candidate)))
         if candidate.vllm != "off":
-            stack.enter_context(completions_from_elsewhere(tracker, stage, candidate.max_completion_length))
-        stage.trainer.train()
-    return tracker.trace(substitutions) if states.complete else dry_run(candidate, ways, device, block_bytes)
+            stack.enter_context(fake_engine(tracker, built, candidate))
+        built.trainer.train()
+    return tracker.trace(substitutions) if states.complete else dry_run(candidate, kernels, device, block_bytes)
 
 
-def _in_bfloat16(candidate: Candidate) -> Candidate:
-    """float16 as the other type of 16 bits: on the CPU accelerate has no float16 autocast, and the sizes are the same."""
+def _bfloat16_for_float16(candidate: Candidate) -> Candidate:
+    """Return the candidate with bfloat16 in place of float16.
+
+    accelerate refuses float16 autocast on the CPU, where a dry run's tensors lie. Both types have 16 bits.
+    """
     return replace(
         candidate,
         dtype="bfloat16" if candidate.dtype == "float16" else candidate.dtype,
@@ -85,31 +96,30 @@ def _in_bfloat16(candidate: Candidate) -> Candidate:
     )
 
 
-def _adapters_as_the_base(stage: Stage, dtype: torch.dtype) -> None:
-    """What `autocast_adapter_dtype=False` and DeepSpeed leave of PEFT's float32 adapters."""
-    for name, parameter in stage.models[0].named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.to(dtype)
-
-
-def _fake_stage(candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic) -> list[tuple[str, torch.Tensor]]:
-    """Makes the models' tensors fake; returns those that are stored with quantized weights."""
-    for model in stage.models:
+def _fake_models(
+    candidate: Candidate, built: BuiltTrainer, arithmetic: FakeArithmetic
+) -> list[tuple[str, torch.Tensor]]:
+    """Replace the models' tensors by fake ones; return the quantization statistics (absmax and others) by name."""
+    for model in built.models:
         fake_weights(model, arithmetic)
     if candidate.activation_offloading:
-        stage.trainer.maybe_activation_offload_context.update_model_params(stage.trainer.model)
-    return list(_fake_statistics(candidate, stage, arithmetic))
+        built.trainer.maybe_activation_offload_context.update_model_params(built.trainer.model)
+    return list(_fake_quantization_statistics(candidate, built, arithmetic))
 
 
 def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
-    """What runs otherwise than one process of the installed trainer can show."""
+    """Refuse settings that one process of the installed trainer cannot show.
+
+    Raises:
+        DryRunUnsupported: sharding, Liger kernels, a method that TRL lacks, or a quantization without substitutes.
+    """
     if candidate.sharding not in ("none", "ddp"):
         raise DryRunUnsupported(
             f"A dry run is one process; {candidate.sharding} is composed onto it (probes/dryrun/simulate.py)."
         )
     if candidate.use_liger_kernel:
         raise DryRunUnsupported("A dry run does not run Liger's Triton kernels (use_liger_kernel).")
-    if candidate.method not in METHOD_STAGES:
+    if candidate.method not in TRAINERS:
         raise DryRunUnsupported(f"The installed TRL has no {candidate.method} trainer to run.")
     if candidate.quantization not in ("none", "nf4", "nf4-double", "int8"):
         raise DryRunUnsupported(f"A dry run knows bitsandbytes' kernels, not those of {candidate.quantization}.")
@@ -118,7 +128,7 @@ def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
 
 
 def kernel_workspaces(candidate: Candidate) -> Mapping[Any, Callable[..., int]]:
-    """What operators allocate inside themselves on CUDA."""
+    """Return the operators that allocate a workspace inside their CUDA kernel, with a function for its bytes."""
     if candidate.quantization == "none":
         return WORKSPACES
     from probes.dryrun.cuda.quantized import workspaces
@@ -127,14 +137,17 @@ def kernel_workspaces(candidate: Candidate) -> Mapping[Any, Callable[..., int]]:
 
 
 @contextlib.contextmanager
-def _cuda_ways(candidate: Candidate, tracker: Tracker, flash: bool) -> Iterator[tuple[str, ...]]:
-    """CUDA's own ways, and those that only some candidates take."""
-    with contextlib.ExitStack() as stack:
-        names = stack.enter_context(cuda_ways(flash))
-        if candidate.quantization != "none":
-            from probes.dryrun.cuda.quantized import cuda_products
+def _substitutions(candidate: Candidate, tracker: Tracker, flash: bool) -> Iterator[tuple[str, ...]]:
+    """Put CUDA's kernels in place of the CPU's, also those that only this candidate needs; yield their names.
 
-            stack.enter_context(cuda_products())
+    `flash`: the GPU has FlashAttention's kernels.
+    """
+    with contextlib.ExitStack() as stack:
+        names = stack.enter_context(cuda_substitutions(flash))
+        if candidate.quantization != "none":
+            from probes.dryrun.cuda.quantized import cuda_int8_matmul
+
+            stack.enter_context(cuda_int8_matmul())
             names += ("bitsandbytes",)
         if candidate.activation_offloading or candidate.checkpoint_offload:
             stack.enter_context(offloading(tracker))
@@ -146,56 +159,57 @@ def _cuda_ways(candidate: Candidate, tracker: Tracker, flash: bool) -> Iterator[
 
 
 def fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
-    """Swaps every parameter and buffer for a fake one; what is tied stays tied."""
-    made: dict[int, torch.Tensor] = {}
+    """Replace every parameter and buffer of a model by a fake one; tied weights stay tied."""
+    fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            held = arithmetic.fake(tensor)
-            made[id(tensor)] = (
-                _parameter(held, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else held
-            )
-        return made[id(tensor)]
+        if id(tensor) not in fakes:
+            new = arithmetic.fake(tensor)
+            fakes[id(tensor)] = _parameter(new, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else new
+        return fakes[id(tensor)]
 
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
-def _parameter(held: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """`torch.nn.Parameter(held, requires_grad)` of a tensor that nobody else has, so that it need not be detached first (torch 2.13, nn/parameter.py:51)."""
-    held._is_param = True
-    return held.requires_grad_(requires_grad)
+def _parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Turn a tensor into a parameter in place, without the copy by `detach` in `torch.nn.Parameter(tensor)`.
+
+    Source: torch 2.13, torch/nn/parameter.py:51. Allowed because nobody else holds the tensor.
+    """
+    tensor._is_param = True
+    return tensor.requires_grad_(requires_grad)
 
 
-def _fake_statistics(
-    candidate: Candidate, stage: Stage, arithmetic: FakeArithmetic
+def _fake_quantization_statistics(
+    candidate: Candidate, built: BuiltTrainer, arithmetic: FakeArithmetic
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What is stored with quantized weights, by name."""
+    """Replace the tensors stored beside quantized weights (absmax, code, SCB) by fake ones; yield them by name."""
     if candidate.quantization != "none":
         from probes.dryrun.cuda.quantized import with_fake_statistics
 
-        yield from with_fake_statistics(stage.models[0], arithmetic.fake)
+        yield from with_fake_statistics(built.models[0], arithmetic.fake)
 
 
 def _collated_on_host(collate: Callable[[Any], Any], tracker: Tracker) -> Callable[[Any], Any]:
-    """The trainer's collator, of whose work only the batch is seen: the device gets no more."""
+    """Wrap the trainer's data collator so that only the finished batch is traced: its own tensors stay on the host."""
 
-    def collated(examples: Any) -> Any:
-        with tracker.looking_away():
+    def collate_untracked(examples: Any) -> Any:
+        with tracker.tensors_on_host():
             batch = collate(examples)
         if isinstance(batch, Mapping):
             tracker.add_batch(batch)
         return batch
 
-    return collated
+    return collate_untracked
 
 
-def _add_residents(tracker: Tracker, stage: Stage) -> None:
-    """Weights before adapters: a model is loaded, then PEFT adds to it."""
-    for model in stage.models:
-        held = [*model.named_parameters(), *model.named_buffers()]
+def _add_residents(tracker: Tracker, built: BuiltTrainer) -> None:
+    """Trace the tensors that exist before the first step: of each model the weights, then PEFT's adapters."""
+    for model in built.models:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
         for adapters in (False, True):
-            for name, tensor in held:
+            for name, tensor in tensors:
                 if ("lora_" in name) is adapters:
                     tracker.add_resident(tensor, "adapters" if adapters else "weights", name)

@@ -1,6 +1,7 @@
-"""Fake weights: floating tensors have shapes but no data, small integers and booleans stay real.
+"""Fake arithmetic: floating-point tensors have shapes but no data, small integer and boolean tensors stay real.
 
-So every length, mask, label count and truth test of the trainer is computed for real, and only the arithmetic is left out.
+The trainer's lengths, masks, label counts and `if tensor:` tests are therefore computed for real; only the arithmetic
+of the model is left out.
 """
 
 from functools import lru_cache
@@ -11,41 +12,48 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from probes.dryrun.operator_outputs import FakeResults, Question, question
+from probes.dryrun.operator_outputs import CallKey, OperatorOutputs, call_key
 
 aten = torch.ops.aten
 _DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")
-_OF_NO_TENSORS = (
+# Operators without input tensors that are always run for real.
+_PROFILER_OPERATORS = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
 
-# Integers and booleans above this are fake as well: a trainer reads no value from as large a mask.
+# Integer and boolean tensors larger than this are fake too: no trainer reads a value from such a large mask.
 REAL_BYTES_LIMIT = 2**26
-# Floating numbers above this, computed from whole masks, are fake: an additive mask of every pair of tokens, but no weights of a row's tokens.
+# Floating-point tensors larger than this that are computed from real masks are fake. The additive attention mask, with
+# a number for every pair of tokens, is larger; a weight for every token of a row is smaller.
 REAL_NUMBERS_BYTES = 2**20
-# Arguments up to this are not asked what they would grow into: an outer product of two such masks stays within memory.
+# An operator whose arguments are all this small is run for real without computing the size of its output first: even
+# the outer product of two such masks fits into the host's memory.
 SMALL_BYTES = 2**14
-# What a fake number is read as, and the token that is "sampled" from fake logits. The dry run's tokenizer gives it no meaning.
+# The value that `tensor.item()` returns for a fake tensor, and the token that is "sampled" from fake logits. The dry
+# run's tokenizer gives this token no meaning.
 UNKNOWN_NUMBER = 1
 
 
 class FakeArithmetic(TorchDispatchMode):
-    """Runs operators with a fake argument on fake tensors of one mode, all others for real unless they would make something large."""
+    """Dispatch mode that decides for each operator whether it runs on fake tensors or for real.
+
+    An operator with a fake argument returns fake tensors. All others run for real, unless the output would be large.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.fake_mode, self._results = _mode_and_results()
-        self._answers = self._results.whole
+        self.fake_mode, self._outputs = _mode_and_outputs()
+        self._fake_only = self._outputs.fake_only
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No wrapper around `__torch_dispatch__`, which would import the compiler."""
+        """Tell PyTorch to call `__torch_dispatch__` without a wrapper: the wrapper would import the compiler."""
         return False
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor on the CPU shaped as `tensor`, which may be on the meta device."""
-        return self._results.empty(tuple(tensor.size()), tensor.stride(), tensor.dtype)
+        """Return a fake CPU tensor with the shape, stride and dtype of `tensor`, which may be on the meta device."""
+        return self._outputs.empty(tuple(tensor.size()), tensor.stride(), tensor.dtype)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,71 +61,80 @@ class FakeArithmetic(TorchDispatchMode):
         return _CPU if func is _DEVICE else self.result(func, args, kwargs or {})
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator returns. No dispatch mode may be on: call it from within one."""
+        """Return the output of an operator, fake or real.
+
+        No dispatch mode may be active: call it from within `__torch_dispatch__`.
+        """
         tensors: list[torch.Tensor] = []
-        key = question(func, args, kwargs, tensors)
+        key = call_key(func, args, kwargs, tensors)
         try:
-            answer = self._answers.get(key)
+            recipe = self._fake_only.get(key)
         except TypeError:  # an argument that cannot be hashed
-            return self._computed(func, args, kwargs, tensors, None)
+            return self._compute(func, args, kwargs, tensors, None)
         return (
-            self._computed(func, args, kwargs, tensors, key) if answer is None else self._results.made(answer, tensors)
+            self._compute(func, args, kwargs, tensors, key) if recipe is None else self._outputs.build(recipe, tensors)
         )
 
-    def _computed(
+    def _compute(
         self,
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
-        key: Question | None,
+        key: CallKey | None,
     ) -> Any:
+        """Compute an output that is not cached. The value of a fake tensor is read as `UNKNOWN_NUMBER` or False."""
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return self._without_fakes(func, args, kwargs, tensors)
+            return self._compute_from_real(func, args, kwargs, tensors)
         if func is aten._local_scalar_dense.default:
             return torch.tensor(UNKNOWN_NUMBER, dtype=args[0].dtype).item()
         if func is aten.is_nonzero.default or func is aten.equal.default:
             return False
-        return self._with_fakes(func, args, kwargs, key)
+        return self._compute_from_fake(func, args, kwargs, key)
 
-    def _without_fakes(
+    def _compute_from_real(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
+        """Run an operator without fake arguments for real, unless its output is large or holds random numbers."""
         if tensors and (
-            all(_bytes(tensor) <= SMALL_BYTES for tensor in tensors) or _reads_data(func) or _makes_nothing(func)
+            all(_bytes(tensor) <= SMALL_BYTES for tensor in tensors) or _reads_data(func) or _allocates_nothing(func)
         ):
             return func(*args, **kwargs)
-        if func in _OF_NO_TENSORS:
+        if func in _PROFILER_OPERATORS:
             return func(*args, **kwargs)
-        shaped = self._results.of(func, args, kwargs)
+        shaped = self._outputs.output(func, args, kwargs)
         if not isinstance(shaped, torch.Tensor):
             return func(*args, **kwargs)
-        number = (
+        fake_number = (
             shaped.is_floating_point() and shaped.numel() > 1 and (not tensors or _bytes(shaped) > REAL_NUMBERS_BYTES)
         )
-        return shaped if number or _bytes(shaped) > REAL_BYTES_LIMIT else func(*args, **kwargs)
+        return shaped if fake_number or _bytes(shaped) > REAL_BYTES_LIMIT else func(*args, **kwargs)
 
-    def _with_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Question | None) -> Any:
+    def _compute_from_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: CallKey | None) -> Any:
+        """Run an operator on fake tensors; small integer and boolean tensors of its output become real."""
         if func is aten._grouped_mm.default:
-            return self._grouped_products(*args, **kwargs)
-        counted = _with_counted_indices(func, args)
-        shaped = self._results.of(func, counted, kwargs)
-        result = _with_data(func, args, kwargs, shaped)
+            return self._grouped_matmul(*args, **kwargs)
+        expanded = _expand_boolean_masks(func, args)
+        shaped = self._outputs.output(func, expanded, kwargs)
+        result = _with_real_integers(func, args, kwargs, shaped)
         if (
             key is not None
             and result is shaped
-            and counted is args
-            and (answer := self._results.known(key)) is not None
+            and expanded is args
+            and (recipe := self._outputs.recipe(key)) is not None
         ):
-            self._answers[key] = answer
+            self._fake_only[key] = recipe
         return result
 
-    def _grouped_products(self, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Products of groups of rows (experts'): PyTorch's own fake kernel knows them in bfloat16 only, the real ones take what they are given.
+    def _grouped_matmul(self, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Return the fake output of `aten._grouped_mm`, the matrix products of a mixture of experts, in the dtype of
+        `a`.
 
-        Autocast leaves them as they are: with float32 weights they are in float32.
-        Source: `create_grouped_gemm_output_tensor` and `_grouped_mm_cuda`, aten/src/ATen/native/GroupedMMUtils.h and cuda/GroupedBlas.cpp;
-        `_grouped_mm`, transformers 5.23 integrations/moe.py. Leaves out that CUDA rounds rows up to 16 bytes.
+        PyTorch's own fake kernel accepts bfloat16 only; the real kernels accept every dtype, and autocast does not cast
+        their arguments: with float32 weights they compute in float32.
+        Source: `create_grouped_gemm_output_tensor` and `_grouped_mm_cuda`, aten/src/ATen/native/GroupedMMUtils.h and
+        cuda/GroupedBlas.cpp; `_grouped_mm`, transformers 5.23 integrations/moe.py. Leaves out that CUDA rounds rows up
+        to 16 bytes.
         """
         groups = (offs.size(0),) if a.dim() == b.dim() == 2 else ()
         with self.fake_mode:
@@ -125,15 +142,18 @@ class FakeArithmetic(TorchDispatchMode):
 
 
 @lru_cache(maxsize=1)
-def _mode_and_results() -> tuple[FakeTensorMode, FakeResults]:
-    """One mode for all dry runs of a process, so that what one has asked the next one knows. PyTorch's own cache of answers would be asked in vain."""
+def _mode_and_outputs() -> tuple[FakeTensorMode, OperatorOutputs]:
+    """Return the one fake mode of this process and its cache of outputs, which all dry runs of the process share.
+
+    PyTorch's own cache is switched off: calls that reach it are never in it.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
-    return mode, FakeResults(mode)
+    return mode, OperatorOutputs(mode)
 
 
 def tensors_in(items: Any) -> list[torch.Tensor]:
-    """The tensors of an operator's arguments or results: bare, in lists and in tuples."""
+    """Return the tensors among an operator's arguments or outputs, those inside lists and tuples included."""
     found: list[torch.Tensor] = []
     for item in items:
         if isinstance(item, torch.Tensor):
@@ -147,13 +167,13 @@ def _bytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _makes_nothing(func: Any) -> bool:
-    """Whether an operator writes into what it is given or returns a view of it."""
+def _allocates_nothing(func: Any) -> bool:
+    """Return whether an operator writes into its arguments or returns a view of them."""
     return func._schema.is_mutable or any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 def _reads_data(func: Any) -> bool:
-    """Whether the shape of the result depends on the data, so that it cannot be asked for without computing it."""
+    """Return whether the output's shape depends on the input's data, such as that of `nonzero`."""
     return (
         func in (aten.index.Tensor, aten.index_put_.default)
         or torch.Tag.dynamic_output_shape in func.tags
@@ -161,8 +181,11 @@ def _reads_data(func: Any) -> bool:
     )
 
 
-def _with_counted_indices(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Boolean masks as the indices they stand for: `hidden[mask]` has as many rows as the real mask has ones."""
+def _expand_boolean_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace real boolean masks of an indexing operator by their indices.
+
+    `hidden[mask]` with a fake `hidden` then has as many rows as the real mask has ones.
+    """
     if func not in (
         aten.index.Tensor,
         aten.index_put_.default,
@@ -180,25 +203,28 @@ def _with_counted_indices(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[0], indices, *args[2:])
 
 
-def _with_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shaped: Any) -> Any:
-    """A result, of which what is counted and tested has data: `shaped` itself where it is all fake, or written into what is."""
+def _with_real_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shaped: Any) -> Any:
+    """Return an operator's fake output with its small integer and boolean tensors replaced by real ones.
+
+    `shaped` itself is returned if no tensor is replaced, and the target if an operator writes into a real tensor.
+    """
     if func._schema.is_mutable:
         target = kwargs.get("out", args[0] if args else None)
         return target if isinstance(target, torch.Tensor) and not isinstance(target, FakeTensor) else shaped
-    if _makes_nothing(func) or func is aten.native_dropout.default:  # nobody counts what was dropped
+    if _allocates_nothing(func) or func is aten.native_dropout.default:  # nobody reads the dropout mask
         return shaped
     if isinstance(shaped, FakeTensor):
-        return _with_data_if_whole(shaped)
-    whole = tree_map_only(FakeTensor, _with_data_if_whole, shaped)
+        return _real_if_integer(shaped)
+    replaced = tree_map_only(FakeTensor, _real_if_integer, shaped)
     return (
         shaped
-        if isinstance(shaped, tuple) and all(one is other for one, other in zip(shaped, whole, strict=True))
-        else whole
+        if isinstance(shaped, tuple) and all(one is other for one, other in zip(shaped, replaced, strict=True))
+        else replaced
     )
 
 
-def _with_data_if_whole(tensor: FakeTensor) -> torch.Tensor:
-    """Integers and booleans computed from fake numbers become real ones, so that they can be counted and tested."""
+def _real_if_integer(tensor: FakeTensor) -> torch.Tensor:
+    """Return a real tensor, filled with `UNKNOWN_NUMBER` or False, for a small fake one of integers or booleans."""
     if tensor.is_floating_point() or tensor.is_complex() or _bytes(tensor) > REAL_BYTES_LIMIT:
         return tensor
     return torch.full(tensor.shape, False if tensor.dtype == torch.bool else UNKNOWN_NUMBER, dtype=tensor.dtype)

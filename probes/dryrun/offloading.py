@@ -1,8 +1,9 @@
-"""What goes to the host and comes back: saved activations, the inputs of checkpointed layers, paged optimizer states.
+"""Offloading to the host: saved activations, the inputs of checkpointed layers, and paged optimizer states.
 
-On fake tensors host and device are one, so that moving is a name for forgetting and making anew.
-Source: trl 1.16 trl/models/activation_offloading.py; transformers 5.23 modeling_utils.py `_activation_checkpointing_enable`; bitsandbytes 0.50.2
-optim/optimizer.py `get_state_buffer`.
+All fake tensors lie on the CPU, so moving one is imitated: the device's tensor is dropped, and a new one is allocated
+when it comes back.
+Source: trl 1.16, trl/models/activation_offloading.py; transformers 5.23, modeling_utils.py
+`_activation_checkpointing_enable`; bitsandbytes 0.50.2, optim/optimizer.py `get_state_buffer`.
 """
 
 import contextlib
@@ -16,12 +17,12 @@ from trl.models.activation_offloading import OffloadActivations
 from probes.step.tracker import Tracker
 from probes.substitution import substituted
 
-# Smaller states stay on the device: bitsandbytes/optim/optimizer.py, `get_state_buffer`.
+# Optimizer states with fewer elements stay on the device. Source: bitsandbytes/optim/optimizer.py, `get_state_buffer`.
 PAGED_FROM_ELEMENTS = 100_000
 
 
 class HostCopy:
-    """A tensor that the device does not hold; `to` makes one there."""
+    """The host's copy of a tensor, which is not traced; `to` allocates the tensor on the device again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._held = tensor
@@ -31,44 +32,44 @@ class HostCopy:
 
 
 class _HostCopies(dict[int, Any]):
-    """`OffloadActivations.tracker`: what was moved is moved when it is put in."""
+    """Replaces the dict `OffloadActivations.tracker`: wraps each offloaded tensor in a `HostCopy` when it is stored."""
 
     def __setitem__(self, key: int, value: tuple[Any, ...]) -> None:
         tensor, moved, *layout = value
         super().__setitem__(key, (HostCopy(tensor) if moved else tensor, moved, *layout))
 
 
-class _Streams:
-    """As much of `torch.cuda` as moving in the background needs: everything is done at once."""
+class _NoStreams:
+    """Replaces the module `torch.cuda` for `OffloadActivations`: streams and events that do nothing."""
 
     def __getattr__(self, _: str) -> Any:
         return lambda *_, **__: self
 
-    def __enter__(self) -> "_Streams":
+    def __enter__(self) -> "_NoStreams":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is no stream to leave."""
 
 
 @contextlib.contextmanager
 def offloading(tracker: Tracker) -> Iterator[None]:
-    """While a trainer is made and runs, the host's memory is not the device's."""
+    """Leave host copies of activations out of the trace, while a trainer is built and runs inside the block."""
     prepare, pack = OffloadActivations.__init__, torch.empty_like
 
     def prepared(manager: Any, *args: Any, **kwargs: Any) -> None:
         with (
             substituted(torch.accelerator, "current_accelerator", lambda: torch.device("cpu")),
-            substituted(torch, "get_device_module", lambda _: _Streams()),
+            substituted(torch, "get_device_module", lambda _: _NoStreams()),
         ):
             prepare(manager, *args, **{**kwargs, "use_pin_memory": False})
         manager.tracker = _HostCopies()
 
     def unpinned(tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The pinned host copy that a `HostCopy` replaces."""
+        """Replace `torch.empty_like`: leave pinned buffers, which are on the host, out of the trace."""
         if "pin_memory" not in kwargs:
             return pack(tensor, **kwargs)
-        with tracker.looking_away():
+        with tracker.tensors_on_host():
             return pack(tensor)
 
     with (
@@ -76,17 +77,17 @@ def offloading(tracker: Tracker) -> Iterator[None]:
         substituted(torch, "empty_like", unpinned),
         substituted(
             torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata
-        ),  # fake storages have no address, but an identity
+        ),  # a fake storage has no data pointer; the address of the storage object identifies it as well
         substituted(transformers.modeling_utils, "save_on_cpu", lambda **_: _saved_on_host(tracker)),
     ):
         yield
 
 
 def _saved_on_host(tracker: Tracker) -> Any:
-    """`torch.autograd.graph.save_on_cpu`."""
+    """Return hooks that save tensors as `HostCopy`, in place of `torch.autograd.graph.save_on_cpu`."""
 
     def pack(tensor: torch.Tensor) -> HostCopy:
-        with tracker.looking_away():
+        with tracker.tensors_on_host():
             return HostCopy(tensor.detach().clone(memory_format=torch.contiguous_format))
 
     return torch.autograd.graph.saved_tensors_hooks(pack, HostCopy.to)
@@ -94,16 +95,19 @@ def _saved_on_host(tracker: Tracker) -> Any:
 
 @contextlib.contextmanager
 def paged_states(tracker: Tracker) -> Iterator[None]:
-    """bitsandbytes' paged optimizers keep large states in managed memory, which gives way to everything else on the device."""
+    """Leave the large states of bitsandbytes' paged optimizers out of the trace, inside the block.
+
+    They lie in CUDA managed memory, which the driver moves to the host when other tensors need the space.
+    """
     from bitsandbytes.optim.optimizer import Optimizer8bit
 
-    make = Optimizer8bit.get_state_buffer
+    get_state_buffer = Optimizer8bit.get_state_buffer
 
-    def made(optimizer: Any, parameter: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def untracked_if_paged(optimizer: Any, parameter: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if not optimizer.is_paged or parameter.numel() < PAGED_FROM_ELEMENTS:
-            return make(optimizer, parameter, dtype)
-        with tracker.looking_away():
+            return get_state_buffer(optimizer, parameter, dtype)
+        with tracker.tensors_on_host():
             return torch.zeros_like(parameter, dtype=dtype)
 
-    with substituted(Optimizer8bit, "get_state_buffer", made):
+    with substituted(Optimizer8bit, "get_state_buffer", untracked_if_paged):
         yield

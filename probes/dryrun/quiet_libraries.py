@@ -1,4 +1,4 @@
-"""What is around a dry run: no talk, no telemetry, and nothing that libraries do for who trains and loads models."""
+"""Keep the libraries quiet around a dry run: no progress bars, logs, warnings and telemetry, no inference tensors."""
 
 import contextlib
 import logging
@@ -14,7 +14,11 @@ from probes.substitution import substituted
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The trainers' progress bars, advice, deprecations and telemetry (trl 1.16, trainer/base_trainer.py:82) are about who trains, not about who plans."""
+    """Switch off the trainers' logs, warnings, progress bars and telemetry inside the block.
+
+    They speak to people who train; a dry run trains nothing. Source of the telemetry: trl 1.16,
+    trainer/base_trainer.py:82.
+    """
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     datasets.disable_progress_bars()
@@ -29,6 +33,10 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_inference_tensors() -> Iterator[None]:
-    """Reward models run under `inference_mode` (trl 1.16, grpo_trainer.py:1619), whose results fake tensors cannot be: without gradients they hold as much."""
+    """Replace `torch.inference_mode` by `torch.no_grad` inside the block: both hold the same memory.
+
+    TRL runs reward models under `inference_mode` (trl 1.16, grpo_trainer.py:1619); a fake tensor cannot be an inference
+    tensor.
+    """
     with substituted(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext()):
         yield

@@ -1,7 +1,8 @@
-"""CUDA's autocast computes more operators in float32 than the CPU's: what a dry run on the CPU has to add.
+"""Operators that CUDA's autocast computes in float32 and the CPU's autocast does not.
 
-Source: pytorch v2.13, aten/src/ATen/autocast_mode.h, `AT_FORALL_FP32` and `AT_FORALL_FP32_SET_OPT_DTYPE` (those leave a dtype that the caller
-names), of which here are the operators that Transformers' layers and TRL's losses call. `layer_norm` is in `substitutions.py`.
+Source: pytorch v2.13, aten/src/ATen/autocast_mode.h, `AT_FORALL_FP32` and `AT_FORALL_FP32_SET_OPT_DTYPE`. The second
+list sets the argument `dtype` to float32 unless the caller gives one. Here are those of the operators that
+Transformers' layers and TRL's losses call; `layer_norm` is in `substitutions.py`.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import torch
 
 from probes.substitution import substituted
 
-IN_FLOAT32: tuple[tuple[Any, str], ...] = (
+ALWAYS_FLOAT32: tuple[tuple[Any, str], ...] = (
     *((torch, name) for name in ("pow", "exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "logsumexp")),
     *(
         (torch.Tensor, name)
@@ -20,8 +21,8 @@ IN_FLOAT32: tuple[tuple[Any, str], ...] = (
     ),
     (torch.nn.functional, "softplus"),
 )
-IN_FLOAT32_UNLESS_SAID: tuple[tuple[Any, str], ...] = (
-    *((place, name) for place in (torch, torch.Tensor) for name in ("softmax", "log_softmax", "sum", "cumsum", "prod")),
+FLOAT32_BY_DEFAULT: tuple[tuple[Any, str], ...] = (
+    *((owner, name) for owner in (torch, torch.Tensor) for name in ("softmax", "log_softmax", "sum", "cumsum", "prod")),
     *((torch.nn.functional, name) for name in ("softmax", "log_softmax")),
 )
 _HALF = (torch.float16, torch.bfloat16)
@@ -29,34 +30,38 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """While inside, these operators compute in float32 from a 16-bit argument wherever autocast is on."""
+    """Make these operators compute in float32 from a 16-bit argument inside the block, where autocast is enabled."""
     with contextlib.ExitStack() as stack:
-        for place, name in IN_FLOAT32:
-            stack.enter_context(substituted(place, name, _widened(getattr(place, name))))
-        for place, name in IN_FLOAT32_UNLESS_SAID:
-            stack.enter_context(substituted(place, name, _told_float32(getattr(place, name))))
+        for owner, name in ALWAYS_FLOAT32:
+            stack.enter_context(substituted(owner, name, _cast_argument(getattr(owner, name))))
+        for owner, name in FLOAT32_BY_DEFAULT:
+            stack.enter_context(substituted(owner, name, _pass_float32(getattr(owner, name))))
         yield
 
 
-def _widened(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """`CastPolicy::fp32`: the argument is copied."""
+def _cast_argument(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an operator of `CastPolicy::fp32`: a 16-bit argument is copied to float32."""
 
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return operator(x.float() if _narrow(x) else x, *args, **kwargs)
+    def cast_and_run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return operator(x.float() if _needs_float32(x) else x, *args, **kwargs)
 
-    return run
+    return cast_and_run
 
 
-def _told_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """`CastPolicy::fp32_set_opt_dtype`: the operator is told a dtype, and copies the argument or not: a sum does not."""
+def _pass_float32(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an operator of `CastPolicy::fp32_set_opt_dtype`: pass `dtype=torch.float32` to it.
 
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if _narrow(x) and kwargs.get("dtype") is None and not any(isinstance(arg, torch.dtype) for arg in args):
+    The operator decides whether it copies its argument: `softmax` does, `sum` does not.
+    """
+
+    def run_in_float32(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if _needs_float32(x) and kwargs.get("dtype") is None and not any(isinstance(arg, torch.dtype) for arg in args):
             kwargs = {**kwargs, "dtype": torch.float32}
         return operator(x, *args, **kwargs)
 
-    return run
+    return run_in_float32
 
 
-def _narrow(x: Any) -> bool:
+def _needs_float32(x: Any) -> bool:
+    """Return whether x is a 16-bit tensor and autocast is enabled."""
     return isinstance(x, torch.Tensor) and x.dtype in _HALF and torch.is_autocast_enabled("cpu")

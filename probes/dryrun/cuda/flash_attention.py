@@ -1,8 +1,10 @@
-"""The flash-attention package without the package: functions that allocate and save what its kernels do on CUDA.
+"""Substitutes for the flash-attn package's functions: they allocate and save the tensors that its CUDA kernels do.
 
-Source: flash-attention 2.8 flash_attn/flash_attn_interface.py (`FlashAttnFunc`, `FlashAttnVarlenFunc`) and csrc/flash_attn/flash_api.cpp (`mha_fwd`,
-`mha_varlen_fwd`, `mha_bwd`, `mha_varlen_bwd`), which is also what `kernels-community/flash-attn2` is built from; what is gathered around it is Transformers'
-own code (`transformers/modeling_flash_attention_utils.py`), which runs as it is. Leaves out the split-key sums of short forwards (`num_splits`).
+Source: flash-attention 2.8, flash_attn/flash_attn_interface.py (`FlashAttnFunc`, `FlashAttnVarlenFunc`) and
+csrc/flash_attn/flash_api.cpp (`mha_fwd`, `mha_varlen_fwd`, `mha_bwd`, `mha_varlen_bwd`);
+`kernels-community/flash-attn2` is built from the same files. The code around the kernels,
+transformers/modeling_flash_attention_utils.py, runs unchanged. Leaves out the partial sums of short forward passes that
+split the keys (`num_splits`).
 """
 
 import contextlib
@@ -15,20 +17,24 @@ from transformers import PreTrainedModel
 
 from probes.substitution import substituted
 
-# What `mha_bwd` rounds lengths up to, and heads up to those of 128 features and above it.
+# `mha_bwd` rounds lengths up to 128, and heads up to 32 features, above 128 features to 64.
 LENGTH_BLOCK, HEAD_BLOCK, WIDE_HEAD_BLOCK, WIDE_HEAD = 128, 32, 64, 128
 # `FlashAttnFunc.forward` pads heads to a multiple of this.
 HEAD_ALIGNMENT = 8
 
 
 def rounded_head(head: int) -> int:
-    """Features of a head as the backward kernel's float32 sums have them."""
+    """Return a head's features as rounded up in the float32 buffers of the backward kernel."""
     block = HEAD_BLOCK if head <= WIDE_HEAD else WIDE_HEAD_BLOCK
     return -(-head // block) * block
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Rows of equal length [rows, length, heads, head], or, with `rows`, real tokens end to end [tokens, heads, head]."""
+    """Attention that allocates what the flash kernels do, and computes nothing.
+
+    With `rows` of 0 the tensors are [rows, length, heads, head]; else they are that many rows without padding, end to
+    end: [tokens, heads, head].
+    """
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int) -> torch.Tensor:
@@ -52,24 +58,28 @@ class _FlashAttention(torch.autograd.Function):
         gradients = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
         heads, head = query.shape[-2:]
         tokens = _padded_tokens(query, ctx.rows)
-        held = [
+        buffers = [
             torch.empty((heads, tokens), dtype=torch.float32),
             torch.empty((tokens, heads, rounded_head(head)), dtype=torch.float32),
         ]
         if key.size(-2) != heads:
-            held += [tensor.new_empty((*tensor.shape[:-2], heads, head)) for tensor in (key, value)]
-        held.clear()
+            buffers += [tensor.new_empty((*tensor.shape[:-2], heads, head)) for tensor in (key, value)]
+        buffers.clear()
         return *gradients, None
 
 
 def _padded_tokens(query: torch.Tensor, rows: int) -> int:
-    """Tokens of the backward pass's float32 buffers: lengths rounded up; of rows end to end one block more for each."""
+    """Return the tokens that the backward pass's float32 buffers have room for.
+
+    Rows of equal length are each rounded up to a block; rows end to end get one more block each.
+    """
     if rows:
         return int(query.size(0)) + LENGTH_BLOCK * rows
     return int(query.size(0) * -(-query.size(1) // LENGTH_BLOCK) * LENGTH_BLOCK)
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Run `_FlashAttention` on heads padded to a multiple of `HEAD_ALIGNMENT`, as flash-attn does."""
     head = query.size(-1)
     missing = -head % HEAD_ALIGNMENT
     if missing:
@@ -79,25 +89,45 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: i
 
 
 def flash_attn_func(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Rows of equal length. Transformers reads the names of the parameters to know what is supported."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Replace `flash_attn.flash_attn_func`, for rows of equal length.
+
+    Transformers inspects the parameters' names to find out what the installed release supports.
+    """
     return _attend(q, k, v, 0)
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
     deterministic: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Rows of different lengths, end to end; `cu_seqlens` are where they begin."""
+) -> torch.Tensor:
+    """Replace `flash_attn.flash_attn_varlen_func`, for rows end to end; `cu_seqlens` holds where each row begins."""
     return _attend(q, k, v, cu_seqlens_q.numel() - 1)
 
 
 @contextlib.contextmanager
 def flash_attention() -> Iterator[None]:
-    """Transformers finds the package, whether it is installed or not."""
+    """Make Transformers load these functions as its flash-attn package, inside the block."""
     functions: tuple[Callable[..., Any] | None, ...] = (
         flash_attn_func,
         flash_attn_varlen_func,
@@ -115,7 +145,7 @@ def flash_attention() -> Iterator[None]:
         "_process_flash_kwargs_fn",
     )
     with contextlib.ExitStack() as stack:
-        for name in loaded:  # so that what was loaded before comes back afterwards
+        for name in loaded:  # restores functions that Transformers has loaded before
             stack.enter_context(substituted(flash_utils, name, None))
         stack.enter_context(substituted(flash_utils, "_lazy_imports", lambda *_, **__: functions))
         stack.enter_context(substituted(PreTrainedModel, "_flash_attn_can_dispatch", _can_dispatch))
@@ -123,7 +153,7 @@ def flash_attention() -> Iterator[None]:
 
 
 def _can_dispatch(model: PreTrainedModel, flash_attn_version: int, is_init_check: bool = False) -> bool:
-    """Only the model's own answer counts."""
+    """Replace `PreTrainedModel._flash_attn_can_dispatch`: check the model's class only, not the package or the GPU."""
     if not model._supports_flash_attn:
         raise ValueError(f"{type(model).__name__} does not support Flash Attention {flash_attn_version}.")
     return True

@@ -1,8 +1,9 @@
-"""Quantized bases: bitsandbytes' layers with weights of their real sizes, and what its CUDA path allocates.
+"""Quantized base models: bitsandbytes' layers with weights of their real sizes, and the memory of its CUDA kernels.
 
-4-bit: the layers and `MatMul4Bit` run as they are; only what `gemm_4bit` allocates inside itself is added. 8-bit: on the CPU bitsandbytes takes another
-path than on CUDA (`MatMul8bitFp`), so that CUDA's is written out here.
-Source: bitsandbytes 0.50.2 functional.py (`quantize_4bit`), autograd/_functions.py, backends/cuda/ops.py; transformers 5.23 integrations/bitsandbytes.py.
+4-bit: the layers and `MatMul4Bit` run unchanged; only the workspace inside `gemm_4bit` is added. 8-bit: on the CPU
+bitsandbytes runs `MatMul8bitFp`, on CUDA `MatMul8bitLt`; the allocations of the second are written out here.
+Source: bitsandbytes 0.50.2, functional.py (`quantize_4bit`), autograd/_functions.py, backends/cuda/ops.py;
+transformers 5.23, integrations/bitsandbytes.py.
 """
 
 import contextlib
@@ -20,14 +21,14 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from planner.candidate import Quantization
 from probes.substitution import substituted
 
-BLOCK, CODES = 64, 16  # weights that share an absmax, values of the table: `quantize_4bit`, `get_4bit_type`
-NESTED_BLOCK, NESTED_CODES = 256, 256  # the same of the absmax themselves: `quantize_blockwise`
-SINGLE_ROWS = 4  # products of up to so many rows never dequantize: `_GEMM_4BIT_CUSTOM_FLOOR_M`
-# Integers that nobody reads, as floating types of their size: those stay fake.
-WIDE_INTEGER, NARROW_INTEGER = torch.float32, torch.float8_e4m3fn
-OUTLIER = 6.0  # llm_int8_threshold, which TRL leaves at its default
+BLOCK, CODES = 64, 16  # weights that share an absmax; values of the code table: `quantize_4bit`, `get_4bit_type`
+NESTED_BLOCK, NESTED_CODES = 256, 256  # the same for the quantized absmax (double quantization): `quantize_blockwise`
+SINGLE_ROWS = 4  # matrix products of at most this many rows never dequantize the weight: `_GEMM_4BIT_CUSTOM_FLOOR_M`
+# Stand-ins for int32 and int8 tensors: a floating-point type of the same size keeps the tensor fake (fake_tensors.py).
+INT32_STAND_IN, INT8_STAND_IN = torch.float32, torch.float8_e4m3fn
+OUTLIER = 6.0  # `llm_int8_threshold`; TRL keeps bitsandbytes' default
 
-BITS: dict[Quantization, dict[str, Any]] = {
+BITSANDBYTES_CONFIGS: dict[Quantization, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "int8": {"load_in_8bit": True},
@@ -35,12 +36,14 @@ BITS: dict[Quantization, dict[str, Any]] = {
 
 
 def quantize(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> None:
-    """Puts bitsandbytes' layers in the place of linear ones, on the meta device, with weights as they lie after loading.
+    """Replace the model's linear layers by bitsandbytes' layers on the meta device, with weights as stored after
+    loading.
 
-    `dtype` is what the model is loaded in, which TRL makes the compute dtype as well (trl/trainer/utils.py, `get_quantization_config`).
+    `dtype` is the dtype in which the model is loaded; TRL uses it as compute dtype too (trl/trainer/utils.py,
+    `get_quantization_config`).
     """
     config = BitsAndBytesConfig(
-        **BITS[quantization], **({} if quantization == "int8" else {"bnb_4bit_compute_dtype": dtype})
+        **BITSANDBYTES_CONFIGS[quantization], **({} if quantization == "int8" else {"bnb_4bit_compute_dtype": dtype})
     )
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), config)
     for module in model.modules():
@@ -55,14 +58,19 @@ def quantize(model: PreTrainedModel, quantization: Quantization, dtype: torch.dt
 
 
 def _store_4bit(module: Any, nested: bool, dtype: torch.dtype) -> None:
+    """Give a `Linear4bit` a packed weight (two values a byte) and its `QuantState`; `nested`: double quantization."""
     elements = module.in_features * module.out_features
     blocks = -(-elements // BLOCK)
     module.support_avx512bf16_for_cpu = False
     with torch.device("meta"):
         state = QuantState(
-            absmax=torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32), shape=torch.Size((module.out_features, module.in_features)),
-            code=torch.empty(CODES), blocksize=BLOCK, quant_type="nf4", dtype=dtype,
-        )  # fmt: skip
+            absmax=torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32),
+            shape=torch.Size((module.out_features, module.in_features)),
+            code=torch.empty(CODES),
+            blocksize=BLOCK,
+            quant_type="nf4",
+            dtype=dtype,
+        )
         if nested:
             state.offset, state.nested = torch.empty(()), True
             state.state2 = QuantState(
@@ -79,6 +87,7 @@ def _store_4bit(module: Any, nested: bool, dtype: torch.dtype) -> None:
 
 
 def _store_8bit(module: Any) -> None:
+    """Give a `Linear8bitLt` an int8 weight and one float32 scale for each output row (`SCB`)."""
     with torch.device("meta"):
         module.weight = torch.nn.Parameter(
             torch.empty(module.out_features, module.in_features, dtype=torch.int8), requires_grad=False
@@ -89,15 +98,18 @@ def _store_8bit(module: Any) -> None:
 def with_fake_statistics(
     model: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Swaps what belongs to quantized weights and is no parameter; yields it by name. Call it when the parameters are swapped."""
+    """Replace the statistics of quantized weights, which are no parameters, by fake tensors; yield them by name.
+
+    Call it after the parameters have been replaced.
+    """
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             for state in filter(None, (module.quant_state, module.quant_state.state2)):
-                held = {
+                fakes = {
                     field: fake(tensor) for field, tensor in vars(state).items() if isinstance(tensor, torch.Tensor)
                 }
-                vars(state).update(held)
-                yield from ((f"{name}.{field}", tensor) for field, tensor in held.items())
+                vars(state).update(fakes)
+                yield from ((f"{name}.{field}", tensor) for field, tensor in fakes.items())
             module.weight.quant_state = module.quant_state
         elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
             module.state.CB, module.state.SCB = module.weight.data, fake(module.state.SCB)
@@ -108,10 +120,12 @@ def with_fake_statistics(
 def dequantized_bytes(
     x: torch.Tensor, packed: torch.Tensor, shape: Any, absmax: torch.Tensor, *_: Any, absmax_8bit: Any = None, **__: Any
 ) -> int:
-    """What `gemm_4bit` allocates besides its result, on one GPU: the weight in x's dtype, and its absmax in float32 twice if nested.
+    """Bytes that `gemm_4bit` allocates besides its output, on one GPU.
 
-    Source: backends/cuda/ops.py `_dequant_linear_fallback`. Between 5 and 1,536 rows it depends on card and shape whether a fused kernel runs instead;
-    here it never does.
+        elements of the weight x bytes of x's dtype + 2 x 4 x number of absmax (double quantization only)
+
+    Nothing for at most 4 rows. Source: bitsandbytes 0.50.2, backends/cuda/ops.py `_dequant_linear_fallback`.
+    Leaves out the fused kernel that some GPUs run for 5 to 1,536 rows of some shapes, which dequantizes nothing.
     """
     if x.numel() // x.size(-1) <= SINGLE_ROWS:
         return 0
@@ -120,11 +134,15 @@ def dequantized_bytes(
 
 
 def workspaces() -> Mapping[Any, Callable[..., int]]:
+    """Return bitsandbytes' operators that allocate a workspace, with a function for its bytes."""
     return {torch.ops.bitsandbytes.gemm_4bit.default: dequantized_bytes}
 
 
 class _Product8bit(torch.autograd.Function):
-    """`MatMul8bitLt` of a frozen weight, with the kernels of backends/cuda/ops.py and default/ops.py inside it."""
+    """Allocates what `MatMul8bitLt` does with a frozen weight on CUDA.
+
+    Source: bitsandbytes 0.50.2, autograd/_functions.py, backends/cuda/ops.py and backends/default/ops.py.
+    """
 
     @staticmethod
     def forward(
@@ -132,33 +150,37 @@ class _Product8bit(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = x.reshape(-1, x.size(-1))
         _codes, _statistics = _quantized_rows(rows)
-        products = rows.new_empty((rows.size(0), weight.size(0)), dtype=WIDE_INTEGER)
+        products = rows.new_empty((rows.size(0), weight.size(0)), dtype=INT32_STAND_IN)
         scaled = torch.empty_like(products, dtype=torch.float16)  # `int8_mm_dequant`
         if bias is not None:
             scaled.add_(bias)
         result = scaled.to(x.dtype)
         if ctx.needs_input_grad[0]:
-            ctx.held = (rows, weight, scales)  # attributes of the context, which checkpointing does not drop
+            ctx.kept = (rows, weight, scales)  # attributes, not saved tensors: checkpointing does not drop them
         ctx.shape = x.shape
         return result.view(*x.shape[:-1], weight.size(0))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, scales = ctx.held
+        rows, weight, scales = ctx.kept
         gradient = gradient.reshape(-1, gradient.size(-1)).contiguous()
         dequantized = weight.to(rows.dtype, copy=True).mul_(scales.unsqueeze(1).mul(1 / 127))
         return torch.matmul(gradient.to(rows.dtype), dequantized).view(ctx.shape), None, None, None
 
 
 def _quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`int8_vectorwise_quant`: rows in 8 bits and a float32 a row, after a look for outliers, of which none are found."""
+    """Allocate what `int8_vectorwise_quant` does: int8 rows, a float32 scale for each, and the mask of outliers.
+
+    No outliers are found.
+    """
     half = rows.to(torch.float16)
-    statistics, codes = half.new_empty(half.size(0), dtype=torch.float32), torch.empty_like(half, dtype=NARROW_INTEGER)
+    statistics, codes = half.new_empty(half.size(0), dtype=torch.float32), torch.empty_like(half, dtype=INT8_STAND_IN)
     _ = half.abs() >= OUTLIER
     return codes, statistics
 
 
 def _forward_8bit(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Replace `Linear8bitLt.forward`."""
     if module.bias is not None and module.bias.dtype != x.dtype:
         module.bias.data = module.bias.data.to(x.dtype)
     result: torch.Tensor = _Product8bit.apply(x, module.weight, module.state.SCB, module.bias)
@@ -166,6 +188,7 @@ def _forward_8bit(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def cuda_products() -> Iterator[None]:
+def cuda_int8_matmul() -> Iterator[None]:
+    """Make `Linear8bitLt` allocate as on CUDA inside the block."""
     with substituted(bitsandbytes.nn.Linear8bitLt, "forward", _forward_8bit):
         yield

@@ -1,6 +1,7 @@
-"""CUDA's own ways: what runs otherwise on a GPU than on the CPU, each a small named substitution with its source.
+"""Substitutions that make CPU tensors allocate as CUDA's kernels do: small functions, each with its source.
 
-A dry run on the device "cuda" stands on CPU tensors that take these paths instead of the CPU's.
+PyTorch and TRL choose other kernels on a GPU than on the CPU, which save and allocate other tensors. A dry run's
+tensors lie on the CPU; inside `cuda_substitutions` they follow the paths of a GPU.
 """
 
 import contextlib
@@ -25,25 +26,38 @@ from probes.substitution import substituted
 
 aten = torch.ops.aten
 
-# The memory-efficient kernel wants its bias aligned to 16 elements: pad_bias<16>, aten/src/ATen/native/transformers/attention.cpp.
+# The memory-efficient kernel needs its bias aligned to 16 elements.
+# Source: `pad_bias<16>`, aten/src/ATen/native/transformers/attention.cpp.
 EFFICIENT_BIAS_ALIGNMENT = 16
 
-# Its heads are multiples of 16 bytes: check_head_dim_size_mem_efficient and minimum_gemm_alignment, sdp_utils.cpp.
+# Its heads must be multiples of 16 bytes. Source: `check_head_dim_size_mem_efficient`, `minimum_gemm_alignment`,
+# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 EFFICIENT_HEAD_ALIGNMENT = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def scaled_dot_product_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False, flash: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """The kernel that CUDA picks and what it saves: flash without a mask, memory-efficient with one, else the composed form.
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    flash: bool = True,
+) -> torch.Tensor:
+    """Replace `torch.nn.functional.scaled_dot_product_attention`: run the attention kernel that CUDA chooses.
 
-    Source: `sdp::select_sdp_backend`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (order flash, efficient, math), whose conditions are those of
-    `check_batch_size_and_num_heads_dense` and `check_attn_mask_shape` in sdp_utils_cpp.h: only flash takes fewer key heads, and only if told so.
-    `scaled_dot_product_attention`, aten/src/ATen/native/transformers/attention.cpp. Leaves out cuDNN's kernel, which Hopper and Blackwell prefer where
-    cuDNN is newer than 9.15 (`check_prefer_cudnn_attention`).
+    It is the flash kernel without a mask, the memory-efficient one with a mask, else the form composed of matrix
+    products.
+
+    Source: `sdp::select_sdp_backend`, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (order flash, efficient,
+    math); its conditions `check_batch_size_and_num_heads_dense` and `check_attn_mask_shape` in sdp_utils_cpp.h: only
+    flash takes fewer key heads than query heads, and only with `enable_gqa`; `scaled_dot_product_attention`,
+    aten/src/ATen/native/transformers/attention.cpp. Leaves out cuDNN's kernel, which Hopper and Blackwell prefer with
+    cuDNN newer than 9.15 (`check_prefer_cudnn_attention`).
     """
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
     head = query.size(-1)
@@ -62,7 +76,7 @@ def scaled_dot_product_attention(
         )[0]
     with torch.autocast(
         "cpu", enabled=False
-    ):  # autocast has cast what it casts: below its key it is off, and the products are in float32
+    ):  # the arguments are cast already; inside the operator autocast is off and the products are in float32
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -77,8 +91,11 @@ def _kernel(
     enable_gqa: bool,
     flash: bool,
 ) -> Literal["flash", "efficient", "math"]:
-    """`use_flash_attention` (compute capability 8.0, `check_sm_version`) and `use_mem_efficient_attention` (5.0) of sdp_utils.cpp."""
-    head, heads_alike = query.size(-1), query.size(1) == key.size(1)
+    """Return the kernel that CUDA chooses; `flash`: the GPU has compute capability 8.0 or above (`check_sm_version`).
+
+    Source: `use_flash_attention` and `use_mem_efficient_attention`, sdp_utils.cpp.
+    """
+    head, equal_heads = query.size(-1), query.size(1) == key.size(1)
     same_head = head == key.size(-1) == value.size(-1)
     square = not is_causal or query.size(2) == key.size(2)  # check_flash_causal_non_square_seqlens
     if (
@@ -88,7 +105,7 @@ def _kernel(
         and same_head
         and head <= FLASH_HEAD_DIM
         and square
-        and (heads_alike or enable_gqa)
+        and (equal_heads or enable_gqa)
     ):
         return "flash"
     aligned = (
@@ -96,14 +113,23 @@ def _kernel(
         == 0
         == value.size(-1) % EFFICIENT_HEAD_ALIGNMENT.get(query.dtype, 1)
     )
-    learned = attn_mask is not None and attn_mask.requires_grad
-    if query.dtype in EFFICIENT_HEAD_ALIGNMENT and heads_alike and head == key.size(-1) and aligned and not learned:
+    trained_mask = attn_mask is not None and attn_mask.requires_grad
+    if (
+        query.dtype in EFFICIENT_HEAD_ALIGNMENT
+        and equal_heads
+        and head == key.size(-1)
+        and aligned
+        and not trained_mask
+    ):
         return "efficient"
     return "math"
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """`scaled_dot_product_attention` is on autocast's list of 16-bit operators (aten/src/ATen/autocast_mode.h)."""
+    """Cast a tensor as autocast casts the arguments of `scaled_dot_product_attention`, to 16 bits.
+
+    Source: the list of 16-bit operators in aten/src/ATen/autocast_mode.h.
+    """
     return (
         tensor.to(torch.get_autocast_dtype("cpu"))
         if torch.is_autocast_enabled("cpu") and tensor.is_floating_point()
@@ -112,12 +138,13 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Return the tensor with zeros appended to its last dimension, up to a multiple."""
     missing = -tensor.size(-1) % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the memory-efficient kernel takes it: in the query's dtype, aligned, expanded over heads without a copy."""
+    """Return the mask in the query's dtype, aligned, and expanded without a copy, for the memory-efficient kernel."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -131,7 +158,10 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None
 def layer_norm(
     input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> torch.Tensor:
-    """Autocast on CUDA runs `layer_norm` in float32, on the CPU it does not (AT_FORALL_FP32, aten/src/ATen/autocast_mode.h)."""
+    """Replace `torch.nn.functional.layer_norm`: autocast on CUDA runs it in float32, autocast on the CPU does not.
+
+    Source: `AT_FORALL_FP32`, aten/src/ATen/autocast_mode.h.
+    """
     if torch.is_autocast_enabled("cpu"):
         input, weight, bias = (
             tensor.float() if isinstance(tensor, torch.Tensor) else tensor for tensor in (input, weight, bias)
@@ -140,19 +170,22 @@ def layer_norm(
 
 
 def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """CUDA drops with one kernel that saves a mask of one byte an element (`is_fused_kernel_acceptable`, aten/src/ATen/native/Dropout.cpp)."""
+    """Replace `torch.nn.functional.dropout`: CUDA runs one kernel that saves a mask of one byte an element.
+
+    Source: `is_fused_kernel_acceptable`, aten/src/ATen/native/Dropout.cpp.
+    """
     return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
 
 
 class _Launcher:
-    """In the place of a Triton kernel: launched on any grid it writes into what it is given and allocates nothing."""
+    """Replaces a Triton kernel: `kernel[grid](...)` does nothing. A Triton kernel allocates nothing."""
 
     def __getitem__(self, _: Any) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
 def _accumulate_in_place(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)` on CUDA: no copy of `a` and `b` in float32."""
+    """Replace `_addmm_fp32`: on CUDA `torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)` allocates nothing."""
 
 
 def _project(
@@ -164,7 +197,11 @@ def _project(
     end: int,
     dtype: torch.dtype,
 ) -> None:
-    """trl/kernels/chunked_divergence.py `_project` on CUDA: `torch.mm(..., out_dtype=torch.float32, out=tile)`."""
+    """Replace `_project` of trl/kernels/chunked_divergence.py: on CUDA it is `torch.mm(..., out_dtype=torch.float32,
+    out=tile)`.
+
+    It allocates the slice of the weight in `dtype`, if that is another dtype, and the slice of the bias in float32.
+    """
     weight[start:end].to(dtype)
     if bias is not None:
         tile.add_(bias[start:end].float())
@@ -172,13 +209,18 @@ def _project(
 
 @contextlib.contextmanager
 def triton_kernels() -> Iterator[None]:
-    """TRL's Triton path: only labelled rows are scored, tiles are folded in place, logits are read once.
+    """Make TRL's losses take their Triton path inside the block, with kernels that do nothing.
 
+    On this path TRL computes logits of labelled tokens only, accumulates tile by tile in place, and reads each logit
+    once.
     Source: `_use_triton` in trl/kernels/chunked_logprob.py and `_supports_trl_loss_kernel` in trl/trainer/utils.py.
     """
     logprob, divergence, utils, distillation = (
-        trl.kernels.chunked_logprob, trl.kernels.chunked_divergence, trl.trainer.utils, trl.trainer.distillation_trainer,
-    )  # fmt: skip
+        trl.kernels.chunked_logprob,
+        trl.kernels.chunked_divergence,
+        trl.trainer.utils,
+        trl.trainer.distillation_trainer,
+    )
     with contextlib.ExitStack() as stack:
 
         def put(module: Any, name: str, value: Any) -> None:
@@ -203,20 +245,25 @@ def triton_kernels() -> Iterator[None]:
         yield
 
 
+# The Triton kernels of TRL that are replaced, by module. None stands for trl.kernels.logprob_entropy, which imports
+# Triton: `triton_kernels` imports it later.
 _KERNELS: tuple[tuple[Any, str], ...] = (
     (trl.kernels.chunked_logprob, "_forward_kernel"),
     (trl.kernels.chunked_logprob, "_backward_kernel"),
     (trl.kernels.chunked_divergence, "_stats_kernel"),
     (trl.kernels.chunked_divergence, "_jsd_kernel"),
     (trl.kernels.chunked_divergence, "_backward_kernel"),
-    (None, "_forward_kernel"),  # trl.kernels.logprob_entropy, which can only be imported where Triton is
+    (None, "_forward_kernel"),
     (None, "_backward_kernel"),
 )
 
 
 @contextlib.contextmanager
 def _importable(triton: Any) -> Iterator[None]:
-    """`import triton` finds it, unless the real one is there. Other modules that are imported meanwhile stay imported."""
+    """Make `import triton` find this module inside the block, unless the real Triton is imported already.
+
+    Other modules that are imported inside the block stay imported.
+    """
     added = {
         name: module
         for name, module in (("triton", triton), ("triton.language", triton.language))
@@ -231,7 +278,7 @@ def _importable(triton: Any) -> Iterator[None]:
 
 
 def _triton() -> Any:
-    """As much of Triton as TRL's kernels need to be defined and launched without it."""
+    """Return a module with the names of Triton that TRL's kernels need to be defined and launched without it."""
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
     vars(triton).update(jit=lambda function: function, cdiv=lambda a, b: -(-a // b), language=language)
     vars(language).update(constexpr=object)
@@ -239,8 +286,11 @@ def _triton() -> Any:
 
 
 @contextlib.contextmanager
-def cuda_ways(flash: bool = True) -> Iterator[tuple[str, ...]]:
-    """Everything of this file put in place; yields the names. `flash`: the card has the kernel."""
+def cuda_substitutions(flash: bool = True) -> Iterator[tuple[str, ...]]:
+    """Apply all substitutions of this folder that every candidate needs, inside the block; yield their names.
+
+    `flash`: the GPU has FlashAttention's kernels (compute capability 8.0 or above).
+    """
     functional = torch.nn.functional
     with (
         triton_kernels(),
@@ -262,16 +312,25 @@ def cuda_ways(flash: bool = True) -> Iterator[tuple[str, ...]]:
 
 
 SUBSTITUTIONS = (
-    "scaled_dot_product_attention", "flash_attention", "layer_norm", "float32 under autocast", "dropout", "triton_kernels", "foreach optimizers",
-    "512-byte blocks", "kernel workspaces",
-)  # fmt: skip
+    "scaled_dot_product_attention",
+    "flash_attention",
+    "layer_norm",
+    "float32 under autocast",
+    "dropout",
+    "triton_kernels",
+    "foreach optimizers",
+    "512-byte blocks",
+    "kernel workspaces",
+)
 
 
 def flash_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
-    """What the flash kernel's backward needs besides its results, on one GPU.
+    """Bytes that the flash kernel's backward pass allocates besides the gradients, on one GPU.
 
-        4 B heads S' (softmax_d) + 4 B heads S' D' (dq_accum) + 2 x 2 B heads S_k D (dk and dv of all heads, where key heads are fewer)
-        S', D': length and head rounded up to 128 and 32 (64 above 128 features)
+        4 B heads S' (softmax_d) + 4 B heads S' D' (dq_accum) + 2 x 2 B heads S_k D
+
+    B: rows, heads: query heads, S', D': length and head rounded up to 128 and to 32 (64 above 128 features), S_k: keys,
+    D: features of a head. The last term (dk and dv for every query head) is there only if there are fewer key heads.
 
     Source: mha_bwd, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
@@ -282,26 +341,29 @@ def flash_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> in
 
 
 def efficient_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
-    """The memory-efficient kernel's backward: float32 sums of the query's gradient and `delta`, on one GPU.
+    """Bytes that the memory-efficient kernel's backward pass allocates besides the gradients, on one GPU.
 
-        4 B heads S D (16-bit inputs only) + 4 B heads S
+        4 B heads S D (16-bit inputs only: the query's gradient, summed in float32) + 4 B heads S (`delta`)
 
-    Source: `_efficient_attention_backward`, aten/src/ATen/native/transformers/cuda/attention_backward.cu; kNeedsAccumGradQ in
-    mem_eff_attention/kernel_backward.h. Leaves out the rounding to the kernel's blocks.
+    B: rows, S: length, D: features of a head.
+    Source: `_efficient_attention_backward`, aten/src/ATen/native/transformers/cuda/attention_backward.cu;
+    kNeedsAccumGradQ in mem_eff_attention/kernel_backward.h. Leaves out the rounding to the kernel's blocks.
     """
     batch, heads, length, head = query.shape
     return int(4 * batch * heads * length * (1 + (head if query.dtype in _HALF else 0)))
 
 
 def safe_softmax_workspace_bytes(scores: torch.Tensor) -> int:
-    """What `_safe_softmax` makes besides its result: a boolean an element, which rows of nothing but -inf are found by, on one GPU.
+    """Bytes that `_safe_softmax` allocates besides its output: one boolean an element, on one GPU.
 
-    Source: `_safe_softmax`, aten/src/ATen/native/transformers/attention.cpp; those rows become zero in place (`where_out`).
+    It marks the elements that are -inf, to find rows in which all are; those rows are then set to zero in place
+    (`where_out`). Source: `_safe_softmax`, aten/src/ATen/native/transformers/attention.cpp.
     """
     return int(scores.numel())
 
 
-# Operators that allocate inside themselves on CUDA, where the mode does not see it: function of the operator's arguments.
+# Operators whose CUDA kernels allocate a workspace, which a dispatch mode does not see, with a function that returns
+# its bytes from the operator's arguments.
 WORKSPACES: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: lambda grad, query, key, *_, **__: (
         flash_backward_workspace_bytes(query, key)
