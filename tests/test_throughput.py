@@ -19,7 +19,7 @@ from planner.throughput.communication import offload_seconds
 from planner.throughput.generation import rollouts, weight_sync_seconds
 from planner.throughput.optimizer_step import optimizer_seconds
 from planner.throughput.rates import matmul_rate
-from planner.throughput.smooth import either
+from planner.throughput.smooth import smooth_max
 from planner.throughput.step import throughput
 from planner.throughput.training import (
     Batch,
@@ -287,7 +287,7 @@ class TestLaws:
 
     @given(first=st.floats(min_value=1e-6, max_value=1e3), second=st.floats(min_value=1e-6, max_value=1e3))
     def test_the_longer_of_two_is_rounded_by_a_fifth_at_most(self, first: float, second: float) -> None:
-        assert max(first, second) * (1 - ROUNDING) <= either(first, second) <= 1.19 * max(first, second)
+        assert max(first, second) * (1 - ROUNDING) <= smooth_max(first, second) <= 1.19 * max(first, second)
 
 
 class TestPrices:

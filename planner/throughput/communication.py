@@ -1,4 +1,4 @@
-"""Links: gradients and parameters between cards, and what goes to the host and back."""
+"""Seconds that a GPU waits for its links: gradients and parameters between GPUs, and copies to the host and back."""
 
 from planner.cache_keys import TrainingInput
 from planner.candidate import Sharding
@@ -7,33 +7,43 @@ from planner.throughput.rates import host_rate, link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
 from planner.throughput.work import Work
 
-# Share of the backward (and, with prefetch, of the whole micro-step) that communication hides behind.
-# Source: DDP and FSDP overlap by design (arXiv 2006.15704, section 3.2.3; arXiv 2304.11277, section 3.3), and on two RTX 4090 LoRA under FSDP
-# takes 481 s where DDP takes 437 (AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md). ZeRO-3 is taken not to overlap: LoRA on Qwen-72B with
-# 4 x A100-80G needs 2.20 s for 256 tokens, the sum of its gathers (1.6 s) and of its products, not the larger (QwenLM/Qwen, README.md).
+# Share of a computation that communication runs beside: of the backward pass (DDP), of the whole micro-step (FSDP2).
+# Source: DDP and FSDP overlap by design (arXiv 2006.15704, section 3.2.3; arXiv 2304.11277, section 3.3), and on two
+# RTX 4090 LoRA takes 481 s under FSDP and 437 s under DDP (AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md). ZeRO-3 is
+# counted without overlap: LoRA on Qwen-72B with 4 x A100-80G takes 2.20 s for 256 tokens, which is the sum of its
+# gathers (1.6 s) and its matrix products, not the larger of the two (QwenLM/Qwen, README.md).
 OVERLAP: dict[Sharding, float] = {"none": 0.0, "ddp": 1.0, "zero1": 0.0, "zero2": 0.0, "zero3": 0.0, "fsdp2": 1.0}
 
-# How often each micro-step gathers all parameters: forward and backward, and ZeRO-3 also before recomputation (internals.md section 5).
+# How often a micro-step gathers all parameters: before the forward and the backward pass of each layer.
+# Source: deepspeed 0.19.8, runtime/zero/parameter_offload.py, `_pre_forward_module_hook` and
+# `_pre_backward_module_hook`; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `pre_forward` and
+# `pre_backward`. ZeRO-3's gather for recomputation is added in `_gathers`.
 GATHERS: dict[Sharding, int] = {"zero3": 2, "fsdp2": 2}
 
-# DeepSpeed's CPU Adam with its copies: full fine-tuning of Qwen2.5-3B (3.09e9) on 2 x A100-40G takes 3.08 s a step with ZeRO offload on a host
-# of 128 cores; all of it is charged here, so this is a lower bound. Source: deepspeedai/DeepSpeed, pull request 7474.
+# Parameters per second of DeepSpeed's Adam on the CPU, with its copies. Full fine-tuning of Qwen2.5-3B (3.09e9
+# parameters) on 2 x A100-40G takes 3.08 s per step with ZeRO offload on a host of 128 cores. The rate counts the whole
+# step as Adam, so that it is a lower bound. Source: deepspeedai/DeepSpeed, pull request 7474.
 CPU_ADAM_PARAMS_PER_SECOND = 1.0e9
 
-SAVED_MLP_BYTES = (
-    8  # a token and inner element, without checkpointing (internals.md section 3: 16TH + 8TF and attention's 8TH)
-)
+# Bytes per token that a layer saves without checkpointing, with 16-bit weights and as many key heads as query heads:
+# for each hidden element two norms of 8 (input in float32 4, normalised input 2, output 2) and 8 of attention (query,
+# key, value, output); for each element of the feed-forward block 8 (gate, activation, up, product).
+# Source: transformers 5.23, models/llama/modeling_llama.py, `LlamaRMSNorm`, `LlamaAttention`, `LlamaMLP`.
 SAVED_HIDDEN_BYTES = 24
+SAVED_MLP_BYTES = 8
 
 
 def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: MicroStep) -> float:
-    """Time of one optimizer step that one card waits for others.
+    """Seconds per optimizer step that one of n GPUs waits for the others.
 
-        DDP: all-reduce of the trained gradients, 2 (n - 1) / n x bytes / link, once, hidden behind the last backward
-        ZeRO-1, ZeRO-2: reduce-scatter of 16-bit gradients ((n - 1) / n), ZeRO-2 in every micro-step, and all-gather of the trained parameters
-        ZeRO-3, FSDP2: all-gather of all stored parameters forward and backward in every micro-step, reduce-scatter of the gradients
+        DDP             all-reduce of the gradients, 2 (n - 1) / n x bytes / link, once per step, beside the last
+        backward ZeRO-1          (n - 1) / n x 2 x gradient bytes / link: reduce-scatter, all-gather of the trained
+        parameters ZeRO-2          the same, with a reduce-scatter in every micro-step ZeRO-3, FSDP2   per micro-step (n
+        - 1) / n x (gathers x stored bytes + gradient bytes) / link, less the overlap
 
-    Example: LoRA on Qwen-72B, ZeRO-3, 4 x A100-80G: 3 x 144e9 x 3/4 / 207e9 = 1.57 s a micro-step.
+    Gradients are counted in 16 bits, under DDP in their own dtype.
+
+    Example: LoRA on Qwen-72B, ZeRO-3, 4 x A100-80G: 3 x 144e9 x 3/4 / 207e9 = 1.57 s per micro-step.
 
     Leaves out latency, gathers of a teacher or reward model, and the small messages of metrics.
     """
@@ -57,12 +67,14 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
 
 
 def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batch: Batch, step: MicroStep) -> float:
-    """Time of one optimizer step that a card waits for its host.
+    """Seconds per optimizer step that one of n GPUs waits for its host.
 
-    Optimizer: gradients down, 16-bit parameters up, and Adam on the CPU, shared by the cards of a node. Parameters: each card's
-    share up for every gather. Activations: what is saved, down and up, as far as the micro-step does not hide it.
+        offload_optimizer   4 bytes x trained / n / host (16-bit gradients down, parameters up)
+                            + trained / (1e9 x nodes), Adam on the CPU, which the GPUs of a node share
+        offload_param       gathers x stored bytes / n / host, in every micro-step
+        activations         max(0, 2 x saved bytes / host - the micro-step), in every micro-step: down and up, beside it
 
-    Example: Qwen2.5-7B, full, ZeRO-2 on 8 cards: 7.6 s for Adam and 0.15 s for copies.
+    Example: Qwen2.5-7B, full, ZeRO-2 on 8 GPUs of one node: 7.6 s for Adam and 0.15 s for copies.
     """
     seconds, host = 0.0, host_rate(cluster.gpu)
     accumulation, n = candidate.gradient_accumulation_steps, candidate.num_processes
@@ -78,13 +90,13 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
 
 
 def _gathers(candidate: TrainingInput) -> float:
-    """How often a micro-step gathers the policy: forward, backward, ZeRO-3's recomputation, and each gradient-free forward of its size."""
-    again = 1 if candidate.sharding == "zero3" and candidate.gradient_checkpointing else 0
-    return GATHERS.get(candidate.sharding, 2) + again + extra_forwards(candidate)
+    """Gathers of the policy's parameters per micro-step: forward, backward, recomputation (ZeRO-3), extra forwards."""
+    recomputation = 1 if candidate.sharding == "zero3" and candidate.gradient_checkpointing else 0
+    return GATHERS.get(candidate.sharding, 2) + recomputation + extra_forwards(candidate)
 
 
 def _saved_bytes(candidate: TrainingInput, work: Work) -> float:
-    """Bytes a token that go to the host: the checkpoints, or without checkpointing what all layers save."""
+    """Bytes per token that offloading copies to the host: checkpoints, or all saved activations without them."""
     width = 4 if candidate.dtype == "float32" else 2
     if candidate.gradient_checkpointing:
         return float(width * work.hidden_size * work.layers)

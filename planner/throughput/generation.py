@@ -1,33 +1,46 @@
-"""Rollouts: prefill and decode by generate() or by vLLM, and the weights' way to the engine."""
+"""Seconds of rollouts: prefill and decode by `generate` or by vLLM, and moving the weights into the engine."""
 
 from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.gpus.cluster import Cluster, Gpu
 from planner.throughput.rates import attention_rate, host_rate, link_rate, matmul_rate, memory_rate, sixteen_bit_rate
-from planner.throughput.smooth import either
+from planner.throughput.smooth import smooth_max
 from planner.throughput.training import PPO_EPOCHS
 from planner.throughput.work import Work
 
-# A decode step of vLLM beyond reading its weights: Qwen2.5-0.5B (24 layers) 3.21 ms a token of which 0.65 is reading, 7B (28) 11.9 and 9.2,
-# 14B (48) 21.6 and 18.3: 0.07 to 0.12 ms a layer. Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst (vLLM 0.6.3, A100-80G).
+# Seconds per layer of a vLLM decode step beside reading the weights. Qwen2.5-0.5B (24 layers) takes 3.21 ms per token,
+# 0.65 of them for reading; 7B (28 layers) 11.9 and 9.2; 14B (48 layers) 21.6 and 18.3: 0.07 to 0.12 ms per layer.
+# Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst (vLLM 0.6.3, A100-80G).
 ENGINE_LAYER_SECONDS = 0.09e-3
-# HF attention under a mask repeats keys and values to all heads at every token, and DynamicCache concatenates them: 5 times the repeated cache
-# goes over the bus. At a context of 31,700 tokens a token takes 53 ms for 7B (7 query heads a key head), 122 for 14B and 179 for 32B (5 each).
+# How often a decode step of `generate` moves the cache through memory, counted with keys and values repeated to all
+# heads: attention under a mask repeats them for every token, and DynamicCache concatenates them. With a context of
+# 31,700 tokens a token takes 53 ms for 7B (7 query heads per key head), 122 ms for 14B and 179 ms for 32B (5 per key
+# head).
 # Source: as above, transformers 4.46.
 HF_CACHE_PASSES = 5
-# sleep(level=2) after, wake_up before: the shortest level 2 wake of the vLLM blog, "Zero-Reload Model Switching with vLLM Sleep Mode"
-# (2025-10-26: 0.8 to 2.6 s); what is longer there is the weights' reading, counted as weight sync here.
+# Seconds of `sleep(level=2)` and `wake_up` per rollout: the shortest wake from level 2 (0.8 to 2.6 s) in the vLLM blog,
+# "Zero-Reload Model Switching with vLLM Sleep Mode" (2025-10-26). Longer ones read weights, counted as weight sync
+# here.
 SLEEP_SECONDS = 0.8
-MERGE_PASSES = 6  # LoRA: read and write each weight and its delta to merge (peft 0.21.2, tuners/lora/layer.py `merge`, `unmerge`), twice
-GKD_ON_POLICY = 0.5  # trl 1.16, experimental/gkd/gkd_config.py, lmbda
+# Passes over the weights to merge LoRA and to take it out again: each reads weight and delta and writes the weight.
+# Source: peft 0.21.2, tuners/lora/layer.py, `merge` and `unmerge`.
+MERGE_PASSES = 6
+GKD_ON_POLICY = 0.5  # share of batches that GKD generates: trl 1.16, experimental/gkd/gkd_config.py, `lmbda`
 
 
 def rollouts(candidate: TrainingInput) -> tuple[float, float]:
-    """Rows that one trainer process generates at a time, and how often in an optimizer step.
+    """(Rows that one process generates at once, rollouts per optimizer step).
 
-    GRPO and RLOO fill a buffer of steps_per_generation micro-batches and train on it num_iterations times; distillation fills one of an
-    optimizer step's; online DPO and GKD generate for every micro-batch, GKD for half of them; PPO trains PPO_EPOCHS on a rollout.
-    Source: trl 1.16, trainer/grpo_trainer.py:1538, trainer/distillation_trainer.py:1775, experimental/gkd/gkd_trainer.py:416.
+        GRPO, RLOO     rows x steps_per_generation; accumulation / (steps_per_generation x num_iterations)
+        distillation   rows x accumulation; 1
+        PPO            rows x accumulation; 1 / 4: it trains 4 epochs on a rollout
+        GKD            rows; accumulation / 2: it generates for half of the micro-batches
+        online DPO     rows; accumulation
+
+    Source: trl 1.16, trainer/grpo_trainer.py:1538, trainer/distillation_trainer.py:1775,
+    experimental/gkd/gkd_trainer.py:416; trl 1.12, experimental/ppo/ppo_config.py (`num_ppo_epochs`).
+
+    Example: GRPO, 8 rows, accumulation 4, steps_per_generation 8, num_iterations 2: 64 rows, 4 / 16 = 0.25 rollouts.
     """
     rows = candidate.rows
     accumulation = candidate.gradient_accumulation_steps
@@ -42,7 +55,11 @@ def rollouts(candidate: TrainingInput) -> tuple[float, float]:
 
 
 def generation_seconds(candidate: Candidate, cluster: Cluster, work: Work, concurrency: float) -> float:
-    """One rollout, as the trainer waits for it."""
+    """Seconds that the trainer waits for one rollout.
+
+    A colocated engine on t GPUs samples the rows of t processes; a server splits the rows of all processes between its
+    data-parallel replicas. `concurrency`: sequences that the engine's KV cache holds.
+    """
     rows, _ = rollouts(candidate)
     if candidate.vllm == "off":
         return _generate_seconds(candidate, cluster, work, rows)
@@ -54,7 +71,7 @@ def generation_seconds(candidate: Candidate, cluster: Cluster, work: Work, concu
 
 
 def _prefill_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, rate: float) -> float:
-    """Prompts of `rows` through the model, as on one card: products and causal attention."""
+    """Seconds of the prompts' forward pass on one GPU: matrix products, causal attention, memory traffic."""
     tokens = rows * candidate.prompt_length
     pairs = sum(flops for _, flops, _ in work.attention) * tokens * candidate.prompt_length / 2
     compute = (work.linear_flops + work.float32_flops + work.adapter_flops) * tokens / rate + pairs / attention_rate(
@@ -64,24 +81,28 @@ def _prefill_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, ra
 
 
 def _touched(work: Work, rows: float) -> float:
-    """Share of the weights that a decode step of `rows` tokens reads: an expert nobody is sent to stays unread."""
+    """Share of the weights that a decode step of `rows` tokens reads: experts without a token stay unread."""
     unread: float = (1 - work.expert_chance) ** rows
     return 1 - work.expert_share * unread
 
 
 def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: float) -> float:
-    """HF generate(): every token waits for the longer of the CPU (launches) and the card (weights, cache, logits).
+    """Seconds of a rollout by Hugging Face `generate` on one GPU, all rows to the longest completion.
 
-        token = either(launches, (weights + cache) / bandwidth + products / rate); all rows to the longest completion
+        token   = smooth_max(launches, (weights + cache) / bandwidth + products / rate)
+        rollout = prefill + completion tokens x token + gathers
 
-    ZeRO-3 with ds3_gather_for_generation=False gathers every parameter for every token: that is its price. With it, once.
+    ZeRO-3 gathers all parameters once per rollout; with ds3_gather_for_generation=False, like FSDP2, once per token.
 
-    Example: Qwen2.5-7B, A100, 8 rows of 512 + 512 tokens: 24.6 ms of launches a token against 17.9 ms of the card, 26.2 ms together.
+    Example: Qwen2.5-7B, A100, 8 rows of 512 + 512 tokens: launches take 24.6 ms per token, the GPU 17.9 ms, both 26.2
+    ms.
     """
     gpu, length = cluster.gpu, candidate.max_completion_length
     bandwidth, rate = memory_rate(gpu), matmul_rate(gpu, candidate)
     context = candidate.prompt_length + length / 2
-    cache_width = 2 if candidate.dtype == "float32" else 1  # float32 under autocast: internals.md 0.10
+    # A float32 model has a float32 cache under autocast too, since rotary embeddings promote the keys
+    # (transformers 5.23, cache_utils.py, `DynamicLayer.lazy_initialization`; planner/memory/kv_cache.py).
+    cache_width = 2 if candidate.dtype == "float32" else 1
     cache = rows * context * work.expanded_kv_bytes * HF_CACHE_PASSES * cache_width
     weights = (work.stored_bytes - DTYPE_BYTES[candidate.dtype] * work.lookup_params) * _touched(
         work, rows
@@ -89,7 +110,7 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
     step = (weights + cache) / bandwidth + rows * (
         work.linear_flops + work.float32_flops + work.adapter_flops + work.head_flops
     ) / rate
-    token = either(work.launch_seconds, step)
+    token = smooth_max(work.launch_seconds, step)
     gather = 0.0
     if candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1:
         whole = (
@@ -110,11 +131,13 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
 
 
 def _engine_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, concurrency: float) -> float:
-    """vLLM on `tensor_parallel` cards: as many rows at once as the KV cache holds, the next as soon as one ends.
+    """Seconds of a rollout by vLLM on one tensor-parallel group, with as many rows at once as its KV cache holds.
 
-        steps = completion x max(1, rows / concurrency); step = layers x 0.09 ms + (weights + batch x context x cache) / bandwidth + products
+        step    = layers x 0.09 ms + (weights + batch x context x cache) / bandwidth + products / rate
+        rollout = prefill + completion tokens x max(1, rows / concurrency) x step
 
-    Example: Qwen2.5-7B, A100, 64 rows of 512 + 512 tokens, all at once: 2.5 + 9.2 + 1.8 + 3.7 ms a step, 8.9 s, and 2.1 s of prefill.
+    Example: Qwen2.5-7B, A100, 64 rows of 512 + 512 tokens, all at once: a step takes 2.5 + 9.2 + 1.8 + 3.7 ms, all
+    steps 8.9 s, the prefill 2.1 s.
 
     Leaves out the all-reduces of tensor parallelism, prefix caching, and that completions end early.
     """
@@ -122,7 +145,8 @@ def _engine_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, con
     bandwidth, rate = memory_rate(gpu) * cards, sixteen_bit_rate(gpu)
     batch = min(rows, max(concurrency, 1.0))
     context = candidate.prompt_length + candidate.max_completion_length / 2
-    # The policy in 16 bits, or as its quantized checkpoint: vLLM narrows float32 weights (internals.md 1.6).
+    # vLLM loads float32 weights in 16 bits (vllm/config/model.py, `_get_and_verify_dtype`), a quantized checkpoint as
+    # it is.
     weights = (min(work.stored_bytes, 2.0 * work.params) - 2 * work.lookup_params) * _touched(work, batch)
     step = work.layers * ENGINE_LAYER_SECONDS + (weights + batch * context * work.kv_bytes) / bandwidth
     step += batch * (work.linear_flops + work.float32_flops + work.head_flops) / rate / cards
@@ -133,10 +157,15 @@ def _engine_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, con
 
 
 def weight_sync_seconds(candidate: TrainingInput, cluster: Cluster, work: Work) -> float:
-    """Moving the trained weights into the engine once.
+    """Seconds to move the trained weights into the vLLM engine once; 0 without vLLM.
 
-        colocated: read and written on the card; server: 16-bit weights over the link; ZeRO-3 and FSDP2 gather them first;
-        LoRA is merged before and taken out after; sleep mode: what falling asleep and waking take besides
+        colocate        2 x weights / bandwidth: read and written on the GPU
+        server          weights / link
+        ZeRO-3, FSDP2   + (n - 1) / n x stored bytes / link, to gather them
+        LoRA            + 6 x weights / bandwidth, to merge the adapters and to take them out again
+        sleep mode      + 0.8 s, colocated engines only
+
+    Source: trl 1.16, generation/vllm_generation.py, `sync_weights`. Weights are counted in 16 bits.
 
     Example: Qwen2.5-7B on an A100: 31e9 / 1.53e12 = 20 ms colocated; over PCIe to a server 0.77 s.
     """

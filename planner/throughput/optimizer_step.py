@@ -1,4 +1,4 @@
-"""The optimizer's step: reading gradients and states, writing parameters."""
+"""Seconds of the optimizer's step: it reads gradients and states and writes parameters."""
 
 from planner.cache_keys import TrainingInput
 from planner.candidate import DEEPSPEED, DTYPE_BYTES
@@ -8,21 +8,26 @@ from planner.memory.optimizer import OPTIMIZERS
 from planner.throughput.rates import memory_rate
 from planner.throughput.work import Work
 
-CLIPPED_GRADIENT_PASSES = (
-    4  # norm reads, clipping reads and writes, the optimizer reads (torch 2.13, nn/utils/clip_grad.py)
-)
-ACCUMULATED_GRADIENT_PASSES = 3  # torch 2.13, csrc/autograd/functions/accumulate_grad.h: two read, one written
+# Passes over the gradients per step: the norm reads them, clipping reads and writes them, the optimizer reads them.
+# Source: torch 2.13, nn/utils/clip_grad.py, `clip_grad_norm_`.
+CLIPPED_GRADIENT_PASSES = 4
+# Passes per addition into `.grad`: two reads, one write. Source: torch 2.13, csrc/autograd/functions/accumulate_grad.h.
+ACCUMULATED_GRADIENT_PASSES = 3
 FLOAT32 = 4.0
 
 
 def optimizer_seconds(candidate: TrainingInput, gpu: Gpu, work: Work) -> float:
-    """One optimizer step and the additions into `.grad` of all micro-steps but the first, on one card.
+    """Seconds of one optimizer step on one GPU, and of adding the gradients of all micro-steps but the first.
 
-        (4 gradients + 2 parameters + 2 states) bytes / bandwidth; sharded: of params / n; ZeRO: float32 master weights besides
+        step        = params x (4 gradients + 2 parameters + 2 states) bytes / bandwidth
+        accumulated = params x 3 gradients x (accumulation - 1) bytes / bandwidth
+
+    ZeRO and FSDP2: params / n in float32; ZeRO reads and writes its float32 master weights too. An offloaded optimizer
+    keeps states and master weights on the host. Bandwidth: `memory_rate`.
 
     Example: Qwen2.5-7B, full, bf16, adamw_torch_fused: (4 x 2 + 2 x 2 + 2 x 4) x 7.6e9 / 1.53e12 = 0.10 s.
 
-    Leaves out galore's and apollo's projections, and states that paged optimizers have to fetch from the host.
+    Leaves out the projections of GaLore and APOLLO, and states that paged optimizers fetch from the host.
     """
     row = OPTIMIZERS[candidate.optim]
     width = float(adapter_dtype_bytes(candidate) if work.adapter_only else DTYPE_BYTES[candidate.dtype])

@@ -1,17 +1,20 @@
-"""Throughput: how long an optimizer step takes and what it spends its time on.
+"""Throughput: the seconds of an optimizer step, by cause.
 
-The model is a roofline with the launches of an eager framework on top. Every micro-step multiplies tokens with weights
-(2 FLOP a weight forward; backward 4 for full fine-tuning, 2 under LoRA, whose frozen weights have no gradient; 2 again for
-recomputation), reads those weights once a pass, moves activations through memory in element-wise kernels, and computes
-attention over pairs of tokens. Products run at a stated fraction of the data sheet's rate, traffic at a stated fraction of
-its bandwidth (`rates.py`); so small models and small micro-batches fall below the peak because of their bytes, not by a table of
-utilizations. The CPU launches kernels meanwhile; the longer of both counts (`smooth.py`). To that come communication that no
-computation hides, the optimizer's traffic, offloading, and for methods that generate: prefill, decode and weight sync. The trainer
-and a vLLM server take turns, as TRL's do.
+The model is a roofline plus the time in which an eager framework launches its kernels:
 
-Figures rank candidates. They are estimates of padded tokens at full length: rows are taken to have all of `max_length`, completions to
-run to `max_completion_length`. Left out: data loading, logging, evaluation, saving, reward functions, stragglers, and thermal limits.
-Predicted against published speeds: `results/throughput.md`.
+- Matrix products: 2 FLOP per weight and token forward; backward 4 for full fine-tuning and 2 under LoRA, whose frozen
+  weights have no gradient; 2 more for recomputation. They run at a fraction of the data sheet's rate (`rates.py`).
+- Memory traffic: each pass reads the weights once, and element-wise kernels read and write activations. It runs at a
+  fraction of the data sheet's bandwidth. Small models and small micro-batches stay below the peak because of it; there
+  is no table of utilizations.
+- Attention over pairs of tokens.
+- Launches: the CPU launches kernels at the same time; the longer of both counts (`smooth.py`).
+- Communication and offloading as far as computation does not hide them, and the optimizer's memory traffic.
+- For methods that generate: prefill, decode and weight sync. The trainer and a vLLM server take turns, as in TRL.
+
+The seconds rank candidates. They count padded tokens at full length: all rows have `row_tokens` tokens, all completions
+have `max_completion_length`. They leave out data loading, logging, evaluation, saving, reward functions, stragglers and
+thermal limits. Predicted against published speeds: `results/throughput.md`.
 """
 
 from planner.cache_keys import TrainingInput
@@ -26,12 +29,13 @@ from planner.throughput.work import policy_work
 
 
 def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Throughput:
-    """Speed of `candidate` on its cards of `cluster`; `concurrency`: sequences that the vLLM engine decodes at once.
+    """Speed of a candidate on its GPUs. `concurrency`: sequences that the vLLM engine decodes at once, 0 without vLLM.
 
-        step = accumulation x either(computation, launches) + communication + optimizer + offload + rollouts x (generation + weight sync)
+        step = accumulation x smooth_max(computation, launches) + communication + optimizer + offload
+             + rollouts x (generation + weight sync)
         tokens per second = rows x row tokens x accumulation x processes / step
 
-    `launch` in `seconds` is what the CPU's launches add to the card's computation.
+    `launch` in `seconds` is the time that the CPU's launches add to the GPU's computation.
     """
     return with_generation(training_seconds(candidate, cluster), candidate, cluster, concurrency)
 
@@ -39,7 +43,7 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
 def with_generation(
     training: dict[str, float], candidate: Candidate, cluster: Cluster, concurrency: float
 ) -> Throughput:
-    """Speed of `candidate`, whose `training_seconds` are given: the seconds of its rollouts are added."""
+    """Speed of a candidate from its `training_seconds`, which lack the seconds of its rollouts."""
     seconds = training.copy()
     if candidate.method_row.generates:
         rollout = generation_seconds(candidate, cluster, policy_work(candidate), concurrency)
@@ -52,7 +56,7 @@ def with_generation(
 
 
 def training_seconds(candidate: TrainingInput, cluster: Cluster) -> dict[str, float]:
-    """Seconds of an optimizer step by cause, without the rollouts: `generation` is 0."""
+    """Seconds of an optimizer step by cause. `generation` is 0: it depends on the engine (`with_generation`)."""
     gpu = cluster.gpu
     accumulation = candidate.gradient_accumulation_steps
     work, batch = policy_work(candidate), micro_batch(candidate, gpu)

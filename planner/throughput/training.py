@@ -1,4 +1,4 @@
-"""The training pass: what one micro-step costs on one card."""
+"""Seconds of one micro-step on one GPU: forward, loss, recomputation and backward."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,38 +9,48 @@ from planner.memory.loss import loss_of
 from planner.methods import Loss
 from planner.models.shape import ModelShape
 from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, memory_rate
-from planner.throughput.smooth import either
+from planner.throughput.smooth import smooth_max
 from planner.throughput.work import BACKWARD_LAUNCHES, Work, frozen_work
 
-BACKWARD_ELEMENTWISE = (
-    2.0  # of the forward's traffic: each kernel reads a gradient and what was saved, and writes a gradient
-)
+# Memory traffic of element-wise kernels in the backward pass, as a multiple of the forward pass: each kernel reads a
+# gradient and a saved tensor, and writes a gradient.
+BACKWARD_ELEMENTWISE = 2.0
 
-# Backward of attention over its forward: five products against two (arXiv 2307.08691, section 2.3.2); eager saves its scores: four against two.
+# Seconds of attention's backward pass as a multiple of its forward pass: five matrix products against two (arXiv
+# 2307.08691, section 2.3.2); eager attention saves its scores and has four against two.
 FLASH_BACKWARD = 2.5
 EAGER_BACKWARD = 2.0
-# Bytes that eager attention moves per score in a forward pass in 16 bits; its backward moves as many again and saved ones: twice that.
-# Source: transformers 5.23, models/llama/modeling_llama.py `eager_attention_forward`: product 2, scale 4, mask 6, softmax in float32 2 + 4,
-# cast 4 + 2, product 2.
+# Bytes that eager attention moves per score in a forward pass in 16 bits; the backward pass moves twice as many.
+# Source: transformers 5.23, models/llama/modeling_llama.py, `eager_attention_forward`: product 2, scale 4, mask 6,
+# softmax in float32 2 + 4, cast 4 + 2, product 2.
 ATTENTION_SCORE_BYTES = 26
-# A bool mask becomes a 16-bit one in every layer, and the kernel reads it for every head: 1 read, 2 written, 2 read (internals.md 0.6).
+# Bytes that sdpa moves per element of a mask in each layer: it reads the bool mask (1), writes it in 16 bits (2), and
+# the kernel reads that (2). Source: pytorch 2.13, aten/src/ATen/native/transformers/attention.cpp,
+# `convert_boolean_attn_mask`.
 MASK_BYTES = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadCost:
-    """Products of the output head with each scored token, in units of 2 x vocabulary x hidden; bytes moved per logit, both ways together."""
+    """Cost of the output head per scored token.
+
+    `forward`, `backward`, `backward_trainable`: matrix products, in units of 2 x vocabulary x hidden FLOP.
+    `logit_bytes`: bytes moved per logit, forward and backward together.
+    """
 
     forward: float
     backward: float
     backward_trainable: float  # when the head itself learns
     logit_bytes: float
-    all_tokens: bool  # prompts and padding as well
+    all_tokens: bool  # scores prompts and padding too
 
 
-# Source: trl 1.16, kernels/chunked_logprob.py (forward writes and reads a tile; backward builds it again: 4 + 8 bytes a logit),
-# kernels/chunked_divergence.py (two float32 tiles, twice); logits: 16-bit logits, their float32 copy by accelerate, log-softmax and the
-# gradients of each (internals.md 1.4); log_softmax 16 and jsd 60 bytes beyond the logits (internals.md 1.4, measured peaks).
+# Source: "fused": trl 1.16, kernels/chunked_logprob.py (the forward pass writes and reads a tile of logits, the
+# backward pass builds it again: 4 + 8 bytes per logit). "divergence": kernels/chunked_divergence.py (two float32 tiles,
+# twice). "logits": 16-bit logits, the float32 copy that accelerate makes (accelerate 1.15, utils/operations.py,
+# `convert_outputs_to_fp32`), log_softmax and the gradient of each (trl 1.16, experimental/cpo/cpo_trainer.py:824-861).
+# "log_softmax" and "jsd": 16 and 60 bytes beyond the logits, the peaks that torch's profiler shows on the CPU for
+# log_softmax with gather and for `generalized_jsd_loss` (trl 1.16, experimental/gkd/gkd_trainer.py:271-297).
 HEAD_COSTS: dict[Loss, HeadCost] = {
     "fused": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=12, all_tokens=False),
     "chunked_nll": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
@@ -58,7 +68,10 @@ FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One micro-batch on one card: `rows` of `length` tokens, of which `scored` in all bear a loss; one long row where `flattened`."""
+    """One micro-batch on one GPU: `rows` of `length` tokens. `scored`: tokens of all rows with a label.
+
+    `flattened`: attention sees one long row, without FlashAttention's kernel for rows of different lengths.
+    """
 
     rows: int
     length: int
@@ -73,7 +86,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """Seconds of some forwards: the card's products and traffic, its attention, and the CPU's launches beside them."""
+    """Seconds of forward passes: matrix products and memory traffic, attention, and the CPU's launches."""
 
     compute: float
     attention: float
@@ -82,8 +95,11 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroStep:
-    """Seconds of one micro-step. `elapsed` is the longer of the card's computation and the CPU's launches; `backward` the part of
-    it that follows the forward, loss and recomputation included: gradients' communication can hide behind it."""
+    """Seconds of one micro-step.
+
+    `elapsed`: the longer of the GPU's computation and the CPU's launches. `backward`: the part of `elapsed` after the
+    forward pass, with loss and recomputation; DDP communicates gradients during it.
+    """
 
     compute: float
     recompute: float
@@ -105,10 +121,11 @@ def micro_batch(candidate: TrainingInput, gpu: Gpu) -> Batch:
 
 
 def attention_kernel(candidate: TrainingInput, flash: bool) -> str:
-    """What attention costs as: sdpa takes FlashAttention where the card has it, numbers have 16 bits and there is no mask.
+    """Name of the attention kernel in `ATTENTION_FRACTION`.
 
-    Without a mask keys are not copied to every head, so that elsewhere nothing but plain products knows them where they are fewer than the queries'.
-    Source: `planner.memory.stack_recipe.kernel`, which says where it is from.
+    sdpa runs FlashAttention if the GPU has it (`flash`), the dtype has 16 bits and there is no mask; with a mask the
+    memory-efficient kernel. Without a mask and without FlashAttention, models with fewer key heads than query heads run
+    plain matrix products, since only those support them. Source: see `planner.memory.stack_recipe.kernel`.
     """
     if candidate.attn_implementation != "sdpa":
         return candidate.attn_implementation
@@ -121,18 +138,18 @@ def attention_kernel(candidate: TrainingInput, flash: bool) -> str:
 
 @lru_cache(maxsize=1024)
 def shares_keys(model: ModelShape) -> bool:
-    """Whether some layer has fewer keys than queries."""
+    """Return whether any layer has fewer key heads than query heads."""
     return any(
         layer.attention.num_key_value_heads < layer.attention.num_attention_heads for layer, _ in model.layer_kinds
     )
 
 
 def forward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
-    """One card's forward through the decoder layers, attention and head left out.
+    """Seconds of one forward pass through the decoder layers on one GPU, without attention and head.
 
-        products x tokens / rate + weights / bandwidth + element-wise traffic x tokens / bandwidth (+ casts, + unpacking of 4-bit weights)
+        products x tokens / rate + (weights + casts + unpacking) / bandwidth + element-wise traffic x tokens / bandwidth
 
-    The second term is why small micro-batches are slow: at 153 tokens on an A100 (312e12 / 2.04e12) it is as large as the first.
+    The second term makes small micro-batches slow: with 153 tokens on an A100 (312e12 / 2.04e12) it equals the first.
 
     Example: Qwen2.5-7B, 1024 tokens, A100-80G: 54.9 ms + 8.5 ms + 10.9 ms.
     """
@@ -148,12 +165,12 @@ def forward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
 
 
 def backward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
-    """One card's backward through the decoder layers.
+    """Seconds of one backward pass through the decoder layers on one GPU, without attention and head.
 
-        full: gradients of inputs and of weights, 2 x the forward's products; weights are read and their gradients written
-        LoRA: gradients of inputs, 1 x, since frozen weights have none; the adapters have both
+        full    gradients of inputs and weights: 2 x the forward's products; reads the weights, writes their gradients
+        LoRA    gradients of inputs: 1 x the forward's products; for the adapters both gradients
 
-    Unpacking happens again. Source: bitsandbytes 0.50.2, autograd/_functions.py:384.
+    Quantized weights are unpacked again. Source: bitsandbytes 0.50.2, autograd/_functions.py:384.
     """
     bandwidth = memory_rate(gpu)
     sides = 1 if work.adapter_only else 2
@@ -167,11 +184,14 @@ def backward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
 
 
 def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
-    """One card's attention in a forward pass: 4 x pairs x width for the two products, over all layers.
+    """Seconds of attention in one forward pass on one GPU, all layers: 4 x pairs x width FLOP for its two products.
 
-        pairs of a row of S tokens: S^2 / 2 (causal), with a window w < S: w S - w^2 / 2; S^2 where a mask is computed with (eager, masked sdpa)
+        pairs in a row of S tokens = S^2 / 2 (causal) | w S - w^2 / 2 (window w < S) | S^2 (kernels that get a mask)
 
-    Example: Qwen2.5-7B, 8192 tokens in a row, flash-attention 2 on an A100: 28 x 4 x 3584 x 8192^2 / 2 = 13.5e12 FLOP, 86 ms.
+    Eager attention and masked sdpa also move scores and masks through memory.
+
+    Example: Qwen2.5-7B, 8192 tokens in a row, flash-attention 2 on an A100: 28 x 4 x 3584 x 8192^2 / 2 = 13.5e12 FLOP,
+    86 ms.
     """
     rows, length = (1, batch.tokens) if batch.flattened else (batch.rows, batch.length)
     masked = batch.kernel in ("eager", "sdpa-masked")
@@ -192,7 +212,7 @@ def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
 def head_seconds(
     work: Work, gpu: Gpu, rate: float, cost: HeadCost, scored: int, products: float, share: float = 1.0
 ) -> float:
-    """The output head on one card: `products` times the scored tokens, and `share` of the logits' traffic."""
+    """Seconds of the output head on one GPU: `products` x `scored` tokens, and `share` of the logits' traffic."""
     traffic = (
         products * work.head_bytes + share * cost.logit_bytes * scored * work.vocab_size if work.head_flops else 0.0
     )
@@ -200,7 +220,7 @@ def head_seconds(
 
 
 def scoring(work: Work, gpu: Gpu, rate: float, batch: Batch, count: float) -> Pass:
-    """`count` gradient-free forwards with log-probabilities by the fused head."""
+    """Seconds of `count` forward passes without gradients, with log-probabilities by the fused head."""
     head = head_seconds(work, gpu, rate, HEAD_COSTS["fused"], batch.scored, 1, share=1 / 3)
     compute = forward_seconds(work, gpu, rate, batch) + head
     return Pass(
@@ -211,10 +231,12 @@ def scoring(work: Work, gpu: Gpu, rate: float, batch: Batch, count: float) -> Pa
 
 
 def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> MicroStep:
-    """Forward, loss, recomputation and backward of the policy, and the gradient-free forwards that go with them, on one card.
+    """Seconds of one micro-step on one GPU: the policy's passes and the forward passes without gradients beside them.
 
-    A value model (PPO) is trained like a second policy without head. Checkpointing runs every `checkpoint_every_n_layers`-th
-    layer's forward a second time.
+        elapsed = smooth_max(products + recomputation + attention + head, launches)
+
+    Checkpointing runs the forward pass of every n-th layer again (`checkpoint_every_n_layers`). PPO trains its value
+    model like a second policy without a head.
     """
     rate, method = matmul_rate(gpu, candidate), candidate.method_row
     cost = HEAD_COSTS[loss_of(candidate)]
@@ -230,9 +252,9 @@ def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> 
     compute = forward + trained * backward_seconds(work, gpu, rate, batch) + head
     launch, attention_all = trained * work.launch_seconds, attention * (1 + again) + attention_back
     frozen = _gradient_free(candidate, work, gpu, rate, batch)
-    before = either(forward + attention + frozen.compute + frozen.attention, launch + frozen.launch)
+    before = smooth_max(forward + attention + frozen.compute + frozen.attention, launch + frozen.launch)
     busy = compute + again * forward + attention_all + frozen.compute + frozen.attention
-    elapsed = either(busy, launch * (1 + again + BACKWARD_LAUNCHES) + frozen.launch)
+    elapsed = smooth_max(busy, launch * (1 + again + BACKWARD_LAUNCHES) + frozen.launch)
     return MicroStep(
         compute=compute + frozen.compute,
         recompute=again * forward,
@@ -243,7 +265,10 @@ def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> 
 
 
 def _gradient_free(candidate: TrainingInput, work: Work, gpu: Gpu, rate: float, batch: Batch) -> Pass:
-    """The policy's extra forwards, a teacher's (every micro-step) and a reward model's (every row once: see `reuses`)."""
+    """Seconds per micro-step of passes without gradients: the policy's extra ones, the teacher's, the reward model's.
+
+    A reward model scores each row once, however often the row is trained on (`reuses`).
+    """
     passes = []
     if count := extra_forwards(candidate):
         passes.append(scoring(work, gpu, rate, batch, count))
@@ -267,19 +292,24 @@ PPO_EPOCHS = 4  # trl 1.12, experimental/ppo/ppo_config.py, num_ppo_epochs
 
 
 def reuses(candidate: TrainingInput) -> int:
-    """How many times a generated row is trained on: what is computed once a rollout is divided by it."""
+    """How many times a generated row is trained on. Seconds spent once per rollout are divided by it."""
     if candidate.method == "ppo":
         return PPO_EPOCHS
     return candidate.num_iterations if candidate.method_row.grouped_completions else 1
 
 
 def extra_forwards(candidate: TrainingInput) -> float:
-    """Gradient-free forwards of the policy's size for each micro-step.
+    """Forward passes without gradients, of the policy's size, per micro-step.
 
-    The reference (without beta, or with log-probabilities computed beforehand, there is none), KTO's KL batch, and the
-    log-probabilities of the sampling policy: RLOO and PPO always; GRPO with vLLM (importance sampling correction) or where
-    generation does not end with an optimizer step. PPO's value model scores the rollout as well.
-    Source: trl 1.16, trainer/grpo_trainer.py:2642-2647, trainer/rloo_trainer.py:1600, trainer/kto_trainer.py:1306; trl 1.12 for PPO.
+        reference           1; 0 without beta (GRPO, RLOO) or with precompute_ref_log_probs
+        KTO's KL batch      1, and 1 more for the reference
+        sampling policy     1 for RLOO; 2 for PPO, with its value model; 1 for GRPO with vLLM (importance sampling
+                            correction) or if generations do not end with an optimizer step; else 0
+
+    Methods that generate divide the sum by `reuses`.
+
+    Source: trl 1.16, trainer/grpo_trainer.py:2642-2647, trainer/rloo_trainer.py:1600, trainer/kto_trainer.py:1306; trl
+    1.12 for PPO.
     """
     method = candidate.method_row
     reference = (

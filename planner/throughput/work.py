@@ -1,7 +1,8 @@
-"""What one pass over a model costs, as coefficients of its tokens: products, bytes, kernels. Computed once a model and tuning."""
+"""Work of one forward pass over a model per token: FLOP, bytes moved, kernels launched. Cached by model and tuning."""
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from planner.cache_keys import StateInput
 from planner.candidate import DTYPE_BYTES, Dtype, Quantization
@@ -11,143 +12,161 @@ from planner.memory.parameters.tensors import TensorSet
 from planner.models.shape import Attention, Experts, Layer, Mlp, ModelShape
 from planner.throughput.rates import MEMORY_FRACTION
 
-# Bytes that element-wise kernels read and write per element and token in a forward pass in 16 bits; their backward moves twice that.
-# Counted from the code: transformers 5.23, models/llama/modeling_llama.py: RMSNorm :61-66 (cast 2+4, square 4+4, mean 4, multiply 4+4,
-# cast 4+2, weight 2+2 = 36), rotary :139-145 (two products 8, rotate_half 8, add 6 = 22), silu and product :160 (4 + 6), residual add 6.
-# Liger (arXiv 2410.10989, section 3.2) fuses each of them: read and write once.
+# Bytes that element-wise kernels read and write per element and token in a forward pass in 16 bits, without and with
+# Liger; their backward pass moves twice as many. Source: transformers 5.23, models/llama/modeling_llama.py: RMSNorm
+# :61-66 (cast 2+4, square 4+4, mean 4, multiply 4+4, cast 4+2, weight 2+2 = 36), rotary :139-145 (two products 8,
+# rotate_half 8, add 6 = 22), silu and product :160 (4 + 6), residual add 6. Liger (arXiv 2410.10989, section 3.2) fuses
+# each into one kernel.
 ELEMENTWISE_BYTES: dict[bool, dict[str, int]] = {
     False: {"norm": 36, "rotary": 22, "gated": 10, "plain": 4, "residual": 6},
     True: {"norm": 4, "rotary": 4, "gated": 6, "plain": 4, "residual": 6},
 }
-# Float32 weights under autocast keep the residual stream in float32: 26 bytes a token and hidden element are saved where 16-bit weights
-# save 16 (internals.md section 3, measured), and the traffic is taken to grow alike.
+# Element-wise traffic with float32 weights under autocast, as a multiple of that with 16-bit weights. It is assumed to
+# grow like the saved bytes per token and hidden element of a layer without its attention kernel. 16-bit weights: two
+# norms of 8 (input in float32 4, normalised input 2, output 2). Float32 weights: two norms of 8 (input 4, normalised
+# input 4) and five 16-bit casts of the projections' inputs (query, key, value, gate, up).
+# Source: transformers 5.23, models/llama/modeling_llama.py; real autograd saves as much: tests/test_activations.py.
 FP32_RESIDUAL_FACTOR = 26 / 16
-# Under autocast each forward casts each float32 weight: 4 read, 2 written, and again 2 read by the product (internals.md 0.4).
+# Bytes per float32 weight that autocast moves in each forward pass: it reads 4 and writes 2.
+# Source: torch 2.13, include/ATen/autocast_mode.h, `cached_cast`.
 AUTOCAST_BYTES = 6
-# Under bf16 DeepSpeed casts the model to 16 bits, and FSDP2 gathers its parameters in 16 bits: there is nothing to cast (internals.md section 5).
+# Shardings under which there is no such cast in bf16: DeepSpeed casts the model to 16 bits, FSDP2 gathers in 16 bits.
+# Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model`; accelerate 1.15,
+# utils/dataclasses.py:2137.
 SIXTEEN_BIT_SHARDINGS = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
-# Bytes that LoRA moves per element of a wrapped layer's input and output, forward and backward, by the width of the adapters. Float32 adapters have
-# their input cast there and, by autocast, back (6 + 6); the output is scaled and added (4 + 6). Backward: the casts again, the input's two gradients
-# added (6), the output's scaled (4). Source: peft 0.21.2, tuners/lora/layer.py `Linear.forward`.
+# Bytes that LoRA moves per element of a wrapped layer's input (by bytes of an adapter parameter) and output: (forward,
+# backward). Float32 adapters: the input is cast to float32 and, by autocast, back (6 + 6). The output is scaled and
+# added (4 + 6). Backward: the casts again, the sum of the input's two gradients (6), the scaled gradient of the output
+# (4).
+# Source: peft 0.21.2, tuners/lora/layer.py, `Linear.forward`.
 LORA_INPUT_BYTES = {4: (12, 18), 2: (0, 6)}
 LORA_OUTPUT_BYTES = (10, 4)
 
-# A 4-bit weight is unpacked to 16 bits before each product; the fraction of the bandwidth that its bytes in and out reach.
-# nf4: Lightning-AI/litgpt, tutorials/resource-tables.md: 1000 iterations of LoRA on Llama 2 7B take 2.36 min, with bnb.nf4 3.68 min
-# (A100-40G): 79 ms for two passes over 6.5e9 weights x 2.56 bytes, 0.27 of 1.56e12; 13B gives 0.22.
-# gptq, awq: QwenLM/Qwen, README.md, "Profiling of Memory and Speed": 7B at 256 tokens takes 1.2 s with LoRA, 3.0 s with Q-LoRA (int4), a step
-# of 8 passes forward, again, and back: 0.11 of 2.04e12; 14B gives 0.10. For the others no figure was found: taken as nf4's.
+# Fraction of the data-sheet bandwidth that unpacking quantized weights to 16 bits reaches, bytes read and written. nf4:
+# Lightning-AI/litgpt, tutorials/resource-tables.md: 1000 iterations of LoRA on Llama 2 7B take 2.36 min, with bnb.nf4
+# 3.68 min (A100-40G): 79 ms for two passes over 6.5e9 weights x 2.56 bytes, 0.27 of 1.56e12; 13B gives 0.22. gptq, awq:
+# QwenLM/Qwen, README.md, "Profiling of Memory and Speed": 7B at 256 tokens takes 1.2 s with LoRA, 3.0 s with Q-LoRA
+# (int4), for 8 micro-steps of forward, recomputation and backward: 0.11 of 2.04e12; 14B gives 0.10. int8, fp8, mxfp4:
+# no figure was found; assumed to be that of nf4.
 UNPACK_FRACTION: dict[Quantization, float] = {
-    "none": 1.0, "nf4": 0.25, "nf4-double": 0.25, "int8": 0.25, "gptq": 0.105, "awq": 0.105, "fp8": 0.25, "mxfp4": 0.25,
+    "none": 1.0, "nf4": 0.25, "nf4-double": 0.25, "int8": 0.25, "gptq": 0.105, "awq": 0.105, "fp8": 0.25,
+    "mxfp4": 0.25,
 }  # fmt: skip
-# Bytes of a quantized weight with its scales (internals.md section 3).
+# Bytes of a quantized weight with its scales. Source: planner/memory/weights.py, `quantized_bytes`.
 QUANTIZED_BYTES: dict[Quantization, float] = {
-    "none": 2.0, "nf4": 0.5625, "nf4-double": 0.516, "int8": 1.0, "gptq": 0.52, "awq": 0.52, "fp8": 1.0, "mxfp4": 0.53125,
+    "none": 2.0, "nf4": 0.5625, "nf4-double": 0.516, "int8": 1.0, "gptq": 0.52, "awq": 0.52, "fp8": 1.0,
+    "mxfp4": 0.53125,
 }  # fmt: skip
 
-# Time of the CPU to launch one layer's forward in eager mode: generate() at batch 1 takes 21.1 ms a token for Qwen2.5-0.5B (24 layers),
-# 25.2 for 1.5B (28), 40.4 for 14B (48), 57.0 for 32B (64): 0.84 to 0.90 ms a layer whatever its width (A100-80G, transformers 4.46).
-# Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst.
+# Seconds of the CPU to launch one layer's forward pass in eager mode. `generate` with one row takes 21.1 ms per token
+# for Qwen2.5-0.5B (24 layers), 25.2 for 1.5B (28), 40.4 for 14B (48), 57.0 for 32B (64): 0.84 to 0.90 ms per layer of
+# any width (A100-80G, transformers 4.46). Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst.
 LAYER_LAUNCH_SECONDS = 0.88e-3
-# A LoRA layer adds its casts, products and sum; a backward pass launches more kernels than a forward. A step of 8 micro-steps of 256 tokens takes 1.0 s
-# for 1.8B (24 layers), 1.2 s for 7B (32) and 1.6 s for 14B (40), so 5 ms a layer for forward, recomputation and backward with 5 LoRA layers
-# each, data and optimizer included: (2 + 1.6) x (0.88 + 5 x 0.08) is 4.6. Source: QwenLM/Qwen, README.md, "Profiling of Memory and Speed".
+# Seconds that each LoRA layer adds for its casts, products and sum; launches of a backward pass as a multiple of a
+# forward pass. A step of 8 micro-steps of 256 tokens takes 1.0 s for 1.8B (24 layers), 1.2 s for 7B (32) and 1.6 s for
+# 14B (40): about 5 ms per layer for forward, recomputation and backward with 5 LoRA layers each, data and optimizer
+# included. (2 + 1.6) x (0.88 + 5 x 0.08) is 4.6. Source: QwenLM/Qwen, README.md, "Profiling of Memory and Speed".
 LORA_LAUNCH_SECONDS = 0.08e-3
 BACKWARD_LAUNCHES = 1.6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Work:
-    """One pass of the decoder forward, per token unless said otherwise. Compared by identity."""
+    """Work of one forward pass through the decoder, per token unless "per pass" is said. Compared by identity."""
 
-    linear_flops: float  # of products with weights of the decoder layers, active experts only
-    float32_flops: float  # of those that run in float32 whatever autocast says, not in linear_flops
-    weight_bytes: float  # of those weights in the compute dtype, for the whole pass
-    expert_share: float  # of weight_bytes: experts; 0 in a dense model
-    expert_chance: float  # that one token passes a given expert
+    linear_flops: float  # products with the weights of the decoder layers, active experts only
+    float32_flops: float  # products that run in float32 under autocast too, not in linear_flops
+    weight_bytes: float  # per pass: weights of the decoder layers in the compute dtype
+    expert_share: float  # share of the experts in weight_bytes; 0 in a dense model
+    expert_chance: float  # probability that a token is routed to a given expert
     elementwise_bytes: float
     adapter_flops: float
     adapter_bytes: float
     adapter_backward_bytes: float
-    cast_bytes: float  # whole pass
-    unpack_bytes: float  # whole pass, as many as would take as long at the usual fraction of the bandwidth
+    cast_bytes: float  # per pass
+    unpack_bytes: float  # per pass, scaled so that `memory_rate` gives the seconds of unpacking
     attention: tuple[tuple[int, float, int], ...]  # (window or 0, flops per query-key pair, heads), summed over layers
     kv_bytes: float  # per token of context, as an engine keeps it
     expanded_kv_bytes: float  # the same repeated to every head, as HF attention under a mask sees it
-    launch_seconds: float  # whole pass
+    launch_seconds: float  # per pass
     head_flops: float  # per scored token
-    head_bytes: float  # whole pass
+    head_bytes: float  # per pass
     vocab_size: int
     hidden_size: int
     layers: int
     inner_size: int
     params: int
-    stored_bytes: float  # of the weights as they lie in memory
-    lookup_params: int  # the embedding where it is not the head as well: a pass reads a row a token
+    stored_bytes: float  # weights as stored
+    lookup_params: int  # an embedding that is not the head too: a pass reads one row of it per token
     trainable_params: int
     adapter_only: bool
 
 
+class WorkSettings(NamedTuple):
+    """Settings that the work of a pass depends on: the key of its cache."""
+
+    model: ModelShape
+    dtype: Dtype  # of the weights that the layers compute with
+    autocast: bool
+    use_liger_kernel: bool
+    lora: bool = False
+    lora_r: int = 1
+    lora_target_modules: tuple[str, ...] = ()
+    adapter_width: int = 0  # bytes of an adapter parameter
+    quantization: Quantization = "none"
+    head: Head = "lm_head"
+
+
 def policy_work(candidate: StateInput) -> Work:
-    """The trained model's work."""
-    c, lora = candidate, candidate.tuning == "lora"
-    width = adapter_dtype_bytes(c) if lora else 0
+    """Work of the policy."""
+    lora = candidate.tuning == "lora"
     return work(
-        c.model,
-        lora,
-        c.lora_r,
-        c.lora_target_modules,
-        width,
-        c.quantization,
-        _dtype(c),
-        c.precision != "no",
-        c.use_liger_kernel,
-        c.method == "reward",
+        WorkSettings(
+            model=candidate.model,
+            dtype=_dtype(candidate),
+            autocast=candidate.precision != "no",
+            use_liger_kernel=candidate.use_liger_kernel,
+            lora=lora,
+            lora_r=candidate.lora_r,
+            lora_target_modules=candidate.lora_target_modules,
+            adapter_width=adapter_dtype_bytes(candidate) if lora else 0,
+            quantization=candidate.quantization,
+            head="score" if candidate.method == "reward" else "lm_head",
+        )
     )
 
 
 def frozen_work(model: ModelShape, candidate: StateInput) -> Work:
-    """Another role's work: a teacher or a reward model, loaded in the policy's dtype without quantization."""
+    """Work of a teacher or reward model, which is loaded in the policy's dtype without quantization."""
     return work(
-        model,
-        False,
-        1,
-        (),
-        0,
-        "none",
-        _dtype(candidate),
-        candidate.precision != "no",
-        candidate.use_liger_kernel,
-        False,
+        WorkSettings(
+            model=model,
+            dtype=_dtype(candidate),
+            autocast=candidate.precision != "no",
+            use_liger_kernel=candidate.use_liger_kernel,
+        )
     )
 
 
 def _dtype(candidate: StateInput) -> Dtype:
-    """Of the weights that the layers are computed with."""
+    """Dtype of the weights that the layers compute with."""
     return (
         "bfloat16" if candidate.sharding in SIXTEEN_BIT_SHARDINGS and candidate.precision == "bf16" else candidate.dtype
     )
 
 
 @lru_cache(maxsize=4096)
-def work(
-    model: ModelShape,
-    lora: bool,
-    lora_r: int,
-    targets: tuple[str, ...],
-    adapter_width: int,
-    quantization: Quantization,
-    dtype: Dtype,
-    autocast: bool,
-    liger: bool,
-    score: bool,
-) -> Work:
-    """Sum the coefficients over the layers.
+def work(settings: WorkSettings) -> Work:
+    """Sum the work of all layers.
 
-    Leaves out vision towers (the methods' text batches do not pass them), norms of queries and keys, biases, the router's sort.
+    Leaves out vision towers, which batches of text do not pass, norms of queries and keys, biases, the router's sort.
     """
-    head: Head = "score" if score else "lm_head"
-    counts = parameters(model, "lora" if lora else "full", lora_r, targets, quantization, head)
+    model, dtype, autocast = settings.model, settings.dtype, settings.autocast
+    lora, lora_r, quantization = settings.lora, settings.lora_r, settings.quantization
+    has_head = settings.head == "lm_head"
+    counts = parameters(
+        model, "lora" if lora else "full", lora_r, settings.lora_target_modules, quantization, settings.head
+    )
     kinds = model.layer_kinds
     active, experts = (
         sum(_active_params(layer) * n for layer, n in kinds),
@@ -159,7 +178,7 @@ def work(
     factor = FP32_RESIDUAL_FACTOR if dtype == "float32" else 1.0
     adapter, wrapped = counts.adapter_params, counts.adapter_tensors.count // 2
     adapter_forward, adapter_backward = (
-        _adapter_bytes(counts.adapter_tensors, lora_r, adapter_width) if lora else (0.0, 0.0)
+        _adapter_bytes(counts.adapter_tensors, lora_r, settings.adapter_width) if lora else (0.0, 0.0)
     )
     unpacked = counts.quantized_params * (QUANTIZED_BYTES[quantization] + 2) * MEMORY_FRACTION
     return Work(
@@ -168,7 +187,7 @@ def work(
         weight_bytes=float(width * (linear or model.params)),
         expert_share=experts / linear if linear else 0.0,
         expert_chance=_expert_chance(model),
-        elementwise_bytes=factor * sum(_elementwise_bytes(layer, liger) * n for layer, n in kinds),
+        elementwise_bytes=factor * sum(_elementwise_bytes(layer, settings.use_liger_kernel) * n for layer, n in kinds),
         adapter_flops=2.0 * adapter,
         adapter_bytes=adapter_forward,
         adapter_backward_bytes=adapter_backward,
@@ -178,8 +197,8 @@ def work(
         kv_bytes=2.0 * sum(_kv_elements(layer.attention) * n for layer, n in kinds),
         expanded_kv_bytes=2.0 * sum(_pair_elements(layer.attention) * n for layer, n in kinds),
         launch_seconds=model.num_layers * LAYER_LAUNCH_SECONDS + wrapped * LORA_LAUNCH_SECONDS,
-        head_flops=0.0 if score else 2.0 * model.vocab_size * model.hidden_size,
-        head_bytes=0.0 if score else float(width * model.vocab_size * model.hidden_size),
+        head_flops=2.0 * model.vocab_size * model.hidden_size if has_head else 0.0,
+        head_bytes=float(width * model.vocab_size * model.hidden_size) if has_head else 0.0,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         layers=model.num_layers,
@@ -194,7 +213,7 @@ def work(
 
 
 def _active_params(layer: Layer) -> float:
-    """Weights that one token is multiplied with: of the experts, those it is sent to."""
+    """Weights of a layer that one token is multiplied with: of the experts, only those it is routed to."""
     block = layer.feed_forward
     if not isinstance(block, Experts):
         return layer.linear_params
@@ -204,7 +223,11 @@ def _active_params(layer: Layer) -> float:
 
 
 def _active_expert_params(model: ModelShape) -> float:
-    """Weights of the experts that one token is sent to. grouped_mm ignores autocast: with float32 weights it runs in float32 (internals.md section 2)."""
+    """Weights of the experts that one token is routed to, all layers.
+
+    Float32 experts run in float32 under autocast too: grouped_mm is not autocast-enabled (transformers 5.23,
+    integrations/moe.py:374).
+    """
     blocks = [(layer.feed_forward, n) for layer, n in model.layer_kinds if isinstance(layer.feed_forward, Experts)]
     return sum(n * block.expert_params * block.num_experts_per_tok / block.num_experts for block, n in blocks)
 
@@ -240,7 +263,10 @@ def _elementwise_bytes(layer: Layer, liger: bool) -> float:
 
 
 def _adapter_bytes(adapters: TensorSet, lora_r: int, width: int) -> tuple[float, float]:
-    """Forward and backward. A matrices are [r, in], B matrices [out, r]: the elements of each, over r, are inputs and outputs."""
+    """Bytes that LoRA moves per token, (forward, backward).
+
+    A matrices are [r, in], B matrices [out, r]: their elements divided by r are the numbers of inputs and outputs.
+    """
     inputs = sum(kind.params for kind in adapters.kinds if kind.shape[0] == lora_r) / lora_r
     outputs = adapters.params / lora_r - inputs
     forward, backward = LORA_INPUT_BYTES[width]
@@ -256,7 +282,10 @@ def _kv_elements(attention: Attention) -> int:
 
 
 def _attention(model: ModelShape) -> tuple[tuple[int, float, int], ...]:
-    """Layers with the same window together. A pair costs a product of the head's width with the keys and one with the values."""
+    """(Window or 0, FLOP per query-key pair, heads), summed over the layers with the same window.
+
+    A pair takes one product with the key and one with the value, each of the head's width.
+    """
     found: dict[int, tuple[float, int]] = {}
     for layer, n in model.layer_kinds:
         window = layer.attention.sliding_window or 0
