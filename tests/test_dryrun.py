@@ -92,11 +92,13 @@ def test_experts_and_sliding_windows_peak_where_a_real_run_does(
     assert_alike(candidate(method, model=shape(**OTHERS[name]), tuning=tuning, dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo", "online-dpo"])
 def test_a_reward_model_scores_as_in_a_real_run(method: MethodName) -> None:
     assert_alike(candidate(method, tuning="lora", reward_model=shape()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "rows"), [("sft", 1), ("sft", 2), ("gkd", 1), ("dpo", 1), ("reward", 1), ("grpo", 2)]
 )

@@ -99,6 +99,7 @@ def test_a_package_that_is_not_installed_is_named() -> None:
     assert str(unsupported_by_libraries(KeyError("q"))) == "The installed libraries stop at it: KeyError: 'q'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_a_reference_model_is_there_in_every_run(method: str) -> None:
     weights = {
@@ -120,6 +121,7 @@ def resident_weights(trace: object) -> int:
 BATCHES_BYTES = 2**16  # the batch of the step before or after, as numbers of tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"tuning": "full"}, {"method": "grpo", "num_generations": 2, "prompt_length": 64, "max_completion_length": 64}],

@@ -5,6 +5,7 @@ import itertools
 from typing import ClassVar
 
 import pytest
+from pairwise import pairwise_cases
 from test_dryrun import CONFIG, candidate, shape
 
 from planner.candidate import Candidate, Dtype
@@ -17,7 +18,7 @@ from transformers import PrinterCallback
 
 from probes.dryrun.dry_run import dry_run
 from probes.dryrun.fake_models import models_stay_where_they_are
-from probes.dryrun.fake_trainer import METHOD_STAGES
+from probes.dryrun.fake_trainer import fake_trainer
 from probes.dryrun.quiet_libraries import quiet
 from probes.step.tracker import Tracker, collector_off
 
@@ -34,10 +35,10 @@ SCALARS_BYTES = 128
 def untracked_peak_bytes(case: Candidate) -> int:
     """The peak of a real run above what was there before, from the allocator's own reports: no mode is on."""
     with quiet(), collector_off(), models_stay_where_they_are():
-        stage = METHOD_STAGES[case.method](case, "real")
-        stage.trainer.remove_callback(PrinterCallback)
+        built = fake_trainer(case, "real")
+        built.trainer.remove_callback(PrinterCallback)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            stage.trainer.train()
+            built.trainer.train()
     reports = sorted(
         (event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"),
         key=lambda event: event.start_ns(),
@@ -49,10 +50,10 @@ def untracked_peak_bytes(case: Candidate) -> int:
     return peak
 
 
-CASES = list(itertools.product([True, False], ["full", "lora"], [True, False], ["float32", "bfloat16"]))
-
-
-@pytest.mark.parametrize(("tied", "tuning", "checkpointing", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("tied", "tuning", "checkpointing", "dtype"),
+    pairwise_cases(itertools.product([True, False], ["full", "lora"], [True, False], ["float32", "bfloat16"])),
+)
 def test_peak_is_that_of_a_run_without_the_tracker(tied: bool, tuning: str, checkpointing: bool, dtype: Dtype) -> None:
     model = shape(model_type="llama", tie_word_embeddings=tied)
     case = candidate(model=model, tuning=tuning, gradient_checkpointing=checkpointing, dtype=dtype, padded=False)

@@ -1,4 +1,6 @@
-"""Contract of the worker on `cpu`: a real trainer with real weights, measured, is what the dry run has said, and running out of memory is a measurement."""
+"""Contract of the worker on `cpu`: a real trainer with real weights, measured, is what the dry run has said, and
+running out of memory is a measurement.
+"""
 
 import json
 import os
@@ -12,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from planner.candidate import Candidate
-from planner.measurements.measurement import Measurement, measurement_of
+from planner.measurements.documents import measurement_of
+from planner.measurements.measurement import Measurement
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
@@ -39,7 +42,10 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 METHODS: tuple[MethodName, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation", "online-dpo")
 # Phases that differ, and why: the peak is in none of them.
-ROLLOUT = "prompts of two lengths are as many tokens less; a dry run's shortened rollout holds its first mask and positions besides the last"
+ROLLOUT = (
+    "prompts of two lengths are as many tokens less; "
+    "a dry run's shortened rollout holds its first mask and positions besides the last"
+)
 SHORTENED_BYTES = 1024  # a row: that mask and those positions, of so short a prompt
 NAMED: dict[MethodName, dict[str, str]] = {
     "grpo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
@@ -61,18 +67,26 @@ def one_thread() -> object:
 def candidate(method: MethodName = "sft", model: str = "tiny-qwen2", **changes: object) -> Candidate:
     shape = load_model(str(ROOT / "tests" / "models" / model))
     settings: dict[str, object] = {
-        "model": shape, "per_device_train_batch_size": 4, "max_length": 32, "prompt_length": 8, "max_completion_length": 5, "num_generations": 2,
-        "dtype": "bfloat16", "teacher_model": shape if method == "distillation" else None,
-    }  # fmt: skip
+        "model": shape,
+        "per_device_train_batch_size": 4,
+        "max_length": 32,
+        "prompt_length": 8,
+        "max_completion_length": 5,
+        "num_generations": 2,
+        "dtype": "bfloat16",
+        "teacher_model": shape if method == "distillation" else None,
+    }
     return Candidate(method=method, **(settings | changes))  # type: ignore[arg-type]
 
 
 def measured(case: Candidate, folder: Path, **changes: object) -> Measurement:
     settings: dict[str, object] = {"save": False, "resume": False}
-    return measure(Task(candidate=case, device="cpu", folder=str(folder), **(settings | changes)))  # type: ignore[arg-type]
+    # Type: ignore[arg-type]
+    return measure(Task(candidate=case, device="cpu", folder=str(folder), **(settings | changes)))
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_a_measured_peak_is_the_dry_runs(method: MethodName, tmp_path: Path) -> None:
     case = candidate(method)
     found, dry = measured(case, tmp_path), dry_run(case, "cpu")
@@ -86,6 +100,7 @@ def test_a_measured_peak_is_the_dry_runs(method: MethodName, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("method", ["sft", "grpo"])
+@pytest.mark.slow
 def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_path: Path) -> None:
     case = candidate(
         method,
@@ -115,6 +130,7 @@ def test_made_up_weights_cost_what_saved_ones_cost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "pads"), [("sft", False), ("gkd", False), ("dpo", True), ("reward", True), ("online-dpo", True)]
 )
+@pytest.mark.slow
 def test_one_row_a_batch_is_padded_where_more_are_made_together(method: MethodName, pads: bool, tmp_path: Path) -> None:
     alone = candidate(method, per_device_train_batch_size=1, gradient_checkpointing=False)
     found, without = measured(alone, tmp_path), measured(replace(alone, padded=False), tmp_path)
@@ -126,6 +142,7 @@ def test_one_row_a_batch_is_padded_where_more_are_made_together(method: MethodNa
     assert found.peak_bytes == dry_run(alone, "cpu").peak_bytes
 
 
+@pytest.mark.slow
 def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampled(tmp_path: Path) -> None:
     alone = candidate(
         "grpo",
@@ -141,12 +158,14 @@ def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampl
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double", "int8"])
+@pytest.mark.slow
 def test_a_quantized_base_is_loaded_and_quantized_as_from_the_hub(quantization: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     case = candidate("sft", "tiny-llama", tuning="lora", quantization=quantization)
     assert measured(case, tmp_path).peak_bytes == dry_run(case, "cpu").peak_bytes
 
 
+@pytest.mark.slow
 def test_completions_of_one_prompt_are_padded_by_one_that_ends_early(tmp_path: Path) -> None:
     padded = candidate("grpo", per_device_train_batch_size=2)
     found, without = measured(padded, tmp_path), measured(replace(padded, padded=False), tmp_path)
@@ -180,6 +199,7 @@ def test_models_that_do_not_fit_run_out_of_memory_while_loading(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
+@pytest.mark.slow
 def test_a_probe_saves_evaluates_and_goes_on_from_its_checkpoint(method: MethodName, tmp_path: Path) -> None:
     case = candidate(method, tuning="lora")
     whole, alone = measured(case, tmp_path, save=True, evaluate=True, resume=True), measured(case, tmp_path)
@@ -198,13 +218,18 @@ def test_a_probe_saves_evaluates_and_goes_on_from_its_checkpoint(method: MethodN
     assert (tmp_path / PHASE_FILE).read_text() in ("optimizer_step", "score")
 
 
+@pytest.mark.slow
 def test_a_worker_prints_its_measurement_last_and_leaves_nothing(tmp_path: Path) -> None:
     task = Task(candidate=candidate("reward", "tiny-mixtral"), device="cpu", folder=str(tmp_path))
     write_task(task, tmp_path / "task.json")
     done = subprocess.run(
-        [sys.executable, "-m", "probes.worker.worker", str(tmp_path / "task.json")], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "probes.worker.worker", str(tmp_path / "task.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     found = measurement_of(json.loads(line.removeprefix(ANSWER_PREFIX)))
@@ -224,9 +249,9 @@ def test_a_worker_refuses_what_it_was_not_launched_for(tmp_path: Path) -> None:
 
 def test_figures_of_the_allocators_message_are_those_of_the_moment() -> None:
     message = (
-        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.25 GiB is free. Including non-PyTorch memory, "
-        "this process has 78.00 GiB memory in use. Of the allocated memory 76.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but "
-        "unallocated."
+        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.25 GiB is "
+        "free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the allocated memory "
+        "76.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated."
     )
     found = shortage_of_message(message, 3, "backward", 1, 2, 3)
     gib = 2**30
@@ -269,9 +294,12 @@ def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.Monkey
     card = Counters()
     monkeypatch.setattr("probes.worker.watch.Driver", lambda: card)
     for name, fake in {
-        "synchronize": lambda: None, "memory_stats": lambda: dict(card.statistics), "reset_peak_memory_stats": card.set_back,
-        "mem_get_info": lambda: (9_000, 10_000), "set_per_process_memory_fraction": lambda share: None,
-    }.items():  # fmt: skip
+        "synchronize": lambda: None,
+        "memory_stats": lambda: dict(card.statistics),
+        "reset_peak_memory_stats": card.set_back,
+        "mem_get_info": lambda: (9_000, 10_000),
+        "set_per_process_memory_fraction": lambda share: None,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     watch = CudaWatch(Clock(tmp_path / PHASE_FILE), 8_000)
     card.allocate(100, 150, 200, 200)
@@ -292,9 +320,12 @@ def test_on_a_larger_card_the_allocator_leaves_room_for_what_is_not_its_own(
     card, shares = Counters(), list[float]()
     monkeypatch.setattr("probes.worker.watch.Driver", lambda: card)
     for name, fake in {
-        "synchronize": lambda: None, "memory_stats": lambda: dict(card.statistics), "reset_peak_memory_stats": card.set_back,
-        "mem_get_info": lambda: (9_000, 10_000), "set_per_process_memory_fraction": shares.append,
-    }.items():  # fmt: skip
+        "synchronize": lambda: None,
+        "memory_stats": lambda: dict(card.statistics),
+        "reset_peak_memory_stats": card.set_back,
+        "mem_get_info": lambda: (9_000, 10_000),
+        "set_per_process_memory_fraction": shares.append,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     watch = CudaWatch(Clock(tmp_path / PHASE_FILE), 8_000)
     card.allocate(100, 150, 200, 200)
@@ -308,9 +339,13 @@ def test_on_a_larger_card_the_allocator_leaves_room_for_what_is_not_its_own(
 def test_a_driver_that_does_not_know_the_process_tells_what_its_card_has_given(monkeypatch: pytest.MonkeyPatch) -> None:
     used, processes = [1000], [SimpleNamespace(pid=os.getpid(), usedGpuMemory=700)]
     nvml = SimpleNamespace(
-        nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1, nvmlDeviceGetHandleByIndex=lambda index: "card", nvmlDeviceGetUUID=lambda card: "GPU-1-2",
-        nvmlDeviceGetMemoryInfo=lambda card: SimpleNamespace(used=used[0]), nvmlDeviceGetComputeRunningProcesses=lambda card: processes,
-    )  # fmt: skip
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: "card",
+        nvmlDeviceGetUUID=lambda card: "GPU-1-2",
+        nvmlDeviceGetMemoryInfo=lambda card: SimpleNamespace(used=used[0]),
+        nvmlDeviceGetComputeRunningProcesses=lambda card: processes,
+    )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
@@ -328,7 +363,8 @@ def test_a_driver_that_does_not_know_the_process_tells_what_its_card_has_given(m
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (
             ValueError(
-                "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
+                "No available memory for the cache blocks. "
+                "Try increasing `gpu_memory_utilization` when initializing the engine."
             ),
             True,
         ),
