@@ -292,7 +292,7 @@ UNKNOWN = Observation(
 
 
 @pytest.mark.parametrize("beside", [(), (UNKNOWN,)], ids=["alone", "beside 256 GiB of doubt"])
-def test_worlds_are_as_the_belief_says(beside: tuple[Observation, ...]) -> None:
+def test_samples_have_the_mean_and_the_spread_of_the_belief(beside: tuple[Observation, ...]) -> None:
     belief = belief_from(
         [Observation(kind="equal", coefficients={"activations": 1e10, "runtime": 1.0}, value=5e8, noise=1e7), *beside]
     )

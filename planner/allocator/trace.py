@@ -121,7 +121,7 @@ class Trace:
 
     @cached_property
     def phases(self) -> tuple[PhaseMemory, ...]:
-        """Return each phase's memory by component at the event of the phase that has most allocated.
+        """Return each phase's memory by component, at the event after which the phase has most bytes allocated.
 
         Only events that allocate count. A phase that occurs in several steps counts once, at its heaviest event.
         """

@@ -121,7 +121,7 @@ def _of_model(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the quantization of a model's config as a setting, by bitsandbytes or of the checkpoint; else nothing."""
+    """Return the setting `quantization` of a model's config, by bitsandbytes or of the checkpoint; else nothing."""
     shape = shape_of(dict(config), id="the model") if config.get("quantization_config") else None
     return {"quantization": shape.quantization} if shape is not None else {}
 

@@ -1,4 +1,4 @@
-"""The GPUs before a probe, by the NVIDIA driver: free memory, and the processes that use the rest."""
+"""Read from the NVIDIA driver, before a probe, each GPU's free memory and the processes that use the rest."""
 
 import os
 import time

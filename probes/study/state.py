@@ -78,7 +78,7 @@ class Knowledge:
         return self.belief.fit_probability(self.space.heavy_phases(point))
 
     def _runs_out_as(self, ran: GridPoint, point: GridPoint) -> bool:
-        """Return whether a point needs at least as much as `ran` does, in the phase in which `ran` ran out of memory."""
+        """Return whether `point` needs at least as much as `ran` in the phase in which `ran` ran out of memory."""
         shortage = self.measured[ran].shortage
         if shortage is None or ran.line != point.line:
             return False
