@@ -255,7 +255,7 @@ def test_a_log_is_read_from_stdin(monkeypatch, capsys):
     ("asked", "said"),
     [
         (["nowhere.log"], "nowhere.log cannot be read: No such file or directory"),
-        ([str(Path(__file__).with_name("conftest.py"))], "tells of no lack of memory"),
+        ([str(Path(__file__).with_name("conftest.py"))], "reports no out-of-memory error"),
         ([str(LOGS / "rollout.log"), "--model", "Qwen2.5-7B"], "--gpus and --method are missing"),
     ],
 )

@@ -145,7 +145,7 @@ class TestClusters:
             (
                 "64xH100",
                 None,
-                r"^--gpus '64xH100' puts 64 GPUs in one machine\. Write nodes x GPUs, such as 8x8xH100\.$",
+                r"^--gpus '64xH100' puts 64 GPUs in one node\. Write nodes x GPUs, such as 8x8xH100\.$",
             ),
             ("99999x8xH100", None, r"has more than 4096 nodes"),
             ("A100-40G", "30", r"Did you mean 30GiB\?$"),

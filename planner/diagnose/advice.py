@@ -43,24 +43,25 @@ def _in_phase(incident: Incident) -> str:
 
 
 def _on_gpu(incident: Incident) -> str:
-    card = "the GPU" if incident.gpu is None else f"GPU {incident.gpu}"
+    gpu = "the GPU" if incident.gpu is None else f"GPU {incident.gpu}"
     if "tried" not in incident.sizes:
-        return f"{card} ran out of memory{_in_phase(incident)}"
+        return f"{gpu} ran out of memory{_in_phase(incident)}"
     free, total = (format_size(incident.sizes[name]) if name in incident.sizes else "?" for name in ("free", "total"))
     return (
-        f"{card} ran out of memory{_in_phase(incident)}: asked for {format_size(incident.sizes['tried'])}, {free} of "
+        f"{gpu} ran out of memory{_in_phase(incident)}: asked for {format_size(incident.sizes['tried'])}, {free} of "
         f"{total} were free"
     )
 
 
 def _in_a_library(incident: Incident) -> str:
-    return f"a library of CUDA found no memory{_in_phase(incident)}; its message has no figures"
+    return f"a CUDA library could not allocate memory{_in_phase(incident)}; its message has no sizes"
 
 
 def _in_nccl(incident: Incident) -> str:
-    size = f" for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
+    size = f" ({format_size(incident.sizes['tried'])})" if "tried" in incident.sizes else ""
     return (
-        f"NCCL asked the driver{size} and got nothing{_in_phase(incident)}: PyTorch's allocator had taken what was left"
+        f"NCCL asked the driver for memory{size} and got none{_in_phase(incident)}: PyTorch's allocator had reserved "
+        "the rest of the GPU"
     )
 
 
@@ -68,39 +69,40 @@ def _engine_start(incident: Incident) -> str:
     free, total, wanted = (incident.sizes.get(name, 0) for name in ("free", "total", "wanted"))
     share = incident.numbers.get("utilization", 0.0)
     return (
-        f"vLLM did not start: gpu_memory_utilization {share:g} is {format_gib(wanted)} of a card of "
-        f"{format_gib(total)}, "
-        f"of which {format_gib(free)} were free"
+        f"vLLM did not start: gpu_memory_utilization {share:g} is {format_gib(wanted)} of a GPU of "
+        f"{format_gib(total)}, of which {format_gib(free)} were free"
     )
 
 
 def _engine_cache(incident: Incident) -> str:
-    return "vLLM did not start: its weights and its trial run leave nothing of gpu_memory_utilization for a KV cache"
+    return "vLLM did not start: after its weights and its profile run, gpu_memory_utilization leaves no KV cache"
 
 
 def _engine_length(incident: Incident) -> str:
     length = format_count(int(incident.numbers.get("length", 0)))
     if "needed" not in incident.sizes:
         return f"vLLM did not start: its KV cache holds fewer than the {length} tokens of max_model_len"
-    needed, there = (format_gib(incident.sizes[name]) for name in ("needed", "available"))
-    return f"vLLM did not start: a sequence of max_model_len {length} needs a KV cache of {needed}, there were {there}"
+    needed, available = (format_gib(incident.sizes[name]) for name in ("needed", "available"))
+    return (
+        f"vLLM did not start: a sequence of max_model_len {length} needs a KV cache of {needed}, there were {available}"
+    )
 
 
 def _engine_pool(incident: Incident) -> str:
-    return "vLLM did not start: its sleep mode keeps memory in a pool, which expandable segments exclude"
+    return "vLLM did not start: its sleep mode uses a memory pool, which does not work with expandable segments"
 
 
 def _engine_wake(incident: Incident) -> str:
-    return "vLLM woke up, and what it had given back to sleep was taken by the trainer"
+    return "vLLM could not wake up: the trainer had taken the memory that vLLM freed to sleep"
 
 
 def _engine_profile(incident: Incident) -> str:
-    return "vLLM did not start: another process on the card gave memory back while vLLM measured its own"
+    return "vLLM did not start: another process on the GPU freed memory while vLLM measured its own"
 
 
 def _on_host(incident: Incident) -> str:
-    size = f", which was asked for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
-    return f"a process was ended for want of main memory{size}: the host, not a GPU"
+    size = f", asked for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
+    return f"the host, not a GPU, ran out of memory{size}; a process was ended"
 
 
 # -- advice ------------------------------------------------------------------------------------------------------
@@ -109,22 +111,22 @@ def _on_host(incident: Incident) -> str:
 def _for_gpu(incident: Incident) -> Iterator[str]:
     if incident.had_room:
         yield (
-            "more was free than was asked for: something else had it a moment before, or the driver refused for "
-            "another reason; look at the lines before"
+            "more was free than was asked for: another process may have held it a moment before, or the driver "
+            "refused for another reason; see the log above this line"
         )
         return
     if incident.gathers and incident.phase == "rollout":
-        yield "ds3_gather_for_generation false: ZeRO-3 was making the whole policy on every GPU to generate"
+        yield "ds3_gather_for_generation false: ZeRO-3 was gathering the whole policy on every GPU to generate"
     if incident.fragmented:
         unused, lacked = format_size(incident.sizes["unallocated"]), format_size(incident.lacking_bytes)
-        yield f"{EXPANDABLE}: the allocator held {unused} that it could not give away, {lacked} more were needed"
+        yield f"{EXPANDABLE}: the allocator held {unused} in fragments that it could not use; {lacked} more were needed"
     others = incident.sizes.get("others", 0)
     if others >= MENTIONED_OTHERS_BYTES:
         yield f"other processes hold {format_size(others)} of this GPU: end them, or plan with --free-memory"
 
 
 def _for_nccl(incident: Incident) -> Iterator[str]:
-    yield "leave the driver some memory: a smaller batch or length, or torch.cuda.set_per_process_memory_fraction"
+    yield "leave memory for NCCL: a smaller batch or length, or torch.cuda.set_per_process_memory_fraction"
 
 
 def _for_engine_start(incident: Incident) -> Iterator[str]:
@@ -132,43 +134,43 @@ def _for_engine_start(incident: Incident) -> Iterator[str]:
     share = math.floor(100 * free / total) / 100 if total else 0.0
     if share > 0:
         yield (
-            f"vllm_gpu_memory_utilization {share:g} is the largest that this card's free memory allows; what else is "
-            "on it stays"
+            f"vllm_gpu_memory_utilization {share:g} is the largest that this GPU's free memory allows while other "
+            "processes keep theirs"
         )
 
 
 def _for_engine_cache(incident: Incident) -> Iterator[str]:
-    yield "a larger vllm_gpu_memory_utilization, or a larger vllm_tensor_parallel_size, which cuts the weights"
+    yield "a larger vllm_gpu_memory_utilization, or a larger vllm_tensor_parallel_size, which shards the weights"
 
 
 def _for_engine_length(incident: Incident) -> Iterator[str]:
     if "longest" in incident.numbers:
         yield f"vllm_max_model_length up to {format_count(int(incident.numbers['longest']))} fits into this KV cache"
     yield (
-        "prompt_length + max_completion_length is enough: where vllm_max_model_length is not set vLLM takes the "
+        "vllm_max_model_length = prompt_length + max_completion_length is enough; if it is not set, vLLM uses the "
         "model's whole context"
     )
 
 
 def _for_engine_pool(incident: Incident) -> Iterator[str]:
-    yield f"drop {EXPANDABLE}, or set vllm_enable_sleep_mode false"
+    yield f"remove {EXPANDABLE}, or set vllm_enable_sleep_mode false"
 
 
 def _for_engine_wake(incident: Incident) -> Iterator[str]:
     yield (
-        "a smaller vllm_gpu_memory_utilization: the trainer's weights, states and what its allocator keeps stay while "
-        "the engine wakes up"
+        "a smaller vllm_gpu_memory_utilization: the trainer's weights, states and reserved memory stay on the GPU "
+        "while the engine wakes up"
     )
 
 
 def _for_engine_profile(incident: Incident) -> Iterator[str]:
-    yield "start again when nothing else on the card starts or ends"
+    yield "start again while no other process on the GPU starts or ends"
 
 
 def _for_host(incident: Incident) -> Iterator[str]:
     yield (
-        "each process loads the model's weights into main memory first; offloaded states and parameters live there: "
-        "see the plan's line `host`"
+        "each process first loads the model's weights into main memory, and offloaded states and parameters stay "
+        "there: see the plan's line `host`"
     )
 
 

@@ -42,8 +42,8 @@ def read_incidents(path: str) -> tuple[Incident, ...]:
     found = incidents(text)
     if not found:
         raise InputError(
-            f"{'stdin' if path == '-' else path} tells of no lack of memory. The messages of PyTorch, vLLM, NCCL and "
-            "the kernel are known."
+            f"{'stdin' if path == '-' else path} reports no out-of-memory error. "
+            "The messages of PyTorch, vLLM, NCCL and the kernel are known."
         )
     return found
 

@@ -53,7 +53,7 @@ def _counts_and_name(text: str) -> tuple[int, int, str]:
         raise InputError(f"--gpus {text!r} has {nodes * per_node} GPUs; at least one is needed.")
     if per_node > MOST_GPUS_PER_NODE:
         example = f"{min(-(-per_node * nodes // 8), MOST_NODES)}x8x{name}"
-        raise InputError(f"--gpus {text!r} puts {per_node} GPUs in one machine. Write nodes x GPUs, such as {example}.")
+        raise InputError(f"--gpus {text!r} puts {per_node} GPUs in one node. Write nodes x GPUs, such as {example}.")
     if nodes > MOST_NODES:
         raise InputError(
             f"--gpus {text!r} has more than {MOST_NODES} nodes. Check the order: nodes x GPUs, such as 4x8x{name}."

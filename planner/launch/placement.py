@@ -8,7 +8,7 @@ from planner.errors import InputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """How processes are spread over nodes and GPUs.
+    """Distribution of a candidate's processes over nodes and GPUs.
 
     `server_gpus` is 0 without a vLLM server. With several nodes the server has its own node, the last one.
     """

@@ -1,4 +1,4 @@
-"""How a layer computes: dtypes, adapters, quantization, attention kernel; not its shape and not the batch size."""
+"""`Recipe`: dtypes, adapters, quantization and attention kernel of a layer, without its shape and the batch size."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ Kernel = Literal["eager", "eager_masked", "flash", "flash_varlen", "efficient", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How a layer computes. With the layer's shape it determines the layer's memory for every batch.
+    """The way a layer computes. With the layer's shape it determines the layer's memory for every batch.
 
     Widths are bytes of one element. `autocast_width` is 0 without autocast. `quantized` is the kind of quantized
     `nn.Linear`, "none" for plain ones. `device` selects the kernels where CPU and CUDA save different tensors: plans

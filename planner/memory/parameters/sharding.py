@@ -55,6 +55,7 @@ def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInpu
 
 @lru_cache(maxsize=4096)
 def _persistent_bytes(tensors: TensorSet, bytes_per_param: int, hidden_size: int) -> int:
+    """Bytes of the tensors of which ZeRO-3 keeps a full copy on every GPU (at most 10 hidden_size elements each)."""
     threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * hidden_size
     return sum(
         rounded_bytes(kind.elements * bytes_per_param) * kind.count
@@ -65,6 +66,7 @@ def _persistent_bytes(tensors: TensorSet, bytes_per_param: int, hidden_size: int
 
 @lru_cache(maxsize=4096)
 def _zero3_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int, trained: bool) -> int:
+    """Bytes of the shards on one GPU under ZeRO-3: one buffer if `trained`, else one allocation per tensor."""
     if trained:
         return rounded_bytes(zero3_elements(tensors, num_processes) * bytes_per_param)
     return sum(
@@ -102,6 +104,7 @@ def decay_groups(tensors: TensorSet) -> tuple[TensorSet, ...]:
 
 @lru_cache(maxsize=4096)
 def _fsdp2_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int) -> int:
+    """Bytes of the shards on one GPU under FSDP2."""
     return tensor_bytes(fsdp2_shards(tensors, num_processes), bytes_per_param)
 
 
@@ -161,6 +164,7 @@ def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInp
 
 @lru_cache(maxsize=4096)
 def _gathered_bytes(tensors: TensorSet, bytes_per_param: int, hidden_size: int) -> int:
+    """The sum in `gathered_bytes`, cached by its three inputs."""
     threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * hidden_size
     return sum(
         rounded_bytes(kind.elements * bytes_per_param) * kind.count

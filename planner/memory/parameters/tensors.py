@@ -47,7 +47,7 @@ class EqualTensors:
         return prod(self.shape) * self.count
 
     def times(self, factor: int, less: int = 0) -> "EqualTensors":
-        """The same tensors, `count` x `factor` - `less` of them."""
+        """A copy with `count` x `factor` - `less` tensors."""
         return replace(self, count=self.count * factor - less)
 
 
@@ -70,10 +70,12 @@ class TensorSet:
 
     @cached_property
     def params(self) -> int:
+        """Elements of all tensors."""
         return sum(kind.params for kind in self.kinds)
 
     @cached_property
     def count(self) -> int:
+        """Number of tensors."""
         return sum(kind.count for kind in self.kinds)
 
     @cached_property
@@ -125,6 +127,7 @@ def tensors_in_order(model: ModelShape, head: Literal["lm_head", "score"]) -> tu
 def _tensors(
     model: ModelShape, head: Literal["lm_head", "score"], layers: tuple[tuple[Layer, int], ...]
 ) -> tuple[EqualTensors, ...]:
+    """Every parameter tensor of the model, with `layers` as (layer, number of equal layers)."""
     found = [EqualTensors(part="embedding", shape=_matrix(model.embed_params, model.vocab_size))]
     if model.position_params:
         found.append(
@@ -231,6 +234,7 @@ def _output_features(model: ModelShape) -> int:
 
 
 def _layer_tensors(layer: Layer) -> list[EqualTensors]:
+    """The parameter tensors of one decoder layer."""
     found = [tensors for linear in decoder_linears(layer) for tensors in _linear_tensors(linear, "linear")]
     if isinstance(layer.feed_forward, Experts):
         found.extend(_expert_tensors(layer, layer.feed_forward))
@@ -241,6 +245,7 @@ def _layer_tensors(layer: Layer) -> list[EqualTensors]:
 
 
 def _linear_tensors(linear: Linear, part: Part) -> list[EqualTensors]:
+    """Weight and bias of an `nn.Linear`."""
     found = [EqualTensors(part=part, shape=(linear.out_features, linear.in_features))]
     if linear.bias:
         found.append(EqualTensors(part="vector", shape=(linear.out_features,)))
@@ -248,6 +253,7 @@ def _linear_tensors(linear: Linear, part: Part) -> list[EqualTensors]:
 
 
 def _expert_tensors(layer: Layer, experts: Experts) -> list[EqualTensors]:
+    """The fused weights of the experts, their biases, and the router."""
     gate_up, down = expert_shapes(layer, experts)
     biases = experts.expert_params - prod(gate_up) - prod(down)
     found = [EqualTensors(part="expert", shape=gate_up), EqualTensors(part="expert", shape=down)]
@@ -262,12 +268,14 @@ def _expert_tensors(layer: Layer, experts: Experts) -> list[EqualTensors]:
 
 
 def _norm_tensors(norm: Norm) -> list[EqualTensors]:
+    """Weight, and bias if there is one, of a norm."""
     return (
         [EqualTensors(part="vector", shape=(norm.features,), count=norm.params // norm.features)] if norm.params else []
     )
 
 
 def _qk_norm_tensors(layer: Layer) -> list[EqualTensors]:
+    """Weights of the norms of queries and keys."""
     attention = layer.attention
     if not attention.qk_norm_params:
         return []
@@ -280,6 +288,7 @@ def _qk_norm_tensors(layer: Layer) -> list[EqualTensors]:
 
 
 def _head_tensors(model: ModelShape) -> list[EqualTensors]:
+    """Weight and bias of the language-model head; no weight if it is tied to the embedding."""
     found = [EqualTensors(part="vector", shape=(model.lm_head_bias_params,))] if model.lm_head_bias_params else []
     if model.lm_head_params:
         found.append(EqualTensors(part="head", shape=_matrix(model.lm_head_params, model.vocab_size)))
