@@ -1,4 +1,7 @@
-"""What a worker is told: one candidate, one device, and how far to go. As JSON it is a file, so that it can be run again by hand."""
+"""The task of a worker: one candidate, one device, and how many steps to run.
+
+It is stored as a JSON file, so that it can be run again by hand.
+"""
 
 import json
 from collections.abc import Mapping
@@ -9,31 +12,31 @@ from typing import Any, Literal
 from planner.candidate import Candidate
 from planner.measurements.documents import candidate_of_report, candidate_report
 
-# A worker's answer is the last line of its stdout that starts so; what libraries print besides is only logged.
+# The last line of a worker's stdout that starts with this is its measurement; everything else is only logged.
 ANSWER_PREFIX = "@plan-measurement "
-# In its folder a worker writes here the name of each phase when it enters it: where a worker was that did not come to answer.
+# File in the worker's folder with the name of the running phase: where a worker was that ended without a measurement.
 PHASE_FILE = "phase"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One probe. `folder` is the worker's own: checkpoints and caches go there, the runner removes it."""
+    """One probe. Checkpoints and caches go to `folder`, which belongs to this worker and which the runner removes."""
 
     candidate: Candidate
     device: Literal["cuda", "cpu"]
     folder: str
-    steps: int = 2  # optimizer steps: the first one makes the states, the second runs beside them
+    steps: int = 2  # optimizer steps: the first one creates the optimizer's states, the second runs beside them
     weights: Literal["random", "hub"] = "random"
-    save: bool = True  # a checkpoint after the last step
-    evaluate: bool = False  # one batch
-    resume: bool = True  # from the checkpoint, for one step more
-    capacity_bytes: int = 0  # of each device; 0: all there is
-    card_bytes: int = 0  # what an engine's share is a share of; 0: of the card that is there
+    save: bool = True  # write a checkpoint after the last step
+    evaluate: bool = False  # evaluate one batch after the last step
+    resume: bool = True  # train one more step from the checkpoint
+    capacity_bytes: int = 0  # memory of each device that may be used; 0: all of it
+    card_bytes: int = 0  # memory of the planned GPU, of which vLLM takes a share; 0: of the GPU that is installed
     seed: int = 0
 
 
 def write_task(task: Task, path: Path) -> None:
-    """The whole file or none."""
+    """Write the task to a file, the whole file or none: it is written beside its place and then renamed."""
     values: dict[str, object] = {field.name: getattr(task, field.name) for field in fields(Task)}
     part = path.with_name(f"{path.name}.part")
     part.write_text(
@@ -43,5 +46,6 @@ def write_task(task: Task, path: Path) -> None:
 
 
 def read_task(path: Path) -> Task:
+    """Read a task that `write_task` has written."""
     values: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return Task(**{**values, "candidate": candidate_of_report(values["candidate"])})

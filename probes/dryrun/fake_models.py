@@ -15,15 +15,18 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from planner.candidate import Candidate
 from planner.models.shape import ModelShape
-from probes.step.stage import DTYPES, EOS, PAD, WORD
+from probes.step.built_trainer import DTYPES, EOS, PAD, WORD
 from probes.substitution import substituted
 
-Device = Literal["fake", "real"]
+Device = Literal["fake", "real"]  # "real": models have weights on the CPU, for tests
 
 
 @contextmanager
 def adapters_without_weights() -> Iterator[None]:
-    """PEFT makes its matrices on the CPU and fills them before it moves them to where the model is: here they start there, unfilled."""
+    """Create PEFT's matrices on the meta device inside the block, and leave them without numbers.
+
+    PEFT itself creates and fills them on the CPU before it moves them to the model's device.
+    """
     inject = BaseTuner.inject_adapter
 
     def inject_on_meta(*args: Any, **kwargs: Any) -> None:
@@ -43,7 +46,7 @@ def adapters_without_weights() -> Iterator[None]:
 
 @contextmanager
 def models_stay_where_they_are() -> Iterator[None]:
-    """Weightless models cannot be moved to a device: `Module.to` changes their dtype only."""
+    """Let `Module.to` change only the dtype inside the block: models without weights cannot be moved to a device."""
     move = torch.nn.Module.to
 
     def cast(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -55,27 +58,30 @@ def models_stay_where_they_are() -> Iterator[None]:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer in which every word is one token; it needs no file and no network."""
-    words = Tokenizer(WordLevel({"<pad>": PAD, "<unused>": 1, "<eos>": EOS, "word": WORD}, unk_token="word"))
+    """Return a tokenizer with one word, which needs no file and no network; every text is that word repeated."""
+    word = f"w{WORD}"  # named as in probes/trainers.py, `text`
+    words = Tokenizer(WordLevel({"<pad>": PAD, "<unused>": 1, "<eos>": EOS, word: WORD}, unk_token=word))
     words.pre_tokenizer = Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="word")
-    made.padding_side = "left"
-    return made
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token=word, padding_side="left"
+    )
 
 
 def build_model(
     shape: ModelShape, candidate: Candidate, device: Device, auto_class: str, **settings: Any
 ) -> PreTrainedModel:
-    """The model of a shape's config in the candidate's dtype, on the meta device unless it shall be real."""
+    """Build a model from its shape's config in the candidate's dtype: on the meta device, or with weights on the CPU.
+
+    `settings`: attributes of the config that are set before, such as `num_labels`.
+    """
     fields = dict(shape.config)
     config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
     for name, value in settings.items():
         setattr(config, name, value)
     config.pad_token_id = PAD
     auto = getattr(transformers, auto_class)
-    attention = (
-        None if candidate.attn_implementation == "sdpa" else candidate.attn_implementation
-    )  # None: sdpa where the model has it, else eager
+    # None: sdpa if the model supports it, else eager
+    attention = None if candidate.attn_implementation == "sdpa" else candidate.attn_implementation
     with torch.device("meta" if device == "fake" else "cpu"):
         model = auto.from_config(config, dtype=DTYPES[candidate.dtype], attn_implementation=attention)
     model.name_or_path = shape.id
@@ -83,9 +89,9 @@ def build_model(
 
 
 def policy(candidate: Candidate, device: Device) -> PreTrainedModel:
-    """The model that is trained; it alone is quantized."""
+    """Build the model that is trained. Only this one is quantized."""
     if candidate.method == "reward":
-        model = _with_score(candidate.model, candidate, device)
+        model = reward_model(candidate.model, candidate, device)
     else:
         model = build_model(candidate.model, candidate, device, candidate.model.auto_class)
     if candidate.quantization != "none":
@@ -95,37 +101,27 @@ def policy(candidate: Candidate, device: Device) -> PreTrainedModel:
     return model
 
 
-def _with_score(shape: ModelShape, candidate: Candidate, device: Device) -> PreTrainedModel:
-    """A model that says one number a row."""
+def reward_model(shape: ModelShape, candidate: Candidate, device: Device) -> PreTrainedModel:
+    """Build a model that returns one number for each row."""
     return build_model(shape, candidate, device, "AutoModelForSequenceClassification", num_labels=1)
 
 
 def teacher(candidate: Candidate, device: Device) -> PreTrainedModel:
+    """Build the teacher model; a job that names none is taught by the policy's own shape."""
     shape = candidate.teacher_model or candidate.model
     return build_model(shape, candidate, device, shape.auto_class)
 
 
-def rewards(candidate: Candidate, device: Device) -> list[Any]:
-    """The reward model, or a function where there is none: no two completions are worth the same."""
-    if candidate.reward_model is not None:
-        return [_with_score(candidate.reward_model, candidate, device)]
-
-    def spread(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        return [float(index) for index in range(len(completions))]
-
-    return [spread]
-
-
-def reward_tokenizer(candidate: Candidate) -> list[PreTrainedTokenizerFast] | None:
-    return None if candidate.reward_model is None else [tokenizer()]
-
-
 @contextmanager
-def references(candidate: Candidate, device: Device, module: str) -> Iterator[None]:
-    """The reference model that the trainer would load from the policy's path is built without weights instead."""
+def reference_without_weights(candidate: Candidate, device: Device) -> Iterator[None]:
+    """Build the reference model without weights inside the block, instead of loading it from the policy's path.
+
+    Source: trl 1.16, trainer/dpo_trainer.py:927, kto_trainer.py:938, grpo_trainer.py:1003; rloo_trainer.py alike.
+    """
 
     def load(_: str, **__: Any) -> PreTrainedModel:
         return build_model(candidate.model, candidate, device, candidate.model.auto_class)
 
-    with substituted(importlib.import_module(f"trl.trainer.{module}"), "create_model_from_path", load):
+    module = importlib.import_module(f"trl.trainer.{candidate.method}_trainer")
+    with substituted(module, "create_model_from_path", load):
         yield

@@ -1,4 +1,7 @@
-"""Rollouts of full length: no completion ends by itself, and one of a batch ends a token early where nothing else pads it."""
+"""Rollouts of full length: no completion ends early by chance.
+
+If nothing else pads a batch, some completions end one token early.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,19 +9,19 @@ from typing import Any
 import torch
 
 from planner.candidate import Candidate
+from probes.step.built_trainer import EOS, WORD
 from probes.step.phases import Rollout, one_word_shortened
-from probes.step.stage import EOS, WORD
 
 
 def whole_rollout(candidate: Candidate) -> Rollout:
-    """`generate` as it is, whose completions are then made whole: an end or padding that was sampled by chance becomes a word."""
+    """Return a rollout for a real run: `generate`, whose end and padding tokens are replaced by words afterwards."""
 
     def run(
         generate: Callable[..., Any], model: Any, _: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]
     ) -> Any:
         result = generate(model, **arguments)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        make_whole(
+        fill_to_full_length(
             sequences[:, arguments["input_ids"].size(1) :], model.generation_config.eos_token_id, short_row(candidate)
         )
         return result
@@ -27,9 +30,10 @@ def whole_rollout(candidate: Candidate) -> Rollout:
 
 
 def dry_rollout(candidate: Candidate) -> Rollout:
-    """The dry run's `generate`, whose prompts are all of one length: where they differ in a real batch, the first is padded on its left: attention masks.
+    """Return a rollout for a dry run, whose prompts are all of one length.
 
-    `generate` itself drops a mask without zeros (transformers 5.23, generation/utils.py).
+    If the prompts of a real batch differ in length, the first token of the first prompt is marked as padding, so that
+    attention gets a mask: `generate` drops a mask without zeros (transformers 5.23, generation/utils.py).
     """
 
     def run(
@@ -45,7 +49,10 @@ def dry_rollout(candidate: Candidate) -> Rollout:
 
 
 def prompts_differ(candidate: Candidate) -> bool:
-    """Whether a process completes several prompts at once: every second one is then a token short where batches are padded."""
+    """Return True if every second prompt is one token short, which pads the batch.
+
+    This is so if batches are padded and a process completes several prompts at once.
+    """
     prompts = (
         candidate.generation_rows // candidate.num_generations
         if candidate.method_row.grouped_completions
@@ -55,12 +62,18 @@ def prompts_differ(candidate: Candidate) -> bool:
 
 
 def short_row(candidate: Candidate) -> int:
-    """Of so many completions the last one is short; 0: none is. A row alone cannot be padded."""
+    """Return n if every n-th completion is one token short, which pads the batch; 0 if none is.
+
+    None is short if the prompts pad the batch already. n is at least 2: a single row has nothing to be padded to.
+    """
     return max(2, candidate.per_device_train_batch_size) if candidate.pads and not prompts_differ(candidate) else 0
 
 
-def make_whole(completions: torch.Tensor, ends: int | list[int] | None, short: int) -> None:
-    """Changes completions in place. `ends`: the token ids that the model may end with; the trainer's tokenizer has another one."""
+def fill_to_full_length(completions: torch.Tensor, ends: int | list[int] | None, short: int) -> None:
+    """Replace end and padding tokens by words, in place; every `short`-th row gets its end one token early.
+
+    `ends`: the token ids that end a completion of the model; the trainer's tokenizer has another one.
+    """
     completions[completions < WORD] = WORD
     for end in [ends] if isinstance(ends, int) else ends or ():
         completions[completions == end] = WORD

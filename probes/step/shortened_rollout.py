@@ -1,6 +1,7 @@
-"""A rollout of any length in the time of a short one: the first tokens and the last are generated, those between are only put into the cache.
+"""A rollout of any length in the time of a short one.
 
-Memory grows with every token, so its peak is in the prompt's pass or in the last token's. What is left out is named in the trace.
+The first tokens and the last one are generated; those between only fill the KV cache. Memory grows with every token, so
+that its peak is in the pass of the prompt or in that of the last token.
 """
 
 import copy
@@ -13,20 +14,26 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from planner.errors import UnknownArchitecture
-from probes.step.stage import WORD
+from probes.step.built_trainer import WORD
 from probes.substitution import substituted
 
 WHOLE_ROLLOUT_TOKENS = 8  # completions up to this are generated token by token
-GENERATED_TOKENS = 3  # of longer ones: from the prompt's pass, from a first step with the cache, from the last step
+GENERATED_TOKENS = 3  # of longer ones: from the prompt, from the first step with the cache, from the last step
 
 
 def generate_shortened(
     generate: Callable[..., Any], model: Any, on_cached: Callable[[list[torch.Tensor]], None], arguments: dict[str, Any]
 ) -> Any:
-    """`model.generate(**arguments)` with as many tokens as asked for in the result; `on_cached` is told the tensors put into the cache."""
+    """Run `model.generate(**arguments)`, skipping the tokens in the middle; the result has all tokens.
+
+    `on_cached` is called with the tensors that stand in the KV cache for the skipped tokens.
+
+    Raises:
+        UnknownArchitecture: the model has a cache of a kind that cannot be lengthened.
+    """
     config: GenerationConfig = arguments["generation_config"]
-    asked = config.max_new_tokens
-    if asked is None or asked <= WHOLE_ROLLOUT_TOKENS:
+    new_tokens = config.max_new_tokens
+    if new_tokens is None or new_tokens <= WHOLE_ROLLOUT_TOKENS:
         return generate(model, **arguments)
     short = copy.deepcopy(config)
     short.max_new_tokens = GENERATED_TOKENS
@@ -36,12 +43,14 @@ def generate_shortened(
     def prepare_last(input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         calls[0] += 1
         inputs: dict[str, Any] = prepare(input_ids, **kwargs)
-        return _as_last_step(inputs, asked - GENERATED_TOKENS, on_cached) if calls[0] == GENERATED_TOKENS else inputs
+        return (
+            _as_last_step(inputs, new_tokens - GENERATED_TOKENS, on_cached) if calls[0] == GENERATED_TOKENS else inputs
+        )
 
     with substituted(model, "prepare_inputs_for_generation", prepare_last):
         result = generate(model, **{**arguments, "generation_config": short})
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
-    rest = sequences.new_full((sequences.size(0), asked - GENERATED_TOKENS), WORD)
+    rest = sequences.new_full((sequences.size(0), new_tokens - GENERATED_TOKENS), WORD)
     whole = torch.cat([sequences, rest], dim=1)
     if isinstance(result, torch.Tensor):
         return whole
@@ -52,7 +61,7 @@ def generate_shortened(
 def _as_last_step(
     inputs: dict[str, Any], skipped: int, on_cached: Callable[[list[torch.Tensor]], None]
 ) -> dict[str, Any]:
-    """The inputs of a step as they are `skipped` tokens later."""
+    """Return the inputs of a generation step as they are `skipped` tokens later."""
     cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
     changed = dict(inputs)
     if mask is not None:
@@ -72,7 +81,7 @@ def _as_last_step(
 
 
 def _lengthen(cache: Cache, tokens: int) -> None:
-    """Every layer of the cache as it is `tokens` later, in place."""
+    """Lengthen every layer of the cache by `tokens`, in place."""
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnknownArchitecture(

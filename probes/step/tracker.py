@@ -1,4 +1,7 @@
-"""The tracker: every storage's birth and death, in order, of whatever runs under it, on real tensors and fake ones alike."""
+"""The tracker records the birth and the death of every tensor storage, in order, while code runs under it.
+
+Tensors may be real or fake.
+"""
 
 import functools
 import gc
@@ -16,18 +19,15 @@ from planner.allocator.trace import STAYS, Allocation, Trace
 from planner.quantities import Component, Phase
 
 aten = torch.ops.aten
-_DEVICE, _CPU = (
-    torch.ops.prim.device.default,
-    torch.device("cpu"),
-)  # asked for twice an operator: answered before any mode is
+# Autograd reads a tensor's device twice for each operator; the tracker returns it without running an operator.
+_DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")
 _ADD, _TO_COPY = aten.add.Tensor, aten._to_copy.default
-_ENGINE_FRAME = (
-    "_engine_run_backward"  # torch/autograd/graph.py: what stands under an operator that autograd's engine calls itself
-)
+# Name of the Python frame below an operator that autograd's engine itself calls (torch/autograd/graph.py).
+_ENGINE_FRAME = "_engine_run_backward"
 
 
 class DeviceFull(torch.OutOfMemoryError):
-    """A tracker's device has no room for what was asked: the figures of PyTorch's own message."""
+    """The device of a tracker has too little memory for an allocation. It has the figures of PyTorch's own message."""
 
     def __init__(self, tried_bytes: int, capacity_bytes: int, held_bytes: int) -> None:
         super().__init__(
@@ -38,7 +38,7 @@ class DeviceFull(torch.OutOfMemoryError):
 
 @dataclass(slots=True)
 class _Record:
-    """An allocation while it lives. `component` is empty until something says what it is."""
+    """An allocation that is recorded. `component` is None until it is marked."""
 
     size_bytes: int
     born: int
@@ -47,15 +47,17 @@ class _Record:
     operator: str
     module: str
     component: Component | None = None
-    accumulated: int = STAYS
+    accumulated: int = STAYS  # when a gradient was complete
 
 
 class Tracker(TorchDispatchMode):
-    """Records allocations while it is entered. Enter it last, so that it sees each operator whole.
+    """Records allocations inside its `with` block.
 
-    What the tracker's own presence would change is put right: with a mode on, autograd's engine adds gradients out of place
-    (`can_accumulate_inplace` and `accumulateGrad` refuse subclass-like tensors: torch/csrc/autograd/input_buffer.cpp and
-    functions/accumulate_grad.h); the tracker adds them in place where the engine would have.
+    Enter it after all other modes, so that it sees operators before they are split up.
+
+    With any dispatch mode on, autograd's engine adds gradients out of place (`can_accumulate_inplace` and
+    `accumulateGrad` refuse subclass-like tensors: torch/csrc/autograd/input_buffer.cpp and
+    functions/accumulate_grad.h). The tracker adds them in place where the engine would do so without it.
     """
 
     def __init__(
@@ -65,84 +67,91 @@ class Tracker(TorchDispatchMode):
         capacity_bytes: int = 0,
         arithmetic: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
-        """`block_bytes`: sizes are rounded up to multiples of it. `workspaces`: what operators allocate inside themselves for a moment.
+        """Create a tracker that holds no allocation.
 
-        `capacity_bytes`: `DeviceFull` is raised where more would be held; 0 is no limit. `arithmetic`: what runs an operator, itself where it is None.
-        """  # fmt: skip
+        Args:
+            block_bytes: sizes are rounded up to multiples of it.
+            workspaces: bytes that an operator allocates inside itself while it runs, from its arguments.
+            capacity_bytes: `DeviceFull` is raised when more is allocated; 0 is no limit.
+            arithmetic: runs an operator, from it, its arguments and keyword arguments; None calls it directly.
+        """
         super().__init__()
         self._arithmetic = arithmetic
         self._capacity_bytes = capacity_bytes
         self._held_bytes = 0
         self._block_bytes = block_bytes
-        self._workspaces = {
-            id(func): bytes_of for func, bytes_of in (workspaces or {}).items()
-        }  # operators are there for good
+        # Keyed by `id`, which is safe because operators are never freed.
+        self._workspaces = {id(func): size for func, size in (workspaces or {}).items()}
         self.records: list[_Record] = []
         self.phase: Phase = "load"
         self.module = ""
         self.phase_starts: list[tuple[int, Phase]] = [(0, "load")]
         self._clock = 0
-        self._alive: dict[int, int] = {}  # storage -> record
-        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # record -> what tells of its storage's
+        self._alive: dict[int, int] = {}  # address of a storage -> index of its record
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # index -> weak reference that calls `_died`
         self._on_host: set[int] = set()  # storages that are not on the device
         self._weights: set[int] = set()
-        self._sole_owner = (
-            0,
-            0,
-            0,
-        )  # references to a gradient that only the engine holds, to its storage, to its wrapper; measured on entering
+        # Use counts of a gradient that only the engine holds, measured on entering: of the tensor, of its storage, of
+        # its Python object.
+        self._sole_owner = (0, 0, 0)
         self._calibrating = False
-        self._looking = True
+        self._on_device = True  # False inside `tensors_on_host`
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No wrapper around `__torch_dispatch__`: it imports the compiler and hides the engine's frame."""
+        """Keep PyTorch from wrapping `__torch_dispatch__`.
+
+        The wrapper imports the compiler and hides the frame of autograd's engine.
+        """
         return False
 
     def enter_phase(self, phase: Phase) -> None:
-        """From now on what happens belongs to `phase`."""
+        """Count what is allocated from now on in `phase`."""
         if phase == self.phase:
             return
         self.phase = phase
         self.phase_starts.append((self._clock, phase))
 
     def add_resident(self, tensor: torch.Tensor, component: Component, module: str) -> None:
-        """A tensor that is there before the trace begins."""
+        """Record a tensor that exists before the trace begins."""
         self._record(tensor, "resident", module, component)
         if component == "weights":
             self._weights.add(tensor.untyped_storage()._cdata)
 
     def mark(self, tensors: Iterable[torch.Tensor], component: Component) -> None:
-        """Says what tensors are that were born during the trace."""
+        """Set the component of tensors that were allocated during the trace."""
         for tensor in tensors:
             index = self._alive.get(tensor.untyped_storage()._cdata)
             if index is not None:
                 self.records[index].component = component
 
     def mark_accumulated(self, gradient: torch.Tensor) -> None:
-        """A parameter's gradient is whole: what is sharded gives it away from here on."""
+        """Note that a parameter's gradient is complete: from here on a sharded run keeps only its own part."""
         index = self._alive.get(gradient.untyped_storage()._cdata)
         if index is not None and self.records[index].accumulated == STAYS:
             self.records[index].accumulated = self._clock
 
     @contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """What is made inside is on the host: batches before they are moved to the device, what is offloaded."""
-        self._looking = False
+    def tensors_on_host(self) -> Iterator[None]:
+        """Leave tensors that are created inside the block out of the trace.
+
+        They are on the host: batches before they are copied to the device, and what is offloaded.
+        """
+        self._on_device = False
         try:
             yield
         finally:
-            self._looking = True
+            self._on_device = True
 
     def add_batch(self, batch: Mapping[str, Any]) -> None:
-        """A batch as it comes to the device."""
+        """Record the tensors of a batch as it is copied to the device."""
         for tensor in batch.values():
             if isinstance(tensor, torch.Tensor):
                 self._on_host.discard(tensor.untyped_storage()._cdata)
                 self._record(tensor, "batch", "", None)
 
     def mark_saved(self) -> None:
-        """Called where the backward pass begins: what the forward pass has left is kept for it."""
+        """Mark what the forward pass has left as activations; called when the backward pass begins."""
         for index in self._alive.values():
             record = self.records[index]
             if record.component is None and record.phase == "forward":
@@ -152,15 +161,21 @@ class Tracker(TorchDispatchMode):
         return Trace(
             allocations=tuple(
                 Allocation(
-                    size_bytes=record.size_bytes, born=record.born, died=record.died, phase=record.phase, component=_component(record),
-                    operator=record.operator, module=record.module, accumulated=record.accumulated,
+                    size_bytes=record.size_bytes,
+                    born=record.born,
+                    died=record.died,
+                    phase=record.phase,
+                    component=_component(record),
+                    operator=record.operator,
+                    module=record.module,
+                    accumulated=record.accumulated,
                 )
                 for record in self.records
             ),
             phase_starts=tuple(self.phase_starts),
             substitutions=substitutions,
             versions=tuple(sorted(_versions().items())),
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> "Tracker":
         super().__enter__()
@@ -168,7 +183,7 @@ class Tracker(TorchDispatchMode):
         return self
 
     def _calibrate(self) -> None:
-        """Measures what the use counts of a gradient are that nobody but the engine holds."""
+        """Measure the use counts of a gradient that only autograd's engine holds, in a backward pass of two numbers."""
         self._calibrating = True
         leaf = torch.ones(2, requires_grad=True)
         inner = leaf * 1.0
@@ -202,7 +217,7 @@ class Tracker(TorchDispatchMode):
         return result
 
     def _record_moment(self, size_bytes: int, operator: Any) -> None:
-        """Memory that an operator has only while it runs, besides its results."""
+        """Record a workspace: memory that an operator holds only while it runs, besides its results."""
         born, self._clock = self._clock, self._clock + 2
         size_bytes = -(-size_bytes // self._block_bytes) * self._block_bytes
         self.records.append(
@@ -217,7 +232,11 @@ class Tracker(TorchDispatchMode):
         )
 
     def _is_accumulation(self, args: tuple[Any, ...]) -> bool:
-        """Whether autograd's engine adds two gradients of which it alone holds the first. Called by `__torch_dispatch__` and by nothing else."""
+        """Return True if autograd's engine adds two gradients of which it alone holds the first, as it would do in
+        place.
+
+        Only `__torch_dispatch__` may call it: it looks at the frame two calls up.
+        """
         first, second = args[0], args[1]
         if (
             torch.is_grad_enabled()
@@ -248,14 +267,14 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive or key in self._on_host:
             return
-        if not self._looking:
+        if not self._on_device:
             self._on_host.add(key)
             weakref.finalize(storage, self._on_host.discard, key).atexit = False
             return
         size_bytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
         if size_bytes == 0 or (
             type(tensor) is torch.Tensor and tensor.device.type == "meta"
-        ):  # a fake tensor would ask this mode for its device
+        ):  # the type first: the device of a fake tensor is an operator, which would come back to this mode
             return
         if (
             operator is _TO_COPY
@@ -292,7 +311,9 @@ class Tracker(TorchDispatchMode):
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their storage without overlap (`compute_non_overlapping_and_dense`, c10/core/TensorImpl.cpp)."""
+    """Return True if the elements fill their storage without overlap (`compute_non_overlapping_and_dense`,
+    c10/core/TensorImpl.cpp).
+    """
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
@@ -318,9 +339,10 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Python's cyclic collector runs at its own times, which would reorder the deaths.
+    """Turn Python's cyclic garbage collector off inside the block: it runs at times of its own, which would reorder the
+    deaths.
 
-    A trainer also calls it, which is kept, but what was there before is not walked through.
+    `gc.collect()`, which a trainer calls, still works.
     """
     was_on = gc.isenabled()
     gc.disable()

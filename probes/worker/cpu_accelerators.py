@@ -1,4 +1,6 @@
-"""Processes without GPUs that accelerate and DeepSpeed take for as many accelerators: ZeRO and FSDP2 over gloo, each rank's memory the host's."""
+"""Make accelerate and DeepSpeed treat CPU processes as GPUs, so that ZeRO and FSDP2 run over gloo with each rank's
+tensors on the host.
+"""
 
 import contextlib
 import importlib
@@ -17,30 +19,30 @@ from probes.substitution import substituted
 
 
 def needs_accelerators(candidate: Candidate) -> bool:
-    """Whether accelerate would not shard the candidate's model on CPUs: it knows DDP there and nothing else (accelerate 1.15, state.py:922-990)."""
+    """Return True if the candidate is sharded: accelerate 1.15 knows only DDP on CPUs (state.py:922-990)."""
     return candidate.sharding in SHARDED
 
 
 @contextlib.contextmanager
 def cpu_accelerators() -> Iterator[None]:
-    """While inside, processes are of distributed type MULTI_GPU on the device "cpu", whether or not they say `use_cpu`.
+    """Give processes the distributed type MULTI_GPU on the device "cpu" inside the block, with and without `use_cpu`.
 
-    Transformers asks a GPU whether it has bfloat16 (5.23, training_args.py:1778), which is answered for it. DeepSpeed's own all-reduce in shared
-    memory would be compiled first (0.19.8, comm/torch.py:47); gloo does without.
+    Transformers asks whether the GPU has bfloat16 (5.23, training_args.py:1778): the answer is True. DeepSpeed would
+    first compile its own all-reduce in shared memory (0.19.8, comm/torch.py:47): it uses gloo instead.
     """
 
     def backend(*_: Any, **__: Any) -> tuple[str, DistributedType]:
         return "gloo", DistributedType.MULTI_GPU
 
-    made = PartialState.__init__
+    initialize = PartialState.__init__
 
-    def not_on_a_cpu(state: PartialState, cpu: bool = False, **settings: Any) -> None:
-        made(state, False, **settings)
+    def initialize_without_cpu(state: PartialState, cpu: bool = False, **settings: Any) -> None:
+        initialize(state, False, **settings)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment("ACCELERATE_TORCH_DEVICE", "cpu"))
         stack.enter_context(substituted(PartialState, "_prepare_backend", backend))
-        stack.enter_context(substituted(PartialState, "__init__", not_on_a_cpu))
+        stack.enter_context(substituted(PartialState, "__init__", initialize_without_cpu))
         stack.enter_context(substituted(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True))
         stack.enter_context(substituted(torch.cuda, "is_bf16_supported", lambda *_, **__: True))
         if importlib.util.find_spec("deepspeed") is not None:

@@ -1,4 +1,7 @@
-"""vLLM beside the trainer, as TRL starts it: in the trainer's process, or as a server on GPUs of its own. Not yet run on a GPU."""
+"""Start vLLM for a probe as TRL does: in the trainer's process, or as a server on GPUs of its own.
+
+Not yet run on a GPU.
+"""
 
 import contextlib
 import functools
@@ -21,9 +24,9 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.launch.command import server_command
 from planner.launch.placement import placement
-from probes.step.listener import Told
+from probes.step.built_trainer import BuiltTrainer
+from probes.step.listener import PhaseListener
 from probes.step.rollouts import short_row
-from probes.step.stage import Stage
 from probes.substitution import substituted
 
 START_SECONDS = 900.0  # a server may compile for minutes; the runner has a limit of its own
@@ -33,10 +36,16 @@ END_SECONDS = 30.0
 
 @contextlib.contextmanager
 def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str, Any]]:
-    """While inside, trainers find the engine that they ask for; yields the settings that say where it is.
+    """Run the candidate's vLLM engine inside the block, if it has one; yield the training arguments with its address.
 
-    `model`: where it reads its config and tokenizer. `random`: its weights are made up as well (vLLM's `load_format="dummy"`); the first
-    weight sync brings the trainer's.
+    Args:
+        candidate: its `vllm` says which kind of engine. model: path or id from which the engine reads config and
+        tokenizer. random: the engine gets random weights (vLLM's `load_format="dummy"`); the first weight sync brings
+        the trainer's.
+
+    Raises:
+        InputError: the server would run on another node.
+        RuntimeError: the server ended or did not become healthy.
     """
     if candidate.vllm == "off":
         yield {}
@@ -59,9 +68,13 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
 
 
 def with_share_of_this_card(candidate: Candidate, card_bytes: int) -> Candidate:
-    """vLLM takes a share of the card that it finds: of a larger one than the plan's, as many bytes are a smaller share. `card_bytes`: of the plan's, 0 if here.
+    """Return the candidate with vLLM's share of the installed GPU that is as many bytes as its share of the planned
+    GPU.
 
-    Source: vllm 0.33, v1/worker/utils.py:724.
+        share here = share x planned GPU's bytes / installed GPU's bytes
+
+    Example: 0.3 of a planned 40 GiB is 0.15 of an installed 80 GiB. `card_bytes`: of the planned GPU; 0 if it is the
+    installed one. Source: vllm 0.33, v1/worker/utils.py:724, where the share is taken of the installed GPU.
     """
     if candidate.vllm == "off" or not card_bytes:
         return candidate
@@ -73,7 +86,10 @@ def with_share_of_this_card(candidate: Candidate, card_bytes: int) -> Candidate:
 
 @contextlib.contextmanager
 def dummy_weights(candidate: Candidate) -> Iterator[None]:
-    """TRL gives its engine no `load_format` (trl 1.16, generation/vllm_generation.py:347, experimental/online_dpo/online_dpo_trainer.py:490): here it does."""
+    """Let TRL start its engine with `load_format="dummy"` inside the block, which it has no setting for.
+
+    Source: trl 1.16, generation/vllm_generation.py:347, experimental/online_dpo/online_dpo_trainer.py:490.
+    """
     if candidate.method == "online-dpo":
         from trl.experimental.online_dpo import online_dpo_trainer as module
     else:
@@ -86,7 +102,10 @@ def dummy_weights(candidate: Candidate) -> Iterator[None]:
 
 
 def command_on(candidate: Candidate, model: str, port: int, random: bool) -> list[str]:
-    """The launch files' own server command, for another path of the model and another port; what TRL does not know it hands on to `vllm serve`."""
+    """Return the server command of the launch files with another model path and port.
+
+    `--load-format` is an option of `vllm serve`; `trl vllm-serve` passes on options that it does not know.
+    """
     command = server_command(candidate)
     for name, value in (("--model", model), ("--port", str(port))):
         command[command.index(name) + 1] = value
@@ -94,29 +113,29 @@ def command_on(candidate: Candidate, model: str, port: int, random: bool) -> lis
 
 
 def server_environment(candidate: Candidate) -> dict[str, str]:
-    """The server's GPUs are those behind the trainer's, of those that this process was given."""
-    devices, given = placement(candidate).server_devices.split(","), os.environ.get(GIVEN_GPUS, "").split(",")
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(
-            given[int(device)] if len(given) > int(device) else device for device in devices
-        )
-    }
+    """Return the environment in which the server sees the GPUs after the trainer's, of all that are visible here."""
+    devices = placement(candidate).server_devices.split(",")
+    visible = os.environ.get(ALL_GPUS, "").split(",")
+    names = (visible[int(device)] if len(visible) > int(device) else device for device in devices)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
-GIVEN_GPUS = "PLAN_GIVEN_GPUS"  # what CUDA_VISIBLE_DEVICES was before the trainer kept its own
+ALL_GPUS = "PLAN_GIVEN_GPUS"  # environment variable with CUDA_VISIBLE_DEVICES as it was before `keep_own_gpus`
 
 
 def keep_own_gpus(candidate: Candidate) -> None:
-    """One process without a launcher takes one GPU: of several Transformers would make replicas in threads (training_args.py, `n_gpu`)."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    os.environ[GIVEN_GPUS] = given
+    """Let a process without a launcher see one GPU only: with several, Transformers replicates the model in threads
+    (training_args.py, `n_gpu`).
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    os.environ[ALL_GPUS] = visible
     if candidate.num_processes == 1 and "WORLD_SIZE" not in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = given.split(",")[0] or "0"
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0] or "0"
 
 
 @contextlib.contextmanager
 def served(command: Sequence[str], port: int, environment: dict[str, str]) -> Iterator[None]:
-    """While inside, the server runs and is healthy; afterwards nothing of it is left."""
+    """Run the server inside the block, once it is healthy; end it and its workers afterwards."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=os.environ | environment, start_new_session=True
     )
@@ -128,10 +147,10 @@ def served(command: Sequence[str], port: int, environment: dict[str, str]) -> It
 
 
 def wait_for_health(process: "subprocess.Popen[bytes]", url: str, seconds: float) -> None:
-    """Source: trl 1.16, generation/vllm_client.py, `check_server`.
+    """Wait until the server answers at `url` (trl 1.16, generation/vllm_client.py, `check_server`).
 
     Raises:
-        RuntimeError: it has ended, or did not answer in time.
+        RuntimeError: the server has ended, or did not answer in time.
     """
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -148,58 +167,62 @@ def wait_for_health(process: "subprocess.Popen[bytes]", url: str, seconds: float
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """A server has workers of its own."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
+    """End a server and its worker processes: SIGTERM, and SIGKILL for what is left."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
+            os.killpg(process.pid, kind)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Return a TCP port that no process listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def engine_phases_told(watch: Told, stage: Stage, candidate: Candidate) -> Iterator[None]:
-    """While inside, weight syncs and rollouts of an engine are phases, and a completion ends early where nothing else pads a batch."""
+def mark_engine_phases(listener: PhaseListener, built: BuiltTrainer, candidate: Candidate) -> Iterator[None]:
+    """Report the engine's weight syncs and rollouts as phases inside the block.
+
+    Some completions lose their last token, if nothing else pads the batch (`short_row`).
+    """
     if candidate.vllm == "off":
         yield
         return
-    trainer = stage.trainer
+    trainer = built.trainer
     owner, sync, generate = (
         (trainer, "_move_model_to_vllm", "_generate_vllm")
         if candidate.method == "online-dpo"
         else (trainer.vllm_generation, "sync_weights", "generate")
     )
-    syncs: Callable[..., Any] = vars(type(owner))[sync]
-    generates: Callable[..., Any] = vars(type(owner))[generate]
+    sync_method: Callable[..., Any] = vars(type(owner))[sync]
+    generate_method: Callable[..., Any] = vars(type(owner))[generate]
 
-    def synced(*args: Any, **kwargs: Any) -> Any:
-        watch.enter_phase("weight_sync")
-        return syncs(owner, *args, **kwargs)
+    def marked_sync(*args: Any, **kwargs: Any) -> Any:
+        listener.enter_phase("weight_sync")
+        return sync_method(owner, *args, **kwargs)
 
-    def generated(*args: Any, **kwargs: Any) -> Any:
-        watch.enter_phase("rollout")
-        result = generates(owner, *args, **kwargs)
-        watch.enter_phase("score")
+    def marked_generate(*args: Any, **kwargs: Any) -> Any:
+        listener.enter_phase("rollout")
+        result = generate_method(owner, *args, **kwargs)
+        listener.enter_phase("score")
         return (
             result
             if candidate.method == "online-dpo"
             else (result[0], *(shortened(each, short_row(candidate)) for each in result[1:]))
         )
 
-    with substituted(owner, sync, synced), substituted(owner, generate, generated):
+    with substituted(owner, sync, marked_sync), substituted(owner, generate, marked_generate):
         yield
 
 
 def shortened(rows: list[list[Any]] | None, short: int) -> list[list[Any]] | None:
-    """Every `short`-th completion without its last token; the same of what belongs to tokens."""
+    """Return the rows with every `short`-th one without its last element: a token, or what belongs to a token."""
     if rows is None or not short:
         return rows
     return [row[:-1] if index % short == short - 1 and len(row) > 1 else row for index, row in enumerate(rows)]

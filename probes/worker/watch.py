@@ -1,4 +1,7 @@
-"""What sees a worker's memory. On `cuda` the allocator's and the driver's counters, on `cpu` every tensor's bytes: two recorders, told the same moments."""
+"""Watch the memory of a worker, phase by phase.
+
+On `cuda` the counters of the allocator and the driver are read; on `cpu` the bytes of every tensor are counted.
+"""
 
 import os
 import time
@@ -13,38 +16,38 @@ from accelerate import PartialState
 
 from planner.measurements.measurement import PhasePeak, Shortage
 from planner.quantities import Component, Phase
-from probes.step.listener import Told
-from probes.step.stage import Stage
+from probes.step.built_trainer import BuiltTrainer
+from probes.step.listener import PhaseListener
 from probes.step.tracker import DeviceFull, Tracker, collector_off
 from probes.task import PHASE_FILE, Task
 from probes.worker.shortage import shortage_of_message
-from probes.worker.states import belongings
+from probes.worker.states import attached_tensors
 
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds of each phase, of the last step that had it; and the file that says which one runs."""
+    """Seconds of each phase in the last step that had it. The running phase is also written to a file."""
 
     file: Path
     seconds: dict[Phase, float] = field(default_factory=dict)
-    steps: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # seconds of each step, and those of them in rollouts
+    steps: list[tuple[float, float]] = field(default_factory=list)  # seconds of each step, and of its rollouts
     _step: dict[Phase, float] = field(default_factory=dict)
     _phase: Phase = "load"
     _since: float = field(default_factory=time.perf_counter)
 
     def enter(self, phase: Phase) -> None:
+        """End the running phase and begin another."""
         now = time.perf_counter()
         self._step[self._phase] = self._step.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
         self.file.write_text(phase, encoding="utf-8")
 
     def step_begins(self) -> None:
-        """What came before is no part of a step."""
+        """Begin a step: the seconds before belong to none."""
         self._close()
 
     def step_ends(self) -> None:
+        """End a step and keep its seconds."""
         step = self._close()
         self.steps.append((sum(step.values()), step.get("rollout", 0.0)))
 
@@ -55,31 +58,39 @@ class Clock:
         return step
 
 
-class Watch(Told, Protocol):
-    """What the worker asks of a recorder."""
+class MemoryWatch(PhaseListener, Protocol):
+    """Watches the memory of one process: `CpuWatch` or `CudaWatch`."""
 
     clock: Clock
 
     @contextmanager
-    def watching(self, stage: Stage) -> Iterator[None]:
-        """While inside, a trainer runs."""
+    def watching(self, built: BuiltTrainer) -> Iterator[None]:
+        """Watch a trainer that runs inside the block."""
 
     def settle(self) -> None:
-        """What was started is waited for."""
+        """Wait until the device has done what was started."""
 
     def forget(self) -> None:
-        """The trainer is gone; another one comes."""
+        """Prepare for another trainer: keep the peaks of the one before, whose memory was freed."""
 
     @property
-    def capacity_bytes(self) -> int: ...
+    def capacity_bytes(self) -> int:
+        """Memory of the device that may be used."""
+
     @property
-    def peaks(self) -> tuple[PhasePeak, ...]: ...
+    def peaks(self) -> tuple[PhasePeak, ...]:
+        """The peak of each phase, in the order of a step."""
+
     @property
-    def allocator(self) -> dict[str, int]: ...
-    def shortage(self, error: Exception, rank: int) -> Shortage: ...
+    def allocator(self) -> dict[str, int]:
+        """The counters of PyTorch's CUDA allocator; empty on a CPU."""
+
+    def shortage(self, error: Exception, rank: int) -> Shortage:
+        """The figures of an out-of-memory error."""
 
 
-def watch_of(task: Task) -> Watch:
+def memory_watch(task: Task) -> MemoryWatch:
+    """Return the watch for the task's device."""
     clock = Clock(Path(task.folder) / PHASE_FILE)
     clock.enter("load")
     return CpuWatch(clock, task.capacity_bytes) if task.device == "cpu" else CudaWatch(clock, task.capacity_bytes)
@@ -89,17 +100,18 @@ def watch_of(task: Task) -> Watch:
 
 
 class CpuWatch(Tracker):
-    """Counts tensors as the dry run counts them, with which it can be compared to the byte. The host has no limit but the one that is set."""
+    """Counts tensors as a dry run does, so that the two can be compared to the byte.
+
+    The host has no limit but the task's capacity.
+    """
 
     def __init__(self, clock: Clock, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes=capacity_bytes)
-        PartialState(cpu=True)  # before anybody asks which process this is
+        PartialState(cpu=True)  # before anything else creates the process group
         self.clock = clock
         self.capacity_bytes = capacity_bytes
-        self._before: dict[Phase, int] = {}  # of the trainer before
-        self._saving: dict[
-            Phase, int
-        ] = {}  # what is held while a checkpoint is written, in which nothing needs to be made
+        self._before: dict[Phase, int] = {}  # peaks of the trainer before
+        self._saving: dict[Phase, int] = {}  # bytes that exist when a checkpoint is written, which may allocate nothing
 
     def enter_phase(self, phase: Phase) -> None:
         if phase != self.phase:
@@ -109,45 +121,47 @@ class CpuWatch(Tracker):
         super().enter_phase(phase)
 
     @contextmanager
-    def watching(self, stage: Stage) -> Iterator[None]:
-        """Only what the trainer does is seen: models are there when it begins, and batches come from the host."""
-        collate = stage.trainer.data_collator
+    def watching(self, built: BuiltTrainer) -> Iterator[None]:
+        """Track the trainer's allocations inside the block. The models exist already; batches come from the host."""
+        collate = built.trainer.data_collator
 
-        def collated(examples: Any) -> Any:
-            with self.looking_away():
+        def collate_untracked(examples: Any) -> Any:
+            with self.tensors_on_host():
                 batch = collate(examples)
             if isinstance(batch, Mapping):
                 self.add_batch(batch)
             return batch
 
-        stage.trainer.data_collator = collated
+        built.trainer.data_collator = collate_untracked
         with collector_off(), self:
             self.phase = "load"
-            for component, name, tensor in residents(stage):
+            for component, name, tensor in residents(built):
                 self.add_resident(tensor, component, name)
             yield
 
     def settle(self) -> None:
-        """On the host an operator is done when it returns."""
+        """Do nothing: on the host an operator is done when it returns."""
 
     def forget(self) -> None:
+        """Keep the peaks of the trainer before."""
         self._before = {peak.name: peak.allocated_bytes for peak in self.peaks}
 
     @property
     def peaks(self) -> tuple[PhasePeak, ...]:
-        found = dict(self._before)
+        """The peak of each phase, in the order of a step."""
+        peaks = dict(self._before)
         for phase in self.trace().phases:
-            found[phase.name] = max(phase.total_bytes, found.get(phase.name, 0))
-        found = self._saving | found
+            peaks[phase.name] = max(phase.total_bytes, peaks.get(phase.name, 0))
+        peaks = self._saving | peaks
         return tuple(
             PhasePeak(
                 name=name,
-                allocated_bytes=held,
+                allocated_bytes=size_bytes,
                 reserved_bytes=0,
                 driver_bytes=0,
                 seconds=self.clock.seconds.get(name, 0.0),
             )
-            for name, held in sorted(found.items(), key=in_order)
+            for name, size_bytes in sorted(peaks.items(), key=phase_order)
         )
 
     @property
@@ -157,22 +171,26 @@ class CpuWatch(Tracker):
     def shortage(self, error: Exception, rank: int) -> Shortage:
         assert isinstance(error, DeviceFull)
         return Shortage(
-            rank=rank, phase=self.phase, tried_bytes=error.tried_bytes, free_bytes=error.capacity_bytes - error.held_bytes,
-            allocated_bytes=error.held_bytes, reserved_bytes=error.held_bytes,
-        )  # fmt: skip
+            rank=rank,
+            phase=self.phase,
+            tried_bytes=error.tried_bytes,
+            free_bytes=error.capacity_bytes - error.held_bytes,
+            allocated_bytes=error.held_bytes,
+            reserved_bytes=error.held_bytes,
+        )
 
 
-def in_order(found: tuple[Phase, Any]) -> int:
-    """As the phases follow each other."""
-    return get_args(Phase).index(found[0])
+def phase_order(item: tuple[Phase, Any]) -> int:
+    """Sort key for (phase, value): the position of the phase in a step."""
+    return get_args(Phase).index(item[0])
 
 
-def residents(stage: Stage) -> Iterator[tuple[Component, str, torch.Tensor]]:
-    """What models are made of, as it lies on the device."""
-    for model in stage.models:
+def residents(built: BuiltTrainer) -> Iterator[tuple[Component, str, torch.Tensor]]:
+    """Yield the tensors of the models with their component and name, as they lie on the device."""
+    for model in built.models:
         for name, parameter in model.named_parameters():
             yield "adapters" if "lora_" in name else "weights", name, parameter
-            yield from (("weights", name, tensor) for tensor in belongings(parameter))
+            yield from (("weights", name, tensor) for tensor in attached_tensors(parameter))
         for name, buffer in model.named_buffers():
             yield "weights", name, buffer
 
@@ -181,20 +199,25 @@ def residents(stage: Stage) -> Iterator[tuple[Component, str, torch.Tensor]]:
 
 
 class CudaWatch:
-    """Reads the counters of PyTorch's allocator and of the driver where a phase ends, and sets the peaks back. Not yet run on a GPU.
+    """Reads the counters of PyTorch's allocator and of the driver at the end of each phase, and resets the peaks.
 
-    The driver's figure is only there to be read, without a peak. Between two readings it grows by what the allocator takes: the peak is the reading
-    and what the allocator had given back by then.
-    Source: torch/cuda/memory.py (`memory_stats`, `reset_peak_memory_stats`); pynvml, `nvmlDeviceGetComputeRunningProcesses`.
+    Not yet run on a GPU.
+
+    The driver counts no peak. Between two readings its figure grows by what the allocator reserves:
+
+        driver's peak = driver's reading - reserved now + peak of reserved
+
+    Source: torch/cuda/memory.py (`memory_stats`, `reset_peak_memory_stats`); pynvml,
+    `nvmlDeviceGetComputeRunningProcesses`.
     """
 
     def __init__(self, clock: Clock, capacity_bytes: int) -> None:
         self.clock = clock
         self.phase: Phase = "load"
         self.module = ""
-        self._found: dict[Phase, tuple[int, int, int]] = {}
+        self._peaks: dict[Phase, tuple[int, int, int]] = {}  # bytes allocated, reserved, of the driver
         self._driver = Driver()
-        PartialState()  # says which GPU is this process'
+        PartialState()  # selects this process' GPU
         self._limit_bytes = capacity_bytes  # 0: all that the card has
         self._total_bytes = torch.cuda.mem_get_info()[1]
         self.capacity_bytes = capacity_bytes or self._total_bytes
@@ -202,10 +225,14 @@ class CudaWatch:
         torch.cuda.reset_peak_memory_stats()
 
     def _keep_to_limit(self, outside_bytes: int) -> None:
-        """On a larger card than the plan's the allocator may take what the plan's has left beside what is not the allocator's: the context, kernels, NCCL.
+        """Limit the allocator on a GPU that is larger than the planned one.
 
-        PyTorch's own limit counts the allocator alone. What lies outside grows as kernels are loaded, so the limit is set anew where a phase ends.
-        Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `setMemoryFraction`, and `alloc_block`, where `total_allocated_memory` is what is compared.
+            limit = planned capacity - outside_bytes
+
+        `outside_bytes`: the CUDA context, kernels, NCCL. PyTorch's limit counts the allocator alone. What lies outside
+        grows as kernels are loaded, so the limit is set again at the end of each phase.
+        Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `setMemoryFraction`, and `alloc_block`, which compares
+        `total_allocated_memory` with it.
         """
         if self._limit_bytes:
             allowed = max(self._limit_bytes - outside_bytes, 0)
@@ -219,27 +246,28 @@ class CudaWatch:
         self.phase = phase
 
     def _read(self) -> None:
+        """Add the counters to the peaks of the running phase, and reset them."""
         torch.cuda.synchronize()
         statistics = torch.cuda.memory_stats()
         reserved = statistics["reserved_bytes.all.peak"]
         outside = self._driver.held_bytes() - statistics["reserved_bytes.all.current"]
         now = (statistics["allocated_bytes.all.peak"], reserved, outside + reserved)
-        before = self._found.get(self.phase, (0, 0, 0))
-        self._found[self.phase] = tuple(map(max, before, now))
+        before = self._peaks.get(self.phase, (0, 0, 0))
+        self._peaks[self.phase] = tuple(map(max, before, now))
         self._keep_to_limit(outside)
         torch.cuda.reset_peak_memory_stats()
 
     def mark(self, tensors: Iterable[torch.Tensor], component: Component) -> None:
-        """The counters know no components."""
+        """Do nothing: the counters know no components."""
 
     def mark_saved(self) -> None:
-        """Nor what is saved."""
+        """Do nothing: the counters know no activations."""
 
     def mark_accumulated(self, gradient: torch.Tensor) -> None:
-        """Nor what a gradient is."""
+        """Do nothing: the counters know no gradients."""
 
     @contextmanager
-    def watching(self, stage: Stage) -> Iterator[None]:
+    def watching(self, built: BuiltTrainer) -> Iterator[None]:
         yield
 
     def settle(self) -> None:
@@ -259,7 +287,7 @@ class CudaWatch:
                 driver_bytes=driver,
                 seconds=self.clock.seconds.get(name, 0.0),
             )
-            for name, (allocated, reserved, driver) in sorted(self._found.items(), key=in_order)
+            for name, (allocated, reserved, driver) in sorted(self._peaks.items(), key=phase_order)
         )
 
     @property
@@ -279,10 +307,13 @@ class CudaWatch:
 
 
 class Driver:
-    """What the driver counts for this process on its GPU; where it does not tell processes apart (in a container), what the GPU has given since the start."""
+    """Reads from the driver how much memory of its GPU this process has.
+
+    In a container the driver may not know the process: then it is the growth of the GPU's used memory since the start.
+    """
 
     def __init__(self) -> None:
-        """Call it before CUDA is touched: the context is memory as well."""
+        """Read the used memory of all GPUs. Create it before CUDA is initialized: the context is memory as well."""
         import pynvml
 
         self._nvml = pynvml
@@ -293,6 +324,7 @@ class Driver:
         }
 
     def held_bytes(self) -> int:
+        """Return the bytes of this process on its GPU, as the driver counts them."""
         gpu, used_before = self._gpus[f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"]
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
         own = next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)

@@ -1,7 +1,7 @@
-"""One probe, in the process (or the processes, under any launcher) that runs it: `python -m probes.worker.worker TASK.json`.
+"""The process of one probe, or one of its processes under a launcher: `python -m probes.worker.worker TASK.json`.
 
-The real trainer's steps, a checkpoint, an evaluation batch, and from the checkpoint one step more. The last line on stdout is the measurement; everything
-that libraries print goes to stderr.
+It runs the real trainer's steps, a checkpoint, an evaluation batch, and one more step from the checkpoint. The last
+line on stdout is the measurement; everything that libraries print goes to stderr.
 """
 
 import contextlib
@@ -23,32 +23,35 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from planner.candidate import Candidate
-from planner.measurements.measurement import Measurement, RankMemory, Shortage, measurement_line
+from planner.measurements.documents import measurement_line
+from planner.measurements.measurement import Measurement, RankMemory, Shortage
 from planner.units import format_gib
-from probes.step.phases import phases_told
+from probes.step.built_trainer import BuiltTrainer
+from probes.step.phases import mark_phases
 from probes.step.rollouts import whole_rollout
-from probes.step.stage import Stage
 from probes.substitution import substituted
 from probes.task import ANSWER_PREFIX, Task, read_task
-from probes.worker.engines import engine, engine_phases_told, keep_own_gpus, with_share_of_this_card
+from probes.worker.engines import engine, keep_own_gpus, mark_engine_phases, with_share_of_this_card
 from probes.worker.random_weights import random_weights
 from probes.worker.shortage import lacks_memory
-from probes.worker.states import States, zero_steps_told
-from probes.worker.watch import Clock, Watch, watch_of
-from probes.worker.workload import model_path, workload
+from probes.worker.states import RankStates, report_zero_gradients
+from probes.worker.watch import Clock, MemoryWatch, memory_watch
+from probes.worker.workload import model_path, trainer_of_task
 
-# Methods whose trainer has no evaluation of its own: transformers' is not one for rows of text (trl 1.16, online_dpo_trainer.py has no `prediction_step`).
+# Methods whose trainer cannot evaluate rows of text: it has no `prediction_step` of its own (trl 1.16,
+# online_dpo_trainer.py).
 NOT_EVALUATED = frozenset({"online-dpo"})
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "vllm")
 
 
 def measure(task: Task) -> Measurement:
-    """Runs the task in this process and says what it saw; of several processes, each one gets the measurement of all.
+    """Run the task in this process and return what was measured; of several processes, each returns the measurement of
+    all.
 
-    Running out of memory is a measurement. It is that of this process alone where there are several: the others wait for it.
+    Running out of memory is a measurement too, but of this process alone: the others still wait for it.
     """
     started = time.monotonic()
-    watch = watch_of(task)
+    watch = memory_watch(task)
     probe = _Probe(task, watch)
     shortage = None
     try:
@@ -62,27 +65,35 @@ def measure(task: Task) -> Measurement:
     ranks = (mine,) if shortage is not None else tuple(sorted(gather_object([mine]), key=lambda rank: rank.rank))
     seconds = step_seconds(task.candidate, watch.clock)
     return Measurement(
-        candidate=task.candidate, device=task.device, outcome="fits" if shortage is None else "out_of_memory", ranks=ranks, shortage=shortage,
-        step_seconds=seconds, tokens_per_second=tokens_of_a_step(task.candidate) / seconds if seconds else 0.0, wall_seconds=time.monotonic() - started,
-        message="" if shortage is None else describe(shortage), log="", versions=versions(task),
-    )  # fmt: skip
+        candidate=task.candidate,
+        device=task.device,
+        outcome="fits" if shortage is None else "out_of_memory",
+        ranks=ranks,
+        shortage=shortage,
+        step_seconds=seconds,
+        tokens_per_second=tokens_of_a_step(task.candidate) / seconds if seconds else 0.0,
+        wall_seconds=time.monotonic() - started,
+        message="" if shortage is None else describe(shortage),
+        log="",
+        versions=versions(task),
+    )
 
 
 class _Probe(TrainerCallback):
-    """The course of one probe, and what is seen on the way."""
+    """Runs the steps of one probe, and is the trainer's callback meanwhile."""
 
-    def __init__(self, task: Task, watch: Watch) -> None:
+    def __init__(self, task: Task, watch: MemoryWatch) -> None:
         self._task, self._watch = task, watch
-        self._stage: Stage | None = None
-        self._states = States()
+        self._built: BuiltTrainer | None = None
+        self._states = RankStates()
 
     def run(self) -> None:
+        """Train, then train one more step from the checkpoint if the task asks for it."""
         self._train(self._task, None)
         checkpoint = Path(self._task.folder) / "checkpoints" / f"checkpoint-{self._task.steps}"
-        if (
-            self._task.save and self._task.resume and self._task.candidate.vllm == "off"
-        ):  # a process has room for one engine only
-            self._stage = None
+        # A process cannot start a second engine: with vLLM there is no run from the checkpoint.
+        if self._task.save and self._task.resume and self._task.candidate.vllm == "off":
+            self._built = None
             gc.collect()
             self._watch.forget()
             self._watch.enter_phase("load")
@@ -92,17 +103,18 @@ class _Probe(TrainerCallback):
         candidate = with_share_of_this_card(task.candidate, task.card_bytes)
         task = replace(task, candidate=candidate)
         with contextlib.ExitStack() as stack:
-            found = stack.enter_context(engine(candidate, model_path(task, candidate.model), task.weights == "random"))
-            self._stage = stage = workload(task, found)
-            stage.trainer.add_callback(self)
-            stack.enter_context(self._watch.watching(stage))
-            stack.enter_context(engine_phases_told(self._watch, stage, candidate))
-            stack.enter_context(phases_told(self._watch, stage, padded=False, rollout=whole_rollout(candidate)))
-            stack.enter_context(_saving(stage, self._watch))
-            stack.enter_context(zero_steps_told(stage, self._zero_steps))
-            stage.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            model = model_path(task, candidate.model)
+            engine_arguments = stack.enter_context(engine(candidate, model, task.weights == "random"))
+            self._built = built = trainer_of_task(task, engine_arguments)
+            built.trainer.add_callback(self)
+            stack.enter_context(self._watch.watching(built))
+            stack.enter_context(mark_engine_phases(self._watch, built, candidate))
+            stack.enter_context(mark_phases(self._watch, built, padded=False, rollout=whole_rollout(candidate)))
+            stack.enter_context(_mark_saving(built, self._watch))
+            stack.enter_context(report_zero_gradients(built, self._on_zero_step))
+            built.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             if task.evaluate and candidate.method not in NOT_EVALUATED:
-                stage.trainer.evaluate()
+                built.trainer.evaluate()
         self._watch.clock.step_begins()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -114,41 +126,48 @@ class _Probe(TrainerCallback):
         self._watch.clock.step_ends()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The states are made, the gradients not yet gone."""
-        if self._stage is not None:
-            self._states.count(self._stage)
+        """Count what stays between steps: the optimizer has its states, and the gradients still exist."""
+        if self._built is not None:
+            self._states.count(self._built)
 
-    def _zero_steps(self, gradients: Iterable[torch.Tensor | None]) -> None:
+    def _on_zero_step(self, gradients: Iterable[torch.Tensor | None]) -> None:
         self._watch.enter_phase("optimizer_step")
         self._states.count_gradients(gradients)
 
     def memory(self) -> RankMemory:
+        """Return the memory of this process."""
         return RankMemory(
-            rank=PartialState().process_index, phases=self._watch.peaks, state_bytes=self._states.bytes, capacity_bytes=self._watch.capacity_bytes,
+            rank=PartialState().process_index,
+            phases=self._watch.peaks,
+            state_bytes=self._states.bytes,
+            capacity_bytes=self._watch.capacity_bytes,
             allocator=self._watch.allocator,
-        )  # fmt: skip
+        )
 
 
 @contextlib.contextmanager
-def _saving(stage: Stage, watch: Watch) -> Iterator[None]:
-    """A checkpoint is a phase of its own."""
-    save: Callable[..., Any] = stage.trainer._save_checkpoint
+def _mark_saving(built: BuiltTrainer, watch: MemoryWatch) -> Iterator[None]:
+    """Report the writing of a checkpoint as a phase inside the block."""
+    save: Callable[..., Any] = built.trainer._save_checkpoint
 
-    def saved(*args: Any, **kwargs: Any) -> Any:
+    def marked_save(*args: Any, **kwargs: Any) -> Any:
         watch.enter_phase("save")
         return save(*args, **kwargs)
 
-    with substituted(stage.trainer, "_save_checkpoint", saved):
+    with substituted(built.trainer, "_save_checkpoint", marked_save):
         yield
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- the measurement ---------------------------------------------------------------------------------------------------
 
 
 def step_seconds(candidate: Candidate, clock: Clock) -> float:
-    """Seconds of an optimizer step after the first, with its share of a rollout; of the first where there is no other, 0 where there is none.
+    """Seconds of an optimizer step, with its share of a rollout.
 
-    A rollout serves `steps_per_generation x num_iterations / gradient_accumulation_steps` optimizer steps (trl 1.16, grpo_trainer.py, `_prepare_inputs`).
+        seconds = mean of (step - its rollout) over the steps after the first + last rollout / steps that it serves
+
+    A rollout serves `steps_per_generation x num_iterations / gradient_accumulation_steps` optimizer steps (trl 1.16,
+    grpo_trainer.py, `_prepare_inputs`). If there is only one step, it counts; if there is none, the result is 0.
     """
     steps = clock.steps[1:] or clock.steps
     if not steps:
@@ -164,33 +183,35 @@ def step_seconds(candidate: Candidate, clock: Clock) -> float:
 
 
 def tokens_of_a_step(candidate: Candidate) -> int:
-    """Tokens of the training passes of an optimizer step, over all processes: what `planner/throughput` counts."""
+    """Return the tokens of a step's training passes over all processes, as planner/throughput counts them."""
     return candidate.tokens * candidate.gradient_accumulation_steps * candidate.num_processes
 
 
 def describe(shortage: Shortage) -> str:
+    """Return a shortage as one line of text."""
     return (
-        f"out of memory in the {shortage.phase.replace('_', ' ')}: tried {format_gib(shortage.tried_bytes)}, {format_gib(shortage.free_bytes)} free, "
-        f"{format_gib(shortage.allocated_bytes)} allocated"
+        f"out of memory in the {shortage.phase.replace('_', ' ')}: tried {format_gib(shortage.tried_bytes)}, "
+        f"{format_gib(shortage.free_bytes)} free, {format_gib(shortage.allocated_bytes)} allocated"
     )
 
 
 def versions(task: Task) -> dict[str, str]:
-    found = {}
+    """Return the versions of the installed libraries, and the GPU's name on `cuda`."""
+    installed = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
     if task.device == "cuda":
-        found |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name()}
-    return found
+        installed |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name()}
+    return installed
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def answer_only() -> Iterator[int]:
-    """While inside, what is printed goes to stderr; yields the descriptor of the real stdout."""
+def stdout_for_answer() -> Iterator[int]:
+    """Redirect stdout to stderr inside the block; yield the file descriptor of the real stdout."""
     sys.stdout.flush()
     answer = os.dup(1)
     os.dup2(2, 1)
@@ -203,8 +224,12 @@ def answer_only() -> Iterator[int]:
 
 
 def main(task_file: str) -> int:
-    """The exit code: that of a process that ran out of memory is 0, unless others wait for it, which only its failure ends."""
-    with answer_only() as answer:
+    """Run the task in the file, print its measurement, and return the exit code.
+
+    It is 0 even if memory ran out. But if other processes wait for this one, it kills itself, so that the launcher ends
+    them.
+    """
+    with stdout_for_answer() as answer:
         task = read_task(Path(task_file))
         if task.device == "cuda":
             keep_own_gpus(task.candidate)

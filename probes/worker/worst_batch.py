@@ -1,78 +1,56 @@
-"""Data whose every batch is the longest that the settings allow, padded by one token where batches are padded."""
+"""Datasets whose every batch is the longest that the settings allow, padded by one token if batches are padded."""
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import datasets
 
 from planner.candidate import Candidate
+from probes.step.built_trainer import WORD
 from probes.step.rollouts import prompts_differ
-from probes.step.stage import WORD
 from probes.task import Task
-
-
-class Text:
-    """Words that differ, the same ones for the same seed. Each is one token."""
-
-    def __init__(self, task: Task) -> None:
-        self._random, self._vocab_size = random.Random(task.seed), task.candidate.model.vocab_size
-
-    def ids(self, count: int) -> list[int]:
-        return [self._random.randrange(WORD, self._vocab_size) for _ in range(max(count, 1))]
-
-    def __call__(self, count: int) -> str:
-        return " ".join(f"w{token}" for token in self.ids(count))
-
-
-# A row, of the text that it may take, its index, and by how many tokens it is short.
-Row = Callable[[Text, int, int], dict[str, Any]]
+from probes.trainers import Row
 
 
 def evaluation_rows(candidate: Candidate) -> int:
-    """Rows of an evaluation batch: those of training, but whole groups where a prompt has several completions (trl 1.16, grpo_config.py, `num_generations`)."""
+    """Return the rows of an evaluation batch on one process.
+
+    They are those of a training batch, rounded up to whole groups of completions of one prompt.
+    Source: trl 1.16, trainer/grpo_config.py, `num_generations`.
+    """
     rows = candidate.per_device_train_batch_size
     if not candidate.method_row.grouped_completions:
         return rows
     return -(-rows // candidate.num_generations) * candidate.num_generations
 
 
-def data(task: Task, row: Row) -> dict[str, datasets.Dataset]:
-    """`row(text, index, short)` for all steps of all processes; the last row of each process' batch is one token short where batches are padded."""
-    candidate, text = task.candidate, Text(task)
-    batch = candidate.per_device_train_batch_size
+def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
+    """Return `train_dataset` with enough rows for all steps of all processes, and `eval_dataset` with one batch.
+
+    Without evaluation there is no `eval_dataset`. The tokens are random, and the same for the same seed.
+    """
+    candidate, generator = task.candidate, random.Random(task.seed)
+
+    def tokens(count: int) -> list[int]:
+        return [generator.randrange(WORD, candidate.model.vocab_size) for _ in range(max(count, 1))]
+
+    steps = task.steps + (task.save and task.resume)
     count = (
-        (task.steps + (task.save and task.resume))
-        * batch
-        * candidate.gradient_accumulation_steps
-        * candidate.num_processes
+        steps * candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps * candidate.num_processes
     )
-    found = [row(text, index, int(candidate.pads and index % batch == batch - 1)) for index in range(count)]
-    rows = {"train_dataset": datasets.Dataset.from_list(found)}
+    rows = [row(candidate, tokens, index, _short_tokens(candidate, index)) for index in range(count)]
+    by_name = {"train_dataset": datasets.Dataset.from_list(rows)}
     if task.evaluate:
         one_batch = evaluation_rows(candidate) * candidate.num_processes
-        rows["eval_dataset"] = datasets.Dataset.from_list([found[index % len(found)] for index in range(one_batch)])
-    return rows
+        by_name["eval_dataset"] = datasets.Dataset.from_list([rows[index % count] for index in range(one_batch)])
+    return by_name
 
 
-def pair(candidate: Candidate) -> Row:
-    """A prompt of one token, so that all the rest of the row is scored; TRL adds the end to both completions."""
+def _short_tokens(candidate: Candidate, index: int) -> int:
+    """Return 1 if the row is one token short, which pads its batch, else 0.
 
-    def row(text: Text, _: int, short: int) -> dict[str, Any]:
-        return {
-            "prompt": text(1),
-            "chosen": " " + text(candidate.max_length - 2),
-            "rejected": " " + text(candidate.max_length - 2 - short),
-        }
-
-    return row
-
-
-def prompt(candidate: Candidate) -> Row:
-    """Prompts of one length, every second of them one token short where that pads a batch."""
-    differ = prompts_differ(candidate)
-
-    def row(text: Text, index: int, _: int) -> dict[str, Any]:
-        return {"prompt": text(candidate.prompt_length - int(differ and index % 2))}
-
-    return row
+    Short are every second prompt, or the last row of each process' batch.
+    """
+    if candidate.method_row.generates:
+        return int(prompts_differ(candidate) and index % 2 == 1)
+    batch = candidate.per_device_train_batch_size
+    return int(candidate.pads and index % batch == batch - 1)

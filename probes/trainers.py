@@ -1,0 +1,286 @@
+"""How each TRL trainer is built: one table, for dry runs and for probes.
+
+A dry run (probes/dryrun/fake_trainer.py) hands in models that are loaded already and have no weights. A probe
+(probes/worker/workload.py) hands in paths, from which TRL loads the models. `TrainerInputs` holds everything that
+differs between the two.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import datasets
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from trl import ModelConfig, get_peft_config, get_quantization_config
+
+from planner.candidate import Candidate
+from planner.errors import InputError
+from planner.jobs.settings import settings_of
+from planner.methods import MethodName
+from probes.step.built_trainer import DTYPES, BuiltTrainer
+
+# Settings that are not arguments of a trainer: read by accelerate, DeepSpeed, FSDP, the environment or the vLLM server,
+# names of models that are passed as models, and facts about the data.
+NOT_TRAINER_ARGUMENTS = frozenset(
+    {
+        "model_name_or_path",
+        "reward_model_name_or_path",
+        "teacher_model_name_or_path",
+        "method",
+        "trl_version",
+        "distributed_type",
+        "zero_stage",
+        "num_processes",
+        "num_machines",
+        "fsdp_version",
+        "fsdp_offload_params",
+        "offload_optimizer_device",
+        "offload_param_device",
+        "environment",
+        "prompt_length",
+        "padded",
+        "vllm_data_parallel_size",
+        "autocast_adapter_dtype",
+        "quant_method",
+    }
+)
+
+TokenSource = Callable[[int], list[int]]  # as many token ids as asked for, at least one
+# A row of the dataset from: the candidate, the source of its tokens, its index, and by how many tokens it is shorter
+# than the longest row.
+Row = Callable[[Candidate, TokenSource, int, int], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerInputs:
+    """Everything that a dry run and a probe give a trainer, each in its own way."""
+
+    candidate: Candidate
+    model: PreTrainedModel | str  # a loaded model, or a path to load it from; so are the next two
+    teacher: PreTrainedModel | str | None  # None: the method has none
+    reward_model: PreTrainedModel | str | None  # None: rewards come from a function
+    model_init_kwargs: dict[str, Any] | None  # how the paths are loaded; None: the models are loaded already
+    tokenizer: PreTrainedTokenizerFast
+    build_datasets: Callable[[Row], dict[str, datasets.Dataset]]  # `train_dataset`, and `eval_dataset` if there is one
+    run_arguments: dict[str, Any]  # training arguments of the run, not of the candidate, such as `output_dir`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerRecipe:
+    """Rows and training arguments of one method's trainer. The names of its classes are in `METHODS`."""
+
+    row: Row
+    arguments: Callable[[TrainerInputs], dict[str, Any]] = lambda inputs: {}  # besides the candidate's settings
+
+
+def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
+    """Build the TRL trainer of the candidate's method, ready for `train()`, as a training script of TRL would build it.
+
+    Raises:
+        InputError: the candidate has a setting that the trainer has no argument for.
+    """
+    candidate, method = inputs.candidate, inputs.candidate.method_row
+    settings: dict[str, Any] = {
+        "model": inputs.model,
+        "args": training_arguments(inputs),
+        "processing_class": inputs.tokenizer,
+        "peft_config": get_peft_config(model_config(candidate)),
+    } | inputs.build_datasets(TRAINERS[candidate.method].row)
+    if not method.experimental:
+        settings["quantization_config"] = quantization_config(inputs)
+    if method.reward_model != "none":
+        settings["reward_funcs"] = [distinct_rewards if inputs.reward_model is None else inputs.reward_model]
+        settings["reward_processing_classes"] = None if inputs.reward_model is None else [inputs.tokenizer]
+    if method.teacher:
+        settings["teacher_model"] = inputs.teacher
+    trainer = _class_of_trl(candidate, method.trainer)(**settings)
+    if candidate.method == "gkd":  # GKDConfig has no `generation_kwargs`
+        trainer.generation_config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
+    if candidate.tuning == "lora" and not candidate.autocast_adapter_dtype:
+        adapters_in_dtype(trainer.model, DTYPES[candidate.dtype])
+    others = [
+        *([trainer.ref_model] if method.reference != "never" else []),
+        *([trainer.teacher_model] if method.teacher else []),
+        *(trainer.reward_funcs if method.reward_model != "none" else []),
+    ]
+    models = (model for model in others if isinstance(model, torch.nn.Module))
+    return BuiltTrainer(trainer=trainer, models=(trainer.model, *models))
+
+
+def training_arguments(inputs: TrainerInputs) -> Any:
+    """Build the method's own config (`SFTConfig`, ...) with the candidate's settings under their own names.
+
+    Raises:
+        InputError: neither the config nor TRL's `ModelConfig` has a field for a setting, which would be lost.
+    """
+    candidate = inputs.candidate
+    config = _class_of_trl(candidate, candidate.method_row.config)
+    names, model_names = ({field.name for field in fields(each)} for each in (config, ModelConfig))
+    settings = {name: value for name, value in settings_of(candidate).items() if name not in NOT_TRAINER_ARGUMENTS}
+    if candidate.method_row.needs_beta and not candidate.beta:
+        settings.pop("beta", None)  # 0 stands for "not set": the method has no loss at a beta of 0
+    lost = {name for name, value in settings.items() if value} - names - model_names
+    if lost:
+        raise InputError(f"{config.__name__} of the installed TRL has no setting {', '.join(sorted(lost))}.")
+    return config(
+        **{name: value for name, value in (settings | inputs.run_arguments).items() if name in names}
+        | {"model_init_kwargs": _model_init_kwargs(inputs)}
+        | TRAINERS[candidate.method].arguments(inputs)
+    )
+
+
+def _class_of_trl(candidate: Candidate, name: str) -> Any:
+    """Return a class of the installed TRL, by its name in `METHODS`."""
+    module = f"trl.experimental.{candidate.method.replace('-', '_')}" if candidate.method_row.experimental else "trl"
+    return getattr(importlib.import_module(module), name)
+
+
+# -- how models are loaded ---------------------------------------------------------------------------------------------
+
+
+def model_config(candidate: Candidate) -> ModelConfig:
+    """Return TRL's description of how the model is loaded and which adapters it gets."""
+    names = {field.name for field in fields(ModelConfig)}
+    settings = {name: value for name, value in settings_of(candidate).items() if name in names}
+    config = ModelConfig(**settings)
+    config.lora_task_type = "SEQ_CLS" if candidate.method == "reward" else "CAUSAL_LM"
+    # Set again: `__post_init__` makes a list of one name a string, which PEFT takes for a regular expression of the
+    # whole path of a module.
+    config.lora_target_modules = settings.get("lora_target_modules")
+    return config
+
+
+def quantization_config(inputs: TrainerInputs) -> Any:
+    """Return the `BitsAndBytesConfig` with which TRL loads the model; None if not quantized, or loaded already."""
+    return None if inputs.model_init_kwargs is None else get_quantization_config(model_config(inputs.candidate))
+
+
+def _model_init_kwargs(inputs: TrainerInputs) -> dict[str, Any] | None:
+    """Return `model_init_kwargs` of the training arguments.
+
+    Experimental trainers have no `quantization_config` of their own and read it here.
+    """
+    quantization = quantization_config(inputs) if inputs.candidate.method_row.experimental else None
+    if inputs.model_init_kwargs is None or quantization is None:
+        return inputs.model_init_kwargs
+    return inputs.model_init_kwargs | {"quantization_config": quantization}
+
+
+def adapters_in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast PEFT's float32 adapters to the dtype of the base model, in place.
+
+    PEFT's `autocast_adapter_dtype=False` leaves them in that dtype, but TRL passes it on under ZeRO-3 only.
+    """
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def full_length_generation(candidate: Candidate) -> dict[str, Any]:
+    """Return generation settings with which every completion gets its full length.
+
+    `generate` gets an end token that no model samples; vLLM ignores the end token. `min_new_tokens` would do as well,
+    but it keeps another copy of the logits while it forbids the end token.
+    """
+    return {"eos_token_id": candidate.model.vocab_size} if candidate.vllm == "off" else {"ignore_eos": True}
+
+
+def distinct_rewards(completions: list[Any], **_: Any) -> list[float]:
+    """Reward every completion differently, so that every group has an advantage. The signature is TRL's."""
+    return [float(index) for index in range(len(completions))]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def text(tokens: list[int]) -> str:
+    """Return the text that our tokenizers turn into these tokens, one word for each."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def sft_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    return {"input_ids": tokens(candidate.max_length - short)}
+
+
+def preference_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    """Return a prompt of one token, so that all the rest is scored; TRL adds an end token to both completions."""
+    length = candidate.max_length - 2
+    return {
+        "prompt": text(tokens(1)),
+        "chosen": " " + text(tokens(length)),
+        "rejected": " " + text(tokens(length - short)),
+    }
+
+
+def kto_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    """Return a prompt of one token and a completion, to which TRL adds an end token; every other one is desirable."""
+    length = candidate.max_length - 2
+    return {"prompt": text(tokens(1)), "completion": " " + text(tokens(length - short)), "label": index % 2 == 0}
+
+
+def reward_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    return {"chosen_ids": tokens(candidate.max_length), "rejected_ids": tokens(candidate.max_length - short)}
+
+
+def prompt_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    return {"prompt": text(tokens(candidate.prompt_length - short))}
+
+
+def gkd_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -> dict[str, Any]:
+    """Return a prompt and a completion; with `lmbda=1.0` the student's own completion replaces it."""
+    prompt = tokens(candidate.prompt_length - short)
+    completion = tokens(candidate.row_tokens - candidate.prompt_length)
+    return {
+        "prompt": text(prompt),
+        "input_ids": prompt + completion,
+        "completion_mask": [0] * len(prompt) + [1] * len(completion),
+    }
+
+
+# -- trainers ----------------------------------------------------------------------------------------------------------
+
+
+def sft_arguments(inputs: TrainerInputs) -> dict[str, Any]:
+    """Unset `max_length` for padding-free training without packing, which refuses it (trl 1.16, sft_trainer.py:999)."""
+    unbounded = inputs.candidate.padding_free and not inputs.candidate.packing
+    return {"max_length": None} if unbounded else {}
+
+
+def generation_arguments(inputs: TrainerInputs) -> dict[str, Any]:
+    return {"generation_kwargs": full_length_generation(inputs.candidate)}
+
+
+def distillation_arguments(inputs: TrainerInputs) -> dict[str, Any]:
+    return generation_arguments(inputs) | {"teacher_model_init_kwargs": inputs.model_init_kwargs}
+
+
+def online_dpo_arguments(inputs: TrainerInputs) -> dict[str, Any]:
+    """Raise `max_length` to a whole prompt and completion, so that no prompt is cut."""
+    candidate = inputs.candidate
+    whole = candidate.prompt_length + candidate.max_completion_length
+    return generation_arguments(inputs) | {"max_length": max(candidate.max_length, whole)}
+
+
+def gkd_arguments(inputs: TrainerInputs) -> dict[str, Any]:
+    """Train on the student's own completions in every step (`lmbda` 1): the heavier of GKD's two kinds of step."""
+    return {"lmbda": 1.0, "teacher_model_init_kwargs": inputs.model_init_kwargs}
+
+
+TRAINERS: dict[MethodName, TrainerRecipe] = {
+    "sft": TrainerRecipe(row=sft_row, arguments=sft_arguments),
+    "dpo": TrainerRecipe(row=preference_row),
+    "kto": TrainerRecipe(row=kto_row),
+    "reward": TrainerRecipe(row=reward_row),
+    "grpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments),
+    "rloo": TrainerRecipe(row=prompt_row, arguments=generation_arguments),
+    "distillation": TrainerRecipe(row=prompt_row, arguments=distillation_arguments),
+    "online-dpo": TrainerRecipe(row=prompt_row, arguments=online_dpo_arguments),
+    "cpo": TrainerRecipe(row=preference_row),
+    "orpo": TrainerRecipe(row=preference_row),
+    "gkd": TrainerRecipe(row=gkd_row, arguments=gkd_arguments),
+}
