@@ -81,7 +81,7 @@ def test_cached_outputs_equal_those_of_the_fake_mode(settings: dict[str, Any], m
     "reshaped",
     [lambda held: held[:, 1:].reshape(-1), lambda held: held.t().reshape(-1), lambda held: held[:, ::2].flatten()],
 )
-def test_what_is_reshaped_of_a_real_tensor_is_made_though_nothing_on_the_meta_device_can_share_it(
+def test_a_large_real_tensor_that_is_reshaped_keeps_its_data(
     reshaped: Any,
 ) -> None:
     arithmetic = FakeArithmetic()
@@ -92,7 +92,7 @@ def test_what_is_reshaped_of_a_real_tensor_is_made_though_nothing_on_the_meta_de
 
 
 aten = torch.ops.aten
-# Those that the dry runs above do not come to, each on a tensor of numbers, of truths and of indices.
+# Operators that the dry runs above do not call, with arguments from a floating-point, a boolean and an integer tensor.
 OTHERS = {
     aten.bitwise_and.Tensor: lambda x, true, at: (true, true),
     aten.bitwise_not.default: lambda x, true, at: (true,),
@@ -106,8 +106,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("func", OTHERS, ids=str)
-def test_so_it_answers_of_those_that_the_dry_runs_do_not_come_to(func: Any) -> None:
-    """For shapes that differ, one of them with a dimension of one, and for elements that are not in order."""
+def test_cached_outputs_of_operators_that_no_dry_run_calls_equal_those_of_the_fake_mode(func: Any) -> None:
+    """Checked for several shapes, one with a dimension of size 1, and for tensors that are not contiguous."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     outputs = OperatorOutputs(mode)
     for shape, stride in (((3, 8), (8, 1)), ((5, 7), (7, 1)), ((1, 7), (7, 1)), ((4, 6), (1, 4))):
