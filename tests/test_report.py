@@ -2,20 +2,23 @@
 
 import json
 from dataclasses import replace
+from typing import get_args
 
 import jsonschema
 import pytest
 from report_samples import CLUSTER, COLOCATED, ESTIMATE, JOB, MODEL, NOTHING_FITS, PLAN, TOO_LARGE
 
 from planner.candidate import Candidate
+from planner.errors import InputError
 from planner.methods import METHODS
-from planner.quantities import Estimate
-from planner.report.documents import json_schema
+from planner.quantities import Component, Estimate
+from planner.report.documents import COMPONENT_DESCRIPTIONS, PinnedSettings, Settings, json_schema
 from planner.report.frame import breakdown, candidates
 from planner.report.html import estimate_html, plan_html
 from planner.report.json import estimate_report, json_text, plan_report
+from planner.report.read_json import read_plan
 from planner.report.table import MAX_WIDTH, MIN_WIDTH, estimate_table, plan_table, refusal
-from planner.report.words import describe
+from planner.report.words import describe_candidate
 from planner.units import GIB
 
 SCHEMA = json_schema()
@@ -71,6 +74,19 @@ class TestJson:
         with pytest.raises(jsonschema.ValidationError):
             VALIDATOR.validate(as_json(plan_report(PLAN)) | {"surprise": 1})
 
+    def test_every_component_is_described(self):
+        assert COMPONENT_DESCRIPTIONS.keys() == set(get_args(Component))
+
+    @pytest.mark.parametrize(("component", "size"), [("weights", "1"), ("weights", -1), ("wieghts", 1)])
+    def test_components_are_known_and_have_whole_bytes(self, component, size):
+        report = as_json(estimate_report(ESTIMATE))
+        report["gpus"][0]["phases"][0]["components"][component] = size
+        with pytest.raises(jsonschema.ValidationError):
+            VALIDATOR.validate(report)
+
+    def test_every_setting_can_be_pinned(self):
+        assert set(Settings.__struct_fields__) <= set(PinnedSettings.__struct_fields__) | {"environment"}
+
     def test_every_object_of_the_schema_is_described(self):
         objects = {name: part for name, part in SCHEMA["$defs"].items() if "properties" in part}
         assert [name for name, part in objects.items() if not part.get("description")] == []
@@ -95,6 +111,37 @@ class TestJson:
 
     def test_pins_are_spelled_as_settings(self):
         assert as_json(plan_report(PLAN))["job"]["pinned"] == {"lora_r": 16, "use_vllm": True, "vllm_mode": "colocate"}
+
+
+class TestSavedReports:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"schema": 2}, r"Invalid enum value 2 - at `\$\.schema`\.$"),
+            ({"settings": {}}, r"Object missing required field `model_name_or_path` - at `\$\.settings`\.$"),
+            ({"settings": 3}, r"Expected `object`, got `int` - at `\$\.settings`\.$"),
+            ({"cluster": {"nodes": "2"}}, r"Expected `int`, got `str` - at `\$\.cluster\.nodes`\.$"),
+        ],
+    )
+    def test_a_wrong_report_names_the_path_of_the_field(self, tmp_path, change, message):
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(as_json(estimate_report(ESTIMATE)) | change), encoding="utf-8")
+        with pytest.raises(InputError, match=rf"plan\.json is no report of plan: {message}"):
+            read_plan(path, None, None, lambda model: model)
+
+    def test_a_quoted_value_is_cut(self, tmp_path):
+        path = tmp_path / "plan.json"
+        report = as_json(estimate_report(ESTIMATE))
+        report["settings"]["method"] = "x" * 500
+        path.write_text(json.dumps(report), encoding="utf-8")
+        with pytest.raises(InputError, match=r"Invalid enum value 'x{50,60}\.\.\. - at `\$\.settings\.method`\.$"):
+            read_plan(path, "2xA100-40G", None, lambda model: model)
+
+    def test_keys_of_a_later_release_are_skipped(self, tmp_path):
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(as_json(plan_report(PLAN)) | {"later": 1}), encoding="utf-8")
+        candidate, cluster = read_plan(path, None, None, lambda model: model)
+        assert (candidate.lora_r, cluster) == (16, CLUSTER)
 
 
 class TestTable:
@@ -224,7 +271,7 @@ class TestTable:
         ],
     )
     def test_a_candidate_is_described_in_words(self, changes, words):
-        assert describe(replace(COLOCATED, **changes)) == words
+        assert describe_candidate(replace(COLOCATED, **changes)) == words
 
 
 class TestFrames:

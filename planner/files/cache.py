@@ -1,4 +1,4 @@
-"""The user's cache folder: own measurements, studies, logs and the layers measured on this machine."""
+"""The user's cache folder: own measurements, studies, logs and the layers that were measured on this machine."""
 
 import importlib.metadata
 import os
@@ -9,14 +9,14 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 def cache_root() -> Path:
-    """The folder of everything that `plan` keeps: $PLAN_CACHE, else $XDG_CACHE_HOME/plan, else ~/.cache/plan."""
+    """Return the folder of all files that `plan` keeps: $PLAN_CACHE, else $XDG_CACHE_HOME/plan, else ~/.cache/plan."""
     own = os.environ.get("PLAN_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plan"
 
 
 @lru_cache(maxsize=1)
 def installed_versions() -> str:
-    """The releases of the training stack as the name of a folder; "no-libraries" if one of them is not installed."""
+    """Return the releases of the training stack as a folder's name; "no-libraries" if one of them is not installed."""
     try:
         return "_".join(f"{name}-{importlib.metadata.version(name)}" for name in LIBRARIES)
     except importlib.metadata.PackageNotFoundError:

@@ -14,7 +14,8 @@ def decode_json(text: str | bytes, kind: type[T], source: str) -> T:
     """Decode JSON text into a msgspec type or a dataclass.
 
     Raises:
-        InputError: the text is no JSON, or no document of that type: `plan.json: Expected `int`, got `str` - at `$.gpus[0].count`.`
+        InputError: the text is no JSON, or no document of that type. The message names the path of the wrong field:
+            "plan.json: Expected `int`, got `str` - at `$.gpus[0].count`."
     """
     try:
         return msgspec.json.decode(text, type=kind)

@@ -1,4 +1,4 @@
-"""Files that grow by lines: one writer after another, none in the middle of another's line, and what was cut off is no line."""
+"""Files that several processes append lines to. A line that was cut off, by a full disk or a signal, is skipped."""
 
 import os
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from planner.errors import PlanError
 
 
 def append_line(path: Path, line: str) -> None:
-    """Adds one line, by one write to a file that is open for appending, so that lines of several processes do not mix.
+    """Append one line by one write, so that lines of several processes do not mix.
 
-    A line that an earlier writer could not finish (its disk was full, it was killed) is closed first: it stays unreadable, this one does not.
+    If the last line has no end, because its writer was killed or its disk was full, it is ended first.
 
     Raises:
         PlanError: the file cannot be written.
@@ -19,7 +19,7 @@ def append_line(path: Path, line: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            data = (("" if _ends_well(descriptor) else "\n") + line + "\n").encode()
+            data = (("" if _ends_with_newline(descriptor) else "\n") + line + "\n").encode()
             if os.write(descriptor, data) != len(data):
                 raise OSError(None, "only a part was written", str(path))
             os.fsync(descriptor)
@@ -30,7 +30,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a file that were finished; none where there is no file."""
+    """Yield the complete lines of a file; none if there is no file."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -39,6 +39,6 @@ def lines_of(path: Path) -> Iterator[str]:
                 yield line.strip()
 
 
-def _ends_well(descriptor: int) -> bool:
+def _ends_with_newline(descriptor: int) -> bool:
     size = os.fstat(descriptor).st_size
     return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"

@@ -1,4 +1,4 @@
-"""Reports as files: all that were asked for, or none."""
+"""Writing of reports: all files of a command, or none."""
 
 import os
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from planner.errors import InputError
 
 
 def refuse_unwritable(out: str | None, html: str | None) -> None:
-    """Before anything is computed: the folders that --out and --html need are there, or can be made.
+    """Check before anything is computed that the folders of --out and --html exist or can be created.
 
     Raises:
-        InputError: one of them is not, and cannot.
+        InputError: a folder cannot be written, or --html is a folder.
     """
     page = Path(html) if html is not None else None
     folders = [Path(out)] if out is not None else []
@@ -19,20 +19,20 @@ def refuse_unwritable(out: str | None, html: str | None) -> None:
         if page is not None and page.is_dir():
             raise InputError(f"--html {page} is a folder. Give a file, such as {page / 'plan.html'}.")
         for folder in folders + ([page.parent] if page is not None else []):
-            there = next(each for each in (folder, *folder.parents) if each.exists())
-            if not there.is_dir() or not os.access(there, os.W_OK):
+            existing = next(each for each in (folder, *folder.parents) if each.exists())
+            if not existing.is_dir() or not os.access(existing, os.W_OK):
                 raise InputError(
-                    f"{folder} cannot be written: {there} is {'not writable' if there.is_dir() else 'no folder'}."
+                    f"{folder} cannot be written: {existing} is {'not writable' if existing.is_dir() else 'no folder'}."
                 )
     except OSError as error:
         raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
 
 
 def write_all(texts: Mapping[Path, str]) -> None:
-    """All files or none: each is written beside its place and moved there when all are.
+    """Write all files or none: each is written beside its path, and moved to it after all are written.
 
     Raises:
-        InputError: one of them cannot be written.
+        InputError: a file cannot be written.
     """
     parts = {path: path.with_name(f"{path.name}.part") for path in texts}
     try:

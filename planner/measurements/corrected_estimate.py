@@ -38,13 +38,29 @@ UNMEASURED: dict[DeviceName, tuple[Component, ...]] = {
 }
 # The order in which components are cut: those that estimates are least sure of first (planner/confidence.py).
 LEAST_SURE_FIRST: tuple[Component, ...] = (
-    "transients", "loss", "activations", "attention_scores", "autocast_copies", "runtime", "communication", "kv_cache", "engine", "optimizer_states",
-    "gradients", "adapters", "weights", "unexplained", "fragmentation",
-)  # fmt: skip
+    "transients",
+    "loss",
+    "activations",
+    "attention_scores",
+    "autocast_copies",
+    "runtime",
+    "communication",
+    "kv_cache",
+    "engine",
+    "optimizer_states",
+    "gradients",
+    "adapters",
+    "weights",
+    "unexplained",
+    "fragmentation",
+)
 # Components of a measured phase that the estimate does not have: they stay through the whole run.
 STAYS: tuple[Component, ...] = ("weights", "adapters", "optimizer_states", "runtime")
 DEVICE_WORDS = {"cuda": "on the GPU", "cpu": "on the CPU", "simulated": "in a simulated card"}
-CPU_REASON = "the probe ran on the CPU, where tensors' bytes are counted: what CUDA takes besides ({}) and the speed are still {}"
+CPU_REASON = (
+    "the probe ran on the CPU, where tensors' bytes are counted: "
+    "what CUDA takes besides ({}) and the speed are still {}"
+)
 
 
 def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float = RISK) -> Estimate:
@@ -136,7 +152,7 @@ def needed_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
         slack = min(estimated fragmentation, reserved - allocated - engine)
 
     A run with room to spare keeps segments that it would give back before it ran out of memory
-    (results/allocator_slack.md): of the reserved memory without tensors no more counts than the estimated fragmentation.
+    (results/allocator_slack.md): of the reserved memory without tensors, at most the estimated fragmentation counts.
     """
     slack = expected.components.get("fragmentation", 0)
     engine = _engine_bytes(peak, expected)

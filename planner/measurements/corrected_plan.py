@@ -35,7 +35,8 @@ def plan_contradiction(plan: Plan, measurements: Sequence[Measurement]) -> str:
 def plan_before_measurements(plan: Plan) -> Plan:
     """Return the plan with the estimate of its best candidate.
 
-    The user's earlier measurements may have corrected it (own_results.py): a proof must not compare them with themselves.
+    The user's earlier measurements may have corrected it (own_results.py): a proof must not compare these with
+    themselves.
     """
     if plan.best.device == "none":
         return plan

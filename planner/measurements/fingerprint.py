@@ -1,4 +1,4 @@
-"""When two candidates are the same: every setting that is read, and models of the same layers, whatever they are called."""
+"""Keys of candidates and models: two candidates are the same if all settings that are read and all layers are equal."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ MODEL_NAMES = {field: WRITTEN_NAMES[field] for field in ("model", "reward_model"
 
 
 def candidate_key(candidate: Candidate) -> str:
-    """The same text for candidates that run alike; a name of a file and of a study's trial."""
+    """Return a text that is equal for candidates that run alike; a part of lines in files and of a study's trials."""
     models = (candidate.model, candidate.reward_model, candidate.teacher_model)
     settings = settings_of(candidate) | {
         name: model and model_key(model) for name, model in zip(MODEL_NAMES.values(), models, strict=True)
@@ -24,14 +24,22 @@ def candidate_key(candidate: Candidate) -> str:
 
 @lru_cache(maxsize=256)
 def model_key(model: ModelShape) -> str:
-    """The same text for models of the same layers: a checkpoint's name, its tokens and its dtype as published change no tensor.
+    """Return a text that is equal for models of the same layers.
 
-    How it is published quantized is in the candidate, as it is loaded; only the groups of GPTQ and AWQ are the checkpoint's own.
+    Leaves out a checkpoint's name, tokens and published dtype, which change no tensor, and its quantization, which the
+    candidate has; only the group size of GPTQ and AWQ is the checkpoint's own.
     """
     group_size = model.quantization_group_size if model.quantization in ("gptq", "awq") else 0
     kinds = [layer for layer, _ in model.layer_kinds]
     shape = (
-        model.model_type, model.params, model.embed_params, model.lm_head_params, model.vocab_size, group_size, model.vision_params,
-        [repr(replace(layer, measure=None)) for layer in kinds], [kinds.index(layer) for layer in model.layers],
-    )  # fmt: skip
+        model.model_type,
+        model.params,
+        model.embed_params,
+        model.lm_head_params,
+        model.vocab_size,
+        group_size,
+        model.vision_params,
+        [repr(replace(layer, measure=None)) for layer in kinds],
+        [kinds.index(layer) for layer in model.layers],
+    )
     return hashlib.sha256(repr(shape).encode()).hexdigest()[:24]

@@ -1,8 +1,8 @@
 """The user's own measurements: a file of JSON lines in the cache, and the corrections that later plans take from it.
 
-`planner.plan.plan` does not read them: commands do, and a corrected plan says so in its notes.
-A probe's measurement replaces the estimate of the same candidate on the same kind of card. Two things are only notes and
-change no figure: a real run, whose rows are as long as the user's data, and the memory that CUDA takes outside PyTorch.
+`planner.plan.plan` does not read them: commands do, and a corrected plan says so in its notes. A probe's measurement
+replaces the estimate of the same candidate on the same kind of card. Two measurements become notes and change no
+figure: real runs, whose rows are as long as the user's data, and the memory that CUDA takes outside PyTorch.
 """
 
 import json
@@ -174,7 +174,7 @@ def correct_by_own_probes(answer: Estimate, gpu: Gpu, own: OwnResults, risk: flo
 
 
 def own_result_notes(answer: Estimate, gpu: Gpu, own: OwnResults) -> tuple[str, ...]:
-    """Return notes about the user's measurements on the same kind of card. `answer` is the estimate before correction."""
+    """Return notes about the user's measurements on such a card. `answer` is the estimate before correction."""
     return tuple(_notes(answer, gpu, own))
 
 

@@ -1,4 +1,4 @@
-"""What fills each GPU in each phase, as bars: a glyph and a colour a group of components."""
+"""Bars of the memory of each GPU and phase: each group of components has a glyph and a colour."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -7,10 +7,10 @@ from rich.text import Text
 
 from planner.quantities import Component, Estimate, GpuMemory, PhaseMemory
 from planner.report.lines import LABEL_WIDTH, wrapped
-from planner.report.words import bare_gib, words
+from planner.report.words import bare_gib, readable
 from planner.units import GIB, format_count, format_gib
 
-# What a bar shows: neighbours that a reader thinks of together, with a glyph (pipes have no colour) and a colour.
+# Groups of components that a bar shows together, each with a glyph (a pipe has no colours) and a colour.
 GROUPS: tuple[tuple[str, str, str, tuple[Component, ...]], ...] = (
     ("weights", "█", "blue", ("weights", "autocast_copies")),
     ("states", "▓", "magenta", ("adapters", "gradients", "optimizer_states")),
@@ -20,13 +20,13 @@ GROUPS: tuple[tuple[str, str, str, tuple[Component, ...]], ...] = (
     ("runtime", "·", "bright_black", ("communication", "fragmentation", "runtime", "unexplained")),
 )
 PHASE_WIDTH, NUMBER_WIDTH = 16, 8
-SMALLEST_BYTES = GIB // 20 + 1  # the least that prints as 0.1 GiB and not as 0.0
-# Endings of the details that count something; the others are bytes.
+SMALLEST_BYTES = GIB // 20 + 1  # the smallest size that prints as 0.1 GiB, not as 0.0
+# Endings of the names of details that are counts; the others are bytes.
 COUNTS = ("tokens", "sequences")
 
 
 def bars(estimate: Estimate, width: int) -> Iterator[Text]:
-    """For each GPU role a row a phase: a bar of the card, the total in GiB, and for the peak what it is made of."""
+    """Yield a row for each phase of each GPU role, a bar and the total; then the components of the peak."""
     bar_width = width - LABEL_WIDTH - PHASE_WIDTH - NUMBER_WIDTH
     first = 0
     yield _legend(estimate)
@@ -40,11 +40,11 @@ def bars(estimate: Estimate, width: int) -> Iterator[Text]:
             )
             yield label + _bar_row(rows[row], gpu, bar_width) if row < len(rows) else label
         yield from wrapped(
-            "", [f"peak: the {words(gpu.peak.name)} = " + " + ".join(_parts(gpu.peak))], width, separator=" + "
+            "", [f"peak: the {readable(gpu.peak.name)} = " + " + ".join(_parts(gpu.peak))], width, separator=" + "
         )
         for component, parts in gpu.details.items():
             if len(parts) > 1:
-                yield from wrapped("", [f"{words(component)} {_sum(parts)} = {_detail(parts)}"], width)
+                yield from wrapped("", [f"{readable(component)} {_sum(parts)} = {_detail(parts)}"], width)
         yield Text()
     yield from wrapped("host", [f"{format_gib(estimate.host_peak_bytes, 1)} of memory on each node"], width)
 
@@ -55,14 +55,14 @@ def _bar_row(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
     number = f"{bare_gib(phase.total_bytes):>{NUMBER_WIDTH - 2}}" + (" ◂" if is_peak else "")
     style = ("bold " if is_peak else "") + ("red" if over else "")
     return Text.assemble(
-        (f"{words(phase.name):<{PHASE_WIDTH}}", "bold" if is_peak else ""),
+        (f"{readable(phase.name):<{PHASE_WIDTH}}", "bold" if is_peak else ""),
         _bar(phase, gpu, bar_width),
         (number, style.strip()),
     )
 
 
 def _bar(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
-    """The groups of a phase side by side; `▏` marks the end of the card, which a bar that does not fit crosses."""
+    """Return the groups of a phase side by side; `▏` marks the card's end, which a bar that does not fit crosses."""
     inside = bar_width - 1
     scale_bytes = max(gpu.capacity_bytes, gpu.peak_bytes)
     sizes = [sum(phase.components.get(component, 0) for component in components) for _, _, _, components in GROUPS]
@@ -85,23 +85,23 @@ def _legend(estimate: Estimate) -> Text:
 
 
 def _parts(phase: PhaseMemory) -> list[str]:
-    """The components of a phase, the largest first; those too small to print together as the last."""
+    """Return the components of a phase, the largest first; the last is the sum of those too small to print."""
     return _sized(sorted(phase.components.items(), key=lambda item: -item[1]))
 
 
 def _sized(parts: Sequence[tuple[str, int]]) -> list[str]:
-    """Names with sizes in GiB; what would print as 0.0 is added up."""
+    """Return names with sizes in GiB; sizes that would print as 0.0 are added up as `rest`."""
     large = [(name, size) for name, size in parts if size >= SMALLEST_BYTES]
     rest_bytes = sum(size for _, size in parts if size < SMALLEST_BYTES)
     return [
-        f"{words(name)} {bare_gib(size)}" for name, size in [*large, ("rest", rest_bytes)] if size >= SMALLEST_BYTES
+        f"{readable(name)} {bare_gib(size)}" for name, size in [*large, ("rest", rest_bytes)] if size >= SMALLEST_BYTES
     ]
 
 
 def _detail(parts: Mapping[str, int]) -> str:
-    """What a component is made of: sizes added up, then what they hold, in brackets."""
+    """Return the parts of a component: sizes as a sum, then counts in brackets."""
     sizes = _sized([(name, value) for name, value in parts.items() if not name.endswith(COUNTS)])
-    counts = [f"{format_count(value)} {words(name)}" for name, value in parts.items() if name.endswith(COUNTS)]
+    counts = [f"{format_count(value)} {readable(name)}" for name, value in parts.items() if name.endswith(COUNTS)]
     return " + ".join(sizes) + (f" ({', '.join(counts)})" if counts else "")
 
 

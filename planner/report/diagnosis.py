@@ -1,4 +1,4 @@
-"""A diagnosis as text and as JSON: the incidents of a log, the expected memory of the job, and a candidate that fits."""
+"""A diagnosis as text and as JSON: a log's incidents, the job's expected memory, and a candidate that fits."""
 
 from collections.abc import Iterator
 
@@ -13,14 +13,27 @@ from planner.report.documents import SCHEMA, DiagnosisReport, IncidentReport
 from planner.report.json import best_candidate
 from planner.report.lines import joined, listed, wrapped
 from planner.report.table import MAX_WIDTH, MIN_WIDTH
-from planner.report.words import bare_gib, cards, describe, rung, speed, tightest, verdict, words
+from planner.report.words import (
+    bare_gib,
+    describe_candidate,
+    describe_cluster,
+    describe_evidence,
+    describe_fit,
+    describe_speed,
+    readable,
+    tightest,
+)
 from planner.units import format_gib, format_size
 
 # Sizes in PyTorch's message and their labels, in the order in which they fill a card.
 FIGURES = (
-    ("allocated", "tensors"), ("graphs", "of them in CUDA graphs"), ("unallocated", "held by the allocator, unused"), ("outside", "outside PyTorch"),
-    ("others", "other processes"), ("free", "free"),
-)  # fmt: skip
+    ("allocated", "tensors"),
+    ("graphs", "of them in CUDA graphs"),
+    ("unallocated", "held by the allocator, unused"),
+    ("outside", "outside PyTorch"),
+    ("others", "other processes"),
+    ("free", "free"),
+)
 
 
 def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
@@ -35,7 +48,7 @@ def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
 
 def _incident(label: str, incident: Incident, width: int) -> Iterator[Text]:
     yield from wrapped(label, [describe_incident(incident)], width, style="bold", hanging=2)
-    yield from wrapped("", [f"{what} {format_size(size)}" for what, size in figures(incident)], width)
+    yield from wrapped("", [f"{label} {format_size(size)}" for label, size in figures(incident)], width)
     where = [incident.where] if incident.where else []
     yield from wrapped("at", [*where, f"line {incident.line} of the log"], width)
     yield from listed("turn", advice(incident), width)
@@ -44,7 +57,7 @@ def _incident(label: str, incident: Incident, width: int) -> Iterator[Text]:
 def figures(incident: Incident) -> list[tuple[str, int]]:
     """Return the sizes in PyTorch's message that are not 0, with labels; empty if the message has no sizes."""
     sizes = {**incident.sizes, "outside": incident.outside_bytes}
-    return [(what, sizes[name]) for name, what in FIGURES if sizes.get(name)] if "allocated" in sizes else []
+    return [(label, sizes[name]) for name, label in FIGURES if sizes.get(name)] if "allocated" in sizes else []
 
 
 def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
@@ -54,12 +67,17 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
     yield Text()
     candidate = expected.candidate
     yield from wrapped(
-        "job", [f"{candidate.model.id} · {candidate.method} on {cards(diagnosis.cluster)}", describe(candidate)], width
+        "job",
+        [
+            f"{candidate.model.id} · {candidate.method} on {describe_cluster(diagnosis.cluster)}",
+            describe_candidate(candidate),
+        ],
+        width,
     )
-    yield from wrapped(rung(expected), [verdict(expected)], width)
+    yield from wrapped(describe_evidence(expected), [describe_fit(expected)], width)
     if phase is not None and phase.name != tightest(expected).peak.name:
         yield from wrapped(
-            "", [f"{format_gib(phase.total_bytes, 1)} in the {words(phase.name)}, where it stopped"], width
+            "", [f"{format_gib(phase.total_bytes, 1)} in the {readable(phase.name)}, where it stopped"], width
         )
     if expected.fits:
         yield from wrapped(
@@ -79,9 +97,9 @@ def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
     if best.candidate == diagnosis.expected.candidate:
         return
     yield Text()
-    yield from wrapped("instead", [describe(best.candidate)], width, style="bold")
-    yield from wrapped("", [verdict(best)], width, style="green" if best.fits else "red")
-    yield from wrapped("", [speed(best)], width)
+    yield from wrapped("instead", [describe_candidate(best.candidate)], width, style="bold")
+    yield from wrapped("", [describe_fit(best)], width, style="green" if best.fits else "red")
+    yield from wrapped("", [describe_speed(best)], width)
     yield from wrapped("change", changed_settings(diagnosis.expected.candidate, best.candidate).split(" · "), width)
     yield from listed(
         "to fit",

@@ -4,7 +4,7 @@ A key that a document does not always have is `UNSET` where it is left out. Memo
 Additions are allowed; a change of meaning raises `SCHEMA`.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.json import schema_components
@@ -13,7 +13,7 @@ from planner.allocator.trace import Holding
 from planner.candidate import AttentionImplementation, Dtype, Optimizer
 from planner.diagnose.incident import Kind
 from planner.gpus.cluster import Cluster
-from planner.jobs.job import Goal, TuningClass
+from planner.jobs.job import Goal, TuningOption
 from planner.measurements.measurement import Quantity
 from planner.methods import MethodName
 from planner.quantities import Component, Evidence, GpuRole, Phase, Throughput
@@ -53,7 +53,7 @@ class Environment(Document, frozen=True):
 
 
 class OptionalSettings(Document, frozen=True):
-    """Settings that depend on method, tuning and sharding, named as TRL, PEFT, accelerate, DeepSpeed and vLLM name them."""
+    """Settings that depend on method, tuning and sharding, under the names of the libraries that read them."""
 
     lora_r: Count | UnsetType = UNSET
     lora_target_modules: (
@@ -186,16 +186,34 @@ class PinnedSettings(OptionalSettings, frozen=True):
 
 # -- an estimate -------------------------------------------------------------------------------------------------------
 
+COMPONENT_DESCRIPTIONS: dict[Component, str] = {
+    "weights": "Weights of every model that is resident, as stored.",
+    "adapters": "LoRA matrices.",
+    "gradients": "Gradients of trained parameters.",
+    "optimizer_states": "Buffers that the optimizer keeps between steps.",
+    "autocast_copies": "16-bit copies of float32 weights that autocast keeps.",
+    "activations": "Tensors saved for the backward pass.",
+    "attention_scores": "Tensors that grow with the square of the length.",
+    "transients": "Tensors of one layer's forward, recomputation or backward, and temporaries of the optimizer.",
+    "loss": "Head, logits and log-probabilities.",
+    "kv_cache": "Keys and values of Transformers' generate().",
+    "engine": "vLLM's share of the card.",
+    "communication": "Gathered parameters, buckets, NCCL.",
+    "fragmentation": "Reserved by PyTorch's allocator and not allocated.",
+    "runtime": "CUDA context and cuBLAS workspaces.",
+    "unexplained": "Measured, and more than the components of the estimate.",
+}
 Components = Annotated[
     dict[Component, Bytes],
     Meta(
-        description="Bytes by component; a component of 0 bytes may be left out. autocast_copies: 16-bit copies of float32 "
-        "weights that autocast keeps. attention_scores: grows with the square of the length. transients: alive only inside "
-        "one layer's forward, recomputation or backward, and temporaries of the optimizer. loss: head, logits and log-"
-        "probabilities. kv_cache: of Transformers' generate(). engine: vLLM's share of the card. communication: gathered "
-        "parameters, buckets, NCCL. fragmentation: reserved by PyTorch's allocator and not allocated. runtime: CUDA context "
-        "and cuBLAS workspaces. unexplained: measured, and more than the estimate's components.",
-        extra_json_schema={"propertyNames": {"enum": list(get_args(Component))}},
+        description="Bytes by component; a component of 0 bytes may be left out.",
+        extra_json_schema={
+            "properties": {
+                name: {"type": "integer", "minimum": 0, "description": text}
+                for name, text in COMPONENT_DESCRIPTIONS.items()
+            },
+            "propertyNames": {"enum": list(COMPONENT_DESCRIPTIONS)},
+        },
     ),
 ]
 
@@ -265,7 +283,7 @@ class JobReport(Document, frozen=True):
 
     model: str
     method: MethodName
-    tuning: TuningClass
+    tuning: TuningOption
     pinned: PinnedSettings
     optimize: Goal
     risk: Annotated[float, Meta(ge=0, le=1, description="Accepted probability of running out of memory.")]
@@ -391,8 +409,9 @@ class IncidentReport(Document, frozen=True):
     kind: Annotated[
         Kind,
         Meta(
-            description="What found no memory: PyTorch's allocator (gpu), a CUDA library, NCCL (communication), vLLM at its "
-            "start (its share of the card, KV cache, longest sequence, pool, profile run) or wake-up, or the host."
+            description="What found no memory: PyTorch's allocator (gpu), a CUDA library, NCCL (communication), the "
+            "host, or vLLM at its start (its share of the card, KV cache, longest sequence, pool, profile run) or at "
+            "its wake-up."
         ),
     ]
     line: Annotated[Count, Meta(description="Line of the log.")]

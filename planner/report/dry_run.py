@@ -12,7 +12,7 @@ from planner.gpus.cluster import Cluster
 from planner.quantities import Component, PhaseMemory
 from planner.report.documents import SCHEMA, DryRunPhase, DryRunReport, EstimatedPhases, OutOfMemory
 from planner.report.json import DECIMALS, settings_report
-from planner.report.words import cards, describe, words
+from planner.report.words import describe_candidate, describe_cluster, readable
 from planner.units import MIB, format_gib
 
 NOTABLE_DIFFERENCE = 0.03  # share of the peak: a larger difference is explained in a line
@@ -52,9 +52,9 @@ def difference_lines(simulation: Simulation) -> tuple[str, ...]:
     above = simulation.peak.total_bytes / simulation.estimated_peak.total_bytes - 1
     peak = format_gib(simulation.peak.total_bytes, 1)
     return (
-        f"a dry run of the step peaks at {peak} in the {words(simulation.peak.name)}, "
+        f"a dry run of the step peaks at {peak} in the {readable(simulation.peak.name)}, "
         f"{abs(above):.1%} {'more' if above > 0 else 'less'} than estimated; they differ most in the "
-        f"{words(phase.name)}: {format_gib(phase.total_bytes, 1)} simulated, "
+        f"{readable(phase.name)}: {format_gib(phase.total_bytes, 1)} simulated, "
         f"{format_gib(estimated[phase.name], 1)} estimated",
     )
 
@@ -64,9 +64,11 @@ def dry_run_table(simulation: Simulation, cluster: Cluster) -> Text:
     candidate = simulation.candidate
     lines = [
         Text.assemble(
-            (f"{candidate.model.id} · {candidate.method} · {cards(cluster)}", "bold"), "  ", ("simulated", "italic")
+            (f"{candidate.model.id} · {candidate.method} · {describe_cluster(cluster)}", "bold"),
+            "  ",
+            ("simulated", "italic"),
         ),
-        Text(describe(candidate)),
+        Text(describe_candidate(candidate)),
         Text(_libraries(simulation), style="dim"),
         Text(),
         *_phases(simulation),
@@ -121,17 +123,17 @@ def _phases(simulation: Simulation) -> Iterator[Text]:
             cells.append(_gib(reserved.most[phase.name]) if phase.name in reserved.most else "-")
         numbers = "".join(f"{cell:>{NUMBER_WIDTH}}" for cell in cells)
         yield Text(
-            f"{words(phase.name):<{PHASE_WIDTH}}{numbers}{' ◂ peak' if is_peak else ''}",
+            f"{readable(phase.name):<{PHASE_WIDTH}}{numbers}{' ◂ peak' if is_peak else ''}",
             style="bold" if is_peak else "",
         )
     for component, size in _largest_components(simulation.peak):
-        yield Text(f"  {words(component):<{PHASE_WIDTH - 2}}{_gib(size):>{NUMBER_WIDTH}}", style="dim")
+        yield Text(f"  {readable(component):<{PHASE_WIDTH - 2}}{_gib(size):>{NUMBER_WIDTH}}", style="dim")
 
 
 def _shortfall(reserved: Reserved | None) -> Iterator[Text]:
     if reserved is not None and reserved.shortfall is not None:
         yield Text(
-            f"runs out in the {words(reserved.shortfall.phase)}: {reserved.shortfall.figures.message}", style="red"
+            f"runs out in the {readable(reserved.shortfall.phase)}: {reserved.shortfall.figures.message}", style="red"
         )
 
 
@@ -151,7 +153,7 @@ def _holdings(simulation: Simulation) -> Iterator[Text]:
         place = f"{holding.module or '-'}, {holding.operator}"
         yield Text(
             f"{size:>{NUMBER_WIDTH}}{holding.count:>{COUNT_WIDTH}}  "
-            f"{words(holding.component):<{COMPONENT_WIDTH}}{place}"
+            f"{readable(holding.component):<{COMPONENT_WIDTH}}{place}"
         )
 
 

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def breakdown(estimate: Estimate) -> "pd.DataFrame":
-    """Bytes by component, one row a GPU role and phase; a component that a phase does not have is 0."""
+    """Return bytes by component, one row for each GPU role and phase; a component that a phase lacks is 0.
+
+    Raises:
+        PlanError: pandas is not installed.
+    """
     rows = {(gpu.role, phase.name): dict(phase.components) for gpu in estimate.gpus for phase in gpu.phases}
     columns = list(dict.fromkeys(component for row in rows.values() for component in row))
     pandas = _pandas()
@@ -27,7 +31,11 @@ def breakdown(estimate: Estimate) -> "pd.DataFrame":
 
 
 def candidates(plan: Plan) -> "pd.DataFrame":
-    """One row a candidate of the plan, the best first: what it needs and gives, then its settings."""
+    """Return one row for each candidate of a plan, the best first: memory, speed, then its settings.
+
+    Raises:
+        PlanError: pandas is not installed.
+    """
     labelled = [
         ("best", plan.best),
         *((other.label, other.estimate) for other in plan.alternatives),
@@ -37,7 +45,11 @@ def candidates(plan: Plan) -> "pd.DataFrame":
 
 
 def validation_frame(validation: Validation) -> "pd.DataFrame":
-    """Predicted against measured, one row a figure."""
+    """Return one row for each measured figure and its predictions.
+
+    Raises:
+        PlanError: pandas is not installed.
+    """
     return _pandas().DataFrame(csv_rows(validation))
 
 

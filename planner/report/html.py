@@ -16,7 +16,15 @@ from planner.quantities import Estimate
 from planner.report.bars import COUNTS, SMALLEST_BYTES
 from planner.report.json import estimate_report, plan_report
 from planner.report.shown_settings import shown_settings
-from planner.report.words import cards, describe, rung, speed, tokens_per_second, verdict, words
+from planner.report.words import (
+    describe_candidate,
+    describe_cluster,
+    describe_evidence,
+    describe_fit,
+    describe_speed,
+    readable,
+    tokens_per_second,
+)
 from planner.units import format_count, format_gib
 
 # The colour of each component; neighbours in a bar have different colours.
@@ -47,10 +55,12 @@ def plan_html(plan: Plan) -> str:
     """
     report = to_builtins(plan_report(plan))
     others = [
-        (other.label, describe(other.estimate.candidate), other.estimate, other.note) for other in plan.alternatives
+        (other.label, describe_candidate(other.estimate.candidate), other.estimate, other.note)
+        for other in plan.alternatives
     ]
     changes = [
-        (remedy.change, describe(remedy.estimate.candidate), remedy.estimate, remedy.note) for remedy in plan.remedies
+        (remedy.change, describe_candidate(remedy.estimate.candidate), remedy.estimate, remedy.note)
+        for remedy in plan.remedies
     ]
     return _page(plan.best, plan.cluster, report | {"estimate": report["best"]}, others + changes)
 
@@ -79,7 +89,7 @@ def _page(
     environment.filters |= {
         "gib": lambda size: format_gib(size, 1),
         "count": format_count,
-        "words": words,
+        "words": readable,
         "per_second": tokens_per_second,
     }
     template = environment.from_string(files("planner.report").joinpath("page.html").read_text(encoding="utf-8"))
@@ -92,14 +102,14 @@ def _page(
     }
     colours = {component: colour for component, colour in COLOURS.items() if component in present}
     title = f"{best.candidate.model.id} · {best.candidate.method}"
-    said = {
-        "words": describe(best.candidate),
-        "verdict": verdict(best),
-        "speed": speed(best),
+    texts = {
+        "words": describe_candidate(best.candidate),
+        "verdict": describe_fit(best),
+        "speed": describe_speed(best),
         "lines": shown_settings(best.candidate),
-        "rung": rung(best),
+        "evidence": describe_evidence(best),
     }
     text: str = template.render(
-        title=title, cards=cards(cluster), said=said, report=report, others=others, colours=colours
+        title=title, cluster=describe_cluster(cluster), texts=texts, report=report, others=others, colours=colours
     )
     return text

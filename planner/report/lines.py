@@ -1,4 +1,4 @@
-"""Lines of the table: what they are about on the left, what is said beside it, broken where a line ends."""
+"""Lines of the table: a label on the left, text beside it, wrapped to the width of the terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +8,7 @@ LABEL_WIDTH = 13
 
 
 def listed(label: str, items: Sequence[str], width: int) -> Iterator[Text]:
-    """A line an item, the label beside the first."""
+    """Yield a line for each item; the first has the label."""
     for number, item in enumerate(items):
         yield from wrapped(label if number == 0 else "", [item], width, hanging=2)
 
@@ -16,7 +16,7 @@ def listed(label: str, items: Sequence[str], width: int) -> Iterator[Text]:
 def wrapped(
     label: str, items: Sequence[str], width: int, *, style: str = "", separator: str = " · ", hanging: int = 0
 ) -> Iterator[Text]:
-    """Items side by side, broken between items where they are longer than a line, and between words where one item is."""
+    """Yield items side by side, wrapped between items, and between words of an item that is longer than a line."""
     room = width - LABEL_WIDTH
     lines: list[str] = []
     for item in items:
@@ -29,7 +29,7 @@ def wrapped(
 
 
 def _broken(item: str, room: int, hanging: int) -> list[str]:
-    """One item in lines of at most `room` columns; a word that is longer keeps its line to itself."""
+    """Return an item in lines of at most `room` columns; a longer word has a line of its own."""
     lines = [""]
     for word in item.split(" "):
         if lines[-1].strip() and len(lines[-1]) + 1 + len(word) > room:
@@ -40,7 +40,7 @@ def _broken(item: str, room: int, hanging: int) -> list[str]:
 
 
 def joined(lines: Sequence[Text]) -> Text:
-    """Lines as one text, without the spaces at their ends."""
+    """Return lines as one text without spaces at their ends."""
     for line in lines:
         line.rstrip()
     return Text("\n").join(lines)

@@ -10,7 +10,10 @@ BILLION = 1e9
 
 
 def models_listing(rows: Iterable[ModelRow]) -> str:
-    """A line a model. `formula`: activations are computed; `dry run`: the extra dryrun measures a layer of each kind."""
+    """Return a line for each model.
+
+    Activations: `formula`, computed; `dry run`, measured on one layer of each kind, which needs the extra dryrun.
+    """
     lines = [
         (row.id, f"{row.params / BILLION:.2f} B", row.dtype, row.model_type, "formula" if row.known else "dry run")
         for row in rows
@@ -19,7 +22,7 @@ def models_listing(rows: Iterable[ModelRow]) -> str:
 
 
 def gpus_listing(rows: Iterable[GpuRow]) -> str:
-    """A line a card. `driver`: its memory was seen in a log; otherwise how it was derived."""
+    """Return a line for each card. Memory from: `driver`, a driver's log; else how it was derived."""
     lines = [
         (
             row.gpu.name,

@@ -1,4 +1,4 @@
-"""The settings of a candidate that are worth a line: those one always looks for, and those that are not TRL's defaults."""
+"""The settings of a candidate that the table shows: the important ones, and those that differ from TRL's defaults."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from planner.jobs.settings import settings_of
 from planner.jobs.spellings import SPELLINGS
 from planner.units import format_count
 
-# The settings of a candidate, line by line; the names of the second part are shown whatever their value, the others where they differ from TRL's.
+# Lines of settings: a label, settings that are always shown, and settings that are shown if they differ from TRL's.
 LINES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (
         "batch",
@@ -40,12 +40,12 @@ ALWAYS_SHOWN = frozenset(name for _, always, _ in LINES for name in always)
 LINE_OF = {name: label for label, always, sometimes in LINES for name in (*always, *sometimes)}
 SHOWN_ELSEWHERE = ("model_name_or_path", "method", "trl_version", "environment", "distributed_type", "use_vllm")
 
-# Fields whose choice brings settings of its own; the defaults of those settings are not worth a line.
+# Fields whose values have settings of their own; the defaults of those settings are not shown.
 STRUCTURE = ("tuning", "quantization", "precision", "sharding", "vllm")
 
 
 def shown_settings(candidate: Candidate) -> dict[str, list[str]]:
-    """The lines of settings, named as they can be pasted back."""
+    """Return lines of settings by label, written as `--set` takes them."""
     settings = settings_of(candidate)
     plain = Candidate(model=candidate.model, method=candidate.method, trl_version=candidate.trl_version)
     usual = settings_of(plain) | {
@@ -73,6 +73,6 @@ def _value(value: object) -> str:
 
 
 def launch_environment(candidate: Candidate) -> list[tuple[str, object]]:
-    """The variables that the run is to be started with."""
+    """Return the environment variables to launch the run with."""
     environment = settings_of(candidate)["environment"]
     return list(environment.items()) if isinstance(environment, dict) else []

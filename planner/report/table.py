@@ -1,4 +1,4 @@
-"""The table a person reads: what to run, what fills each GPU in each phase, what else there is."""
+"""The answer as text: the candidate, the memory of each GPU and phase, alternatives and notes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,17 @@ from planner.report.bars import bars
 from planner.report.lines import joined, listed, wrapped
 from planner.report.proof import difference_lines, proof_lines
 from planner.report.shown_settings import launch_environment, shown_settings
-from planner.report.words import bare_gib, cards, describe, rung, speed, tightest, tokens_per_second, verdict, words
+from planner.report.words import (
+    bare_gib,
+    describe_candidate,
+    describe_cluster,
+    describe_evidence,
+    describe_fit,
+    describe_speed,
+    readable,
+    tightest,
+    tokens_per_second,
+)
 from planner.search.remedies import Remedy
 from planner.units import format_gib
 
@@ -19,7 +29,7 @@ MIN_WIDTH, MAX_WIDTH = 80, 120  # columns; wider lines are hard to follow back
 
 
 def plan_table(plan: Plan, width: int) -> Text:
-    """The whole answer to a job."""
+    """Return a plan as text."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     lines = [
         *_answer("recommended" if plan.verdict == "fits" else "nearest", plan.best, plan.cluster, width),
@@ -33,38 +43,40 @@ def plan_table(plan: Plan, width: int) -> Text:
 
 
 def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[str], width: int) -> Text:
-    """One candidate, without a search around it."""
+    """Return an estimate as text."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     return joined([*_answer("candidate", estimate, cluster, width), *_notes(estimate, warnings, width)])
 
 
 def refusal(plan: Plan) -> str:
-    """Why nothing fits, in a line: by how much, where, and what would."""
+    """Return one line: by how much the nearest candidate does not fit, in which phase, and the first remedy."""
     gpu = tightest(plan.best)
     remedy = f" It fits with {plan.remedies[0].change}." if plan.remedies else ""
     return (
-        f"No candidate fits {cards(plan.cluster)}. The nearest peaks at {_with_bound(gpu)} in the {words(gpu.peak.name)}, "
+        f"No candidate fits {describe_cluster(plan.cluster)}. "
+        f"The nearest peaks at {_with_bound(gpu)} in the {readable(gpu.peak.name)}, "
         f"{format_gib(plan.best.over_bytes, 1)} too much at a risk of {plan.job.risk:g}.{remedy}"
     )
 
 
 def shortfall(estimate: Estimate, risk: float) -> str:
-    """Why one candidate does not fit, in a line."""
+    """Return one line: by how much a candidate does not fit, and in which phase."""
     gpu = tightest(estimate)
     return (
-        f"The candidate does not fit: it peaks at {_with_bound(gpu)} of {format_gib(gpu.capacity_bytes, 1)} in the {words(gpu.peak.name)}, "
+        f"The candidate does not fit: it peaks at {_with_bound(gpu)} of {format_gib(gpu.capacity_bytes, 1)} "
+        f"in the {readable(gpu.peak.name)}, "
         f"{format_gib(estimate.over_bytes, 1)} too much at a risk of {risk:g}. Ask plan without estimate for what fits."
     )
 
 
 def _with_bound(gpu: GpuMemory) -> str:
-    """A peak, and its upper bound where that alone is too much."""
+    """Return a peak, and its upper bound if only the bound is too much."""
     bound = f" (up to {bare_gib(gpu.interval_bytes[1])})" if gpu.peak_bytes <= gpu.capacity_bytes else ""
     return f"{format_gib(gpu.peak_bytes, 1)}{bound}"
 
 
 def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
-    """One candidate: on which GPUs, its settings, what fills the GPUs."""
+    """Yield a candidate, its GPUs, its settings and their memory."""
     yield from _header(estimate, cluster, width)
     yield Text()
     yield from _candidate_block(label, estimate, width)
@@ -75,8 +87,11 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int) -> Ite
 
 def _header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
     candidate = estimate.candidate
-    job, hardware = f"{candidate.model.id} · {candidate.method}", f"{cards(cluster)} · trl {candidate.trl_version}"
-    evidence = f"{rung(estimate)}"
+    job, hardware = (
+        f"{candidate.model.id} · {candidate.method}",
+        f"{describe_cluster(cluster)} · trl {candidate.trl_version}",
+    )
+    evidence = f"{describe_evidence(estimate)}"
     room = width - len(evidence) - 2
     first = f"{job} · {hardware}" if len(f"{job} · {hardware}") <= room else job
     yield Text.assemble((first, "bold"), " " * (room + 2 - len(first)), (evidence, "italic"))
@@ -85,11 +100,11 @@ def _header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
 
 
 def _candidate_block(label: str, estimate: Estimate, width: int) -> Iterator[Text]:
-    """What it is, whether it fits and how fast it is, then every setting that is not TRL's."""
+    """Yield the candidate in words, whether it fits, its speed, then its settings."""
     style = "green" if estimate.fits else "red"
-    yield from wrapped(label, [describe(estimate.candidate)], width, style="bold")
-    yield from wrapped("", [verdict(estimate)], width, style=style)
-    yield from wrapped("", [speed(estimate)], width, style=style)
+    yield from wrapped(label, [describe_candidate(estimate.candidate)], width, style="bold")
+    yield from wrapped("", [describe_fit(estimate)], width, style=style)
+    yield from wrapped("", [describe_speed(estimate)], width, style=style)
     yield Text()
     for line, settings in shown_settings(estimate.candidate).items():
         yield from wrapped(line, settings, width)
@@ -98,7 +113,7 @@ def _candidate_block(label: str, estimate: Estimate, width: int) -> Iterator[Tex
 
 
 def _proof(plan: Plan, width: int) -> Iterator[Text]:
-    """What the probes said, and how far they and the answer before them are apart."""
+    """Yield the certificate of the probes, then each phase as measured and as expected."""
     if plan.proof is None:
         return
     yield from listed("proof", proof_lines(plan.proof), width)
@@ -120,10 +135,12 @@ def _remedy(remedy: Remedy, best: Estimate) -> str:
 
 
 def _outcome(estimate: Estimate, best: Estimate) -> str:
-    """What another answer comes to, and what it stands on where that is not what the recommended one stands on."""
+    """Return whether another candidate fits and its speed; its evidence, if it differs from that of the best."""
     gpu = tightest(estimate)
     evidence = "" if estimate.evidence == best.evidence else f" ({estimate.evidence})"
     if not estimate.fits:
-        return f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over in the {words(gpu.peak.name)}{evidence}"
+        return (
+            f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over in the {readable(gpu.peak.name)}{evidence}"
+        )
     rate = tokens_per_second(estimate.throughput.tokens_per_second)
     return f"fits in {bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}, about {rate}{evidence}"

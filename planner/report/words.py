@@ -1,15 +1,15 @@
-"""A candidate and its estimate in words: what it is, what it stands on, whether it fits and how fast it is."""
+"""A candidate and its estimate in words: settings, evidence, whether it fits, and its speed."""
 
 from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster
 from planner.quantities import Estimate, GpuMemory
 from planner.units import format_count, format_gib
 
-SECONDS_IN_WORDS = 600  # from here on in minutes
+MOST_SECONDS = 600  # a longer step is printed in minutes
 
 DRY_RUN_HINT = "add --dry-run to check this with the installed trl, in about 15 s"
-STACK = ("torch", "trl")  # the libraries whose own code allocates during a probe
-PROBED_WORDS = {"cuda": "", "cpu": " on the CPU", "simulated": " by probes of a simulated card"}
+STACK = ("torch", "trl")  # libraries whose releases are printed beside a measurement
+DEVICE_WORDS = {"cuda": "", "cpu": " on the CPU", "simulated": " by probes of a simulated card"}
 
 SHARDING_WORDS = {
     "none": "one GPU",
@@ -30,16 +30,16 @@ QUANTIZATION_WORDS = {
 }
 
 
-def cards(cluster: Cluster) -> str:
-    """The GPUs in words: `2 x A100-40G (39.5 GiB each)`."""
+def describe_cluster(cluster: Cluster) -> str:
+    """Return the GPUs in words: `2 x A100-40G (39.5 GiB each)`."""
     gpu = cluster.gpu
     nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
     each = " each" if cluster.num_gpus > 1 else ""
     return f"{nodes}{cluster.gpus_per_node} x {gpu.name} ({format_gib(gpu.free_bytes, 1)}{each})"
 
 
-def describe(candidate: Candidate) -> str:
-    """A candidate in a line of words: `LoRA r 16 on a bfloat16 base · DDP · vLLM colocated, asleep while training`."""
+def describe_candidate(candidate: Candidate) -> str:
+    """Return a candidate in one line: `LoRA r 16 on a bfloat16 base · DDP · vLLM colocated, asleep while training`."""
     return " · ".join(
         part for part in (_tuning_words(candidate), _sharding_words(candidate), _generation_words(candidate)) if part
     )
@@ -78,20 +78,25 @@ def _generation_words(candidate: Candidate) -> str:
     return "generates with Transformers"
 
 
-def rung(estimate: Estimate) -> str:
-    """The evidence of an estimate in words: `estimated`, `measured (torch 2.13, trl 1.16)`."""
+def describe_evidence(estimate: Estimate) -> str:
+    """Return the evidence of an estimate in words: `estimated`, `measured (torch 2.13, trl 1.16)`."""
     stack = ", ".join(
         f"{name} {'.'.join(version.split('.')[:2])}" for name, version in estimate.versions if name in STACK
     )
-    where = "" if estimate.device == "none" else PROBED_WORDS[estimate.device]
+    where = "" if estimate.device == "none" else DEVICE_WORDS[estimate.device]
     return f"{estimate.evidence}{where}" + (f" ({stack})" if stack else "")
 
 
-def verdict(estimate: Estimate) -> str:
-    """`fits with 99.9 % · peak 38.6 (38.1 to 39.2) of 39.5 GiB in the backward`, of the GPUs with the least room."""
+def describe_fit(estimate: Estimate) -> str:
+    """Return whether an estimate fits, and the peak of the GPUs with the least room.
+
+    Example: `fits with 99.9 % · peak 38.6 (38.1 to 39.2) of 39.5 GiB in the backward`.
+    """
     gpu = tightest(estimate)
     low, high = gpu.interval_bytes
-    peak = f"peak {bare_gib(gpu.peak_bytes)} ({bare_gib(low)} to {bare_gib(high)}) of {format_gib(gpu.capacity_bytes, 1)} in the {words(gpu.peak.name)}"
+    interval = f"({bare_gib(low)} to {bare_gib(high)})"
+    capacity = format_gib(gpu.capacity_bytes, 1)
+    peak = f"peak {bare_gib(gpu.peak_bytes)} {interval} of {capacity} in the {readable(gpu.peak.name)}"
     if estimate.fits:
         sure = (
             "fits, as a probe showed"
@@ -103,37 +108,37 @@ def verdict(estimate: Estimate) -> str:
 
 
 def tightest(estimate: Estimate) -> GpuMemory:
-    """The GPUs with the least room left at the accepted risk."""
+    """Return the GPUs with the least room left at the accepted risk."""
     return max(estimate.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
 
 
-def speed(estimate: Estimate) -> str:
-    """`about 2,200 tokens/s, 7.5 s a step`."""
+def describe_speed(estimate: Estimate) -> str:
+    """Return the speed in words: `about 2,200 tokens/s, 7.5 s a step`."""
     throughput = estimate.throughput
     return f"about {tokens_per_second(throughput.tokens_per_second)}, {_about_seconds(throughput.step_seconds)} a step"
 
 
 def tokens_per_second(tokens: float) -> str:
-    """Two figures: more is not known."""
+    """Return a rate rounded to two digits, which is all that is known of it: `2,200 tokens/s`."""
     return f"{format_count(int(float(f'{tokens:.2g}')))} tokens/s"
 
 
 def _about_seconds(seconds: float) -> str:
-    """Two figures, as of the tokens: `7.5 s`, `33 s`, `12 min`."""
+    """Return seconds rounded to two digits: `7.5 s`, `33 s`, `12 min`."""
     rounded = float(f"{seconds:.2g}")
-    return f"{rounded:g} s" if rounded < SECONDS_IN_WORDS else f"{rounded / 60:.0f} min"
+    return f"{rounded:g} s" if rounded < MOST_SECONDS else f"{rounded / 60:.0f} min"
 
 
 def _percent(probability: float) -> str:
-    """Rounded down and never 100 %: nothing here is certain."""
+    """Return a probability rounded down, at most 99.9 %: no estimate is certain."""
     return f"{min(int(probability * 1000), 999) / 10:g} %"
 
 
 def bare_gib(size_bytes: int) -> str:
-    """A number of GiB where the unit is said elsewhere."""
+    """Return a number of GiB without the unit."""
     return format_gib(size_bytes, 1).removesuffix(" GiB")
 
 
-def words(name: str) -> str:
-    """A component or a phase as it is read: `optimizer_step` is `optimizer step`."""
+def readable(name: str) -> str:
+    """Return the name of a component or a phase with spaces: `optimizer_step` -> `optimizer step`."""
     return name.replace("_", " ")
