@@ -97,7 +97,7 @@ def learned_constants(belief: Belief) -> dict[str, tuple[float, float]]:
     }
 
 
-# -- better candidates --------------------------------------------------------------------------------------
+# -- better candidates -------------------------------------------------------------------------------------------------
 
 
 def _excluded_better(knowledge: Knowledge) -> Iterator[tuple[GridPoint, int]]:
