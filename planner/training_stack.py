@@ -7,6 +7,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,21 +25,23 @@ from planner.errors import (
 from planner.gpus.cluster import Cluster, Gpu
 from planner.jobs.job import Job
 from planner.measurements.corrected_estimate import heaviest_rank
-from planner.measurements.corrected_plan import confirmed, contradiction_of
+from planner.measurements.corrected_plan import correct_plan, plan_contradiction
 from planner.measurements.measurement import DeviceName, Measurement
-from planner.measurements.own_results import keep_new
+from planner.measurements.own_results import save_new_results
+from planner.memory.layers.measured_layers import LayerResult, MeasuringRefused, complete_shipped
+from planner.memory.layers.recipe import Recipe
 from planner.models.shape import ModelShape
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, attention
 from planner.units import format_size
 
-Say = Callable[[str], None]
-Probe = Callable[[Candidate], Measurement]
+Say = Callable[[str], None]  # prints one line of progress
+Probe = Callable[[Candidate], Measurement]  # runs a candidate on a device
 
 DRY_RUN_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 PROBE_PACKAGES = (*DRY_RUN_PACKAGES, "optuna", "psutil")
-# Endings of a study (probes/study/study.py) that the user has to do something about.
+# Endings of a study (probes/study/study.py) on which the user has to act.
 BROKEN_OFF = frozenset({"interrupted", "environment", "failing", "set aside"})
 SET_ASIDE = "probes of better candidates failed for another reason than memory; the proof names them"
 FLASH = {"attn_implementation": "flash_attention_2"}
@@ -53,12 +56,13 @@ def dry_run_installed() -> bool:
 
 
 def dry_run(estimate: Estimate, gpu: Gpu | None, say: Say) -> Simulation:
-    """Run the installed trainer's step on fake tensors and return it beside the estimate.
+    """Run a training step of the installed trainer on fake tensors; return its memory beside the estimate.
 
-    `gpu`: whose kernels run; None: the CPU's own, as a probe on the CPU runs them. What the libraries print is dropped.
+    `gpu`: the GPU whose kernels are simulated; None: the CPU's kernels, as in a probe on the CPU. Output of the
+    libraries is dropped.
 
     Raises:
-        DryRunUnsupported: a setting that a dry run cannot show, or the packages are not installed.
+        DryRunUnsupported: a dry run cannot simulate a setting, or the packages are not installed.
     """
     say(f"simulating the step: {estimate.candidate.method} of {estimate.candidate.model.id} ...")
     with _silent_libraries():
@@ -70,10 +74,14 @@ def dry_run(estimate: Estimate, gpu: Gpu | None, say: Say) -> Simulation:
 
 
 def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
-    """What completes a model whose layers have no formulas: they are measured on fake tensors, where that was not done before."""
+    """Return a function that completes a model without formulas with its measured layers.
+
+    Layers that do not ship with the package are measured on this machine, which needs the extra dryrun. The function
+    raises UnknownArchitecture if the extra is not installed or the layers cannot be measured.
+    """
     announced = set[str]()
 
-    def completed(model: ModelShape) -> ModelShape:
+    def complete(model: ModelShape) -> ModelShape:
         @contextlib.contextmanager
         def measuring() -> Iterator[None]:
             if model.id not in announced:
@@ -84,18 +92,38 @@ def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
 
         if model.known:
             return model
+        shipped = complete_shipped(model, partial(_measure_missing, model, measuring))
+        if shipped is not None:
+            return shipped
         try:
-            from probes.layers.coefficients import measured
+            from probes.layers.coefficients import complete_by_measuring
 
-            return measured(model, measuring)
+            return complete_by_measuring(model, measuring)
         except ImportError as error:
-            reason = f"{model.id} ({model.model_type}) has no formulas here, and measuring its layers needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}"
-            raise UnknownArchitecture(reason) from error
+            raise UnknownArchitecture(_unmeasured(model, "here", error)) from error
 
-    return completed
+    return complete
 
 
-# -- probes -------------------------------------------------------------------------------------------------------------
+def _measure_missing(
+    model: ModelShape, measuring: Callable[[], contextlib.AbstractContextManager[None]], recipe: Recipe
+) -> LayerResult:
+    """Measure layers under a recipe that does not ship with the package; refuse it without the extra dryrun."""
+    try:
+        from probes.layers.coefficients import load_or_measure
+
+        return load_or_measure(model, recipe, measuring)
+    except ImportError as error:
+        return MeasuringRefused(reason=_unmeasured(model, "with these settings", error))
+
+
+def _unmeasured(model: ModelShape, where: str, error: ImportError) -> str:
+    """Return the error message for layers that cannot be measured without the extra dryrun."""
+    extra = _missing("dryrun", DRY_RUN_PACKAGES, error)
+    return f"{model.id} ({model.model_type}) has no formulas {where}, and measuring its layers needs {extra}"
+
+
+# -- probes ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,10 +154,12 @@ def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, 
 
 
 def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) -> Probe:
-    """Return the device that probes run on, as a function; it calls `report_phase` with each phase that a worker enters.
+    """Return the function that runs a probe on a device.
+
+    The function calls `report_phase` with each phase that a worker enters.
 
     Raises:
-        InputError: this machine cannot stand for the cluster, or the packages are not installed.
+        InputError: this machine has not the GPUs of the cluster, or the packages are not installed.
     """
     with _silent_libraries():
         try:
@@ -147,7 +177,7 @@ def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) ->
         run = device(settings.device, cluster, options)
 
     def silent(candidate: Candidate) -> Measurement:
-        """A dry run's libraries print in this process."""
+        """Drop the output of the libraries, since simulated probes run in this process."""
         with _silent_libraries():
             return run(candidate)
 
@@ -158,7 +188,7 @@ def probe(candidate: Candidate, run: Probe, gpu: str) -> Measurement:
     """Run one probe and keep its measurement among the user's own results.
 
     Raises:
-        ProbeFailed: the probe measured no memory; the message says what happened.
+        ProbeFailed: the probe measured no memory; the message says why.
     """
     measurement = run(candidate)
     if not measurement.decided:
@@ -166,7 +196,7 @@ def probe(candidate: Candidate, run: Probe, gpu: str) -> Measurement:
         raise ProbeFailed(
             f"The probe says nothing about memory: {measurement.outcome.replace('_', ' ')}. {measurement.message}{log}"
         )
-    keep_new([measurement], gpu)
+    save_new_results([measurement], gpu)
     return measurement
 
 
@@ -180,7 +210,7 @@ class ProvenPlan:
 
 
 def prove(plan: Plan, run: Probe, *, device: DeviceName, storage: str, budget_seconds: float, say: Say) -> ProvenPlan:
-    """Run an Optuna study of probes and return the plan as it leaves it.
+    """Run an Optuna study of probes and return the plan corrected by its measurements, with an exit code.
 
     `storage`: an Optuna storage URL; empty: a file in the user's cache.
 
@@ -192,7 +222,7 @@ def prove(plan: Plan, run: Probe, *, device: DeviceName, storage: str, budget_se
 
     options = studies.StudyOptions(device=device, storage=storage, budget_seconds=budget_seconds, say=say)
     study = studies.prove(plan, run, options)
-    keep_new(study.measurements, plan.cluster.gpu.name)
+    save_new_results(study.measurements, plan.cluster.gpu.name)
     report = {
         **certificate_report(study.certificate),
         "study": study.study_name,
@@ -201,11 +231,11 @@ def prove(plan: Plan, run: Probe, *, device: DeviceName, storage: str, budget_se
     }
     lines = (*certificate_lines(study.certificate), *([f"{study.ending}: {study.reason}"] if study.reason else []))
     best = study.best.candidate if study.best is not None else None
-    corrected = confirmed(plan, best, study.measurements, lines, report)
+    corrected = correct_plan(plan, best, study.measurements, lines, report)
     if study.ending in BROKEN_OFF:
         reason = f"The probes ended early ({study.ending}): {study.reason or SET_ASIDE}."
         return ProvenPlan(plan=corrected, exit_code=EXIT_OTHER, reason=reason)
-    if wrong := contradiction_of(plan, study.measurements):
+    if wrong := plan_contradiction(plan, study.measurements):
         reason = f"The probes contradict the plan: {wrong}."
         return ProvenPlan(plan=corrected, exit_code=EXIT_PROBE_CONTRADICTS, reason=reason)
     return ProvenPlan(plan=corrected, exit_code=EXIT_PLANNED, reason="")
@@ -225,7 +255,8 @@ def compare_with_dry_run(expected: Estimate, measurement: Measurement, say: Say)
     measured = {phase.name: phase.allocated_bytes for phase in heaviest_rank(measurement).phases}
     resumed = {"load": " (it also loads a checkpoint)"}  # a dry run does not resume
     differences = [
-        f"{phase.name.replace('_', ' ')} {measured[phase.name] / phase.total_bytes - 1:+.2%}{resumed.get(phase.name, '')}"
+        f"{phase.name.replace('_', ' ')} {measured[phase.name] / phase.total_bytes - 1:+.2%}"
+        f"{resumed.get(phase.name, '')}"
         for phase in trace.phases
         if measured.get(phase.name, 0)
     ]
@@ -239,6 +270,7 @@ def compare_with_dry_run(expected: Estimate, measurement: Measurement, say: Say)
 
 
 def _missing(extra: str, packages: Sequence[str], error: Exception) -> str:
+    """Return which extra to install: the packages that are missing or, if all are there, the import error."""
     missing = [name for name in packages if find_spec(name) is None]
     what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     reason = f"{', '.join(missing)} not installed" if missing else what
@@ -247,6 +279,6 @@ def _missing(extra: str, packages: Sequence[str], error: Exception) -> str:
 
 @contextlib.contextmanager
 def _silent_libraries() -> Iterator[None]:
-    """Keep what the libraries print from stdout and stderr."""
+    """Drop everything that is printed to stdout and stderr inside the `with` block."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -17,6 +17,7 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.memory.activations import StackMemory, stack_memory
 from planner.memory.kv_cache import kv_cache_bytes
+from planner.memory.layers.measured_layers import LayerMeasurements, load_release, load_shipped
 from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory
 from planner.memory.parameters.tensors import model_tensors
 from planner.memory.stack_recipe import stack_recipe
@@ -25,9 +26,10 @@ from planner.models.from_config import NOT_COUNTED, shape_of
 from planner.models.shape import ModelShape
 from planner.plan import plan
 from planner.quantities import Phase, PhaseMemory
-from probes.dryrun.simulate import traced
-from probes.layers.coefficients import measured
+from probes.dryrun.simulate import trace_step
+from probes.layers.coefficients import complete_by_measuring, measure_layers, read_shapes
 from probes.layers.few_layers import few_layers, layer_kinds
+from probes.layers.store import source_hash
 
 LLAMA: dict[str, object] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -97,7 +99,7 @@ def bytes_at(peaks: PassPeak) -> list[int]:
 def test_a_measured_layer_needs_what_its_formulas_say(padded: bool) -> None:
     model = shape_of(LLAMA, id="llama")
     found, expected = (
-        stack(measured(replace(model, layers=()), nullcontext), padded=padded),
+        stack(complete_by_measuring(replace(model, layers=()), nullcontext), padded=padded),
         stack(model, padded=padded),
     )
     assert found.saved.total == expected.saved.total
@@ -113,7 +115,7 @@ def test_a_measured_layer_leaves_what_its_formulas_say(tuning: str, dtype: str) 
     candidate = Candidate(model=model, method="sft", tuning=tuning, dtype=dtype, per_device_train_batch_size=4)  # type: ignore[arg-type]
     recipe = replace(stack_recipe(candidate, True).recipe, kernel="efficient")
     found, expected = (
-        layer_memory(measured(replace(model, layers=()), nullcontext).layers[0], recipe, False),
+        layer_memory(complete_by_measuring(replace(model, layers=()), nullcontext).layers[0], recipe, False),
         layer_memory(model.layers[0], recipe, False),
     )
     assert found.saved.total == pytest.approx(expected.saved.total, abs=SCALARS)
@@ -122,10 +124,13 @@ def test_a_measured_layer_leaves_what_its_formulas_say(tuning: str, dtype: str) 
 
 def from_file(folder: Path, config: dict[str, object]) -> ModelShape:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return measured(load_model(str(folder)), nullcontext)
+    return complete_by_measuring(load_model(str(folder)), nullcontext)
 
 
-@pytest.mark.parametrize("config", [BAMBA, NEXT, BLOOM, VISION], ids=lambda config: str(config["model_type"]))
+SLOW_CONFIGS = [pytest.param(config, marks=pytest.mark.slow) for config in (BAMBA, NEXT, VISION)]
+
+
+@pytest.mark.parametrize("config", [*SLOW_CONFIGS, BLOOM], ids=lambda config: str(config["model_type"]))
 def test_a_config_of_a_type_without_formulas_is_planned_for(config: dict[str, object], tmp_path: Path) -> None:
     model = from_file(tmp_path, config)
     assert model.params == sum(tensors.params for tensors in model_tensors(model, "lm_head"))
@@ -192,6 +197,7 @@ def test_a_model_that_nobody_counted_is_refused_where_nothing_measures_it(tmp_pa
         Job(model=load_model(str(tmp_path)), method="sft")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"tuning": "full"}, {"tuning": "lora", "dtype": "bfloat16"}], ids=lambda settings: settings["tuning"]
 )
@@ -209,7 +215,7 @@ def test_what_a_dry_run_keeps_between_passes_is_what_is_estimated(
         **settings,
     )  # type: ignore[arg-type]
     found = at_step(estimate(candidate, parse_cluster("1xH200", None)).gpus[0].phases)
-    expected = at_step(traced(candidate).phases)
+    expected = at_step(trace_step(candidate).phases)
     for component in ("weights", "adapters", "gradients", "optimizer_states"):
         assert found.components.get(component, 0) == pytest.approx(
             expected.components.get(component, 0), rel=ROUNDED_WITHIN, abs=SCALARS
@@ -223,7 +229,7 @@ def at_step(phases: tuple[PhaseMemory, ...]) -> PhaseMemory:
 
 def test_a_measured_model_has_the_parameters_that_its_formulas_count() -> None:
     model = shape_of(LLAMA, id="llama")
-    layer = measured(replace(model, layers=()), nullcontext).layers[0]
+    layer = complete_by_measuring(replace(model, layers=()), nullcontext).layers[0]
     assert layer.params == model.layers[0].params
     assert [linear.name for linear in layer.linears] == [linear.name for linear in model.layers[0].linears]
 
@@ -240,7 +246,7 @@ def test_a_cut_model_keeps_two_layers_of_each_kind() -> None:
 
 def test_a_gradient_is_added_to_the_one_that_exists() -> None:
     model = shape_of(LLAMA, id="llama")
-    found = measured(replace(model, layers=()), nullcontext)
+    found = complete_by_measuring(replace(model, layers=()), nullcontext)
     candidate = Candidate(model=model, method="sft", per_device_train_batch_size=4)
     recipe = stack_recipe(candidate, True).recipe
     with_gradients, expected = layer_memory(found.layers[0], recipe, True), layer_memory(model.layers[0], recipe, True)
@@ -261,7 +267,7 @@ def test_what_was_measured_is_kept_and_a_broken_file_is_made_anew(tmp_path: Path
     def again() -> LayerMemory:
         model = shape_of(LLAMA, id="llama")
         recipe = stack_recipe(Candidate(model=model, method="sft"), True).recipe
-        return layer_memory(measured(replace(model, layers=()), counted).layers[0], recipe, False)
+        return layer_memory(complete_by_measuring(replace(model, layers=()), counted).layers[0], recipe, False)
 
     first = again()
     assert len(times) == 2  # the shapes, then the passes
@@ -274,13 +280,29 @@ def test_what_was_measured_is_kept_and_a_broken_file_is_made_anew(tmp_path: Path
 
 
 def test_a_model_that_keeps_more_than_keys_and_values_does_not_generate() -> None:
-    model = measured(shape_of(HYBRID, id="hybrid", counts=NOT_COUNTED), nullcontext)
+    model = complete_by_measuring(shape_of(HYBRID, id="hybrid", counts=NOT_COUNTED), nullcontext)
     assert [layer.attention.num_key_value_heads for layer in model.layers] == [0, 0, 0, 2]
     with pytest.raises(NotMeasured, match="keep no keys and values"):
         kv_cache_bytes(model, 1, 100, 2)
 
 
 def test_quantized_layers_are_not_measured() -> None:
-    model = measured(replace(shape_of(LLAMA, id="llama"), layers=()), nullcontext)
+    model = complete_by_measuring(replace(shape_of(LLAMA, id="llama"), layers=()), nullcontext)
     with pytest.raises(NotMeasured, match="not measured with quantized weights"):
         stack(model, quantization="nf4")
+
+
+def test_the_shipped_layers_were_measured_by_the_code_of_this_tree() -> None:
+    """If it fails, run `python -m scripts.measure_layers`, which says when its --spot-check is enough."""
+    assert load_release().source_hash == source_hash()
+
+
+@pytest.mark.parametrize("name", ["EleutherAI/gpt-neo-125m", "bigscience/bloom-560m", "LiquidAI/LFM2-350M"])
+def test_shipped_layers_are_measured_again_with_the_same_result(name: str) -> None:
+    model = load_model(name)
+    shipped = load_shipped(model)
+    assert shipped is not None
+    assert read_shapes(model) == shipped.shapes
+    for recipe, result in (shipped.results[0], shipped.results[-1]):
+        assert isinstance(result, LayerMeasurements)
+        assert measure_layers(model, recipe) == result

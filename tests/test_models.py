@@ -1,6 +1,7 @@
 """Models by name, path and config: every count is the one others published, every layer the one transformers builds."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import InputError, UnknownArchitecture, UnknownName
+from planner.memory.layers.measured_layers import MeasuringRefused, complete_shipped, load_shipped, shipped_path
 from planner.models.architectures.defaults import DEFAULTS
 from planner.models.catalogue import CATALOGUE, ModelRow, load_model, model_rows
 from planner.models.from_config import KNOWN_MODEL_TYPES, shape_of
@@ -389,3 +391,38 @@ def test_the_catalogue_is_what_the_script_makes_of_the_facts(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
     for name in ("models.jsonl", "gpus.toml"):
         assert (tmp_path / name).read_bytes() == (REPOSITORY / "planner" / "data" / name).read_bytes()
+
+
+class TestShippedLayers:
+    """Models without formulas, planned with the layers of `planner/data/layers/`."""
+
+    @pytest.mark.parametrize("name", [row.id for row in model_rows() if not load_model(row.id).known])
+    def test_a_model_without_formulas_has_all_its_parameters_in_shipped_layers(self, name: str) -> None:
+        model = complete_shipped(load_model(name), lambda _: MeasuringRefused(reason="not shipped"))
+        assert model is not None
+        outside = model.embed_params + model.lm_head_params + model.vision_params
+        assert sum(layer.params for layer in model.layers) + outside <= model.params == load_model(name).params
+
+    @pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+    def test_a_model_without_formulas_is_planned_without_torch(self, method: str, tmp_path: Path) -> None:
+        """In a process that can import neither torch nor the probes."""
+        blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'trl', 'peft', 'probes')))"
+        command = f"{blocked}; from planner.cli import main; main()"
+        arguments = ["--model", "Qwen3.5-4B", "--gpus", "1xA100-80G", "--method", method, "--json", "--quiet"]
+        ended = subprocess.run(
+            [sys.executable, "-c", command, *arguments],
+            capture_output=True, text=True, cwd=REPOSITORY, env={**os.environ, "PLAN_CACHE": str(tmp_path)}, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        answer = json.loads(ended.stdout)
+        assert answer["verdict"] == "fits"
+        assert answer["best"]["settings"]["per_device_train_batch_size"] >= 1
+
+    def test_a_damaged_file_of_shipped_layers_is_named_in_one_line(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr("planner.memory.layers.measured_layers.SHIPPED_FOLDER", tmp_path)
+        model = load_model("Qwen3.5-4B")
+        shipped_path(model).write_bytes(b"no xz file")
+        with pytest.raises(InputError, match=r"^\S+\.json\.xz, a file of this package, is damaged: .*\.$"):
+            load_shipped(model)

@@ -38,7 +38,7 @@ def load_model(name: str) -> ModelShape:
     """The model that `--model` names: a path, a name of the catalogue, or a name on the Hub.
 
     A model without formulas (`known` is False) has no layers, and no `params` either where the catalogue does not have it:
-    `planner.training_stack.with_layers` completes it.
+    `planner.training_stack.complete_models` completes it.
 
     Names are compared without case, with or without their organisation; `Qwen2.5-7B-Instruct-GPTQ-Int4` is
     Qwen2.5-7B-Instruct, quantized so.

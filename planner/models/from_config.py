@@ -60,7 +60,7 @@ class Counts:
 
 NOT_COUNTED = Counts(
     params=0, embed=0, lm_head=0
-)  # nobody has: `probes.layers.coefficients.measured` builds the model and counts
+)  # nobody has: `probes.layers.shapes` builds the model and counts
 
 
 def shape_of(

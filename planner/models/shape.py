@@ -181,7 +181,7 @@ class Layer:
     residual_scaled: bool = False  # granite: the output of each block times a number
     passed: bool = True  # text runs through it; mllama's cross-attention to images is passed by
     measure: Callable[..., Any] | None = (
-        None  # a program "measured": (Recipe, gradients_exist) -> LayerMemory, from probes/layers/coefficients.py
+        None  # a program "measured": (Recipe, gradients_exist) -> LayerMemory, from memory/layers/measured_layers.py
     )
 
     @property

@@ -1,8 +1,8 @@
-"""Architectures without formulas: the shapes of their layers from the real modules, their memory from the layers' own passes on fake tensors.
+"""Memory of layers without formulas, as polynomials of tokens and scores fitted to passes on fake tensors.
 
-One layer of each kind runs forward and backward at four small batches: three give bytes per token, per score and constant, the fourth is
-held back and must come out. `layer_memory` then answers for them as it does for the families it has formulas for. What was found is kept
-(`layers/store.py`); torch is imported only where something has to be measured.
+One layer of each kind runs forward and backward at four small batch sizes. Three of them determine the bytes per token,
+per score and constant; the fourth checks the fit. `layers/store.py` keeps the results in the user's cache. Only the
+functions that measure import torch.
 """
 
 from collections.abc import Callable
@@ -10,232 +10,201 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from fractions import Fraction
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from planner.errors import NotMeasured, UnknownArchitecture
+from planner.errors import NotMeasured
 from planner.memory.layers.autograd import LiveBytes, Size
+from planner.memory.layers.measured_layers import (
+    LayerMeasurements,
+    LayerResult,
+    LayerShapes,
+    MeasuringRefused,
+    complete_model,
+)
 from planner.memory.layers.one_layer import LayerMemory, PassPeak, upper_envelope
 from planner.memory.layers.recipe import Recipe
 from planner.models.shape import ModelShape
-from probes.layers.store import Layers, Measured, Refused, load_layers, load_measured, save_layers, save_measured
+from probes.layers.store import load_result, load_shapes, save_result, save_shapes
 
 if TYPE_CHECKING:
-    from probes.layers.passes import Bytes, Seen
+    from probes.layers.passes import BytesByKind, MeasuredPass
 
-# (rows, length) of the passes. Lengths are multiples of what kernels round them to (128), long enough for the layer to be
-# the peak and not its weights' copies. One row is a regime of its own: views stand where several rows need copies.
+# (rows, length) of the passes; the last is the check. Lengths are multiples of 128, to which kernels round them, and
+# long enough for the peak to be in the layer and not in the copies of its weights. One row is measured apart: tensors
+# that are copied for several rows can stay views.
 SEVERAL_ROWS = ((2, 512), (4, 512), (2, 1024), (3, 768))
 ONE_ROW = ((1, 512), (1, 1024), (1, 1536), (1, 1280))
-HELD_BACK_WITHIN = 0.02  # chunked kernels loop over blocks of tokens, whose last one is smaller
+# Largest error of the fit at the fourth size. Kernels that loop over blocks of tokens have a smaller last block.
+CHECKED_WITHIN = 0.02
 
-Sizes = tuple[tuple[int, int], ...]
+BatchSizes = tuple[tuple[int, int], ...]
 Measuring = Callable[[], AbstractContextManager[None]]
 
 
-def measured(model: ModelShape, measuring: Measuring) -> ModelShape:
-    """A model without formulas with the layers that its own modules show; their memory is measured when it is asked for.
+def complete_by_measuring(model: ModelShape, measuring: Measuring) -> ModelShape:
+    """Complete a model without formulas: read its layers off its modules, and measure their memory when it is needed.
 
-    A model that the catalogue does not have is counted, too.
-
-    `measuring` is entered around what takes seconds.
+    `measuring` returns the context in which the slow work runs, such as one that prints a line.
 
     Raises:
-        UnknownArchitecture: transformers cannot build it, its layers are no list of modules, or they share parameters.
+        UnknownArchitecture: transformers cannot build it, its layers are not in one list, or they share parameters.
         ImportError: the extra dryrun is not installed.
     """
     if model.known:
         return model
-    found = load_layers(model)
-    if found is None:
+    shapes = load_shapes(model)
+    if shapes is None:
         with measuring():
-            from probes.layers.shapes import layers_of
-
-            found = layers_of(_own(model))
-        save_layers(model, found)
-    return _with_layers(_with_counts(model, found), found, measuring)
+            shapes = read_shapes(model)
+        save_shapes(model, shapes)
+    return complete_model(model, shapes, lambda recipe: load_or_measure(model, recipe, measuring))
 
 
-def _own(model: ModelShape) -> ModelShape:
-    """The model with a config of its own: transformers' config classes write into the dicts that they are given."""
-    return replace(model, config=deepcopy(model.config))
-
-
-def _with_counts(model: ModelShape, found: Layers) -> ModelShape:
-    """The model with what its modules count; the catalogue's figures stay where it has them."""
-    counts = found.counts
-    model = replace(
-        model,
-        vision_params=counts.vision,
-        outer_linears=found.outer_linears,
-        vision_linears=found.vision_linears,
-        embed_norm=found.embed_norm,
-    )
-    if model.params:
-        return model
-    return replace(
-        model, params=counts.params, embed_params=counts.embed, lm_head_params=counts.lm_head, tied=counts.lm_head == 0, auto_class=found.auto_class,
-        hidden_size=found.hidden_size, vocab_size=found.vocab_size, max_position_embeddings=found.max_position_embeddings,
-    )  # fmt: skip
-
-
-def _with_layers(model: ModelShape, found: Layers, measuring: Measuring) -> ModelShape:
-    layers = [
-        replace(layer, measure=partial(measured_layer, model, measuring, kind))
-        for kind, layer in enumerate(found.of_each_kind)
-    ]
-    kinds = {place: layer for layer, places in zip(layers, found.places, strict=True) for place in places}
-    in_order = tuple(kinds[place] for place in sorted(kinds))
-    norm_params = model.embed_norm.params if model.embed_norm else 0
-    rest = (
-        model.params
-        - model.embed_params
-        - model.lm_head_params
-        - model.vision_params
-        - norm_params
-        - sum(layer.params for layer in in_order)
-    )
-    if rest < 0:
-        raise UnknownArchitecture(
-            f"{model.id} ({model.model_type}): its layers share parameters, which are counted once for each layer here."
-        )
-    note = (
-        f"no formulas for the layers of {model.model_type}: their activations were measured by running one of each kind on fake tensors here, "
-        "as PyTorch's own kernels compute them"
-    )
-    return replace(model, layers=in_order, other_params=rest, notes=(note,))
-
-
-def measured_layer(
-    model: ModelShape, measuring: Measuring, kind: int, recipe: Recipe, gradients_exist: bool
-) -> LayerMemory:
-    """What `planner.memory.layers.one_layer.layer_memory` answers, for the layers of a kind.
+def read_shapes(model: ModelShape) -> LayerShapes:
+    """Build the model without weights and return the shapes of its layers.
 
     Raises:
-        NotMeasured: the layers cannot be run so.
+        UnknownArchitecture: transformers cannot build it, or its layers are not in one list.
+        ImportError: the extra dryrun is not installed.
     """
-    answer = _layers(model, measuring, replace(recipe, lora_targets=frozenset(recipe.lora_targets)))
-    if isinstance(answer, Refused):
-        raise NotMeasured(answer.reason)
-    return answer.with_gradients[kind] if gradients_exist else answer.without_gradients[kind]
+    from probes.layers.shapes import shapes_of_layers
+
+    return shapes_of_layers(_with_own_config(model))
 
 
-@lru_cache(maxsize=256)
-def _layers(model: ModelShape, measuring: Measuring, recipe: Recipe) -> Measured | Refused:
-    """One layer of each kind, measured together: the model is built once."""
-    if recipe.quantized != "none" or recipe.liger or recipe.kernel == "flash_varlen":
-        return Refused(reason=f"The layers of {model.id} have no formulas and are not measured with {_unlike(recipe)}.")
-    found = load_measured(model, recipe)
-    if found is None:
+def load_or_measure(model: ModelShape, recipe: Recipe, measuring: Measuring) -> LayerResult:
+    """Return the result under one recipe from the user's cache; measure the layers and keep it if it is not there.
+
+    Raises:
+        ImportError: the extra dryrun is not installed.
+    """
+    result = load_result(model, recipe)
+    if result is None:
         with measuring():
-            found = _measured_now(_own(model), recipe)
-        save_measured(model, recipe, found)
-    return found
+            result = measure_layers(model, recipe)
+        save_result(model, recipe, result)
+    return result
 
 
-def _unlike(recipe: Recipe) -> str:
-    return (
-        "quantized weights"
-        if recipe.quantized != "none"
-        else "Liger's kernels"
-        if recipe.liger
-        else "flash-attention's package"
-    )
+def measure_layers(model: ModelShape, recipe: Recipe) -> LayerResult:
+    """Run one layer of each kind under the recipe; all kinds together, so that the model is built once.
 
-
-def _measured_now(model: ModelShape, recipe: Recipe) -> Measured | Refused:
-    from probes.layers.passes import layer_stage
+    Raises:
+        ImportError: the extra dryrun is not installed.
+    """
+    from probes.layers.passes import layer_harness
 
     sizes = SEVERAL_ROWS if recipe.several_rows else ONE_ROW
     try:
-        with layer_stage(model, recipe) as run:
-            seen = [run.layers(rows, length) for rows, length in sizes]
-        kinds = range(len(seen[0]))
-        return Measured(
-            without_gradients=tuple(_fitted(model, sizes, [layers[kind][0] for layers in seen]) for kind in kinds),
-            with_gradients=tuple(_fitted(model, sizes, [layers[kind][1] for layers in seen]) for kind in kinds),
+        with layer_harness(_with_own_config(model), recipe) as harness:
+            by_size = [harness.measure_kinds(rows, length) for rows, length in sizes]
+        kinds = range(len(by_size[0]))
+        return LayerMeasurements(
+            without_gradients=tuple(_fit_layer(model, sizes, [size[kind][0] for size in by_size]) for kind in kinds),
+            with_gradients=tuple(_fit_layer(model, sizes, [size[kind][1] for size in by_size]) for kind in kinds),
         )
     except NotMeasured as error:
-        return Refused(reason=str(error))
+        return MeasuringRefused(reason=str(error))
     except (RuntimeError, ValueError, AttributeError, TypeError, KeyError, IndexError, NotImplementedError) as error:
-        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        if not recipe.lora_targets:
-            return Refused(reason=f"The layers of {model.id} do not run here: {said}")
-        targets = ", ".join(sorted(recipe.lora_targets))
-        return Refused(
-            reason=f"The layers of {model.id} do not run here with adapters on {targets}: {said}. Set lora_target_modules to others."
-        )
+        first_line = (str(error).splitlines() or [""])[0][:200]
+        return MeasuringRefused(reason=_refusal(model, recipe, f"{type(error).__name__}: {first_line}"))
 
 
-# -- from bytes to coefficients ------------------------------------------------------------------------------------------
-
-
-def _fitted(model: ModelShape, sizes: Sizes, seen: "list[Seen]") -> LayerMemory:
-    def moment(of: "Callable[[Seen], Bytes]") -> LiveBytes:
-        fitted = _moment(sizes, [of(each) for each in seen])
-        return _checked(model, sizes, PassPeak((fitted,)), of(seen[3])).snapshots[0]
-
-    def peaks(of: "Callable[[Seen], list[Bytes]]") -> PassPeak:
-        return _peaks(model, sizes, [of(each) for each in seen])
-
-    return LayerMemory(
-        saved=moment(lambda each: each.saved),
-        checkpoint=moment(lambda each: each.checkpoint),
-        forward=peaks(lambda each: each.forward),
-        checkpointed_forward=peaks(lambda each: each.checkpointed_forward),
-        backward=peaks(lambda each: each.backward),
-        checkpointed_backward=peaks(lambda each: each.checkpointed_backward),
-        inference=peaks(lambda each: each.inference),
+def _refusal(model: ModelShape, recipe: Recipe, error: str) -> str:
+    if not recipe.lora_targets:
+        return f"The layers of {model.id} do not run here: {error}"
+    targets = ", ".join(sorted(recipe.lora_targets))
+    return (
+        f"The layers of {model.id} do not run here with adapters on {targets}: {error}. "
+        "Set lora_target_modules to others."
     )
 
 
-def _peaks(model: ModelShape, sizes: Sizes, passes: "list[list[Bytes]]") -> PassPeak:
-    """All moments that can be the peak, where the passes of all sizes have the same; where they loop over tokens, each one's heaviest."""
+def _with_own_config(model: ModelShape) -> ModelShape:
+    """The model with a copy of its config: transformers' config classes write into the dicts that they are given."""
+    return replace(model, config=deepcopy(model.config))
+
+
+# -- from bytes to coefficients ---------------------------------------------------------------------------------------
+
+
+def _fit_layer(model: ModelShape, sizes: BatchSizes, passes: "list[MeasuredPass]") -> LayerMemory:
+    """Fit each part of a layer's memory to its passes at the four sizes."""
+
+    def fit_moment(part: "Callable[[MeasuredPass], BytesByKind]") -> LiveBytes:
+        fitted = _fit_live_bytes(sizes, [part(each) for each in passes])
+        return _checked(model, sizes, PassPeak((fitted,)), part(passes[3])).snapshots[0]
+
+    def fit_pass(part: "Callable[[MeasuredPass], list[BytesByKind]]") -> PassPeak:
+        return _fit_peak(model, sizes, [part(each) for each in passes])
+
+    return LayerMemory(
+        saved=fit_moment(lambda each: each.saved),
+        checkpoint=fit_moment(lambda each: each.checkpoint),
+        forward=fit_pass(lambda each: each.forward),
+        checkpointed_forward=fit_pass(lambda each: each.checkpointed_forward),
+        backward=fit_pass(lambda each: each.backward),
+        checkpointed_backward=fit_pass(lambda each: each.checkpointed_backward),
+        inference=fit_pass(lambda each: each.inference),
+    )
+
+
+def _fit_peak(model: ModelShape, sizes: BatchSizes, passes: "list[list[BytesByKind]]") -> PassPeak:
+    """Fit every moment of a pass that can be its peak.
+
+    Passes that loop over tokens have more moments at larger sizes; then the heaviest moment of each size is fitted.
+    """
     if len({len(moments) for moments in passes}) > 1:
         passes = [[max(moments, key=_total)] for moments in passes]
-    fitted = upper_envelope([_moment(sizes, list(alike)) for alike in zip(*passes, strict=True)])
+    fitted = upper_envelope([_fit_live_bytes(sizes, list(same)) for same in zip(*passes, strict=True)])
     return _checked(model, sizes, fitted, max(passes[3], key=_total))
 
 
-def _moment(sizes: Sizes, seen: "list[Bytes]") -> LiveBytes:
-    """The coefficients that the first three sizes determine."""
-    kinds = tuple(dict.fromkeys(kind for each in seen for kind in each))
-    coefficients = tuple((kind, _coefficients(sizes[:3], [each.get(kind, 0) for each in seen[:3]])) for kind in kinds)
+def _fit_live_bytes(sizes: BatchSizes, moments: "list[BytesByKind]") -> LiveBytes:
+    """The polynomial, by kind and in total, through one moment at the first three sizes."""
+    kinds = tuple(dict.fromkeys(kind for moment in moments for kind in moment))
+    by_kind = tuple((kind, _coefficients(sizes[:3], [moment.get(kind, 0) for moment in moments[:3]])) for kind in kinds)
     total = (
-        sum(size[0] for _, size in coefficients),
-        sum(size[1] for _, size in coefficients),
-        sum(size[2] for _, size in coefficients),
+        sum(size[0] for _, size in by_kind),
+        sum(size[1] for _, size in by_kind),
+        sum(size[2] for _, size in by_kind),
     )
-    return LiveBytes(total, coefficients)
+    return LiveBytes(total, by_kind)
 
 
-def _checked(model: ModelShape, sizes: Sizes, fitted: PassPeak, held_back: "Bytes") -> PassPeak:
+def _checked(model: ModelShape, sizes: BatchSizes, fitted: PassPeak, measured: "BytesByKind") -> PassPeak:
+    """Return the fit if it agrees with the measured bytes at the fourth size.
+
+    Raises:
+        NotMeasured: they differ by more than CHECKED_WITHIN.
+    """
     rows, length = sizes[3]
-    found, expected = fitted.at(rows * length, rows * length**2)[0], _total(held_back)
-    if abs(found - expected) > HELD_BACK_WITHIN * expected:
+    expected, found = fitted.at(rows * length, rows * length**2)[0], _total(measured)
+    if abs(expected - found) > CHECKED_WITHIN * found:
         raise NotMeasured(
-            f"A layer of {model.id} needs {expected:,} bytes for {rows} rows of {length} tokens, where {found:,} were expected of its like."
+            f"A layer of {model.id} needs {found:,} bytes for {rows} rows of {length} tokens; "
+            f"{expected:,} follow from smaller batches."
         )
     return fitted
 
 
-def _total(alive: "Bytes") -> int:
-    return sum(alive.values())
+def _total(moment: "BytesByKind") -> int:
+    return sum(moment.values())
 
 
-def _coefficients(sizes: Sizes, found: list[int]) -> Size:
-    """a tokens + b scores + c through three points (Cramer's rule), to the nearest byte."""
+def _coefficients(sizes: BatchSizes, measured: list[int]) -> Size:
+    """Solve bytes = a tokens + b scores + c for three sizes (Cramer's rule), rounded to whole bytes."""
     rows = [(rows * length, rows * length**2, 1) for rows, length in sizes]
 
     def determinant(matrix: list[tuple[int, int, int]]) -> int:
         (a, b, c), (d, e, f), (g, h, i) = matrix
         return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
 
-    whole = determinant(rows)
-    answers = []
+    denominator = determinant(rows)
+    solution = []
     for column in range(3):
         replaced = [
-            tuple(found[i] if j == column else value for j, value in enumerate(row)) for i, row in enumerate(rows)
+            tuple(measured[i] if j == column else value for j, value in enumerate(row)) for i, row in enumerate(rows)
         ]
-        answers.append(round(Fraction(determinant(replaced), whole)))  # type: ignore[arg-type]
-    return (answers[0], answers[1], answers[2])
+        solution.append(round(Fraction(determinant(replaced), denominator)))  # type: ignore[arg-type]
+    return (solution[0], solution[1], solution[2])

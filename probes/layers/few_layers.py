@@ -1,4 +1,4 @@
-"""A model cut to a few of its layers: every kind of layer that it has stays, at its real size."""
+"""A model cut to a few layers, with at least one layer of every kind that the model has, at its real size."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,27 +10,22 @@ from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 
 Config = dict[str, Any]
-LAYERS_OF_A_KIND = 2  # the second of a kind shows what each further one adds
+LAYERS_OF_A_KIND = 2  # the second layer of a kind shows the bytes that each further one adds
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-# How configs say of which kind a layer is, besides by a list with one item a layer.
+# Config keys that tell layers of different kinds apart, besides lists with one item for each layer.
 # Source: transformers 5.23, models/<folder>/configuration_<folder>.py.
-MEMBERS = (
-    "moe_layers",
-    "cross_attention_layers",
-    "full_attn_idxs",
-    "mlp_only_layers",
-    "attn_layer_indices",
-)  # the places of the layers that are so
-WINDOW = "max_window_layers"  # without a window before the others, if `use_sliding_window`
-FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", WINDOW)  # so many from the start
-LAST = ("num_kv_shared_layers",)  # so many at the end
+# Lists of the indices of the layers of one kind.
+MEMBERS = ("moe_layers", "cross_attention_layers", "full_attn_idxs", "mlp_only_layers", "attn_layer_indices")
+WINDOW = "max_window_layers"  # that many first layers have no window, if `use_sliding_window`
+FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", WINDOW)  # counts of the first layers
+LAST = ("num_kv_shared_layers",)  # counts of the last layers
 
 
 def few_layers(model: ModelShape, of_a_kind: int = LAYERS_OF_A_KIND) -> ModelShape:
-    """The model with its first layers of each kind, in their order.
+    """The model with its first `of_a_kind` layers of each kind, in their order.
 
-    Of a model without formulas only the config is another: what was counted of it is counted of the whole.
+    For a model without formulas only the config changes; its parameter counts stay those of the whole model.
     """
     config = dict(model.config)
     kept = [index for places in layer_kinds(config) for index in places[:of_a_kind]]
@@ -45,7 +40,7 @@ def _has_formulas(model: ModelShape) -> bool:
 
 
 def layer_kinds(config: Config) -> tuple[tuple[int, ...], ...]:
-    """The places of the layers of each kind, kinds in order of first appearance."""
+    """The indices of the layers of each kind, kinds in order of first appearance."""
     full = described(config)
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index in range(depth_of(full)):
@@ -54,21 +49,21 @@ def layer_kinds(config: Config) -> tuple[tuple[int, ...], ...]:
 
 
 def keep_layers(config: Config, kept: list[int]) -> Config:
-    """The config of the model that has these layers only."""
+    """The config of the model with the layers of these indices only."""
     full, inner = described(config), config.get("text_config")
     text = dict(inner if isinstance(inner, dict) else config)
     depth_key = next((key for key in DEPTH_KEYS if key in text), "num_hidden_layers")
-    text |= {depth_key: len(kept), **dict(_of_the_kept(full, kept))}
-    if isinstance(text.get("hybrid_override_pattern"), str):  # nemotron_h: one letter a layer
+    text |= {depth_key: len(kept), **dict(_keys_for_kept(full, kept))}
+    if isinstance(text.get("hybrid_override_pattern"), str):  # nemotron_h: one letter for each layer
         text["hybrid_override_pattern"] = "".join(text["hybrid_override_pattern"][index] for index in kept)
     return {**config, "text_config": text} if isinstance(inner, dict) else text
 
 
 def described(config: Config) -> Config:
-    """All that transformers knows of the language model once its config class has filled in what the file leaves out."""
+    """The language model's config with the defaults of its transformers config class, under the usual names."""
     fields = {key: value for key, value in config.items() if key != "model_type"}
     text = AutoConfig.for_model(config["model_type"], **fields).get_text_config()
-    mapped = {usual: text.__dict__[own] for usual, own in text.attribute_map.items() if own in text.__dict__}
+    mapped = {usual: text.__dict__[name] for usual, name in text.attribute_map.items() if name in text.__dict__}
     return {**text.__dict__, **mapped, "num_hidden_layers": text.num_hidden_layers}
 
 
@@ -79,7 +74,7 @@ def depth_of(config: Config) -> int:
 
 
 def _lists(full: Config) -> Iterator[tuple[str, list[object]]]:
-    """The keys with one item a layer."""
+    """The config's keys with one item for each layer, and their values."""
     depth = depth_of(full)
     for key, value in full.items():
         if (
@@ -92,6 +87,7 @@ def _lists(full: Config) -> Iterator[tuple[str, list[object]]]:
 
 
 def _kind(full: Config, index: int) -> tuple[object, ...]:
+    """The values of all keys that tell layers apart, for one layer; equal for layers of one kind."""
     kind: list[object] = [value[index] for _, value in _lists(full)]
     kind += [index in full[key] for key in _present(full, MEMBERS, list)]
     kind += [index < full[key] for key in _present(full, FIRST, int) if key != WINDOW or full.get("use_sliding_window")]
@@ -103,8 +99,8 @@ def _present(full: Config, keys: tuple[str, ...], kind: type) -> list[str]:
     return [key for key in keys if isinstance(full.get(key), kind)]
 
 
-def _of_the_kept(full: Config, kept: list[int]) -> Iterator[tuple[str, object]]:
-    """The keys that say something of each layer, for the kept layers."""
+def _keys_for_kept(full: Config, kept: list[int]) -> Iterator[tuple[str, object]]:
+    """The keys that tell layers apart, with their values for the kept layers."""
     for key, value in _lists(full):
         yield key, [value[index] for index in kept]
     for key in _present(full, MEMBERS, list):

@@ -1,4 +1,4 @@
-"""The passes of one layer of each kind on fake tensors: what is alive at every moment of them."""
+"""Passes of one layer of each kind on fake tensors: the bytes alive at every moment, by kind."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from planner.candidate import Candidate
 from planner.memory.layers.autograd import Kind
 from planner.memory.layers.recipe import Recipe
 from planner.models.shape import ModelShape
-from probes.dryrun.cuda.substitutions import WORKSPACES, cuda_ways
+from probes.dryrun.cuda.substitutions import WORKSPACES, cuda_substitutions
 from probes.dryrun.dry_run import fake_weights
 from probes.dryrun.fake_models import adapters_without_weights, build_model, models_stay_where_they_are
 from probes.dryrun.fake_tensors import FakeArithmetic
@@ -23,25 +23,26 @@ from probes.layers.few_layers import few_layers, layer_kinds
 from probes.layers.shapes import decoder_layers
 from probes.step.tracker import Tracker, collector_off
 
-Bytes = dict[Kind, int]
+BytesByKind = dict[Kind, int]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """Bytes by kind of what a `LayerMemory` is made of, at one size: moments, and passes with all of theirs in order."""
+class MeasuredPass:
+    """The parts of a `LayerMemory` at one batch size: bytes by kind, at one moment or at every moment of a pass."""
 
-    saved: Bytes
-    checkpoint: Bytes
-    forward: list[Bytes]
-    checkpointed_forward: list[Bytes]
-    backward: list[Bytes]
-    checkpointed_backward: list[Bytes]
-    inference: list[Bytes]
+    saved: BytesByKind
+    checkpoint: BytesByKind
+    forward: list[BytesByKind]
+    checkpointed_forward: list[BytesByKind]
+    backward: list[BytesByKind]
+    checkpointed_backward: list[BytesByKind]
+    inference: list[BytesByKind]
 
 
-# A layer that text alone does not pass: cross-attention to images (transformers 5.23, models/mllama/modeling_mllama.py, MllamaTextModel.forward).
-SKIPPED = Seen(
+# A layer that text does not pass: cross-attention to images (transformers 5.23, models/mllama/modeling_mllama.py,
+# MllamaTextModel.forward).
+SKIPPED = MeasuredPass(
     saved={},
     checkpoint={},
     forward=[{}],
@@ -53,7 +54,7 @@ SKIPPED = Seen(
 
 
 class _Begin(torch.autograd.Function):
-    """Before the layer: its input, the pass's first allocation, whose gradient ends here."""
+    """Allocate the layer's input, the first allocation of the pass; stop the gradient behind it."""
 
     @staticmethod
     def forward(_: Any, begin: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -65,7 +66,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """After the layer: the gradient of its output, which nobody but autograd's engine holds."""
+    """Allocate the gradient of the layer's output in the backward pass, where only autograd's engine holds it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -78,23 +79,25 @@ class _End(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A model of one layer of each kind, on fake tensors, as the recipe has it."""
+class LayerHarness:
+    """A model with one layer of each kind on fake tensors, built as the recipe says."""
 
     model: torch.nn.Module
     one_of_each: tuple[torch.nn.Module, ...]
     recipe: Recipe
 
-    def layers(self, rows: int, length: int) -> list[tuple[Seen, Seen]]:
-        """For each kind of layer what is seen of its passes, before any gradient exists and after."""
-        calls = self._calls(rows, length)
-        return [self._seen(layer, calls[layer]) if layer in calls else (SKIPPED, SKIPPED) for layer in self.one_of_each]
+    def measure_kinds(self, rows: int, length: int) -> list[tuple[MeasuredPass, MeasuredPass]]:
+        """Run the passes of each kind of layer; return them without and with existing gradients of the weights."""
+        calls = self._record_calls(rows, length)
+        return [
+            self._measure(layer, calls[layer]) if layer in calls else (SKIPPED, SKIPPED) for layer in self.one_of_each
+        ]
 
     def _autocast(self) -> Any:
         return torch.autocast("cpu", torch.bfloat16) if self.recipe.autocast_width else contextlib.nullcontext()
 
-    def _calls(self, rows: int, length: int) -> dict[torch.nn.Module, Call]:
-        """What the model gives each layer besides its input: positions, masks."""
+    def _record_calls(self, rows: int, length: int) -> dict[torch.nn.Module, Call]:
+        """Run the model and record the arguments of each layer: its input, positions, masks."""
         calls: dict[torch.nn.Module, Call] = {}
 
         def remember(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -113,55 +116,57 @@ class Stage:
                 handle.remove()
         return calls
 
-    def _seen(self, layer: torch.nn.Module, call: Call) -> tuple[Seen, Seen]:
-        plain, _ = self._pass(layer, call, checkpointing=False)
-        checkpointed, held = self._pass(layer, call, checkpointing=True)
-        inference = _Watched(self._inference(layer, call)).moments("forward")
-        return _seen(plain, checkpointed, held, inference, gradients_exist=False), _seen(
-            plain, checkpointed, held, inference, gradients_exist=True
+    def _measure(self, layer: torch.nn.Module, call: Call) -> tuple[MeasuredPass, MeasuredPass]:
+        plain, _ = self._train(layer, call, checkpointing=False)
+        checkpointed, extra_bytes = self._train(layer, call, checkpointing=True)
+        inference = _LiveMemory(self._infer(layer, call)).moments("forward")
+        return (
+            _measured_pass(plain, checkpointed, extra_bytes, inference, gradients_exist=False),
+            _measured_pass(plain, checkpointed, extra_bytes, inference, gradients_exist=True),
         )
 
-    def _pass(self, layer: torch.nn.Module, call: Call, checkpointing: bool) -> tuple[Trace, int]:
-        """Forward and backward, and the bytes of what the layer returns beside its output. No gradient exists before.
+    def _train(self, layer: torch.nn.Module, call: Call, checkpointing: bool) -> tuple[Trace, int]:
+        """Run forward and backward; return the trace and the bytes of the tensors returned after the layer's output.
 
-        Who calls a layer drops its input for its output; the output is gone when the backward pass begins.
+        No gradient exists before. The caller of a layer replaces its input by its output, and the output is freed
+        before the backward pass begins.
         """
         layer.gradient_checkpointing = checkpointing
-        learned = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         begin = torch.empty((), requires_grad=True)
-        with self._tracker(layer, (begin, call)) as tracker, _told_of_gradients(learned, tracker):
+        with self._tracker(layer, (begin, call)) as tracker, _accumulation_marked(trained, tracker):
             with self._autocast():
                 x = _Begin.apply(begin, _input(call))
-                x = _called(layer, x, call)
-                held = _beside(x)
+                x = _call(layer, x, call)
+                extra_bytes = _extra_bytes(x)
                 x = _output(x)
-                tracker.enter_phase("loss")  # the forward pass is done, autocast's copies are still there
+                tracker.enter_phase("loss")  # the forward pass has ended, autocast's copies are still alive
             loss = _End.apply(x)
             tracker.mark_saved()
             tracker.enter_phase("backward")
             del x
             loss.backward()
-            tracker.mark((parameter.grad for parameter in learned if parameter.grad is not None), "gradients")
-        for parameter in learned:
+            tracker.mark((parameter.grad for parameter in trained if parameter.grad is not None), "gradients")
+        for parameter in trained:
             parameter.grad = None
-        return tracker.trace(), held
+        return tracker.trace(), extra_bytes
 
-    def _inference(self, layer: torch.nn.Module, call: Call) -> Trace:
+    def _infer(self, layer: torch.nn.Module, call: Call) -> Trace:
         layer.gradient_checkpointing = False
         with self._tracker(layer, call) as tracker, torch.no_grad(), self._autocast():
             x = torch.empty_like(_input(call))
-            x = _called(layer, x, call)
+            x = _call(layer, x, call)
             del x
         return tracker.trace()
 
     @contextlib.contextmanager
-    def _tracker(self, layer: torch.nn.Module, given: Any) -> Iterator[Tracker]:
-        """A tracker that knows what is there before the layer runs: weights, and what the layer is given."""
+    def _tracker(self, layer: torch.nn.Module, arguments: Any) -> Iterator[Tracker]:
+        """A tracker that counts the weights and the layer's arguments as resident: they exist before the layer runs."""
         tracker = Tracker(1, WORKSPACES)
         with tracker:
             for name, parameter in layer.named_parameters():
                 tracker.add_resident(parameter, "weights", name)
-            for tensor in tree_leaves(given):
+            for tensor in tree_leaves(arguments):
                 if isinstance(tensor, torch.Tensor):
                     tracker.add_resident(tensor, "transients", "")
             tracker.enter_phase("forward")
@@ -169,14 +174,14 @@ class Stage:
 
 
 @contextlib.contextmanager
-def _told_of_gradients(learned: list[torch.nn.Parameter], tracker: Tracker) -> Iterator[None]:
-    """The tracker hears when a parameter's gradient is whole."""
+def _accumulation_marked(trained: list[torch.nn.Parameter], tracker: Tracker) -> Iterator[None]:
+    """Mark in the trace when each parameter's gradient is complete."""
 
-    def told(parameter: torch.Tensor) -> None:
+    def mark(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             tracker.mark_accumulated(parameter.grad)
 
-    handles = [parameter.register_post_accumulate_grad_hook(told) for parameter in learned]
+    handles = [parameter.register_post_accumulate_grad_hook(mark) for parameter in trained]
     try:
         yield
     finally:
@@ -184,19 +189,23 @@ def _told_of_gradients(learned: list[torch.nn.Parameter], tracker: Tracker) -> I
             handle.remove()
 
 
-def _seen(plain: Trace, checkpointed: Trace, held: int, inference: list[Bytes], gradients_exist: bool) -> Seen:
-    """What a layer returns beside its output (bloom: attention's scores) its caller holds until the next layer has run.
+def _measured_pass(
+    plain: Trace, checkpointed: Trace, extra_bytes: int, inference: list[BytesByKind], gradients_exist: bool
+) -> MeasuredPass:
+    """Read the parts of a `LayerMemory` off the traces of a plain and a checkpointed pass.
 
-    Without checkpointing the graph holds it, too. Where gradients exist already, a new one is added to its like and goes as soon as it is
-    whole (torch/csrc/autograd/functions/accumulate_grad.h).
+    `extra_bytes` are the tensors that a layer returns after its output (bloom: attention's scores). Its caller holds
+    them until the next layer has run; without checkpointing the graph holds them, too. With `gradients_exist` a new
+    gradient is added to the existing one and freed as soon as it is complete
+    (torch/csrc/autograd/functions/accumulate_grad.h).
     """
-    one, again = _Watched(plain, gradients_exist), _Watched(checkpointed, gradients_exist)
-    return Seen(
+    one, again = _LiveMemory(plain, gradients_exist), _LiveMemory(checkpointed, gradients_exist)
+    return MeasuredPass(
         saved=one.at_end_of_forward(with_copies=False),
         checkpoint=again.at_end_of_forward(with_copies=True),
         forward=one.moments("forward"),
         checkpointed_forward=[
-            {**moment, "transients": moment.get("transients", 0) + held} for moment in again.moments("forward")
+            {**moment, "transients": moment.get("transients", 0) + extra_bytes} for moment in again.moments("forward")
         ],
         backward=one.moments("backward"),
         checkpointed_backward=again.moments("backward"),
@@ -206,40 +215,40 @@ def _seen(plain: Trace, checkpointed: Trace, held: int, inference: list[Bytes], 
 
 def _input(call: Call) -> torch.Tensor:
     args, kwargs = call
-    found: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-    return found
+    hidden_states: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden_states
 
 
-def _called(layer: torch.nn.Module, x: torch.Tensor, call: Call) -> Any:
+def _call(layer: torch.nn.Module, x: torch.Tensor, call: Call) -> Any:
     args, kwargs = call
     return layer(x, *args[1:], **kwargs) if args else layer(**{**kwargs, "hidden_states": x})
 
 
-def _beside(result: Any) -> int:
-    """Bytes of the tensors that are returned behind the output."""
-    behind = tree_leaves(result[1:]) if isinstance(result, tuple) else []
-    return sum(tensor.nbytes for tensor in behind if isinstance(tensor, torch.Tensor))
+def _extra_bytes(result: Any) -> int:
+    """Bytes of the tensors that a layer returns after its output."""
+    extra = tree_leaves(result[1:]) if isinstance(result, tuple) else []
+    return sum(tensor.nbytes for tensor in extra if isinstance(tensor, torch.Tensor))
 
 
 def _output(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-class _Watched:
-    """What was alive when, in one run of a layer, above its input: less than nothing once that is gone."""
+class _LiveMemory:
+    """Bytes alive at every moment of one run of a layer, above its input: negative once the input is freed."""
 
     def __init__(self, trace: Trace, gradients_exist: bool = False) -> None:
-        made = [allocation for allocation in trace.allocations if allocation.phase != "load"]
-        self._made = [_added(each) if gradients_exist else each for each in made]
-        self._input = self._made[0]
+        allocations = [allocation for allocation in trace.allocations if allocation.phase != "load"]
+        self._allocations = [_freed_when_added(each) if gradients_exist else each for each in allocations]
+        self._input = self._allocations[0]
         self._starts = {phase: event for event, phase in trace.phase_starts}
 
-    def moments(self, phase: str) -> list[Bytes]:
-        """After every allocation of a pass."""
-        changes = [(allocation.born, 1, allocation) for allocation in self._made] + [
-            (allocation.died, -1, allocation) for allocation in self._made
+    def moments(self, phase: str) -> list[BytesByKind]:
+        """Bytes by kind after every allocation of a pass."""
+        changes = [(allocation.born, 1, allocation) for allocation in self._allocations] + [
+            (allocation.died, -1, allocation) for allocation in self._allocations
         ]
-        alive: Bytes = {"activations": -self._input.size_bytes}
+        alive: BytesByKind = {"activations": -self._input.size_bytes}
         found = []
         for _, sign, allocation in sorted(changes, key=lambda change: change[0]):
             kind = self._kind(allocation)
@@ -248,14 +257,14 @@ class _Watched:
                 found.append(alive.copy())
         return found
 
-    def at_end_of_forward(self, with_copies: bool) -> Bytes:
-        """What a forward pass leaves; autocast's copies go with its context unless the graph holds them."""
+    def at_end_of_forward(self, with_copies: bool) -> BytesByKind:
+        """Bytes left by the forward pass. Autocast's copies are freed with its context unless the graph holds them."""
         event = self._starts["loss"] if with_copies else self._starts["backward"]
         return self._alive(event - 1, born_before=self._starts["loss"])
 
-    def _alive(self, event: int, born_before: int = 2**62) -> Bytes:
-        found: Bytes = {"activations": -self._input.size_bytes}
-        for allocation in self._made:
+    def _alive(self, event: int, born_before: int = 2**62) -> BytesByKind:
+        found: BytesByKind = {"activations": -self._input.size_bytes}
+        for allocation in self._allocations:
             if allocation.born <= event < allocation.died and allocation.born < born_before:
                 kind = self._kind(allocation)
                 found[kind] = found.get(kind, 0) + allocation.size_bytes
@@ -268,15 +277,18 @@ class _Watched:
         return "activations" if stays or allocation is self._input else "transients"
 
 
-def _added(allocation: Allocation) -> Allocation:
-    """A gradient that is added to its like; anything else as it is."""
+def _freed_when_added(allocation: Allocation) -> Allocation:
+    """A gradient as a transient that is freed once it is added to the existing one; other allocations unchanged."""
     if allocation.component != "gradients":
         return allocation
     return replace(allocation, died=min(allocation.died, allocation.accumulated), component="transients")
 
 
 def _targets(model: torch.nn.Module, layers: tuple[torch.nn.Module, ...], names: frozenset[str]) -> Iterator[str]:
-    """The paths of the layers' projections that have adapters: a tower's may have names such as `0`, which layers have too."""
+    """Paths of the layers' projections named in `names`.
+
+    Names alone would also match in towers for images, whose modules can have names such as `0`.
+    """
     inside = {id(module) for layer in layers for module in layer.modules()}
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and id(module) in inside and path.rsplit(".", 1)[-1] in names:
@@ -284,15 +296,16 @@ def _targets(model: torch.nn.Module, layers: tuple[torch.nn.Module, ...], names:
 
 
 @contextlib.contextmanager
-def layer_stage(model: ModelShape, recipe: Recipe) -> Iterator[Stage]:
-    """The model built as TRL's trainers build it, and everything that runs in CUDA's way."""
+def layer_harness(model: ModelShape, recipe: Recipe) -> Iterator[LayerHarness]:
+    """Build the model with one layer of each kind as TRL's trainers do; run it on fake tensors with CUDA's kernels."""
     arithmetic = FakeArithmetic()
     candidate = Candidate(
         model=model, method="sft", dtype="float32" if recipe.weight_width == 4 else "bfloat16",
         attn_implementation="eager" if recipe.kernel.startswith("eager") else "sdpa",
     )  # fmt: skip
     shape = few_layers(model, of_a_kind=1)
-    with quiet(), collector_off(), models_stay_where_they_are(), cuda_ways(), adapters_without_weights():
+    flash = recipe.kernel != "efficient_unmasked"  # else the card has no FlashAttention kernels
+    with quiet(), collector_off(), models_stay_where_they_are(), cuda_substitutions(flash), adapters_without_weights():
         built: Any = build_model(shape, candidate, "fake", model.auto_class)
         built.train()
         built.gradient_checkpointing_enable()
@@ -314,4 +327,4 @@ def layer_stage(model: ModelShape, recipe: Recipe) -> Iterator[Stage]:
                     module.p = 0.0
         fake_weights(built, arithmetic)
         with arithmetic:
-            yield Stage(built, layers, recipe)
+            yield LayerHarness(built, layers, recipe)

@@ -1,0 +1,287 @@
+"""Layers without formulas: their measured memory as stored data, and models completed with it.
+
+`scripts/measure_layers.py` runs one layer of each kind of such a model on fake tensors (`probes/layers`) and writes the
+results to `planner/data/layers/`, one compressed file for each architecture of the catalogue. Reading them needs no
+torch. What the files lack is measured on the user's machine, if the extra dryrun is installed.
+"""
+
+import hashlib
+import json
+import lzma
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from planner.errors import InputError, NotMeasured, UnknownArchitecture
+from planner.memory.layers.one_layer import LayerMemory
+from planner.memory.layers.recipe import Kernel, Recipe
+from planner.models.from_config import Counts
+from planner.models.shape import Attention, Experts, Layer, Linear, Mlp, ModelShape, Norm
+
+SHIPPED_FOLDER = Path(__file__).parents[2] / "data" / "layers"
+RELEASE_FILE = "release.json"
+
+# The kernels that a measurement tells apart: which attention runs follows from the mask and the card, as in PyTorch.
+MEASURED_KERNELS: dict[Kernel, Kernel] = {
+    "eager": "eager",
+    "eager_masked": "eager_masked",
+    "efficient": "efficient",  # sdpa with a mask
+    "flash": "flash",  # sdpa without a mask on a card with FlashAttention's kernels (compute capability 8.0)
+    "efficient_unmasked": "efficient_unmasked",  # sdpa without a mask and without FlashAttention's kernels
+    "math": "efficient_unmasked",  # the same, where the heads do not suit the memory-efficient kernel
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredLayer:
+    """Shape of one decoder layer without formulas: a `Layer` whose block is an MLP, or experts, never both."""
+
+    hidden_size: int
+    attention: Attention
+    mlp: Mlp | None  # None: the layer has experts
+    experts: Experts | None  # None: the layer has a dense MLP, or none: one without projections
+    norms: tuple[Norm, ...]
+    passed: bool
+
+    def layer(self, measure: Callable[[Recipe, bool], LayerMemory] | None = None) -> Layer:
+        """The `Layer` whose memory `measure(recipe, gradients_exist)` returns."""
+        block = self.experts or self.mlp
+        assert block is not None
+        return Layer(
+            program="measured", hidden_size=self.hidden_size, attention=self.attention, feed_forward=block,
+            norms=self.norms, passed=self.passed, measure=measure,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShapes:
+    """Shapes of a model's layers, one of each kind, and the parameters outside the layers.
+
+    `places` are the indices of the layers of each kind. `auto_class` is the transformers class that loads the model.
+    `counts` is of the whole model; its `vision` is the part that text does not pass. `outer_linears` and
+    `vision_linears` are `nn.Linear` modules outside the layers, except the output head, each with its count.
+    """
+
+    of_each_kind: tuple[MeasuredLayer, ...]
+    places: tuple[tuple[int, ...], ...]
+    auto_class: str
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    counts: Counts
+    embed_norm: Norm | None  # None: the embedding goes straight into the first layer
+    outer_linears: tuple[tuple[Linear, int], ...]
+    vision_linears: tuple[tuple[Linear, int], ...]
+    has_dropout: bool  # of activations while training, in the layers
+
+    @property
+    def linear_names(self) -> frozenset[str]:
+        """Names of the `nn.Linear` modules of the layers, which adapters can be on."""
+        return frozenset(linear.name for kind in self.of_each_kind for linear in kind.layer().linears)
+
+
+class LayerMeasurements(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+    """Memory of one layer of each kind under one recipe, before the gradients of its weights exist and after."""
+
+    without_gradients: tuple[LayerMemory, ...]
+    with_gradients: tuple[LayerMemory, ...]
+
+
+class MeasuringRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """Reason why the layers do not run under a recipe."""
+
+    reason: str
+
+
+LayerResult = LayerMeasurements | MeasuringRefused
+MeasureRecipe = Callable[[Recipe], LayerResult]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShippedLayers:
+    """One file of `planner/data/layers/`: a model's layers and their memory under each measured recipe."""
+
+    shapes: LayerShapes
+    results: tuple[tuple[Recipe, LayerResult], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """What the shipped files were measured with: library versions, and a hash of our measuring code (`source_hash`)."""
+
+    libraries: dict[str, str]
+    source_hash: str
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def shipped_path(model: ModelShape) -> Path:
+    """The file of a model's layers, named by a hash of the model's config.
+
+    Raises:
+        TypeError: the config holds values that JSON does not have.
+    """
+    content = json.dumps([model.config, model.auto_class], sort_keys=True)
+    return SHIPPED_FOLDER / f"{model.model_type}-{hashlib.sha256(content.encode()).hexdigest()[:12]}.json.xz"
+
+
+def load_shipped(model: ModelShape) -> ShippedLayers | None:
+    """Read the layers of a model that ship with the package; None if the model is not among them.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    path = shipped_path(model)
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(lzma.decompress(path.read_bytes()), type=ShippedLayers)
+    except (OSError, lzma.LZMAError, msgspec.MsgspecError) as error:
+        raise InputError(
+            f"{path}, a file of this package, is damaged: {error}. Install finetune-plan again."
+        ) from error
+
+
+def save_shipped(model: ModelShape, layers: ShippedLayers) -> None:
+    """Write a model's file. The same layers give the same bytes."""
+    ordered = sorted(layers.results, key=lambda entry: recipe_key(entry[0]))
+    path, content = (
+        shipped_path(model),
+        msgspec.json.encode(replace(layers, results=tuple(ordered)), order="sorted"),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
+
+
+def load_release() -> Release:
+    """What the shipped files were measured with."""
+    return msgspec.json.decode((SHIPPED_FOLDER / RELEASE_FILE).read_bytes(), type=Release)
+
+
+def save_release(release: Release) -> None:
+    content = msgspec.json.format(msgspec.json.encode(release, order="sorted"), indent=2)
+    (SHIPPED_FOLDER / RELEASE_FILE).write_bytes(content + b"\n")
+
+
+def recipe_key(recipe: Recipe) -> str:
+    """A recipe as text: equal for equal recipes, in every process."""
+    return msgspec.json.encode(recipe, order="deterministic").decode()
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def complete_shipped(model: ModelShape, measure_missing: MeasureRecipe) -> ModelShape | None:
+    """Complete a model without formulas with the layers that ship with the package; None if it is not among them.
+
+    `measure_missing` answers for recipes that the file lacks.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    shipped = load_shipped(model)
+    if shipped is None:
+        return None
+    results = dict(shipped.results)
+
+    def measure(recipe: Recipe) -> LayerResult:
+        return results.get(recipe) or measure_missing(recipe)
+
+    return complete_model(model, shipped.shapes, measure)
+
+
+def complete_model(model: ModelShape, shapes: LayerShapes, measure: MeasureRecipe) -> ModelShape:
+    """Complete a model without formulas: its layers, whose memory `measure` returns, and the parameters around them.
+
+    The catalogue's parameter counts stay where it has them.
+
+    Raises:
+        UnknownArchitecture: the layers share parameters, which are counted once for each layer here.
+    """
+    measure_once = lru_cache(maxsize=256)(measure)
+    layers = [
+        kind.layer(partial(measured_memory, model.id, shapes, measure_once, index))
+        for index, kind in enumerate(shapes.of_each_kind)
+    ]
+    by_place = {place: layer for layer, places in zip(layers, shapes.places, strict=True) for place in places}
+    in_order = tuple(by_place[place] for place in sorted(by_place))
+    counted = _with_counts(model, shapes)
+    norm_params = shapes.embed_norm.params if shapes.embed_norm else 0
+    outside = counted.embed_params + counted.lm_head_params + counted.vision_params + norm_params
+    rest = counted.params - outside - sum(layer.params for layer in in_order)
+    if rest < 0:
+        raise UnknownArchitecture(
+            f"{model.id} ({model.model_type}): its layers share parameters, which are counted once for each layer here."
+        )
+    note = (
+        f"no formulas for the layers of {model.model_type}: their activations were measured by running one of each "
+        "kind on fake tensors, as PyTorch's own kernels compute them"
+    )
+    return replace(counted, layers=in_order, other_params=rest, notes=(note,))
+
+
+def _with_counts(model: ModelShape, shapes: LayerShapes) -> ModelShape:
+    """The model with the counts of its modules; a model of the catalogue keeps the catalogue's counts."""
+    counts = shapes.counts
+    model = replace(
+        model,
+        vision_params=counts.vision,
+        outer_linears=shapes.outer_linears,
+        vision_linears=shapes.vision_linears,
+        embed_norm=shapes.embed_norm,
+    )
+    if model.params:
+        return model
+    return replace(
+        model, params=counts.params, embed_params=counts.embed, lm_head_params=counts.lm_head, tied=counts.lm_head == 0,
+        auto_class=shapes.auto_class, hidden_size=shapes.hidden_size, vocab_size=shapes.vocab_size,
+        max_position_embeddings=shapes.max_position_embeddings,
+    )  # fmt: skip
+
+
+def measured_memory(
+    model_id: str, shapes: LayerShapes, measure: MeasureRecipe, kind: int, recipe: Recipe, gradients_exist: bool
+) -> LayerMemory:
+    """Memory of one layer of a kind, as `planner.memory.layers.one_layer.layer_memory` returns it for known layers.
+
+    Raises:
+        NotMeasured: the layers do not run under the recipe, or were not measured under it.
+    """
+    unmeasured = unmeasured_setting(recipe)
+    if unmeasured != "none":
+        raise NotMeasured(f"The layers of {model_id} have no formulas and are not measured with {unmeasured}.")
+    answer = measure(measured_recipe(recipe, shapes))
+    if isinstance(answer, MeasuringRefused):
+        raise NotMeasured(answer.reason)
+    return answer.with_gradients[kind] if gradients_exist else answer.without_gradients[kind]
+
+
+def unmeasured_setting(
+    recipe: Recipe,
+) -> Literal["none", "quantized weights", "Liger's kernels", "flash-attention's package"]:
+    """The setting of a recipe under which layers are never measured."""
+    if recipe.quantized != "none":
+        return "quantized weights"
+    if recipe.liger:
+        return "Liger's kernels"
+    return "flash-attention's package" if recipe.kernel == "flash_varlen" else "none"
+
+
+def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
+    """The recipe without the settings that do not change the memory of these layers: many recipes, one measurement."""
+    adapted = recipe.lora_r > 0
+    return replace(
+        recipe,
+        lora_targets=recipe.lora_targets & shapes.linear_names if adapted else frozenset(),
+        lora_experts=recipe.lora_experts and adapted,
+        adapter_width=recipe.adapter_width if adapted else 4,
+        lora_dropout=recipe.lora_dropout and adapted,
+        dropout=recipe.dropout or not shapes.has_dropout,
+        kernel=MEASURED_KERNELS[recipe.kernel],
+        device="cuda",
+    )
