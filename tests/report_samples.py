@@ -1,4 +1,4 @@
-"""An estimate and a plan made by hand, so that the reports are tested without the formulas."""
+"""An estimate and a plan written by hand, so that reports are tested without the formulas."""
 
 from dataclasses import replace
 
@@ -45,19 +45,37 @@ TRAINING = GpuMemory(
     capacity_bytes=A100.free_bytes,
     phases=(
         PhaseMemory(name="load", components={"weights": 14 * GIB, "runtime": GIB}),
-        PhaseMemory(name="rollout", components={"weights": 14 * GIB, "adapters": 160 * MIB, "engine": 20 * GIB, "runtime": GIB}),
+        PhaseMemory(
+            name="rollout", components={"weights": 14 * GIB, "adapters": 160 * MIB, "engine": 20 * GIB, "runtime": GIB}
+        ),
         PhaseMemory(
             name="backward",
             components={
-                "weights": 14 * GIB, "adapters": 160 * MIB, "gradients": 160 * MIB, "optimizer_states": 320 * MIB, "activations": 9 * GIB,
-                "transients": GIB, "loss": 512 * MIB, "communication": 256 * MIB, "fragmentation": 512 * MIB, "runtime": GIB,
+                "weights": 14 * GIB,
+                "adapters": 160 * MIB,
+                "gradients": 160 * MIB,
+                "optimizer_states": 320 * MIB,
+                "activations": 9 * GIB,
+                "transients": GIB,
+                "loss": 512 * MIB,
+                "communication": 256 * MIB,
+                "fragmentation": 512 * MIB,
+                "runtime": GIB,
             },
         ),
-        PhaseMemory(name="optimizer_step", components={"weights": 14 * GIB, "adapters": 160 * MIB, "gradients": 160 * MIB, "optimizer_states": 320 * MIB}),
+        PhaseMemory(
+            name="optimizer_step",
+            components={
+                "weights": 14 * GIB,
+                "adapters": 160 * MIB,
+                "gradients": 160 * MIB,
+                "optimizer_states": 320 * MIB,
+            },
+        ),
     ),
     interval_bytes=(34 * GIB, 37 * GIB),
     details={"engine": {"weights": 14 * GIB, "kv_cache": 5 * GIB, "cuda_graphs": GIB}},
-)  # fmt: skip
+)
 
 ESTIMATE = Estimate(
     candidate=COLOCATED,

@@ -1,4 +1,4 @@
-"""A measurement over an estimate: the measured rung, and a plan corrected by its probes."""
+"""An estimate corrected by a measurement, and a plan corrected by its probes."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ CAPACITY = CLUSTER.gpu.free_bytes
 def peak_of(
     phase: PhaseMemory, *, more: int = 0, spare: int = 0, driver: bool = True, reserved: bool = True
 ) -> PhasePeak:
-    """A phase as it would be seen if it held `more` bytes of tensors than expected, with `spare` ones kept by the allocator."""
+    """Return a phase's peak with `more` bytes of tensors than expected and `spare` bytes in the allocator's cache."""
     outside, slack = phase.components["runtime"], phase.components.get("fragmentation", 0)
     engine = 0 if driver else phase.components.get("engine", 0)  # of a simulated card: reserved, and of no tensor
     allocated = phase.total_bytes - outside - slack - engine + more
@@ -62,7 +62,7 @@ def peak_of(
     )
 
 
-def seen(
+def fake_measurement(
     answer: Estimate = EXPECTED,
     *,
     device: DeviceName = "cuda",
@@ -107,21 +107,21 @@ PLANNED = Plan(
 )
 
 
-class TestMeasuredEstimate:
-    def test_what_is_seen_as_expected_has_the_expected_phases(self):
-        answer = correct_estimate(EXPECTED, seen())
+class TestCorrectEstimate:
+    def test_a_measurement_equal_to_the_estimate_changes_no_phase(self):
+        answer = correct_estimate(EXPECTED, fake_measurement())
         assert answer.gpus[0].phases == EXPECTED.gpus[0].phases
         assert answer.evidence == answer.throughput.evidence == "measured"
         assert answer.throughput.step_seconds == 0.5 and answer.throughput.tokens_per_second == 16_000.0
 
-    def test_the_total_is_the_drivers(self):
-        answer = correct_estimate(EXPECTED, seen(more=GIB, spare=GIB))
+    def test_the_total_is_the_drivers_figure(self):
+        answer = correct_estimate(EXPECTED, fake_measurement(more=GIB, spare=GIB))
         assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 2 * GIB
 
     def test_more_than_expected_is_unexplained_and_spare_is_fragmentation(self):
         before, after = (
             EXPECTED.gpus[0].peak.components,
-            correct_estimate(EXPECTED, seen(more=GIB, spare=GIB)).gpus[0].peak.components,
+            correct_estimate(EXPECTED, fake_measurement(more=GIB, spare=GIB)).gpus[0].peak.components,
         )
         assert after["unexplained"] == GIB
         assert after["fragmentation"] == before["fragmentation"] + GIB
@@ -129,10 +129,10 @@ class TestMeasuredEstimate:
             name: size for name, size in before.items() if name != "fragmentation"
         }
 
-    def test_less_than_expected_is_cut_from_what_is_least_sure(self):
+    def test_less_than_expected_is_cut_from_the_least_sure_component(self):
         before, after = (
             EXPECTED.gpus[0].peak.components,
-            correct_estimate(EXPECTED, seen(more=-MIB)).gpus[0].peak.components,
+            correct_estimate(EXPECTED, fake_measurement(more=-MIB)).gpus[0].peak.components,
         )
         first = next(name for name in LEAST_SURE_FIRST if before.get(name))
         assert after[first] == before[first] - MIB
@@ -140,7 +140,7 @@ class TestMeasuredEstimate:
 
     @given(st.integers(-2 * GIB, 2 * GIB), st.integers(0, GIB), st.sampled_from(["cuda", "cpu", "simulated"]))
     def test_components_sum_to_the_total_and_none_is_negative(self, more, spare, device):
-        measurement = seen(device=device, more=more, spare=spare)
+        measurement = fake_measurement(device=device, more=more, spare=spare)
         for phase in correct_estimate(EXPECTED, measurement).gpus[0].phases:
             assert sum(phase.components.values()) == phase.total_bytes and all(
                 size > 0 for size in phase.components.values()
@@ -152,27 +152,27 @@ class TestMeasuredEstimate:
     def test_every_component_can_be_cut(self):
         assert set(LEAST_SURE_FIRST) == set(Component.__args__)
 
-    def test_the_interval_is_the_run_to_run_spread_and_stays_within_the_card_it_ran_on(self):
-        gpu = correct_estimate(EXPECTED, seen()).gpus[0]
+    def test_the_interval_is_the_run_to_run_difference_within_the_card(self):
+        gpu = correct_estimate(EXPECTED, fake_measurement()).gpus[0]
         assert gpu.interval_bytes == (gpu.peak_bytes - RUN_TO_RUN_BYTES, gpu.peak_bytes + RUN_TO_RUN_BYTES)
-        full = correct_estimate(EXPECTED, seen(spare=CAPACITY - EXPECTED.gpus[0].peak_bytes - MIB))
+        full = correct_estimate(EXPECTED, fake_measurement(spare=CAPACITY - EXPECTED.gpus[0].peak_bytes - MIB))
         assert full.gpus[0].interval_bytes[1] == CAPACITY and full.fits and full.fit_probability == 1.0
 
-    def test_on_a_larger_card_what_was_kept_to_spare_does_not_count(self):
-        roomy = seen(spare=30 * GIB, capacity=80 * GIB)
+    def test_the_allocators_cache_on_a_larger_card_does_not_count(self):
+        roomy = fake_measurement(spare=30 * GIB, capacity=80 * GIB)
         answer = correct_estimate(EXPECTED, roomy)
         assert answer.fits and answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes
-        assert not correct_estimate(EXPECTED, seen(more=30 * GIB, capacity=80 * GIB)).fits
+        assert not correct_estimate(EXPECTED, fake_measurement(more=30 * GIB, capacity=80 * GIB)).fits
 
-    def test_out_of_memory_is_the_measured_answer_that_it_does_not_fit(self):
-        answer = correct_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT))
+    def test_out_of_memory_is_a_measured_answer_that_does_not_fit(self):
+        answer = correct_estimate(EXPECTED, fake_measurement(outcome="out_of_memory", shortage=SHORT))
         gpu = answer.gpus[0]
         assert (answer.fits, answer.fit_probability, answer.evidence) == (False, 0.0, "measured")
         assert (gpu.peak_phase, gpu.peak_bytes) == ("backward", CAPACITY + GIB)
         assert answer.over_bytes == GIB
 
     def test_out_of_memory_whose_message_is_lost_is_over_by_a_byte_at_least(self):
-        lost = replace(seen(outcome="out_of_memory"), ranks=())
+        lost = replace(fake_measurement(outcome="out_of_memory"), ranks=())
         gpu = correct_estimate(EXPECTED, lost).gpus[0]
         assert (gpu.peak_bytes, gpu.peak_phase) == (CAPACITY + 1, EXPECTED.gpus[0].peak_phase)
 
@@ -181,60 +181,65 @@ class TestMeasuredEstimate:
     )
     def test_a_probe_that_ended_otherwise_measures_nothing(self, outcome):
         with pytest.raises(PlanError, match="says nothing about memory"):
-            correct_estimate(EXPECTED, seen(outcome=outcome))
+            correct_estimate(EXPECTED, fake_measurement(outcome=outcome))
 
     def test_out_of_memory_on_a_smaller_card_says_nothing_about_this_one(self):
         with pytest.raises(PlanError, match="smaller card"):
-            correct_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=8 * GIB))
+            correct_estimate(EXPECTED, fake_measurement(outcome="out_of_memory", shortage=SHORT, capacity=8 * GIB))
 
-    def test_a_card_that_differs_by_what_its_driver_keeps_is_no_other_card(self):
+    def test_cards_that_differ_by_their_drivers_memory_are_of_one_kind(self):
         for capacity in (CAPACITY - CAPACITY // 200, CAPACITY + CAPACITY // 200):
-            assert not correct_estimate(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT, capacity=capacity)).fits
+            assert not correct_estimate(
+                EXPECTED, fake_measurement(outcome="out_of_memory", shortage=SHORT, capacity=capacity)
+            ).fits
             assert (
-                correct_estimate(EXPECTED, seen(spare=GIB, capacity=capacity)).gpus[0].peak_bytes
+                correct_estimate(EXPECTED, fake_measurement(spare=GIB, capacity=capacity)).gpus[0].peak_bytes
                 == EXPECTED.gpus[0].peak_bytes + GIB
             )
 
-    def test_phases_are_told_in_the_order_of_a_run(self):
-        rank = seen().ranks[0]
-        backwards = replace(seen(), ranks=(replace(rank, phases=rank.phases[::-1]),))
-        assert correct_estimate(EXPECTED, backwards).gpus == correct_estimate(EXPECTED, seen()).gpus
-        assert phase_differences(EXPECTED, backwards) == phase_differences(EXPECTED, seen())
+    def test_phases_are_in_the_order_of_a_run(self):
+        rank = fake_measurement().ranks[0]
+        backwards = replace(fake_measurement(), ranks=(replace(rank, phases=rank.phases[::-1]),))
+        assert correct_estimate(EXPECTED, backwards).gpus == correct_estimate(EXPECTED, fake_measurement()).gpus
+        assert phase_differences(EXPECTED, backwards) == phase_differences(EXPECTED, fake_measurement())
 
     def test_the_heaviest_process_counts(self):
-        light, heavy = seen().ranks[0], replace(seen(more=GIB).ranks[0], rank=1)
-        answer = correct_estimate(EXPECTED, replace(seen(), ranks=(light, heavy)))
+        light, heavy = fake_measurement().ranks[0], replace(fake_measurement(more=GIB).ranks[0], rank=1)
+        answer = correct_estimate(EXPECTED, replace(fake_measurement(), ranks=(light, heavy)))
         assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + GIB
 
-    def test_a_phase_that_nobody_expected_holds_what_stays(self):
+    def test_an_unexpected_phase_has_the_components_that_stay(self):
         save = PhasePeak(
             name="save", allocated_bytes=30 * GIB, reserved_bytes=30 * GIB, driver_bytes=31 * GIB, seconds=1.0
         )
-        rank = replace(seen().ranks[0], phases=(save,))
-        components = correct_estimate(EXPECTED, replace(seen(), ranks=(rank,))).gpus[0].phases[0].components
+        rank = replace(fake_measurement().ranks[0], phases=(save,))
+        components = correct_estimate(EXPECTED, replace(fake_measurement(), ranks=(rank,))).gpus[0].phases[0].components
         assert components["weights"] == EXPECTED.gpus[0].peak.components["weights"] and components["unexplained"] > 0
 
-    def test_a_server_stays_as_it_was_expected(self):
+    def test_a_servers_cards_keep_their_estimate(self):
         server = replace(
             TOO_LARGE.gpus[0],
             role="vllm",
             phases=(PhaseMemory(name="rollout", components={"engine": GIB, "runtime": MIB}),),
         )
         expected = replace(EXPECTED, gpus=(*EXPECTED.gpus, server))
-        answer = correct_estimate(expected, seen())
+        answer = correct_estimate(expected, fake_measurement())
         assert answer.gpus[1] is server and "the vLLM server's cards are still estimated" in answer.reasons
 
 
 class TestOtherDevices:
-    def test_the_engine_of_a_simulated_card_is_needed_and_no_slack(self):
+    def test_the_engine_of_a_simulated_card_is_needed(self):
         job = Job(model=MODEL, method="grpo", tuning="lora", pinned={"vllm": "colocate"})
         answer = plan(job, parse_cluster("1xRTX-3090")).best
-        measured = correct_estimate(answer, seen(answer, device="simulated"))
+        measured = correct_estimate(answer, fake_measurement(answer, device="simulated"))
         assert measured.gpus[0].phases == answer.gpus[0].phases
-        assert all(each.error == 0.0 for each in phase_differences(answer, seen(answer, device="simulated", spare=GIB)))
+        assert all(
+            each.error == 0.0
+            for each in phase_differences(answer, fake_measurement(answer, device="simulated", spare=GIB))
+        )
 
     def test_a_simulated_probe_never_looks_measured(self):
-        plan = correct_plan(PLANNED, CANDIDATE, [seen(device="simulated")], ["it fits"], {})
+        plan = correct_plan(PLANNED, CANDIDATE, [fake_measurement(device="simulated")], ["it fits"], {})
         report = json.loads(json_text(plan_report(plan)))
         best, proof = report["best"], report["proof"]
         assert best["evidence"] == proof["evidence"] == "simulated" and best["throughput"]["evidence"] == "estimated"
@@ -243,7 +248,7 @@ class TestOtherDevices:
             assert "nothing here was measured: the probes ran in simulated cards" in text
 
     def test_the_cpu_measures_tensors_and_nothing_else(self):
-        answer = correct_estimate(EXPECTED, seen(device="cpu", capacity=0))
+        answer = correct_estimate(EXPECTED, fake_measurement(device="cpu", capacity=0))
         assert answer.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes
         assert answer.throughput is EXPECTED.throughput
         assert (
@@ -253,26 +258,26 @@ class TestOtherDevices:
         )
         assert "the probe ran on the CPU, where tensors' bytes are counted" in answer.reasons[-1]
         assert "measured on the CPU (torch 2.13, trl 1.16)" in estimate_table(answer, CLUSTER, (), 120).plain
-        plan = correct_plan(PLANNED, CANDIDATE, [seen(device="cpu", capacity=0)], ["it ran"], {})
+        plan = correct_plan(PLANNED, CANDIDATE, [fake_measurement(device="cpu", capacity=0)], ["it ran"], {})
         assert "no GPU was measured: the probes ran on the CPU" in plan_table(plan, 120).plain
         assert " of tensors, its peak in the " in plan.warnings[0]
 
 
 class TestDifferences:
     def test_on_the_cpu_tensors_are_compared_with_tensors(self):
-        found = phase_differences(EXPECTED, seen(device="cpu"))
+        found = phase_differences(EXPECTED, fake_measurement(device="cpu"))
         assert all(each.error == 0.0 for each in found)
         heaviest = max(found, key=lambda each: each.expected_bytes)
         unseen = sum(EXPECTED.gpus[0].peak.components[name] for name in ("runtime", "fragmentation"))
         assert heaviest.expected_bytes == EXPECTED.gpus[0].peak_bytes - unseen
 
-    def test_what_is_kept_to_spare_is_measured_and_not_needed(self):
-        heaviest = max(phase_differences(EXPECTED, seen(spare=GIB)), key=lambda each: each.expected_bytes)
+    def test_the_allocators_cache_is_measured_and_not_needed(self):
+        heaviest = max(phase_differences(EXPECTED, fake_measurement(spare=GIB)), key=lambda each: each.expected_bytes)
         assert heaviest.measured_bytes == heaviest.needed_bytes + GIB
         assert heaviest.error == 0.0
 
     def test_too_little_expected_is_negative(self):
-        assert all(each.error < 0 for each in phase_differences(EXPECTED, seen(more=GIB)))
+        assert all(each.error < 0 for each in phase_differences(EXPECTED, fake_measurement(more=GIB)))
 
     def test_need_is_tensors_slack_and_what_is_outside_pytorch(self):
         expected = PhaseMemory(name="backward", components={"weights": 100, "fragmentation": 10, "runtime": 7})
@@ -281,39 +286,41 @@ class TestDifferences:
         assert needed_bytes(replace(peak, reserved_bytes=0, driver_bytes=0), expected) == 120 + 10 + 7
         assert needed_bytes(replace(peak, reserved_bytes=200, driver_bytes=0), expected) == 120 + 10 + 7
 
-    def test_a_run_that_ended_early_has_none(self):
-        assert phase_differences(EXPECTED, seen(outcome="out_of_memory", shortage=SHORT)) == ()
+    def test_a_run_out_of_memory_has_no_differences(self):
+        assert phase_differences(EXPECTED, fake_measurement(outcome="out_of_memory", shortage=SHORT)) == ()
 
 
 class TestContradiction:
     def test_out_of_memory_contradicts_a_plan_that_fits(self):
-        assert contradicts(PLANNED, [seen(outcome="out_of_memory", shortage=SHORT)])
+        assert contradicts(PLANNED, [fake_measurement(outcome="out_of_memory", shortage=SHORT)])
 
     def test_more_than_the_interval_contradicts(self):
         reach = EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
-        assert not contradicts(PLANNED, [seen(more=reach)])
-        assert contradicts(PLANNED, [seen(more=reach + 2)])
+        assert not contradicts(PLANNED, [fake_measurement(more=reach)])
+        assert contradicts(PLANNED, [fake_measurement(more=reach + 2)])
 
-    def test_what_the_allocator_keeps_to_spare_does_not(self):
-        assert not contradicts(PLANNED, [seen(spare=2 * GIB)])
+    def test_the_allocators_cache_does_not_contradict(self):
+        assert not contradicts(PLANNED, [fake_measurement(spare=2 * GIB)])
 
     def test_fitting_contradicts_a_plan_that_had_denied_it(self):
         denied = replace(EXPECTED, fits=False)
-        assert contradiction(denied, seen()) == "the candidate fits on the GPU, which the plan had denied"
-        assert not contradiction(denied, seen(outcome="out_of_memory", shortage=SHORT))
+        assert contradiction(denied, fake_measurement()) == "the candidate fits on the GPU, which the plan had denied"
+        assert not contradiction(denied, fake_measurement(outcome="out_of_memory", shortage=SHORT))
 
     @pytest.mark.parametrize("outcome", ["hung", "crashed"])
-    def test_a_probe_that_says_nothing_does_not(self, outcome):
-        assert not contradicts(PLANNED, [seen(outcome=outcome)])
+    def test_an_undecided_probe_does_not_contradict(self, outcome):
+        assert not contradicts(PLANNED, [fake_measurement(outcome=outcome)])
 
-    def test_another_candidate_does_not(self):
-        other = replace(seen(outcome="out_of_memory", shortage=SHORT), candidate=replace(CANDIDATE, max_length=4096))
+    def test_a_probe_of_another_candidate_does_not_contradict(self):
+        other = replace(
+            fake_measurement(outcome="out_of_memory", shortage=SHORT), candidate=replace(CANDIDATE, max_length=4096)
+        )
         assert not contradicts(PLANNED, [other])
 
 
-class TestConfirmed:
+class TestCorrectPlan:
     def test_the_best_is_measured_and_the_proof_is_kept(self):
-        plan = correct_plan(PLANNED, CANDIDATE, [seen(more=100 * MIB)], ["1 probe"], {"probes": 1})
+        plan = correct_plan(PLANNED, CANDIDATE, [fake_measurement(more=100 * MIB)], ["1 probe"], {"probes": 1})
         assert plan.best.evidence == "measured" and plan.verdict == "fits"
         assert plan.proof is not None and plan.proof.lines == ("1 probe",) and plan.proof.expected == "estimated"
         assert plan.warnings[0].startswith("the probe on the GPU needed ") and plan.warnings[-1] == "a note"
@@ -321,37 +328,43 @@ class TestConfirmed:
 
     def test_the_proven_candidate_takes_the_place_of_one_that_ran_out(self):
         smaller = replace(CANDIDATE, per_device_train_batch_size=2)
-        measurements = [seen(outcome="out_of_memory", shortage=SHORT), seen(estimate(smaller, CLUSTER))]
+        measurements = [
+            fake_measurement(outcome="out_of_memory", shortage=SHORT),
+            fake_measurement(estimate(smaller, CLUSTER)),
+        ]
         plan = correct_plan(PLANNED, smaller, measurements, [], {})
         assert plan.best.candidate == smaller and plan.best.evidence == "measured"
         assert "ran out of memory on the GPU in the backward" in plan.warnings[0]
         assert plan.warnings[1] == "proven instead of what was recommended: per_device_train_batch_size=2"
 
     def test_where_nothing_was_proven_the_plan_says_that_it_does_not_fit(self):
-        plan = correct_plan(PLANNED, None, [seen(outcome="out_of_memory", shortage=SHORT)], [], {})
+        plan = correct_plan(PLANNED, None, [fake_measurement(outcome="out_of_memory", shortage=SHORT)], [], {})
         assert plan.verdict == "does_not_fit" and not plan.best.fits
 
     def test_a_crash_leaves_the_estimate(self):
-        plan = correct_plan(PLANNED, None, [seen(outcome="crashed")], ["the probe crashed"], {})
+        plan = correct_plan(PLANNED, None, [fake_measurement(outcome="crashed")], ["the probe crashed"], {})
         assert plan.best == EXPECTED and plan.proof is not None and plan.proof.evidence == "estimated"
 
     def test_an_alternative_that_was_probed_is_measured_too(self):
         other = estimate(replace(CANDIDATE, tuning="full"), CLUSTER)
         plan = replace(PLANNED, alternatives=(Alternative(label="full fine-tuning", estimate=other, note=""),))
-        shown = correct_plan(plan, CANDIDATE, [seen(), seen(other)], [], {})
+        shown = correct_plan(plan, CANDIDATE, [fake_measurement(), fake_measurement(other)], [], {})
         assert shown.alternatives[0].estimate.evidence == "measured"
 
     def test_a_measurement_from_another_process_is_of_the_same_candidate(self):
         read = candidate_of_report(json.loads(json.dumps(candidate_report(CANDIDATE))))
         assert read != CANDIDATE and candidate_key(read) == candidate_key(CANDIDATE)
-        assert correct_plan(PLANNED, read, [replace(seen(), candidate=read)], [], {}).best.evidence == "measured"
+        assert (
+            correct_plan(PLANNED, read, [replace(fake_measurement(), candidate=read)], [], {}).best.evidence
+            == "measured"
+        )
 
 
 class TestReports:
     PROVEN = correct_plan(
         PLANNED,
         CANDIDATE,
-        [seen(more=GIB, spare=GIB)],
+        [fake_measurement(more=GIB, spare=GIB)],
         ["3 probes: the next larger batch ran out of memory"],
         {"probes": 3, "learned": {"runtime": 1}},
     )
@@ -360,7 +373,7 @@ class TestReports:
         VALIDATOR.validate(json.loads(json_text(plan_report(self.PROVEN))))
         VALIDATOR.validate(json.loads(json_text(estimate_report(self.PROVEN.best))))
 
-    def test_the_table_shows_the_rung_the_proof_and_the_difference(self):
+    def test_the_table_shows_evidence_proof_and_difference(self):
         text = plan_table(self.PROVEN, 120).plain
         assert "measured (torch 2.13, trl 1.16)" in text
         assert "fits, as a probe showed" in text
@@ -382,7 +395,7 @@ class TestSameCandidate:
         instruct = load_model("Qwen2.5-0.5B-Instruct")
         assert candidate_key(replace(CANDIDATE, model=instruct)) == candidate_key(CANDIDATE)
 
-    def test_another_depth_or_a_setting_does(self):
+    def test_another_depth_or_setting_makes_a_difference(self):
         shallow = {**MODEL.config, "num_hidden_layers": 2, "max_window_layers": 2}
         from planner.models.from_config import shape_of
 

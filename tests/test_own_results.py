@@ -1,4 +1,4 @@
-"""The user's own measurements: kept from probe to plan, and what a plan makes of them."""
+"""The user's own measurements: saved by probes, read by later plans."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, seen
+from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, fake_measurement
 
 from planner.candidate import Candidate
 from planner.errors import InputError
@@ -49,40 +49,44 @@ class TestTheFile:
     def test_it_is_in_the_users_cache(self, own_cache):
         assert results_file() == own_cache / "measurements" / "schema-1.jsonl"
 
-    def test_what_is_kept_is_read_back(self):
-        save_result(seen(), CARD, "probe")
-        save_result(seen(more=MIB), CARD, "run")
+    def test_saved_results_are_read_back(self):
+        save_result(fake_measurement(), CARD, "probe")
+        save_result(fake_measurement(more=MIB), CARD, "run")
         found = read_own_results()
         assert [result.source for result in found.results] == ["probe", "run"]
         assert [result.gpu for result in found.results] == ["RTX-3090", "RTX-3090"]
         first = found.results[0].decode()
-        assert replace(first, candidate=CANDIDATE) == seen() and found.unread == 0
+        assert replace(first, candidate=CANDIDATE) == fake_measurement() and found.unread == 0
 
     def test_without_a_file_there_is_nothing(self):
         assert read_own_results().results == ()
 
-    def test_a_simulated_measurement_is_never_kept(self):
+    def test_a_simulated_measurement_is_never_saved(self):
         with pytest.raises(ValueError, match="only what was measured is kept"):
-            save_result(seen(device="simulated"), CARD, "probe")
+            save_result(fake_measurement(device="simulated"), CARD, "probe")
         assert not results_file().exists()
 
     def test_a_study_that_goes_on_adds_what_is_new(self):
-        of_no_card = [seen(outcome="crashed"), seen(device="simulated"), seen(device="cpu")]
-        assert save_new_results([seen(), *of_no_card], CARD) == 1
-        assert save_new_results([seen(), seen(more=MIB)], CARD) == 1
+        of_no_card = [
+            fake_measurement(outcome="crashed"),
+            fake_measurement(device="simulated"),
+            fake_measurement(device="cpu"),
+        ]
+        assert save_new_results([fake_measurement(), *of_no_card], CARD) == 1
+        assert save_new_results([fake_measurement(), fake_measurement(more=MIB)], CARD) == 1
         assert [result.source for result in read_own_results().results] == ["probe", "probe"]
 
     def test_lines_that_cannot_be_read_are_counted_and_the_others_read(self):
-        save_result(seen(), CARD, "probe")
+        save_result(fake_measurement(), CARD, "probe")
         with results_file().open("a", encoding="utf-8") as file:
             file.write('{"schema": 99}\n{"schema": 1}\nnot json\n{"torn": ')
-        save_result(seen(), CARD, "probe")
+        save_result(fake_measurement(), CARD, "probe")
         found = read_own_results()
         assert len(found.results) == 2 and found.unread == 4
         assert any("4 lines of" in note and "cannot be read" in note for note in own_result_notes(EXPECTED, GPU, found))
 
-    def test_a_measurement_that_is_none_names_the_file(self):
-        save_result(seen(), CARD, "probe")
+    def test_a_wrong_measurement_names_the_file(self):
+        save_result(fake_measurement(), CARD, "probe")
         row = json.loads(results_file().read_text(encoding="utf-8"))
         del row["measurement"]["ranks"]
         results_file().write_text(json.dumps(row) + "\n", encoding="utf-8")
@@ -115,7 +119,7 @@ class TestTheFile:
 
 class TestPlans:
     def test_a_candidate_that_was_probed_on_such_a_card_is_measured(self):
-        save_result(seen(more=100 * MIB), CARD, "probe")
+        save_result(fake_measurement(more=100 * MIB), CARD, "probe")
         found = apply_own_results(PLANNED, read_own_results())
         assert found.best.evidence == "measured" and found.verdict == "fits"
         assert found.best.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 100 * MIB
@@ -123,7 +127,7 @@ class TestPlans:
 
     def test_the_heaviest_of_several_probes_counts_in_whatever_order(self):
         for more in (MIB, 200 * MIB, 100 * MIB):
-            save_result(seen(more=more), CARD, "probe")
+            save_result(fake_measurement(more=more), CARD, "probe")
         found = apply_own_results(PLANNED, read_own_results())
         assert found.best.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 200 * MIB
         assert "measured by 3 probes of your own" in found.warnings[0]
@@ -137,31 +141,31 @@ class TestPlans:
         ],
     )
     def test_another_card_candidate_or_release_is_not_used(self, card, candidate):
-        save_result(replace(seen(), candidate=candidate), card, "probe")
+        save_result(replace(fake_measurement(), candidate=candidate), card, "probe")
         found = apply_own_results(PLANNED, read_own_results())
         assert found.best == EXPECTED and found.warnings == PLANNED.warnings
 
     def test_a_cpu_says_nothing_about_a_card(self):
-        save_result(seen(device="cpu"), CARD, "probe")
+        save_result(fake_measurement(device="cpu"), CARD, "probe")
         assert apply_own_results(PLANNED, read_own_results()).best == EXPECTED
 
     def test_a_run_with_the_users_data_is_a_note_and_no_figure(self):
-        save_result(seen(more=-GIB), CARD, "run")
+        save_result(fake_measurement(more=-GIB), CARD, "run")
         found = apply_own_results(PLANNED, read_own_results())
         assert found.best == EXPECTED
         assert "1 run of your own on RTX-3090 needed" in found.warnings[0] and "with your data" in found.warnings[0]
 
     def test_out_of_memory_is_a_note_that_says_what_to_do(self):
-        save_result(seen(), CARD, "probe")
-        save_result(seen(outcome="out_of_memory", shortage=SHORT), CARD, "probe")
+        save_result(fake_measurement(), CARD, "probe")
+        save_result(fake_measurement(outcome="out_of_memory", shortage=SHORT), CARD, "probe")
         found = apply_own_results(PLANNED, read_own_results())
         assert found.best == EXPECTED
         assert found.warnings[0].startswith(
             "your own probe of this candidate on RTX-3090 ran out of memory in the backward"
         )
 
-    def test_a_context_of_another_size_is_told(self):
-        measurement = seen()
+    def test_a_context_of_another_size_is_a_note(self):
+        measurement = fake_measurement()
         phases = tuple(
             replace(peak, driver_bytes=peak.reserved_bytes + context_bytes(GPU) + 300 * MIB)
             for peak in measurement.ranks[0].phases
@@ -177,22 +181,22 @@ class TestPlans:
         )
 
     def test_a_crash_is_not_used(self):
-        save_result(seen(outcome="crashed"), CARD, "probe")
+        save_result(fake_measurement(outcome="crashed"), CARD, "probe")
         assert correct_by_own_probes(EXPECTED, GPU, read_own_results(), 0.01) == EXPECTED
 
     def test_an_instruct_model_of_the_same_layers_is_the_same_candidate(self):
-        save_result(seen(), CARD, "probe")
+        save_result(fake_measurement(), CARD, "probe")
         instruct = estimate(replace(CANDIDATE, model=load_model("Qwen2.5-0.5B-Instruct")), CLUSTER)
         assert correct_by_own_probes(instruct, GPU, read_own_results(), 0.01).evidence == "measured"
 
     def test_the_same_measurements_make_the_same_report(self):
-        save_result(seen(more=MIB), CARD, "probe")
+        save_result(fake_measurement(more=MIB), CARD, "probe")
         texts = {json_text(plan_report(apply_own_results(PLANNED, read_own_results()))) for _ in range(2)}
         assert len(texts) == 1
 
-    def test_a_proof_is_beside_what_was_expected_and_not_beside_itself(self):
+    def test_a_proof_is_compared_with_the_estimate_and_not_with_itself(self):
         reach = EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
-        again = seen(more=reach + GIB)
+        again = fake_measurement(more=reach + GIB)
         save_result(again, CARD, "probe")
         resumed = apply_own_results(PLANNED, read_own_results())
         assert resumed.best.evidence == "measured" and contradicts(resumed, [again])
@@ -204,10 +208,10 @@ class TestPlans:
         job = Job(model=MODEL, method="sft", tuning="lora", pinned={"max_length": 512})
         before = plan(job, parse_cluster("1xRTX-3090"))
         candidate: Candidate = before.best.candidate
-        save_result(replace(seen(), candidate=candidate), CARD, "probe")
+        save_result(replace(fake_measurement(), candidate=candidate), CARD, "probe")
         assert plan(job, parse_cluster("1xRTX-3090")) == before
 
 
-def test_a_card_is_kept_under_the_catalogues_name() -> None:
+def test_a_card_is_saved_under_the_catalogues_name() -> None:
     assert catalogue_name("NVIDIA A100-SXM4-40GB") == "A100-40G"
     assert catalogue_name("Some Card 3000") == "Some Card 3000"

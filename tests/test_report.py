@@ -1,4 +1,4 @@
-"""The reports: what the JSON, the table, the frames and the page say of an estimate made by hand."""
+"""The reports of an estimate written by hand: JSON, table, frames and page."""
 
 import json
 from dataclasses import replace
@@ -159,12 +159,12 @@ class TestTable:
         assert "             peak: the rollout = engine 20.0 + weights 14.0 + runtime 1.0 + adapters 0.2" in lines
         assert "             engine 20.0 = weights 14.0 + kv cache 5.0 + cuda graphs 1.0" in lines
 
-    def test_what_a_cache_holds_is_counted_not_weighed(self):
+    def test_tokens_of_a_cache_are_counts_not_bytes(self):
         gpu = replace(ESTIMATE.gpus[0], details={"engine": {"kv_cache": 5 * GIB, "tokens": 148_000, "sequences": 72}})
         lines = estimate_table(replace(ESTIMATE, gpus=(gpu,)), CLUSTER, (), 100).plain.splitlines()
         assert "             engine 5.0 = kv cache 5.0 (148,000 tokens, 72 sequences)" in lines
 
-    def test_what_would_print_as_nothing_is_added_up(self):
+    def test_components_too_small_to_print_are_added_up(self):
         phase = replace(
             ESTIMATE.gpus[0].phases[0], components={"weights": GIB, "loss": 40 * 2**20, "runtime": 50 * 2**20}
         )
@@ -194,11 +194,11 @@ class TestTable:
         assert max(map(len, lines)) <= width
         assert lines[0].endswith("estimated")
 
-    def test_every_setting_has_a_line_by_what_it_is_about(self):
+    def test_settings_are_on_the_lines_of_their_topics(self):
         lines = plan_table(PLAN, 120).plain.splitlines()
         assert (
-            "batch        per_device_train_batch_size 8 · gradient_accumulation_steps 2 · num_generations 8 · 32 samples a step"
-            in lines
+            "batch        per_device_train_batch_size 8 · gradient_accumulation_steps 2 · num_generations 8"
+            " · 32 samples a step" in lines
         )
         assert "lengths      prompt_length 512 · max_completion_length 512" in lines
         assert any(line.startswith("vLLM         vllm_mode colocate · ") for line in lines)
@@ -206,11 +206,11 @@ class TestTable:
     @pytest.mark.parametrize(
         ("seconds", "words"), [(0.01234, "0.012 s"), (7.534, "7.5 s"), (131.0, "130 s"), (4000.0, "67 min")]
     )
-    def test_a_step_is_told_with_two_figures(self, seconds, words):
+    def test_a_step_has_two_digits(self, seconds, words):
         speed = replace(ESTIMATE.throughput, step_seconds=seconds)
         assert f", {words} a step" in plan_table(replace(PLAN, best=replace(ESTIMATE, throughput=speed)), 100).plain
 
-    def test_what_is_printed_says_its_rung(self):
+    def test_the_table_shows_the_evidence(self):
         assert plan_table(PLAN, 100).plain.splitlines()[0].endswith("estimated")
 
     def test_settings_are_named_as_they_can_be_pasted_back(self):
@@ -219,7 +219,7 @@ class TestTable:
         assert "vllm_enable_sleep_mode true" in text
         assert "launch with  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
 
-    def test_defaults_of_what_was_chosen_take_no_line(self):
+    def test_defaults_of_a_chosen_structure_are_not_shown(self):
         assert "vllm_tensor_parallel_size" not in plan_table(PLAN, 100).plain
 
     @pytest.mark.parametrize(
@@ -231,10 +231,10 @@ class TestTable:
             in plan_table(replace(PLAN, best=replace(ESTIMATE, fit_probability=probability)), 100).plain
         )
 
-    def test_the_memory_of_the_host_is_said(self):
+    def test_the_memory_of_the_host_is_shown(self):
         assert "host         20.0 GiB of memory on each node" in plan_table(PLAN, 100).plain
 
-    def test_nothing_fits_says_by_how_much_and_what_would(self):
+    def test_a_refusal_names_the_missing_bytes_and_a_remedy(self):
         assert refusal(NOTHING_FITS) == (
             "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
             "18.5 GiB too much at a risk of 0.01. It fits with --tuning lora."
@@ -265,7 +265,8 @@ class TestTable:
             ),
             (
                 {"sharding": "zero3", "offload_optimizer": True, "offload_param": True, "vllm": "server"},
-                "LoRA r 16 on a bfloat16 base · ZeRO-3 with optimizer and parameters on the host · vLLM server on 1 GPU of its own",
+                "LoRA r 16 on a bfloat16 base · ZeRO-3 with optimizer and parameters on the host"
+                " · vLLM server on 1 GPU of its own",
             ),
             ({"method": "sft", "sharding": "none"}, "LoRA r 16 on a bfloat16 base · one GPU"),
         ],

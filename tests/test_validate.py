@@ -1,4 +1,4 @@
-"""Predicted against measured: which lines are cases, what of an estimate a measured figure is compared with, and the signed errors."""
+"""Predictions compared with measurements: the lines of a file of cases, the compared bytes, and the signed errors."""
 
 import csv
 import io
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_measured import SHORT, seen
+from test_measured import SHORT, fake_measurement
 
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported, InputError, PlanError
@@ -39,7 +39,7 @@ POINT = {
 }
 
 
-def written(tmp_path: Path, *rows: object) -> Path:
+def write_lines(tmp_path: Path, *rows: object) -> Path:
     path = tmp_path / "cases.jsonl"
     path.write_text(
         "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
@@ -47,14 +47,14 @@ def written(tmp_path: Path, *rows: object) -> Path:
     return path
 
 
-def of(tmp_path: Path, *rows: object) -> Cases:
-    return read_cases(written(tmp_path, *rows))
+def write_and_read(tmp_path: Path, *rows: object) -> Cases:
+    return read_cases(write_lines(tmp_path, *rows))
 
 
-def device(candidate: Candidate) -> Measurement:
-    """Sees of every candidate what is estimated of it, and 1 % more tensors."""
+def measure_estimate(candidate: Candidate) -> Measurement:
+    """Measure every candidate as its estimate with 1 % more tensors."""
     answer = estimate(candidate, CLUSTER)
-    return seen(answer, more=answer.gpus[0].peak_bytes // 100, capacity=CLUSTER.gpu.free_bytes)
+    return fake_measurement(answer, more=answer.gpus[0].peak_bytes // 100, capacity=CLUSTER.gpu.free_bytes)
 
 
 class TestLines:
@@ -96,7 +96,7 @@ class TestLines:
         assert candidate.packing and candidate.quantization == "nf4"
         assert point_candidate({**SMALL, "use_liger_kernel": True}).use_liger_kernel
 
-    def test_what_was_published_is_a_case_where_it_is_expressed(self):
+    def test_published_figures_with_settings_are_cases(self):
         cases = read_cases(PUBLISHED)
         assert len(cases.cases) == 93 and len(cases.left_out) == 136
         assert {case.outcome for case in cases.cases} == {"fits", "out_of_memory"}
@@ -133,39 +133,43 @@ class TestLines:
     )
     def test_a_bad_line_is_named_with_the_nearest_key(self, tmp_path, row, message):
         with pytest.raises(InputError, match=message):
-            of(tmp_path, SMALL, row)
+            write_and_read(tmp_path, SMALL, row)
 
     def test_a_file_that_is_not_there_is_wrong_input(self, tmp_path):
         with pytest.raises(InputError, match="cannot be read"):
             read_cases(tmp_path / "none.jsonl")
 
-    def test_prose_is_left_out_and_said_so(self, tmp_path):
-        (left,) = of(tmp_path, {"model": "x", "config": {"precision": "bf16"}, "measured": {"value_gib": 3}}).left_out
+    def test_prose_is_left_out_with_a_reason(self, tmp_path):
+        (left,) = write_and_read(
+            tmp_path, {"model": "x", "config": {"precision": "bf16"}, "measured": {"value_gib": 3}}
+        ).left_out
         assert left.line == 1 and "prose" in left.why
 
     def test_empty_lines_and_comments_are_no_cases(self, tmp_path):
-        (case,) = of(tmp_path, "# a grid", "", SMALL).cases
+        (case,) = write_and_read(tmp_path, "# a grid", "", SMALL).cases
         assert case.line == 3
 
 
 class TestMeasuredLines:
     def test_a_measured_point_has_both_figures_of_the_allocator(self, tmp_path):
-        (case,) = of(tmp_path, {**POINT, "peak_allocated": 3 * GIB, "peak_reserved": 4 * GIB, "phases": []}).cases
+        (case,) = write_and_read(
+            tmp_path, {**POINT, "peak_allocated": 3 * GIB, "peak_reserved": 4 * GIB, "phases": []}
+        ).cases
         assert case.measured == {"allocated": 3 * GIB, "reserved": 4 * GIB}
         assert case.gpu is not None and case.gpu.total_bytes == 85_000_000_000
 
-    def test_a_point_that_ran_out_of_memory_has_none(self, tmp_path):
-        (case,) = of(tmp_path, {**POINT, "outcome": "oom", "message": "CUDA out of memory."}).cases
+    def test_a_point_that_ran_out_of_memory_has_no_figures(self, tmp_path):
+        (case,) = write_and_read(tmp_path, {**POINT, "outcome": "oom", "message": "CUDA out of memory."}).cases
         assert case.outcome == "out_of_memory" and case.measured == {}
 
     @pytest.mark.parametrize("outcome", ["error", "crash", "timeout"])
     def test_a_point_that_ended_otherwise_is_left_out(self, tmp_path, outcome):
-        (left,) = of(tmp_path, {**POINT, "outcome": outcome, "message": "a word"}).left_out
+        (left,) = write_and_read(tmp_path, {**POINT, "outcome": outcome, "message": "a word"}).left_out
         assert left.why.startswith(outcome)
 
     def test_a_measurement_is_a_case_of_its_device(self, tmp_path):
-        on_gpu, on_cpu = seen(), seen(device="cpu", capacity=0)
-        first, second = of(
+        on_gpu, on_cpu = fake_measurement(), fake_measurement(device="cpu", capacity=0)
+        first, second = write_and_read(
             tmp_path,
             measurement_line(replace(on_gpu, versions={"gpu": "NVIDIA GeForce RTX 3090"})),
             measurement_line(on_cpu),
@@ -173,8 +177,8 @@ class TestMeasuredLines:
         assert first.measured.keys() == {"allocated", "reserved", "driver"} and second.measured.keys() == {"tensors"}
         assert first.gpu is not None and first.gpu.name == "RTX-3090"
 
-    def test_a_simulated_measurement_is_none(self, tmp_path):
-        (left,) = of(tmp_path, measurement_line(seen(device="simulated"))).left_out
+    def test_a_simulated_measurement_is_left_out(self, tmp_path):
+        (left,) = write_and_read(tmp_path, measurement_line(fake_measurement(device="simulated"))).left_out
         assert left.why == "simulated, not measured"
 
 
@@ -191,7 +195,7 @@ class TestComparison:
         assert sizes[1] - sizes[2] == phase.components["fragmentation"]
         assert sizes[2] - sizes[3] == 2 * CUBLAS_WORKSPACE_BYTES
 
-    def test_what_is_measured_as_estimated_has_no_error(self, tmp_path):
+    def test_a_figure_equal_to_the_estimate_has_no_error(self, tmp_path):
         answer = estimate(point_candidate({**SMALL, "dtype": "bfloat16"}), CLUSTER)
         figures = {
             name: max(counted_bytes(phase, name, answer.candidate, CLUSTER.gpu) for phase in answer.gpus[0].phases)
@@ -199,13 +203,13 @@ class TestComparison:
         }
         line = {**POINT, **{f"peak_{name}": size for name, size in figures.items()}}
         del line["total_bytes"]
-        validation = validate(of(tmp_path, line))
+        validation = validate(write_and_read(tmp_path, line))
         assert [row.error("estimated") for row in validation.figures] == [0.0, 0.0]
 
     def test_errors_are_signed_and_summed_up_by_method_and_tuning(self, tmp_path):
         lines = [{**POINT, "peak_allocated": size} for size in (GIB // 4, 100 * GIB)]
         lines.append({**POINT, "point": {**SMALL, "tuning": "full"}, "peak_allocated": 100 * GIB})
-        validation = validate(of(tmp_path, *lines))
+        validation = validate(write_and_read(tmp_path, *lines))
         found = {summary.group: summary for summary in summaries(validation) if summary.evidence == "estimated"}
         assert found.keys() == {"sft lora", "sft full", "all"}
         errors = [row.error("estimated") for row in validation.figures]
@@ -215,95 +219,102 @@ class TestComparison:
         assert found["sft lora"].mean == pytest.approx(sum(errors[:2]) / 2)
 
     def test_a_case_without_a_card_asks_for_one(self, tmp_path):
-        cases = of(tmp_path, {**POINT, "gpu": None, "peak_allocated": GIB})
+        cases = write_and_read(tmp_path, {**POINT, "gpu": None, "peak_allocated": GIB})
         with pytest.raises(InputError, match=r"Line 1 names no GPU\. Say which one with --gpus"):
             validate(cases)
         assert validate(cases, CLUSTER).figures[0].quantity == "allocated"
 
     def test_tensors_need_no_card(self, tmp_path):
-        assert len(validate(of(tmp_path, measurement_line(seen(device="cpu", capacity=0)))).figures) == 1
+        assert (
+            len(
+                validate(write_and_read(tmp_path, measurement_line(fake_measurement(device="cpu", capacity=0)))).figures
+            )
+            == 1
+        )
 
     def test_out_of_memory_is_foreseen_or_not(self, tmp_path):
         large = {**POINT["point"], "per_device_train_batch_size": 512, "max_length": 32768, "tuning": "full"}
-        validation = validate(of(tmp_path, *({**POINT, "point": point, "outcome": "oom"} for point in (large, SMALL))))
+        validation = validate(
+            write_and_read(tmp_path, *({**POINT, "point": point, "outcome": "oom"} for point in (large, SMALL)))
+        )
         assert [ending.foreseen["estimated"] for ending in validation.out_of_memory] == [True, False]
         text = validation_table(validation).plain
         assert "out of memory: 1 of 2 were estimated not to fit" in text and "estimated to fit" in text
 
     def test_a_dry_run_that_refuses_leaves_the_estimate(self, tmp_path):
-        said: list[str] = []
+        messages: list[str] = []
 
         def refuses(answer, gpu):
             raise DryRunUnsupported("no such kernel")
 
         lines = {**POINT, "point": {**SMALL, "use_liger_kernel": True}, "peak_allocated": GIB}
-        (row,) = validate(of(tmp_path, lines), dry_run=refuses, say=said.append).figures
-        assert row.predicted.keys() == {"estimated"} and "line 1 is not simulated: no such kernel" in said
+        (row,) = validate(write_and_read(tmp_path, lines), dry_run=refuses, say=messages.append).figures
+        assert row.predicted.keys() == {"estimated"} and "line 1 is not simulated: no such kernel" in messages
 
 
 class TestMeasuring:
-    def test_a_grid_is_measured_and_each_point_written_down(self, tmp_path):
+    def test_each_measured_point_of_a_grid_is_recorded(self, tmp_path):
         record = tmp_path / "out" / "measured.jsonl"
-        cases = of(tmp_path, SMALL, {**SMALL, "lora_r": 8})
-        validation = validate(cases, CLUSTER, probe=device, record=record)
+        cases = write_and_read(tmp_path, SMALL, {**SMALL, "lora_r": 8})
+        validation = validate(cases, CLUSTER, probe=measure_estimate, record=record)
         assert len(list(lines_of(record))) == 2
         assert {row.quantity for row in validation.figures} == {"allocated", "reserved", "driver"}
         assert all(-0.011 < row.error("estimated") < -0.009 for row in validation.figures if row.quantity == "driver")
 
     def test_a_point_in_the_record_is_not_measured_again(self, tmp_path):
         record = tmp_path / "measured.jsonl"
-        cases = of(tmp_path, SMALL, {**SMALL, "lora_r": 8})
-        asked: list[Candidate] = []
+        cases = write_and_read(tmp_path, SMALL, {**SMALL, "lora_r": 8})
+        probed: list[Candidate] = []
 
         def interrupted(candidate: Candidate) -> Measurement:
-            asked.append(candidate)
-            if len(asked) == 2:
+            probed.append(candidate)
+            if len(probed) == 2:
                 raise KeyboardInterrupt
-            return device(candidate)
+            return measure_estimate(candidate)
 
         first = validate(cases, CLUSTER, probe=interrupted, record=record)
         assert first.interrupted and len(first.figures) == 3 and "interrupted" in validation_table(first).plain
         again = validate(cases, CLUSTER, probe=interrupted, record=record)
-        assert [candidate.lora_r for candidate in asked] == [16, 8, 8]
+        assert [candidate.lora_r for candidate in probed] == [16, 8, 8]
         assert again == validate(cases, CLUSTER, record=record) and not again.interrupted
 
     def test_a_line_that_was_cut_off_is_measured_again(self, tmp_path):
         record = tmp_path / "measured.jsonl"
-        cases = of(tmp_path, SMALL)
-        validate(cases, CLUSTER, probe=device, record=record)
+        cases = write_and_read(tmp_path, SMALL)
+        validate(cases, CLUSTER, probe=measure_estimate, record=record)
         record.write_text(record.read_text(encoding="utf-8")[:-100], encoding="utf-8")
-        assert len(validate(cases, CLUSTER, probe=device, record=record).figures) == 3
-        assert len(list(lines_of(record))) == 2  # the torn one is closed, and no measurement
+        assert len(validate(cases, CLUSTER, probe=measure_estimate, record=record).figures) == 3
+        assert len(list(lines_of(record))) == 2  # the line that was cut off is ended, and is no measurement
 
     def test_a_record_of_something_else_is_not_added_to(self, tmp_path):
         record = tmp_path / "notes.jsonl"
         record.write_text('{"a": 1}\n', encoding="utf-8")
         with pytest.raises(InputError, match=r"notes\.jsonl, line 1: That is no measurement"):
-            validate(of(tmp_path, SMALL), CLUSTER, probe=device, record=record)
+            validate(write_and_read(tmp_path, SMALL), CLUSTER, probe=measure_estimate, record=record)
         assert record.read_text(encoding="utf-8") == '{"a": 1}\n'
 
-    def test_a_crash_is_written_down_and_a_card_in_use_is_asked_again(self, tmp_path):
+    def test_a_crash_is_recorded_and_a_card_in_use_is_probed_again(self, tmp_path):
         record = tmp_path / "measured.jsonl"
 
         def ends(outcome):
-            return lambda candidate: replace(device(candidate), outcome=outcome, message="a word")
+            return lambda candidate: replace(measure_estimate(candidate), outcome=outcome, message="a word")
 
-        (left,) = validate(of(tmp_path, SMALL), CLUSTER, probe=ends("gpu_in_use"), record=record).left_out
+        (left,) = validate(write_and_read(tmp_path, SMALL), CLUSTER, probe=ends("gpu_in_use"), record=record).left_out
         assert left.why == "gpu in use: a word" and not record.exists()
-        validate(of(tmp_path, SMALL), CLUSTER, probe=ends("crashed"), record=record)
-        (left,) = validate(of(tmp_path, SMALL), CLUSTER, probe=device, record=record).left_out
+        validate(write_and_read(tmp_path, SMALL), CLUSTER, probe=ends("crashed"), record=record)
+        (left,) = validate(write_and_read(tmp_path, SMALL), CLUSTER, probe=measure_estimate, record=record).left_out
         assert left.why == "crashed: a word"
 
     def test_without_a_device_points_are_left_out(self, tmp_path):
-        validation = validate(of(tmp_path, SMALL), CLUSTER)
+        validation = validate(write_and_read(tmp_path, SMALL), CLUSTER)
         assert validation.left_out == (LeftOut(line=1, why="not measured"),)
         assert "left out: 1 (line 1): not measured" in validation_table(validation).plain
 
-    def test_a_device_that_runs_out_of_memory_is_an_ending(self, tmp_path):
+    def test_a_device_that_runs_out_of_memory_gives_no_figure(self, tmp_path):
         validation = validate(
-            of(tmp_path, SMALL),
+            write_and_read(tmp_path, SMALL),
             CLUSTER,
-            probe=lambda candidate: replace(device(candidate), outcome="out_of_memory", shortage=SHORT),
+            probe=lambda candidate: replace(measure_estimate(candidate), outcome="out_of_memory", shortage=SHORT),
         )
         assert len(validation.out_of_memory) == 1 and validation.figures == ()
 
@@ -311,7 +322,7 @@ class TestMeasuring:
 class TestReports:
     @pytest.fixture
     def validation(self, tmp_path):
-        return validate(of(tmp_path, SMALL, {**SMALL, "tuning": "full"}), CLUSTER, probe=device)
+        return validate(write_and_read(tmp_path, SMALL, {**SMALL, "tuning": "full"}), CLUSTER, probe=measure_estimate)
 
     def test_the_table_shows_every_group_and_case(self, validation):
         text = validation_table(validation).plain
@@ -335,7 +346,7 @@ class TestReports:
 
 
 class TestJournal:
-    def test_a_line_after_a_torn_one_is_whole(self, tmp_path):
+    def test_a_line_after_a_cut_off_one_is_whole(self, tmp_path):
         path = tmp_path / "lines"
         path.write_text("whole\ntor", encoding="utf-8")
         assert list(lines_of(path)) == ["whole"]
@@ -348,7 +359,7 @@ class TestJournal:
             append_line(tmp_path / "file" / "lines", "x")
 
 
-def test_an_error_is_predicted_over_measured_less_one() -> None:
+def test_an_error_is_predicted_over_measured_minus_one() -> None:
     case = Case(line=1, label="", candidate=point_candidate(SMALL), gpu=None, measured={}, outcome="fits")
     assert ComparedFigure(case=case, quantity="driver", measured_bytes=100, predicted={"estimated": 97}).error(
         "estimated"
