@@ -1,4 +1,4 @@
-"""A candidate: one way to run the job, every setting decided and named as TRL, Transformers, accelerate, DeepSpeed and vLLM name it."""
+"""A candidate: one complete configuration of a job, in the names of TRL, Transformers, accelerate and vLLM."""
 
 from dataclasses import dataclass
 from operator import attrgetter
@@ -15,37 +15,36 @@ AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_a
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Vllm = Literal["off", "colocate", "server"]
 Optimizer = Literal[
-    "adamw_torch_fused", "adamw_torch", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit",
-    "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit",
-    "adafactor", "sgd", "adagrad", "rmsprop", "stable_adamw", "adamw_torch_8bit", "adamw_torch_4bit", "galore_adamw", "apollo_adamw", "lomo", "adalomo",
-    "grokadamw", "schedule_free_adamw", "schedule_free_sgd", "adamw_anyprecision",
+    "adamw_torch_fused", "adamw_torch", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
+    "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "adafactor", "sgd",
+    "adagrad", "rmsprop", "stable_adamw", "adamw_torch_8bit", "adamw_torch_4bit", "galore_adamw", "apollo_adamw",
+    "lomo", "adalomo", "grokadamw", "schedule_free_adamw", "schedule_free_sgd", "adamw_anyprecision",
 ]  # fmt: skip
 
 DEEPSPEED: tuple[Sharding, ...] = ("zero1", "zero2", "zero3")
-
-
-SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # whose ranks keep pieces of what DDP repeats
-
-
+SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # a rank keeps a piece of states that DDP repeats on each rank
 BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
-
-
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-
+# Settings that are at least 1.
 POSITIVE = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_generations", "steps_per_generation", "num_iterations",
-    "num_processes", "num_nodes", "lora_r", "max_completion_length", "prompt_length", "checkpoint_every_n_layers", "vllm_tensor_parallel_size",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_generations",
+    "steps_per_generation", "num_iterations", "num_processes", "num_nodes", "lora_r", "max_completion_length",
+    "prompt_length", "checkpoint_every_n_layers", "vllm_tensor_parallel_size",
 )  # fmt: skip
 _positive = attrgetter(*POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """Every setting that memory or speed depends on. Lengths in tokens, batch sizes in samples per process.
+    """All settings that memory or speed depends on. Lengths are in tokens, batch sizes in samples per process.
 
-    Defaults are those of TRL 1.16 (`trl/trainer/base_config.py`, `*_config.py`, `model_config.py`), of its methods' configs
-    where a method has one of its own (`planner/jobs/job.py` fills those in).
+    Defaults are those of TRL 1.16 (`trl/trainer/base_config.py`, `*_config.py`, `model_config.py`). Defaults of single
+    methods are in `METHODS` (planner/methods.py); planner/jobs/base_candidate.py applies them.
+
+    Raises:
+        InputError: a setting of `POSITIVE` is below 1.
     """
 
     model: ModelShape
@@ -73,7 +72,7 @@ class Candidate:
     num_generations: int = 8
     steps_per_generation: int = 1
     num_iterations: int = 1
-    padded: bool = True  # rows differ in length, so that batches hold padding: `pads`
+    padded: bool = True  # rows differ in length, so batches hold padding (see `pads`)
     packing: bool = False
     padding_free: bool = False
     beta: float = 0.0
@@ -106,7 +105,7 @@ class Candidate:
     vllm_max_model_length: int = 0  # 0: the model's whole context, as TRL's None
     vllm_enable_sleep_mode: bool = False
 
-    # other models; the policy's own shape unless the job names another
+    # other models; without another name they have the policy's shape
     reward_model: ModelShape | None = None  # None: rewards come from a function
     teacher_model: ModelShape | None = None  # None: the method has no teacher
 
@@ -120,6 +119,7 @@ class Candidate:
 
     @property
     def method_row(self) -> Method:
+        """The row of the candidate's method in `METHODS`."""
         return METHODS[self.method]
 
     @property
@@ -142,43 +142,52 @@ class Candidate:
 
     @property
     def flattened(self) -> bool:
-        """Packing and padding-free training lay all rows end to end in one (trl 1.16, sft_trainer.py, `padding_free`)."""
+        """Whether all rows of a batch are concatenated to one row: with packing or padding-free training.
+
+        Source: trl 1.16, sft_trainer.py, `padding_free`.
+        """
         return self.packing or self.padding_free
 
     @property
     def pads(self) -> bool:
-        """Whether batches of the training pass hold padding: rows that differ are padded to the longest of those that are padded together.
+        """Whether batches of the training pass hold padding: rows are padded to the longest row of their group.
 
-        A row alone has nothing to be padded to, its mask is all ones, and no attention makes one of that (transformers 5.23,
-        masking_utils.py:267 `_ignore_causal_mask_sdpa`, :636 `flash_attention_mask`; eager attention has one in any case).
-        Padded together are, by trl 1.16: a micro-batch (sft_trainer.py:195-224, kto_trainer.py:181-193; of a pair both rows:
-        dpo_trainer.py:185-197, reward_trainer.py:215-221, experimental/cpo/cpo_trainer.py:652, orpo_trainer.py:644; gkd's: experimental/utils.py:392),
-        or all that one process generates at once (grpo_trainer.py:2443-2460, rloo_trainer.py:1497-1514,
-        distillation_trainer.py:1568-1585, experimental/online_dpo/online_dpo_trainer.py:644-651), whose micro-batches of one row keep it.
-        Leaves out `pad_to_multiple_of`, which nobody sets for us.
+        The group of rows in trl 1.16 is one of:
+
+        - a micro-batch: sft_trainer.py:195-224, kto_trainer.py:181-193; with both rows of a pair:
+          dpo_trainer.py:185-197, reward_trainer.py:215-221, experimental/cpo/cpo_trainer.py:652, orpo_trainer.py:644;
+          GKD: experimental/utils.py:392;
+        - all completions that one process generates at once: grpo_trainer.py:2443-2460, rloo_trainer.py:1497-1514,
+          distillation_trainer.py:1568-1585, experimental/online_dpo/online_dpo_trainer.py:644-651. Micro-batches of one
+          row keep this padding.
+
+        A group of one row has no padding. Its mask is all ones, so sdpa and FlashAttention build none (transformers
+        5.23, masking_utils.py:267 `_ignore_causal_mask_sdpa`, :636 `flash_attention_mask`); eager attention always
+        builds one.
+        Leaves out `pad_to_multiple_of`, which TRL does not set by default.
         """
         return self.padded and not self.flattened and self.generation_rows > 1
 
     @property
     def attention_length(self) -> int:
-        """Tokens of the rows that attention sees."""
+        """Tokens of one row in the attention layers: all tokens of the batch if rows are concatenated (`flattened`)."""
         return self.tokens if self.flattened else self.row_tokens
 
     @property
     def scores(self) -> int:
-        """Pairs of tokens in the rows of one forward: rows x length squared."""
+        """Attention scores of one head in one forward: rows x length squared."""
         return self.tokens * self.attention_length
 
     @property
     def labelled_tokens(self) -> int:
-        """Tokens with a label at most: the completions of methods that generate, every token elsewhere."""
+        """Upper bound of the tokens with a label: completion tokens if the method generates, else all tokens."""
         if self.method_row.generates:
             return self.rows * min(self.max_completion_length, self.row_tokens)
         return self.tokens
 
     @property
     def accumulates(self) -> bool:
-        """Whether an optimizer step is made of several backward passes."""
+        """Whether an optimizer step has several backward passes (gradient accumulation)."""
         return self.gradient_accumulation_steps > 1
 
     @property
@@ -188,7 +197,10 @@ class Candidate:
 
     @property
     def generation_rows(self) -> int:
-        """Completions that one process samples at once: a generation batch (trl 1.16, grpo_trainer.py:1275, distillation_trainer.py:863)."""
+        """Completions that one process samples at once (a generation batch).
+
+        Source: trl 1.16, grpo_trainer.py:1275, distillation_trainer.py:863.
+        """
         if self.method_row.grouped_completions:
             return self.per_device_train_batch_size * self.steps_per_generation
         if self.method_row.generates_ahead:
@@ -202,7 +214,10 @@ class Candidate:
 
     @property
     def separate_reference(self) -> bool:
-        """Whether a second copy of the policy is loaded to compare with; adapters are switched off instead."""
+        """Whether a second copy of the policy is loaded as the reference model.
+
+        With LoRA there is none: the reference is the policy with its adapters disabled.
+        """
         row = self.method_row
         if self.tuning == "lora" or row.reference == "never" or (row.reference == "beta" and not self.beta):
             return False

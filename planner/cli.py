@@ -1,4 +1,4 @@
-"""The command: its subcommands, and the only exit."""
+"""The `plan` command: its subcommands, and the conversion of errors to exit codes."""
 
 import sys
 
@@ -35,15 +35,16 @@ app.command()(lists.schema)
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command with the arguments of the process and exit; the console script `plan`."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot draw a bar still gets the numbers
+        # A terminal without the characters of a bar still gets the numbers.
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the command and returns its exit code; what the user can act on is one line on stderr."""
-    # typer.BadParameter is a usage error; its parent, the class of all of them, has no public name in every release of Typer.
+    """Run the command and return its exit code; print a `PlanError` or a usage error as one line on stderr."""
+    # The parent class of typer.BadParameter is the class of all usage errors. Some releases of Typer do not export it.
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="plan", standalone_mode=False)
@@ -57,7 +58,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _with_commands(message: str) -> str:
-    """An unknown command that is like none: with all there are."""
+    """Return the error message with the list of commands, if it is about an unknown command without a similar one."""
     if not message.startswith("No such command") or "Did you mean" in message:
         return message
     commands = [

@@ -1,4 +1,4 @@
-"""What differs by TRL method and by TRL release: one row a method."""
+"""The table of TRL methods (`METHODS`), with the differences between TRL releases."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ MethodName = Literal[
     "sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo"
 ]
 Loss = Literal[
-    "fused",  # TRL >= 1.15, `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py): labelled tokens only, no logits
+    "fused",  # TRL >= 1.15, `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py): builds no logits
     "chunked_nll",  # TRL 1.5-1.14 SFT: 256 labelled tokens' logits at a time
     "logits",  # the whole [rows, tokens, vocabulary], then selective_log_softmax
     "logits_cross_entropy",  # the whole logits in fp32 through ForCausalLMLoss

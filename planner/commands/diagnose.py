@@ -7,7 +7,8 @@ from planner.errors import EXIT_PLANNED
 
 @grouped
 def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) -> int:
-    """Read a log that ends in out of memory: what happened, where, and, where the options say which job it was, what fits instead."""
+    """Read a log that ends in out of memory: what happened, where, and, where the options say which job it was, what
+    fits instead."""
     from rich.console import Console
 
     from planner.commands.read_options import read_options

@@ -39,7 +39,7 @@ def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) 
 def saved_or_single_candidate(
     saved: SavedPlan, options: CandidateOptions, output: OutputOptions
 ) -> "tuple[Candidate, Cluster]":
-    """The candidate of a saved report, or of the options, and its cluster."""
+    """Return the candidate of a saved report, or of the options if none is given, with its cluster."""
     from pathlib import Path
 
     from planner.commands.read_options import read_options
@@ -55,9 +55,10 @@ def saved_or_single_candidate(
 
 
 def check_by_dry_run(answer: "Estimate", cluster: "Cluster", say: Callable[[str], None]) -> tuple[str, float]:
-    """Run the dry run of an estimate. Return a note about it, and the share by which it exceeds what the estimate allows.
+    """Run a dry run of an estimate. Return a note about it, and the share by which it exceeds the estimate's interval.
 
-    The share is 0 if the dry run is within the estimate's interval and the GPU, or cannot be made.
+    The share is 0 if the dry run is within the interval and fits the GPU, or if the packages or settings do not allow
+    a dry run.
     """
     from planner.allocator.simulation import exceeded_by, with_reserved
     from planner.report.dry_run import dry_run_note

@@ -9,7 +9,8 @@ from planner.errors import EXIT_PLANNED
 
 @grouped
 def export(options: ExportOptions) -> int:
-    """Write the files that run a plan's candidate: accelerate, DeepSpeed, TRL, vLLM, SLURM, requirements. Prints their paths."""
+    """Write the files that run a plan's candidate: accelerate, DeepSpeed, TRL, vLLM, SLURM, requirements. Prints their
+    paths."""
     from planner.launch.export import export as write_launch_files
     from planner.report.read_json import read_candidate
     from planner.training_stack import complete_models

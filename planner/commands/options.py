@@ -1,4 +1,4 @@
-"""Every flag of every command, in groups: a command takes the groups that it reads, and Typer shows each field as a flag.
+"""All flags of all commands, in groups: a group is a dataclass, each of its fields a flag that Typer shows.
 
 A new command is a function in `planner/commands/` whose parameters are groups, such as
 `def probe(options: CandidateOptions, output: ReportOptions) -> int`, decorated with `@grouped` and registered in
@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
-from planner.jobs.settings import LARGEST, MANY
+from planner.jobs.settings import MAX_BATCH_SIZE, MAX_NUMBER
 
 Method = Annotated[
     str | None,
@@ -29,7 +29,7 @@ EffectiveBatchSize = Annotated[
     typer.Option(
         "--effective-batch-size",
         min=1,
-        max=MANY,
+        max=MAX_BATCH_SIZE,
         metavar="SAMPLES",
         help="Samples per optimizer step over all GPUs. Default: what TRL's defaults amount to.",
     ),
@@ -71,7 +71,7 @@ DryRun = Annotated[
 ]
 
 
-# No slots: groups are joined by inheritance from several.
+# Without slots: a group can inherit from several groups.
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
     """What to train, and on which GPUs."""
@@ -101,7 +101,7 @@ class JobOptions:
     max_length: Annotated[
         int | None,
         typer.Option(
-            "--max-length", min=1, max=LARGEST, metavar="TOKENS", help="Tokens of a whole row. Default: TRL's."
+            "--max-length", min=1, max=MAX_NUMBER, metavar="TOKENS", help="Tokens of a whole row. Default: TRL's."
         ),
     ] = None
     prompt_length: Annotated[
@@ -109,7 +109,7 @@ class JobOptions:
         typer.Option(
             "--prompt-length",
             min=1,
-            max=LARGEST,
+            max=MAX_NUMBER,
             metavar="TOKENS",
             help="Tokens of the longest prompt, for methods that generate.",
         ),
@@ -118,7 +118,11 @@ class JobOptions:
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch-size", min=1, max=MANY, metavar="SAMPLES", help="per_device_train_batch_size. Default: searched."
+            "--batch-size",
+            min=1,
+            max=MAX_BATCH_SIZE,
+            metavar="SAMPLES",
+            help="per_device_train_batch_size. Default: searched.",
         ),
     ] = None
     effective_batch_size: EffectiveBatchSize = None
@@ -171,7 +175,11 @@ class CandidateOptions(JobOptions, ConfigFile):
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch-size", min=1, max=MANY, metavar="SAMPLES", help="per_device_train_batch_size. Default: TRL's, 8."
+            "--batch-size",
+            min=1,
+            max=MAX_BATCH_SIZE,
+            metavar="SAMPLES",
+            help="per_device_train_batch_size. Default: TRL's, 8.",
         ),
     ] = None
 
@@ -329,29 +337,31 @@ class ExportOptions:
 
 
 def grouped(command: Callable[..., int]) -> Callable[..., int]:
-    """A command as Typer reads it: for each parameter that is a group, the group's fields.
+    """Return a command as Typer reads it: each parameter that is a group is replaced by the group's fields.
 
-    Typer takes a function's options from its signature, so the returned function gets one made of the fields; called by their names, it fills the
-    groups again. Parameters that are no group (`typer.Context`) stay as they are. mypy checks the command itself, against its groups.
+    Typer takes the options of a command from the signature of its function. The returned function has a signature of
+    fields; it builds the groups from them and calls the command. Parameters that are no group (`typer.Context`) stay.
     """
     hints = get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
     parameters = [option for name, hint in hints.items() if name != "return" for option in _parameters(name, hint)]
 
     @functools.wraps(command)
-    def called(**options: Any) -> int:
-        filled = {
+    def call_with_groups(**options: Any) -> int:
+        values = {
             name: group(**{field.name: options.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        return command(**filled, **options)
+        return command(**values, **options)
 
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by `inspect.signature`, which Typer calls
-    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return called
+    # Typer calls `inspect.signature`, which reads this attribute.
+    call_with_groups.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call_with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call_with_groups
 
 
 def _parameters(name: str, hint: Any) -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a group's fields, or the parameter itself if it is no group."""
     if not is_dataclass(hint):
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint)
         return

@@ -50,7 +50,10 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
 
 
 def _checked(answer: "Plan", say: Callable[[str], None]) -> "Plan":
-    """The plan with a note about a dry run of its best candidate; searched again if that needs more than the plan allows."""
+    """Return the plan with a note about a dry run of its best candidate.
+
+    If the dry run needs more than the estimate's interval allows, the search runs again with estimates raised by that.
+    """
     from planner.commands.dry_run import check_by_dry_run
     from planner.measurements.own_results import apply_own_results, read_own_results
     from planner.plan import plan
@@ -68,7 +71,7 @@ def _checked(answer: "Plan", say: Callable[[str], None]) -> "Plan":
 
 
 def _proven(request: "JobRequest", study: StudyOptions, output: CheckOptions) -> "tuple[Plan, int, str]":
-    """The plan after a study of probes, the exit code and, if that is not 0, the error message."""
+    """Return the plan after a study of probes, the exit code and, if that is not 0, the error message."""
     from planner.commands.probe import probe_settings
     from planner.measurements.own_results import apply_own_results, read_own_results
     from planner.plan import plan

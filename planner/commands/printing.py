@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from planner.plan import Plan
     from planner.quantities import Estimate
 
-PHASE_WIDTH = 20  # columns that wipe the phase before
-PIPE_WIDTH = 100  # columns of the table where there is no terminal to ask
+PHASE_WIDTH = 20  # columns, so that a phase overwrites the name of the one before
+PIPE_WIDTH = 100  # columns of the table if stdout is no terminal
 
 
 def progress(output: OutputOptions) -> Callable[[str], None]:
@@ -69,6 +69,7 @@ def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster"
 def _print_report(
     output: ReportOptions, document: Callable[[], "Struct"], table: "Text", page: Callable[[], str]
 ) -> None:
+    """Print a table, or a document as JSON; write the files of --out and --html, whose paths go to stderr."""
     from rich.console import Console
 
     from planner.files.write import write_all
@@ -94,8 +95,10 @@ def _print_report(
 
 
 def width() -> int:
+    """Return the columns of the terminal."""
     return shutil.get_terminal_size(fallback=(PIPE_WIDTH, 0)).columns
 
 
 def print_error(message: str) -> None:
+    """Print an error message on stderr, as one line."""
     print(f"Error: {' '.join(message.split())}", file=sys.stderr)

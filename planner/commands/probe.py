@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @grouped
 def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, probing: ProbeOptions) -> int:
-    """Run one candidate's real trainer for a few steps in a process of its own, beside what was expected. Exit 4: it contradicts that."""
+    """Run one candidate's real trainer for a few steps in a process of its own, beside what was expected. Exit 4: it
+    contradicts that."""
     from planner.estimate import estimate
     from planner.files.write import refuse_unwritable
     from planner.measurements.corrected_estimate import correct_estimate
@@ -45,10 +46,10 @@ def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, pr
 
 
 def probe_settings(options: ProbeOptions) -> "ProbeSettings":
-    """The options of probes as settings.
+    """Convert the options of a command to the settings of its probes.
 
     Raises:
-        InputError: no such device, or a duration that is not one.
+        InputError: the device does not exist, or the time limit is no duration.
     """
     from planner.files.cache import cache_root
     from planner.measurements.measurement import DeviceName

@@ -1,4 +1,4 @@
-"""The options of a command -> the job and the cluster that they describe, in one pass."""
+"""Convert the options of a command to the job and the cluster that they describe."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
@@ -9,7 +9,7 @@ from planner.commands.options import CandidateOptions, JobOptions, SearchOptions
 from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
-from planner.jobs.job import Goal, Job, TuningClass
+from planner.jobs.job import Goal, Job, TuningOption
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
 from planner.jobs.settings import candidate_fields, fields_named, parse_assignments
 from planner.jobs.spellings import Value
@@ -20,7 +20,7 @@ from planner.models.shape import ModelShape
 # Completes a model whose layers have no formulas (planner/training_stack.py).
 CompleteModel = Callable[[ModelShape], ModelShape]
 
-# Flags that are short for a setting.
+# Flags that stand for one setting: field of `JobOptions` -> setting.
 SHORTHANDS = {
     "max_length": "max_length",
     "prompt_length": "prompt_length",
@@ -52,7 +52,7 @@ def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
     _refuse_empty(options)
     flags, ranks = _flags(options), _ranks(options)
     in_file, warnings = _config_file(options)
-    tuning = _one_of("tuning class", options.tuning, get_args(TuningClass))
+    tuning = _one_of("tuning class", options.tuning, get_args(TuningOption))
     decided = fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})
     settings = _without(in_file, decided) | flags
     name = _model_name(options.model, flags, in_file)
@@ -79,7 +79,7 @@ def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
 
 
 def _flags(options: JobOptions) -> dict[str, Value]:
-    """The settings of `--set` and of the flags that are short for one; several ranks of `--lora-r` are not a setting.
+    """Return the settings of `--set` and of `SHORTHANDS`; several ranks of `--lora-r` are not a setting.
 
     Raises:
         InputError: a setting is given twice with different values.
@@ -98,10 +98,10 @@ def _flags(options: JobOptions) -> dict[str, Value]:
 
 
 def _ranks(options: JobOptions) -> tuple[int, ...]:
-    """The ranks of `--lora-r 16,32,64`, from which a search takes the largest that fits.
+    """Return the ranks of `--lora-r 16,32,64`, from which a search takes the largest that fits.
 
     Raises:
-        InputError: the text is not a list of ranks, or several are given where nothing is searched.
+        InputError: the text is not a list of ranks, or the command does not search.
     """
     if options.lora_r is None or "," not in options.lora_r:
         return ()
@@ -114,7 +114,7 @@ def _ranks(options: JobOptions) -> tuple[int, ...]:
 
 
 def _config_file(options: JobOptions) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """The settings of `--config`, and the warnings about keys that the plan does not use."""
+    """Return the settings of `--config`, and the warnings about keys that the plan does not use."""
     if not isinstance(options, CandidateOptions) or options.config is None:
         return {}, ()
     from planner.jobs.train_config import load_train_config  # imports PyYAML
@@ -124,14 +124,14 @@ def _config_file(options: JobOptions) -> tuple[dict[str, Value], tuple[str, ...]
 
 
 def _without(settings: Mapping[str, Value], decided: set[str]) -> dict[str, Value]:
-    """The settings of a file without the Candidate fields that flags decide."""
+    """Return the settings of a file without those whose Candidate fields are decided by flags."""
     return {name: value for name, value in settings.items() if not fields_named([name]) & decided}
 
 
 def _read_by(
     method: MethodName, settings: Mapping[str, Value], in_file: Collection[str]
 ) -> tuple[dict[str, Value], list[str]]:
-    """The settings without those of a file that the method does not have, and a warning that TRL would stop at them."""
+    """Return the settings without those of a file that the method does not have, and a warning about these."""
     unread = [
         name
         for name in settings
@@ -143,7 +143,11 @@ def _read_by(
 
 
 def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[str, Value]) -> str:
-    """The policy's name from `--model`, from a setting of that name, or from the file; empty if none names it."""
+    """Return the policy's name from `--model`, `--set model=...` or the file, in this order; empty if none names it.
+
+    Raises:
+        InputError: `--model` and `--set` name different models.
+    """
     names = [
         name
         for settings in (flags, in_file)
@@ -158,9 +162,12 @@ def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[s
 
 
 def _pins(
-    settings: Mapping[str, Value], model: ModelShape, tuning: TuningClass, complete: CompleteModel, from_file: bool
+    settings: Mapping[str, Value], model: ModelShape, tuning: TuningOption, complete: CompleteModel, from_file: bool
 ) -> dict[str, Any]:
-    """The settings as Candidate fields with their models loaded, without the policy, which is the job's own."""
+    """Return the settings as Candidate fields, without the policy. Names of other models are replaced by their shapes.
+
+    A setting of LoRA pins LoRA. LoRA from a config file without `lora_target_modules` gets PEFT's default ones.
+    """
     pinned: dict[str, Any] = candidate_fields(settings, model.dtype)
     for role in ("reward_model", "teacher_model"):
         if role in pinned:
@@ -176,7 +183,11 @@ def _pins(
 
 
 def _trl_version(text: str | None) -> tuple[str, list[str]]:
-    """The TRL release to plan for, and a warning if it is older than the oldest that is modelled."""
+    """Return the TRL release to plan for, and a warning if it is older than the oldest that is modelled.
+
+    Raises:
+        InputError: the release is newer than the newest that is modelled.
+    """
     version = NEWEST_TRL if text is None else text
     if release(version) > release(NEWEST_TRL):
         raise InputError(
@@ -189,7 +200,7 @@ def _trl_version(text: str | None) -> tuple[str, list[str]]:
 
 
 def _refuse_empty(options: JobOptions) -> None:
-    """Refuse `--gpus ""`, which an unset variable of a shell script leaves."""
+    """Raise InputError for an empty option, such as `--gpus ""` from an unset variable of a shell script."""
     for entry in fields(options):
         value = getattr(options, entry.name)
         if isinstance(value, str) and not value.strip():
@@ -197,6 +208,7 @@ def _refuse_empty(options: JobOptions) -> None:
 
 
 def _refuse_missing(needed: Mapping[str, object]) -> None:
+    """Raise InputError with an example if a flag that is needed has no value."""
     missing = [flag for flag, value in needed.items() if not value]
     if missing:
         example = " ".join(f"{flag} {value}" for flag, value in EXAMPLES.items())
@@ -205,11 +217,18 @@ def _refuse_missing(needed: Mapping[str, object]) -> None:
 
 
 def _listed(words: list[str]) -> str:
+    """Join words with commas and a final "and"."""
     return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
 
 
 def _one_of(kind: str, name: str, known: tuple[str, ...]) -> Any:
-    """The known name that is equal without regard to case and to `_` or `-`: TRL writes both GRPO and online_dpo."""
+    """Return the known name that equals `name`, ignoring case and the difference between `_` and `-`.
+
+    TRL writes both GRPO and online_dpo.
+
+    Raises:
+        UnknownName: no known name is equal.
+    """
     plain = name.strip().lower().replace("_", "-")
     if plain not in known:
         raise UnknownName(kind, name, known, hint=f"It can be {', '.join(known)}.")

@@ -9,7 +9,8 @@ from planner.errors import EXIT_OTHER, EXIT_PLANNED, InputError
 
 @grouped
 def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOptions) -> int:
-    """Compare what is predicted with what was measured, for a file of cases; with --measure, measure first what nobody has."""
+    """Compare what is predicted with what was measured, for a file of cases; with --measure, measure first what nobody
+    has."""
     from rich.console import Console
 
     from planner.commands.probe import probe_settings
@@ -24,7 +25,8 @@ def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOpti
     say, settings = progress(output), probe_settings(probing)
     if options.measure and settings.device == "simulated":
         raise InputError(
-            "--device simulated measures nothing: compare with dry runs by --dry-run, or --measure on --device cuda or cpu."
+            "--device simulated measures nothing: compare with dry runs by --dry-run, "
+            "or --measure on --device cuda or cpu."
         )
     cluster = parse_cluster(options.gpus, options.free_memory) if options.gpus is not None else None
     cases = read_cases(Path(options.cases), complete_models(say))

@@ -1,20 +1,19 @@
-"""A job -> the candidate that TRL's defaults and the pinned settings amount to, before anything is searched."""
+"""The candidate of a job without a search: TRL's defaults and the job's pinned settings."""
 
 from dataclasses import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
-from planner.jobs.job import DEQUANTIZED, Job, TuningClass, server_gpus
+from planner.jobs.job import DEQUANTIZED, Job, TuningOption, server_gpus
 from planner.jobs.rules import refuse_candidate, refuse_contradictions
 from planner.methods import METHODS, release
 
-# What `trl vllm-serve` uses unless told otherwise (trl/scripts/vllm_serve.py:111).
+# Default of `trl vllm-serve --gpu_memory_utilization` (trl/scripts/vllm_serve.py:111).
 SERVER_GPU_MEMORY_UTILIZATION = 0.9
 
-
-# What a tuning class pins, as Candidate fields.
-TUNING_PINS: dict[TuningClass, dict[str, str]] = {
+# Candidate fields that a tuning class pins.
+TUNING_PINS: dict[TuningOption, dict[str, str]] = {
     "auto": {},
     "full": {"tuning": "full"},
     "lora": {"tuning": "lora"},
@@ -23,10 +22,10 @@ TUNING_PINS: dict[TuningClass, dict[str, str]] = {
 
 
 def base_candidate(job: Job, cluster: Cluster) -> Candidate:
-    """The candidate of TRL's defaults and the job's pins, with one process on each GPU.
+    """Return the candidate of TRL's defaults and the pinned settings, with one process on each GPU.
 
     Raises:
-        InputError: pins that contradict each other, the method or the cluster.
+        InputError: pinned settings contradict each other, the method or the cluster.
     """
     settings: dict[str, object] = {**METHODS[job.method].defaults, **job.pinned}
     if METHODS[job.method].bounded_rows and "prompt_length" not in job.pinned:
@@ -50,16 +49,16 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
 
 
 def trl_version(job: Job) -> str:
-    """The TRL release to plan for: that of the job, or the last one that has the method."""
+    """Return the TRL release to plan for: the job's, or the last one that has the method."""
     last = METHODS[job.method].last_trl
     return last if last != "current" and release(job.trl_version) > release(last) else job.trl_version
 
 
 def single_candidate(job: Job, cluster: Cluster) -> Candidate:
-    """The candidate of a job that is not searched: TRL's defaults, data-parallel on the GPUs beside a vLLM server.
+    """Return the candidate of a job that is not searched: TRL's defaults, with DDP on the GPUs beside a vLLM server.
 
     Raises:
-        InputError: settings that contradict each other, or an effective batch that is not made of whole micro-batches.
+        InputError: settings contradict each other, or the effective batch is not made of whole micro-batches.
     """
     refuse_contradictions(job, cluster)
     pinned = {**TUNING_PINS[job.tuning], **job.pinned}
@@ -82,7 +81,11 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
 
 
 def _accumulation(effective_batch_size: int, candidate: Candidate) -> int:
-    """The gradient_accumulation_steps that make the effective batch of the candidate's micro-batches."""
+    """Return effective batch / (micro-batch x processes), the gradient_accumulation_steps of the effective batch.
+
+    Raises:
+        InputError: the division leaves a rest.
+    """
     together = candidate.per_device_train_batch_size * candidate.num_processes
     if effective_batch_size % together:
         raise InputError(

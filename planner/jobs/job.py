@@ -1,4 +1,4 @@
-"""A job: what the user wants, before anything is decided; what TRL decides when nobody does; and what contradicts itself."""
+"""A job: the model, the method and the settings that the user asks for, before a search decides the others."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -11,33 +11,39 @@ from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.shape import ModelShape
 from planner.units import format_gib
 
-TuningClass = Literal["auto", "full", "lora", "qlora"]
+TuningOption = Literal["auto", "full", "lora", "qlora"]  # "auto": the search takes the first class that fits
 Goal = Literal["throughput", "max-length", "batch-size"]
 
-# Accepted probabilities: outside of these the distribution of the residuals has no data (planner/confidence.py).
+# Smallest and largest accepted probability of running out of memory: beyond them the distribution of the residuals has
+# no data (planner/confidence.py).
 SMALLEST_RISK, LARGEST_RISK = 1e-6, 0.499999
-# The batch of one process when nothing is said (transformers 5.23, training_args.py:777).
+# per_device_train_batch_size by default (transformers 5.23, training_args.py:777).
 DEFAULT_BATCH_SIZE = 8
 
-# Published so and dequantized for training (transformers 5.23, quantizers/quantizer_mxfp4.py `dequantize`, quantizer_finegrained_fp8.py).
+# Quantizations of published checkpoints that are dequantized for training (transformers 5.23,
+# quantizers/quantizer_mxfp4.py `dequantize`, quantizer_finegrained_fp8.py).
 DEQUANTIZED = ("fp8", "mxfp4")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What to train and what is already decided. `pinned`: Candidate fields with the values that the search keeps."""
+    """What to train, and which settings are pinned. `pinned`: Candidate fields with values that the search keeps.
+
+    Raises:
+        InputError: the job contradicts itself.
+        UnknownName: a method or a setting that does not exist.
+        UnknownArchitecture: the model's layers have no formulas.
+    """
 
     model: ModelShape
     method: MethodName
-    tuning: TuningClass = "auto"
+    tuning: TuningOption = "auto"
     pinned: Mapping[str, object] = field(default_factory=dict)
     optimize: Goal = "throughput"
     risk: float = 0.01  # accepted probability of running out of memory
-    effective_batch_size: int | None = None  # None: what TRL's defaults amount to on the cluster
+    effective_batch_size: int | None = None  # samples per optimizer step; None: TRL's defaults on the cluster
     trl_version: str = NEWEST_TRL
-    lora_ranks: tuple[
-        int, ...
-    ] = ()  # ranks that the search may choose from, the largest that fits; none: lora_r as it is
+    lora_ranks: tuple[int, ...] = ()  # the search takes the largest that fits; empty: lora_r is not searched
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -45,7 +51,7 @@ class Job:
         known = {entry.name for entry in fields(Candidate)}
         for name in self.pinned.keys() - known:
             raise UnknownName("setting", name, known)
-        for problem in wish_problems(self):
+        for problem in job_problems(self):
             raise InputError(problem)
         if not self.model.known:
             counted = (
@@ -55,12 +61,12 @@ class Job:
             )
             raise UnknownArchitecture(
                 f"The activations of {self.model.id} ({self.model.model_type}) are not known by formula{counted}. "
-                "The extra dryrun measures such layers (probes.layers.coefficients.measured)."
+                "The extra dryrun measures such layers (planner.training_stack.complete_models)."
             )
 
 
-def wish_problems(job: Job) -> Iterator[str]:
-    """What a job asks that no candidate could be."""
+def job_problems(job: Job) -> Iterator[str]:
+    """Yield an error message for each contradiction inside the job, whatever the cluster."""
     if not SMALLEST_RISK <= job.risk <= LARGEST_RISK:
         yield f"--risk {job.risk} is not between {SMALLEST_RISK:f} and 0.5. Give a probability such as 0.01."
     if job.effective_batch_size is not None and job.effective_batch_size < 1:
@@ -72,14 +78,18 @@ def wish_problems(job: Job) -> Iterator[str]:
 
 
 def server_gpus(settings: Mapping[str, object]) -> int:
-    """GPUs that a vLLM server takes: tensor parallel x data parallel."""
+    """Return the GPUs of a vLLM server from settings by Candidate field: tensor parallel x data parallel size."""
     tensor, data = settings.get("vllm_tensor_parallel_size", 1), settings.get("vllm_data_parallel_size", 1)
     assert isinstance(tensor, int) and isinstance(data, int)
     return tensor * data
 
 
 def effective_batch_size(job: Job, cluster: Cluster) -> int:
-    """Samples an optimizer step that the plan keeps: what is asked for, or what TRL's defaults and the pins amount to on the cluster."""
+    """Return the samples of one optimizer step that a plan keeps.
+
+    It is the job's effective batch size or, if that is not given, batch x accumulation x processes from the pinned
+    settings and TRL's defaults. Example: no pinned settings on 2 GPUs: 8 x 1 x 2 = 16 samples.
+    """
     if job.effective_batch_size is not None:
         return job.effective_batch_size
     batch = job.pinned.get("per_device_train_batch_size", DEFAULT_BATCH_SIZE)

@@ -1,6 +1,6 @@
-"""Settings by the names of TRL, PEFT, Transformers, accelerate, DeepSpeed and vLLM <-> fields of a Candidate.
+"""Convert settings between the libraries' names (TRL, PEFT, Transformers, ...) and the fields of a Candidate.
 
-Names and values that differ from the Candidate's are listed in `spellings.py`.
+`spellings.py` lists the names and values that differ.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,25 +10,35 @@ from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from planner.candidate import DEEPSPEED, Candidate
 from planner.errors import InputError, UnknownName
-from planner.jobs.spellings import ALIASES, FSDP_OFFLOAD, METHOD_NAMES, NAMES, OWNER, SPELLINGS, VALUE_ALIASES, Value
+from planner.jobs.spellings import (
+    ALIASES,
+    FIELD_OF_SETTING,
+    FSDP_OFFLOAD,
+    METHOD_NAMES,
+    SPELLINGS,
+    VALUE_ALIASES,
+    WRITTEN_NAMES,
+    Value,
+)
 from planner.methods import has_setting
 from planner.models.shape import ModelShape
 
-# Upper bounds of what a user can mean: of a batch in samples, of any other number.
-MANY, LARGEST = 10**6, 10**9
+# Upper bounds of what a user can mean: of a batch size in samples, and of any other number.
+MAX_BATCH_SIZE, MAX_NUMBER = 10**6, 10**9
 # The smallest and largest value of a number; a count that is not here is at least 1.
 RANGES: dict[str, tuple[float, float]] = {
     "vllm_gpu_memory_utilization": (0.01, 1.0),
-    "vllm_max_model_length": (0, LARGEST),
+    "vllm_max_model_length": (0, MAX_NUMBER),
     "lora_dropout": (0.0, 1.0),
-    "beta": (0.0, LARGEST),
-    "num_generations": (2, LARGEST),  # trl 1.16, grpo_config.py:1137
-    "per_device_train_batch_size": (1, MANY),
-    "gradient_accumulation_steps": (1, MANY),
+    "beta": (0.0, MAX_NUMBER),
+    "num_generations": (2, MAX_NUMBER),  # trl 1.16, grpo_config.py:1137
+    "per_device_train_batch_size": (1, MAX_BATCH_SIZE),
+    "gradient_accumulation_steps": (1, MAX_BATCH_SIZE),
 }
 
-# Conditions under which a candidate has a setting that its method has (planner/methods.py); others are always shown.
-SHOWN: dict[str, Callable[[Candidate], bool]] = {
+# Conditions under which a candidate's setting has an effect and is shown; settings that are not listed are always
+# shown, if the method has them (planner/methods.py).
+SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
     "checkpoint_every_n_layers": lambda c: c.gradient_checkpointing,
     "checkpoint_offload": lambda c: c.gradient_checkpointing,
     "lora_r": lambda c: c.tuning == "lora",
@@ -48,33 +58,33 @@ SHOWN: dict[str, Callable[[Candidate], bool]] = {
     "teacher_model": lambda c: c.teacher_model is not None,
 }
 
-FLAGS_OF_THEIR_OWN = ("method", "trl_version")
-AUTO = "auto"  # as `dtype`: that of the published weights (transformers/modeling_utils.py:4177)
-NAMED_AS = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
-LISTED_CHOICES = 10  # an error lists no more; of a longer list it names the nearest
+OWN_FLAGS = ("method", "trl_version")  # Candidate fields that have a flag and cannot be given by --set
+AUTO = "auto"  # as `dtype`: the dtype of the published weights (transformers/modeling_utils.py:4177)
+NAMING_HINT = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
+MAX_LISTED_CHOICES = 10  # an error lists all choices up to this number, else the most similar one
 _MODELS = ("model", "reward_model", "teacher_model")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @cache
 def field_types() -> dict[str, object]:
-    """Every Candidate field that can be set, with its type; a model is set by its name."""
+    """Return every Candidate field that `--set` can set, with its type; a model is set by its name."""
     hints = get_type_hints(Candidate)
     return {
         field.name: str if field.name in _MODELS else hints[field.name]
         for field in fields(Candidate)
-        if field.name not in FLAGS_OF_THEIR_OWN
+        if field.name not in OWN_FLAGS
     }
 
 
 @cache
 def setting_names() -> tuple[str, ...]:
-    """Every name that `--set` and a config file may use."""
-    return tuple(dict.fromkeys((*field_types(), *OWNER, *ALIASES)))
+    """Return every name that `--set` and a config file may use."""
+    return tuple(dict.fromkeys((*field_types(), *FIELD_OF_SETTING, *ALIASES)))
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
-    """`["lora_r=16", "vllm_mode=server"]` as names and values, checked one by one.
+    """Parse `["lora_r=16", "vllm_mode=server"]` into names and values, each checked by itself.
 
     Raises:
         InputError: a text without `=`, a name given twice with two values, or a value of the wrong type.
@@ -86,10 +96,10 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
         if not equals:
             raise InputError(f"--set {assignment} has no value. Write it as name=value, such as --set lora_r=16.")
         if name not in setting_names():
-            if name in FLAGS_OF_THEIR_OWN:
+            if name in OWN_FLAGS:
                 raise InputError(f"{name} has a flag of its own: --{name.replace('_', '-')}.")
-            raise UnknownName("setting", name, setting_names(), hint=NAMED_AS)
-        value = _checked(name, text)
+            raise UnknownName("setting", name, setting_names(), hint=NAMING_HINT)
+        value = _parse_value(name, text)
         if name in given and given[name] != value:
             raise InputError(f"{name} is set twice: {given[name]} and {value}.")
         given[name] = value
@@ -97,41 +107,36 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
 
 
 def fields_named(names: Iterable[str]) -> set[str]:
-    """The Candidate fields that these settings decide."""
-    return {OWNER.get(name) or ALIASES.get(name, name) for name in names}
+    """Return the Candidate fields that settings of these names decide."""
+    return {FIELD_OF_SETTING.get(name) or ALIASES.get(name, name) for name in names}
 
 
 def candidate_fields(given: Mapping[str, Value], published_dtype: str) -> dict[str, Value]:
-    """Settings under any of their names as Candidate fields; a model stays its name, for whoever loads it.
+    """Convert settings by any of their names to Candidate fields. A model stays a name; the caller loads it.
 
-    `published_dtype` is what `dtype=auto` means: that of the model's weights.
+    `published_dtype`: the dtype of the published weights, which `dtype=auto` means.
 
     Raises:
-        InputError: two settings contradict each other, or a value is none that the setting can have.
+        InputError: two settings contradict each other, or a setting cannot have the value.
     """
     chosen: dict[str, Value] = {}
-    said: dict[str, str] = {}
+    sources: dict[str, str] = {}  # the text of the setting that decided a field, for error messages
     spelled: dict[str, dict[str, Value]] = {}
     for name, raw in given.items():
-        value = _checked(name, raw)
+        value = _parse_value(name, raw)
         value = published_dtype if value == AUTO and ALIASES.get(name, name) == "dtype" else value
-        if name in OWNER:
-            spelled.setdefault(OWNER[name], {})[name] = value
+        if name in FIELD_OF_SETTING:
+            spelled.setdefault(FIELD_OF_SETTING[name], {})[name] = value
         else:
-            _choose(chosen, said, ALIASES.get(name, name), value, f"{name}={_text(value)}")
+            _decide(chosen, sources, ALIASES.get(name, name), value, f"{name}={_as_text(value)}")
     for field, names in spelled.items():
-        _choose(
-            chosen,
-            said,
-            field,
-            _row_of(field, names),
-            " ".join(f"{name}={_text(value)}" for name, value in names.items()),
-        )
+        words = " ".join(f"{name}={_as_text(value)}" for name, value in names.items())
+        _decide(chosen, sources, field, _value_spelled(field, names), words)
     return chosen
 
 
 def settings_of(candidate: Candidate) -> dict[str, object]:
-    """Settings of a candidate by the libraries' names, to paste into a TRL config, an accelerate file or the environment."""
+    """Convert a candidate to settings by the libraries' names, to paste into a TRL config or an accelerate file."""
     values: dict[str, object] = {}
     for field in fields(Candidate):
         if not _is_shown(candidate, field.name):
@@ -140,8 +145,8 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
         if field.name in SPELLINGS:
             values.update(SPELLINGS[field.name][value])
         else:
-            values[_name_of(candidate, field.name)] = (
-                (value.path or value.id) if field.name in _MODELS else _plain(field.name, value)
+            values[_library_name(candidate, field.name)] = (
+                (value.path or value.id) if field.name in _MODELS else _library_value(field.name, value)
             )
     if candidate.sharding == "fsdp2":
         values[FSDP_OFFLOAD] = candidate.offload_param
@@ -149,29 +154,29 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
 
 
 def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:
-    """Some Candidate fields by the libraries' names, such as those that a job pins."""
+    """Convert some Candidate fields, such as the pinned ones of a job, to settings by the libraries' names."""
     values: dict[str, object] = {}
     for field, value in chosen.items():
         if field in SPELLINGS and isinstance(value, (str, bool)):
             values.update(SPELLINGS[field][value])
         else:
-            values[NAMES.get(field, field)] = (
-                (value.path or value.id) if isinstance(value, ModelShape) else _plain(field, value)
+            values[WRITTEN_NAMES.get(field, field)] = (
+                (value.path or value.id) if isinstance(value, ModelShape) else _library_value(field, value)
             )
     return values
 
 
 def settings_text(settings: Mapping[str, object]) -> str:
-    """Settings as `--set` takes them: `use_vllm=true vllm_mode=server`."""
+    """Return settings as text for `--set`: `use_vllm=true vllm_mode=server`."""
     return " ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
     )
 
 
 def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object]:
-    """Put settings that are part of another one in its place: keyword arguments and environment variables."""
+    """Move keys of `gradient_checkpointing_kwargs` and of `environment` into dicts of these names."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": values.pop("PYTORCH_CUDA_ALLOC_CONF")}
-    # Source: trl/trainer/sft_trainer.py:870-895: adapters under ZeRO-3 are checkpointed reentrantly, everything else is not.
+    # Adapters under ZeRO-3 use reentrant checkpointing, everything else does not (trl/trainer/sft_trainer.py:870-895).
     kwargs: dict[str, object] = {"use_reentrant": candidate.tuning == "lora" and candidate.sharding == "zero3"}
     every, offload = values.pop("checkpoint_every_n_layers", 1), values.pop("checkpoint_offload", False)
     values["gradient_checkpointing_kwargs"] = (
@@ -182,16 +187,17 @@ def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object
 
 
 def _is_shown(candidate: Candidate, field: str) -> bool:
-    """Whether the candidate's method, tuning and sharding read the setting."""
-    return has_setting(candidate.method, field) and (field not in SHOWN or SHOWN[field](candidate))
+    """Return whether the candidate's method, tuning and sharding read the setting."""
+    return has_setting(candidate.method, field) and (field not in SHOWN_IF or SHOWN_IF[field](candidate))
 
 
-def _name_of(candidate: Candidate, field: str) -> str:
-    return METHOD_NAMES.get((candidate.method, field)) or NAMES.get(field, field)
+def _library_name(candidate: Candidate, field: str) -> str:
+    """Return the name of a field in the config of the candidate's method."""
+    return METHOD_NAMES.get((candidate.method, field)) or WRITTEN_NAMES.get(field, field)
 
 
-def _plain(field: str, value: object) -> object:
-    """A field's value as TRL and JSON write it: a list for a tuple, None for vLLM's whole context."""
+def _library_value(field: str, value: object) -> object:
+    """Return a field's value as TRL and JSON write it: a list for a tuple, None for vLLM's whole context."""
     if field == "vllm_max_model_length" and value == 0:
         return None
     if field == "lora_target_modules" and value == ("all-linear",):
@@ -201,18 +207,27 @@ def _plain(field: str, value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _choose(chosen: dict[str, Value], said: dict[str, str], field: str, value: Value, words: str) -> None:
+def _decide(chosen: dict[str, Value], sources: dict[str, str], field: str, value: Value, words: str) -> None:
+    """Set a field in `chosen`; `words`: the setting as the user wrote it.
+
+    Raises:
+        InputError: another setting gave the field another value.
+    """
     if field in chosen and chosen[field] != value:
-        raise InputError(f"{words} contradicts {said[field]}.")
-    chosen[field], said[field] = value, words
+        raise InputError(f"{words} contradicts {sources[field]}.")
+    chosen[field], sources[field] = value, words
 
 
-def _row_of(field: str, names: Mapping[str, Value]) -> str | bool:
-    """The first value of `field` whose spelling agrees with everything given; off and unset are the same."""
+def _value_spelled(field: str, names: Mapping[str, Value]) -> str | bool:
+    """Return the first value of `field` whose spelling agrees with all given settings; off and unset are equal.
+
+    Raises:
+        InputError: no value agrees.
+    """
     for value, row in SPELLINGS[field].items():
         if all((row.get(name) or None) == (given or None) for name, given in names.items()):
             return value
-    words = [f"{name}={_text(given)}" for name, given in names.items()]
+    words = [f"{name}={_as_text(given)}" for name, given in names.items()]
     if len(words) > 1:
         raise InputError(f"{' and '.join(words)} contradict each other.")
     (name,) = names
@@ -220,26 +235,33 @@ def _row_of(field: str, names: Mapping[str, Value]) -> str | bool:
 
 
 def _spelled_values(name: str) -> list[str]:
-    return list(dict.fromkeys(_text(row[name]) for row in SPELLINGS[OWNER[name]].values() if name in row))
+    """Return the values that a setting of `SPELLINGS` can have, as text."""
+    return list(dict.fromkeys(_as_text(row[name]) for row in SPELLINGS[FIELD_OF_SETTING[name]].values() if name in row))
 
 
 def _type_of(name: str) -> object:
-    if name not in OWNER:
+    """Return the type of a setting by any of its names."""
+    if name not in FIELD_OF_SETTING:
         return field_types()[ALIASES.get(name, name)]
-    return type(next(row[name] for row in SPELLINGS[OWNER[name]].values() if name in row))
+    return type(next(row[name] for row in SPELLINGS[FIELD_OF_SETTING[name]].values() if name in row))
 
 
-def _checked(name: str, value: Value) -> Value:
-    """`value` in the type of the setting, from text or from YAML."""
+def _parse_value(name: str, value: Value) -> Value:
+    """Convert a value from text or YAML to the type of the setting.
+
+    Raises:
+        InputError: the value has another type or is out of range.
+        UnknownName: the value is none of the setting's choices.
+    """
     kind = _type_of(name)
     field = ALIASES.get(name, name)
-    text = VALUE_ALIASES.get(field, {}).get(_text(value), _text(value)).strip()
+    text = VALUE_ALIASES.get(field, {}).get(_as_text(value), _as_text(value)).strip()
     if field == "dtype" and text == AUTO:
         return AUTO
     if get_origin(kind) is Literal:
         return _one_of(name, text, get_args(kind))
     if kind is bool:
-        return _truth(name, text)
+        return _boolean(name, text)
     if kind in (int, float):
         return _number(name, text, field, whole=kind is int)
     if get_origin(kind) is tuple:
@@ -248,19 +270,22 @@ def _checked(name: str, value: Value) -> Value:
 
 
 def _one_of(name: str, text: str, choices: tuple[str, ...]) -> str:
+    """Return the text if it is one of the choices; raise UnknownName otherwise."""
     if text not in choices:
-        hint = f"{name} can be {', '.join(choices)}." if len(choices) <= LISTED_CHOICES else ""
+        hint = f"{name} can be {', '.join(choices)}." if len(choices) <= MAX_LISTED_CHOICES else ""
         raise UnknownName(name, text, choices, hint=hint)
     return text
 
 
-def _truth(name: str, text: str) -> bool:
+def _boolean(name: str, text: str) -> bool:
+    """Parse true, yes, on, 1 or false, no, off, 0; raise InputError otherwise."""
     if text.lower() not in (*_TRUE, *_FALSE):
         _refuse(name, text, "true or false")
     return text.lower() in _TRUE
 
 
 def _number(name: str, text: str, field: str, whole: bool) -> int | float:
+    """Parse a number within `RANGES`; raise InputError otherwise. `vllm_max_model_length=none` is 0."""
     if text.lower() in ("none", "null") and field == "vllm_max_model_length":
         return 0  # vLLM takes the model's whole context
     try:
@@ -268,17 +293,10 @@ def _number(name: str, text: str, field: str, whole: bool) -> int | float:
     except ValueError:
         wanted = "one number a run" if "," in text else "a whole number" if whole else "a number"
         _refuse(name, text, wanted)
-    low, high = RANGES.get(field, (1 if whole else 0.0, LARGEST))
+    low, high = RANGES.get(field, (1 if whole else 0.0, MAX_NUMBER))
     if not low <= number <= high:
-        _refuse(
-            name,
-            text,
-            f"from {low:g} to {high:g}"
-            if high < MANY
-            else f"at most {high:,}"
-            if number > high
-            else f"at least {low:g}",
-        )
+        bound = f"at most {high:,}" if number > high else f"at least {low:g}"
+        _refuse(name, text, f"from {low:g} to {high:g}" if high < MAX_BATCH_SIZE else bound)
     return number
 
 
@@ -286,5 +304,6 @@ def _refuse(name: str, text: str, wanted: str) -> NoReturn:
     raise InputError(f"{name} must be {wanted}, not {text or 'empty'}.")
 
 
-def _text(value: object) -> str:
+def _as_text(value: object) -> str:
+    """Return a value as text, the parts of a list separated by spaces."""
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -1,16 +1,17 @@
-"""How TRL, PEFT, Transformers, accelerate, DeepSpeed and vLLM spell what a Candidate calls otherwise.
+"""Names and values of settings in TRL, PEFT, Transformers, accelerate, DeepSpeed and vLLM that differ from Candidate's.
 
-A field that has the same name and value there needs no entry here.
+A Candidate field that has the same name and values in these libraries needs no entry.
 """
 
 Value = str | int | float | bool | tuple[str, ...] | None
 
-# One field of ours, several settings of theirs: for each value, how they spell it. A setting that a row does not name is off or unset there.
-# Of the rows that agree with what was given, the first one counts.
+# Candidate fields that are several settings of a library: field -> value -> {setting: its value}. A setting that a row
+# does not name is off or unset. If several rows agree with the settings of a user, the first one counts.
 SPELLINGS: dict[str, dict[str | bool, dict[str, Value]]] = {
     # Source: trl/trainer/model_config.py.
     "tuning": {"full": {"use_peft": False}, "lora": {"use_peft": True}},
-    # Source: trl/trainer/model_config.py, get_quantization_config; quant_method as in the `quantization_config` of a published checkpoint.
+    # Source: trl/trainer/model_config.py, get_quantization_config. quant_method: a key of `quantization_config` in the
+    # config.json of a published checkpoint.
     "quantization": {
         "none": {"load_in_4bit": False, "load_in_8bit": False},
         "nf4": {
@@ -60,12 +61,14 @@ SPELLINGS: dict[str, dict[str | bool, dict[str, Value]]] = {
         True: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     },
 }
-# The field that one of their settings decides.
-OWNER: dict[str, str] = {name: field for field, rows in SPELLINGS.items() for row in rows.values() for name in row}
+# A setting of a library -> the Candidate field that it decides.
+FIELD_OF_SETTING: dict[str, str] = {
+    name: field for field, rows in SPELLINGS.items() for row in rows.values() for name in row
+}
 
-FSDP_OFFLOAD = "fsdp_offload_params"  # accelerate's name; FSDP moves parameters, gradients and optimizer together
+FSDP_OFFLOAD = "fsdp_offload_params"  # of accelerate; FSDP offloads parameters, gradients and optimizer together
 
-# One field, another name. Read everywhere; the second table is what is written.
+# Other names of a Candidate field, accepted wherever settings are read.
 ALIASES: dict[str, str] = {
     "model_name_or_path": "model",
     "reward_model_name_or_path": "reward_model",  # trl/scripts/grpo.py
@@ -84,12 +87,14 @@ ALIASES: dict[str, str] = {
     FSDP_OFFLOAD: "offload_param",
     "offload_params": "offload_param",  # the same in an fsdp_config
 }
-NAMES: dict[str, str] = {
+# Candidate field -> its name in files and reports that we write, if it differs.
+WRITTEN_NAMES: dict[str, str] = {
     "model": "model_name_or_path",
     "reward_model": "reward_model_name_or_path",
     "teacher_model": "teacher_model_name_or_path",
     "num_nodes": "num_machines",
 }
+# (method, Candidate field) -> the name in the config class of that method.
 METHOD_NAMES: dict[tuple[str, str], str] = {
     ("online-dpo", "max_completion_length"): "max_new_tokens",
     ("gkd", "max_completion_length"): "max_new_tokens",
@@ -97,10 +102,10 @@ METHOD_NAMES: dict[tuple[str, str], str] = {
     ("ppo", "beta"): "kl_coef",
 }
 
-# Another way to write a value.
+# Candidate field -> other spellings of its values.
 VALUE_ALIASES: dict[str, dict[str, str]] = {
     "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
-    "attn_implementation": {  # the flash kernels of the Hub, trl/docs kernels_hub
+    "attn_implementation": {  # FlashAttention kernels on the Hub, trl/docs kernels_hub
         "kernels-community/flash-attn2": "flash_attention_2",
         "kernels-community/flash-attn3": "flash_attention_3",
         "kernels-community/vllm-flash-attn3": "flash_attention_3",

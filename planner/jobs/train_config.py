@@ -1,4 +1,4 @@
-"""Reads a TRL config file, as `trl sft --config train.yaml` takes it: which settings it makes, and what in it the plan does not use."""
+"""Read a TRL config file (YAML, as in `trl sft --config train.yaml`): its settings, and the keys that are not used."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -11,10 +11,18 @@ from planner.jobs.spellings import Value
 from planner.models.lora_targets import DEFAULT_TARGETS
 
 # Keys whose value is a mapping of further settings.
-# Source: trl/scripts/utils.py:332 (env), transformers/training_args.py:908-925 and :1455, trl/trainer/base_config.py (model_init_kwargs).
-NESTED = ("env", "model_init_kwargs", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "fsdp_config")
+# Source: trl/scripts/utils.py:332 (env), transformers/training_args.py:908-925 and :1455, trl/trainer/base_config.py
+# (model_init_kwargs).
+NESTED_KEYS = (
+    "env",
+    "model_init_kwargs",
+    "gradient_checkpointing_kwargs",
+    "activation_checkpointing_kwargs",
+    "fsdp_config",
+)
 
-# What a key turned on without another one means in a file. Source: trl/trainer/model_config.py, trl/trainer/grpo_config.py.
+# Defaults of TRL's config classes for keys that a file leaves out. Source: trl/trainer/model_config.py,
+# trl/trainer/grpo_config.py.
 FILE_DEFAULTS: dict[str, Value] = {
     "use_peft": False,
     "use_vllm": False,
@@ -23,64 +31,68 @@ FILE_DEFAULTS: dict[str, Value] = {
     "lora_dropout": 0.05,
 }
 
-# Keys that change memory or speed and have no formula here: said louder than the rest.
-UNCOVERED = (
+# Keys that change memory or speed and are not modelled; the plan warns about them.
+UNMODELLED = (
     "auto_find_batch_size", "bnb_4bit_quant_storage", "cast_lm_head_to_fp32", "eval_strategy", "generation_batch_size",
-    "include_num_input_tokens_seen", "label_smoothing_factor", "lora_modules_to_save", "lora_target_parameters", "neftune_noise_alpha", "optim_args",
-    "router_aux_loss_coef", "sync_ref_model", "torch_compile", "torch_empty_cache_steps", "use_dora", "use_transformers_continuous_batching",
+    "include_num_input_tokens_seen", "label_smoothing_factor", "lora_modules_to_save", "lora_target_parameters",
+    "neftune_noise_alpha", "optim_args", "router_aux_loss_coef", "sync_ref_model", "torch_compile",
+    "torch_empty_cache_steps", "use_dora", "use_transformers_continuous_batching",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """A config file as settings. `ignored`: keys that memory does not depend on; `uncovered`: keys it may, and the plan does not know how."""
+    """The settings of a config file. `ignored`: keys without effect on memory; `unmodelled`: keys of `UNMODELLED`."""
 
     settings: dict[str, Value]
     ignored: tuple[str, ...]
-    uncovered: tuple[str, ...]
+    unmodelled: tuple[str, ...]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        said = []
-        if self.uncovered:
-            said.append(f"the config sets what the plan does not count: {', '.join(self.uncovered)}")
+        """One warning for the unmodelled keys and one for the ignored keys, if there are any."""
+        lines = []
+        if self.unmodelled:
+            lines.append(f"the config sets what the plan does not count: {', '.join(self.unmodelled)}")
         if self.ignored:
-            said.append(f"not used by the plan: {', '.join(self.ignored)}")
-        return tuple(said)
+            lines.append(f"not used by the plan: {', '.join(self.ignored)}")
+        return tuple(lines)
 
 
 def load_train_config(path: Path) -> TrainConfig:
-    """The settings of a YAML file with TRL's keys; what the file leaves out is as TRL would have it.
+    """Load a YAML file with TRL's keys; keys that the file leaves out have TRL's defaults.
 
     Raises:
-        InputError: the file cannot be read or is no mapping of keys to values.
+        InputError: the file cannot be read, or does not map keys to values.
     """
-    pairs = dict(_flat(_mapping(path), path.parent))
+    pairs = dict(_flatten(_load_yaml(path), path.parent))
     known = set(setting_names())
     settings = FILE_DEFAULTS | {name: value for name, value in pairs.items() if name in known and value is not None}
     unknown = sorted(name for name in pairs if name not in known)
     return TrainConfig(
-        settings=_without_leftovers(settings, pairs),
-        ignored=tuple(name for name in unknown if name not in UNCOVERED),
-        uncovered=tuple(name for name in unknown if name in UNCOVERED and pairs[name] not in (None, False)),
+        settings=_without_unread(settings, pairs),
+        ignored=tuple(name for name in unknown if name not in UNMODELLED),
+        unmodelled=tuple(name for name in unknown if name in UNMODELLED and pairs[name] not in (None, False)),
     )
 
 
 def default_targets(model_type: str) -> tuple[str, ...]:
-    """The `lora_target_modules` that PEFT takes when the config names none.
+    """Return PEFT's default `lora_target_modules` for a model type.
 
     Raises:
-        InputError: PEFT has no default for this kind of model, and would stop.
+        InputError: PEFT has no default for this model type and would raise.
     """
     if model_type not in DEFAULT_TARGETS:
         raise InputError(
-            f"PEFT has no default lora_target_modules for {model_type}. Name them in the config, such as lora_target_modules: all-linear."
+            f"PEFT has no default lora_target_modules for {model_type}. "
+            "Name them in the config, such as lora_target_modules: all-linear."
         )
     return DEFAULT_TARGETS[model_type]
 
 
-def _mapping(path: Path) -> dict[str, object]:
-    import yaml  # 20 ms that only this command needs
+def _load_yaml(path: Path) -> dict[str, object]:
+    """Load a YAML file that maps keys to values; raise InputError if it does not."""
+    import yaml  # takes 20 ms, and only --config needs it
 
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -95,13 +107,13 @@ def _mapping(path: Path) -> dict[str, object]:
     return {str(name): value for name, value in read.items()}
 
 
-def _flat(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Value]]:
-    """Keys and plain values, nested ones brought up."""
+def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Value]]:
+    """Yield the keys and plain values of a config, those of nested mappings and of DeepSpeed's config included."""
     for name, value in keys.items():
-        if name in NESTED and isinstance(value, Mapping):
-            yield from _flat(value, folder)
+        if name in NESTED_KEYS and isinstance(value, Mapping):
+            yield from _flatten(value, folder)
         elif name == "deepspeed" and value:
-            yield from _deepspeed(value, folder)
+            yield from _deepspeed_settings(value, folder)
         elif name == "fsdp" and value:
             yield "distributed_type", "FSDP"
         elif isinstance(value, (list, tuple)):
@@ -112,26 +124,30 @@ def _flat(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Value
             yield name, str(value)
 
 
-def _deepspeed(value: object, folder: Path) -> Iterator[tuple[str, Value]]:
-    """The parts of a DeepSpeed configuration, a mapping or the path of a JSON file, that decide where memory lies."""
-    zero = _deepspeed_mapping(value, folder).get("zero_optimization", {})
+def _deepspeed_settings(value: object, folder: Path) -> Iterator[tuple[str, Value]]:
+    """Yield the settings of a DeepSpeed config (a mapping, or the path of a JSON file): ZeRO stage and offloading."""
+    zero = _load_deepspeed_config(value, folder).get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise InputError("zero_optimization in the DeepSpeed config should hold keys and values, such as stage: 3.")
     stage = zero.get("stage", 0)
-    yield (
-        ("zero_stage", stage) if stage else ("distributed_type", "MULTI_GPU")
-    )  # stage 0 replicates everything, as DDP does
+    # Stage 0 replicates everything, as DDP does.
+    yield ("zero_stage", stage) if stage else ("distributed_type", "MULTI_GPU")
     for part in ("offload_optimizer", "offload_param"):
         offload = zero.get(part)
         yield f"{part}_device", offload.get("device", "none") if isinstance(offload, Mapping) else "none"
 
 
-def _deepspeed_mapping(value: object, folder: Path) -> Mapping[str, object]:
+def _load_deepspeed_config(value: object, folder: Path) -> Mapping[str, object]:
+    """Return a DeepSpeed config, loaded from JSON if it is a path.
+
+    A path is relative to the working directory, as in Transformers, or to the config file's folder.
+
+    Raises:
+        InputError: the file cannot be read, or does not map keys to values.
+    """
     if isinstance(value, Mapping):
         return value
-    path = Path(
-        str(value)
-    )  # from where the command runs, as Transformers opens it; a file beside the config is meant as often
+    path = Path(str(value))
     path = path if path.exists() else folder / path
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
@@ -144,14 +160,18 @@ def _deepspeed_mapping(value: object, folder: Path) -> Mapping[str, object]:
     return read
 
 
-def _without_leftovers(settings: dict[str, Value], in_file: Collection[str]) -> dict[str, Value]:
-    """Drops what the file mentions but TRL does not read: quantization details without quantization, vLLM's mode without vLLM, adapters without PEFT."""
+def _without_unread(settings: dict[str, Value], file_keys: Collection[str]) -> dict[str, Value]:
+    """Return the settings without those that TRL would not read.
+
+    These are details of vLLM, LoRA or quantization while `use_vllm`, `use_peft` or `load_in_4bit` is off, and bf16's
+    default while fp16 is on.
+    """
     off = {
         "use_vllm": tuple(name for name in setting_names() if name.startswith("vllm_")),
         "use_peft": ("lora_r", "lora_dropout", "lora_target_modules"),
         "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant"),
     }
     unread = {name for switch, names in off.items() if not settings.get(switch) for name in names}
-    if settings.get("fp16") and "bf16" not in in_file:
+    if settings.get("fp16") and "bf16" not in file_keys:
         settings = settings | {"bf16": False}
     return {name: value for name, value in settings.items() if name not in unread}
