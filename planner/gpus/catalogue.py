@@ -123,7 +123,7 @@ def _key(name: str) -> str:
 
 
 def bare_gpu(capacity_bytes: int) -> Gpu:
-    """A GPU of which only the memory is known, with the slowest speeds of the catalogue's bf16 GPUs of that size.
+    """A GPU of which only the memory is known, with the slowest speeds of listed bf16 GPUs of that size or more.
 
     Raises:
         InputError: the capacity is less than 1 GiB or more than 4 TiB.

@@ -38,9 +38,9 @@ class Placement:
 def placement(candidate: Candidate) -> Placement:
     """The placement of a candidate's processes.
 
-    torchrun starts the same number of processes on each node (accelerate 1.15, utils/launch.py: `nproc_per_node =
-    num_processes // num_machines`). An engine on several nodes would need Ray; therefore the server of a job with
-    several nodes has one whole node.
+    torchrun starts the same number of processes on each node (num_processes // num_machines; accelerate 1.15,
+    utils/launch.py). An engine on several nodes would need Ray; therefore the server of a job with several nodes has
+    one whole node.
 
     Raises:
         InputError: the processes cannot be divided evenly among the nodes.

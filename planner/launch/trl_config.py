@@ -11,7 +11,7 @@ DATASET = "your-organisation/your-dataset"
 OUTPUT = "output"
 REWARD_MODULE, REWARD_FUNCTION = "rewards", "reward"
 
-# Settings that do not belong into train.yaml: they are set in the launch file, in the DeepSpeed file, on the vLLM
+# Settings that do not belong in train.yaml: they are set in the launch file, in the DeepSpeed file, on the vLLM
 # server, by the checkpoint, by the data, or by the choice of the command.
 NOT_IN_TRAIN_YAML = frozenset({
     "distributed_type", "zero_stage", "fsdp_version", "num_processes", "num_machines", "offload_optimizer_device",

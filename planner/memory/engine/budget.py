@@ -73,17 +73,17 @@ class EngineMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes while the engine generates."""
+        """The engine's bytes on each GPU while it generates."""
         return self.budget_bytes + self.outside_budget_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes while the engine is awake and idle: all but the activation peak."""
+        """The engine's bytes on each GPU while it is awake and idle: all but the activation peak."""
         return self.total_bytes - self.activation_peak_bytes
 
     @property
     def weights_awake_bytes(self) -> int:
-        """Bytes while the trainer copies new weights into the engine.
+        """The engine's bytes on each GPU while the trainer copies new weights into it.
 
         An engine with sleep mode has woken up with `wake_up(tags=["weights"])`, without its KV cache.
         """
@@ -131,9 +131,10 @@ def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> 
         blocks = KV // bytes_per_block;  tokens = blocks / blocks_per_request x max_model_len
 
     Source: vllm/v1/worker/utils.py:724 (budget), utils/mem_utils.py:312-321 and v1/worker/gpu_worker.py:753-757 (KV),
-    v1/core/kv_cache_planning.py:681 (blocks), v1/core/kv_cache_utils.py:1061-1128 (tokens). The trainer's memory on the
-    same GPU is part of the baseline that vLLM subtracts: gpu_memory_utilization is the size of the engine's own share,
-    not a limit for all processes on the GPU.
+    v1/core/kv_cache_planning.py:681 (blocks), v1/core/kv_cache_utils.py:1061-1128 (tokens).
+
+    vLLM subtracts a baseline that contains the trainer's memory on the same GPU: gpu_memory_utilization is the size of
+    the engine's own share, not a limit for all processes on the GPU.
 
     Example: Llama-3.1-8B at 0.5 on 79.15 GiB: budget 39.58, weights 14.99, leaves about 24 GiB, 196,000 tokens of 128
     KiB.
@@ -302,16 +303,16 @@ def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout:
         memory.kv_cache_bytes // layout.bytes_per_block - 1, settings.max_model_len, in_flight_tokens, layout
     )
     available_bytes = memory.kv_cache_bytes
-    what = f"vLLM at utilization {settings.gpu_memory_utilization:g} ({format_gib(memory.budget_bytes)})"
+    engine = f"vLLM at utilization {settings.gpu_memory_utilization:g} ({format_gib(memory.budget_bytes)})"
     if available_bytes <= 0:
         reason = (
-            f"{what} has no room for a KV cache: weights and buffers alone need "
+            f"{engine} has no room for a KV cache: weights and buffers alone need "
             f"{format_gib(memory.budget_bytes - available_bytes)}."
         )
     else:
         tokens = format_count(settings.max_model_len)
         reason = (
-            f"{what} leaves {format_gib(available_bytes)} for the KV cache; one sequence of {tokens} tokens needs "
+            f"{engine} leaves {format_gib(available_bytes)} for the KV cache; one sequence of {tokens} tokens needs "
             f"{format_gib(needed_bytes)}."
         )
     changes = [f"vllm_max_model_length {format_count(fitting_len)}"] if fitting_len else []

@@ -120,8 +120,8 @@ def _feed_forward_elements(feed_forward: Mlp | Experts, hidden: int, tensor_para
 def persistent_buffer_bytes(model: ModelShape, max_num_seqs: int, max_num_batched_tokens: int, runner: str) -> int:
     """Bytes of the sampler's and the input batch's buffers on each GPU, allocated at start-up.
 
-        buffers = max_num_seqs x (4 x vocabulary + 2 x 4 x ceil(vocabulary / 32) + sampling state) + 13 x
-        max_num_batched_tokens
+        buffers = max_num_seqs x (4 x vocabulary + 2 x 4 x ceil(vocabulary / 32) + sampling state)
+                  + 13 x max_num_batched_tokens
 
     Terms: output-token counts, prompt and grammar bit masks, SAMPLING_STATE_BYTES, INPUT_BYTES_PER_TOKEN.
     Source: vllm/v1/worker/gpu/sample/penalties.py:42-50, structured_outputs.py:63.
@@ -131,8 +131,8 @@ def persistent_buffer_bytes(model: ModelShape, max_num_seqs: int, max_num_batche
     """
     if not RUNNERS[runner].keeps_penalties:
         return 0
-    a_sequence = 4 * model.vocab_size + 2 * 4 * -(-model.vocab_size // 32) + SAMPLING_STATE_BYTES
-    return max_num_seqs * a_sequence + INPUT_BYTES_PER_TOKEN * max_num_batched_tokens
+    bytes_per_sequence = 4 * model.vocab_size + 2 * 4 * -(-model.vocab_size // 32) + SAMPLING_STATE_BYTES
+    return max_num_seqs * bytes_per_sequence + INPUT_BYTES_PER_TOKEN * max_num_batched_tokens
 
 
 def non_torch_bytes(tensor_parallel_size: int, runner: str) -> tuple[int, int]:

@@ -17,20 +17,19 @@ VOCAB_PADDING = 64
 # Source: vllm/model_executor/models/deepseek_v2.py, ReplicatedLinear.
 REPLICATED_LINEARS = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 
-# Bytes per weight of a quantized projection, without the groups of GROUP_BYTES. bitsandbytes: vLLM reverts double
-# quantization and keeps one float32 absmax per block of 64 weights (vllm 0.22,
-# model_executor/model_loader/bitsandbytes_loader.py:585, _dequantize_dq). "bitsandbytes-nested": Unsloth's patched vLLM
-# keeps double quantization. fp8: one float32 scale per 128 x 128 block. w8a8: the scales, one per row, are left out.
-# mxfp4: one 8-bit exponent per block of 32.
+# Bytes per weight of a projection, without the groups of GROUP_BYTES.
 PACKED_BYTES: dict[EngineQuantization, float] = {
     "none": DTYPE_BYTES,
+    # One float32 absmax per block of 64 weights: vLLM reverts double quantization.
+    # Source: vllm 0.22, model_executor/model_loader/bitsandbytes_loader.py:585, _dequantize_dq.
     "bitsandbytes": 1 / 2 + 4 / 64,
+    # Unsloth's patched vLLM keeps double quantization.
     "bitsandbytes-nested": 1 / 2 + 1 / 64 + 4 / (64 * 256),
     "gptq": 1 / 2,
     "awq": 1 / 2,
-    "fp8": 1 + 4 / (128 * 128),
-    "w8a8": 1,
-    "mxfp4": 1 / 2 + 1 / 32,
+    "fp8": 1 + 4 / (128 * 128),  # one float32 scale per block of 128 x 128
+    "w8a8": 1,  # leaves out the scales, one per row
+    "mxfp4": 1 / 2 + 1 / 32,  # one 8-bit exponent per block of 32
 }
 # Bytes per group of `quantization_group_size` weights: one fp16 scale and one 4-bit zero point.
 # Source: vllm/model_executor/layers/quantization/auto_gptq.py, create_weights.

@@ -24,7 +24,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Size = tuple[int, int, int]  # coefficients: per token, per score, constant
-Kind = Literal["transients", "activations", "attention_scores", "autocast_copies", "gradients"]
+Kind = Literal[
+    "transients",  # temporaries that no node saves
+    "activations",  # inputs and outputs of layers, and saved tensors whose size grows with tokens
+    "attention_scores",  # saved tensors whose size grows with scores
+    "autocast_copies",  # weights cast by autocast
+    "gradients",  # `.grad` of weights
+]
 
 NOTHING: Size = (0, 0, 0)
 ACCUMULATE_GRAD_ORDER = 1 << 62  # AccumulateGrad has the largest sequence number: the engine takes it first
@@ -187,7 +193,7 @@ class Tape:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def empty(self, elements: Size, width: int, kind: Kind = "transients") -> Tensor:
-        """Allocate a tensor (torch.empty)."""
+        """Allocate a tensor of `elements` elements of `width` bytes each (torch.empty), counted under `kind`."""
         return Tensor(Storage(self, scaled(elements, width), kind), elements, width)
 
     def save(self, *tensors: Tensor | None, kind: Kind = "activations") -> list[Storage | None]:

@@ -150,7 +150,7 @@ def checkpointed_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> 
     tape.saving, tape.stop_after_saves, tape.saves = True, tape.saves, 0
     pending: Pending = {last: [tape.empty(elements, width)]}
     tape.run_until_saved(pending)
-    again = PROGRAMS[layer.program](tape, recipe, layer, held)  # the recomputed graph is held until here
+    again = PROGRAMS[layer.program](tape, recipe, layer, held)  # deleted below, once its node is read
     first, last = last, again.node
     assert isinstance(last, Node)
     del again

@@ -200,7 +200,7 @@ def index(tape: Tape, x: Tensor, indices: Tensor | None, elements: Size) -> Tens
 
 
 def gather(tape: Tape, x: Tensor, indices: Tensor) -> Tensor:
-    """x.gather(-1, indices)."""
+    """x.gather(-1, indices): saves the indices; the gradient is scattered into zeros of x's size."""
     return index(tape, x, indices, indices.elements)
 
 

@@ -75,7 +75,7 @@ def _zero3_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int, t
 
 
 def zero3_elements(tensors: TensorSet, num_processes: int) -> int:
-    """Elements on one rank under ZeRO-3: the sum over tensors of ceil(elements / G), since each is padded by itself."""
+    """Elements on one of G = `num_processes` ranks under ZeRO-3: the sum over tensors of ceil(elements / G)."""
     return sum(-(-kind.elements // num_processes) * kind.count for kind in tensors.kinds)
 
 
