@@ -1,4 +1,4 @@
-"""What all tests share: the command does not dry-run by itself, which takes seconds, and no profile of whoever runs the tests answers."""
+"""Settings of all tests: a cache folder of their own, one thread, and the same random examples each time."""
 
 import atexit
 import os
@@ -9,8 +9,8 @@ from hypothesis import settings
 
 os.environ["PLAN_CACHE"] = tempfile.mkdtemp(prefix="plan-tests-")
 atexit.register(shutil.rmtree, os.environ["PLAN_CACHE"], ignore_errors=True)
-# Real steps of small models: beside other workers, threads wait for one another ten times as long as they compute.
+# Small models: beside other test processes, threads wait for one another ten times as long as they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Random examples of the laws are the same each time; PLAN_LAWS=2000 tries so many others.
+# The laws' random examples are the same each time; PLAN_LAWS=2000 tries 2000 other ones.
 settings.register_profile("same", derandomize="PLAN_LAWS" not in os.environ)
 settings.load_profile("same")

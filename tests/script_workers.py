@@ -1,4 +1,4 @@
-"""Workers without the libraries: a few lines of Python that the runner starts in the place of the real one."""
+"""Workers without the libraries: a few lines of Python that the runner starts instead of the real worker."""
 
 import sys
 from collections.abc import Callable
@@ -16,18 +16,19 @@ CANDIDATE = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft")
 TASK = Task(candidate=CANDIDATE, device="cpu", folder="")
 LIMITS = Limits(seconds=20.0, grace_seconds=0.3, host_reserve_share=0.0, disk_reserve_bytes=0)
 RANK = RankMemory(
-    rank=0, phases=(PhasePeak(name="backward", allocated_bytes=5, reserved_bytes=0, driver_bytes=0, seconds=0.5),), state_bytes={"weights": 4},
-    capacity_bytes=10, allocator={},
+    rank=0, phases=(PhasePeak(name="backward", allocated_bytes=5, reserved_bytes=0, driver_bytes=0, seconds=0.5),),
+    state_bytes={"weights": 4}, capacity_bytes=10, allocator={},
 )  # fmt: skip
 ANSWER = Measurement(
-    candidate=CANDIDATE, device="cpu", outcome="fits", ranks=(RANK,), shortage=None, step_seconds=0.5, tokens_per_second=10.0, wall_seconds=0.1, message="",
-    log="", versions={"trl": "1.16"},
+    candidate=CANDIDATE, device="cpu", outcome="fits", ranks=(RANK,), shortage=None, step_seconds=0.5,
+    tokens_per_second=10.0, wall_seconds=0.1, message="", log="", versions={"trl": "1.16"},
 )  # fmt: skip
 
 
 def script(text: str) -> Callable[[Task, Path], list[str]]:
-    """A worker that runs a few lines of Python instead; they know `task_file` and what to `answer`."""
-    head = f"import os, signal, subprocess, sys, time\ntask_file = sys.argv[1]\nanswer = {ANSWER_PREFIX + measurement_line(ANSWER)!r}\n"
+    """The command of a worker that runs a few lines of Python, which can use `task_file` and `answer`."""
+    answer = ANSWER_PREFIX + measurement_line(ANSWER)
+    head = f"import os, signal, subprocess, sys, time\ntask_file = sys.argv[1]\nanswer = {answer!r}\n"
     return lambda task, task_file: [sys.executable, "-I", "-S", "-c", head + text, str(task_file)]
 
 

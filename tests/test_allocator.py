@@ -1,4 +1,4 @@
-"""Facts of the caching allocator, worked out by hand from c10/cuda/CUDACachingAllocator.cpp, and laws over any sequence."""
+"""Facts of the caching allocator, computed by hand from c10/cuda/CUDACachingAllocator.cpp, and laws of any sequence."""
 
 from dataclasses import replace
 
@@ -75,8 +75,10 @@ def test_running_out_says_the_figures_of_the_message() -> None:
     assert (failure.event, failure.tried_bytes, failure.free_bytes) == (4, 50 * MIB, 40 * MIB)
     assert (failure.allocated_bytes, failure.unallocated_bytes) == (55 * MIB, 5 * MIB)
     assert failure.message == (
-        "CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0 has a total capacity of 100.00 MiB of which 40.00 MiB is free. "
-        "Of the allocated memory 55.00 MiB is allocated by PyTorch, and 5.00 MiB is reserved by PyTorch but unallocated."
+        "CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0 has a total capacity of 100.00 MiB of which 40.00 MiB "
+        "is free. "
+        "Of the allocated memory 55.00 MiB is allocated by PyTorch, and 5.00 MiB is reserved by PyTorch but "
+        "unallocated."
     )
 
 
@@ -102,7 +104,7 @@ def test_garbage_is_collected_above_the_threshold() -> None:
 
 
 def test_slack_is_what_no_free_segment_gives_back() -> None:
-    # 4 of 20 MiB used: the rest of the segment stays; the free segment of 30 MiB could be given back, so it does not count
+    # 4 of 20 MiB used: the rest of the segment stays. The free segment of 30 MiB could be given back: not counted.
     events = ((0, 4 * MIB), (1, 30 * MIB), (1, -30 * MIB))
     replayed = replay(events, GIB, PLAIN, frozenset({0, 1, 2}))
     assert replayed.slack == {0: 16 * MIB, 1: 16 * MIB, 2: 16 * MIB}
@@ -182,7 +184,8 @@ def test_a_card_that_runs_out_says_where_and_counts_all_of_itself() -> None:
     assert shortfall is not None
     assert shortfall.phase == "backward"
     assert shortfall.figures.message == (
-        "CUDA out of memory. Tried to allocate 48.00 MiB. GPU 0 has a total capacity of 220.00 MiB of which 45.00 MiB is free. "
+        "CUDA out of memory. Tried to allocate 48.00 MiB. GPU 0 has a total capacity of 220.00 MiB of which 45.00 MiB "
+        "is free. "
         "Of the allocated memory 60.00 MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
     )
 

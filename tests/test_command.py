@@ -1,4 +1,4 @@
-"""What starts a worker: this Python, or accelerate with the candidate's own launch files."""
+"""The command of a worker: this Python, or accelerate with the candidate's launch files."""
 
 import sys
 from dataclasses import replace
@@ -34,7 +34,7 @@ def test_several_processes_are_launched_from_the_candidates_own_files(tmp_path: 
 
 
 def test_deepspeed_with_one_process_needs_its_launcher(tmp_path: Path) -> None:
-    """What offloads to the host is DeepSpeed's, which only the launcher switches on."""
+    """DeepSpeed offloads to the host, and only its launcher switches it on."""
     assert "launch" in command(tmp_path, sharding="zero3", offload_param=True)
 
 

@@ -1,4 +1,4 @@
-"""Logs of runs that ended for want of memory: what is read of them, and what fits instead. The messages are those of public issues."""
+"""Logs of runs that ran out of memory: the facts read from them and the plan that fits. From public issues."""
 
 import io
 import json
@@ -24,16 +24,19 @@ from planner.search.knobs import KNOBS, SearchProblem
 from planner.units import GIB, MIB
 
 LOGS = Path(__file__).with_name("logs")
-QUICK_SECONDS = 10  # 0.3 where this was written, and a minute if every line were tried against every message
+QUICK_SECONDS = 10  # 0.3 s where this was written; a minute if every line were compared with every message
 LINES = (
     "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "Failed to CUDA calloc async 608 bytes",
-    "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.",
-    "ValueError: The model's max seq len (32768) is larger than the maximum number of tokens that can be stored in KV cache (12345). Try ..",
+    "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing "
+    "the engine.",
+    "ValueError: The model's max seq len (32768) is larger than the maximum number of tokens that can be stored in KV "
+    "cache (12345). Try ..",
     "AssertionError: Error in memory profiling. Initial free memory 8.46 GiB, current free memory 12.98 GiB.",
     "AssertionError: Expandable segments are not compatible with memory pool. Please track ..",
     "RuntimeError: DataLoader worker (pid 412) is killed by signal: Killed.",
-    "RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.",
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate 1073741824 bytes.",
 )
 JOB = ("--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo")
 
@@ -135,18 +138,21 @@ def test_each_rank_is_told_of_once():
         ("RuntimeError: CUDA error: out of memory", "library"),
         ("Failed to CUDA calloc async 608 bytes", "communication"),
         (
-            "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.",
+            "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+            "initializing the engine.",
             "engine_cache",
         ),
         ("AssertionError: Expandable segments are not compatible with memory pool. Please track ..", "engine_pool"),
         ("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62", "engine_wake"),
         ("RuntimeError: DataLoader worker (pid 412) is killed by signal: Killed.", "host"),
         (
-            "RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.",
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried "
+            "to allocate 1073741824 bytes.",
             "host",
         ),
         (
-            "HIP out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 63.98 GiB of which 0 bytes is free.",
+            "HIP out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 63.98 GiB of which 0 bytes "
+            "is free.",
             "gpu",
         ),
     ],

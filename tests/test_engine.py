@@ -1,4 +1,4 @@
-"""The vLLM engine: against 25 start-up logs, by its laws, and where it refuses."""
+"""The vLLM engine: compared with 25 start-up logs, its laws and its refusals."""
 
 import importlib.util
 import json
@@ -177,8 +177,8 @@ def test_gptq_qwen_colocated_at_a_fifth_of_an_a100_has_a_budget_of_7_9_gib():
 
 def test_colocate_is_started_as_trl_starts_it():
     candidate = Candidate(
-        model=QWEN_7B, method="grpo", vllm="colocate", per_device_train_batch_size=4, steps_per_generation=3, vllm_tensor_parallel_size=2,
-        vllm_enable_sleep_mode=True,
+        model=QWEN_7B, method="grpo", vllm="colocate", per_device_train_batch_size=4, steps_per_generation=3,
+        vllm_tensor_parallel_size=2, vllm_enable_sleep_mode=True,
     )  # fmt: skip
     assert engine_settings(candidate, A100_40G) == EngineSettings(
         gpu_memory_utilization=0.3,
@@ -266,8 +266,8 @@ def test_a_budget_larger_than_what_is_free_is_refused():
     refusal = engine_or_refusal(QWEN_7B, partly_used, COLOCATE)
     assert isinstance(refusal, EngineRefusal)
     assert (
-        refusal.reason
-        == "vLLM's budget at utilization 0.5 is 19.75 GiB, but only 9.87 GiB of A100-40G are free. Try vllm_gpu_memory_utilization 0.24."
+        refusal.reason == "vLLM's budget at utilization 0.5 is 19.75 GiB, but only 9.87 GiB of A100-40G are free. Try "
+        "vllm_gpu_memory_utilization 0.24."
     )
 
 

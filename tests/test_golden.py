@@ -1,4 +1,4 @@
-"""`plan` end to end, compared whole; `make golden` rewrites the files, and the README's output with them."""
+"""The whole JSON of `plan` against golden files; `make golden` rewrites them and the README's output."""
 
 import json
 import os
@@ -21,7 +21,8 @@ COMMANDS = {
     "grpo-colocate": "--model Qwen2.5-7B --gpus 2xA100-40G --method grpo",
     "sft-4gb": "--model Qwen2.5-0.5B --gpus 1xRTX-3050-4G --method sft --effective-batch-size 8",
     "dpo-zero3": "--model Llama-3.1-70B --gpus 8xH100 --method dpo",
-    "nothing-fits": "--model Llama-3.1-8B --gpus 1xT4 --method sft --tuning full --set optim=adamw_torch --set offload_optimizer=false",
+    "nothing-fits": "--model Llama-3.1-8B --gpus 1xT4 --method sft --tuning full --set optim=adamw_torch "
+    "--set offload_optimizer=false",
 }
 
 

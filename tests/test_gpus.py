@@ -12,7 +12,7 @@ from planner.gpus.local import DriverReading, _readings, _visible
 from planner.gpus.parse import parse_cluster
 from planner.units import GIB
 
-A100_40G_BYTES = 42_402_064_629  # 39.49 GiB, the least that torch was seen to report
+A100_40G_BYTES = 42_402_064_629  # 39.49 GiB, the lowest total that torch reported
 
 
 class TestCatalogue:
@@ -47,7 +47,7 @@ class TestCatalogue:
     def test_links_are_in_one_direction(self) -> None:
         assert load_gpu("A100-80G").nvlink_bytes_per_second == 300e9
         assert load_gpu("L4").nvlink_bytes_per_second == 0
-        assert load_gpu("RTX-3090").nvlink_bytes_per_second == 0  # its bridge joins two cards only
+        assert load_gpu("RTX-3090").nvlink_bytes_per_second == 0  # its NVLink bridge joins two cards only
 
     def test_a_t4_has_no_bf16(self) -> None:
         assert not load_gpu("T4").supports_bf16
@@ -164,7 +164,7 @@ class FakeNvmlError(Exception):
 
 
 def fake_nvml(names: list[str]) -> SimpleNamespace:
-    """Two figures of a driver: 24 GiB cards with 0.4 GiB reserved, 20 GiB free on the first and one less on each next."""
+    """A driver with 24 GiB cards, 0.4 GiB reserved, 20 GiB free on the first card and 1 GiB less on each next."""
     return SimpleNamespace(
         NVMLError=FakeNvmlError,
         nvmlMemory_v2=2,
@@ -227,5 +227,6 @@ def test_names_are_looked_up_without_torch_or_transformers() -> None:
         "import sys; from planner.models.catalogue import load_model; from planner.gpus.parse import parse_cluster; "
     )
     program += "load_model('Qwen2.5-7B'); parse_cluster('2xA100-40G'); "
-    program += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'huggingface_hub', 'pynvml', 'pandas')))"
+    program += "heavy = ('torch', 'transformers', 'huggingface_hub', 'pynvml', 'pandas'); "
+    program += "sys.exit(any(name in sys.modules for name in heavy))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

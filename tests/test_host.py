@@ -1,4 +1,4 @@
-"""What is left of the host's memory and of its GPUs, from the files and figures that the system gives."""
+"""Free memory of the host and of its GPUs, from the files and figures of the system."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,7 +108,7 @@ def test_the_cards_are_those_that_cuda_shows(listed: str | None, handles: list[o
 
 
 def test_a_card_is_what_the_driver_counts_without_its_own_share() -> None:
-    """A process that computes and draws is one holder; what the driver does not say (in a container) is nothing."""
+    """A process that computes and draws is one holder; one whose bytes the driver hides (in a container) is none."""
     processes = [SimpleNamespace(pid=10**9, usedGpuMemory=5), SimpleNamespace(pid=10**9 + 1, usedGpuMemory=None)]
     nvml = SimpleNamespace(
         nvmlMemory_v2=2,

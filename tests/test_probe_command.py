@@ -1,4 +1,4 @@
-"""`plan probe`, `plan --probe`, `plan validate` and `plan export`, on a device that answers at once."""
+"""`plan probe`, `plan --probe`, `plan validate` and `plan export`, on a device that returns at once."""
 
 import json
 from collections.abc import Callable
@@ -24,13 +24,14 @@ Device = Callable[[Candidate], Measurement]
 
 
 def measured(candidate: Candidate, more_bytes: int = 0, outcome: Outcome = "fits") -> Measurement:
-    """What a card says that needs what is estimated and so much more."""
+    """The measurement of a card that needs the estimate and `more_bytes`."""
     gpu = estimate(candidate, CLUSTER).gpus[0]
     context = context_bytes(CLUSTER.gpu)
     peaks = tuple(
         PhasePeak(
-            name=phase.name, allocated_bytes=phase.total_bytes - context, reserved_bytes=phase.total_bytes - context + more_bytes,
-            driver_bytes=phase.total_bytes + more_bytes, seconds=0.1,
+            name=phase.name, allocated_bytes=phase.total_bytes - context,
+            reserved_bytes=phase.total_bytes - context + more_bytes, driver_bytes=phase.total_bytes + more_bytes,
+            seconds=0.1,
         )
         for phase in gpu.phases
     )  # fmt: skip
@@ -39,8 +40,9 @@ def measured(candidate: Candidate, more_bytes: int = 0, outcome: Outcome = "fits
         rank=0, phase="backward", tried_bytes=2**30, free_bytes=0, allocated_bytes=2**34, reserved_bytes=2**34
     )
     return Measurement(
-        candidate=candidate, device="cuda", outcome=outcome, ranks=(rank,) if outcome == "fits" else (), shortage=short if outcome == "out_of_memory" else None,
-        step_seconds=0.5, tokens_per_second=1000.0, wall_seconds=1.0, message="" if outcome == "fits" else "KeyError: 'q'", log="", versions={},
+        candidate=candidate, device="cuda", outcome=outcome, ranks=(rank,) if outcome == "fits" else (),
+        shortage=short if outcome == "out_of_memory" else None, step_seconds=0.5, tokens_per_second=1000.0,
+        wall_seconds=1.0, message="" if outcome == "fits" else "KeyError: 'q'", log="", versions={},
     )  # fmt: skip
 
 
@@ -148,7 +150,10 @@ class TestProof:
 
 
 class TestValidate:
-    GRID = '{"model": "Qwen2.5-0.5B", "method": "sft", "tuning": "lora", "max_length": 256}\n{"model": "Qwen2.5-0.5B", "method": "dpo", "max_length": 256}\n'
+    GRID = (
+        '{"model": "Qwen2.5-0.5B", "method": "sft", "tuning": "lora", "max_length": 256}\n'
+        '{"model": "Qwen2.5-0.5B", "method": "dpo", "max_length": 256}\n'
+    )
 
     def test_a_grid_is_measured_once(self, device, tmp_path, capsys):
         asked: list[Candidate] = []

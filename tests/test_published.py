@@ -1,6 +1,7 @@
-"""Memory against figures that other people published: `tests/data/published.jsonl`, tabled in `results/published.md`.
+"""Estimated memory against figures that others published (`tests/data/published.jsonl`, `results/published.md`).
 
-The bounds are the errors reached, rounded up, so that accuracy cannot get worse unseen. None of the rows was used to set anything.
+The bounds are today's errors, rounded up, so that a loss of accuracy fails a test. No constant was read from these
+rows.
 """
 
 import importlib.util
@@ -22,26 +23,26 @@ from planner.units import GIB
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY, HIDDEN, TOKENS = 151_936, 4_096, 1_024  # Qwen3-8B's head
 
-# Worst error of each group in results/published.md, rounded up; what is behind the large ones is said there.
+# Worst error of each group in results/published.md, rounded up; that file explains the large ones.
 WORST: dict[str, float] = {
-    "PEFT LoRA, after a step": 0.01,  # nothing unknown but the padding of the batch whose logits are still there
+    "PEFT LoRA, after a step": 0.01,  # unknown is only the padding of the batch whose logits still exist
     "PEFT LoRA, training": 0.11,  # lengths at the cap
-    "litgpt LoRA": 0.05,  # other code than ours, the same physics: 11 rows, mean 1.7 %
+    "litgpt LoRA": 0.05,  # another training program: 11 rows, mean 1.7 %
     "litgpt LoRA, mixed precision": 0.12,  # its head in chunks, each with a copy of the weight
     "litgpt QLoRA": 0.28,  # unexplained
     "torchtune full": 0.04,  # without the mask that its rows are packed with
-    "Qwen LoRA": 0.13,  # nvidia-smi, from here on: with all that the allocator never gave back
+    "Qwen LoRA": 0.13,  # nvidia-smi, from here on: includes the allocator's whole cache
     "Qwen full, one GPU": 0.05,
     "Qwen full, ZeRO-3 on two GPUs": 0.18,
     "Qwen LoRA, ZeRO-3 on four GPUs": 0.18,
     "Qwen Q-LoRA (GPTQ, ZeRO-2 on one GPU)": 0.38,
-    "TRL notebook sft": 0.25,  # with what loading left reserved
+    "TRL notebook sft": 0.25,  # includes memory that loading left reserved
     "TRL notebook grpo": 0.21,  # prompts assumed
     "fsdp_qlora, FSDP": 0.34,
     "fsdp_qlora, DDP": 0.26,
     "LLaMA-Factory": 0.62,  # lengths of rows, remote code
 }
-SLOPE_WITHIN = 0.05  # bytes a token between 256 and 8,192 tokens, where the level cancels out
+SLOPE_WITHIN = 0.05  # bytes a token between 256 and 8,192 tokens, so that constants cancel out
 
 
 @lru_cache(maxsize=1)
@@ -62,8 +63,8 @@ def errors() -> dict[str, dict[str, float]]:
 
 def head(trainable: bool, weight_width: int) -> Head:
     return Head(
-        tokens=TOKENS, labelled_tokens=TOKENS, logit_tokens=TOKENS, vocab_size=VOCABULARY, hidden_size=HIDDEN, hidden_width=weight_width,
-        weight_width=weight_width, compute_width=2, trainable=trainable,
+        tokens=TOKENS, labelled_tokens=TOKENS, logit_tokens=TOKENS, vocab_size=VOCABULARY, hidden_size=HIDDEN,
+        hidden_width=weight_width, weight_width=weight_width, compute_width=2, trainable=trainable,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The runner's worker is a script here, without the libraries: what it is given, how it is watched, and what is made of its answer."""
+"""The runner with a script as worker, without the libraries: its task, its limits and its verdict."""
 
 import json
 import os
@@ -146,14 +146,15 @@ def test_a_second_wait_for_the_same_task_reads_the_new_answer(tmp_path: Path) ->
 
 
 def test_ctrl_c_ends_the_worker_and_goes_on(tmp_path: Path) -> None:
-    """In a process of its own: the signal is sent to that. Whoever runs the tests in the background has it ignored."""
+    """Run in a process of its own, which gets the signal; a shell's background process would ignore it."""
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
         "from probes.runner.runner import run_probe\n"
         "from script_workers import LIMITS, TASK, script\n"
         "folder = Path(sys.argv[3])\n"
-        "run_probe(TASK, LIMITS, folder, script(f\"open({str(folder / 'up')!r}, 'w').write(str(os.getpid())); time.sleep(60)\"))\n"
+        "run_probe(TASK, LIMITS, folder, script(f\"open({str(folder / 'up')!r}, 'w').write(str(os.getpid())); "
+        'time.sleep(60)"))\n'
     )
     here = Path(__file__).parent
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What many GPUs hold each, and what they gather: DDP, ZeRO and FSDP2."""
+"""Bytes that each of many GPUs holds and gathers: DDP, ZeRO and FSDP2."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -31,8 +31,8 @@ HIDDEN = 3584
 ROUNDED_WITHIN = 339 * 512  # one allocation a tensor
 PIECE_ENDS = (
     2 * 2 * 18_944 * HIDDEN
-)  # ZeRO-2 keeps the whole of the tensors at both ends of a piece, here of the MLP, in bfloat16
-SMALL_PARAMS = 339 * 10 * HIDDEN  # at most so many are persistent
+)  # ZeRO-2 keeps the whole tensors at both ends of a piece, here of the MLP, in bfloat16
+SMALL_PARAMS = 339 * 10 * HIDDEN  # at most this many are persistent
 
 
 def candidate(**settings_: object) -> Candidate:

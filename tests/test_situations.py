@@ -1,4 +1,4 @@
-"""The five situations that users wrote about, each with the command that answers it."""
+"""Five situations that users described, each with the command that answers it."""
 
 import json
 
@@ -12,12 +12,19 @@ Report = dict  # type: ignore[type-arg]
 
 FOUR_GB = "--model Qwen2.5-0.5B --gpus 1xRTX-3050-4G --method sft --effective-batch-size 8"
 GPTQ = (
-    "--model Qwen2.5-7B-Instruct-GPTQ-Int4 --gpus 2xA100-40G --method grpo --tuning lora --set use_vllm=true --set vllm_mode=colocate "
+    "--model Qwen2.5-7B-Instruct-GPTQ-Int4 --gpus 2xA100-40G --method grpo --tuning lora --set use_vllm=true --set "
+    "vllm_mode=colocate "
     "--set vllm_gpu_memory_utilization=0.2 --set vllm_max_model_length=2500 --set num_generations=2"
 )
-LONG_REWARD = "--model gemma-3-4b-it --gpus 1xA100-80G --method reward --tuning lora --lora-r 8 --set lora_target_modules=q_proj,k_proj,v_proj,o_proj"
+LONG_REWARD = (
+    "--model gemma-3-4b-it --gpus 1xA100-80G --method reward --tuning lora --lora-r 8 "
+    "--set lora_target_modules=q_proj,k_proj,v_proj,o_proj"
+)
 AS_PUBLISHED = f"{LONG_REWARD} --set dtype=float32 --set attn_implementation=eager --batch-size 1"
-SERVER = "--model Qwen2.5-7B --gpus 8xH100 --method grpo --tuning lora --set zero_stage=3 --set use_vllm=true --set vllm_mode=server"
+SERVER = (
+    "--model Qwen2.5-7B --gpus 8xH100 --method grpo --tuning lora "
+    "--set zero_stage=3 --set use_vllm=true --set vllm_mode=server"
+)
 LARGER_THAN_A_GPU = "--model Qwen2.5-32B --gpus 4xRTX-3090 --set zero_stage=3"
 
 
@@ -46,8 +53,8 @@ def test_a_4_gb_card_fits_with_the_batch_kept_by_accumulation(tuning: str, capsy
 def test_a_4_gb_card_is_told_what_peft_and_trl_do_in_which_order(capsys: pytest.CaptureFixture[str]) -> None:
     said = table(f"{FOUR_GB} --tuning qlora --set gradient_checkpointing=true", capsys)
     assert (
-        "in this order: load the model (nf4), get_peft_model, adapters cast to bfloat16, enable_input_require_grads, checkpointing at train()"
-        in said
+        "in this order: load the model (nf4), get_peft_model, adapters cast to bfloat16, enable_input_require_grads, "
+        "checkpointing at train()" in said
     )
     assert "non-reentrant" in said
 
