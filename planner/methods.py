@@ -25,7 +25,8 @@ Release = tuple[int, int]
 
 NEWEST_TRL = "1.16"  # the newest release whose defaults and code paths are counted
 OLDEST_TRL = "1.0"  # the oldest one; earlier releases are planned as if they were this one
-# From this release on `use_liger_kernel` changes the layers' kernels only, not the loss (trl 1.16, sft_trainer.py:1134).
+# From this release on `use_liger_kernel` changes the kernels of the layers, not the loss (trl 1.16,
+# sft_trainer.py:1134).
 LIGER_LEAVES_THE_LOSS: Release = (1, 15)
 
 
@@ -33,7 +34,7 @@ LIGER_LEAVES_THE_LOSS: Release = (1, 15)
 class Method:
     """One row of the table `METHODS`: which models are loaded, which passes run, how batches are made.
 
-    Lengths and counts are those of TRL's own config class where it differs from `Candidate`'s defaults (`defaults`).
+    `defaults`: Candidate fields whose default in the method's config class differs from that of `Candidate`.
     """
 
     name: MethodName
@@ -191,10 +192,10 @@ METHOD_SETTINGS: dict[str, Callable[[Method], bool]] = {
     "prompt_length": lambda method: method.generates,
     "max_completion_length": lambda method: method.generates,
 }
-# Of these the ones that describe the data: for a method that has no such limit they are of no use, but not wrong.
+# The settings of `METHOD_SETTINGS` that describe the data. A method without such a limit ignores them.
 LENGTH_SETTINGS = ("max_length", "prompt_length", "max_completion_length")
 
 
 def has_setting(method: MethodName, field: str) -> bool:
-    """Whether a method has the setting; every method has the fields that are not in `METHOD_SETTINGS`."""
+    """Return whether a method has a setting; every method has the fields that are not in `METHOD_SETTINGS`."""
     return field not in METHOD_SETTINGS or METHOD_SETTINGS[field](METHODS[method])

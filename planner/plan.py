@@ -77,9 +77,6 @@ VERSIONS = {
 def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | None = None) -> Plan:
     """Search every tuning class that the job allows and return the plan.
 
-    Recommended is the first class that fits without offloading, else the one that fits with the least host memory, else
-    the candidate that exceeds the GPU by least.
-
     `residuals`: for a tuning class, the share by which a dry run exceeded its estimate; its estimates are raised by it.
 
     Raises:
@@ -93,16 +90,11 @@ def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | No
         for name in tuning_classes(job)
     ]
     found = {problem: search(problem) for problem in problems}
-    chosen = first_that_fits(found) or least_host_memory(search_with_offloading(found))
-    nearest = min(
-        (answer for answer in found.values() if answer is not None), key=lambda answer: answer.over_bytes, default=None
-    )
-    if chosen is None and nearest is None:
+    recommended = recommend(found)
+    if recommended is None:
         unmeasured = (reason for problem in problems if (reason := measuring_refusal(problem)))
         raise NothingFits(next(unmeasured, "") or no_candidate_reason(problems[-1]))
-    problem, best = chosen or next(
-        (each, answer) for each, answer in found.items() if answer is nearest and answer is not None
-    )
+    problem, best = recommended
     best = replace(best, reasons=reasons(best, problem))
     return Plan(
         job=job,
@@ -135,6 +127,19 @@ def tuning_classes(job: Job) -> tuple[TuningClass, ...]:
         return ("lora",)
     without_full = TUNING_CLASSES if tuning is None else TUNING_CLASSES[1:]
     return tuple(name for name in without_full if name != "qlora" or quantization is None)
+
+
+def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
+    """Return the recommended candidate with its problem; None if there is no candidate.
+
+    It is the first tuning class that fits without offloading, else the candidate that fits with the least host memory,
+    else the one that exceeds the GPU by least.
+    """
+    fitting = first_that_fits(found) or least_host_memory(search_with_offloading(found))
+    if fitting is not None:
+        return fitting
+    answers = [(problem, answer) for problem, answer in found.items() if answer is not None]
+    return min(answers, key=lambda each: each[1].over_bytes, default=None)
 
 
 def first_that_fits(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:

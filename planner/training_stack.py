@@ -48,7 +48,7 @@ FLASH = {"attn_implementation": "flash_attention_2"}
 
 
 def dry_run_installed() -> bool:
-    """Whether the packages of a dry run are installed."""
+    """Return whether the packages of a dry run are installed."""
     return all(find_spec(name) is not None for name in DRY_RUN_PACKAGES)
 
 
@@ -128,7 +128,11 @@ def _unmeasured(model: ModelShape, where: str, error: ImportError) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeSettings:
-    """How probes run. `logs`: the folder of the workers' logs."""
+    """Settings of probes.
+
+    `seconds`: time limit of one probe; `logs`: folder of the workers' logs; `hub_weights`: load real weights instead of
+    random ones; `evaluate`: also run one evaluation batch.
+    """
 
     device: DeviceName
     seconds: float

@@ -23,15 +23,9 @@ def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOpti
     from planner.training_stack import complete_models, dry_run, open_device
 
     say, settings = progress(output), probe_settings(probing)
-    if options.measure and settings.device == "simulated":
-        raise InputError(
-            "--device simulated measures nothing: compare with dry runs by --dry-run, "
-            "or --measure on --device cuda or cpu."
-        )
+    _refuse_unmeasurable(options, settings.device)
     cluster = parse_cluster(options.gpus, options.free_memory) if options.gpus is not None else None
     cases = read_cases(Path(options.cases), complete_models(say))
-    if options.measure and cluster is None:
-        raise InputError("--measure needs --gpus: the cards that probes run on, such as --gpus local.")
     found = compare(
         cases,
         cluster,
@@ -51,3 +45,14 @@ def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOpti
     else:
         Console(width=width(), highlight=False).print(validation_table(found), soft_wrap=True)
     return EXIT_OTHER if found.interrupted else EXIT_PLANNED
+
+
+def _refuse_unmeasurable(options: ValidateOptions, device: str) -> None:
+    """Raise InputError if --measure is given with simulated probes or without GPUs."""
+    if options.measure and device == "simulated":
+        raise InputError(
+            "--device simulated measures nothing: compare with dry runs by --dry-run, "
+            "or --measure on --device cuda or cpu."
+        )
+    if options.measure and options.gpus is None:
+        raise InputError("--measure needs --gpus: the cards that probes run on, such as --gpus local.")

@@ -33,13 +33,14 @@ OFF: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinnedJob:
-    """A job on its cluster, for rules about what it pins."""
+    """A job and its cluster: the argument of the rules about pinned settings."""
 
     job: Job
     cluster: Cluster
 
     @property
     def pinned(self) -> Mapping[str, Any]:
+        """The pinned settings, by Candidate field."""
         return self.job.pinned
 
     @property
@@ -74,7 +75,7 @@ def unused_lengths(job: Job) -> list[str]:
 
 
 def method_problems(pins: PinnedJob) -> Iterator[str]:
-    """A setting that the method does not have would be dropped silently."""
+    """Refuse a setting that the method does not have; TRL would drop it silently."""
     method = pins.job.method
     for field, value in pins.pinned.items():
         refused = field not in LENGTH_SETTINGS and not has_setting(method, field)
@@ -84,7 +85,7 @@ def method_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def tuning_problems(pins: PinnedJob) -> Iterator[str]:
-    """The tuning class contradicts use_peft, LoRA settings or quantization."""
+    """Refuse a tuning class that contradicts use_peft, settings of LoRA or the quantization."""
     tuning, pinned, model = pins.job.tuning, pins.pinned, pins.job.model
     use_peft = {"full": False, "lora": True}.get(pinned.get("tuning", ""))
     if use_peft is not None and tuning != "auto" and use_peft == (tuning == "full"):
@@ -103,7 +104,7 @@ def tuning_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def quantization_problems(pins: PinnedJob) -> Iterator[str]:
-    """The quantization of a published checkpoint is fixed."""
+    """Refuse another quantization than that of a quantized checkpoint, and one that is not possible at load."""
     model, quantization = pins.job.model, pins.pinned.get("quantization")
     if quantization is None or quantization == model.quantization:
         return
@@ -120,7 +121,10 @@ def quantization_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def precision_problems(pins: PinnedJob) -> Iterator[str]:
-    """The GPU has no bfloat16; GradScaler refuses float16 gradients (torch/amp/grad_scaler.py, `_unscale_grads_`)."""
+    """Refuse a dtype that the GPU or the training cannot have, and sdpa for attention sinks.
+
+    GradScaler refuses float16 gradients (torch/amp/grad_scaler.py, `_unscale_grads_`).
+    """
     gpu, pinned = pins.cluster.gpu, pins.pinned
     if pinned.get("dtype") == "bfloat16" and not gpu.supports_bf16:
         yield (
@@ -138,7 +142,7 @@ def precision_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
-    """A detail of gradient checkpointing is set while gradient_checkpointing is false."""
+    """Refuse a detail of gradient checkpointing while gradient_checkpointing is false."""
     for field, (off, key) in CHECKPOINTING_DETAILS.items():
         if pins.pinned.get("gradient_checkpointing") is False and pins.pinned.get(field, off) != off:
             yield (
@@ -147,7 +151,7 @@ def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def length_problems(pins: PinnedJob) -> Iterator[str]:
-    """Rows are longer than the table of learned positions."""
+    """Refuse rows that are longer than the model's table of learned position embeddings."""
     model, positions = pins.job.model, pins.job.model.max_position_embeddings
     for field in LENGTH_SETTINGS:
         length = pins.pinned.get(field, 0)
@@ -159,7 +163,7 @@ def length_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def sharding_problems(pins: PinnedJob) -> Iterator[str]:
-    """Offloading needs a sharding that can offload; processes and nodes must match the cluster."""
+    """Refuse offloading without a sharding that can offload, and processes or nodes that contradict the cluster."""
     pinned, cluster = pins.pinned, pins.cluster
     sharding = pinned.get("sharding")
     instead = f", not {sharding}" if sharding else ""
@@ -181,7 +185,10 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def engine_problems(pins: PinnedJob) -> Iterator[str]:
-    """A vLLM engine must fit the GPUs, and its tensor parallel size must divide the attention heads."""
+    """Refuse a vLLM engine that does not fit the cluster, and settings of an engine without one.
+
+    Its GPUs are at most those of the cluster; its tensor parallel size divides the attention heads and the processes.
+    """
     pinned, cluster, model = pins.pinned, pins.cluster, pins.job.model
     mode, size = pinned.get("vllm"), pinned.get("vllm_tensor_parallel_size", 1)
     unused = [field for field in ENGINE_FIELDS if field in pinned]
@@ -218,7 +225,7 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def batch_problems(pins: PinnedJob) -> Iterator[str]:
-    """The effective batch is not made of whole micro-batches and whole groups (trl 1.16, grpo_config.py:1131)."""
+    """Refuse an effective batch that is not made of whole micro-batches and groups (trl 1.16, grpo_config.py:1131)."""
     wanted, pinned = pins.job.effective_batch_size, pins.pinned
     processes, group = _process_counts(pins), _group(pins.job)
     if not processes:
@@ -246,7 +253,7 @@ def batch_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def _split_groups(share: int, processes: list[int], group: int) -> Iterator[str]:
-    """`share` completions a process are no whole groups, whatever the number of processes."""
+    """Refuse `share` completions per process that are no whole groups with any of the numbers of processes."""
     if any(share * count % group == 0 for count in processes):
         return
     size = share * processes[0]
@@ -284,6 +291,7 @@ def _process_counts(pins: PinnedJob) -> list[int]:
     return whole + [cluster.num_gpus - size for size in sizes if size < cluster.num_gpus]
 
 
+# A rule yields an error message for each contradiction that it finds.
 RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     method_problems,
     tuning_problems,
@@ -315,7 +323,7 @@ def refuse_candidate(candidate: Candidate, job: Job, cluster: Cluster) -> None:
 
 
 def card_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
-    """bf16 and FlashAttention 2 need compute capability 8.0."""
+    """Refuse bf16 and FlashAttention on a GPU below compute capability 8.0."""
     gpu = cluster.gpu
     if candidate.precision == "bf16" and not gpu.supports_bf16:
         major, minor = gpu.compute_capability
@@ -329,7 +337,7 @@ def card_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
 
 
 def placement_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
-    """Training processes and the GPUs of a vLLM server must fit on the cluster's GPUs."""
+    """Refuse more training processes and GPUs of a vLLM server than the cluster has GPUs."""
     processes, server, size = candidate.num_processes, candidate.server_gpus, candidate.vllm_tensor_parallel_size
     if processes > cluster.num_gpus:
         yield (
@@ -348,7 +356,7 @@ def placement_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
 
 
 def candidate_method_problems(candidate: Candidate, job: Job) -> Iterator[str]:
-    """The method needs a larger batch, other lengths or whole groups, or does not generate with vLLM."""
+    """Refuse a batch below the method's smallest, no room for a prompt, split groups, and vLLM without support."""
     row, batch = candidate.method_row, candidate.per_device_train_batch_size
     if batch < row.smallest_batch:
         yield (f"{candidate.method} needs a per_device_train_batch_size of at least {row.smallest_batch}, not {batch}.")

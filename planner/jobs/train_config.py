@@ -42,7 +42,7 @@ UNMODELLED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """The settings of a config file. `ignored`: keys without effect on memory; `unmodelled`: keys of `UNMODELLED`."""
+    """The settings of a config file. `ignored`: keys without effect; `unmodelled`: keys with an unknown effect."""
 
     settings: dict[str, Value]
     ignored: tuple[str, ...]

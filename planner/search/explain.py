@@ -109,7 +109,7 @@ def limits(best: Estimate, problem: SearchProblem) -> tuple[str, ...]:
 
 
 def length_limit_line(best: Estimate, problem: SearchProblem) -> str:
-    """Return the largest length that fits at the batch of the best candidate, in steps of 256 tokens."""
+    """Return a line about the largest length that fits at the best candidate's batch, in steps of 256 tokens."""
     candidate, name = best.candidate, length_field(best.candidate)
     length, room = getattr(candidate, name), length_limit(candidate)
 
@@ -133,7 +133,7 @@ def length_limit_line(best: Estimate, problem: SearchProblem) -> str:
 
 
 def batch_limit_line(best: Estimate, problem: SearchProblem) -> str:
-    """Return whether the next larger batch fits, and what it lacks; empty if the job allows no larger one."""
+    """Return a line about the next larger batch: it fits, or which phase does not; empty if the job allows none."""
     candidate = best.candidate
     sizes = batch_sizes(candidate, problem.job)
     larger = [size for size in sizes.values if size[0] > candidate.per_device_train_batch_size]
@@ -240,7 +240,7 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[str]:
 
 
 def about_rank(best: Estimate, problem: SearchProblem) -> Iterator[str]:
-    """Note which of the job's LoRA ranks was chosen."""
+    """Note that the LoRA rank is the largest of the job's ranks that fits."""
     ranks = problem.job.lora_ranks
     if ranks and best.candidate.tuning == "lora":
         yield f"lora_r {best.candidate.lora_r} is the largest of {', '.join(map(str, sorted(ranks)))} that fits"

@@ -198,7 +198,7 @@ def allowed_by_pins(changes: Changes, pinned: Mapping[str, object]) -> Changes:
 
 
 def structures(problem: SearchProblem) -> Iterator[Candidate]:
-    """Yield every consistent combination of `KNOBS`, each once.
+    """Yield every combination of `KNOBS` that passes `is_consistent`, each once.
 
     The batch, the length and the engine's share of the GPU have their defaults; the search sets them.
     """
