@@ -1,8 +1,9 @@
-"""One decoder layer of a real model, run on the CPU: what autograd saves and every byte that is alive on the way.
+"""Run one decoder layer of a real model on the CPU; record what autograd saves and every byte that is alive.
 
-The layer is taken out of a tiny random model with the very arguments that the model gives it. `saved_tensors_hooks` sees what
-autograd keeps; PyTorch's own profiler logs every allocation and release of the CPU allocator. (A dispatch mode would
-change what it watches: under one, autograd adds no gradient in place, `isTensorSubclassLike` in input_buffer.cpp.)
+The layer is taken out of a tiny random model and gets the arguments that the model gives it. `saved_tensors_hooks` sees
+the tensors that autograd keeps; PyTorch's profiler logs every allocation and release of the CPU allocator. (A dispatch
+mode would change the memory: under one, autograd adds no gradient in place, `isTensorSubclassLike` in
+input_buffer.cpp.)
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# Operators whose memory inside one call is the CPU's own affair: packed operands, per-thread buffers, operands cast to a common dtype
-# (TensorIterator casts inside the kernel on a GPU).
+# Operators whose memory inside one call exists on the CPU only: packed operands, per-thread buffers, operands cast to
+# a common dtype (TensorIterator casts inside the kernel on a GPU).
 SCRATCH_OF = (
     "mul",
     "add",
@@ -42,14 +43,14 @@ SCRATCH_OF = (
 )
 torch.set_num_threads(1)
 gc.collect()
-gc.freeze()  # what the libraries have made is never garbage; looking through it takes longer than a test
+gc.freeze()  # the libraries' objects are never garbage; searching them takes longer than a test
 
 SCALAR_BYTES = 8  # numbers that the CPU wraps into tensors, which a GPU passes as kernel arguments
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Memory grew or shrank, inside which operators."""
+    """One change of the allocated bytes, with the operators that were running."""
 
     size: int
     alive: int
@@ -58,18 +59,18 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """Bytes above what was alive before the forward pass: parameters, their gradients, the layer's input and shared tensors."""
+    """Bytes beyond those alive before the forward pass: parameters, gradients, the layer's input and shared tensors."""
 
     packed: int  # distinct storages that autograd saved, born in the layer's forward pass
     kept: int  # alive after the forward pass and autocast's end, the output included
     forward_peak: int
-    backward_peak: int  # the output is gone, its gradient has come
+    backward_peak: int  # the output is freed, its gradient exists
     forward: list[Change] = field(repr=False)
     backward: list[Change] = field(repr=False)
 
 
 class Begins(torch.autograd.Function):
-    """The layer before: makes the input and keeps nothing of it."""
+    """The layer before: returns the input and keeps nothing."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,7 @@ class Begins(torch.autograd.Function):
 
 
 class Forgets(torch.autograd.Function):
-    """The layer after: keeps nothing of the output, and makes its gradient. No elements, so that it costs no byte itself."""
+    """The layer after: keeps nothing of the output and returns its gradient; its own output is empty."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
@@ -94,12 +95,12 @@ class Forgets(torch.autograd.Function):
 
 
 class ArgumentsSeen(Exception):
-    """Ends a model's forward pass where the arguments of the layer are known."""
+    """Raised to end a model's forward pass as soon as the layer's arguments are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Full fine-tuning, or LoRA on every linear layer; adapters in float32 (PEFT's own way) or in the model's dtype."""
+    """Full fine-tuning, or LoRA on every linear layer; adapters in float32 (PEFT's default) or in the model's dtype."""
 
     lora_r: int = 0
     float32_adapters: bool = True
@@ -108,7 +109,7 @@ class Tuning:
 
 @lru_cache(maxsize=64)
 def tiny_model(model_type: str, sizes: tuple[tuple[str, Any], ...], dtype: torch.dtype, tuning: Tuning) -> Any:
-    """A random model whose decoder layers learn as `tuning` says."""
+    """A random model whose decoder layers are trained according to `tuning`."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type, **{key: (list(value) if isinstance(value, tuple) else value) for key, value in sizes}
@@ -139,9 +140,9 @@ def adapted_names(model: Any, index: int) -> frozenset[str]:
 def arguments(
     model: Any, layer: Any, rows: int, length: int, padded: bool, attention: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model passes to `layer`."""
+    """The arguments that the model passes to `layer`."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    base.config._attn_implementation = attention  # falcon does not listen to set_attn_implementation
+    base.config._attn_implementation = attention  # falcon ignores set_attn_implementation
     seen: list[Any] = []
 
     def hook(module: Any, args: Any, kwargs: Any) -> None:
@@ -163,7 +164,7 @@ def arguments(
 
 @contextmanager
 def no_cycles_collected() -> Iterator[None]:
-    """The cyclic collector frees at times of its own."""
+    """Switch off Python's cyclic garbage collector, which frees at unpredictable times."""
     gc.disable()
     try:
         yield
@@ -219,7 +220,7 @@ def measured(forward: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen_forward:
         with torch.profiler.record_function("input"):
             hidden = Begins.apply(anchor, like)
-        hidden = forward(hidden)  # as a model does: the input goes when the layer has returned
+        hidden = forward(hidden)  # as in a model: the input is freed when the layer has returned
     loss = Forgets.apply(hidden)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen_backward:
         del hidden
@@ -240,17 +241,17 @@ def measured(forward: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One line of the allocator's log: bytes are negative where memory goes."""
+    """One line of the allocator's log: bytes are negative where memory is freed."""
 
     time: int
     address: int
     size: int
     operators: str
-    call: int  # the identity of the call of a kernel with scratch memory that it happened in; 0: in none
+    call: int  # id of the surrounding call of a kernel with scratch memory; 0: none
 
 
 def changes(seen: Any, alive: int) -> list[Change]:
-    """The allocator's log without the kernels' scratch and without single numbers."""
+    """The allocator's log without the kernels' scratch memory and without scalars."""
     events = sorted(
         allocator_events(seen.profiler.kineto_results.experimental_event_tree(), ()), key=lambda event: event.time
     )
@@ -282,7 +283,7 @@ def has_scratch(operator: str) -> bool:
 
 
 def scratch_events(events: list[Event]) -> set[int]:
-    """Memory that came and went inside one call."""
+    """Events of memory that was allocated and freed inside one call."""
     born: dict[int, int] = {}
     scratch: set[int] = set()
     for i, event in enumerate(events):
@@ -294,7 +295,7 @@ def scratch_events(events: list[Event]) -> set[int]:
 
 
 def packed_bytes(forward: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, outside: set[int]) -> int:
-    """Bytes of the distinct storages that autograd saves; parameters, tensors shared by the layers and the input are not counted."""
+    """Bytes of the distinct storages that autograd saves, without parameters, shared tensors and the input."""
     packed: dict[int, int] = {}
     hidden = like.detach().clone().requires_grad_()
 

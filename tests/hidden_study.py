@@ -1,6 +1,6 @@
-"""A problem and a hidden card for the tests of the study; run as a script, a session that is killed at one of its stages.
+"""A problem and a hidden card for the tests of the study; as a script, a study that kills itself at one of its stages.
 
-python tests/hidden_study.py STORAGE STAGE COUNT    kills itself at the COUNT-th time that it comes to STAGE
+python tests/hidden_study.py STORAGE STAGE COUNT    kills itself when it comes to STAGE for the COUNT-th time
 """
 
 import os
@@ -26,7 +26,7 @@ from probes.study.sampler import MEASUREMENT  # noqa: E402
 from probes.study.space import Space, space_of  # noqa: E402
 from probes.study.study import StudyOptions, StudyResult, prove  # noqa: E402
 
-# Its best length needs an out-of-memory probe and two that fit.
+# The best length needs one probe out of memory and two that fit.
 CARD = HiddenCard(seed=7, context_bytes=180e6, slack=0.03, activations=0.04, speed=0.9)
 VERSIONS = {"hidden card": "1"}
 
@@ -61,7 +61,7 @@ def die() -> None:
 def dying(
     function: Callable[..., Any], count: int, wanted: Callable[..., bool] = lambda *_: True, before: bool = False
 ) -> Callable[..., Any]:
-    """The function, whose caller is killed before or after the count-th call that is wanted."""
+    """Wrap a function so that the process is killed before or after its count-th call."""
     calls = [0]
 
     def wrapped(*arguments: Any, **named: Any) -> Any:

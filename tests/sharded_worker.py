@@ -1,10 +1,11 @@
-"""What one of several CPU processes really keeps under ZeRO and FSDP2: a TRL trainer's steps, and the storages alive between them.
+"""Record the bytes that each of several CPU processes keeps under ZeRO and FSDP2 between a TRL trainer's steps.
 
-    python tests/sharded_worker.py CASES.json FOLDER    every case in two forked processes (the imports are made once)
-    accelerate launch ... tests/sharded_worker.py CASES.json FOLDER    the first case, in the processes that accelerate has started
+    python tests/sharded_worker.py CASES.json FOLDER                       every case, in two forked processes
+    accelerate launch ... tests/sharded_worker.py CASES.json FOLDER        the first case, in accelerate's processes
 
-A case is a candidate and the environment that `accelerate launch` gives its processes. Each rank writes FOLDER/<name>.<rank>.json: for
-each part the bytes of every distinct storage.
+The forked processes share one import of the libraries. A case is a candidate and the environment that
+`accelerate launch` gives its processes. Each rank writes FOLDER/<name>.<rank>.json: for each part the bytes of every
+distinct storage.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from probes.worker.cpu_accelerators import cpu_accelerators
 PROCESSES = 2
 STEPS = 2
 SCALARS_BYTES = 512  # losses, norms of gradients, the rotary frequencies
-LIMIT_SECONDS = 120  # of a case: 3 s on an idle core
+LIMIT_SECONDS = 120  # for one case, which takes 3 s on an idle core
 
 Storages = dict[int, int]  # address -> bytes
 
 
 def storages(tensors: Iterable[torch.Tensor | None]) -> Storages:
-    """The memory that the tensors stand on, each piece once; of a DTensor its local part."""
+    """The distinct storages of the tensors; of a DTensor its local part."""
     found: Storages = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
@@ -58,26 +59,28 @@ def storages(tensors: Iterable[torch.Tensor | None]) -> Storages:
 
 
 def numbers() -> Storages:
-    """Every storage of this process that Python knows of and that holds more floating-point numbers than a few scalars."""
+    """Every storage that Python can reach and that holds more floating-point numbers than a few scalars."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.is_floating_point()]
     return {address: size for address, size in storages(tensors).items() if size > SCALARS_BYTES}
 
 
 class Watch(transformers.TrainerCallback):  # type: ignore[misc]
-    """Takes the storages before every optimizer step, and after it."""
+    """Record the storages before and after every optimizer step."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.kept_gradients: Storages = {}  # ZeRO-3's, whose buffer stays
+        self.kept_gradients: Storages = {}  # of ZeRO-3, whose buffer stays
         self.parts: dict[str, list[int]] = {}
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        if self.trainer.accelerator.distributed_type != DistributedType.DEEPSPEED:  # DeepSpeed steps in its backward
+        if (
+            self.trainer.accelerator.distributed_type != DistributedType.DEEPSPEED
+        ):  # DeepSpeed steps inside its backward
             self.look("gradients", storages(parameter.grad for parameter in self.trainer.model.parameters()))
 
     def backward_ends(self, optimizer: Any) -> None:
-        """The last gradients are about to be reduced: those that stay, and those that stood on the bucket left out."""
+        """Record the gradients before the last reduction, without those that lie in the bucket."""
         held = [parameter.grad for parameter in self.trainer.model.parameters()]
         held += [
             optimizer.grads_in_partition,
@@ -153,8 +156,9 @@ def trainer_of(candidate: Candidate, folder: Path) -> Any:
     rows = [ids] * (STEPS * candidate.effective_batch_size)
     args = trl.SFTConfig(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=candidate.per_device_train_batch_size,
-        gradient_accumulation_steps=candidate.gradient_accumulation_steps, gradient_checkpointing=candidate.gradient_checkpointing,
-        bf16=candidate.precision == "bf16", optim=candidate.optim, max_length=candidate.max_length, dataset_kwargs={"skip_prepare_dataset": True},
+        gradient_accumulation_steps=candidate.gradient_accumulation_steps,
+        gradient_checkpointing=candidate.gradient_checkpointing, bf16=candidate.precision == "bf16",
+        optim=candidate.optim, max_length=candidate.max_length, dataset_kwargs={"skip_prepare_dataset": True},
         report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     adapters = (
@@ -190,7 +194,7 @@ def watched(method: Callable[..., Any], look: Callable[[Any], None]) -> Callable
 
 
 def run_case(case: dict[str, Any], folder: Path) -> None:
-    signal.alarm(LIMIT_SECONDS)  # torchrun's processes are of a session of their own, and outlive whoever ends theirs
+    signal.alarm(LIMIT_SECONDS)  # torchrun's processes have their own session and outlive the one that started them
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
     parts = run(candidate_of_report(case["candidate"]), folder)
@@ -199,7 +203,7 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
 
 
 def forked(case: dict[str, Any], folder: Path) -> list[int]:
-    """The two processes of a case; a port of its own."""
+    """Fork the two processes of a case, with a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -231,7 +235,7 @@ def forked(case: dict[str, Any], folder: Path) -> list[int]:
 
 
 def wait(children: list[int]) -> bool:
-    """Whether all ended well; one that fails or lasts too long takes the others with it."""
+    """Wait for the processes; return True if all succeeded. If one fails or lasts too long, end the others."""
     end, left = time.monotonic() + LIMIT_SECONDS, set(children)
     well = True
     while left and well and time.monotonic() < end:

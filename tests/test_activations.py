@@ -60,7 +60,7 @@ DEEPSEEK = {
     "v_head_dim": 16,
 }
 
-# The name of a case -> its model type and the sizes that matter. Windows of 16 are shorter than the rows of the tests.
+# Name of a case -> model type and sizes. Windows of 16 are shorter than the rows of the tests.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**SIZES, "head_dim": 16}),
     "llama-own-keys": ("llama", {**OWN_KEYS, "head_dim": 16}),
@@ -201,7 +201,7 @@ def kernel(case: Case) -> Kernel:
     if case.model in FALCONS:
         return FALCONS[case.model]
     if attention.head_dim != attention.v_head_dim or attention.dropout:
-        return "math"  # of the CPU: its flash kernel wants equal heads and no dropout
+        return "math"  # the CPU's flash kernel requires equal heads and no dropout
     window = attention.sliding_window
     return "efficient" if case.padded or (window is not None and case.length >= window) else "flash"
 
@@ -286,16 +286,20 @@ def test_a_layer_needs_every_byte_that_the_real_one_does(
     truth = assert_equal_to_the_byte(case)
     if not case.checkpointed:
         output = case.rows * case.length * case.layer.hidden_size * DTYPES[case.precision].itemsize
-        # The hooks see every saved tensor; the layer's output is kept besides where its input is.
+        # The hooks see every saved tensor; where the layer's input is kept, its output is kept too.
         assert truth.kept - truth.packed in (0, output)
 
 
-# Each layer makes cos and sin again, one row for all rows: counted for every row.
+# Each layer computes cos and sin again, one row for all rows; the tape counts them for every row.
 ANGLES_OF_THEIR_OWN = ("glm", "glm4", "ernie4_5")
 OTHERS = [
     model for model in MODELS if model not in ("llama", "qwen3", "gemma3", "mixtral", *FALCONS, *ANGLES_OF_THEIR_OWN)
 ]
-ONE_ROW = (*ANGLES_OF_THEIR_OWN, "deepseek_v2", "deepseek_v3")  # so is the causal triangle of the fallback kernel
+ONE_ROW = (
+    *ANGLES_OF_THEIR_OWN,
+    "deepseek_v2",
+    "deepseek_v3",
+)  # the fallback kernel's causal triangle too is one for all rows
 NO_SDPA = ("gemma2", "gpt_oss")
 DROPOUT = ("gpt2-dropout",)  # the CPU has no fused kernel with dropout
 
@@ -325,15 +329,15 @@ def test_the_other_families_need_every_byte_as_well(
 @pytest.mark.parametrize("model", list(FALCONS))
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_falcon_saves_every_byte(model: str, attention: Literal["sdpa", "eager"]) -> None:
-    """Its forward peak is not held: it works in place where the tape does not (`/=`, `+=`)."""
+    """The forward peak is not compared: falcon computes in place (`/=`, `+=`) where the tape does not."""
     case = Case(model=model, attention=attention)
     truth, memory = real(case), estimated(case)
     assert kept(case, memory) == truth.kept
-    # Its biases are added by themselves.
+    # Biases are added by operators of their own.
     assert both_peaks(case, memory)[1] == pytest.approx(truth.backward_peak, rel=0.001)
 
 
-# Peaks of routers and adapters on experts are within this: small temporaries of the routing are not all written down.
+# Bound for peaks of routers and of adapters on experts: the tape leaves out some small temporaries of the routing.
 SMALL_TEMPORARIES = 0.03
 
 
@@ -398,8 +402,8 @@ def test_a_first_step_keeps_its_gradients(model: str, tuning: str, precision: Pr
     )
 
 
-# One llama layer, 64 tokens, 256 features, 8 heads, 704 in the MLP: bytes measured by another program than ours, before
-# this one was written.
+# One llama layer, 64 tokens, 256 features, 8 heads, 704 in the MLP: bytes measured by another program, before this one
+# was written.
 MEASURED = {
     (2, 0, ""): 756_224,
     (4, 2, ""): 2_525_696,
@@ -439,7 +443,7 @@ def test_more_rows_need_no_second_run() -> None:
 
 
 def test_int8_inputs_stay_under_checkpointing() -> None:
-    """bitsandbytes keeps them as attributes of its context, which a checkpoint does not see."""
+    """bitsandbytes keeps the inputs as attributes of its context, which checkpointing does not see."""
     layer = shape("llama").layers[0]
     names = frozenset(linear.name for linear in layer.linears)
     plain = Recipe(weight_width=2, autocast_width=2, trainable=False, lora_r=8, lora_targets=names, adapter_width=2)

@@ -1,4 +1,4 @@
-"""What cannot be answered is said in one line that names what works: nothing on stdout, nothing written, exit 2."""
+"""A wrong question gets one line that names what works, nothing on stdout, no file, exit code 2."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def asked(model: str = "Qwen2.5-7B", gpus: str = "2xA100-40G", method: str = "gr
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of a refusal."""
+    """The single line of a refusal."""
     assert run(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -301,8 +301,8 @@ def test_adapters_that_peft_has_no_default_for_are_refused(model, model_type, tm
     file.write_text("use_peft: true\n")
     message = refused(["estimate", "--config", str(file), *asked(model=model, method="sft")], capsys)
     assert (
-        message
-        == f"PEFT has no default lora_target_modules for {model_type}. Name them in the config, such as lora_target_modules: all-linear."
+        message == f"PEFT has no default lora_target_modules for {model_type}. Name them in the config, such as "
+        f"lora_target_modules: all-linear."
     )
 
 

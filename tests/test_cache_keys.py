@@ -23,13 +23,21 @@ COLOCATED = {"vllm": "colocate", "vllm_max_model_length": 2048, "num_processes":
 BASES: dict[str, dict[str, Any]] = {
     "sft in full": {"method": "sft"},
     "sft of QLoRA": {"method": "sft", "tuning": "lora", "quantization": "nf4", "dtype": "bfloat16"},
-    "sft with an offloaded optimizer": {"method": "sft", "sharding": "zero2", "num_processes": 4, "offload_optimizer": True},
+    "sft with an offloaded optimizer": {
+        "method": "sft", "sharding": "zero2", "num_processes": 4, "offload_optimizer": True,
+    },
     "dpo under ZeRO-3": {"method": "dpo", "beta": 0.1, "sharding": "zero3", "num_processes": 4},
-    "dpo of LoRA under DDP": {"method": "dpo", "tuning": "lora", "sharding": "ddp", "num_processes": 4, "dtype": "bfloat16"},
+    "dpo of LoRA under DDP": {
+        "method": "dpo", "tuning": "lora", "sharding": "ddp", "num_processes": 4, "dtype": "bfloat16",
+    },
     "grpo by generate under ZeRO-3": {"method": "grpo", "beta": 0.04, "sharding": "zero3", "num_processes": 4},
-    "grpo of LoRA beside vLLM": {"method": "grpo", "tuning": "lora", "dtype": "bfloat16", "sharding": "ddp", **COLOCATED},
+    "grpo of LoRA beside vLLM": {
+        "method": "grpo", "tuning": "lora", "dtype": "bfloat16", "sharding": "ddp", **COLOCATED,
+    },
     "rloo beside vLLM under FSDP2": {"method": "rloo", "sharding": "fsdp2", **COLOCATED},
-    "online-dpo with a vLLM server": {"method": "online-dpo", "vllm": "server", "num_processes": 2, "sharding": "zero1"},
+    "online-dpo with a vLLM server": {
+        "method": "online-dpo", "vllm": "server", "num_processes": 2, "sharding": "zero1",
+    },
     "distillation": {"method": "distillation", "teacher_model": TEACHER},
     "ppo": {"method": "ppo", "tuning": "lora"},
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The callback in real runs of a small trainer, on a CPU with a function in the place of torch.cuda's counters."""
+"""The callback in real runs of a small trainer on the CPU, with a function instead of torch.cuda's counters."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ from probes.callback.candidate_of_run import candidate_of_run, method_of, plain,
 from probes.callback.memory_of_run import RunMemory, RunMemoryReading, gpu_of, reading_of  # noqa: E402
 from probes.worker.random_weights import tokenizer  # noqa: E402
 
-pytestmark = [  # what the libraries warn of is theirs
+pytestmark = [  # the libraries' own warnings
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -55,7 +55,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """So small a model takes longer on many."""
+    """Use one thread: such a small model takes longer on several."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -77,14 +77,15 @@ def small_model() -> Any:
 
 def arguments(tmp_path: Path, **settings: Any) -> Any:
     usual = {
-        "output_dir": str(tmp_path / "run"), "max_steps": STEPS, "per_device_train_batch_size": BATCH, "max_length": LENGTH, "report_to": "none",
-        "save_strategy": "no", "use_cpu": True, "logging_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
+        "output_dir": str(tmp_path / "run"), "max_steps": STEPS, "per_device_train_batch_size": BATCH,
+        "max_length": LENGTH, "report_to": "none", "save_strategy": "no", "use_cpu": True, "logging_strategy": "no",
+        "disable_tqdm": True, "dataloader_pin_memory": False,
     }  # fmt: skip
     return trl.SFTConfig(**(usual | settings))
 
 
 def sft_arguments(tmp_path: Path, **settings: Any) -> Any:
-    """Arguments of a run whose accelerator is there, as it is when training begins."""
+    """Arguments of a run with its accelerator, as when training begins."""
     args = arguments(tmp_path, **settings)
     accelerate.Accelerator(cpu=True)
     return args
@@ -103,7 +104,7 @@ def trainer(tmp_path: Path, callback: MemoryPlanCallback, lora: bool = False) ->
 
 
 def memory(peaks: Callable[[int], int], outside: int = 500 * MIB) -> RunMemory:
-    """A card whose peak grows from reading to reading as `peaks` says: the first is when training begins, then two a step."""
+    """A card whose peak follows `peaks` from reading to reading: one when training begins, then two for each step."""
     readings = iter(range(10**6))
 
     def read() -> RunMemoryReading:
@@ -119,14 +120,14 @@ def memory(peaks: Callable[[int], int], outside: int = 500 * MIB) -> RunMemory:
 
 
 def expected_of(peak: int, interval: tuple[int, int], candidate: Candidate) -> Estimate:
-    """An estimate that says just this much."""
+    """An estimate of exactly these bytes."""
     answer = estimate(candidate, Cluster(gpu=GPU, nodes=1, gpus_per_node=1), 0.01)
     return replace(answer, gpus=(replace(answer.gpus[0], interval_bytes=interval),))
 
 
 @pytest.fixture(scope="module")
 def candidate(tmp_path_factory: pytest.TempPathFactory) -> Candidate:
-    """What the small trainer is."""
+    """The candidate that describes the small trainer."""
     return candidate_of_run(sft_arguments(tmp_path_factory.mktemp("candidate")), small_model(), {})
 
 
@@ -290,7 +291,7 @@ class TestCandidate:
         )
 
     def test_the_config_of_a_model_in_memory_makes_its_checkpoints_layers(self):
-        """Transformers adds keys to a config that its file does not have."""
+        """Transformers adds keys to a config that are not in its file."""
         known = load_model("Qwen2.5-0.5B")
         fields = dict(known.config)
         config = transformers.AutoConfig.for_model(str(fields.pop("model_type")), **fields)

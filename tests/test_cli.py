@@ -1,4 +1,4 @@
-"""The command: what it parses, prints and exits with. The planner behind it is a fake; tests/test_golden.py has the real one."""
+"""Arguments, output and exit codes of the command, with a fake planner; tests/test_golden.py has the real one."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ ASKED = ["--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo"]
 
 @pytest.fixture(autouse=True)
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Cluster]]:
-    """Answers with a plan made by hand and keeps the questions; nothing fits on a T4."""
+    """Replace the planner by one that returns a plan written by hand and records its calls; nothing fits on a T4."""
     questions: list[tuple[Job, Cluster]] = []
 
     def plan(job: Job, cluster: Cluster, residuals: object = None) -> Plan:
@@ -186,7 +186,8 @@ class TestEstimate:
     def test_a_config_file_is_read_and_flags_win_over_it(self, tmp_path, capsys):
         file = tmp_path / "train.yaml"
         file.write_text(
-            "model_name_or_path: Qwen/Qwen2.5-7B\nuse_peft: true\nper_device_train_batch_size: 16\nlearning_rate: 1.0e-5\nmax_completion_length: 64\n"
+            "model_name_or_path: Qwen/Qwen2.5-7B\nuse_peft: true\nper_device_train_batch_size: 16\nlearning_rate: "
+            "1.0e-5\nmax_completion_length: 64\n"
         )
         asked = [
             "estimate",
@@ -279,7 +280,8 @@ class TestWrongInput:
         [
             (
                 [],
-                "--model, --gpus and --method are missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo",
+                "--model, --gpus and --method are missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G "
+                "--method grpo",
             ),
             (ASKED[:4], "--method is missing. For example: plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo"),
             (["--modell", "x"], "No such option: --modell"),

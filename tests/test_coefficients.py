@@ -1,4 +1,4 @@
-"""Layers that nobody wrote a formula for: measured on fake tensors, held against the formulas of a family that has them."""
+"""Layers without formulas: measured on fake tensors, compared with the formulas of a family that has them."""
 
 import json
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ from probes.layers.few_layers import few_layers, layer_kinds
 from probes.layers.store import source_hash
 
 LLAMA: dict[str, object] = {
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 1000, "max_position_embeddings": 4096,
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 4096,
 }  # fmt: skip
 GEMMA: dict[str, object] = {
     **LLAMA,
@@ -44,7 +44,8 @@ GEMMA: dict[str, object] = {
     "sliding_window_pattern": 6,
 }
 HYBRID: dict[str, object] = {
-    **LLAMA, "model_type": "lfm2", "layer_types": ["conv", "conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": False,
+    **LLAMA, "model_type": "lfm2", "layer_types": ["conv", "conv", "conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
 SIZES_OF_ALL: dict[str, object] = {"hidden_size": 256, "vocab_size": 1000}
 ATTENDING: dict[str, object] = {
@@ -54,8 +55,8 @@ ATTENDING: dict[str, object] = {
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
 }
-# Tiny models of types that have no formulas: one mixes attention with a state space, one with linear attention and experts, one has a norm
-# behind its embedding, one a tower for images.
+# Tiny models of types without formulas: one mixes attention with a state space, one with linear attention and
+# experts, one has a norm behind its embedding, one a tower for images.
 BAMBA = {
     **ATTENDING,
     "model_type": "bamba",
@@ -66,12 +67,14 @@ BAMBA = {
     "mamba_n_groups": 1,
 }
 NEXT = {
-    **ATTENDING, "model_type": "qwen3_next", "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    **ATTENDING, "model_type": "qwen3_next", "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
 }  # fmt: skip
 BLOOM = {**SIZES_OF_ALL, "model_type": "bloom", "n_layer": 4, "n_head": 4}
 VISION = {
-    "model_type": "qwen2_5_vl", "text_config": {**ATTENDING, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]}},
+    "model_type": "qwen2_5_vl",
+    "text_config": {**ATTENDING, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]}},
     "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 256},
 }  # fmt: skip
 SCALARS = 64  # bytes: numbers such as the mask's minus infinity, which formulas leave out

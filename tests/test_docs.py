@@ -1,4 +1,4 @@
-"""The documents run: every command they show, and the help that they quote."""
+"""Every command that the documents show runs, and the help that they quote is the command's."""
 
 import os
 import re
@@ -17,7 +17,7 @@ REWRITE = os.environ.get("PLAN_REWRITE_GOLDEN") == "1"
 
 
 def shown_commands(text: str) -> list[str]:
-    """The lines of a document's code that begin with `plan`, or end in it after an installation."""
+    """The lines of a document's code that begin with `plan`, or that install and then run it."""
     lines = [
         line.strip().removeprefix("$ ").rpartition("&& ")[2]
         for line in re.findall(r"^ {4,}\S.*$|^plan .*$", text, flags=re.MULTILINE)

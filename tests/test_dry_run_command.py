@@ -1,4 +1,4 @@
-"""`plan dry-run`, and the dry run that `plan` makes of its answer."""
+"""`plan dry-run`, and the dry run of the answer of `plan`."""
 
 import json
 import sys
@@ -117,8 +117,10 @@ def test_a_note_names_the_installed_trl_and_how_near_the_dry_run_comes() -> None
 def test_a_dry_run_above_the_interval_or_the_card_is_a_residual() -> None:
     answer = estimate(CANDIDATES[0], parse_cluster("1xA100-40G", None))
     train = answer.gpus[0]
-    within, above = (replace(simulation(1, 1), simulated=(PhaseMemory(name="backward", components={"weights": size}),)) for size in
-                     (train.interval_bytes[1], train.interval_bytes[1] + 1))  # fmt: skip
+    within, above = (
+        replace(simulation(1, 1), simulated=(PhaseMemory(name="backward", components={"weights": size}),))
+        for size in (train.interval_bytes[1], train.interval_bytes[1] + 1)
+    )
     assert exceeded_by(within, answer) == 0.0
     assert exceeded_by(above, answer) == (train.interval_bytes[1] + 1) / train.peak_bytes - 1
 
@@ -262,8 +264,9 @@ class TestWithTheInstalledStack:
         from probes.layers.few_layers import few_layers
 
         candidate = Candidate(
-            model=few_layers(MODEL), method="grpo", tuning="lora", dtype="bfloat16", vllm="colocate", prompt_length=64, max_completion_length=64,
-            num_generations=2, per_device_train_batch_size=2, vllm_max_model_length=128, padded=False,
+            model=few_layers(MODEL), method="grpo", tuning="lora", dtype="bfloat16", vllm="colocate", prompt_length=64,
+            max_completion_length=64, num_generations=2, per_device_train_batch_size=2, vllm_max_model_length=128,
+            padded=False,
         )  # fmt: skip
         answer = simulate(estimate(candidate, parse_cluster("1xA100-40G", None)))
         assert all(phase.components.get("engine", 0) > 0 for phase in answer.simulated)

@@ -1,4 +1,4 @@
-"""Contract of the simulated rung: the dry run sees what a real run of the same steps allocates, to the byte.
+"""Contract of the dry run: it sees what a real run of the same steps allocates, to the byte.
 
 88 cases: 11 methods x full or LoRA x checkpointing x float32 with autocast or bfloat16; and two other architectures.
 """
@@ -20,7 +20,7 @@ pytest.importorskip("trl")
 from probes.dryrun.dry_run import dry_run
 
 METHODS_NOW = [name for name, method in METHODS.items() if method.last_trl == "current"]
-# The libraries' own deprecations are theirs to mend; those of our code stay errors.
+# The libraries' own deprecations are not errors; those of our code are.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -28,23 +28,25 @@ pytestmark = [
 ]
 
 CONFIG: dict[str, object] = {
-    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 640, "tie_word_embeddings": False, "max_position_embeddings": 1024,
+    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 640, "tie_word_embeddings": False,
+    "max_position_embeddings": 1024,
 }  # fmt: skip
 
 
 def shape(**changes: object) -> ModelShape:
     config = CONFIG | changes
     return ModelShape(
-        id="tiny", model_type=str(config["model_type"]), dtype="float32", hidden_size=64, vocab_size=640, max_position_embeddings=1024, layers=(),
-        embed_params=640 * 64, lm_head_params=640 * 64, final_norm=Norm(kind="rms", features=64, params=64), tied=False, params=0, config=config,
+        id="tiny", model_type=str(config["model_type"]), dtype="float32", hidden_size=64, vocab_size=640,
+        max_position_embeddings=1024, layers=(), embed_params=640 * 64, lm_head_params=640 * 64,
+        final_norm=Norm(kind="rms", features=64, params=64), tied=False, params=0, config=config,
     )  # fmt: skip
 
 
 def candidate(method: MethodName = "sft", **changes: object) -> Candidate:
     settings: dict[str, object] = {
-        "model": shape(), "per_device_train_batch_size": 2, "max_length": 32, "prompt_length": 8, "max_completion_length": 5, "num_generations": 2,
-        "dtype": "bfloat16",
+        "model": shape(), "per_device_train_batch_size": 2, "max_length": 32, "prompt_length": 8,
+        "max_completion_length": 5, "num_generations": 2, "dtype": "bfloat16",
     }  # fmt: skip
     return Candidate(method=method, **(settings | changes))  # type: ignore[arg-type]
 
@@ -71,8 +73,8 @@ def assert_alike(case: Candidate) -> None:
 OTHERS: dict[str, dict[str, object]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96},
     "gemma3": {
-        "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
-        "tie_word_embeddings": True,
+        "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
     },
 }  # fmt: skip
 
@@ -121,7 +123,7 @@ def test_every_method_runs_in_cudas_ways(method: MethodName) -> None:
 
 @pytest.mark.parametrize(("key_heads", "before"), [(4, "efficient"), (2, "_safe_softmax")])
 def test_an_older_card_takes_another_kernel_where_sdpa_has_no_mask(key_heads: int, before: str) -> None:
-    """Fewer key heads are only FlashAttention's to take; the memory-efficient kernel refuses them."""
+    """Only FlashAttention takes fewer key heads; the memory-efficient kernel refuses them."""
     few = shape(num_key_value_heads=key_heads)
     case = candidate(
         model=few, dtype="bfloat16", precision="bf16", per_device_train_batch_size=1, gradient_checkpointing=False

@@ -1,4 +1,4 @@
-"""Settings that change what is allocated: the dry run runs them, and says what the formulas say."""
+"""Settings that change the allocations: the dry run runs them and agrees with the formulas."""
 
 import pytest
 
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-# The issue's bound for the step from formulas to the simulated rung.
+# The project's bound for the difference between formulas and dry run.
 AGREEMENT = 0.03
 OUTSIDE_THE_TRACE = {"runtime", "fragmentation", "communication"}  # a dry run sees what PyTorch allocates
 MODEL = few_layers(load_model("Llama-3.2-1B"))
@@ -29,7 +29,8 @@ WITH_SINKS = few_layers(load_model("gpt-oss-20b"), 1)
 
 def candidate(**changes: object) -> Candidate:
     settings: dict[str, object] = {
-        "model": MODEL, "method": "sft", "tuning": "lora", "dtype": "bfloat16", "max_length": 512, "per_device_train_batch_size": 2, "padded": False,
+        "model": MODEL, "method": "sft", "tuning": "lora", "dtype": "bfloat16", "max_length": 512,
+        "per_device_train_batch_size": 2, "padded": False,
     }  # fmt: skip
     return Candidate(**(settings | changes))  # type: ignore[arg-type]
 

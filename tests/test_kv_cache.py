@@ -1,4 +1,4 @@
-"""The KV cache of `generate`: equal, to the byte, to what a real small model keeps on the CPU."""
+"""The KV cache of `generate` equals that of a real small model on the CPU, to the byte."""
 
 import weakref
 
@@ -26,13 +26,15 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 ROWS, PROMPT, COMPLETION = 3, 12, 20
 TOKENS = PROMPT + COMPLETION - 1
 COMMON = {
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
-    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 512, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 LATENT = {
-    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 24,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": None,
+    "pad_token_id": 0,
 }  # fmt: skip
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**COMMON, num_hidden_layers=3),
@@ -48,7 +50,7 @@ CONFIGS = {
 
 
 class _Alive(TorchDispatchMode):
-    """Counts the bytes of new tensors that `counts` picks, while they live, and their peak."""
+    """Count the bytes of the live tensors that `counts` selects, and their peak."""
 
     def __init__(self, counts):  # type: ignore[no-untyped-def]
         super().__init__()
@@ -149,7 +151,7 @@ def test_latent_attention_expands_every_token_of_one_layer():
         ROWS * TOKENS * 4 * (16 + 16),
         ROWS * TOKENS * 4 * (16 + 8),
     }  # kv_b_proj's output of nope and v; the keys of nope and rope
-    # The float32 copies are the CPU's own way of attention.
+    # The float32 copies are made by the CPU's attention only.
     expanded = _Alive(lambda op, args, tensor: tensor.numel() in sizes and tensor.dtype == torch.bfloat16)
     with torch.no_grad(), expanded:
         _generate(model)

@@ -1,4 +1,4 @@
-"""Launch files, read back by the programs that they are for."""
+"""Launch files, read by the programs that they are written for."""
 
 import argparse
 import ast
@@ -29,7 +29,7 @@ from planner.launch.trl_config import DATASET, trl_config
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 
-# The libraries' own deprecations are theirs to mend; those of our code stay errors.
+# The libraries' own deprecations are not errors; those of our code are.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -119,7 +119,7 @@ OF_A_METHOD: dict[MethodName, dict[str, object]] = {
 
 
 def candidate(method: MethodName, **settings: object) -> Candidate:
-    """What `plan` makes of these settings on a cluster that is large enough."""
+    """The candidate of these settings on a cluster that is large enough."""
     nodes = settings.get("num_nodes", 1)
     return base_candidate(
         Job(model=MODEL, method=method, pinned={"num_processes": 1, **settings}), parse_cluster(f"{nodes}x8xH100")
@@ -145,7 +145,7 @@ def written(held: Candidate, folder: Path) -> Path:
 
 
 def parsed(held: Candidate, folder: Path) -> argparse.Namespace:
-    """The file's settings as the trainer's script gets them, all arguments in one."""
+    """The file's settings as the trainer's script gets them, in one namespace."""
     import trl
     from trl.scripts.grpo import GRPOScriptArguments
 
@@ -223,7 +223,7 @@ class TestTheTrainer:
 
 
 def plain(value: object) -> object:
-    """An argument as YAML has it: the text of an enum."""
+    """An argument as YAML writes it: an enum by its text."""
     return getattr(value, "value", value)
 
 
@@ -265,7 +265,8 @@ class TestAccelerate:
         config = accelerate_config(candidate("sft", **VARIANTS["zero3"]))
         assert "mixed_precision" not in config
         assert config["deepspeed_config"] == {
-            "deepspeed_config_file": "deepspeed.json", "deepspeed_multinode_launcher": "standard", "zero3_init_flag": True,
+            "deepspeed_config_file": "deepspeed.json", "deepspeed_multinode_launcher": "standard",
+            "zero3_init_flag": True,
         }  # fmt: skip
 
 
@@ -422,7 +423,7 @@ class TestExport:
     def test_what_the_user_has_changed_stays(self, tmp_path: Path) -> None:
         held = candidate("sft")
         export(held, tmp_path)
-        export(held, tmp_path)  # the same again is no change
+        export(held, tmp_path)  # the same file again is no change
         (tmp_path / "train.yaml").write_text("mine")
         with pytest.raises(
             InputError,

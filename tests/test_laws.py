@@ -1,4 +1,4 @@
-"""What must hold for every job, whatever the formulas: laws, tried on random candidates and jobs."""
+"""Laws that hold for every job, whatever the formulas, tried on random candidates and jobs."""
 
 import os
 from dataclasses import replace
@@ -39,16 +39,17 @@ ROUNDING = 1024  # bytes: an allocation is rounded to 512, and fused AdamW keeps
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Generating overly large repr"
-)  # of a candidate that breaks a law, with its whole model
+)  # longest printed candidate that breaks a law, with its whole model
 
 laws = settings(
-    max_examples=int(os.environ.get("PLAN_LAWS", EXAMPLES)), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=int(os.environ.get("PLAN_LAWS", EXAMPLES)), deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )  # fmt: skip
 
 
 @st.composite
 def candidates(draw: st.DrawFn) -> Candidate:
-    """Candidates that the libraries would run, of every method, tuning, precision and sharding."""
+    """Random candidates that the libraries would run, of every method, tuning, precision and sharding."""
     method = draw(st.sampled_from(sorted(METHODS)))
     tuning = draw(st.sampled_from(["full", "lora"]))
     processes = draw(st.sampled_from([1, 2, 4]))
@@ -113,11 +114,12 @@ def test_more_rows_never_need_less(candidate: Candidate, more: int) -> None:
 @laws
 @given(candidates(), st.integers(1, 200))
 def test_a_larger_rank_never_needs_less(candidate: Candidate, more: int) -> None:
-    # ZeRO-3 leaves small matrices whole: a rank that makes them large enough to be cut needs less; of ZeRO-1 and 2 see the next law
+    # ZeRO-3 leaves small matrices whole: a rank that makes them large enough to be cut needs less; of ZeRO-1 and 2 see
+    # the next law
     assume(candidate.sharding not in ("zero1", "zero2", "zero3"))
     assume(
         candidate.optim != "adamw_8bit"
-    )  # there small matrices have states of 32 bits, larger ones of 8 (planner/memory/optimizer.py)
+    )  # small matrices have states of 32 bits, larger ones of 8 (planner/memory/optimizer.py)
     assert peak_bytes(replace(candidate, lora_r=candidate.lora_r + more)) >= peak_bytes(candidate)
 
 
@@ -126,7 +128,7 @@ def test_a_larger_rank_never_needs_less(candidate: Candidate, more: int) -> None
 def test_more_parameters_never_need_less(candidate: Candidate, more: int) -> None:
     assume(
         candidate.sharding not in ("zero1", "zero2")
-    )  # where a piece ends decides how many whole gradients a rank has
+    )  # the end of a piece decides how many whole gradients a rank has
     config = {key: value for key, value in load_model("Llama-3.2-1B").config.items()}
     models = [shape_of({**config, "num_hidden_layers": layers}, id=f"{layers} layers") for layers in (4, 4 + more)]
     smaller, larger = (peak_bytes(replace(candidate, model=model, teacher_model=None)) for model in models)

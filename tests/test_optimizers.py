@@ -25,8 +25,8 @@ from planner.models.catalogue import load_model
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Every kind of tensor that a rule tells apart: an embedding, matrices, a vector below 4096 elements, one above that is no whole number of
-# blocks, experts.
+# One tensor of each kind that a rule distinguishes: an embedding, matrices, a vector below 4096 elements, one above
+# that is no whole number of blocks, experts.
 TENSORS = TensorSet(
     kinds=(
         EqualTensors(part="embedding", shape=(1000, 64)),
@@ -74,7 +74,7 @@ def state_storages(optimizer: Any) -> dict[int, int]:
 
 
 def bitsandbytes(name: str, bits: int) -> Callable[[list[Any]], Any]:
-    """As Trainer makes it: embeddings in 32 bits (transformers 5.23, trainer.py:1328)."""
+    """A bitsandbytes optimizer as Trainer creates it: embeddings in 32 bits (transformers 5.23, trainer.py:1328)."""
 
     def made(parameters: list[Any]) -> Any:
         optim = pytest.importorskip("bitsandbytes.optim")
@@ -116,7 +116,7 @@ STEPS_ON_CPU = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop",
 
 @dataclass
 class Peak:
-    """The most bytes that were born and not yet gone while it watched, beside the storages it was told of."""
+    """Peak of the live bytes of new storages, without the storages that it was given."""
 
     known: dict[int, Any]  # by address, which a later storage may have again
     live: int = 0
@@ -179,7 +179,7 @@ class TestAgainstTheLibraries:
     def test_temporaries_are_those_of_the_real_step(self, optim: Optimizer, dtype: str) -> None:
         parameters = trained(getattr(torch, dtype))
         optimizer = REAL[optim](parameters)
-        optimizer.step()  # states are made
+        optimizer.step()  # creates the states
         real = step_peak(optimizer, parameters)
         assert 0 <= real - step_bytes(TENSORS, parameters[0].element_size(), optim) <= STEP_WITHIN
 

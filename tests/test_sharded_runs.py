@@ -1,6 +1,7 @@
-"""ZeRO and FSDP2 for real: a TRL trainer in two CPU processes over gloo, started as our launch files say; every rank's states, to the byte.
+"""Real ZeRO and FSDP2: a TRL trainer in two CPU processes over gloo, started by our launch files.
 
-Bytes are those of a GPU: each storage rounded up to what the allocator hands out.
+Every rank's states equal the formulas, to the byte. Bytes are those of a GPU: each storage is rounded up to the blocks
+of the CUDA allocator.
 """
 
 import json
@@ -33,12 +34,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded runs")]  # the 
 
 ROOT = Path(__file__).parent.parent
 WORKER = ROOT / "tests" / "sharded_worker.py"
-LIMIT_SECONDS = 300  # of the whole set: 40 s on two busy cores
+LIMIT_SECONDS = 300  # for the whole set, which takes 40 s on two busy cores
 
 # Odd sizes, so that nothing divides by chance; matrices above and below ZeRO-3's threshold of 10 hidden_size elements.
 CONFIG: dict[str, object] = {
-    "model_type": "qwen2", "hidden_size": 56, "intermediate_size": 177, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 643, "tie_word_embeddings": False, "max_position_embeddings": 1024,
+    "model_type": "qwen2", "hidden_size": 56, "intermediate_size": 177, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 643, "tie_word_embeddings": False,
+    "max_position_embeddings": 1024,
 }  # fmt: skip
 MODEL = shape_of(CONFIG, id="tiny", dtype="float32")
 
@@ -73,7 +75,7 @@ each = pytest.mark.parametrize("name", CANDIDATES)
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one process kept: for each part the bytes of its storages."""
+    """The bytes of the storages that one process kept, by part."""
 
     parts: dict[str, list[int]]
 
@@ -82,7 +84,7 @@ class Rank:
 
 
 def environment(held: Candidate, folder: Path) -> dict[str, str]:
-    """What `accelerate launch` tells each process after it has read our file."""
+    """The environment variables that `accelerate launch` sets after it has read our file."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
@@ -111,7 +113,7 @@ def inside(folder: Path) -> Iterator[None]:
 
 
 def finished(command: list[str], folder: Path, settings: dict[str, str]) -> str:
-    """Runs a command in a process group of its own, which ends with it; what it printed."""
+    """Run a command in a process group of its own, which ends with it; return its output."""
     log = folder / "log"
     told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **settings}
     with log.open("w") as sink:
@@ -135,7 +137,7 @@ def ranks_of(name: str, folder: Path) -> tuple[Rank, ...]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Rank, ...]]:
-    """Every candidate once, all in one set of imports."""
+    """Run every candidate once, all with one import of the libraries."""
     folder = tmp_path_factory.mktemp("sharded")
     cases = []
     for name, held in CANDIDATES.items():
@@ -158,7 +160,7 @@ class TestEveryRankKeepsWhatTheFormulasSay:
 
     @each
     def test_optimizer_states(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
-        """Of the heaviest rank: FSDP2's last shards are smaller, and optimizer states are not padded."""
+        """The heaviest rank: FSDP2's last shards are smaller, and optimizer states are not padded."""
         assert max(rank.held_bytes("optimizer_states") for rank in runs[name]) == optimizer_states_bytes(
             CANDIDATES[name]
         )
@@ -171,7 +173,7 @@ class TestEveryRankKeepsWhatTheFormulasSay:
 
     @pytest.mark.parametrize("name", [name for name in CANDIDATES if name.startswith("zero2")])
     def test_gradients_when_the_backward_pass_ends(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
-        """Besides those that stay, the one that was made last and is not yet reduced, the embedding's, which the formula has apart."""
+        """The formula leaves out the last gradient, the embedding's, which is not yet reduced."""
         last = 0 if CANDIDATES[name].tuning == "lora" else rounded_bytes(2 * 643 * 56)
         measured = [rank.held_bytes("gradients_in_backward") - last for rank in runs[name]]
         assert max(measured) == gradients_bytes(CANDIDATES[name])

@@ -1,4 +1,4 @@
-"""What one GPU holds: parameters, weights, adapters, gradients and the runtime, against the libraries' own modules."""
+"""Bytes on one GPU: parameters, weights, adapters, gradients and the runtime, against the libraries' modules."""
 
 import importlib.util
 import sys
@@ -49,11 +49,13 @@ ROOT = Path(__file__).resolve().parent.parent
 QWEN = "Qwen/Qwen2.5-7B"
 SMALL = "Qwen/Qwen2.5-0.5B"
 ALL_LINEAR = ("all-linear",)
-# One of each way to write a model: dense, tied, biases, fused, Conv1D, vision tower, experts of every kind, projections that are subclasses.
+# One model of each kind: dense, tied, biases, fused, Conv1D, vision tower, experts of every kind, projections
+# that are subclasses.
 KINDS = (
-    QWEN, SMALL, "Qwen/Qwen3-8B", "google/gemma-3-4b-pt", "openai-community/gpt2", "EleutherAI/pythia-14m", "facebook/opt-350m",
-    "microsoft/Phi-3-mini-4k-instruct", "allenai/OLMo-1B-hf", "tiiuae/falcon-7b", "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen1.5-MoE-A2.7B",
-    "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V2-Lite", "allenai/OLMoE-1B-7B-0924",
+    QWEN, SMALL, "Qwen/Qwen3-8B", "google/gemma-3-4b-pt", "openai-community/gpt2", "EleutherAI/pythia-14m",
+    "facebook/opt-350m", "microsoft/Phi-3-mini-4k-instruct", "allenai/OLMo-1B-hf", "tiiuae/falcon-7b",
+    "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen1.5-MoE-A2.7B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b",
+    "deepseek-ai/DeepSeek-V2-Lite", "allenai/OLMoE-1B-7B-0924",
 )  # fmt: skip
 ROUNDED_WITHIN = 0.001  # each tensor is rounded up to 512 bytes
 REPORTED_WITHIN = 0.005  # the engine's own small buffers, 16 MiB
@@ -387,9 +389,11 @@ class TestHost:
 SHARDINGS: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 
-# A flat buffer is padded to equal pieces: 2 elements on each of at most 128 ranks, in each of two groups, 512 bytes an allocation, up to four of them.
+# A flat buffer is padded to equal pieces: 2 elements on each of at most 128 ranks, in each of two groups, 512 bytes an
+# allocation, up to four of them.
 PADDED_BYTES = 4 * 2 * (2 * 128 * 4 + 512)
-# Where a piece ends, ZeRO-1 and 2 have the gradient of the whole tensor: of the SMALL model's embedding at most, in bfloat16.
+# Where a piece ends, ZeRO-1 and 2 have the gradient of the whole tensor: of the SMALL model's embedding at most, in
+# bfloat16.
 ENDS_BYTES = 2 * 151_936 * 896 + PADDED_BYTES
 
 

@@ -1,4 +1,4 @@
-"""The study: what it asks, what it learns, what it certifies; on cards that are simulated and whose offsets it is not told."""
+"""The study's probes, posterior and certificate, on simulated cards with offsets that it does not know."""
 
 import json
 import math
@@ -118,7 +118,8 @@ def test_a_trials_parameters_are_the_settings_of_its_candidate(tmp_path: Path) -
     answer = proven(storage(tmp_path))
     params = optuna.load_study(study_name=answer.study_name, storage=answer.storage).trials[0].params
     assert set(params) == {
-        "gradient_checkpointing", "attn_implementation", "sharding", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length",
+        "gradient_checkpointing", "attn_implementation", "sharding", "per_device_train_batch_size",
+        "gradient_accumulation_steps", "max_length",
     }  # fmt: skip
 
 
@@ -218,9 +219,7 @@ def test_ctrl_c_leaves_the_best_so_far_and_a_study_that_goes_on(tmp_path: Path) 
     assert (stopped.ending, stopped.probes, len(stopped.measurements)) == ("interrupted", 1, 1)
     whole = proven(storage(tmp_path))
     assert whole.ending == "certified" and whole.measurements[0].candidate.max_length == calls[0]
-    assert (
-        whole.measurements[1].candidate.max_length == calls[1]
-    )  # it says nothing of the candidate that was interrupted
+    assert whole.measurements[1].candidate.max_length == calls[1]  # an interrupted candidate is no observation
 
 
 def test_a_plan_is_asked_about_the_class_that_it_recommends() -> None:
@@ -252,7 +251,7 @@ def test_what_two_constants_share_is_left_undecided_between_them() -> None:
 
 @pytest.mark.parametrize(("kind", "sign"), [("at_least", 1), ("at_most", -1)])
 def test_an_inequality_cuts_the_normal_distribution(kind: str, sign: int) -> None:
-    """Cut at its mean, its mean moves by sqrt(2 / pi) deviations and its variance is 1 - 2 / pi of what it was."""
+    """Cut at its mean: the mean moves by sqrt(2 / pi) deviations, the variance becomes 1 - 2 / pi of itself."""
     belief = belief_from([Observation(kind=kind, coefficients={"activations": 1.0}, value=0.0, noise=1e-9)])  # type: ignore[arg-type]
     mean, deviation = belief.constant("activations")
     prior = PRIORS["activations"].deviation
@@ -269,7 +268,7 @@ def test_a_surprise_is_believed_and_leaves_everything_else_less_certain() -> Non
 
 
 def test_a_device_that_is_wholly_another_is_searched_by_halving() -> None:
-    """Twice the activations that the estimate has: no probe's answer is foreseen, and still they are few."""
+    """Twice the estimated activations: no probe's result is predicted, and still few probes are needed."""
     candidates = space(problem())
     card = replace(CARD, activations=1.0)
     measured: dict[GridPoint, Measurement] = {}
@@ -315,7 +314,7 @@ def test_a_probe_teaches_the_context_and_the_activations_of_the_card() -> None:
 
 
 def test_what_the_prior_excludes_fits_on_hardly_any_card() -> None:
-    """Of the candidates that the prior excludes before any probe, the likeliest of each structure: on less than one of a hundred hidden cards."""
+    """The likeliest excluded candidate of each structure fits on less than one of a hundred hidden cards."""
     candidates = space(problem())
     knowledge = knowledge_of(candidates, {}, {})
     points = [

@@ -1,4 +1,4 @@
-"""What can happen to a study: killed at any moment, its storage locked, its probes crashing, somebody else at it."""
+"""Faults of a study: killed at any moment, storage locked, probes that crash, a second process at it."""
 
 import socket
 import sqlite3
@@ -33,11 +33,11 @@ KNOBS = (
     "per_device_train_batch_size",
     "attn_implementation",
     "gradient_checkpointing",
-)  # tell the problem's candidates apart
+)  # settings that identify the problem's candidates
 
 
 class Card:
-    """The hidden card, which remembers what it was asked."""
+    """The hidden card, which records the probed candidates."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
@@ -113,7 +113,7 @@ def test_a_study_killed_from_outside_goes_on(seconds: float, tmp_path: Path, und
 
 
 def locked(path: Path, seconds: float) -> threading.Thread:
-    """Holds the file for so long, from before this returns."""
+    """Lock the file for some seconds, in a thread; returns once it is locked."""
     holds = threading.Event()
 
     def hold() -> None:
@@ -141,7 +141,10 @@ def test_a_storage_that_stays_locked_is_one_line(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(probes.study.storage, "LOCK_SECONDS", 0.2)
     proven(storage(tmp_path), budget_seconds=-1.0)
     thread = locked(tmp_path / "study.db", 2.0)
-    said = r"^The study in sqlite:///\S+ is locked by another process, for more than 0 s\. End that one, or give another --storage\.$"
+    said = (
+        r"^The study in sqlite:///\S+ is locked by another process, for more than 0 s\. "
+        r"End that one, or give another --storage\.$"
+    )
     with pytest.raises(PlanError, match=said):
         proven(storage(tmp_path))
     thread.join()
@@ -155,7 +158,9 @@ def test_a_storage_that_is_none_is_wrong_input(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["nonsense", " mysql://me:secret@host/db", "mysql://me:secret@host:port/db"])
 def test_a_storage_url_that_cannot_be_parsed_is_not_shown(url: str) -> None:
-    with pytest.raises(InputError, match=r"^--storage is no URL that SQLAlchemy can parse\. Try sqlite:///probes\.db\.$"):
+    with pytest.raises(
+        InputError, match=r"^--storage is no URL that SQLAlchemy can parse\. Try sqlite:///probes\.db\.$"
+    ):
         proven(url)
 
 

@@ -216,7 +216,7 @@ class TestLaws:
     def test_larger_micro_batches_at_the_same_effective_batch_and_padding_are_never_slower(
         self, job: dict[str, Any]
     ) -> None:
-        """A row alone has no padding, and no mask that keeps sdpa from FlashAttention: two padded ones may well be slower."""
+        """A single row has no padding, and so no mask that keeps sdpa from FlashAttention: two rows may be slower."""
         accumulation = job["gradient_accumulation_steps"]
         candidate = replace(built(job), steps_per_generation=accumulation)
         candidate = replace(candidate, padded=candidate.pads)

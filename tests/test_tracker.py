@@ -1,4 +1,4 @@
-"""Contract of the tracker: what it reports is what PyTorch allocates when nobody is watching."""
+"""Contract of the tracker: it reports what PyTorch allocates without it."""
 
 import contextlib
 import itertools
@@ -28,12 +28,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-# Scalars that kernels make inside themselves: the profiler sees them, a mode does not.
+# Scalars that kernels allocate inside themselves: the profiler sees them, a dispatch mode does not.
 SCALARS_BYTES = 128
 
 
 def untracked_peak_bytes(case: Candidate) -> int:
-    """The peak of a real run above what was there before, from the allocator's own reports: no mode is on."""
+    """Peak of a real run above its start, from the allocator's own reports, without a dispatch mode."""
     with quiet(), collector_off(), models_stay_where_they_are():
         built = fake_trainer(case, "real")
         built.trainer.remove_callback(PrinterCallback)
@@ -59,14 +59,14 @@ def test_peak_is_that_of_a_run_without_the_tracker(tied: bool, tuning: str, chec
     case = candidate(model=model, tuning=tuning, gradient_checkpointing=checkpointing, dtype=dtype, padded=False)
     trace = dry_run(case, "cpu")
     residents = sum(allocation.size_bytes for allocation in trace.allocations if allocation.operator == "resident")
-    # what a checkpoint keeps of the random number generator is on the host, which the profiler sees as well
+    # checkpointing keeps the random number generator's state on the host, which the profiler sees too
     layers = int(str(CONFIG["num_hidden_layers"]))
     generator_bytes = layers * torch.get_rng_state().nbytes if checkpointing else 0
     assert 0 <= untracked_peak_bytes(case) - (trace.peak_bytes - residents) - generator_bytes <= SCALARS_BYTES
 
 
 class _Owner(torch.autograd.Function):
-    """Returns gradients from Python, and keeps one of them if it is told to."""
+    """Return gradients from Python, and keep one of them if `keeps`."""
 
     kept: ClassVar[list[torch.Tensor]] = []
     keeps = False
