@@ -1,4 +1,4 @@
-"""Random jobs for the benchmark of the search: models, cards, clusters, methods, pins and goals, the same for the same seed."""
+"""Random jobs for the benchmark of the search: model, cluster, method, pins and goal. Equal seeds give equal jobs."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Goal, Job
 from planner.methods import METHODS
 from planner.models.catalogue import load_model, model_rows
-from planner.plan import classes
+from planner.plan import tuning_classes
 from planner.search.knobs import SearchProblem
 from probes.study.space import Space, space_of
 
@@ -18,7 +18,7 @@ SMALLEST_PARAMS, LARGEST_PARAMS = 3e8, 8e10
 GPUS = (1, 1, 1, 2, 4, 8)
 GOALS: tuple[Goal, ...] = ("throughput", "throughput", "max-length", "batch-size")
 TUNING = ("auto", "auto", "full", "lora", "qlora")
-# Pins, and in how many jobs of a hundred.
+# Settings, the percentage of jobs that pin them, and the values.
 PINS: dict[str, tuple[int, tuple[object, ...]]] = {
     "max_length": (40, (512, 2048, 4096, 8192)),
     "max_completion_length": (40, (256, 1024, 2048)),
@@ -37,7 +37,11 @@ LARGEST_SPACE = 200  # structures
 
 
 def random_job(draw: random.Random) -> tuple[Job, Cluster]:
-    """Raises PlanError where what was drawn contradicts itself."""
+    """Draw a job and a cluster.
+
+    Raises:
+        PlanError: the drawn settings contradict each other.
+    """
     models = [row.id for row in model_rows() if row.known and SMALLEST_PARAMS <= row.params <= LARGEST_PARAMS]
     model = load_model(draw.choice(models))
     method = draw.choice(sorted(METHODS))
@@ -66,14 +70,14 @@ def random_job(draw: random.Random) -> tuple[Job, Cluster]:
 
 
 def random_questions(seed: int) -> Iterator[tuple[int, SearchProblem]]:
-    """One class of tuning of each job that contradicts nothing, with the number of the draw."""
+    """One tuning class of each job without contradictions, with the number of the draw."""
     number = 0
     while True:
         number += 1
         draw = random.Random(f"job {seed} {number}")
         try:
             job, cluster = random_job(draw)
-            yield number, SearchProblem(job=job, cluster=cluster, tuning_class=draw.choice(classes(job)))
+            yield number, SearchProblem(job=job, cluster=cluster, tuning_class=draw.choice(tuning_classes(job)))
         except PlanError:
             continue
 

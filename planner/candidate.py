@@ -142,7 +142,7 @@ class Candidate:
 
     @property
     def flattened(self) -> bool:
-        """Whether all rows of a batch are concatenated to one row: with packing or padding-free training.
+        """True if all rows of a batch are concatenated to one row: with packing or padding-free training.
 
         Source: trl 1.16, sft_trainer.py, `padding_free`.
         """
@@ -150,7 +150,7 @@ class Candidate:
 
     @property
     def pads(self) -> bool:
-        """Whether batches of the training pass hold padding: rows are padded to the longest row of their group.
+        """True if batches of the training pass hold padding: rows are padded to the longest row of their group.
 
         The group of rows in trl 1.16 is one of:
 
@@ -187,7 +187,7 @@ class Candidate:
 
     @property
     def accumulates(self) -> bool:
-        """Whether an optimizer step has several backward passes (gradient accumulation)."""
+        """True if an optimizer step has several backward passes (gradient accumulation)."""
         return self.gradient_accumulation_steps > 1
 
     @property
@@ -214,7 +214,7 @@ class Candidate:
 
     @property
     def separate_reference(self) -> bool:
-        """Whether a second copy of the policy is loaded as the reference model.
+        """True if a second copy of the policy is loaded as the reference model.
 
         With LoRA there is none: the reference is the policy with its adapters disabled.
         """

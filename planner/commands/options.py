@@ -270,7 +270,7 @@ class ProbeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(ProbeOptions):
-    """Whether probes prove the plan, and how long they may take."""
+    """Options of a study of probes, which proves a plan."""
 
     probe: Annotated[
         bool,

@@ -45,7 +45,7 @@ class PinnedJob:
 
     @property
     def full(self) -> bool:
-        """Whether the job pins full fine-tuning."""
+        """True if the job pins full fine-tuning."""
         return self.job.tuning == "full" or self.pinned.get("tuning") == "full"
 
 
@@ -62,7 +62,7 @@ def refuse_contradictions(job: Job, cluster: Cluster) -> None:
 
 
 def unused_lengths(job: Job) -> list[str]:
-    """One warning for each pinned length that the method does not use."""
+    """Return one warning for each pinned length that the method does not use."""
     limits = "max_length" if has_setting(job.method, "max_length") else "prompt_length and max_completion_length"
     return [
         f"{field} is not used: the rows of {job.method} are {limits}"
@@ -266,7 +266,7 @@ def _split_groups(share: int, processes: list[int], group: int) -> Iterator[str]
 
 
 def _group(job: Job) -> int:
-    """Completions of one prompt, which stay together in an optimizer step; 1 if steps_per_generation is pinned.
+    """Return the completions of one prompt, which stay in one optimizer step; 1 if steps_per_generation is pinned.
 
     Generation batches of another size than an optimizer step are checked with the whole candidate.
     """
@@ -279,7 +279,7 @@ def _group(job: Job) -> int:
 
 
 def _process_counts(pins: PinnedJob) -> list[int]:
-    """The possible numbers of training processes, the likeliest first; none if a server leaves no GPU."""
+    """Return the possible numbers of training processes, the likeliest first; none if a server leaves no GPU."""
     pinned, cluster = pins.pinned, pins.cluster
     if "num_processes" in pinned:
         return [pinned["num_processes"]]
@@ -380,10 +380,10 @@ def candidate_method_problems(candidate: Candidate, job: Job) -> Iterator[str]:
 
 
 def generation_batch(candidate: Candidate) -> int:
-    """Completions sampled at once over all processes (trl 1.16, grpo_config.py:1100)."""
+    """Return the completions sampled at once over all processes (trl 1.16, grpo_config.py:1100)."""
     return candidate.per_device_train_batch_size * candidate.num_processes * candidate.steps_per_generation
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is not above `at_most`."""
+    """Return the largest divisor of `number` that is not above `at_most`."""
     return next(divisor for divisor in range(at_most, 0, -1) if number % divisor == 0)
