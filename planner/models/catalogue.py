@@ -1,4 +1,4 @@
-"""Names -> models and GPUs: the catalogue in `data/`, a folder or config.json, the Hub."""
+"""Models by name: from the catalogue in `data/models.jsonl`, a folder or config.json, or the Hub."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,10 @@ BY_PATH = "Or give the path of a folder with its config.json: --model ./folder."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRow:
-    """One model of the catalogue. `known`: whether its activations have formulas. `verified`: its count was published by others."""
+    """One model of the catalogue.
+
+    `known`: its activations have formulas. `verified`: its parameter count is equal to one that others published.
+    """
 
     id: str
     aliases: tuple[str, ...]
@@ -35,17 +38,17 @@ class ModelRow:
 
 @lru_cache(maxsize=64)
 def load_model(name: str) -> ModelShape:
-    """The model that `--model` names: a path, a name of the catalogue, or a name on the Hub.
+    """Return the model that `--model` names: a path, a name of the catalogue, or a name on the Hub.
 
-    A model without formulas (`known` is False) has no layers, and no `params` either where the catalogue does not have it:
+    A model without formulas (`known` is False) has no layers, and no `params` if the catalogue does not have it;
     `planner.training_stack.complete_models` completes it.
 
-    Names are compared without case, with or without their organisation; `Qwen2.5-7B-Instruct-GPTQ-Int4` is
-    Qwen2.5-7B-Instruct, quantized so.
+    Names are compared without case, with or without their organisation. `Qwen2.5-7B-Instruct-GPTQ-Int4` is
+    Qwen2.5-7B-Instruct with that quantization.
 
     Raises:
-        UnknownName: neither path nor catalogue nor Hub has it.
-        InputError: the config.json is not one, or misses what its model type needs.
+        UnknownName: there is no such path, row of the catalogue or name on the Hub.
+        InputError: the file is no model config, or lacks a key that its model type needs.
     """
     if not name.strip():
         raise InputError("--model is empty. Give a name such as Qwen2.5-7B, or a path.")
@@ -82,7 +85,7 @@ def _is_path(name: str) -> bool:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is such a file; a text that the system takes for no path at all is none."""
+    """Whether the file exists; False for texts that the system does not accept as a path."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -108,14 +111,14 @@ def _path_id(file: Path) -> str:
 
 
 def _from_catalogue(name: str) -> ModelShape | None:
-    """The row of that name, or of that name without its quantization ending; None where there is none."""
+    """The model of that name, or of that name without its quantization ending; None if the catalogue has neither."""
     row = _find(name)
     if row is not None:
         return _shape(row, _proper_name(row, name), published_checkpoint(_proper_name(row, name)))
     base, published = from_name(name)
     if published is NOT_QUANTIZED and not name.lower().startswith(MIRRORS):
         return None
-    row = _find(base) or _find(base.rsplit("/", 1)[-1])  # whoever quantized it: the shape is the original's
+    row = _find(base) or _find(base.rsplit("/", 1)[-1])  # an organisation that quantized the original
     return _shape(row, name, published) if row is not None else None
 
 
@@ -129,7 +132,7 @@ def _shape(row: dict[str, Any], name: str, published: Published) -> ModelShape:
 
 
 def _proper_name(row: dict[str, Any], name: str) -> str:
-    """The spelling of the catalogue: `qwen2.5-7b` -> `Qwen/Qwen2.5-7B`, `qwen2.5-7b-instruct` -> `Qwen/Qwen2.5-7B-Instruct`."""
+    """The catalogue's spelling of a name: `qwen2.5-7b` -> `Qwen/Qwen2.5-7B`."""
     spellings: list[str] = [row["id"], *sorted(row["aliases"], key=lambda alias: "/" not in alias)]
     tail = name.lower().rsplit("/", 1)[-1]
     exact = [spelling for spelling in spellings if spelling.lower() == name.lower() and "/" in spelling]
@@ -137,9 +140,9 @@ def _proper_name(row: dict[str, Any], name: str) -> str:
 
 
 def _find(name: str) -> dict[str, Any] | None:
-    """The row whose id or alias it is; an id beats an alias, a whole name one without organisation.
+    """The row with this id or alias, whole or without organisation; the best match as `_rank` orders them.
 
-    Only lines that hold the name are parsed: the file has 200 kB.
+    Only lines that contain the name are parsed, since the file has 200 kB.
     """
     wanted = name.lower()
     found = [json.loads(line) for line in _lines() if f'{wanted}"' in line.lower()]
@@ -148,6 +151,7 @@ def _find(name: str) -> dict[str, Any] | None:
 
 
 def _rank(row: dict[str, Any], wanted: str) -> int | None:
+    """0: the id. 1: an alias. 2: the id without organisation. 3: an alias without organisation. None: no match."""
     names = [row["id"].lower()], [alias.lower() for alias in row["aliases"]]
     for rank, known in enumerate((*names, *([full.rsplit("/", 1)[-1] for full in full_names] for full_names in names))):
         if wanted in known:

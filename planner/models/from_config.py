@@ -1,10 +1,10 @@
-"""Any Hugging Face `config.json` -> the shapes of its layers. Our own formulas; nothing here reads files or imports transformers."""
+"""`ModelShape` from a Hugging Face `config.json`, by our own formulas; reads no files and imports no transformers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.errors import InputError, UnknownArchitecture
-from planner.models.architectures import unlike, vision
+from planner.models.architectures import special_layers, vision
 from planner.models.architectures.defaults import DEFAULTS
 from planner.models.architectures.families import FAMILIES, Family, layer_of
 from planner.models.architectures.fields import Fields
@@ -14,18 +14,20 @@ from planner.models.shape import Layer, ModelShape, Norm
 
 __all__ = ["KNOWN_MODEL_TYPES", "NOT_COUNTED", "Counts", "shape_of"]
 
-_UNLIKE: dict[str, Callable[[Fields, int], Layer]] = {
-    "gpt2": unlike.gpt2,
-    "gpt_neox": unlike.gpt_neox,
-    "opt": unlike.opt,
-    "falcon": unlike.falcon,
-    "deepseek_v2": unlike.deepseek,
-    "deepseek_v3": unlike.deepseek,
+_SPECIAL_LAYERS: dict[str, Callable[[Fields, int], Layer]] = {
+    "gpt2": special_layers.gpt2,
+    "gpt_neox": special_layers.gpt_neox,
+    "opt": special_layers.opt,
+    "falcon": special_layers.falcon,
+    "deepseek_v2": special_layers.deepseek,
+    "deepseek_v3": special_layers.deepseek,
 }
-_WRAPPERS = {"gemma3": "gemma3_text"}  # a text model beside a vision tower -> the text model's type
-KNOWN_MODEL_TYPES = frozenset({*FAMILIES, *_UNLIKE, *_WRAPPERS})
+# Model type of a text model with a vision tower -> the text model's own type.
+_WRAPPERS = {"gemma3": "gemma3_text"}
+KNOWN_MODEL_TYPES = frozenset({*FAMILIES, *_SPECIAL_LAYERS, *_WRAPPERS})
 
-# Names of sizes where they differ from the usual ones. Source: transformers 5.23, `attribute_map` of the config classes.
+# Usual name of a size -> the name in the configs of a model type. Source: transformers 5.23, `attribute_map` of the
+# config classes.
 _SPELLINGS: dict[str, dict[str, str]] = {
     "gpt2": {
         "hidden_size": "n_embd",
@@ -37,7 +39,8 @@ _SPELLINGS: dict[str, dict[str, str]] = {
     "deepseek_v2": {"n_routed_experts": "num_experts"},
     "deepseek_v3": {"n_routed_experts": "num_local_experts"},
 }
-# The rate of the dropout behind the embedding. Source: transformers 5.23, the `...Model.__init__` of modeling_<folder>.py.
+# Config key of the dropout rate after the embedding. Source: transformers 5.23, `...Model.__init__` of
+# modeling_<folder>.py.
 _EMBED_DROPOUT_KEYS = {
     "gpt2": "embd_pdrop",
     "phi": "embd_pdrop",
@@ -50,7 +53,7 @@ _NO_NORM = Norm(kind="none", features=0, params=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """What somebody counted of a model: all that stands for an architecture without formulas. `vision`: what text does not pass."""
+    """Parameters of a model without formulas, counted elsewhere. `vision`: the parameters that text does not pass."""
 
     params: int
     embed: int
@@ -58,9 +61,8 @@ class Counts:
     vision: int = 0
 
 
-NOT_COUNTED = Counts(
-    params=0, embed=0, lm_head=0
-)  # nobody has: `probes.layers.shapes` builds the model and counts
+# Counts of a model that is not in the catalogue, until `probes.layers.shapes` builds the model and counts.
+NOT_COUNTED = Counts(params=0, embed=0, lm_head=0)
 
 
 def shape_of(
@@ -72,15 +74,15 @@ def shape_of(
     auto_class: str = "",
     published: Published | None = None,
 ) -> ModelShape:
-    """The shape of the model that a `config.json` describes.
+    """Return the shape of the model that a `config.json` describes.
 
     Args:
-        config: the parsed file; `text_config` holds the language model of a multimodal one.
+        config: the parsed file; `text_config` holds the language model of a multimodal model.
         id: the name to show.
-        counts: used where the layers have no formulas (`ModelShape.known` is then False).
-        dtype: of the published weights, where the config does not say.
-        auto_class: the class that loads it, where it is not `AutoModelForCausalLM`.
-        published: how the checkpoint is quantized, where the config does not say.
+        counts: used if the layers have no formulas (`ModelShape.known` is then False).
+        dtype: dtype of the published weights if the config has none.
+        auto_class: the class that loads the model; "" for `AutoModelForCausalLM`.
+        published: quantization of the checkpoint; None: as the config says.
 
     Raises:
         UnknownArchitecture: no formulas for the model type, and no counts either.
@@ -89,21 +91,23 @@ def shape_of(
     fields = _fields(config, id)
     if _model_type(config, id) not in KNOWN_MODEL_TYPES and counts is None:
         raise UnknownArchitecture(
-            f"{id} is of model type {fields.model_type!r}, whose layers have no formula here, and it is not in the catalogue. "
-            f"Known model types: {', '.join(sorted(KNOWN_MODEL_TYPES))}."
+            f"{id} is of model type {fields.model_type!r}, whose layers have no formula here, "
+            f"and it is not in the catalogue. Known model types: {', '.join(sorted(KNOWN_MODEL_TYPES))}."
         )
     reason = _unknown_because(config, fields)
     if not reason:
-        return _computed(config, fields, dtype, auto_class, from_config(config, id) if published is None else published)
+        return _shape_from_formulas(
+            config, fields, dtype, auto_class, from_config(config, id) if published is None else published
+        )
     if counts is None:
         raise UnknownArchitecture(f"{id} {reason}, which has no formula here, and it is not in the catalogue.")
-    return _counted(
+    return _shape_from_counts(
         config, fields, counts, reason, dtype, auto_class, from_config(config, id) if published is None else published
     )
 
 
 def _unknown_because(config: dict[str, object], fields: Fields) -> str:
-    """Why the layers of a model have no formulas; "" where they have."""
+    """The reason why the layers of a model have no formulas; "" if they have formulas."""
     if _model_type(config, fields.id) not in KNOWN_MODEL_TYPES:
         return f"is of model type {fields.model_type!r}"
     family = FAMILIES.get(fields.model_type)
@@ -122,7 +126,7 @@ def _model_type(config: dict[str, object], model_id: str) -> str:
 
 
 def _fields(config: dict[str, object], model_id: str) -> Fields:
-    """The language model's keys: those of `text_config` where there is one, the defaults underneath."""
+    """The keys of the language model: those of `text_config` if it exists, with the model type's defaults."""
     outer = _model_type(config, model_id)
     inner = config.get("text_config")
     values = dict(inner) if isinstance(inner, dict) else dict(config)
@@ -135,10 +139,10 @@ def _fields(config: dict[str, object], model_id: str) -> Fields:
     return Fields(id=model_id, model_type=model_type, values={**DEFAULTS.get(model_type, {}), **values, **spelled})
 
 
-def _computed(
+def _shape_from_formulas(
     config: dict[str, object], fields: Fields, dtype: str, auto_class: str, published: Published
 ) -> ModelShape:
-    """All from formulas."""
+    """The shape of a model whose layers have formulas."""
     layers = _layers(fields)
     tied = _tied(config, fields)
     width = (
@@ -185,7 +189,7 @@ def _computed(
     )
 
 
-def _counted(
+def _shape_from_counts(
     config: dict[str, object],
     fields: Fields,
     counts: Counts,
@@ -194,8 +198,11 @@ def _counted(
     auto_class: str,
     published: Published,
 ) -> ModelShape:
-    """Counts alone: the layers of this architecture have no formulas. Sizes that the config does not name so are 0 until the modules show them."""
-    said = "its parameters are counted" if counts.params else "its parameters are not counted"
+    """The shape of a model whose layers have no formulas: its counts, and no layers.
+
+    Sizes that the config names otherwise are 0; `planner.training_stack.complete_models` reads them off the modules.
+    """
+    counted = "its parameters are counted" if counts.params else "its parameters are not counted"
     return ModelShape(
         id=fields.id,
         model_type=_model_type(config, fields.id),
@@ -214,7 +221,7 @@ def _counted(
         auto_class=auto_class if auto_class or not counts.params else "AutoModelForCausalLM",
         quantization=published.quantization,
         quantization_group_size=published.group_size,
-        notes=(f"It {reason}: its activations are not known by formula, {said}.",),
+        notes=(f"It {reason}: its activations are not known by formula, {counted}.",),
         config=config,
     )
 
@@ -224,29 +231,32 @@ def _size(fields: Fields, *names: str) -> int:
 
 
 def _layers(fields: Fields) -> tuple[Layer, ...]:
-    """Every decoder layer in order; equal ones are the same object."""
+    """Every decoder layer in order; equal layers are the same object."""
     distinct: dict[Layer, Layer] = {}
-    made = (_layer(fields, index) for index in range(fields.positive("num_hidden_layers")))
-    return tuple(distinct.setdefault(layer, layer) for layer in made)
+    layers = (_layer(fields, index) for index in range(fields.positive("num_hidden_layers")))
+    return tuple(distinct.setdefault(layer, layer) for layer in layers)
 
 
 def _layer(fields: Fields, index: int) -> Layer:
-    unlike_layer = _UNLIKE.get(fields.model_type)
-    return unlike_layer(fields, index) if unlike_layer else layer_of(FAMILIES[fields.model_type], fields, index)
+    special_layer = _SPECIAL_LAYERS.get(fields.model_type)
+    return special_layer(fields, index) if special_layer else layer_of(FAMILIES[fields.model_type], fields, index)
 
 
 def _final_norm(fields: Fields) -> Norm:
-    """The norm before the head. opt-350m, whose layers end in a norm, has none (modeling_opt.py `OPTDecoder.__init__`)."""
+    """The norm before the head. opt-350m has none: its layers end in a norm (modeling_opt.py `OPTDecoder.__init__`)."""
     if fields.model_type == "opt":
         present = fields.flag("do_layer_norm_before") and not fields.flag("_remove_final_layer_norm")
-        return unlike.opt_norm(fields) if present else _NO_NORM
+        return special_layers.opt_norm(fields) if present else _NO_NORM
     family = FAMILIES.get(fields.model_type)
     kind = family.norm if family else "rms" if fields.model_type.startswith("deepseek") else "layer"
     return norm(kind, fields.positive("hidden_size"))
 
 
 def _position_params(fields: Fields) -> int:
-    """Learned positions of gpt2 (`wpe`) and opt, whose table starts at 2 (modeling_opt.py `OPTLearnedPositionalEmbedding`)."""
+    """Parameters of the learned positions of gpt2 (`wpe`) and opt.
+
+    opt's table starts at 2 (modeling_opt.py `OPTLearnedPositionalEmbedding`).
+    """
     offsets = {"gpt2": 0, "opt": 2}
     if fields.model_type not in offsets:
         return 0
@@ -254,7 +264,10 @@ def _position_params(fields: Fields) -> int:
 
 
 def _tied(config: dict[str, object], fields: Fields) -> bool:
-    """The outer config decides for a multimodal model (modeling_gemma3.py `_tied_weights_keys` of the outer class)."""
+    """Whether the head shares the embedding's weight.
+
+    For a multimodal model the outer config decides (modeling_gemma3.py `_tied_weights_keys` of the outer class).
+    """
     outer = config.get("tie_word_embeddings")
     return outer if isinstance(outer, bool) else fields.flag("tie_word_embeddings")
 
@@ -272,13 +285,13 @@ def _scaled_logits(family: Family | None, fields: Fields) -> bool:
     return family is not None and (family.scaled_logits or fields.has("final_logit_softcapping"))
 
 
-def _dtype(config: dict[str, object], given: str) -> str:
+def _dtype(config: dict[str, object], otherwise: str) -> str:
     inner = config.get("text_config")
     inner = inner if isinstance(inner, dict) else {}
     for stated in (config.get("dtype"), config.get("torch_dtype"), inner.get("dtype"), inner.get("torch_dtype")):
         if isinstance(stated, str):
             return stated.removeprefix("torch.")
-    return given or "bfloat16"
+    return otherwise or "bfloat16"
 
 
 def _notes(config: dict[str, object], dtype: str, published: Published) -> tuple[str, ...]:

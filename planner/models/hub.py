@@ -1,16 +1,16 @@
-"""A model's `config.json` from the Hugging Face Hub, when it can be reached (huggingface_hub, imported only here)."""
+"""Download of a model's `config.json` from the Hugging Face Hub; the only module that imports huggingface_hub."""
 
 import json
 import threading
 from pathlib import Path
 
-ANSWER_SECONDS = 1.5  # to hear from the Hub at all: a machine without network must not keep its user waiting
+ANSWER_SECONDS = 1.5  # timeout of the first answer, so that a user without network does not wait
 NO_SUCH_NAME = "the Hub allows no such name"
-DOWNLOAD_SECONDS = 10.0  # for the few kB of a config.json, once the Hub has answered
+DOWNLOAD_SECONDS = 10.0  # timeout of the download of a few kB, once the Hub has answered
 
 
 def hub_config(name: str) -> dict[str, object] | str:
-    """The config of `org/name`, or one clause that says why there is none."""
+    """Return the config of `org/name`, or a clause with the reason why there is none."""
     try:
         import huggingface_hub
         from huggingface_hub import constants, errors
@@ -28,13 +28,13 @@ def hub_config(name: str) -> dict[str, object] | str:
 
 
 def _download(name: str) -> dict[str, object] | str:
-    """First one request without retries, since `hf_hub_download` retries for 23 seconds when there is no network.
+    """Send one request without retries before the download: `hf_hub_download` retries for 23 seconds without network.
 
-    In a thread, since no timeout covers a name server that is silent.
+    Runs in a thread, since the request's timeout does not cover a name server that does not answer.
     """
     outcome: list[dict[str, object] | str] = []
     connected = threading.Event()
-    thread = threading.Thread(target=lambda: outcome.append(_asked(name, connected)), daemon=True)
+    thread = threading.Thread(target=lambda: outcome.append(_request(name, connected)), daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
     if connected.is_set():
@@ -42,7 +42,7 @@ def _download(name: str) -> dict[str, object] | str:
     return outcome[0] if outcome else "the Hub did not answer in time"
 
 
-def _asked(name: str, connected: threading.Event) -> dict[str, object] | str:
+def _request(name: str, connected: threading.Event) -> dict[str, object] | str:
     import huggingface_hub
     from huggingface_hub import errors
 

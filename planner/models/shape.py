@@ -1,4 +1,4 @@
-"""What a model is made of, as far as memory and speed can tell: the shapes of its layers.
+"""Shapes of a model's layers: all properties of a model that memory and speed depend on.
 
 A `ModelShape` is built by `planner/models/from_config.py` from any `config.json`; nothing here reads files.
 Sizes are named as in Hugging Face's `config.json`.
@@ -179,10 +179,9 @@ class Layer:
     norms: tuple[Norm, ...]
     residual_dropout: float = 0.0  # of the output of each block while training (gpt2, opt)
     residual_scaled: bool = False  # granite: the output of each block times a number
-    passed: bool = True  # text runs through it; mllama's cross-attention to images is passed by
-    measure: Callable[..., Any] | None = (
-        None  # a program "measured": (Recipe, gradients_exist) -> LayerMemory, from memory/layers/measured_layers.py
-    )
+    passed: bool = True  # text passes the layer; False: cross-attention to images (mllama)
+    # Only for the program "measured": (Recipe, gradients_exist) -> LayerMemory, from memory/layers/measured_layers.py.
+    measure: Callable[..., Any] | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -217,10 +216,10 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ModelShape:
-    """A model as shapes. Compared by identity, so that caches on it cost nothing.
+    """A model as shapes. Compared by identity, so that a cache lookup with a model as key is cheap.
 
-    `layers` lists every decoder layer in order; equal layers are the same object. It is empty for an architecture
-    without formulas, which then has `params` (from the catalogue) and nothing else to stand on.
+    `layers` has every decoder layer in order; equal layers are the same object. It is empty for an architecture
+    without formulas until `planner.training_stack.complete_models` completes it.
     """
 
     id: str
@@ -236,15 +235,12 @@ class ModelShape:
     lm_head_bias_params: int = 0
     final_norm: Norm
     embed_norm: Norm | None = None  # None: the embedding goes straight into the first layer
-    other_params: int = (
-        0  # outside embeddings, layers, final norm and head, with the vision tower: projectors, adapters
-    )
+    other_params: int = 0  # projectors and adapters: outside embeddings, layers, final norm, head and vision tower
     vision_params: int = 0
     vision_linear_params: int = 0
-    outer_linears: tuple[
-        tuple[Linear, int], ...
-    ] = ()  # an architecture without formulas: `nn.Linear` outside its layers, with counts
-    vision_linears: tuple[tuple[Linear, int], ...] = ()  # those of them that text does not pass
+    # Only for architectures without formulas: `nn.Linear` modules outside the layers, with counts.
+    outer_linears: tuple[tuple[Linear, int], ...] = ()  # text passes them
+    vision_linears: tuple[tuple[Linear, int], ...] = ()  # text does not pass them
     tied: bool
     params: int
     auto_class: str = "AutoModelForCausalLM"
@@ -285,7 +281,7 @@ class ModelShape:
 
     @property
     def idle_params(self) -> int:
-        """Parameters outside the decoder layers that text does not pass: towers for images and sound, with gemma 3's projector behind its own."""
+        """Parameters outside the layers that text does not pass: towers for images and sound, gemma 3's projector."""
         return self.vision_params + (self.other_params if self.vision_linear_params else 0)
 
     @cached_property
@@ -300,7 +296,7 @@ class ModelShape:
 
 @lru_cache(maxsize=1024)
 def cache_is_known(model: ModelShape) -> bool:
-    """Whether every layer keeps keys and values, or a latent: state spaces, linear attention and indexers keep what has no formula here."""
+    """Whether every layer caches keys and values or a latent; False for state spaces, linear attention and indexers."""
     return all(layer_elements(layer.attention) > 0 for layer, _ in model.layer_kinds)
 
 

@@ -1,10 +1,10 @@
-"""What a config means by leaving a key out: the defaults of transformers' config classes, for the keys that shapes depend on.
+"""Defaults of transformers' config classes for absent keys, for the keys that shapes depend on.
 
-Source of each row: transformers 5.23, models/<folder>/configuration_<folder>.py, the class attributes of the config and its
-`__post_init__`. Sizes that every published config states (hidden_size, num_hidden_layers, vocab_size, ...) have no
+Source of each row: transformers 5.23, models/<folder>/configuration_<folder>.py, the class attributes of the config and
+its `__post_init__`. Sizes that every published config has (hidden_size, num_hidden_layers, vocab_size, ...) have no
 default here: a config without them is an error, not a 7B model. None means "derived": `head_dim` from
-hidden_size // num_attention_heads, `num_key_value_heads` from num_attention_heads. The bases below hold a key or two that some
-families never read (`families.py` says which decide).
+hidden_size // num_attention_heads, `num_key_value_heads` from num_attention_heads. The two tables below are shared by
+several families and contain keys that some of them do not read (`families.py` has the keys that each family reads).
 """
 
 _SILU: dict[str, object] = {

@@ -1,7 +1,8 @@
-"""Experts behind a router, as transformers 5 keeps them: 3-D parameters `gate_up_proj` [E, 2F, H] and `down_proj` [E, H, F].
+"""Experts behind a router, in transformers 5: 3-D parameters `gate_up_proj` [E, 2F, H] and `down_proj` [E, H, F].
 
-Source: transformers 5.23, models/<folder>/modeling_<folder>.py, `...Experts`, `...TopKRouter`, `...SparseMoeBlock`. A bias that only
-steers the routing (`e_score_correction_bias`) is a buffer there, not a parameter.
+E experts, hidden size H, width F of an expert. Source: transformers 5.23, models/<folder>/modeling_<folder>.py,
+`...Experts`, `...TopKRouter`, `...SparseMoeBlock`. A bias that only corrects the routing (`e_score_correction_bias`) is
+a buffer there, not a parameter.
 """
 
 from planner.models.architectures.fields import Fields
@@ -23,16 +24,19 @@ PROJECTIONS = 3  # gate, up, down: hidden_size x moe_intermediate_size elements 
 
 
 def is_sparse(fields: Fields, index: int) -> bool:
-    """Whether a layer has experts (qwen2_moe, qwen3_moe: modeling_qwen2_moe.py `Qwen2MoeDecoderLayer`); always elsewhere."""
+    """Whether a layer has experts. In families other than qwen2_moe and qwen3_moe every layer has.
+
+    Source: modeling_qwen2_moe.py `Qwen2MoeDecoderLayer`.
+    """
     if index in fields.sequence("mlp_only_layers"):
         return False
     return not fields.has("decoder_sparse_step") or (index + 1) % fields.positive("decoder_sparse_step") == 0
 
 
-def of(
+def routed_experts(
     fields: Fields, *, count_key: str, intermediate_key: str, shared: Mlp | None = None, shared_gate_params: int = 0
 ) -> Experts:
-    """Experts without biases, with a router `hidden_size -> num_experts` without one."""
+    """Experts and a router `hidden_size -> num_experts`, all without biases."""
     hidden_size, count, intermediate_size = (
         fields.positive("hidden_size"),
         fields.positive(count_key),
@@ -54,30 +58,30 @@ def of(
 
 
 def _groups(fields: Fields) -> int:
-    """deepseek_v3 always chooses within groups; v2 where `topk_method` says so."""
+    """Groups that experts are chosen from, 0 for none: deepseek_v3 always has them, v2 if `topk_method` says so."""
     grouped = fields.model_type == "deepseek_v3" or fields.values.get("topk_method") == "group_limited_greedy"
     return fields.positive("n_group") if grouped and fields.has("n_group") else 0
 
 
 def mixtral(fields: Fields, index: int) -> Experts:
-    return of(fields, count_key="num_local_experts", intermediate_key="intermediate_size")
+    return routed_experts(fields, count_key="num_local_experts", intermediate_key="intermediate_size")
 
 
 def olmoe(fields: Fields, index: int) -> Experts:
-    return of(fields, count_key="num_experts", intermediate_key="intermediate_size")
+    return routed_experts(fields, count_key="num_experts", intermediate_key="intermediate_size")
 
 
 def qwen3_moe(fields: Fields, index: int) -> Experts:
-    return of(fields, count_key="num_experts", intermediate_key="moe_intermediate_size")
+    return routed_experts(fields, count_key="num_experts", intermediate_key="moe_intermediate_size")
 
 
 def qwen2_moe(fields: Fields, index: int) -> Experts:
-    """With an expert that every token passes, behind a gate of its own (`shared_expert_gate`, hidden_size -> 1)."""
+    """Experts and a shared expert that every token passes, with a gate (`shared_expert_gate`, hidden_size -> 1)."""
     hidden_size = fields.positive("hidden_size")
     shared = gated_mlp(
         hidden_size, fields.positive("shared_expert_intermediate_size"), activation(fields, "hidden_act")
     )
-    return of(
+    return routed_experts(
         fields,
         count_key="num_experts",
         intermediate_key="moe_intermediate_size",
@@ -87,14 +91,14 @@ def qwen2_moe(fields: Fields, index: int) -> Experts:
 
 
 def deepseek(fields: Fields, index: int) -> Experts:
-    """`n_shared_experts` shared experts are one MLP that many times as wide (modeling_deepseek_v3.py `DeepseekV3MoE`)."""
+    """Experts and a shared MLP that is `n_shared_experts` times as wide (modeling_deepseek_v3.py `DeepseekV3MoE`)."""
     width = fields.positive("moe_intermediate_size") * fields.positive("n_shared_experts")
     shared = gated_mlp(fields.positive("hidden_size"), width, activation(fields, "hidden_act"))
-    return of(fields, count_key="n_routed_experts", intermediate_key="moe_intermediate_size", shared=shared)
+    return routed_experts(fields, count_key="n_routed_experts", intermediate_key="moe_intermediate_size", shared=shared)
 
 
 def gpt_oss(fields: Fields, index: int) -> Experts:
-    """With biases on the router and on both projections of every expert (modeling_gpt_oss.py `GptOssExperts`)."""
+    """Experts with biases on the router and on both projections (modeling_gpt_oss.py `GptOssExperts`)."""
     hidden_size, intermediate_size, count = (
         fields.positive("hidden_size"),
         fields.positive("intermediate_size"),

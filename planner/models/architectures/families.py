@@ -1,4 +1,4 @@
-"""The families whose decoder layer is norm, attention, norm, MLP in some order: one row each says how they differ.
+"""Families whose decoder layer is norm, attention, norm, MLP in some order: a table of their differences.
 
 Source of every row: transformers 5.23, models/<folder>/modeling_<folder>.py, the classes `...Attention`, `...MLP`,
 `...DecoderLayer` and `...RMSNorm`; <folder> is the model type (`gemma3_text` lives in gemma3).
@@ -18,7 +18,7 @@ QkNorm = Literal["none", "head", "full", "per_head_weight"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One row. A bias is a fact of the family (bool) or the config key that decides it (str)."""
+    """Differences of one family. A bias is the same for the whole family (bool) or set by a config key (str)."""
 
     program: LayerProgram = "llama"
     norm: NormKind = "rms"
@@ -29,7 +29,7 @@ class Family:
     fused_qkv: bool = False
     qk_norm: QkNorm = "none"
     qk_norm_each: bool = False  # queries are normalised before keys are projected
-    qk_norm_if: str = ""  # the config key that switches it on; "": always
+    qk_norm_if: str = ""  # config key that enables the norm; "": always enabled
     mlp_names: tuple[str, str] | None = None  # None: gated
     mlp_bias: bool | str = False
     fused_mlp: bool = False
@@ -137,7 +137,8 @@ FAMILIES: dict[str, Family] = {
         window=windows.every_layer,
         residual_dropout_key="residual_dropout",
     ),
-    # With `qk_layernorm` each head has a norm module of its own; with `use_parallel_residual` one norm feeds both blocks (stablelm-2-12b).
+    # stablelm-2-12b has no formulas: with `qk_layernorm` each head has a norm module of its own, and with
+    # `use_parallel_residual` one norm feeds both blocks.
     "stablelm": Family(
         program="stablelm",
         norm="layer",
@@ -176,7 +177,7 @@ def layer_of(family: Family, fields: Fields, index: int) -> Layer:
 
 
 def heads(fields: Fields) -> tuple[int, int, int]:
-    """Query heads, key and value heads, size of a head."""
+    """Number of query heads, number of key and value heads, features of a head."""
     query_heads = fields.positive("num_attention_heads")
     key_heads = fields.positive("num_key_value_heads") if fields.has("num_key_value_heads") else query_heads
     head_dim = fields.positive("head_dim") if fields.has("head_dim") else fields.positive("hidden_size") // query_heads

@@ -1,4 +1,4 @@
-"""Typed reading of a `config.json`, with the defaults of its model type underneath."""
+"""Typed access to the keys of a `config.json`, with the defaults of its model type."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from planner.errors import InputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """The keys of one model's config. `values` already has the defaults of `defaults.py` for absent keys."""
+    """The keys of one model's config. `values` contains the defaults of `defaults.py` for absent keys."""
 
     id: str
     model_type: str
@@ -18,7 +18,11 @@ class Fields:
         return self.values.get(key) is not None
 
     def integer(self, key: str) -> int:
-        """A size, such as `hidden_size`: a positive whole number (or zero where a config says so)."""
+        """A size, such as `hidden_size`.
+
+        Raises:
+            InputError: the key is absent, or its value is not a whole number of 0 or more.
+        """
         value = self.values.get(key)
         if value is None:
             raise InputError(
@@ -29,14 +33,22 @@ class Fields:
         return value
 
     def positive(self, key: str) -> int:
-        """A size that cannot be zero."""
+        """A size that cannot be zero.
+
+        Raises:
+            InputError: the key is absent, or its value is not a positive whole number.
+        """
         value = self.integer(key)
         if value == 0:
             raise InputError(f"The config.json of {self.id} has {key!r}: 0, which must be positive.")
         return value
 
     def number(self, key: str) -> float:
-        """A rate, such as `attention_dropout`; 0 where it is absent."""
+        """A rate, such as `attention_dropout`; 0 if the key is absent.
+
+        Raises:
+            InputError: the value is not a number.
+        """
         value = self.values.get(key, 0.0) or 0.0
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a number.")
@@ -52,6 +64,6 @@ class Fields:
         return value
 
     def sequence(self, key: str) -> list[object]:
-        """A list, empty where the key is absent."""
+        """A list; empty if the key is absent."""
         value = self.values.get(key)
         return list(value) if isinstance(value, list) else []

@@ -1,4 +1,4 @@
-"""The parts that decoder layers are made of: norms, activations, projections, gated and plain MLPs."""
+"""Parts of decoder layers: norms, activations, gated and plain MLPs."""
 
 from planner.models.architectures.fields import Fields
 from planner.models.shape import Activation, Linear, Mlp, Norm, NormKind
@@ -32,14 +32,14 @@ def norm(kind: NormKind, features: int) -> Norm:
 
 
 def activation(fields: Fields, key: str) -> Activation:
-    """The activation a config names; `shape_of` has refused those that `ACTIVATIONS` lacks."""
+    """The activation under a config key; `shape_of` has refused the ones that are not in `ACTIVATIONS`."""
     return ACTIVATIONS[fields.text(key)]
 
 
 def gated_mlp(
     hidden_size: int, intermediate_size: int, act: Activation, *, bias: bool = False, fused: bool = False
 ) -> Mlp:
-    """`down(act(gate(x)) * up(x))`; fused: gate and up are one projection (phi3, glm)."""
+    """The MLP `down(act(gate(x)) * up(x))`. `fused`: gate and up are one projection (phi3, glm)."""
     inward = (
         (Linear(name="gate_up_proj", in_features=hidden_size, out_features=2 * intermediate_size, bias=bias),)
         if fused
@@ -53,7 +53,7 @@ def gated_mlp(
 
 
 def plain_mlp(hidden_size: int, intermediate_size: int, act: Activation, *, names: tuple[str, str], bias: bool) -> Mlp:
-    """`second(act(first(x)))`."""
+    """The MLP `second(act(first(x)))`."""
     first = Linear(name=names[0], in_features=hidden_size, out_features=intermediate_size, bias=bias)
     second = Linear(name=names[1], in_features=intermediate_size, out_features=hidden_size, bias=bias)
     return Mlp(linears=(first, second), intermediate_size=intermediate_size, gated=False, activation=act)

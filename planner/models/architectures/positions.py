@@ -1,13 +1,13 @@
-"""How a family writes its rotary positions, and how many features of a head turn."""
+"""Rotary positions of each family: how they are computed, and to how many features of a head they apply."""
 
 from planner.models.architectures.fields import Fields
 from planner.models.shape import RotaryStyle
 
-# The share of a head's features that turn where the config does not say. Source: transformers 5.23, the default of
+# Default share of a head's features that are rotated. Source: transformers 5.23, the default of
 # `partial_rotary_factor` (gpt_neox: `rotary_pct`) in models/<folder>/configuration_<folder>.py.
 DEFAULT_SHARE: dict[str, float] = {"phi": 0.5, "glm": 0.5, "glm4": 0.5, "stablelm": 0.25, "gpt_neox": 0.25}
 
-# Source: transformers 5.23, `apply_rotary_pos_emb` of models/<folder>/modeling_<folder>.py; llama's way elsewhere.
+# Source: transformers 5.23, `apply_rotary_pos_emb` of models/<folder>/modeling_<folder>.py; all others as llama.
 STYLES: dict[str, RotaryStyle] = {
     "olmo": "half_cast_back",
     "olmo2": "half_cast_back",
@@ -30,7 +30,7 @@ def rotary_style(fields: Fields) -> RotaryStyle:
 
 
 def rotary_dim(fields: Fields, head_dim: int) -> int:
-    """Features of a head that turn; transformers 5 writes the share into `rope_parameters`."""
+    """Features of a head that are rotated. Transformers 5 writes the share into `rope_parameters`."""
     parameters = fields.values.get("rope_parameters")
     stated = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
     for share in (stated, fields.values.get("partial_rotary_factor"), fields.values.get("rotary_pct")):

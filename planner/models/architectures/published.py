@@ -1,4 +1,4 @@
-"""How a published checkpoint is quantized: from its `quantization_config`, or from its name where no config is at hand."""
+"""Quantization of a published checkpoint, from its `quantization_config`, or from its name without a config."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Quantization = Literal["none", "gptq", "awq", "nf4", "nf4-double", "int8", "fp8"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """The kind of quantization of a checkpoint, and how many weights share a scale."""
+    """Quantization of a checkpoint. `group_size`: weights that share a scale. `note`: where this is read from."""
 
     quantization: Quantization
     group_size: int = 128
@@ -28,14 +28,19 @@ MXFP4_BLOCK_SIZE = 32
 
 
 def from_config(config: dict[str, object], model_id: str) -> Published:
-    """From `quantization_config` as transformers writes it (utils/quantization_config.py); "none" where there is none."""
+    """Read `quantization_config` as transformers writes it (utils/quantization_config.py).
+
+    Raises:
+        InputError: the method, its bits or its group size have no formula.
+    """
     settings = config.get("quantization_config")
     if not isinstance(settings, dict):
         return NOT_QUANTIZED
     method = str(settings.get("quant_method", "bitsandbytes" if "load_in_4bit" in settings else ""))
     if method not in _METHODS:
         raise InputError(
-            f"{model_id} is quantized with {method or 'an unnamed method'}, which has no formula here; known are {SUPPORTED}."
+            f"{model_id} is quantized with {method or 'an unnamed method'}, which has no formula here; "
+            f"known are {SUPPORTED}."
         )
     return _METHODS[method](settings, model_id)
 
@@ -81,7 +86,8 @@ _METHODS: dict[str, Callable[[dict[str, object], str], Published]] = {
     "mxfp4": _mxfp4,
 }
 
-# Endings of checkpoint names on the Hub, longest first, as their publishers (Qwen, unsloth, neuralmagic, TheBloke) write them.
+# Endings of checkpoint names on the Hub, longest first, as Qwen, unsloth, neuralmagic and TheBloke write them.
+# None: 8-bit GPTQ, which has no formula.
 _GROUPS_NOTE = "taken from the name: 4 bits, 128 weights a scale, as its publishers make them"
 _SUFFIXES: tuple[tuple[str, Published | None], ...] = (
     (r"-gptq-int8", None),
@@ -101,7 +107,13 @@ _SUFFIXES: tuple[tuple[str, Published | None], ...] = (
 
 
 def from_name(name: str) -> tuple[str, Published]:
-    """The name without its quantization ending, and what the ending says: `Qwen2.5-7B-Instruct-GPTQ-Int4` -> `Qwen2.5-7B-Instruct`, gptq."""
+    """Split a name into the original's name and the quantization of its ending.
+
+    Example: `Qwen2.5-7B-Instruct-GPTQ-Int4` -> `Qwen2.5-7B-Instruct`, gptq.
+
+    Raises:
+        InputError: the ending means 8-bit GPTQ, which has no formula.
+    """
     for ending, published in _SUFFIXES:
         match = re.search(ending + r"$", name, flags=re.IGNORECASE)
         if match and match.start() > 0:
@@ -113,9 +125,9 @@ def from_name(name: str) -> tuple[str, Published]:
     return name, NOT_QUANTIZED
 
 
-# Checkpoints whose official weights are quantized, which the catalogue's rows (their sizes) do not say.
-# Source: the model cards: gpt-oss ("MoE weights post-trained with MXFP4"), DeepSeek-V3 and R1 ("FP8 weights", README 6).
-_OFFICIALLY: dict[str, Published] = {
+# Checkpoints whose official weights are quantized; the catalogue's rows hold only their sizes. Source: the model cards
+# of gpt-oss ("MoE weights post-trained with MXFP4"), DeepSeek-V3 and R1 ("FP8 weights", README 6).
+_OFFICIAL_WEIGHTS: dict[str, Published] = {
     "openai/gpt-oss-20b": Published(quantization="mxfp4", group_size=MXFP4_BLOCK_SIZE),
     "openai/gpt-oss-120b": Published(quantization="mxfp4", group_size=MXFP4_BLOCK_SIZE),
     "deepseek-ai/DeepSeek-V3": Published(quantization="fp8"),
@@ -128,5 +140,5 @@ _OFFICIALLY: dict[str, Published] = {
 
 
 def published_checkpoint(name: str) -> Published:
-    """How the checkpoint of that exact name is published."""
-    return _OFFICIALLY.get(name, NOT_QUANTIZED)
+    """Quantization of the official checkpoint of exactly this name."""
+    return _OFFICIAL_WEIGHTS.get(name, NOT_QUANTIZED)

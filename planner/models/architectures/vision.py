@@ -1,6 +1,7 @@
-"""The SigLIP vision tower of Gemma 3 and the projector behind it: counts only, since text batches do not run them.
+"""Parameter counts of Gemma 3's SigLIP vision tower and projector; text batches do not run them.
 
-Source: transformers 5.23, models/siglip/modeling_siglip.py; models/gemma3/modeling_gemma3.py `Gemma3MultiModalProjector`.
+Source: transformers 5.23, models/siglip/modeling_siglip.py; models/gemma3/modeling_gemma3.py
+`Gemma3MultiModalProjector`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from planner.models.architectures.fields import Fields
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionTower:
-    """`linear_params`: elements of `nn.Linear` weights, which `all-linear` and bitsandbytes would find."""
+    """Counts of a vision tower. `linear_params`: elements of `nn.Linear` weights, for all-linear and bitsandbytes."""
 
     params: int
     linear_params: int
@@ -18,7 +19,7 @@ class VisionTower:
 
 
 def siglip(fields: Fields) -> VisionTower:
-    """`SiglipVisionTransformer`: patch and position embeddings, layers with biases everywhere, a last norm, perhaps a pooling head.
+    """Count `SiglipVisionTransformer`: patch and position embeddings, layers with biases, a last norm, a pooling head.
 
         layer = 4 (H^2 + H) attention + (H F + F) + (F H + H) MLP + 4 H two norms
 
@@ -38,7 +39,7 @@ def siglip(fields: Fields) -> VisionTower:
 
 
 def _pooling_head_params(fields: Fields) -> int:
-    """`SiglipMultiheadAttentionPoolingHead`: probe, `nn.MultiheadAttention`, a norm, an MLP."""
+    """Parameters of `SiglipMultiheadAttentionPoolingHead`: a probe vector, `nn.MultiheadAttention`, a norm, an MLP."""
     if not fields.flag("vision_use_head"):
         return 0
     hidden_size, intermediate_size = fields.positive("hidden_size"), fields.positive("intermediate_size")
@@ -48,5 +49,5 @@ def _pooling_head_params(fields: Fields) -> int:
 
 
 def gemma3_projector_params(tower: VisionTower, text_hidden_size: int) -> int:
-    """One matrix (a bare parameter, no `nn.Linear`) and a norm over the tower's features."""
+    """Parameters of the projector: one matrix (a parameter, no `nn.Linear`) and a norm over the tower's features."""
     return tower.hidden_size * text_hidden_size + tower.hidden_size

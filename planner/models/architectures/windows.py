@@ -1,4 +1,4 @@
-"""Which layers see only a window of tokens, and which have no rotary positions: the rules of each family.
+"""Rules of each family for the layers that attend to a window of tokens, and for those without rotary positions.
 
 Source: transformers 5.23, `layer_types` in models/<folder>/configuration_<folder>.py `__post_init__`; the mask that a
 model without `layer_types` builds in its forward (`create_sliding_window_causal_mask`).
@@ -17,7 +17,7 @@ def no_window(fields: Fields, index: int) -> bool:
 
 
 def every_layer(fields: Fields, index: int) -> bool:
-    """mistral, mixtral, phi3, starcoder2: all layers, if the config has a window at all."""
+    """mistral, mixtral, phi3, starcoder2: all layers, if the config has a window."""
     return True
 
 
@@ -28,40 +28,42 @@ def if_used(fields: Fields, index: int) -> bool:
 
 def upper_layers(fields: Fields, index: int) -> bool:
     """qwen2, qwen3 (configuration_qwen2.py:84-95): the layers from `max_window_layers` on, if `use_sliding_window`."""
-    return fields.flag("use_sliding_window") and _typed(fields, index, index >= fields.integer("max_window_layers"))
+    return fields.flag("use_sliding_window") and _from_layer_types(
+        fields, index, index >= fields.integer("max_window_layers")
+    )
 
 
 def alternating(fields: Fields, index: int) -> bool:
-    """gemma2, gpt_oss (configuration_gemma2.py:95-98): the first of every two."""
-    return _typed(fields, index, (index + 1) % 2 != 0)
+    """gemma2, gpt_oss (configuration_gemma2.py:95-98): the first layer of every two."""
+    return _from_layer_types(fields, index, (index + 1) % 2 != 0)
 
 
 def by_pattern(fields: Fields, index: int) -> bool:
-    """gemma3, cohere2, exaone4: all but every `sliding_window_pattern`-th. A pattern may be a text such as "LLLG" (exaone4)."""
+    """gemma3, cohere2, exaone4: not every `sliding_window_pattern`-th; for a text ("LLLG") the layers "L"."""
     pattern = fields.values.get("sliding_window_pattern")
     if isinstance(pattern, str):
-        return _typed(fields, index, pattern[index % len(pattern)] == "L")
-    return _typed(fields, index, (index + 1) % fields.positive("sliding_window_pattern") != 0)
+        return _from_layer_types(fields, index, pattern[index % len(pattern)] == "L")
+    return _from_layer_types(fields, index, (index + 1) % fields.positive("sliding_window_pattern") != 0)
 
 
 def three_of_four(fields: Fields, index: int) -> bool:
-    """olmo3 (configuration_olmo3.py:91-96)."""
-    return _typed(fields, index, (index + 1) % 4 != 0)
+    """olmo3 (configuration_olmo3.py:91-96): the first three layers of every four."""
+    return _from_layer_types(fields, index, (index + 1) % 4 != 0)
 
 
 def without_rotary(fields: Fields, index: int) -> bool:
     """smollm3 (configuration_smollm3.py:106-113): the layers without rotary positions, if `use_sliding_window`."""
-    return fields.flag("use_sliding_window") and _typed(fields, index, not listed_rotary(fields, index))
+    return fields.flag("use_sliding_window") and _from_layer_types(fields, index, not listed_rotary(fields, index))
 
 
-def _typed(fields: Fields, index: int, otherwise: bool) -> bool:
-    """What the config's own `layer_types` says, where it has one; the family's rule otherwise."""
+def _from_layer_types(fields: Fields, index: int, otherwise: bool) -> bool:
+    """Whether the config's `layer_types` gives the layer a window; `otherwise` if the config has no such list."""
     layer_types = fields.sequence("layer_types")
     return layer_types[index] == "sliding_attention" if index < len(layer_types) else otherwise
 
 
 def window(fields: Fields, rule: WindowRule, index: int) -> int | None:
-    """The window of a layer in tokens; None where it sees all tokens before."""
+    """The window of a layer in tokens; None if the layer attends to all previous tokens."""
     return fields.positive("sliding_window") if fields.has("sliding_window") and rule(fields, index) else None
 
 
@@ -70,16 +72,16 @@ def all_rotary(fields: Fields, index: int) -> bool:
 
 
 def listed_rotary(fields: Fields, index: int) -> bool:
-    """smollm3 (configuration_smollm3.py:101-104): `no_rope_layers` holds 1 where there *is* rope."""
+    """smollm3 (configuration_smollm3.py:101-104): `no_rope_layers` holds 1 for layers *with* rope."""
     listed = fields.sequence("no_rope_layers")
     return bool(listed[index]) if index < len(listed) else (index + 1) % fields.positive("no_rope_layer_interval") != 0
 
 
 def rotary_in_windows(fields: Fields, index: int) -> bool:
-    """cohere2 (modeling_cohere2.py:221): only the layers with a window."""
+    """cohere2 (modeling_cohere2.py:221): only layers with a window have rotary positions."""
     return by_pattern(fields, index)
 
 
 def rotary_unless_hybrid(fields: Fields, index: int) -> bool:
-    """exaone4 (modeling_exaone4.py:233): all layers of a model without windows, otherwise only those with one."""
+    """exaone4 (modeling_exaone4.py:233): all layers of a model without windows, else only layers with a window."""
     return not fields.has("sliding_window") or by_pattern(fields, index)

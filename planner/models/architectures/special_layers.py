@@ -1,4 +1,4 @@
-"""The families whose decoder layer is written in its own way: gpt2, gpt_neox, opt, falcon, deepseek v2 and v3.
+"""Families whose decoder layer is not a row of `families.py`: gpt2, gpt_neox, opt, falcon, deepseek v2 and v3.
 
 Source: transformers 5.23, models/<folder>/modeling_<folder>.py, named at each function.
 """
@@ -36,7 +36,7 @@ def gpt2(fields: Fields, index: int) -> Layer:
 
 
 def gpt_neox(fields: Fields, index: int) -> Layer:
-    """`GPTNeoXLayer`: two norms of the same input, one for each block; in sequence without `use_parallel_residual`."""
+    """`GPTNeoXLayer`: one norm of the input for each block; blocks in sequence without `use_parallel_residual`."""
     hidden_size, query_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     bias = fields.flag("attention_bias")
     act = activation(fields, "hidden_act")
@@ -59,7 +59,7 @@ def gpt_neox(fields: Fields, index: int) -> Layer:
 
 
 def opt(fields: Fields, index: int) -> Layer:
-    """`OPTDecoderLayer`: its norms come after the blocks where `do_layer_norm_before` is false (opt-350m); same tensors either way."""
+    """`OPTDecoderLayer`. Norms after the blocks (`do_layer_norm_before` false, opt-350m) have the same tensors."""
     hidden_size = fields.positive("hidden_size")
     query_heads, key_heads, head_dim = heads(fields)
     bias = fields.flag("enable_bias")
@@ -102,7 +102,7 @@ def opt_norm(fields: Fields) -> Norm:
 
 
 def falcon(fields: Fields, index: int) -> Layer:
-    """`FalconDecoderLayer`: one norm for both blocks (7B), one each (40B and 180B), or in sequence without `parallel_attn`."""
+    """`FalconDecoderLayer`: one norm for both blocks (7B) or one each; in sequence without `parallel_attn`."""
     hidden_size = fields.positive("hidden_size")
     query_heads = fields.positive("num_attention_heads")
     in_parallel = fields.flag("new_decoder_architecture") or fields.flag("parallel_attn")
@@ -128,21 +128,21 @@ def falcon(fields: Fields, index: int) -> Layer:
 
 
 def _falcon_key_heads(fields: Fields) -> int:
-    """`FalconAttention.__init__`: one head when multi-query, except in the new architecture, which groups queries."""
+    """Key heads (`FalconAttention.__init__`): one for multi-query attention, except in the new architecture."""
     if fields.flag("multi_query") and not fields.flag("new_decoder_architecture"):
         return 1
     return fields.positive("num_kv_heads") if fields.has("num_kv_heads") else fields.positive("num_attention_heads")
 
 
 def _falcon_layout(fields: Fields) -> QkvLayout:
-    """`FalconAttention._split_heads`."""
+    """Layout of the fused projection (`FalconAttention._split_heads`)."""
     if fields.flag("new_decoder_architecture"):
         return "grouped_repeated"
     return "multi_query" if fields.flag("multi_query") else "heads_selected"
 
 
 def _falcon_norms(fields: Fields) -> int:
-    """`FalconDecoderLayer.__init__`: `num_ln_in_parallel_attn` is 2 in the new architecture unless it says otherwise."""
+    """Norms of a layer (`FalconDecoderLayer.__init__`): `num_ln_in_parallel_attn`, 2 in the new architecture."""
     if not fields.flag("parallel_attn"):
         return 2
     if fields.has("num_ln_in_parallel_attn"):
@@ -151,7 +151,7 @@ def _falcon_norms(fields: Fields) -> int:
 
 
 def _fused(hidden_size: int, query_heads: int, key_heads: int, *, names: tuple[str, str], bias: bool) -> Attention:
-    """Attention whose query, key and value come out of one projection."""
+    """Attention with one projection for query, key and value."""
     head_dim = hidden_size // query_heads
     width = (query_heads + 2 * key_heads) * head_dim
     return Attention(
@@ -169,7 +169,8 @@ def _fused(hidden_size: int, query_heads: int, key_heads: int, *, names: tuple[s
 def deepseek(fields: Fields, index: int) -> Layer:
     """`DeepseekV3DecoderLayer`: multi-head latent attention; the first `first_k_dense_replace` layers have a dense MLP.
 
-    `norms`: before attention, before the MLP, then those inside attention (`q_a_layernorm` where there is one, `kv_a_layernorm`).
+    `norms`: before attention, before the MLP, then the norms inside attention (`q_a_layernorm` with `q_lora_rank`, and
+    `kv_a_layernorm`).
     """
     hidden_size = fields.positive("hidden_size")
     dense = index < fields.integer("first_k_dense_replace")
@@ -189,7 +190,10 @@ def deepseek(fields: Fields, index: int) -> Layer:
 
 
 def _latent_attention(fields: Fields) -> Attention:
-    """`DeepseekV3Attention.__init__` (modeling_deepseek_v3.py). An engine keeps kv_lora_rank + qk_rope_head_dim elements a token."""
+    """`DeepseekV3Attention.__init__` (modeling_deepseek_v3.py).
+
+    An engine caches kv_lora_rank + qk_rope_head_dim elements for each token.
+    """
     hidden_size, query_heads, latent = (
         fields.positive("hidden_size"),
         fields.positive("num_attention_heads"),
