@@ -1,15 +1,15 @@
 """The exception tree and the exit codes.
 
     PlanError            the user can act: one line on stderr, no traceback
-    ├── InputError       the question is wrong                          exit 2
-    │   ├── UnknownName  a model, GPU, method or setting nobody knows   exit 2
-    │   └── UnknownArchitecture  its activations have no formula here   exit 2
-    │       └── NotMeasured  nor are they measured with such settings   exit 2
-    ├── DryRunUnsupported  what a dry run cannot simulate           exit 2
-    ├── ProbeFailed      a probe ended and says nothing about memory   exit 1
-    └── NothingFits      the question is right, the answer is no        exit 3
+    ├── InputError               wrong input                                          exit 2
+    │   ├── UnknownName          a model, GPU, method or setting that is in no table  exit 2
+    │   └── UnknownArchitecture  a model without formulas for its activations         exit 2
+    │       └── NotMeasured      and without measurements with these settings         exit 2
+    ├── DryRunUnsupported        a setting that a dry run cannot simulate             exit 2
+    ├── ProbeFailed              a probe that ended without a measurement             exit 1
+    └── NothingFits              no candidate fits                                    exit 3
 
-Everything else is a bug of ours and keeps its traceback (exit 1).
+Any other exception is a bug of ours and keeps its traceback (exit 1).
 """
 
 import difflib
@@ -23,19 +23,19 @@ EXIT_PROBE_CONTRADICTS = 4
 
 
 class PlanError(Exception):
-    """Something the user can change. The message is one line and names what to change."""
+    """An error that the user can act on. The message is one line and names the setting to change."""
 
     exit_code = EXIT_OTHER
 
 
 class InputError(PlanError):
-    """The question cannot be answered as it was asked."""
+    """Input that cannot be planned: settings that contradict each other, a wrong value, an unreadable file."""
 
     exit_code = EXIT_WRONG_INPUT
 
 
 class UnknownName(InputError):
-    """A name that is in no table; the message ends with the nearest ones that are."""
+    """A name that is in no table. The message ends with the nearest known names."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         near = nearest(name, known)
@@ -44,11 +44,11 @@ class UnknownName(InputError):
 
 
 class UnknownArchitecture(InputError):
-    """A model whose layers have no formula here: its parameters are counted, its activations are not known."""
+    """A model whose layers have no formulas here: its parameters are counted, its activations are unknown."""
 
 
 class NotMeasured(UnknownArchitecture):
-    """A layer without formulas whose passes cannot be run with a candidate's settings. A search takes such a candidate for refused."""
+    """A layer without formulas or measurements for a candidate's settings. A search skips such candidates."""
 
 
 class DryRunUnsupported(PlanError):
@@ -58,17 +58,17 @@ class DryRunUnsupported(PlanError):
 
 
 class ProbeFailed(PlanError):
-    """A probe that ended without saying whether its candidate fits. The message says how it ended."""
+    """A probe that ended without a result. The message says how it ended."""
 
 
 class NothingFits(PlanError):
-    """No candidate fits. The message says by how much, and what would."""
+    """No candidate fits. The message says by how much, and which change would help."""
 
     exit_code = EXIT_NOTHING_FITS
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `name`, best first, compared without case and without an organisation prefix."""
+    """The known names most similar to `name`, best first, ignoring case and organisation prefixes."""
     by_key: dict[str, str] = {}
     for candidate in known:
         by_key.setdefault(candidate.lower(), candidate)

@@ -1,4 +1,4 @@
-"""Candidate -> Estimate: what a candidate needs on each GPU, phase by phase, and how fast it runs."""
+"""Candidate -> Estimate: memory of each GPU phase by phase, memory of the host, and speed."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,14 +15,15 @@ from planner.memory.states import state_memory
 from planner.quantities import TOTAL_BYTES, Estimate, GpuMemory, GpuRole, PhaseMemory
 from planner.throughput.step import training_seconds, with_generation
 
-RISK = 0.01  # accepted probability of running out of memory where nobody says another
+RISK = 0.01  # default of the accepted probability of running out of memory
 
 
 def estimate(candidate: Candidate, cluster: Cluster, risk: float = RISK) -> Estimate:
-    """Memory of every GPU and of the host, and speed, of one candidate. Needs no search and no GPU.
+    """Memory of every GPU and of the host, and speed, of one candidate.
 
     Raises:
         EngineDoesNotFit: the vLLM engine would refuse to start.
+        NotMeasured: a layer has neither formulas nor measurements for the candidate's settings.
     """
     engine = engine_of(candidate, cluster.gpu)
     training = training_estimate(training_settings(candidate), cluster)
@@ -43,7 +44,7 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = RISK) -> Esti
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingEstimate:
-    """The part of an estimate that stays the same whatever share of the card a vLLM engine gets."""
+    """The part of an estimate that does not depend on the share of the GPU that a vLLM engine gets."""
 
     phases: tuple[PhaseMemory, ...]  # of a training GPU, without an engine in the same process
     weights_by_role: dict[str, int]
@@ -53,7 +54,7 @@ class TrainingEstimate:
 
 @lru_cache(maxsize=256)
 def training_estimate(settings: TrainingSettings, cluster: Cluster) -> TrainingEstimate:
-    """Memory and seconds of a training without its engine. Remembered, since a search tries many shares for one training."""
+    """Memory and seconds of a training without its engine. Cached: a search tries many shares for one training."""
     return TrainingEstimate(
         phases=training_phases(settings, cluster.gpu),
         weights_by_role=state_memory(state_settings(settings), cluster.gpu).weights_by_role,
@@ -63,9 +64,9 @@ def training_estimate(settings: TrainingSettings, cluster: Cluster) -> TrainingE
 
 
 def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
-    """The estimate with `residual` x its bytes added to every phase of the training GPUs, as the component "unexplained".
+    """Add `residual` x its bytes to every phase of the training GPUs, as the component "unexplained".
 
-    `residual` is what a dry run found above an estimate of the same tuning class: simulated peak / estimated peak - 1.
+    `residual` is the error of an estimate of the same tuning class in a dry run: simulated / estimated peak - 1.
     """
     train, *others = answer.gpus
     phases = tuple(
@@ -83,14 +84,14 @@ def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
 
 
 def engine_of(candidate: Candidate, gpu: Gpu) -> EngineMemory | None:
-    """The vLLM engine of a candidate on one of its GPUs, None where `generate` samples or nothing does."""
+    """The vLLM engine of a candidate on one of its GPUs, None without vLLM."""
     return None if candidate.vllm == "off" else engine_memory(candidate.model, gpu, engine_settings(candidate, gpu))
 
 
 def gpus_of(
     candidate: Candidate, cluster: Cluster, training: TrainingEstimate, engine: EngineMemory | None, risk: float
 ) -> tuple[GpuMemory, ...]:
-    """The GPUs of each role. A server has cards of its own; a colocated engine lives in the trainer's process."""
+    """Memory of the GPUs of each role. A vLLM server has GPUs of its own; a colocated engine shares the trainer's."""
     role: GpuRole = "train"
     phases, details = training.phases, {"weights": training.weights_by_role}
     if candidate.vllm == "colocate" and engine is not None:
@@ -124,7 +125,7 @@ def gpu_memory(
 
 
 def engine_details(engine: EngineMemory) -> dict[str, dict[str, int]]:
-    """What an engine's budget goes to and what it takes besides, in bytes; what its KV cache holds, in tokens and sequences."""
+    """An engine's bytes by purpose, within its budget and outside, and the tokens that its KV cache holds."""
     return {
         "engine_budget": {
             "weights": engine.weights_bytes,

@@ -1,4 +1,4 @@
-"""The quantities that estimates and measurements share: memory by phase and component on each GPU, and speed."""
+"""Quantities of estimates and measurements: memory by phase and component on each GPU, and speed."""
 
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -9,21 +9,21 @@ from planner.candidate import Candidate
 Evidence = Literal["estimated", "simulated", "measured"]
 Phase = Literal["load", "rollout", "score", "forward", "loss", "backward", "optimizer_step", "weight_sync", "save"]
 Component = Literal[
-    "weights",  # of every role that is resident, as stored
+    "weights",  # of every model on the GPU, as stored
     "adapters",  # LoRA matrices
     "gradients",
     "optimizer_states",
     "autocast_copies",  # 16-bit copies of float32 weights that autocast keeps
     "activations",  # saved for the backward pass
-    "attention_scores",  # what grows with the square of the length
-    "transients",  # alive only inside one layer's forward, recomputation or backward; optimizer temporaries
+    "attention_scores",  # grows with the square of the length: scores, probabilities, masks
+    "transients",  # alive within one layer's forward or backward pass only; optimizer temporaries
     "loss",  # head, logits, log-probabilities
-    "kv_cache",  # of generate()
-    "engine",  # the vLLM engine's share of the card
+    "kv_cache",  # of `generate`
+    "engine",  # the vLLM engine in the same process
     "communication",  # gathered parameters, buckets, NCCL
     "fragmentation",  # reserved by the allocator, not allocated
     "runtime",  # CUDA context, cuBLAS workspaces
-    "unexplained",  # measured, and in none of the others as the lower rung has them
+    "unexplained",  # measured bytes beyond the estimated components
 ]
 GpuRole = Literal["train", "vllm", "train+vllm"]
 
@@ -37,7 +37,7 @@ TOTAL_BYTES = attrgetter("total_bytes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseMemory:
-    """One row of the table phase x component on one GPU; a component that is 0 is left out."""
+    """One row of the table phase x component on one GPU, without components of 0 bytes."""
 
     name: Phase
     components: dict[Component, int]
@@ -49,13 +49,13 @@ class PhaseMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuMemory:
-    """The GPUs of one role: `count` of them, all alike. `details` explains components: {"engine": {"weights": ..}}."""
+    """Memory of the `count` equal GPUs of one role. `details` splits components: {"engine_budget": {"weights": ..}}."""
 
     role: GpuRole
     count: int
-    capacity_bytes: int  # what this run may use of the card
+    capacity_bytes: int  # that this run may use of the GPU
     phases: tuple[PhaseMemory, ...]
-    interval_bytes: tuple[int, int]  # of the peak, at the stated risk
+    interval_bytes: tuple[int, int]  # of the peak, at the job's risk
     details: dict[str, dict[str, int]]
     peak: PhaseMemory = field(init=False)  # the heaviest phase, the first of equals
 
@@ -73,7 +73,7 @@ class GpuMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """Speed of the whole run. `tokens_per_second` counts trained tokens over all GPUs; `seconds` splits a step by cause."""
+    """Speed of a run: trained tokens per second of all GPUs, and the seconds of an optimizer step, by cause too."""
 
     tokens_per_second: float
     step_seconds: float
@@ -83,7 +83,7 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What a candidate needs and gives. `fits`: the peak's upper bound at the accepted risk is within every card."""
+    """Memory and speed of a candidate. `fits`: on every GPU the upper bound of the peak is within the capacity."""
 
     candidate: Candidate
     fits: bool
@@ -93,12 +93,12 @@ class Estimate:
     host_peak_bytes: int  # on one node
     throughput: Throughput
     reasons: tuple[str, ...]
-    versions: tuple[tuple[str, str], ...] = ()  # of the libraries that a simulated or measured answer comes from
-    device: Literal["none", "cuda", "cpu", "simulated"] = "none"  # what a probe of it ran on
+    versions: tuple[tuple[str, str], ...] = ()  # of the libraries in a dry run or probe
+    device: Literal["none", "cuda", "cpu", "simulated"] = "none"  # that a probe of it ran on
 
     @property
     def over_bytes(self) -> int:
-        """How much the worst GPU lacks at the accepted risk; 0 or less when it fits."""
+        """Bytes by which the upper bound of the peak exceeds the capacity on the worst GPU; 0 or less if it fits."""
         return max(gpu.interval_bytes[1] - gpu.capacity_bytes for gpu in self.gpus)
 
 
@@ -106,8 +106,8 @@ class Estimate:
 class PhaseDifference:
     """One phase of a probed candidate on its heaviest GPU.
 
-    `measured_bytes` is all that was taken; `needed_bytes` is that without what the allocator kept and would have given back, which is what an
-    estimate speaks of.
+    `measured_bytes`: all bytes in use. `needed_bytes`: the same without cached blocks that the allocator would have
+    returned under pressure; compare it with `expected_bytes`, the estimate.
     """
 
     name: Phase
@@ -117,5 +117,5 @@ class PhaseDifference:
 
     @property
     def error(self) -> float:
-        """Of what was expected, as a share of what was needed; below 0 too little was expected."""
+        """Relative error of the expectation, expected / needed - 1: below 0 if too little was expected."""
         return self.expected_bytes / self.needed_bytes - 1

@@ -1,4 +1,4 @@
-"""Bytes inside, text outside. 1 GiB is 2**30 bytes; GB (10**9) is not used."""
+"""Conversion between numbers and text. 1 GiB is 2**30 bytes; GB (10**9) is not used."""
 
 import re
 
@@ -25,12 +25,12 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_count(count: int) -> str:
-    """A count with thousands separated: `format_count(148000)` is `"148,000"`."""
+    """A count with thousands separators: `format_count(148000)` is `"148,000"`."""
     return f"{count:,}"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration with two or three figures: `format_seconds(0.834)` is `"0.83 s"`, `format_seconds(1830)` is `"30.5 min"`."""
+    """A duration with two or three digits: `format_seconds(0.834)` is `"0.83 s"`, of 1830 it is `"30.5 min"`."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.1f} min"
@@ -40,7 +40,7 @@ def parse_bytes(text: str) -> int:
     """Bytes from text: `"24GiB"`, `"512MiB"`, `"39.5 GiB"` or a plain number of bytes.
 
     Raises:
-        InputError: the text is no size; GB is refused because it could mean two things.
+        InputError: the text is not a size. GB is refused because it is ambiguous.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     suffix = match.group(2).lower() if match else "?"
@@ -56,7 +56,7 @@ def parse_seconds(text: str) -> float:
     """Seconds from text: `"90s"`, `"10m"`, `"1.5h"` or a plain number of seconds.
 
     Raises:
-        InputError: the text is no duration, or is none at all.
+        InputError: the text is not a duration, or the duration is 0.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     suffix = match.group(2).lower() if match else "?"

@@ -1,6 +1,6 @@
-"""The whole stack of decoder layers in one forward and backward pass: which layer, when, is the peak.
+"""Activations of the whole stack of decoder layers in one forward and backward pass, on one GPU.
 
-One run for everything but the batch: the answer is a handful of moments with sizes per token, per score and constant.
+The result does not depend on the batch: each snapshot has bytes per token, per score (query-key pair) and constant.
 """
 
 from dataclasses import dataclass, replace
@@ -13,16 +13,18 @@ from planner.memory.parameters.lora import FUSED_BRANCHES
 from planner.memory.stack_recipe import StackRecipe, kernel
 from planner.models.shape import Experts, Layer, ModelShape
 
-NORM_STATISTICS = 2  # mean and 1 / deviation of each token, float32: pytorch, aten/src/ATen/native/layer_norm.cpp
+# Float32 numbers that a LayerNorm saves per token: mean and 1 / deviation.
+# Source: pytorch 2.13, aten/src/ATen/native/layer_norm.cpp.
+NORM_STATISTICS = 2
 FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class StackMemory:
-    """The stack's passes. Every moment counts the embedding's output and what the layers before it left.
+    """The passes of the stack. Every snapshot counts the embedding's output and the bytes that earlier layers saved.
 
-    `saved`: alive when the last layer is done. `copies`: autocast's copies among it, which go when the forward pass ends unless
-    the backward pass keeps them. `backward` counts the gradients that the pass itself has made so far. `inference`: without gradients.
+    `saved`: alive after the last layer. `copies`: the part of `saved` that autocast drops when the forward pass ends.
+    `backward` counts the gradients that the pass has made so far. `inference`: a forward pass without gradients.
     """
 
     saved: LiveBytes
@@ -30,19 +32,21 @@ class StackMemory:
     forward: PassPeak
     backward: PassPeak
     inference: PassPeak
-    one_layer: LiveBytes  # the most that a single layer saves: what offloading keeps on the GPU
+    one_layer: LiveBytes  # saved by the layer that saves most: offloading keeps it on the GPU
 
 
 @lru_cache(maxsize=4096)
 def stack_memory(
     model: ModelShape, stack: StackRecipe, gradients_exist: bool, head_gradient_elements: int
 ) -> StackMemory:
-    """Play every distinct layer once and lay the results along the depth.
+    """Compute every distinct layer once and add the results up along the depth.
 
-        forward  at layer i: embedding + what layers 0..i-1 left + the layer's own moments
-        backward at layer i: embedding + what layers 0..i-1 left + the layer's own moments + gradients of layers i+1.. and of the head
+        forward at layer i  = embedding + saved by layers 0..i-1 + snapshots of layer i
+        backward at layer i = embedding + saved by layers 0..i-1 + snapshots of layer i
+                            + gradients of layers i+1.. and of the head, unless `gradients_exist`
 
-    Memory is linear between the first and the last layer of a kind, so only those two can hold the peak.
+    Memory is linear between the first and the last layer of a kind, so that the peak is at one of those two.
+    `gradients_exist`: all gradients have been allocated by an earlier micro-step.
     """
     width = stack.recipe.weight_width
     parts = [layer_part(layer, stack, gradients_exist, i) for i, layer in enumerate(model.layers)]
@@ -74,10 +78,12 @@ def stack_memory(
 
 
 def embedded(model: ModelShape, stack: StackRecipe) -> LiveBytes:
-    """The first layer's input: the embedding's output, or behind it a norm's (bloom).
+    """Input of the first layer: the output of the embedding, or of a norm after it (bloom).
 
-    The norm's output is float32 under autocast. It keeps its own input where that needs a gradient: PEFT asks for one when it checkpoints.
-    Source: transformers 5.23, modeling_bloom.py `word_embeddings_layernorm`; pytorch, aten/src/ATen/autocast_mode.h (`layer_norm` in float32).
+    Under autocast the norm's output is float32. The norm saves its input if that needs a gradient; with PEFT it does so
+    under gradient checkpointing.
+    Source: transformers 5.23, models/bloom/modeling_bloom.py, `word_embeddings_layernorm`; pytorch 2.13,
+    aten/src/ATen/autocast_mode.h (`layer_norm` in float32).
     """
     per_token = model.hidden_size * stack.recipe.weight_width
     if model.embed_norm is not None:
@@ -89,7 +95,11 @@ def embedded(model: ModelShape, stack: StackRecipe) -> LiveBytes:
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """One layer in its place. `left`: what it leaves after its forward pass; `copies`: autocast's copies in that which do not outlive it."""
+    """One layer at its position in the stack.
+
+    `left`: alive after its forward pass. `copies`: bytes of `left` that autocast drops when the stack's forward pass
+    ends.
+    """
 
     memory: LayerMemory
     left: LiveBytes
@@ -101,7 +111,10 @@ class LayerPart:
 
 
 def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: int) -> LayerPart:
-    """Checkpointed or not, by its place (transformers 5.23, modeling_layers.py: layers 0, n, 2n, .. are checkpointed)."""
+    """Memory of the layer at a position, which decides whether it is checkpointed: layers 0, n, 2n, .. are.
+
+    Source: transformers 5.23, modeling_layers.py, `GradientCheckpointingLayer`.
+    """
     recipe = replace(stack.recipe, kernel=kernel(stack, layer.attention))
     memory = layer_memory(layer, recipe, gradients_exist)
     checkpointed = stack.gradient_checkpointing and index % stack.every_n_layers == 0
@@ -133,7 +146,7 @@ def trained_bytes(layer: Layer, recipe: Recipe) -> int:
 
 
 def expert_adapter_elements(layer: Layer, lora_r: int) -> int:
-    """Elements of the matrices on a layer's fused experts and their router, as `planner.memory.parameters.lora` counts them."""
+    """Elements of the LoRA matrices on one layer's fused experts and router, see `planner.memory.parameters.lora`."""
     block = layer.feed_forward
     if not isinstance(block, Experts):
         return 0
@@ -144,7 +157,7 @@ def expert_adapter_elements(layer: Layer, lora_r: int) -> int:
 
 
 def first_and_last(parts: list[LayerPart]) -> list[int]:
-    """The places of the first and the last layer of each kind."""
+    """Positions of the first and the last layer of each kind."""
     places: dict[tuple[int, bool], list[int]] = {}
     for i, part in enumerate(parts):
         places.setdefault((id(part.memory), part.backward is part.memory.backward), []).append(i)
@@ -152,7 +165,7 @@ def first_and_last(parts: list[LayerPart]) -> list[int]:
 
 
 def plus(*moments: LiveBytes) -> LiveBytes:
-    """What is alive together."""
+    """The sum of live bytes, kind by kind."""
     kinds: dict[Kind, Size] = {}
     for moment in moments:
         for kind, size in moment.kinds:
@@ -168,13 +181,15 @@ def add(a: Size, b: Size) -> Size:
 
 
 def gradients(size_bytes: int) -> LiveBytes:
+    """Live bytes of gradients."""
     return LiveBytes((0, 0, size_bytes), (("gradients", (0, 0, size_bytes)),))
 
 
 def autocast(size_bytes: int) -> LiveBytes:
+    """Live bytes of autocast's copies of weights."""
     return LiveBytes((0, 0, size_bytes), (("autocast_copies", (0, 0, size_bytes)),))
 
 
 def without_copies(left: LiveBytes, before: list[LayerPart]) -> LiveBytes:
-    """The same once the forward pass has ended and autocast has dropped the copies that nothing else holds."""
+    """`left` after the end of the forward pass, when autocast has dropped its copies of the layers `before`."""
     return plus(left, autocast(-sum(part.copies for part in before)))

@@ -1,4 +1,4 @@
-"""Adapters: the LoRA matrices, the dtype they are trained in, and PEFT's trained copies of whole modules."""
+"""Adapters: LoRA matrices, the dtype they are trained in, and PEFT's trained copies of whole modules."""
 
 from planner.cache_keys import StateInput
 from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES
@@ -8,9 +8,10 @@ from planner.memory.parameters.sharding import sharded_bytes
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
 
-# Bytes of an adapter parameter on a bitsandbytes base, (4-bit, 8-bit), for the trainers that do not cast their adapters to bfloat16 as
-# TRL's stable trainers do. Source: trl 1.16, experimental/cpo/cpo_trainer.py:245-253 and orpo_trainer.py:255-263 (PEFT's float32 stays:
-# `peft_module_casting_to_bf16` touches norms, embeddings and the head), experimental/utils.py:907 (online-dpo: 4-bit only).
+# Bytes of an adapter parameter on a bitsandbytes base, (4-bit, 8-bit), under trainers that do not cast adapters to
+# bfloat16 like TRL's stable ones. Source: trl 1.16, experimental/cpo/cpo_trainer.py:245-253 and
+# experimental/orpo/orpo_trainer.py:255-263 (`peft_module_casting_to_bf16` changes norms, embeddings and the head only,
+# so that PEFT's float32 stays), experimental/utils.py:907 (online-dpo: 4-bit only).
 KBIT_ADAPTER_BYTES: dict[str, tuple[int, int]] = {
     "cpo": (FLOAT32_BYTES, FLOAT32_BYTES),
     "orpo": (FLOAT32_BYTES, FLOAT32_BYTES),
@@ -20,14 +21,18 @@ KBIT_ADAPTER_BYTES: dict[str, tuple[int, int]] = {
 
 
 def adapter_dtype_bytes(candidate: StateInput) -> int:
-    """Bytes of one adapter parameter as it is trained.
+    """Bytes of one adapter parameter during training; the first row that applies counts.
 
-        DeepSpeed with bf16 or fp16: 2 | FSDP2 under mixed precision, but not on 4-bit weights: 4 | bitsandbytes base: 2 |
-        float32 base, or PEFT's autocast_adapter_dtype, or GPTQ/AWQ: 4 | else: the base's dtype
+        DeepSpeed with bf16 or fp16                              2
+        FSDP2 with mixed precision, unless the base is 4-bit     4
+        bitsandbytes base                                        2, or a row of KBIT_ADAPTER_BYTES
+        GPTQ, AWQ, fp8, mxfp4, or autocast_adapter_dtype         4
+        else                                                     as the base
 
-    Source: deepspeed 0.19.8, engine.py (`module.bfloat16()`); accelerate 1.15, utils/fsdp_utils.py:815; trl 1.16, trainer/sft_trainer.py:908-911
-    (QLoRA adapters to bfloat16, as in every stable trainer) and :856 (ZeRO-3 keeps the base's dtype); peft 0.21.2,
-    tuners/tuners_utils.py:2705 (`cast_adapter_dtype`: float32 on a 16-bit base).
+    Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model`; accelerate 1.15,
+    utils/fsdp_utils.py:815; trl 1.16, trainer/sft_trainer.py:908-911 (QLoRA adapters to bfloat16, as in every stable
+    trainer) and :856 (ZeRO-3 keeps the base's dtype); peft 0.21.2, tuners/tuners_utils.py:2705 (`cast_adapter_dtype`:
+    float32 on a 16-bit base).
     """
     four_bit = candidate.quantization in ("nf4", "nf4-double")
     if candidate.sharding in DEEPSPEED and candidate.precision != "no":
@@ -43,7 +48,9 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
 
 
 def adapters_bytes(candidate: StateInput) -> int:
-    """Bytes of the adapters on one GPU, with PEFT's trained copy of a score head (which keeps the load dtype, unless TRL casts it).
+    """Bytes of the adapters on one GPU, with PEFT's trained copy of a score head, which keeps the loaded dtype.
+
+        adapters = shard of the LoRA parameters x `adapter_dtype_bytes` + shard of the copies x `copied_dtype_bytes`
 
     Example: Qwen2.5-7B, r 16 on all linear layers, bfloat16 base: 40,370,176 x 4 = 161,480,704 bytes = 154 MiB.
     """
@@ -56,7 +63,7 @@ def adapters_bytes(candidate: StateInput) -> int:
 
 
 def copied_dtype_bytes(candidate: StateInput) -> int:
-    """Bytes of one parameter in a module that PEFT copied: not one of its adapters, so `cast_adapter_dtype` passes it by."""
+    """Bytes of one parameter in a module that PEFT copied: `cast_adapter_dtype` changes adapters only."""
     if candidate.quantization in BITSANDBYTES or candidate.sharding in (*DEEPSPEED, "fsdp2"):
         return adapter_dtype_bytes(candidate)
     return DTYPE_BYTES[candidate.dtype]

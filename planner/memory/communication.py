@@ -1,4 +1,4 @@
-"""Communication: buckets that gradients are reduced in, parameters gathered for a layer or a whole model, NCCL's own buffers."""
+"""Communication: buckets for reducing gradients, parameters gathered for a layer or the whole model, NCCL's buffers."""
 
 from functools import lru_cache
 from typing import Literal
@@ -17,41 +17,45 @@ from planner.units import MIB
 
 SIXTEEN_BIT_BYTES = 2
 
-# Device memory of one NCCL communicator with its channels, beside the CUDA context: inside one node, and across nodes, where every network
+# Device memory of one NCCL communicator with its channels, within one node and across nodes, where every network
 # interface has buffers of its own. It grows with channels and peers (NVIDIA/nccl#986, #818).
-# Source: results/allocator_slack.md, medians of four rows and of one. Nobody of us measured it.
+# Source: results/allocator_slack.md, medians of four rows and of one row. Not measured by us.
 NCCL_BYTES = {"one node": 434 * MIB, "several nodes": 1598 * MIB}
 
-# How often a layer's parameters pass by between its own forward and its backward, in parameters that follow it: the rest of the forward and
-# of the backward pass, and recomputation. Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py:634-664 (`__params_to_release`
-# walks the recorded order of modules).
+# How often the parameters of later layers are used between a layer's forward and its backward pass: in the rest of the
+# forward pass, in the backward pass, and in recomputation. Source: deepspeed 0.19.8,
+# zero/partitioned_param_coordinator.py:634-664 (`__params_to_release` walks the recorded order of modules).
 REUSE_PASSES = 2
 REUSE_PASSES_RECOMPUTED = 3
 
-GATHERED_LAYERS = 2  # FSDP2 holds the layer it computes and has gathered the next: torch, distributed/fsdp/_fully_shard/_fsdp_param_group.py
-MERGE_COPIES = (
-    2  # B @ A, and its product with the scaling. Source: peft 0.21.2, tuners/lora/layer.py `get_delta_weight`
-)
-MERGE_COPIES_4BIT = 2  # the dequantized weight and the sum. Source: peft 0.21.2, tuners/lora/bnb.py `Linear4bit.merge`
+# FSDP2 holds the layer that computes and the next, already gathered one.
+# Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+GATHERED_LAYERS = 2
+# Copies of the largest merged weight: B @ A, and its product with the scaling; on a 4-bit base also the dequantized
+# weight and the sum. Source: peft 0.21.2, tuners/lora/layer.py, `get_delta_weight`; tuners/lora/bnb.py,
+# `Linear4bit.merge`.
+MERGE_COPIES = 2
+MERGE_COPIES_4BIT = 2
 
 
-def alone(candidate: StateInput) -> bool:
-    """Whether one process holds everything on its own card: nothing to exchange, nothing to fetch from the host."""
+def is_local(candidate: StateInput) -> bool:
+    """Return whether one process holds all parameters and states on its own GPU: no peers, no offloading."""
     return candidate.num_processes == 1 and not (candidate.offload_optimizer or candidate.offload_param)
 
 
 def communication_bytes(candidate: StateInput, gpu: Gpu) -> int:
-    """Bytes that one GPU keeps for communication from the first step to the last.
+    """Bytes that one GPU keeps for communication from the first step to the last: NCCL's buffers with peers, and
 
-        DDP: a second copy of all gradients (its buckets) | ZeRO-3: one bucket of hidden_size^2 elements |
-        ZeRO-1 and 2 with an offloaded optimizer: the largest trained tensor; and NCCL's buffers where there is a peer
+        DDP                                         a second copy of all gradients (its buckets)
+        ZeRO-3                                      one bucket of hidden_size^2 elements
+        ZeRO-1, ZeRO-2 with an offloaded optimizer  the largest trained tensor
 
-    Source: torch 2.13, nn/parallel/distributed.py (gradient_as_bucket_view False, which neither accelerate nor Trainer change);
-    deepspeed 0.19.8, zero/stage3.py:782, stage_1_and_2.py:659.
+    Source: torch 2.13, nn/parallel/distributed.py (gradient_as_bucket_view False, which neither accelerate nor Trainer
+    change); deepspeed 0.19.8, zero/stage3.py:782, stage_1_and_2.py:659.
 
     Example: Qwen2.5-7B in full on two GPUs, DDP: 30.46 GB for the buckets.
     """
-    if alone(candidate):
+    if is_local(candidate):
         return 0
     trained = trained_groups(candidate)
     found = nccl_bytes(candidate, gpu)
@@ -65,7 +69,7 @@ def communication_bytes(candidate: StateInput, gpu: Gpu) -> int:
 
 
 def nccl_bytes(candidate: StateInput, gpu: Gpu) -> int:
-    """Bytes of NCCL's communicators on one GPU: one for the training group, one more to a vLLM server (its rank 0)."""
+    """Bytes of NCCL's communicators on one GPU: one for the training group, on rank 0 one more to a vLLM server."""
     if candidate.num_processes == 1:
         return 0
     size = NCCL_BYTES["one node" if candidate.num_nodes == 1 else "several nodes"]
@@ -73,19 +77,20 @@ def nccl_bytes(candidate: StateInput, gpu: Gpu) -> int:
 
 
 def gather_bytes(candidate: StateInput, pass_name: str) -> int:
-    """Bytes of parameters gathered, and of gradients on their way, at the worst moment of a pass (`"forward"` or `"backward"`) on one GPU.
+    """Most bytes of gathered parameters and of gradients being reduced, in a `"forward"` or `"backward"` pass, per GPU.
 
-        ZeRO-1 and 2, backward: one bucket of hidden_size^2 elements
-        ZeRO-3: dtype x min(parameters, 1e9 / passes + 0.9 hidden_size^2 + largest tensor)
-        FSDP2: two layers, and the tail (final norm and head); backward: also two layers' trained parameters, to be reduced
+        ZeRO-1, ZeRO-2   backward: one bucket of hidden_size^2 elements
+        ZeRO-3           dtype x min(parameters, 1e9 / passes + 0.9 hidden_size^2 + largest tensor)
+        FSDP2            two layers and the tail (final norm, head); backward: also two layers' trained parameters
 
-    DeepSpeed keeps what it will need again within `stage3_max_reuse_distance` (1e9 parameters): the layers at the end of the forward pass,
-    1e9/2 parameters of them, 1e9/3 with recomputation.
+    DeepSpeed keeps parameters that are needed again within `stage3_max_reuse_distance` (1e9 parameters): of the last
+    layers of the forward pass 1e9 / 2 parameters, with recomputation 1e9 / 3.
 
     Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py; accelerate 1.15, utils/fsdp_utils.py:862-886.
-    Leaves out DeepSpeed's padding, and the embedding's own FSDP2 unit, which is gone before the layers are there.
+
+    Leaves out DeepSpeed's padding, and the embedding's own FSDP2 unit, which is dropped before the layers are gathered.
     """
-    if alone(candidate) or candidate.sharding in ("none", "ddp"):
+    if is_local(candidate) or candidate.sharding in ("none", "ddp"):
         return 0
     counted = policy_parameters(candidate)
     if candidate.sharding in ("zero1", "zero2"):
@@ -101,33 +106,36 @@ def gather_bytes(candidate: StateInput, pass_name: str) -> int:
 
 
 def generation_gather_bytes(candidate: StateInput) -> int:
-    """Bytes gathered on one GPU while `generate` runs: under ZeRO-3 the whole model with `ds3_gather_for_generation`, else as in a forward.
+    """Bytes gathered on one GPU while `generate` runs.
 
-    Source: trl 1.16, models/utils.py `unwrap_model_for_generation`.
+        ZeRO-3 with ds3_gather_for_generation: the whole model | else: as in a forward pass
+
+    Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`.
     Example: Qwen2.5-32B in bfloat16: 65.5 GB on every GPU, however many there are.
     """
-    if candidate.sharding == "zero3" and candidate.ds3_gather_for_generation and not alone(candidate):
+    if candidate.sharding == "zero3" and candidate.ds3_gather_for_generation and not is_local(candidate):
         return _whole_model_bytes(candidate)
     return gather_bytes(candidate, "forward")
 
 
 def weight_sync_bytes(candidate: StateInput) -> int:
-    """Bytes that handing new weights to vLLM takes on one GPU, on top of both models.
+    """Bytes that the weight sync with vLLM takes on one GPU, besides the models of the trainer and of the engine.
 
-        ZeRO-3: the largest tensor, or with adapters the whole model | FSDP2: the largest tensor in full |
-        adapters: also the product B A of the largest merged weight, twice, and on a 4-bit base that weight dequantized, twice
+        ZeRO-3     the largest tensor; with adapters the whole model
+        FSDP2      the largest tensor, unsharded
+        adapters   + 2 x B A of the largest merged weight; on a 4-bit base also 2 x that weight dequantized
 
     Source: trl 1.16, generation/vllm_generation.py:430-473 (PEFT gathers all parameters at once, then `merge_adapter`).
     """
     counted = policy_parameters(candidate)
     merged = _merge_bytes(candidate, counted)
-    if candidate.sharding == "zero3" and not alone(candidate):
+    if candidate.sharding == "zero3" and not is_local(candidate):
         return merged + (
             _whole_model_bytes(candidate)
             if candidate.tuning == "lora"
             else counted.largest_params * base_dtype_bytes(candidate)
         )
-    if candidate.sharding == "fsdp2" and not alone(candidate):
+    if candidate.sharding == "fsdp2" and not is_local(candidate):
         return merged + counted.unquantized_tensors.largest * base_dtype_bytes(candidate)
     return merged
 
@@ -159,7 +167,10 @@ def _largest_of(counted: Parameters, parts: tuple[Literal["linear", "vision_line
 
 
 def _bucket_bytes(candidate: StateInput) -> int:
-    """Hugging Face's "auto" for `reduce_bucket_size` is hidden_size^2 elements (transformers 5.23, integrations/deepspeed.py:229)."""
+    """Bytes of DeepSpeed's reduce bucket: hidden_size^2 elements, Transformers' value for "auto".
+
+    Source: transformers 5.23, integrations/deepspeed.py:229.
+    """
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     return candidate.model.hidden_size**2 * size
 
@@ -173,7 +184,7 @@ def _zero3_live_params(counted: Parameters, hidden_size: int, recomputed: bool) 
 
 @lru_cache(maxsize=1024)
 def _fsdp2_units(model: ModelShape, counted: Parameters, bitsandbytes: bool) -> tuple[int, int, int]:
-    """Parameters of the largest layer's unit, of the tail's, and trained ones in that layer."""
+    """(Parameters of the largest layer, of the tail, trained parameters of that layer) as FSDP2 groups them."""
     layers = max(model.num_layers, 1)
     adapters = -(-counted.adapter_params // layers)
     layer = max((kind.params - (kind.linear_params if bitsandbytes else 0) for kind, _ in model.layer_kinds), default=0)

@@ -1,4 +1,4 @@
-"""Gradients: `.grad` of what is trained, from the backward pass to the end of the optimizer step."""
+"""Gradients: `.grad` of the trained parameters, from the backward pass to the end of the optimizer step."""
 
 from functools import lru_cache
 
@@ -12,14 +12,17 @@ from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_b
 from planner.memory.weights import base_dtype_bytes, value_parameters
 from planner.models.shape import ModelShape
 
-# Optimizers that update each parameter inside the backward pass and drop its gradient: one gradient is being used and the next being
-# made. Source: lomo-optim 0.1.1, lomo.py and adalomo.py `fuse_update`.
+# Optimizers that update each parameter inside the backward pass and drop its gradient: at most two gradients are alive,
+# one in use and the next. Source: lomo-optim 0.1.1, lomo.py and adalomo.py, `fuse_update`.
 FUSED_BACKWARD = frozenset({"lomo", "adalomo"})
 FUSED_GRADIENTS_ALIVE = 2
 
 
 def trained_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
-    """What is trained on one model replica, with bytes per parameter: the model or its adapters, PEFT's copies, PPO's value model."""
+    """Trained tensors of one model replica with bytes per parameter.
+
+    They are the model or its adapters and PEFT's copies of whole modules, and PPO's value model.
+    """
     counted = policy_parameters(candidate)
     if candidate.tuning == "full":
         groups = [(counted.base_tensors, base_dtype_bytes(candidate))]
@@ -34,10 +37,13 @@ def trained_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
 
 
 def learning_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
-    """What of it gets gradients and optimizer states: all under DeepSpeed, whose flat buffers have room for everything that may learn;
-    elsewhere what batches of text run through, since the `.grad` of a vision tower stays None and an optimizer passes it by.
+    """Trained tensors that get gradients and optimizer states, with bytes per parameter.
 
-    Source: torch 2.13, optim/adam.py `_init_group` (`if p.grad is not None`); deepspeed 0.19.8, zero/stage_1_and_2.py:492.
+        DeepSpeed   all trained tensors: its flat buffers have room for each of them
+        else        those that batches of text pass: `.grad` of a vision tower stays None, and optimizers skip it
+
+    Source: torch 2.13, optim/adam.py `_init_group` (`if p.grad is not None`); deepspeed 0.19.8,
+    zero/stage_1_and_2.py:492.
     Example: Qwen2.5-VL-3B in full, float32: its tower's 668,684,288 parameters need no 4 + 8 bytes each, 7.5 GiB.
     """
     groups = trained_groups(candidate)
@@ -47,21 +53,27 @@ def learning_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
 
 
 def gradients_bytes(candidate: StateInput) -> int:
-    """Bytes of gradients on one GPU when the backward pass ends, on the rank that has most.
+    """Bytes of gradients on one of G GPUs at the end of the backward pass, on the rank with the most.
 
-        one GPU, DDP: trained x dtype | ZeRO-1: the same | ZeRO-2: every tensor that the rank's piece touches, whole |
-        ZeRO-3: sum of ceil(n / G) | FSDP2: shards in the parameter's dtype | fused backward: two largest tensors;
-        accumulating, ZeRO-1 and 2 make the new ones of that piece beside the sum of the earlier ones
+        one GPU, DDP     trained parameters x dtype
+        ZeRO-1           the same
+        ZeRO-2           the full size of every tensor of which a part lies in the rank's partition
+        ZeRO-3           sum of ceil(n / G) over tensors
+        FSDP2            shards, in the dtype of the parameter
+        fused backward   the largest tensor, twice (lomo, adalomo)
+        accumulating     ZeRO-1 and ZeRO-2: also the new gradients of the rank's partition
 
-    A gradient has its parameter's dtype, bfloat16 under DeepSpeed (`grad_accum_dtype` unset). Offloaded optimizers take it to the host
-    (ZeRO: only a bucket stays, see communication.py).
+    A gradient has the dtype of its parameter, bfloat16 under DeepSpeed (`grad_accum_dtype` unset). Offloaded optimizers
+    keep gradients on the host (ZeRO: a bucket stays on the GPU, see communication.py).
 
     Source: deepspeed 0.19.8, runtime/engine.py:1806, zero/stage_1_and_2.py:2184-2199 (`grads_in_partition`), :1040-1046
     (`all_grad_tensors`), zero/stage3.py:791.
 
-    Example: Qwen2.5-7B in full, float32: 30.46 GB = 28.37 GiB; LoRA r 16 on it: 161 MB. ZeRO-2 in bfloat16 on 64 GPUs: a piece is
-    119 million parameters, but one that lies partly in the embedding has its 545 million too: 1.28 GB instead of 0.24, 2.57 when accumulating.
-    Leaves out DDP's second copy (communication.py); that ZeRO-1 has dropped other ranks' small gradients by then.
+    Example: Qwen2.5-7B in full, float32: 30.46 GB = 28.37 GiB; LoRA r 16 on it: 161 MB. ZeRO-2 in bfloat16 on 64 GPUs:
+    a partition has 119 million parameters, but one that holds a part of the embedding has gradients for all of its 545
+    million: 1.28 GB instead of 0.24, 2.57 when accumulating.
+
+    Leaves out DDP's second copy (communication.py), and that ZeRO-1 has dropped other ranks' small gradients by then.
     """
     if candidate.optim in FUSED_BACKWARD:
         return sum(
@@ -73,17 +85,17 @@ def gradients_bytes(candidate: StateInput) -> int:
 
 
 def accumulated_gradients_bytes(candidate: StateInput) -> int:
-    """Bytes of gradients on one GPU between two backward passes of a step: all of them under ZeRO-1, which reduces at the last."""
+    """Bytes of gradients on one GPU between two backward passes of a step; ZeRO-1 keeps all, it reduces in the last."""
     if candidate.sharding == "zero1" and not candidate.offload_optimizer:
         return sum(tensor_bytes(tensors, size) for tensors, size in trained_groups(candidate))
     return step_gradients_bytes(candidate)
 
 
 def step_gradients_bytes(candidate: StateInput) -> int:
-    """Bytes of gradients on one GPU while the optimizer steps: ZeRO-1 has dropped those of the other ranks' pieces by then.
+    """Bytes of gradients on one GPU during the optimizer's step; ZeRO-1 has dropped those of other partitions by then.
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:3097 (`free_grad_in_param_list(self.params_not_in_partition[i])`); FSDP2's lie in
-    one buffer a layer, torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py `foreach_reduce`.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:3097 (`free_grad_in_param_list(self.params_not_in_partition[i])`);
+    torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce` (one buffer per layer).
     """
     if candidate.optim in FUSED_BACKWARD:
         return 0
@@ -106,7 +118,7 @@ def step_gradients_bytes(candidate: StateInput) -> int:
 
 
 def touched_gradients_bytes(candidate: StateInput) -> int:
-    """Bytes of ZeRO-1's and 2's buffer for the gradients of one piece: of every tensor that lies in it in part, the whole.
+    """Bytes of the gradients of one partition under ZeRO-1 and ZeRO-2: the full size of every tensor with a part in it.
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py:2184-2199 and `get_partition_info`. Example: see `gradients_bytes`.
     """
@@ -127,16 +139,18 @@ def _touched_elements(
     others: tuple[TensorSet, ...],
     num_processes: int,
 ) -> int:
-    """Of the rank that has most; the optimizer's groups are cut each by itself."""
+    """Elements of all tensors with a part in the partition of one rank, for the rank with the most.
+
+    Each of the optimizer's parameter groups is cut into partitions of its own.
+    """
     ordered = lora_in_order(model, *lora) if lora else tensors_in_order(model, head)
     ranks = [0] * num_processes
     every = TensorSet(kinds=(*ordered, *(kind for tensors in others for kind in tensors.kinds)))
     for group in decay_groups(every):
         piece, start = flat_elements(group.params, num_processes) // num_processes, 0
         for kind in group.kinds:
-            whole = (
-                len(kind.shape) > 1 or kind.part == "vector"
-            )  # what is only counted has no shape, and is taken as fine-grained
+            # parameters of which only the number is known count as many small tensors
+            whole = len(kind.shape) > 1 or kind.part == "vector"
             for _ in range(kind.count):
                 for rank in range(start // piece, (start + kind.elements - 1) // piece + 1):
                     ranks[rank] += (

@@ -1,4 +1,4 @@
-"""Host: main memory that one node needs while its processes load and train."""
+"""Host: main memory of one node while its training processes load and train."""
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES
@@ -10,18 +10,20 @@ from planner.memory.stack_recipe import stack_recipe
 from planner.memory.weights import base_dtype_bytes
 from planner.models.shape import ModelShape
 
-# Resident memory of a Python process that has started CUDA through PyTorch: 2,056,600 kB. Source: pytorch/pytorch#113326 (RTX 3090,
-# CUDA 11.8). Not measured by us.
+# Resident memory of a Python process after PyTorch has started CUDA: 2,056,600 kB.
+# Source: pytorch/pytorch#113326 (RTX 3090, CUDA 11.8). Not measured by us.
 PROCESS_BYTES = 2_056_600 * 1024
 
 
 def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
-    """Bytes of main memory at the peak on one node of the trainer.
+    """Bytes of main memory at the peak on one training node.
 
-        processes x (interpreter and libraries) + max(models being loaded, processes x what is kept on the host)
+        peak = processes x PROCESS_BYTES + max(models being loaded, processes x offloaded bytes)
 
-    Source: see `loading_bytes` and `training_bytes`. Leaves out data sets, data loader workers, the file cache, and vLLM's own processes
-    (its sleep level 2, which TRL uses, keeps no copy of the weights: trl 1.16, generation/vllm_generation.py:365).
+    Source: see `loading_bytes` and `training_bytes`.
+
+    Leaves out data sets, data loader workers, the file cache, and vLLM's own processes (TRL uses sleep level 2, which
+    keeps no copy of the weights: trl 1.16, generation/vllm_generation.py:365).
     """
     processes = min(-(-candidate.num_processes // candidate.num_nodes), cluster.gpus_per_node)
     kept = training_bytes(candidate) + offloaded_activation_bytes(candidate, cluster)
@@ -31,11 +33,14 @@ def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
 def loading_bytes(candidate: StateInput, processes: int) -> int:
     """Bytes of models in main memory on one node while they are loaded.
 
-        one process, or bitsandbytes: none, weights stream to the card | DDP, ZeRO-1, ZeRO-2: every process has every model whole, in the
-        dtype it is loaded in | ZeRO-3: cut while loading | FSDP2: one whole copy
+        one process, bitsandbytes   0: weights stream to the GPU
+        DDP, ZeRO-1, ZeRO-2         processes x all parameters of every model x loaded dtype
+        ZeRO-3                      0: sharded while loading
+        FSDP2                       all parameters of every model x loaded dtype, once
 
-    Source: trl 1.16, trainer/sft_trainer.py:692 (`device_map=None` when distributed); transformers 5.23, integrations/deepspeed.py
-    (`deepspeed.zero.Init`); accelerate 1.15, utils/fsdp_utils.py (`cpu_ram_efficient_loading`: rank 0 only).
+    Source: trl 1.16, trainer/sft_trainer.py:692 (`device_map=None` when distributed); transformers 5.23,
+    integrations/deepspeed.py (`deepspeed.zero.Init`); accelerate 1.15, utils/fsdp_utils.py
+    (`cpu_ram_efficient_loading`: rank 0 only).
 
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """
@@ -49,9 +54,11 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
 
 
 def training_bytes(candidate: StateInput) -> int:
-    """Bytes that one process keeps in main memory while it trains, without activations: what is offloaded, and paged optimizer states.
+    """Bytes that one process keeps in main memory during training, without activations.
 
-    offloaded parameters: dtype x params / G | offloaded optimizer: see `host_states_bytes`
+        bytes = offloaded optimizer + paged states + offloaded parameters, ceil(params x dtype / G)
+
+    Source: see `host_states_bytes` and `paged_states_bytes`.
     """
     found = host_states_bytes(candidate) + paged_states_bytes(candidate)
     if candidate.offload_param and candidate.sharding in ("zero3", "fsdp2"):
@@ -60,10 +67,10 @@ def training_bytes(candidate: StateInput) -> int:
 
 
 def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
-    """Bytes of saved activations in pinned memory of one process, with everything that is saved moved there.
+    """Bytes of saved activations in pinned memory of one process: all of them with offloading, else 0.
 
-    Source: trl 1.16, models/activation_offloading.py; transformers 5.23, modeling_utils.py:3110 (`offload` of checkpoints). The few tensors
-    that are still on the card (`max_fwd_stash_size` 5) are counted as well.
+    Source: trl 1.16, models/activation_offloading.py; transformers 5.23, modeling_utils.py:3110 (`offload` of
+    checkpoints). Counts the few tensors that are still on the GPU too (`max_fwd_stash_size` 5).
     """
     if not (candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)):
         return 0

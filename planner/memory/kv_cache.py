@@ -1,28 +1,32 @@
-"""The KV cache of Hugging Face `generate`, and the logits of the token it samples. On each GPU that generates."""
+"""The KV cache of Hugging Face `generate` and the logits of the sampled token, on each GPU that generates."""
 
 from functools import lru_cache
 
 from planner.errors import NotMeasured
 from planner.models.shape import Attention, ModelShape, cache_is_known, layer_elements
 
-# Copies of the next token's logits that are float32 whatever the model's dtype. When they are made: the copy itself, the copy and the
-# probabilities of the token before, whose names still hold them; when they are sampled: the copy, its softmax, and the exponential noise
-# that `torch.multinomial` divides by. Source: transformers/generation/utils.py:3247-3276 (no top-k, top-p or temperature processor is
-# active under TRL's defaults), pytorch aten/src/ATen/native/Distributions.cpp, multinomial_out.
+# Copies of the next token's logits in float32, whatever the model's dtype. When the copy is made: it, and the copy and
+# the probabilities of the previous token, which variables still hold. When the token is sampled: the copy, its softmax,
+# and the exponential noise of `torch.multinomial`. Source: transformers 5.23, generation/utils.py:3247-3276 (no top-k,
+# top-p or temperature processor is active under TRL's defaults); pytorch 2.13, aten/src/ATen/native/Distributions.cpp,
+# `multinomial_out`.
 FLOAT32_LOGITS_COPIES = 3
 FLOAT32_BYTES = 4
 
 
 def kv_cache_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: int) -> int:
-    """Bytes of the cache once every row has gone through `tokens` positions, the last of them one at a time.
+    """Bytes of the cache after `tokens` positions of every row, the last of them one at a time.
 
         cache = rows x sum over layers of kept x (kv_heads x (head_dim + v_head_dim)) x dtype_bytes
-        kept  = tokens, or min(tokens, window) in a sliding-window layer; MLA keeps kv_lora_rank + qk_rope_head_dim a token
+        kept  = tokens, or min(tokens, window) in a sliding-window layer
+        MLA   : kv_lora_rank + qk_rope_head_dim in place of kv_heads x (head_dim + v_head_dim)
 
     `tokens` is prompt + completion - 1 at the end: the last sampled token is not fed back.
-    Source: transformers/cache_utils.py, DynamicLayer and DynamicSlidingWindowLayer. The latter keeps the last window - 1
-    tokens as a view of a tensor of `window`, which is what stays allocated. MLA: models/deepseek_v3/modeling_deepseek_v3.py:459,
-    the latent is cached since transformers 5, not the expanded heads.
+
+    Source: transformers 5.23, cache_utils.py, `DynamicLayer` and `DynamicSlidingWindowLayer`, which keeps the last
+    window - 1 tokens as a view of an allocated tensor of `window` tokens;
+    models/deepseek_v3/modeling_deepseek_v3.py:459 (the cache holds the latent, not the expanded heads).
+
     Example: Qwen2.5-7B, 8 rows of 1,023 tokens, bf16: 8 x 28 x 1,023 x 1,024 x 2 = 447.6 MiB.
 
     Leaves out `cache_implementation="static"`, which allocates all tokens of all layers at once.
@@ -33,25 +37,25 @@ def kv_cache_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: int) 
 
 
 def prefill_cache_bytes(model: ModelShape, rows: int, prompt_tokens: int, dtype_bytes: int) -> int:
-    """Bytes of the cache right after the prompt: sliding-window layers still hold a view of all of it.
+    """Bytes of the cache right after the prompt, when sliding-window layers still hold all of its tokens.
 
         cache = rows x prompt_tokens x sum over layers of elements x dtype_bytes
 
-    Source: transformers/cache_utils.py, DynamicSlidingWindowLayer.update: the kept part is a slice of the concatenation,
-    which the next token's concatenation replaces, layer by layer.
+    Source: transformers 5.23, cache_utils.py, `DynamicSlidingWindowLayer.update` (the layer keeps a slice of the
+    concatenation until the next token's concatenation replaces it).
     """
     windowed, full = _elements_per_token(model)
     return rows * prompt_tokens * (full + sum(elements for _, elements in windowed)) * dtype_bytes
 
 
 def kv_cache_peak_bytes(model: ModelShape, rows: int, prompt_tokens: int, tokens: int, dtype_bytes: int) -> int:
-    """Bytes of the cache at its largest, its growth included: after the prompt, or while the last token is appended.
+    """Most bytes of the cache: after the prompt, or while the last token is appended.
 
         peak = max(prefill, cache(tokens) + the largest old copy of a layer)
 
-    `torch.cat` makes the longer copy before the old one is dropped: one of keys and values in a full layer, both in a
-    sliding-window layer, which keeps the old ones until its new view is cut. At most one token of a few layers too much, where
-    the layer with the largest copy is not the last.
+    `torch.cat` makes the longer copy before the old one is dropped: of keys or values in a full layer, of both in a
+    sliding-window layer. The formula counts one token of a few layers too much if the layer with the largest copy is
+    not the last.
     """
     old_copy = max((_old_copy_elements(layer.attention, tokens) for layer, _ in model.layer_kinds), default=0)
     grown = kv_cache_bytes(model, rows, tokens, dtype_bytes) + rows * old_copy * dtype_bytes
@@ -59,12 +63,12 @@ def kv_cache_peak_bytes(model: ModelShape, rows: int, prompt_tokens: int, tokens
 
 
 def mla_expansion_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: int) -> int:
-    """Bytes that one multi-head latent attention layer takes for a decode step, on top of its cache; 0 for other attention.
+    """Bytes that one layer with multi-head latent attention (MLA) allocates in a decode step; 0 for other attention.
 
         expansion = rows x tokens x heads x (nope + v  +  nope + rope) x dtype_bytes
 
-    `kv_b_proj` expands the whole latent for every new token, and the keys are copied together with their rotary part.
-    Source: transformers/models/deepseek_v3/modeling_deepseek_v3.py:407-424, expand_kv.
+    `kv_b_proj` expands the latent of all tokens for every new one, and the keys are copied with their rotary part.
+    Source: transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py:407-424, expand_kv.
     """
     return (
         rows
@@ -75,16 +79,17 @@ def mla_expansion_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: 
 
 
 def generation_logits_bytes(model: ModelShape, rows: int, logits_dtype_bytes: int = FLOAT32_BYTES) -> int:
-    """Bytes of the next token's logits and what sampling makes of them.
+    """Bytes of the next token's logits and of the copies that sampling makes.
 
         logits = rows x vocabulary x (logits_dtype_bytes + 3 x 4)
 
-    The model's own output stays until the step ends; it is float32 where accelerate converts outputs (`bf16=True`,
-    accelerate/accelerator.py:1824-1835), the model's dtype where not. `generate` asks for the last position only.
+    The model's output is alive until the step ends. It is float32 if accelerate converts outputs (`bf16=True`;
+    accelerate 1.15, accelerator.py:1824-1835), else of the model's dtype. `generate` computes logits of the last
+    position only.
     Example: Qwen2.5-7B, 8 rows: 8 x 152,064 x 16 = 18.6 MiB.
 
-    Leaves out top-k and top-p, which sort (off by TRL's defaults), and the 16-bit logits that accelerate converts, which are
-    gone before the first copy.
+    Leaves out top-k and top-p, which sort (TRL's defaults do not use them), and the 16-bit logits that accelerate
+    converts, which are dropped before the first copy.
     """
     return rows * model.vocab_size * (logits_dtype_bytes + FLOAT32_LOGITS_COPIES * FLOAT32_BYTES)
 
@@ -92,9 +97,12 @@ def generation_logits_bytes(model: ModelShape, rows: int, logits_dtype_bytes: in
 def kv_cache_dtype_bytes(model: ModelShape, weight_dtype_bytes: int, autocast: bool) -> int:
     """Bytes of one cached number.
 
-    16-bit weights, or no autocast: the weights' dtype. Float32 weights under 16-bit autocast: 4, since rotary embeddings (and
-    MLA's norm) promote the keys to float32 and the cache takes the keys' dtype for both; 2 where there are no rotary embeddings.
-    Source: transformers/cache_utils.py, DynamicLayer.lazy_initialization and update; checked in tests/test_kv_cache.py.
+        16-bit weights, or no autocast        as the weights
+        float32 weights with 16-bit autocast  4 with rotary embeddings or MLA, else 2
+
+    Rotary embeddings and MLA's norm promote the keys to float32, and the cache takes the keys' dtype for the values
+    too.
+    Source: transformers 5.23, cache_utils.py, `DynamicLayer.lazy_initialization` and `update`; tests/test_kv_cache.py.
     """
     if weight_dtype_bytes < FLOAT32_BYTES or not autocast:
         return weight_dtype_bytes
@@ -104,10 +112,15 @@ def kv_cache_dtype_bytes(model: ModelShape, weight_dtype_bytes: int, autocast: b
 
 @lru_cache(maxsize=1024)
 def _elements_per_token(model: ModelShape) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Cached numbers a token: ((window, of all layers with that window), ...) and of all full layers."""
+    """Cached numbers per token: (((window, sum over the layers with it), ...), sum over the layers without a window).
+
+    Raises:
+        NotMeasured: a layer keeps something else than keys and values, such as the state of a state space model.
+    """
     if not cache_is_known(model):
         raise NotMeasured(
-            f"{model.id} ({model.model_type}) has layers that keep no keys and values; what `generate` keeps for them has no formula here. "
+            f"{model.id} ({model.model_type}) has layers that keep no keys and values; "
+            "what `generate` keeps for them has no formula here. "
             "A method that does not generate can be planned: sft, dpo, kto, reward."
         )
     windowed: dict[int, int] = {}
@@ -130,7 +143,7 @@ def _old_copy_elements(attention: Attention, tokens: int) -> int:
 
 
 def _rope_dim(attention: Attention) -> int:
-    """The rotary part of an MLA layer's cache, which takes the place of the values: qk_rope_head_dim."""
+    """qk_rope_head_dim of an MLA layer: the rotary part of its cache, which the cache stores in place of values."""
     latent_and_rope = attention.kv_latent_dim
     latent = next((linear.in_features for linear in attention.linears if linear.name == "kv_b_proj"), latent_and_rope)
     return latent_and_rope - latent

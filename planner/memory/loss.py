@@ -1,7 +1,7 @@
-"""The head and the loss: what lies between the last decoder layer and the first gradient, by the way TRL computes it.
+"""Memory of the output head and the loss, for each way in which TRL computes them.
 
-Letters in the formulas: T tokens of the forward pass, N of them with a label, V vocabulary, H hidden size, h bytes of a hidden state,
-w bytes of a head weight, c bytes of the compute dtype.
+Letters in the formulas: T tokens of the forward pass, N of them with a label, V vocabulary, H hidden size, h bytes of a
+hidden state, w bytes of a head weight, c bytes of the compute dtype, norm the bytes that the final norm saves.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from planner.cache_keys import TrainingInput
 from planner.methods import LIGER_LEAVES_THE_LOSS, Loss, release
 
-# trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506; kernels/chunked_divergence.py:33-34.
+# Sizes of a tile of logits. Source: trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506;
+# kernels/chunked_divergence.py:33-34.
 TOKEN_CHUNK = 4096
 VOCABULARY_CHUNK = 32768
 CHUNKED_NLL_TOKENS = 256  # trl 1.5 to 1.14, trainer/utils.py, `chunked_nll`'s default chunk size
@@ -19,11 +20,11 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """Sizes that the loss depends on. `completion_tokens`: tokens of completions only, for losses that slice before they compute."""
+    """Sizes that the memory of a loss depends on. Widths are bytes of one number."""
 
     tokens: int
     labelled_tokens: int
-    logit_tokens: int  # of which a loss that builds logits builds them
+    logit_tokens: int  # tokens of which a loss builds logits, if it does
     vocab_size: int
     hidden_size: int
     hidden_width: int
@@ -43,43 +44,50 @@ class Head:
 
     @property
     def final_norm_bytes(self) -> int:
-        """What the final RMSNorm keeps: x in float32 (x itself where it is float32 already) and, if its weight learns, the normalised x."""
+        """Bytes that the final RMSNorm saves: x in float32, unless x is, and the normalised x if it is trained."""
         upcast = FLOAT32 if self.hidden_width != FLOAT32 else 0
         return self.tokens * self.hidden_size * (upcast + (self.hidden_width if self.trainable else 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossMemory:
-    """Bytes on one GPU. `forward`: the most while the loss is computed; `saved`: kept until its backward pass; `backward`: the most
-    then, what was saved included. The gradient of the head is part of `backward` and stays as `.grad` of `head_gradient` bytes."""
+    """Bytes of head and loss on one GPU.
+
+    `forward`: the most while the loss is computed. `saved`: alive until its backward pass. `backward`: the most during
+    that, with `saved` and the gradient of the head.
+    """
 
     forward: int
     saved: int
     backward: int
-    frozen: int | None = None  # None: as `forward`, but without what is saved
+    frozen: int | None = None  # without gradients; None: forward - saved
 
     @property
     def frozen_bytes(self) -> int:
-        """The most while a model that is only read computes the same: nothing is kept, and autocast's copy of the head is gone by then."""
+        """The most while a frozen model computes the same: it saves nothing, not even autocast's copy of the head."""
         return self.forward - self.saved if self.frozen is None else self.frozen
 
 
 def fused(head: Head) -> LossMemory:
-    """TRL >= 1.15: log-probabilities without logits, in tiles, over labelled tokens only.
+    """TRL >= 1.15: log-probabilities of labelled tokens, computed in tiles, without logits of all of them.
 
-        forward  = norm + h T H (last hidden state) + h N H + 16 N + 28 N + c n 32768 + (w != c) c 32768 H + (h != c) c n H
-        backward = norm + h N H + 32 N + c n 32768 + 4 N H + (trainable) 4 V H
-                   + the most of (w != c) c v H + (h != c) c n H and of the casts: (h = 2) h N H + (trainable, w = 2) w V H
+        forward  = norm + h T H (last hidden state) + h N H + 16 N + 28 N + c n 32768 + (w != c) c 32768 H + (h != c) c
+        n H backward = norm + h N H + 32 N + c n 32768 + 4 N H + (trainable) 4 V H
+                   + the most of (w != c) c v H + (h != c) c n H and of the casts: (h = 2) h N H + (trainable, w = 2) w
+                   V H
 
-    with n = min(N, 4096), v = `named_columns`. Source: trl 1.16, kernels/chunked_logprob.py:311-462, trainer/utils.py:1599-1660.
+    with n = min(N, 4096), v = `named_columns`. Source: trl 1.16, kernels/chunked_logprob.py:311-462,
+    trainer/utils.py:1599-1660.
+
     Example: Qwen3-8B trained in full: 4 x 151,936 x 4,096 = 2.32 GiB for the head's gradient, whatever the batch.
-    Leaves out the scatter of the labelled rows' gradient into zeros of all rows, which the first layer's backward outweighs.
+
+    Leaves out the scatter of the labelled tokens' gradient into zeros of all tokens: the layers' backward pass needs
+    more.
     """
     tile = tile_bytes(head, head.compute_width)
     labelled = head.labelled_tokens * head.hidden_size
-    cast_weight = (
-        head.compute_width * head.hidden_size if head.weight_width != head.compute_width else 0
-    )  # bytes a word
+    # bytes per word of the vocabulary
+    cast_weight = head.compute_width * head.hidden_size if head.weight_width != head.compute_width else 0
     hidden_chunk = (
         head.compute_width * chunk_tokens(head) * head.hidden_size if head.hidden_width != head.compute_width else 0
     )
@@ -102,10 +110,12 @@ def fused(head: Head) -> LossMemory:
 
 
 def divergence(head: Head) -> LossMemory:
-    """TRL's distillation: student and teacher tiles in float32 side by side (trl 1.16, kernels/chunked_divergence.py:417 and :537).
+    """TRL's distillation: tiles of the student's and the teacher's logits side by side, in float32.
 
-    As `fused`, with two float32 tiles in place of one in the compute dtype, the teacher's last hidden state kept, and in the backward pass
-    the gradient of a tile in the compute dtype, n x `named_columns`.
+    As `fused`, with two float32 tiles in place of one in the compute dtype, the teacher's last hidden state, and in the
+    backward pass the gradient of a tile in the compute dtype, n x `named_columns`.
+
+    Source: trl 1.16, kernels/chunked_divergence.py:417 and :537.
     """
     alone = fused(head)
     extra = 2 * tile_bytes(head, FLOAT32) - tile_bytes(head, head.compute_width)
@@ -121,9 +131,11 @@ def divergence(head: Head) -> LossMemory:
 
 
 def named_columns(head: Head) -> int:
-    """Words whose chunk of something is alive at once in a loop over chunks that gives it a name: the next is made before the name lets go of the last.
+    """Words of the vocabulary whose chunks are alive at once in a loop: two chunks.
 
-    Source: `w_chunk`, trl 1.16, kernels/chunked_logprob.py:423; `grad_tile`, kernels/chunked_divergence.py.
+    The variable of the loop holds the last chunk while the next one is computed.
+
+    Source: trl 1.16, kernels/chunked_logprob.py:423, `w_chunk`; kernels/chunked_divergence.py, `grad_tile`.
     """
     if head.vocab_size <= VOCABULARY_CHUNK:
         return head.vocab_size * (2 if head.labelled_tokens > TOKEN_CHUNK else 1)
@@ -131,18 +143,20 @@ def named_columns(head: Head) -> int:
 
 
 def chunk_tokens(head: Head) -> int:
+    """Labelled tokens of one tile."""
     return min(head.labelled_tokens, TOKEN_CHUNK)
 
 
 def tile_bytes(head: Head, width: int) -> int:
-    """The tile of logits: its full width even where the vocabulary is smaller."""
+    """Bytes of a tile of logits, which is 32,768 wide even if the vocabulary is smaller."""
     return width * chunk_tokens(head) * VOCABULARY_CHUNK
 
 
 def chunked_nll(head: Head) -> LossMemory:
-    """TRL 1.5 to 1.14 SFT: cross entropy over 256 labelled tokens at a time, each chunk recomputed in the backward pass.
+    """SFT of TRL 1.5 to 1.14: cross entropy of 256 labelled tokens at a time, recomputed in the backward pass.
 
-        forward = norm + 2 h T H + (c + 8) 256 V;  backward = the same and the head's gradient, twice while it is accumulated
+        forward  = norm + 2 h T H + (c + 8) 256 V
+        backward = norm + 2 h T H + 2 (c + 8) 256 V + (trainable) 2 w V H, the second copy while it is accumulated
 
     Source: trl 1.14, trainer/utils.py, `chunked_cross_entropy` (checkpointed per chunk).
     """
@@ -153,14 +167,17 @@ def chunked_nll(head: Head) -> LossMemory:
 
 
 def liger(head: Head) -> LossMemory:
-    """Liger's fused linear cross entropy: gradients are made in the forward pass, one chunk of logits at a time.
+    """Liger's fused linear cross entropy: computes gradients in the forward pass, one chunk of logits at a time.
 
-        chunk = next power of two of T / (V / H)
-        forward = norm + h T H + gradients h T H + (trainable) w V H + c chunk V + the larger of: the chunk before, c chunk V, with
-                  (w != c) autocast's copy of the weight c V H | (trainable) a chunk's product for the weight, c V H, and its float32 copy, 4 V H
+        chunk    = next power of two of T / (V / H)
+        saved    = norm + h T H + gradients of it h T H + (trainable) w V H
+        forward  = saved + c chunk V + the larger of
+                     c chunk V + (w != c) c V H: the previous chunk, and autocast's copy of the weight
+                     (trainable) c V H + (c != 4) 4 V H: a chunk's gradient of the weight, and its float32 copy
 
-    Source: liger-kernel 0.6.4, ops/fused_linear_cross_entropy.py, `fused_linear_cross_entropy_forward` (the gradient of the logits takes
-    their place; `grad_weight += torch.mm(..).float()`; the last chunk goes when the next one's gradient is bound).
+    Source: liger-kernel 0.6.4, ops/fused_linear_cross_entropy.py, `fused_linear_cross_entropy_forward` (the gradient of
+    the logits overwrites them; `grad_weight += torch.mm(..).float()`; a variable holds the last chunk until the next
+    one's gradient is there).
     """
     chunk = head.compute_width * liger_chunk_tokens(head) * head.vocab_size
     hidden = head.tokens * head.hidden_size * head.hidden_width
@@ -174,20 +191,26 @@ def liger(head: Head) -> LossMemory:
 
 
 def liger_chunk_tokens(head: Head) -> int:
+    """Tokens of one of Liger's chunks: the next power of two of T / ceil(V / H), at most T."""
     factor = -(-head.vocab_size // head.hidden_size)
     wanted = -(-head.tokens // factor)
     return min(1 << max(0, (wanted - 1).bit_length()), head.tokens)
 
 
 def whole_logits(forward_width: int, saved_width: int, backward_width: int) -> Callable[[Head], LossMemory]:
-    """A loss that builds the logits of every token: so many bytes for each of T x V numbers.
+    """Return the formula of a loss that builds the logits of T tokens; the widths are bytes per logit.
 
         forward  = norm + h T H + (w != c) c V H + forward_width T V
-        backward = norm + h T H + (w != c) c V H + the larger of: backward_width T V | c T V + h T H + (trainable) w V H + (w != c) c V H
+        saved    = norm + h T H + (w != c) c V H + saved_width T V
+        backward = norm + h T H + (w != c) c V H + the larger of
+                     backward_width T V
+                     c T V + h T H + (trainable) w V H + (trainable, w != c) c V H
 
-    The head's own backward comes after the loss': its input, the logits' gradient, and if it learns its own, which autocast makes in 16 bits
-    first. Autocast's copy of a float32 head is kept from the forward pass to then (as for every projection: modules/linear.py).
-    A soft cap (gemma 2: cap x tanh(logits / cap)) keeps tanh's output in the compute dtype, and holds one more copy on the way.
+    The backward pass of the head follows that of the loss. It needs the gradient of the logits and, if the head is
+    trained, its own gradient, which autocast computes in 16 bits first. Autocast's copy of a float32 head is alive from
+    the forward pass until then, as for every projection (layers/linear.py). A soft cap (gemma 2: cap x tanh(logits /
+    cap)) saves tanh's output in the compute dtype, and holds one more copy while it is computed.
+
     Example: Qwen3-8B in float32, whatever the batch: 2 x 151,936 x 4,096 = 1.16 GiB for that copy.
     """
 
@@ -207,30 +230,37 @@ def whole_logits(forward_width: int, saved_width: int, backward_width: int) -> C
     return memory
 
 
-# Bytes for each number of the logits under 16-bit autocast: while the loss is computed, kept for its backward pass, and the most then.
-# accelerate hands the trainer float32 copies of 16-bit logits (accelerator.py:1824-1835).
+# Bytes per logit under 16-bit autocast: (while the loss is computed, saved for its backward pass, the most during
+# that). accelerate returns float32 copies of 16-bit logits to the trainer (accelerate 1.15, accelerator.py:1824-1835).
 LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
-    # accelerate's float32 copy of the logits, the kept log_softmax, and a shifted copy for the accuracy: trl 1.0, trainer/sft_trainer.py:1333;
-    # as much in transformers before 4.46 (modeling_llama.py `logits.float()`, `shift_logits`, log_softmax). Backward: log_softmax, the
-    # gradient that nll_loss makes and the one that log_softmax makes of it, all float32 (torch, nn/functional.py `cross_entropy`; measured
-    # with torch 2.13's profiler on the CPU: 12.00 bytes for each of 512 x 8,192 logits of transformers' ForCausalLMLoss).
+    # accelerate's float32 copy of the logits, the saved log_softmax, and a shifted copy for the accuracy (trl 1.0,
+    # trainer/sft_trainer.py:1333); as much in transformers before 4.46 (modeling_llama.py, `logits.float()`,
+    # `shift_logits`, log_softmax). Backward: log_softmax, the gradients of nll_loss and of log_softmax, all float32
+    # (torch 2.13, nn/functional.py, `cross_entropy`; its profiler shows 12.00 bytes per logit on the CPU for 512 x
+    # 8,192 logits of transformers' ForCausalLMLoss).
     "logits_cross_entropy": (12, 4, 12),
-    # 16-bit logits and their float32 copy; float32 logits and, for the chosen half, log_softmax of the NLL term; then the gradients of both.
-    # Source: trl 1.16, experimental/cpo/cpo_trainer.py:824-861, trainer/utils.py selective_log_softmax (kernels/logprob_entropy.py).
+    # 16-bit logits and their float32 copy; the float32 logits and, for the chosen half, log_softmax of the NLL term;
+    # the gradients of both.
+    # Source: trl 1.16, experimental/cpo/cpo_trainer.py:824-861, trainer/utils.py selective_log_softmax
+    # (kernels/logprob_entropy.py).
     "logits": (6, 6, 10),
-    # Both models' logits in float32 and generalized_jsd_loss's own: trl 1.16, experimental/gkd/gkd_trainer.py:271-297. 60 bytes an
-    # element on top of 8 measured on the CPU for 0 < beta < 1.
+    # Both models' logits in float32, and the tensors of `generalized_jsd_loss` (trl 1.16,
+    # experimental/gkd/gkd_trainer.py:271-297): 60 bytes per logit besides 8, measured on the CPU for 0 < beta < 1.
     "jsd": (40, 36, 68),
 }
 
 
 def log_softmax(head: Head) -> LossMemory:
-    """Online DPO: whole logits and accelerate's float32 copy of them, then log_softmax of the completion's N only, which alone is kept.
+    """Online DPO: all logits and accelerate's float32 copy of them, then log_softmax of the completions.
 
-        forward  = norm + h T H + V x max((c + 4) T, 4 T + 4 N);  saved: 4 N V
-        backward = norm + h T H + V x max(12 N, 4 T + 4 N, (4 + c) T): log_softmax and two gradients, the slice spread into all rows, the cast
+        kept     = norm + h T H + (w != c) c V H
+        forward  = kept + V x max((c + 4) T, 4 T + 4 N)
+        saved    = kept + 4 N V
+        backward = kept + max(12 N V, 4 (T + N) V, (4 + c) T V, c T V + (trainable) w V H + (trainable, w != c) c V H):
+                   log_softmax and two gradients, the gradient of all tokens, its cast, the head's gradient
 
-    Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py:1126-1138; accelerate 1.15, accelerator.py:1824-1835.
+    Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py:1126-1138; accelerate 1.15,
+    accelerator.py:1824-1835.
     """
     kept = head.final_norm_bytes + head.tokens * head.hidden_size * head.hidden_width + head.weight_cast_bytes
     every, completion, converted = (
@@ -255,7 +285,12 @@ def log_softmax(head: Head) -> LossMemory:
 
 
 def score(head: Head) -> LossMemory:
-    """Reward: one number a row from the last hidden state (modeling_layers.py, GenericForSequenceClassification)."""
+    """Reward: one number per row, computed from the last hidden state of all tokens.
+
+        forward = norm + 2 h T H;  saved = norm + h T H;  backward = norm + 3 h T H
+
+    Source: transformers 5.23, modeling_layers.py, `GenericForSequenceClassification`.
+    """
     hidden = head.tokens * head.hidden_size * head.hidden_width
     return LossMemory(
         forward=head.final_norm_bytes + 2 * hidden,
@@ -276,12 +311,12 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "jsd": whole_logits(*LOGITS_BYTES["jsd"]),
 }
 
-# Losses whose head is a plain nn.Linear.
+# Losses whose head runs as a plain nn.Linear.
 LINEAR_HEAD: frozenset[Loss] = frozenset({"logits", "logits_cross_entropy", "log_softmax", "jsd"})
 
 
 def loss_of(candidate: TrainingInput) -> Loss:
-    """The loss that the TRL release in force computes for this method."""
+    """The loss that the candidate's TRL release computes for its method."""
     if (
         candidate.use_liger_kernel
         and candidate.method_row.liger_loss

@@ -1,4 +1,4 @@
-"""Optimizer: the buffers that live from the first step to the last, and what a step allocates besides."""
+"""Optimizer: states from the first optimizer step to the last, and temporaries of a step."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,37 +12,38 @@ from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_b
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
-QUANTIZED_MAP_BYTES = 256 * FLOAT32_BYTES  # the values that 256 codes stand for
+QUANTIZED_MAP_BYTES = 256 * FLOAT32_BYTES  # table of the values of 256 codes
 
-# bitsandbytes 0.50.2, optim/optimizer.py:428-480: tensors below `min_8bit_size` keep float32 states, others one absmax for 256 codes;
-# :374 paged buffers from 1e5 elements.
+# Tensors below `min_8bit_size` elements keep float32 states, larger ones 8-bit codes with one absmax per 256; buffers
+# of 1e5 elements or more can be paged. Source: bitsandbytes 0.50.2, optim/optimizer.py:428-480 and :374.
 BNB_MIN_8BIT_ELEMENTS = 4096
 BNB_BLOCK = 256
 BNB_MIN_PAGED_ELEMENTS = 10**5
-BNB_STATES: dict[int, tuple[int, ...]] = {
-    1: (1,),
-    2: (1, 1),
-    3: (2, 1),
-}  # how many times a parameter each state is: ademamix doubles its first
-# torchao 0.18, optim/adam.py:74 (at least 4096 elements and whole blocks), block_size 256 from transformers 5.23, trainer_optimizer.py.
+# Sizes of the states as multiples of the parameter, by the sum of them: the first state of ademamix has twice the size.
+BNB_STATES: dict[int, tuple[int, ...]] = {1: (1,), 2: (1, 1), 3: (2, 1)}
+# torchao quantizes states of at least 4096 elements that are whole blocks. Source: torchao 0.18, optim/adam.py:74;
+# block_size 256 from transformers 5.23, trainer_optimizer.py.
 TORCHAO_MIN_ELEMENTS = 4096
 TORCHAO_BLOCK = 256
 TORCHAO_CODES: dict[int, int] = {8: 256, 4: 16}
-# transformers 5.23, trainer_optimizer.py `_get_galore_optimizer`, `_get_apollo_optimizer`: rank 128 unless optim_args says otherwise; the
-# projections (optim_target_modules "all-linear") have a second dimension, everything else is plain AdamW.
+# GaLore and APOLLO: rank of the projected gradients of matrices (optim_target_modules "all-linear"); other tensors get
+# plain AdamW. Source: transformers 5.23, trainer_optimizer.py, `_get_galore_optimizer`, `_get_apollo_optimizer` (rank
+# 128 unless optim_args sets another).
 LOW_RANK = 128
 LOW_RANK_PARTS = frozenset({"linear", "vision_linear", "head", "score"})
-EMBEDDING_PARTS = frozenset({"embedding", "position"})  # nn.Embedding
+EMBEDDING_PARTS = frozenset({"embedding", "position"})  # modules of class nn.Embedding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerRow:
-    """What an optimizer keeps for a parameter, and the copies its step makes.
+    """States of an optimizer per parameter, and the copies that its step makes.
 
-    `buffers`: parameter-shaped, in the parameter's dtype; `buffers_16bit`: further ones for 16-bit parameters only;
-    `float32_buffers`: parameter-shaped, always float32; `codes`: parameter-shaped 8-bit ones with block scales.
-    `step_copies`: of all parameters at once; `step_largest`: float32-sized copies of the largest one. Scalars that some keep for
-    each tensor (AdamW's `step`, Adafactor's RMS) are on the host, or are left out, except the fused ones' `step`.
+    `buffers`: in the shape and dtype of the parameter. `buffers_16bit`: further ones, for 16-bit parameters only.
+    `float32_buffers`: in the shape of the parameter, always float32. `codes`: quantized states of `bits` bits with
+    block scales. `host_buffers`: in the shape and dtype of the parameter, on the host. `step_copies`: copies of all
+    parameters at once. `step_largest`: float32 copies of the largest parameter.
+
+    Leaves out scalars per tensor (AdamW's `step`, Adafactor's RMS) that are on the host or small, except `step_tensor`.
     """
 
     kind: Literal["dense", "bitsandbytes", "torchao", "factored", "galore", "apollo"] = "dense"
@@ -51,7 +52,7 @@ class OptimizerRow:
     float32_buffers: int = 0
     codes: int = 0
     bits: int = 8
-    step_tensor: bool = False  # a `step` count on the GPU, an allocation of its own
+    step_tensor: bool = False  # each parameter has a `step` count on the GPU, an allocation of its own
     paged: bool = False
     host_buffers: int = 0
     step_copies: int = 0
@@ -59,15 +60,18 @@ class OptimizerRow:
 
 
 OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
-    # torch 2.13, optim/adam.py:170-190 (exp_avg, exp_avg_sq; `step` on the GPU when fused), :762 (foreach: exp_avg_sq_sqrt)
+    # torch 2.13, optim/adam.py:170-190 (exp_avg, exp_avg_sq; `step` on the GPU when fused), :762 (foreach:
+    # exp_avg_sq_sqrt)
     "adamw_torch_fused": OptimizerRow(buffers=2, step_tensor=True),
     "adamw_torch": OptimizerRow(buffers=2, step_copies=1),
-    # torch 2.13, optim/sgd.py (no momentum); adagrad.py:528-540 (sum; std and numerator); rmsprop.py:448 (square_avg; avg)
+    # torch 2.13, optim/sgd.py (no momentum); adagrad.py:528-540 (sum; std and numerator); rmsprop.py:448 (square_avg;
+    # avg)
     "sgd": OptimizerRow(),
     "adagrad": OptimizerRow(buffers=1, step_copies=2),
     "rmsprop": OptimizerRow(buffers=1, step_copies=1),
-    # bitsandbytes 0.50.2, optim/optimizer.py `Optimizer2State`, `Optimizer1State`, optim/ademamix.py:139 (state1 is twice as large);
-    # bits and paging from the name: transformers 5.23, trainer_optimizer.py `_get_bitsandbytes_optimizer`
+    # bitsandbytes 0.50.2, optim/optimizer.py `Optimizer2State`, `Optimizer1State`, optim/ademamix.py:139 (state1 is
+    # twice as large); bits and paging from the name: transformers 5.23, trainer_optimizer.py
+    # `_get_bitsandbytes_optimizer`
     "adamw_8bit": OptimizerRow(kind="bitsandbytes", codes=2),
     "adamw_bnb_8bit": OptimizerRow(kind="bitsandbytes", codes=2),
     "paged_adamw_8bit": OptimizerRow(kind="bitsandbytes", codes=2, paged=True),
@@ -87,7 +91,8 @@ OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
     "adafactor": OptimizerRow(kind="factored", step_largest=2),
     # torch-optimi 0.3.3, stableadamw.py:116-130 (Kahan compensation for 16-bit parameters unless switched off)
     "stable_adamw": OptimizerRow(buffers=2, buffers_16bit=1),
-    # torchao 0.18, optim/subclass_8bit.py:104, subclass_4bit.py:115; adam.py `single_param_adam` (both moments in float32)
+    # torchao 0.18, optim/subclass_8bit.py:104, subclass_4bit.py:115; adam.py `single_param_adam` (both moments in
+    # float32)
     "adamw_torch_8bit": OptimizerRow(kind="torchao", codes=2, step_largest=2),
     "adamw_torch_4bit": OptimizerRow(kind="torchao", codes=2, bits=4, step_largest=2),
     # galore-torch 1.0, adamw.py:80-110, galore_projector.py; apollo-torch 1.0.3, apollo.py, random_projector.py
@@ -107,14 +112,16 @@ OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
 
 
 def optimizer_states_bytes(candidate: StateInput) -> int:
-    """Bytes of optimizer states on one GPU after the first step, with DeepSpeed's float32 master weights.
+    """Bytes of optimizer states on one of G GPUs after the first step, with DeepSpeed's float32 master weights.
 
-        state = sum over trained tensors of the row's buffers, each in its dtype; under ZeRO on float32 pieces of ceil(params / G)
+        states = sum over trained tensors of the buffers in their row of OPTIMIZERS, each in its dtype
+        ZeRO   : of float32 partitions of ceil(params / G) elements, + 4 bytes per element for master weights
+        FSDP2  : of shards of ceil(rows / G) rows
 
     Example: full fine-tuning of Qwen2.5-7B, float32, adamw_torch_fused: 2 x 7,615,616,512 x 4 = 60.9 GB = 56.74 GiB;
     adamw_8bit: 2.03 bytes a parameter, but 8 on the embedding, which transformers keeps in float32 (trainer.py:1328).
 
-    Leaves out paged states, which the driver moves to the host when the card is full (`paged_states_bytes`).
+    Leaves out paged states, which the driver moves to the host when the GPU is full (`paged_states_bytes`).
     """
     if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
         return 0
@@ -123,9 +130,10 @@ def optimizer_states_bytes(candidate: StateInput) -> int:
 
 
 def master_weights_bytes(candidate: StateInput) -> int:
-    """Bytes of DeepSpeed's float32 copy of the trained parameters on one GPU: 4 x ceil(params / G), from the start of training.
+    """Bytes of DeepSpeed's float32 master weights on one GPU, from the start of training: 4 x ceil(params / G).
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:558-577 (`clone().float().detach()`, for float32 models as well), stage3.py:1081.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:558-577 (`clone().float().detach()`, for float32 models too),
+    stage3.py:1081.
     """
     if candidate.sharding not in DEEPSPEED or candidate.offload_optimizer:
         return 0
@@ -133,17 +141,19 @@ def master_weights_bytes(candidate: StateInput) -> int:
 
 
 def paged_states_bytes(candidate: StateInput) -> int:
-    """Bytes of optimizer states in CUDA managed memory, one GPU's: on the card while there is room, else on the host.
+    """Bytes of one GPU's optimizer states in CUDA managed memory: on the GPU while there is room, else on the host.
 
-    They are counted on the host, since they are what gives way. Source: bitsandbytes 0.50.2, optim/optimizer.py:374-388.
+    They count as host memory, because the driver moves them out when the GPU is full.
+    Source: bitsandbytes 0.50.2, optim/optimizer.py:374-388.
     """
     return sum(state_bytes(tensors, size, candidate.optim, True) for tensors, size in _optimized(candidate))
 
 
 def host_states_bytes(candidate: StateInput) -> int:
-    """Bytes of states that one process keeps in host memory: an offloaded optimizer with its master weights and gradients, or GrokAdamW's.
+    """Bytes of states that one process keeps in host memory: those of an offloaded optimizer, and those of GrokAdamW.
 
-        ZeRO offload: 4 (master) + states + 4 (gradients, float32) for each of ceil(params / G) parameters
+        ZeRO offload   (4 of master weights + 4 of float32 gradients + states) x ceil(params / G)
+        FSDP2 offload  (4 of gradients + states) x shard
 
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py:935-946, stage3.py `fp32_partitioned_groups_flat`.
     """
@@ -159,14 +169,16 @@ def host_states_bytes(candidate: StateInput) -> int:
 def step_temporaries_bytes(candidate: StateInput) -> int:
     """Bytes that exist only while the optimizer steps, on one GPU.
 
-        foreach: copies of all trained parameters at once | others: copies of the largest tensor | ZeRO-1 and 2: the flattened gradients and
-        their float32 copy, (2 + 4) x ceil(params / G) | ZeRO-3: float32 gradients of one sub-group, 4 x min(1e9, params / G),
-        and copies of no more than it, since the optimizer is stepped once for each
+        foreach optimizers   copies of all trained parameters at once others               copies of the largest tensor
+        ZeRO-1, ZeRO-2       + flattened gradients and their float32 copy, (2 + 4) x ceil(params / G) ZeRO-3
+        + float32 gradients of one sub-group, 4 x min(1e9, params / G); copies of one sub-group only
 
-    Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py:3107-3118, stage3.py `_prepare_sub_group`, :1235 `_optimizer_step`.
+    Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py:3107-3118, stage3.py, `_prepare_sub_group`
+    and :1235 `_optimizer_step` (one step for each sub-group).
     Example: LoRA r 16 on Qwen2.5-7B with adamw_torch: 161 MB; with the fused default nothing.
 
-    Leaves out cuSOLVER's workspace in GaLore's decomposition, and Adafactor's update of the tensor before the largest (still in scope).
+    Leaves out cuSOLVER's workspace in GaLore's decomposition, and Adafactor's update of the tensor before the largest,
+    which a variable still holds.
     """
     if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
         return 0
@@ -185,13 +197,14 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
 
 @lru_cache(maxsize=4096)
 def _stepped_at_once(tensors: TensorSet, sharding: Sharding) -> TensorSet:
-    """What one call of the optimizer's `step` sees."""
+    """The tensors in one call of the optimizer's `step`: one sub-group of the partition under ZeRO-3, else all."""
     if sharding != "zero3":
         return tensors
     return TensorSet(kinds=(EqualTensors(part="other", shape=(min(SUB_GROUP_SIZE, tensors.params),)),))
 
 
 def _optimized(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
+    """The tensors that the optimizer on one GPU updates, with bytes per parameter: float32 under DeepSpeed."""
     float32 = candidate.sharding in DEEPSPEED
     return tuple(
         (optimized_tensors(tensors, candidate), FLOAT32_BYTES if float32 else size)
@@ -201,14 +214,14 @@ def _optimized(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
 
 @lru_cache(maxsize=4096)
 def state_bytes(tensors: TensorSet, bytes_per_param: int, optim: Optimizer, paged: bool) -> int:
+    """Bytes of an optimizer's states for `tensors`: those in managed memory if `paged`, else all others."""
     row = OPTIMIZERS[optim]
     if paged and not row.paged:
         return 0
     found = sum(_tensor_state_bytes(kind, bytes_per_param, row, paged) * kind.count for kind in tensors.kinds)
     if row.kind == "bitsandbytes" and row.codes and not paged:
-        found += (
-            min(row.codes, 2) * QUANTIZED_MAP_BYTES
-        )  # one map for signed and one for unsigned states, shared by all tensors
+        # one table for signed and one for unsigned states, shared by all tensors
+        found += min(row.codes, 2) * QUANTIZED_MAP_BYTES
     return found
 
 
@@ -254,8 +267,11 @@ def _torchao_bytes(n: int, size: int, row: OptimizerRow) -> int:
 
 
 def _low_rank_bytes(kind: EqualTensors, size: int, row: OptimizerRow) -> int:
-    """Two moments in rank r, 2 r max(m, n), and the projector, r min(m, n); GaLore's float32 projector is a view that keeps a whole
-    factor of the decomposition alive, min(m, n)^2 (galore_projector.py `get_orthogonal_matrix`)."""
+    """Bytes of GaLore's or APOLLO's states for one m x n matrix: moments 2 r max(m, n), projector r min(m, n).
+
+    GaLore's projector in float32 is a view, which keeps a full factor of the decomposition alive: min(m, n)^2 elements.
+    Source: galore-torch 1.0, galore_projector.py, `get_orthogonal_matrix`.
+    """
     if kind.part not in LOW_RANK_PARTS | {"adapter"} or len(kind.shape) != 2:
         return 2 * rounded_bytes(kind.elements * size)
     small, large = sorted(kind.shape)
@@ -266,6 +282,7 @@ def _low_rank_bytes(kind: EqualTensors, size: int, row: OptimizerRow) -> int:
 
 @lru_cache(maxsize=4096)
 def step_bytes(tensors: TensorSet, size: int, optim: Optimizer) -> int:
+    """Bytes of the copies that one call of an optimizer's `step` makes; `size`: bytes of a parameter."""
     row = OPTIMIZERS[optim]
     copies = row.step_copies * sum(rounded_bytes(kind.elements * size) * kind.count for kind in tensors.kinds)
     largest = tensors.largest
@@ -276,11 +293,10 @@ def step_bytes(tensors: TensorSet, size: int, optim: Optimizer) -> int:
             if len(kind.shape) == 2 and kind.part in LOW_RANK_PARTS | {"adapter"}
         ]
         small, large = max(shapes, key=lambda shape: shape[0] * shape[1], default=[0, 0])
-        work = (
-            small * large * (1 if size == FLOAT32_BYTES else 2)
-        )  # the decomposition's own copy, and a float32 one of a 16-bit gradient
+        # the decomposition's copy of the gradient, and a float32 copy of a 16-bit gradient
+        work = small * large * (1 if size == FLOAT32_BYTES else 2)
         return (work + small * large + small * small) * FLOAT32_BYTES
-    if row.kind == "apollo":  # the scaled gradient and its limited copy, and two moments' worth in rank r
+    if row.kind == "apollo":  # the scaled gradient and its clipped copy, and two copies of rank r
         longest = max((max(kind.shape) for kind in tensors.kinds if len(kind.shape) == 2), default=0)
         return 2 * rounded_bytes(largest * size) + 2 * rounded_bytes(LOW_RANK * longest * size)
     extra = 2 if optim == "adafactor" and size == SIXTEEN_BIT_BYTES else 0  # float32 copies of gradient and parameter

@@ -1,4 +1,4 @@
-"""What all phases of one training GPU are computed from: the layers' passes, the head and its loss, the states, and the sizes of the batch."""
+"""Inputs of all phases of one training GPU: layers, head and loss, states, and the sizes of the batch."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ Components = dict[Component, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """What the phases of one candidate are computed from. `tokens` and `scores` are those of the policy's training forward."""
+    """Inputs of the phases of one candidate. `tokens` and `scores` are those of the policy's forward pass."""
 
     candidate: TrainingInput
     tokens: int
@@ -29,17 +29,17 @@ class Passes:
     head: Head
     loss: LossMemory
     idle: Components  # alive in every phase
-    training: (
-        Components  # alive during a micro-step: the same, gradients that stay, the attention mask that all layers share
-    )
+    # alive during a micro-step: `idle`, gradients of earlier ones, the masks that all layers share, PPO's value graph
+    training: Components
 
 
 def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
+    """Compute the inputs of a candidate's phases on one of its training GPUs."""
     head, states = head_of(candidate), state_memory(state_settings(candidate), gpu)
     recipe = with_data(states.recipe, candidate, gpu.supports_flash_attention_2)
     scores = candidate.scores
     trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
-    stay = gradients_stay(candidate)
+    stay = gradients_exist(candidate)
     idle = dict(states.resident)
     training: Components = {
         "gradients": states.accumulated_gradients if stay else 0,
@@ -55,27 +55,31 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
         head=head,
         loss=FORMULAS[loss_of(candidate)](head),
         idle=idle,
-        training=together(idle, training, value_graph(candidate, recipe, head.tokens, scores)),
+        training=add_components(idle, training, value_graph(candidate, recipe, head.tokens, scores)),
     )
 
 
-def gradients_stay(candidate: TrainingInput) -> bool:
-    """Whether gradients are there when a micro-step begins: accumulated ones, and the buffers of ZeRO and FSDP2."""
+def gradients_exist(candidate: TrainingInput) -> bool:
+    """Return whether gradients exist when a micro-step begins: accumulated ones, and the buffers of ZeRO and FSDP2."""
     return candidate.gradient_accumulation_steps > 1 or candidate.sharding in SHARDED
 
 
 def value_graph(candidate: TrainingInput, recipe: StackRecipe, tokens: int, scores: int) -> Components:
-    """What PPO's value model keeps while the policy's passes run: both are one forward (trl 1.12, ppo_trainer.py, PolicyAndValueWrapper)."""
+    """Saved activations of PPO's value model, which are alive during the policy's passes; empty for other methods.
+
+    Source: trl 1.12, experimental/ppo/ppo_trainer.py, `PolicyAndValueWrapper` (one forward pass runs both models).
+    """
     if not candidate.method_row.value_model:
         return {}
     stack = stack_memory(candidate.reward_model or candidate.model, frozen_recipe(candidate, recipe.flash), True, 0)
-    return sizes(stack.saved, tokens, scores)
+    return component_bytes(stack.saved, tokens, scores)
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------
 
 
 def head_of(candidate: TrainingInput) -> Head:
+    """Sizes of the output head and of the tokens that it scores in one micro-step."""
     model, width, tokens = candidate.model, compute_weight_width(candidate), candidate.tokens
     labelled = candidate.labelled_tokens
     return Head(
@@ -94,57 +98,65 @@ def head_of(candidate: TrainingInput) -> Head:
 
 
 def head_elements(candidate: TrainingInput) -> int:
-    """Parameters of the output head: the reward trainers' score has one number for each of hidden_size."""
+    """Parameters of the output head: hidden_size for a reward model's score, else vocabulary x hidden_size."""
     model = candidate.model
     return model.hidden_size if candidate.method == "reward" else model.vocab_size * model.hidden_size
 
 
-# -- components of a moment --------------------------------------------------------------------------------------------
+# -- components of live bytes ------------------------------------------------------------------------------------------
 
 
-def at_moment(passes: Passes, peaks: PassPeak) -> Components:
-    """The heaviest moment; with offloading, the one that is heaviest with what has moved to the host taken out."""
+def pass_components(passes: Passes, peaks: PassPeak) -> Components:
+    """Components of the heaviest snapshot of a pass; with offloading, without the bytes that the host holds then."""
     if not offloads(passes.candidate):
-        return at(peaks, passes.tokens, passes.scores)
+        return peak_components(peaks, passes.tokens, passes.scores)
     return max(
-        (sizes(remaining(passes, moment), passes.tokens, passes.scores) for moment in peaks.snapshots), key=total
+        (
+            component_bytes(without_offloaded(passes, snapshot), passes.tokens, passes.scores)
+            for snapshot in peaks.snapshots
+        ),
+        key=total_bytes,
     )
 
 
-def remaining(passes: Passes, moment: LiveBytes) -> LiveBytes:
-    """The moment without what offloading has moved to the host: of what is saved, one layer's stays.
+def without_offloaded(passes: Passes, snapshot: LiveBytes) -> LiveBytes:
+    """The snapshot without the bytes that offloading has copied to the host: of saved activations one layer's stay.
 
-    Source: trl 1.16, models/activation_offloading.py (up to five tensors wait for their copy); transformers 5.23, `offload` of
-    activation_checkpointing_kwargs.
+    Source: trl 1.16, models/activation_offloading.py (up to five tensors wait for their copy); transformers 5.23,
+    modeling_utils.py:3110, `offload` of activation_checkpointing_kwargs.
     """
     if not offloads(passes.candidate):
-        return moment
-    kinds = dict(moment.kinds)
+        return snapshot
+    kinds = dict(snapshot.kinds)
     for kind in ("activations", "attention_scores"):
         held, saved, layer = (
-            dict(each.kinds).get(kind, NOTHING) for each in (moment, passes.stack.saved, passes.stack.one_layer)
+            dict(each.kinds).get(kind, NOTHING) for each in (snapshot, passes.stack.saved, passes.stack.one_layer)
         )
         kinds[kind] = (
             max(held[0] - saved[0], 0) + min(held[0], layer[0]),
             max(held[1] - saved[1], 0) + min(held[1], layer[1]),
             held[2],
         )
-    return LiveBytes(moment.total, tuple(kinds.items()))
+    return LiveBytes(snapshot.total, tuple(kinds.items()))
 
 
 def offloads(candidate: TrainingInput) -> bool:
+    """Return whether saved activations or checkpoints are copied to the host."""
     return candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)
 
 
-def at(peaks: PassPeak, tokens: int, scores: int) -> Components:
-    return sizes(peaks.at(tokens, scores)[1], tokens, scores)
+def peak_components(peaks: PassPeak, tokens: int, scores: int) -> Components:
+    """Components of the heaviest snapshot of a pass over `tokens` tokens and `scores` query-key pairs."""
+    return component_bytes(peaks.at(tokens, scores)[1], tokens, scores)
 
 
-def sizes(moment: LiveBytes, tokens: int, scores: int) -> Components:
-    return {kind: size[0] * tokens + size[1] * scores + size[2] for kind, size in moment.kinds}
+def component_bytes(snapshot: LiveBytes, tokens: int, scores: int) -> Components:
+    """Bytes of each component of a snapshot: per token x tokens + per score x scores + constant."""
+    return {kind: size[0] * tokens + size[1] * scores + size[2] for kind, size in snapshot.kinds}
 
 
-def together(first: Components, *parts: Components) -> Components:
+def add_components(first: Components, *parts: Components) -> Components:
+    """The sum of components, one by one."""
     components = first.copy()
     known = components.get
     for part in parts:
@@ -153,5 +165,6 @@ def together(first: Components, *parts: Components) -> Components:
     return components
 
 
-def total(components: Components) -> int:
+def total_bytes(components: Components) -> int:
+    """Bytes of all components."""
     return sum(components.values())

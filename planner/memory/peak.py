@@ -1,4 +1,4 @@
-"""The table phase x component of one training GPU: when each kind of memory is alive. The peak is its heaviest row."""
+"""The table phase x component of one training GPU. The peak is its heaviest row."""
 
 from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Gpu
@@ -15,14 +15,14 @@ from planner.memory.loss import LINEAR_HEAD, loss_of
 from planner.memory.passes import (
     Components,
     Passes,
-    at,
-    at_moment,
-    gradients_stay,
+    add_components,
+    component_bytes,
+    gradients_exist,
+    pass_components,
     passes_of,
-    remaining,
-    sizes,
-    together,
-    total,
+    peak_components,
+    total_bytes,
+    without_offloaded,
 )
 from planner.memory.runtime import fragmentation_bytes
 from planner.memory.stack_recipe import frozen_recipe, without_adapters
@@ -30,7 +30,10 @@ from planner.quantities import Phase, PhaseMemory
 
 
 def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ...]:
-    """Every phase of a training GPU without a vLLM engine, from the second optimizer step on: in the first there are no optimizer states yet."""
+    """Every phase of a training GPU, without a vLLM engine in the same process.
+
+    The rows stand for the second optimizer step and all later ones: the first has no optimizer states before its end.
+    """
     passes = passes_of(candidate, gpu)
     phases: list[tuple[Phase, Components]] = [("load", load(passes))]
     if candidate.method_row.generates:
@@ -48,17 +51,20 @@ def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ..
 
 
 def phase_memory(name: Phase, components: Components, candidate: TrainingInput) -> PhaseMemory:
-    """One row of the table, with the allocator's slack on what PyTorch allocated; components of 0 bytes are left out."""
+    """One row of the table: components that are not 0, and the allocator's slack on all that PyTorch allocated."""
     allocated_bytes = sum(components.values()) - components.get("runtime", 0)
     every = {**components, "fragmentation": fragmentation_bytes(allocated_bytes, candidate)}
     return PhaseMemory(name=name, components={component: size for component, size in every.items() if size})
 
 
 def with_engine(phase: PhaseMemory, engine: EngineMemory) -> PhaseMemory:
-    """The phase on a GPU where a colocated vLLM engine also holds memory.
+    """The phase on a GPU where a colocated vLLM engine holds memory too.
 
-    The engine samples in a rollout and starts while the model is loaded. When it receives new weights it holds its own
-    weights, and no KV cache yet if it slept. In the other phases it holds what it keeps while asleep, or everything.
+        load, rollout   total_bytes: it starts beside the loaded model, and samples in a rollout
+        weight_sync     weights_awake_bytes: a sleeping engine has no KV cache yet when it gets new weights
+        others          asleep_bytes
+
+    Source: see `EngineMemory`, planner/memory/engine/budget.py.
     """
     size = engine.total_bytes if phase.name in ("load", "rollout") else engine.asleep_bytes
     if phase.name == "weight_sync":
@@ -72,24 +78,24 @@ def with_engine(phase: PhaseMemory, engine: EngineMemory) -> PhaseMemory:
 
 
 def load(passes: Passes) -> Components:
-    """Before the first step: no optimizer states but DeepSpeed's master weights."""
+    """Before the first step: of the optimizer only DeepSpeed's master weights."""
     return {**passes.idle, "optimizer_states": passes.states.master_weights}
 
 
 def weight_sync(passes: Passes) -> Components:
-    """New weights go to the engine."""
-    return together(passes.idle, {"communication": passes.states.weight_sync})
+    """The trainer sends new weights to the vLLM engine."""
+    return add_components(passes.idle, {"communication": passes.states.weight_sync})
 
 
 def rollout(passes: Passes) -> Components:
-    """Completions are sampled: by the engine, elsewhere by a server, or by `generate` with a cache of its own."""
+    """Completions are sampled by vLLM, or by `generate`, whose KV cache is then on this GPU."""
     if passes.candidate.vllm != "off":
         return passes.idle
-    return together(passes.idle, {"communication": passes.states.generation_gather}, generation(passes))
+    return add_components(passes.idle, {"communication": passes.states.generation_gather}, generation(passes))
 
 
 def generation(passes: Passes) -> Components:
-    """`generate` at its largest: the last token with the whole cache, or the prompt's own forward pass."""
+    """`generate` at its peak: the last token with the full KV cache, or the forward pass over the prompt."""
     candidate, model = passes.candidate, passes.candidate.model
     rows, prompt = candidate.generation_rows, candidate.prompt_length
     tokens = prompt + candidate.max_completion_length - 1
@@ -102,15 +108,15 @@ def generation(passes: Passes) -> Components:
         "transients": mla_expansion_bytes(model, rows, tokens, width),
     }
     prefill: Components = {"kv_cache": prefill_cache_bytes(model, rows, prompt, width), "loss": logits}
-    first = together(prefill, at(passes.stack.inference, rows * prompt, rows * prompt * prompt))
-    return max(last, first, key=total)
+    first = add_components(prefill, peak_components(passes.stack.inference, rows * prompt, rows * prompt * prompt))
+    return max(last, first, key=total_bytes)
 
 
 def scores_before_training(candidate: TrainingInput) -> bool:
-    """Whether log-probabilities are computed without gradients between sampling and training.
+    """Return whether log-probabilities are computed without gradients between sampling and training.
 
-    Source: trl 1.16, grpo_trainer.py:2634-2733 (old log-probabilities with vLLM or when a batch is used more than once; reference where
-    beta is not 0); trl 1.12, ppo_trainer.py.
+    Source: trl 1.16, trainer/grpo_trainer.py:2634-2733 (old log-probabilities with vLLM, or if a batch is trained on
+    more than once; reference log-probabilities if beta is not 0); trl 1.12, experimental/ppo/ppo_trainer.py (always).
     """
     if candidate.method_row.grouped_completions:
         reused = candidate.num_iterations > 1 or candidate.steps_per_generation > candidate.gradient_accumulation_steps
@@ -119,36 +125,38 @@ def scores_before_training(candidate: TrainingInput) -> bool:
 
 
 def score(passes: Passes) -> Components:
-    """A forward pass without gradients over one micro-batch."""
-    layers = at(passes.stack.inference, passes.tokens, passes.scores)
-    return together(passes.idle, layers, {"loss": passes.loss.forward, "communication": passes.states.forward_gather})
+    """Forward pass without gradients over one micro-batch."""
+    layers = peak_components(passes.stack.inference, passes.tokens, passes.scores)
+    return add_components(
+        passes.idle, layers, {"loss": passes.loss.forward, "communication": passes.states.forward_gather}
+    )
 
 
 def forward(passes: Passes) -> Components:
-    """The heaviest layer on the way up."""
-    return together(
-        passes.training, at_moment(passes, passes.stack.forward), {"communication": passes.states.forward_gather}
+    """Forward pass at its heaviest layer."""
+    return add_components(
+        passes.training, pass_components(passes, passes.stack.forward), {"communication": passes.states.forward_gather}
     )
 
 
 def loss(passes: Passes) -> Components:
-    """The head after the last layer; then the pass of a model that is only read, while the policy's graph is alive."""
-    kept = sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores)
+    """Head and loss after the last layer, or the forward pass of a frozen model while the policy's graph is alive."""
+    kept = component_bytes(without_offloaded(passes, passes.stack.saved), passes.tokens, passes.scores)
     own: Components = {"loss": passes.loss.forward, "communication": passes.states.forward_gather}
     other = frozen_forward(passes)
     if other:
-        dropped: Components = {
-            "autocast_copies": -passes.stack.copies[2]
-        }  # by then autocast has let go of the policy's copies
+        # autocast has dropped its copies of the policy's weights by then
+        dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
         beside: Components = {"loss": passes.loss.saved, "communication": passes.states.forward_gather}
-        own = max(own, together(beside, other, dropped), key=total)
-    return together(passes.training, kept, own)
+        own = max(own, add_components(beside, other, dropped), key=total_bytes)
+    return add_components(passes.training, kept, own)
 
 
 def frozen_forward(passes: Passes) -> Components:
-    """A forward pass without gradients beside the policy's graph, its layers or its head: DPO's and KTO's reference, a teacher.
+    """Peak of a frozen model's forward pass (DPO's and KTO's reference, a teacher): its layers or its head; else empty.
 
-    Source: trl 1.16, trainer/dpo_trainer.py:1299-1338, kto_trainer.py:1306, distillation_trainer.py, experimental/gkd/gkd_trainer.py.
+    Source: trl 1.16, trainer/dpo_trainer.py:1299-1338, trainer/kto_trainer.py:1306, trainer/distillation_trainer.py,
+    experimental/gkd/gkd_trainer.py (all run it after the policy's forward pass, whose graph is alive).
     """
     candidate = passes.candidate
     compares = candidate.method_row.reference_in_loss and not candidate.precompute_ref_log_probs
@@ -158,43 +166,45 @@ def frozen_forward(passes: Passes) -> Components:
     apart = candidate.separate_reference or candidate.method_row.teacher
     recipe = frozen_recipe(candidate, passes.recipe.flash) if apart else without_adapters(passes.recipe)
     stack = stack_memory(other, recipe, True, 0)
-    layers = at(stack.inference, passes.tokens, passes.scores)
-    head: Components = {
-        "loss": passes.loss.frozen_bytes if compares else 0
-    }  # a teacher's logits are part of the loss' own formula
-    return max(layers, head, key=total)
+    layers = peak_components(stack.inference, passes.tokens, passes.scores)
+    # the formula of the loss counts a teacher's logits itself
+    head: Components = {"loss": passes.loss.frozen_bytes if compares else 0}
+    return max(layers, head, key=total_bytes)
 
 
 def backward(passes: Passes) -> Components:
-    """Layer by layer from the last; before them the head's own backward, after them the embedding's.
+    """The heaviest of: the head's backward pass, one layer's, the embedding's.
 
-    Where gradients stay, the rest of them is one buffer, made with the first gradient that goes there (ZeRO-1 and 2, accumulating).
+    ZeRO-1 and ZeRO-2 with accumulation allocate the buffer for the new gradients with the first of them.
     """
     states = passes.states
     gather: Components = {"communication": states.backward_gather}
-    if gradients_stay(passes.candidate):
+    if gradients_exist(passes.candidate):
         gather["gradients"] = states.gradients - states.accumulated_gradients
-    layers = together(gather, at_moment(passes, passes.stack.backward))
-    return together(
-        passes.training, max(layers, together(gather, head_backward(passes)), embedding_backward(passes), key=total)
+    layers = add_components(gather, pass_components(passes, passes.stack.backward))
+    return add_components(
+        passes.training,
+        max(layers, add_components(gather, head_backward(passes)), embedding_backward(passes), key=total_bytes),
     )
 
 
 def head_backward(passes: Passes) -> Components:
-    kept = sizes(remaining(passes, passes.stack.saved), passes.tokens, passes.scores)
-    return together(kept, {"loss": passes.loss.backward, "autocast_copies": -passes.stack.copies[2]})
+    """Backward pass of loss and head, while the saved activations of all layers are alive."""
+    kept = component_bytes(without_offloaded(passes, passes.stack.saved), passes.tokens, passes.scores)
+    return add_components(kept, {"loss": passes.loss.backward, "autocast_copies": -passes.stack.copies[2]})
 
 
 def embedding_backward(passes: Passes) -> Components:
-    """The end of the pass: all gradients, the embedding's own dense one, and under tied weights the head's beside it.
+    """End of the backward pass: all gradients, and dense gradients of the embedding before they are added up.
 
-    The gradient of an `nn.Linear` head is a view, to which the engine adds out of place: a third copy (torch/csrc/autograd/input_buffer.cpp,
-    `can_accumulate_inplace`). TRL's fused head returns a tensor of its own, and so does the cast of autocast's 16-bit one.
+    Tied weights have a gradient from the head and one from the embedding. The gradient of an `nn.Linear` head is a
+    view, to which autograd adds out of place: a third copy (pytorch 2.13, torch/csrc/autograd/input_buffer.cpp,
+    `can_accumulate_inplace`). TRL's fused head and autocast's cast of a 16-bit gradient return tensors of their own.
     """
     candidate, model, width = passes.candidate, passes.candidate.model, passes.head.hidden_width
     tied = model.tied and candidate.method != "reward"  # a sequence classifier has no head that could be tied
     view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
-    copies = (2 if view else 1) if tied or gradients_stay(candidate) else 0
+    copies = (2 if view else 1) if tied or gradients_exist(candidate) else 0
     return {
         "gradients": passes.states.gradients - passes.training.get("gradients", 0),
         "transients": passes.tokens * model.hidden_size * width
@@ -203,6 +213,7 @@ def embedding_backward(passes: Passes) -> Components:
 
 
 def optimizer_step(passes: Passes) -> Components:
-    return together(
+    """The optimizer's step, with its temporaries."""
+    return add_components(
         passes.idle, {"gradients": passes.states.step_gradients, "transients": passes.states.step_temporaries}
     )

@@ -1,4 +1,4 @@
-"""How a stack of layers computes, as a candidate decides it: dtypes, adapters, masks, checkpointing, and each layer's attention kernel."""
+"""How a candidate's decoder layers compute: dtypes, adapters, masks, checkpointing, attention kernels."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,7 +11,7 @@ from planner.memory.layers.recipe import Kernel, Recipe
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.models.shape import FLASH_HEAD_DIM, Attention, ModelShape
 
-# How a quantized checkpoint's projections compute. Source: `quantized_linear` of the layer programs.
+# How quantized projections compute. Source: planner/memory/layers/linear.py.
 QUANTIZED_LINEAR: dict[Quantization, Literal["none", "4bit", "8bit", "dequantized"]] = {
     "none": "none",
     "nf4": "4bit",
@@ -20,19 +20,22 @@ QUANTIZED_LINEAR: dict[Quantization, Literal["none", "4bit", "8bit", "dequantize
     "gptq": "dequantized",
     "awq": "dequantized",
     "fp8": "dequantized",
-    "mxfp4": "none",  # experts only, which are no nn.Linear
+    "mxfp4": "none",  # quantizes experts only, which are not nn.Linear
 }
 
-# Methods whose trainers switch the model's own dropout off (trl 1.16, trainer/dpo_config.py, kto_config.py, reward_config.py: disable_dropout).
+# Methods whose trainers set the model's dropout to 0.
+# Source: trl 1.16, trainer/dpo_config.py, kto_config.py, reward_config.py, `disable_dropout`.
 WITHOUT_DROPOUT = ("dpo", "kto", "reward")
-# Methods whose backbones run outside the forward that accelerate wraps in autocast, whatever `bf16` says: in the dtype of the weights.
-# Source: trl 1.16, trainer/distillation_trainer.py:1838-1862 (`_forward_redirection` takes the wrapped forward's place).
+# Methods whose backbones run in the dtype of the weights even with `bf16`, outside the forward that accelerate wraps in
+# autocast. Source: trl 1.16, trainer/distillation_trainer.py:1838-1862 (`_forward_redirection` replaces that forward).
 WITHOUT_AUTOCAST = ("distillation",)
 
 # Alignment of a head in the memory-efficient attention kernel. Source: pytorch 2.13,
-# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_head_dim_size_mem_efficient` and `minimum_gemm_alignment`.
+# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_head_dim_size_mem_efficient` and
+# `minimum_gemm_alignment`.
 EFFICIENT_ALIGNMENT_BYTES = 16
-# Falcon's own forward gives sdpa a mask always (modeling_falcon.py), with one key for all heads or with keys copied to every head.
+# Kernels of Falcon, whose forward pass always gives sdpa a mask (transformers 5.23, models/falcon/modeling_falcon.py):
+# with one key head for all query heads, or with keys copied to every head.
 FALCON_KERNELS: dict[str, Kernel] = {
     "multi_query": "math",
     "grouped_repeated": "efficient",
@@ -42,26 +45,26 @@ FALCON_KERNELS: dict[str, Kernel] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackRecipe:
-    """How a stack computes, without the size of its batch: the key under which its passes are remembered."""
+    """How a stack of layers computes, without the size of the batch: the key of the cache of its passes."""
 
     recipe: Recipe
     attn_implementation: AttentionImplementation
-    masked: bool  # padding, or packed positions that sdpa can only express as a mask
-    unpads: bool  # FlashAttention takes padded rows apart and puts them together again, with copies
-    windows_active: bool  # the row is at least as long as the sliding window: those layers need a mask of their own
+    masked: bool  # batches hold padding or packed rows, for which sdpa needs a mask
+    unpads: bool  # FlashAttention copies padded rows to remove the padding and to put it back
+    windows_active: bool  # the row is at least as long as the sliding window: such layers need a mask of their own
     gradient_checkpointing: bool
     every_n_layers: int
-    flash: bool  # the card has FlashAttention's kernels (compute capability 8.0)
-    mask_widths: int  # bytes a score of the masks that all layers share
+    flash: bool  # the GPU has FlashAttention's kernels (compute capability 8.0)
+    mask_widths: int  # bytes per score of the masks that all layers share
 
 
 def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
-    """What `candidate` decides about the policy's passes."""
+    """How the policy's layers compute on a GPU with (`flash`) or without FlashAttention."""
     return with_data(policy_recipe(candidate), candidate, flash)
 
 
 def policy_recipe(candidate: StateInput) -> Recipe:
-    """How the policy's layers compute, whatever the data."""
+    """How the policy's layers compute, apart from masks and checkpointing."""
     lora = candidate.tuning == "lora"
     return Recipe(
         weight_width=compute_weight_width(candidate),
@@ -79,7 +82,10 @@ def policy_recipe(candidate: StateInput) -> Recipe:
 
 
 def frozen_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
-    """The passes of a model that is only read: reference, reward, teacher. TRL leaves its weights learnable, so autocast keeps copies."""
+    """How the layers of a frozen model compute: reference, reward or teacher.
+
+    TRL leaves `requires_grad` of its weights on, so that autocast keeps 16-bit copies of them.
+    """
     width = compute_weight_width(candidate)
     recipe = Recipe(
         weight_width=width,
@@ -92,12 +98,13 @@ def frozen_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
 
 
 def without_adapters(stack: StackRecipe) -> StackRecipe:
-    """The same passes with the adapters switched off: what PEFT models are compared with."""
+    """The same recipe with the adapters switched off: the reference model of a PEFT model."""
     recipe = replace(stack.recipe, lora_r=0, lora_targets=frozenset(), lora_experts=False, lora_dropout=False)
     return replace(stack, recipe=recipe)
 
 
 def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:
+    """Add masks and checkpointing to a recipe, as the candidate's rows need them."""
     shortest = shortest_window(candidate.model)
     masked = candidate.pads or candidate.flattened
     windows_active = shortest is not None and candidate.row_tokens >= shortest
@@ -117,12 +124,12 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
 
 
 def autocast_width(candidate: StateInput) -> int:
-    """Bytes of autocast's dtype around the passes, 0 without autocast."""
+    """Bytes of the autocast dtype, 0 without autocast."""
     return 0 if candidate.precision == "no" or candidate.method in WITHOUT_AUTOCAST else 2
 
 
 def compute_weight_width(candidate: StateInput) -> int:
-    """Bytes of a weight as the forward pass sees it: DeepSpeed and FSDP2 gather 16-bit weights whatever was loaded."""
+    """Bytes of a weight in the forward pass: 2 under DeepSpeed and FSDP2 with bf16 or fp16, else those of `dtype`."""
     if candidate.sharding in SHARDED and candidate.precision != "no":
         return 2
     return DTYPE_BYTES[candidate.dtype]
@@ -132,7 +139,9 @@ def compute_weight_width(candidate: StateInput) -> int:
 def mask_widths(
     model: ModelShape, attn_implementation: AttentionImplementation, masked: bool, windows_active: bool, width: int
 ) -> int:
-    """Bytes a score of the masks that all layers share: a bool for sdpa, a number of the hidden dtype for eager; one for each window.
+    """Bytes per score of the masks that all layers share, one mask for each window size.
+
+        eager: bytes of the hidden dtype | sdpa: 1, for windows or if `masked` | FlashAttention: 0
 
     Source: transformers 5.23, masking_utils.py `sdpa_mask` and `eager_mask`.
     """
@@ -146,17 +155,23 @@ def mask_widths(
 
 @lru_cache(maxsize=1024)
 def shortest_window(model: ModelShape) -> int | None:
+    """The smallest sliding window of the model in tokens, None if it has none."""
     windows = [layer.attention.sliding_window for layer, _ in model.layer_kinds]
     return min((window for window in windows if window is not None), default=None)
 
 
 def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
-    """Which attention kernel one layer runs.
+    """The attention kernel that one layer runs.
 
-    Source: transformers 5.23 masking_utils.py (sdpa needs no mask without padding, while the row is shorter than the window; eager
-    always has one); integrations/sdpa_attention.py `use_gqa_in_sdpa`; pytorch sdp_utils.cpp (FlashAttention: 16-bit, no mask, equal head
-    dims up to 256, compute capability 8.0; the memory-efficient kernel knows no grouped queries and no heads that are not multiples of 16 bytes, the
-    fallback is plain math).
+        eager, a soft cap, attention sinks         "eager_masked"
+        FlashAttention                             "flash_varlen" with padding, else "flash"
+        sdpa with a mask                           "efficient", or "math" if a head is not a multiple of 16 bytes
+        sdpa, 16-bit, equal head dims up to 256    "flash" on GPUs that have it
+        sdpa otherwise                             "efficient_unmasked"; "math" for grouped queries or unaligned heads
+
+    Source: transformers 5.23, masking_utils.py (sdpa needs no mask without padding while the row is shorter than the
+    window; eager always has one), integrations/sdpa_attention.py, `use_gqa_in_sdpa`; pytorch 2.13,
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (the memory-efficient kernel has no grouped queries).
     """
     if stack.attn_implementation == "eager" or attention.softcap or attention.sink_params:
         return "eager_masked"

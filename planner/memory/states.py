@@ -1,6 +1,6 @@
-"""Memory of one training GPU that does not depend on the batch or the lengths: computed once for its settings and remembered.
+"""Memory of one training GPU that does not depend on the batch or the lengths.
 
-A search tries many batches with the same states.
+It is computed once for its settings and remembered: a search tries many batches with the same states.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from planner.quantities import Component
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateMemory:
-    """Bytes on one training GPU. `resident`: from the second optimizer step to the last; the others at their time."""
+    """Bytes on one training GPU. `resident`: alive from the second optimizer step on; the others in single phases."""
 
     resident: dict[Component, int]
     weights_by_role: dict[str, int]

@@ -1,4 +1,4 @@
-"""Weights: the bytes of every model that is resident on one GPU, by role, as stored."""
+"""Weights: bytes of every model on one GPU, by role, in the dtype in which they are stored."""
 
 from functools import lru_cache
 
@@ -13,25 +13,26 @@ FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
 INT32_BYTES = 4
 
-# bitsandbytes 0.50.2, functional.py `quantize_4bit`: one absmax for 64 weights, and a table of 16 values for each tensor; nested
-# (`compress_statistics`): absmax in 8 bits, one float for 256 of them, an offset and a table of 256 values for each tensor.
+# nf4 has one absmax per 64 weights, and a table of 16 values per tensor. Nested (`compress_statistics`): absmax in 8
+# bits, one float per 256 of them, an offset and a table of 256 values per tensor.
+# Source: bitsandbytes 0.50.2, functional.py, `quantize_4bit`.
 NF4_BLOCK = 64
 NF4_CODES = 16
 NESTED_BLOCK = 256
 NESTED_CODES = 256
 
-# DeepSeek's block-scaled checkpoints: one float32 scale for 128 x 128 weights.
-# Source: transformers 5.23, integrations/finegrained_fp8.py `FP8Linear.weight_scale_inv`.
+# One float32 scale per 128 x 128 weights in DeepSeek's block-scaled checkpoints.
+# Source: transformers 5.23, integrations/finegrained_fp8.py, `FP8Linear.weight_scale_inv`.
 FP8_BLOCK = 128
 
-MXFP4_BLOCK = (
-    32  # one 8-bit scale for 32 weights. Source: transformers 5.23, integrations/mxfp4.py, `Mxfp4GptOssExperts`
-)
+# One 8-bit scale per 32 weights. Source: transformers 5.23, integrations/mxfp4.py, `Mxfp4GptOssExperts`.
+MXFP4_BLOCK = 32
 
-# Methods whose trainers prepare a bitsandbytes model by PEFT's old recipe, with what that leaves on a 4-bit base under bf16: bytes of
-# norms and biases, of embeddings and head. Source: trl 1.16, experimental/cpo/cpo_trainer.py:208-253, orpo_trainer.py:218-263 with
-# experimental/utils.py:950 (`peft_module_casting_to_bf16`); online_dpo_trainer.py:319 with experimental/utils.py:907 (all to bf16).
-# On an 8-bit base all three leave everything in float32 (`prepare_model_for_kbit_training`). The other trainers change nothing.
+# Methods whose trainers call PEFT's `prepare_model_for_kbit_training`: (bytes per parameter of norms and biases, of
+# embeddings and head) on a 4-bit base with bf16. On an 8-bit base everything stays in float32. Other trainers keep the
+# loaded dtype. Source: trl 1.16, experimental/cpo/cpo_trainer.py:208-253, experimental/orpo/orpo_trainer.py:218-263
+# with experimental/utils.py:950 (`peft_module_casting_to_bf16`); experimental/online_dpo/online_dpo_trainer.py:319 with
+# experimental/utils.py:907 (all to bf16).
 KBIT_PREPARED: dict[str, tuple[int, int]] = {
     "cpo": (FLOAT32_BYTES, SIXTEEN_BIT_BYTES),
     "orpo": (FLOAT32_BYTES, SIXTEEN_BIT_BYTES),
@@ -40,12 +41,13 @@ KBIT_PREPARED: dict[str, tuple[int, int]] = {
 
 
 def base_dtype_bytes(candidate: StateInput) -> int:
-    """Bytes of one unquantized parameter of the policy as it stays on the GPU.
+    """Bytes of one unquantized parameter of the policy while it is stored on the GPU.
 
-        DeepSpeed with bf16 or fp16: 2 | FSDP2 under mixed precision, trained parameters: 4 | else: as loaded
+        DeepSpeed with bf16 or fp16: 2 | FSDP2 with mixed precision, trained parameters: 4 | else: as loaded
 
-    Source: deepspeed 0.19.8, runtime/engine.py `_configure_distributed_model` (`module.bfloat16()`); accelerate 1.15,
-    utils/fsdp_utils.py:815-820 (trained parameters to float32); trl 1.16, trainer/utils.py:1332 (float32 unless dtype is set).
+    Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model` (`_cast_module_mixed_precision`);
+    accelerate 1.15, utils/fsdp_utils.py:815-820 (trained parameters to float32); trl 1.16, trainer/utils.py:1332
+    (float32 unless dtype is set).
     """
     if candidate.sharding in DEEPSPEED and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
@@ -57,13 +59,14 @@ def base_dtype_bytes(candidate: StateInput) -> int:
 def policy_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the trained model on one GPU, without adapters.
 
-        unquantized parameters x dtype + quantized parameters with their scales, cut as the sharding cuts them
+        weights = shard of the unquantized parameters x dtype + all quantized parameters with their scales
 
-    bitsandbytes weights are whole on every GPU: TRL leaves `bnb_4bit_quant_storage` at uint8, which neither FSDP2 (accelerate 1.15,
-    utils/fsdp_utils.py:799-811) nor ZeRO-3 partitions.
+    bitsandbytes weights are not sharded: TRL leaves `bnb_4bit_quant_storage` at uint8, which neither FSDP2 (accelerate
+    1.15, utils/fsdp_utils.py:799-811) nor ZeRO-3 partitions.
 
     Example: Qwen2.5-7B in float32 on one GPU: 30,462,466,048 bytes = 28.37 GiB; in nf4 with a bfloat16 load 5.85 GB.
-    Leaves out what loading needs on top (host.py).
+
+    Leaves out further memory during loading (host.py).
     """
     counted = policy_parameters(candidate)
     kept = sharded_bytes(
@@ -77,28 +80,30 @@ def policy_weights_bytes(candidate: StateInput) -> int:
 
 
 def reference_weights_bytes(candidate: StateInput) -> int:
-    """Bytes of the frozen copy that the policy is compared with, on one GPU: none with adapters, which are switched off instead.
+    """Bytes of the frozen reference model on one GPU; 0 with LoRA, whose adapters are switched off instead.
 
-    Source: trl 1.16, trainer/dpo_trainer.py:905-927 (none with PEFT, or precomputed and not FSDP; dtype of the policy), kto_trainer.py:920,
-    grpo_trainer.py and rloo_trainer.py (none where beta is 0), models/utils.py:282-287 (whole on every GPU except under ZeRO-3 and FSDP).
-    Leaves out the copy of a ready-made adapter ("ref").
+    Source: trl 1.16, trainer/dpo_trainer.py:905-927 (none with PEFT, or precomputed and not FSDP; dtype of the policy),
+    trainer/kto_trainer.py:920, trainer/grpo_trainer.py and rloo_trainer.py (none if beta is 0), models/utils.py:282-287
+    (sharded under ZeRO-3 and FSDP only).
+
+    Leaves out the "ref" copy of an adapter that a PEFT model brings with it.
     """
     return _frozen_bytes(candidate.model, "lm_head", candidate) if candidate.separate_reference else 0
 
 
 def reward_weights_bytes(candidate: StateInput) -> int:
-    """Bytes of the model that scores completions, on one GPU: a sequence classifier loaded as the policy is (`model_init_kwargs`).
+    """Bytes of the reward model on one GPU: a sequence classifier, loaded like the policy (`model_init_kwargs`).
 
-    Source: trl 1.16, trainer/grpo_trainer.py:558; ppo always has one, of the policy's shape where the job names none.
+    Source: trl 1.16, trainer/grpo_trainer.py:558. PPO always has one, with the policy's shape if the job names none.
     """
     model = candidate.reward_model or (candidate.model if candidate.method_row.reward_model == "always" else None)
     return 0 if model is None else _frozen_bytes(model, "score", candidate)
 
 
 def value_weights_bytes(candidate: StateInput) -> int:
-    """Bytes of PPO's value model on one GPU: a sequence classifier started from the reward model, trained in full beside any policy.
+    """Bytes of PPO's value model on one GPU: a sequence classifier like the reward model, always trained in full.
 
-    Source: trl 1.12, experimental/ppo/ppo_trainer.py `PolicyAndValueWrapper`.
+    Source: trl 1.12, experimental/ppo/ppo_trainer.py, `PolicyAndValueWrapper`.
     """
     if not candidate.method_row.value_model:
         return 0
@@ -116,15 +121,15 @@ def value_parameters(candidate: StateInput) -> Parameters:
 
 
 def teacher_weights_bytes(candidate: StateInput) -> int:
-    """Bytes of the teacher on one GPU: frozen, in the dtype that TRL's scripts also give the student; partitioned under ZeRO-3 only.
+    """Bytes of the frozen teacher on one GPU, in the student's dtype as in TRL's scripts; sharded under ZeRO-3 only.
 
-    Source: trl 1.16, scripts/distillation.py:89, trainer/distillation_trainer.py:704-706, experimental/gkd/gkd_trainer.py:166-194.
+    Source: trl 1.16, scripts/distillation.py:89, trainer/distillation_trainer.py:704-706,
+    experimental/gkd/gkd_trainer.py:166-194; accelerate 1.15, accelerator.py:1882 (`evaluation_mode=True` does not shard
+    under FSDP2).
     """
     if not candidate.method_row.teacher or candidate.teacher_model is None:
         return 0
-    if (
-        candidate.sharding == "fsdp2"
-    ):  # prepare_model(evaluation_mode=True) does not shard: accelerate 1.15, accelerator.py:1882
+    if candidate.sharding == "fsdp2":
         return tensor_bytes(
             parameters(candidate.teacher_model, "full", 1, (), "none", "lm_head").base_tensors,
             DTYPE_BYTES[candidate.dtype],
@@ -133,7 +138,7 @@ def teacher_weights_bytes(candidate: StateInput) -> int:
 
 
 def weights_by_role(candidate: StateInput) -> dict[str, int]:
-    """Bytes of every resident model on one GPU of the trainer, by role; a role that is not there is left out."""
+    """Bytes of every model on one training GPU by role, without roles of 0 bytes."""
     found = {
         "policy": policy_weights_bytes(candidate),
         "reference": reference_weights_bytes(candidate),
@@ -146,18 +151,18 @@ def weights_by_role(candidate: StateInput) -> dict[str, int]:
 
 @lru_cache(maxsize=1024)
 def quantized_bytes(tensors: TensorSet, quantization: Quantization, group_size: int) -> int:
-    """Bytes of quantized weights with everything that is needed to read them, on one GPU.
+    """Bytes of quantized weights with their scales and tables, on one GPU.
 
-        nf4         n/2 + 4 n/64 + 64 a tensor                                    0.5625 a weight
-        nf4-double  n/2 + n/64 + 4 n/(64 x 256) + 64 + 4 + 1024 a tensor          0.5159 a weight
+        nf4         n/2 + 4 n/64 + 64 per tensor                                  0.5625 per weight
+        nf4-double  n/2 + n/64 + 4 n/(64 x 256) + 64 + 4 + 1024 per tensor        0.5159 per weight
         int8        n + 4 x out
         gptq        n/2 + (out/2 + 2 out) x in/group + 4 in;  awq the same without the last
         fp8         n + 4 n/128^2;  mxfp4  n/2 + n/32
 
-    Source: bitsandbytes 0.50.2, functional.py `quantize_4bit`, nn/modules.py `Int8Params`; the tensors of GPTQ and AWQ checkpoints
-    (qweight, qzeros, scales, g_idx). Each tensor rounded up to 512 bytes.
+    Source: bitsandbytes 0.50.2, functional.py `quantize_4bit`, nn/modules.py `Int8Params`; the tensors of GPTQ and AWQ
+    checkpoints (qweight, qzeros, scales, g_idx). Each tensor rounded up to 512 bytes.
 
-    Leaves out what faster GPTQ and AWQ kernels keep when they repack the weights.
+    Leaves out copies that some GPTQ and AWQ kernels keep when they repack the weights.
     """
     return sum(_quantized_tensor_bytes(kind.shape, quantization, group_size) * kind.count for kind in tensors.kinds)
 
