@@ -279,7 +279,7 @@ class EstimateReport(BestCandidate, frozen=True, kw_only=True):
 
 
 class JobReport(Document, frozen=True):
-    """What the user asked for."""
+    """The job: the training to plan and the settings that the user decided."""
 
     model: str
     method: MethodName
@@ -304,7 +304,7 @@ class RemedyReport(BestCandidate, frozen=True, kw_only=True):
     """A change that makes the job fit, tried by estimating it."""
 
     change: Annotated[str, Meta(description="The change, as options of the command.")]
-    note: Annotated[str, Meta(description="What the change costs.")]
+    note: Annotated[str, Meta(description="The cost of the change.")]
 
 
 class PhaseDifferenceReport(Document, frozen=True):
@@ -338,7 +338,7 @@ class PlanReport(Document, frozen=True):
     best: BestCandidate
     alternatives: tuple[AlternativeReport, ...]
     remedies: Annotated[tuple[RemedyReport, ...], Meta(description="Changes that make the job fit, cheapest first.")]
-    more: Annotated[tuple[str, ...], Meta(description="What would give more, and what limits it.")]
+    more: Annotated[tuple[str, ...], Meta(description="Larger settings, and what limits them.")]
     warnings: Warnings
     versions: Versions
     proof: ProofReport | UnsetType = UNSET
@@ -409,9 +409,9 @@ class IncidentReport(Document, frozen=True):
     kind: Annotated[
         Kind,
         Meta(
-            description="What found no memory: PyTorch's allocator (gpu), a CUDA library, NCCL (communication), the "
-            "host, or vLLM at its start (its share of the card, KV cache, longest sequence, pool, profile run) or at "
-            "its wake-up."
+            description="The part that found no memory: PyTorch's allocator (gpu), a CUDA library, NCCL "
+            "(communication), the host, or vLLM at its start (its share of the card, KV cache, longest sequence, pool, "
+            "profile run) or at its wake-up."
         ),
     ]
     line: Annotated[Count, Meta(description="Line of the log.")]
