@@ -1,4 +1,4 @@
-"""One contract, held by every device: the same candidate in, a measurement of the same kind out. And what is each device's own."""
+"""The contract of every device: candidate in, a measurement of the same kind out; and each device's own rules."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from probes.runner.devices import DeviceOptions, Probe, capacity_limit_bytes, de
 from probes.runner.gpus_in_use import Card
 from probes.runner.runner import Limits
 
-# The libraries' own deprecations are theirs to mend; those of our code stay errors.
+# The libraries' own deprecations are not errors; those of our code are.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -72,7 +72,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> DeviceOptions:
 
 @pytest.fixture(scope="module")
 def measured(name: DeviceName, options: DeviceOptions) -> Callable[[], Measurement]:
-    """A candidate that fits; run once for all tests of a device, and once more for the one that asks twice."""
+    """The measurement of a candidate that fits, taken once for all tests of a device."""
     probe = device(name, CLUSTER, options)
     return cache(lambda: probe(SFT))
 
@@ -90,7 +90,7 @@ class TestContract:
         assert 0 < rank.peak_bytes <= rank.capacity_bytes
 
     def test_states_are_the_bytes_of_their_tensors(self, measured: Callable[[], Measurement]) -> None:
-        """Of every parameter in two bytes: the weights, and two moments in the optimizer; blocks and scalars besides."""
+        """Two bytes a parameter for the weights and twice as many for the optimizer, up to blocks and scalars."""
         states = measured().ranks[0].state_bytes
         assert 2 * MODEL.params <= states["weights"] <= 2 * MODEL.params + 64 * 1024
         assert 2 * states["weights"] <= states["optimizer_states"] + 64 * 1024 <= 2 * states["weights"] + 128 * 1024
@@ -166,7 +166,8 @@ def test_the_states_of_a_simulated_rank_are_those_of_its_estimate() -> None:
 
 def test_a_phase_that_only_the_estimate_knows_can_run_out_too() -> None:
     candidate = replace(
-        SFT, method="grpo", tuning="lora", vllm="colocate", prompt_length=32, max_completion_length=32, num_generations=2, vllm_max_model_length=64
+        SFT, method="grpo", tuning="lora", vllm="colocate", prompt_length=32, max_completion_length=32,
+        num_generations=2, vllm_max_model_length=64
     )  # fmt: skip
     whole = simulated(candidate)
     assert {"rollout", "weight_sync"} <= {phase.name for phase in whole.ranks[0].phases}
@@ -204,7 +205,8 @@ def test_a_worker_keeps_to_the_plans_card_on_a_larger_one() -> None:
 def test_too_small_and_too_few_gpus_are_refused() -> None:
     with pytest.raises(
         InputError,
-        match=r"The plan is for GPUs with 39\.\d\d GiB, GPU 0 of this machine has 24\.00 GiB\. Plan with --gpus local\.",
+        match=r"The plan is for GPUs with 39\.\d\d GiB, GPU 0 of this machine has 24\.00 GiB\. "
+        r"Plan with --gpus local\.",
     ):
         capacity_limit_bytes(CLUSTER, (card(24 * GIB),))
     with pytest.raises(InputError, match=r"The plan is for 1 GPUs, this machine shows 0\. Plan with --gpus local\."):
@@ -223,7 +225,8 @@ def test_without_a_driver_the_devices_that_need_none_are_named() -> None:
 def test_several_nodes_are_refused(name: DeviceName) -> None:
     with pytest.raises(
         InputError,
-        match=r"A probe runs on one machine, the cluster has 2\. Probe one node with --gpus 8xA100-40G, or .*--machine_rank\.",
+        match=r"A probe runs on one machine, the cluster has 2\. Probe one node with --gpus 8xA100-40G, "
+        r"or .*--machine_rank\.",
     ):
         device(name, parse_cluster("2x8xA100-40G", None), DeviceOptions(logs=Path()))
 
@@ -250,11 +253,15 @@ def test_on_larger_cards_a_worker_is_told_of_what_an_engine_takes_its_share(
 
 
 def test_a_device_gives_its_options_to_the_worker(tmp_path: Path) -> None:
-    text = "import json; told = json.load(open(task_file)); print({name: told[name] for name in sorted(told) if name not in ('candidate', 'folder')})"
+    text = (
+        "import json; task = json.load(open(task_file)); "
+        "print({name: task[name] for name in sorted(task) if name not in ('candidate', 'folder')})"
+    )
     options = DeviceOptions(
         logs=tmp_path, limits=Limits(host_reserve_share=0.0), steps=3, evaluate=True, seed=7, command=script(text)
     )
     found = device("cpu", with_cards_of(GIB), options)(SFT)
     assert Path(found.log).with_suffix(".out").read_text().strip() == str({
-        "capacity_bytes": GIB, "card_bytes": 0, "device": "cpu", "evaluate": True, "resume": True, "save": True, "seed": 7, "steps": 3, "weights": "random",
+        "capacity_bytes": GIB, "card_bytes": 0, "device": "cpu", "evaluate": True, "resume": True, "save": True,
+        "seed": 7, "steps": 3, "weights": "random",
     })  # fmt: skip

@@ -1,6 +1,7 @@
 """Contract of the dry run: it sees what a real run of the same steps allocates, to the byte.
 
-88 cases: 11 methods x full or LoRA x checkpointing x float32 with autocast or bfloat16; and two other architectures.
+11 methods x full or LoRA x checkpointing x float32 with autocast or bfloat16 are 88 cases, of which `make` runs a
+pairwise selection; besides, two other architectures.
 """
 
 import gc
@@ -114,6 +115,7 @@ def test_batches_are_masked_where_rows_are_padded_together(method: MethodName, r
     assert (forward > without) is case.pads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS_NOW)
 def test_every_method_runs_in_cudas_ways(method: MethodName) -> None:
     trace = dry_run(candidate(method, tuning="lora", padded=False))

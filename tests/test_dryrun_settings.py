@@ -58,6 +58,7 @@ SETTINGS: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     SETTINGS,

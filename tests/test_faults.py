@@ -1,6 +1,6 @@
-"""Each way in which a probe can go wrong is told from the others, and leaves no process, no folder and no half-written file.
+"""Every fault of a probe is named, and leaves no process, no folder and no half-written file.
 
-The workers are scripts without the libraries; where they say so they are the real one.
+The workers are scripts without the libraries, except in the tests of the real worker at the end.
 """
 
 import json
@@ -27,7 +27,7 @@ from script_workers import LIMITS, TASK, run
 from probes.runner.host import with_environment
 from probes.runner.runner import KEPT_LOG_BYTES, Limits, run_probe
 
-SOON_SECONDS = 10.0  # an end that takes longer is none; two busy cores take a while
+SOON_SECONDS = 10.0  # a worker that lives longer was not ended; two busy cores take a while
 OURS = "PLAN_TEST_OF_FAULTS"
 PATHS = [str(path) for path in Path(__file__).parents[:2]]
 
@@ -41,7 +41,7 @@ def wait_until(true: Callable[[], bool]) -> bool:
 
 @pytest.fixture(autouse=True)
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Afterwards nothing of the test's workers lives, and only whole files of the runner are there."""
+    """Mark the test's workers; afterwards none of them lives, and the runner left only complete files."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(OURS, mark)
     yield mark
@@ -69,7 +69,10 @@ def test_a_worker_killed_in_a_phase_is_killed_there(phase: Phase, tmp_path: Path
 
 
 def test_a_process_of_several_that_is_killed_is_told_through_its_launcher(tmp_path: Path) -> None:
-    summary = "Root Cause (first observed failure):\\n[0]:\\n  time      : 2026\\n  rank      : 1\\n  exitcode  : -9 (pid: 7)\\n"
+    summary = (
+        "Root Cause (first observed failure):\\n[0]:\\n"
+        "  time      : 2026\\n  rank      : 1\\n  exitcode  : -9 (pid: 7)\\n"
+    )
     failed = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
     assert fault(f"sys.stderr.write('{failed}\\n{summary}'); sys.exit(1)", tmp_path) == (
         "killed",
@@ -87,7 +90,8 @@ def test_a_runner_that_is_killed_takes_its_worker_with_it(moment: float, tmp_pat
         "import sys; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
         "from script_workers import run\n"
-        "text = '''subprocess.Popen(['sleep', '60'], start_new_session=True); open('../up', 'w').close(); time.sleep(60)'''\n"
+        "text = '''subprocess.Popen(['sleep', '60'], start_new_session=True); open('../up', 'w').close(); "
+        "time.sleep(60)'''\n"
         "print('ready', flush=True)\n"
         "run(text, Path(sys.argv[3]))\n"
     )
@@ -99,7 +103,7 @@ def test_a_runner_that_is_killed_takes_its_worker_with_it(moment: float, tmp_pat
         time.sleep(moment)
     process.kill()
     process.communicate()
-    # the guard is marked too: when nothing is left it has removed the folder
+    # the guard is marked too: once it is gone it has removed the folder
     assert wait_until(lambda: not with_environment(OURS, mark))
 
 
@@ -212,12 +216,18 @@ def test_a_full_disk_is_told_by_its_error(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_could_not_be_written_whole_is_a_full_disk(tmp_path: Path) -> None:
-    said = "RuntimeError: [enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/3: file write failed"
+    said = (
+        "RuntimeError: [enforce fail at inline_container.cc:672] . "
+        "PytorchStreamWriter failed writing file data/3: file write failed"
+    )
     assert fault(f"raise RuntimeError({said.removeprefix('RuntimeError: ')!r})", tmp_path) == ("disk_full", said)
 
 
 def test_a_worker_that_fills_its_folder_is_ended(tmp_path: Path) -> None:
-    text = "open('a', 'wb').write(bytes(4 * 2**20)); os.mkdir('b'); open('b/c', 'wb').write(bytes(4 * 2**20)); time.sleep(60)"
+    text = (
+        "open('a', 'wb').write(bytes(4 * 2**20)); os.mkdir('b'); "
+        "open('b/c', 'wb').write(bytes(4 * 2**20)); time.sleep(60)"
+    )
     outcome, message = fault(text, tmp_path, replace(LIMITS, disk_bytes=6 * MIB))
     assert (outcome, message) == ("disk_full", "it held 0.01 GiB of disk, 0.01 GiB were allowed")
 
@@ -239,7 +249,8 @@ def test_a_worker_that_holds_too_much_main_memory_is_ended(tmp_path: Path) -> No
 
 
 def test_the_memory_of_all_its_processes_counts(tmp_path: Path) -> None:
-    text = "subprocess.Popen([sys.executable, '-c', \"import time; held = b'x' * (48 * 2**20); time.sleep(60)\"]); held = b'x' * (48 * 2**20); time.sleep(60)"
+    hold = "held = b'x' * (48 * 2**20); time.sleep(60)"
+    text = f"subprocess.Popen([sys.executable, '-c', \"import time; {hold}\"]); {hold}"
     assert fault(text, tmp_path, replace(LIMITS, host_bytes=80 * MIB))[0] == "host_out_of_memory"
 
 
@@ -262,7 +273,8 @@ def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_no_foreign_signals
     "said",
     [
         "MemoryError",
-        "RuntimeError: [enforce fail at alloc_cpu.cpp:126] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. Error code 12",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:126] . DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 9 bytes. Error code 12",
         "OSError: [Errno 12] Cannot allocate memory",
     ],
 )

@@ -1,4 +1,4 @@
-"""Models by name, path and config: every count is the one others published, every layer the one transformers builds."""
+"""Models by name, path and config: counts equal the published ones, layers those that transformers builds."""
 
 import json
 import os
@@ -19,10 +19,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 FACTS = REPOSITORY.parent / "shared" / "data"
 ROWS = [json.loads(line) for line in CATALOGUE.read_text(encoding="utf-8").splitlines()]
 FORMULAS = [row for row in ROWS if row["config"]["model_type"] in KNOWN_MODEL_TYPES]
-# Their layers differ from their family's in ways that have no formula: an activation, a norm module a head.
+# Their layers have no formula: another activation, a norm for each head.
 COUNTED_ONLY = {"EleutherAI/gpt-neox-20b", "stabilityai/stablelm-2-12b"}
 LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 100,
 }  # fmt: skip
 
 
@@ -83,7 +84,8 @@ class TestFacts:
 
     def test_the_families_that_the_project_promises_are_known(self) -> None:
         promised = (
-            "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text gemma3 phi3 gpt2 gpt_neox opt olmo2 mixtral qwen2_moe qwen3_moe gpt_oss "
+            "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text gemma3 phi3 gpt2 gpt_neox opt olmo2 mixtral qwen2_moe "
+            "qwen3_moe gpt_oss "
             "deepseek_v2 deepseek_v3 smollm3 granite cohere falcon"
         )
         assert set(promised.split()) <= KNOWN_MODEL_TYPES
@@ -159,15 +161,17 @@ class TestLayers:
         assert load_model("Qwen3-8B").layers[0].attention.qk_norm == "head"
 
 
-# One small or telling model a family; four layers of each are enough to see every kind of layer.
+# One model of each family; four layers of each show every kind of layer.
 REFERENCES = [
-    "meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1", "google/gemma-2b", "google/gemma-2-2b",
-    "google/gemma-3-270m", "google/gemma-3-4b-pt", "microsoft/phi-4", "openai-community/gpt2", "EleutherAI/pythia-70m", "facebook/opt-125m",
-    "facebook/opt-350m", "allenai/OLMo-2-0425-1B", "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen1.5-MoE-A2.7B", "Qwen/Qwen3-30B-A3B",
-    "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V3", "HuggingFaceTB/SmolLM3-3B",
-    "ibm-granite/granite-3.1-2b-instruct", "CohereForAI/c4ai-command-r-v01", "CohereForAI/c4ai-command-r-plus", "CohereForAI/c4ai-command-r7b-12-2024",
-    "tiiuae/falcon-7b", "tiiuae/falcon-40b", "microsoft/phi-2", "allenai/OLMo-1B-hf", "allenai/Olmo-3-1025-7B", "allenai/OLMoE-1B-7B-0924",
-    "bigcode/starcoder2-3b", "stabilityai/stablelm-3b-4e1t", "zai-org/glm-4-9b-chat-hf", "zai-org/GLM-4-9B-0414", "LGAI-EXAONE/EXAONE-4.0-1.2B",
+    "meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1", "google/gemma-2b",
+    "google/gemma-2-2b", "google/gemma-3-270m", "google/gemma-3-4b-pt", "microsoft/phi-4", "openai-community/gpt2",
+    "EleutherAI/pythia-70m", "facebook/opt-125m", "facebook/opt-350m", "allenai/OLMo-2-0425-1B",
+    "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen1.5-MoE-A2.7B", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b",
+    "deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V3", "HuggingFaceTB/SmolLM3-3B",
+    "ibm-granite/granite-3.1-2b-instruct", "CohereForAI/c4ai-command-r-v01", "CohereForAI/c4ai-command-r-plus",
+    "CohereForAI/c4ai-command-r7b-12-2024", "tiiuae/falcon-7b", "tiiuae/falcon-40b", "microsoft/phi-2",
+    "allenai/OLMo-1B-hf", "allenai/Olmo-3-1025-7B", "allenai/OLMoE-1B-7B-0924", "bigcode/starcoder2-3b",
+    "stabilityai/stablelm-3b-4e1t", "zai-org/glm-4-9b-chat-hf", "zai-org/GLM-4-9B-0414", "LGAI-EXAONE/EXAONE-4.0-1.2B",
     "LGAI-EXAONE/EXAONE-4.0-32B", "ByteDance-Seed/Seed-OSS-36B-Base", "baidu/ERNIE-4.5-0.3B-PT",
 ]  # fmt: skip
 SHORT = 4  # layers
@@ -210,7 +214,7 @@ class TestAgainstTransformers:
 
 
 def shortened(config: dict) -> dict:
-    """The config with four layers, its other sizes as they are."""
+    """The config with four layers and its other sizes unchanged."""
     config = json.loads(json.dumps(config))
     inner = config.get("text_config", config)
     inner["n_layer" if "n_layer" in inner else "num_hidden_layers"] = SHORT
@@ -387,7 +391,8 @@ def test_a_shape_is_loaded_once() -> None:
 
 @pytest.mark.skipif(not FACTS.is_dir(), reason="the collected facts are not beside this checkout")
 def test_the_catalogue_is_what_the_script_makes_of_the_facts(tmp_path: Path) -> None:
-    program = f"import sys; sys.path.insert(0, 'scripts'); import build_catalogue as b; from pathlib import Path; b.DATA = Path({str(tmp_path)!r}); b.main()"
+    program = "import sys; sys.path.insert(0, 'scripts'); import build_catalogue as b; from pathlib import Path; "
+    program += f"b.DATA = Path({str(tmp_path)!r}); b.main()"
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
     for name in ("models.jsonl", "gpus.toml"):
         assert (tmp_path / name).read_bytes() == (REPOSITORY / "planner" / "data" / name).read_bytes()
@@ -405,13 +410,14 @@ class TestShippedLayers:
 
     @pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
     def test_a_model_without_formulas_is_planned_without_torch(self, method: str, tmp_path: Path) -> None:
-        """In a process that can import neither torch nor the probes."""
+        """Run in a process that can import neither torch nor probes."""
         blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'trl', 'peft', 'probes')))"
         command = f"{blocked}; from planner.cli import main; main()"
         arguments = ["--model", "Qwen3.5-4B", "--gpus", "1xA100-80G", "--method", method, "--json", "--quiet"]
         ended = subprocess.run(
             [sys.executable, "-c", command, *arguments],
-            capture_output=True, text=True, cwd=REPOSITORY, env={**os.environ, "PLAN_CACHE": str(tmp_path)}, check=False,
+            capture_output=True, text=True, cwd=REPOSITORY, env={**os.environ, "PLAN_CACHE": str(tmp_path)},
+            check=False,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stderr
         answer = json.loads(ended.stdout)
