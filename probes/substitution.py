@@ -1,7 +1,7 @@
 """The one place where an attribute of another library is replaced for a while, and restored.
 
-Used for CUDA kernels that do not exist on the CPU, tensors without memory, weights made up instead of downloaded, and
-marks at which a phase of the step begins. Each use names the attribute, and its source beside it.
+Used for CUDA kernels that do not exist on the CPU, tensors without memory, random weights instead of downloaded ones,
+and marks at which a phase of the step begins. Each use names the attribute, and its source beside it.
 """
 
 from collections.abc import Iterator

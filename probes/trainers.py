@@ -47,7 +47,7 @@ NOT_TRAINER_ARGUMENTS = frozenset(
     }
 )
 
-TokenSource = Callable[[int], list[int]]  # as many token ids as asked for, at least one
+TokenSource = Callable[[int], list[int]]  # from a count: that many token ids, at least one
 # A row of the dataset from: the candidate, the source of its tokens, its index, and by how many tokens it is shorter
 # than the longest row.
 Row = Callable[[Candidate, TokenSource, int, int], dict[str, Any]]

@@ -1,5 +1,6 @@
-"""Contract of the worker on `cpu`: a real trainer with real weights, measured, is what the dry run has said, and
-running out of memory is a measurement.
+"""Contract of the worker on `cpu`: a real trainer with real weights peaks where the dry run does.
+
+Running out of memory is a measurement too.
 """
 
 import json
@@ -41,12 +42,12 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[1]
 METHODS: tuple[MethodName, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation", "online-dpo")
-# Phases that differ, and why: the peak is in none of them.
+# Phases in which a probe differs from a dry run, and why; none of them has the peak.
 ROLLOUT = (
-    "prompts of two lengths are as many tokens less; "
-    "a dry run's shortened rollout holds its first mask and positions besides the last"
+    "every second prompt of a probe is a token shorter; "
+    "a dry run's shortened rollout holds the masks and positions of its first step besides those of the last"
 )
-SHORTENED_BYTES = 1024  # a row: that mask and those positions, of so short a prompt
+SHORTENED_BYTES = 1024  # a row: those masks and positions, of prompts as short as here
 NAMED: dict[MethodName, dict[str, str]] = {
     "grpo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
     "rloo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
@@ -57,7 +58,7 @@ NAMED: dict[MethodName, dict[str, str]] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> object:
-    """Operators as small as these only wait for other threads."""
+    """Run on one thread: operators as small as these only wait for other threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -81,7 +82,6 @@ def candidate(method: MethodName = "sft", model: str = "tiny-qwen2", **changes: 
 
 def measured(case: Candidate, folder: Path, **changes: object) -> Measurement:
     settings: dict[str, object] = {"save": False, "resume": False}
-    # Type: ignore[arg-type]
     return measure(Task(candidate=case, device="cpu", folder=str(folder), **(settings | changes)))
 
 
@@ -114,8 +114,8 @@ def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_p
     assert found.peak_bytes == dry.peak_bytes
 
 
-def test_made_up_weights_cost_what_saved_ones_cost(tmp_path: Path) -> None:
-    """A mixtral's experts are files of their own and one tensor in memory."""
+def test_random_weights_take_as_much_memory_as_saved_ones(tmp_path: Path) -> None:
+    """Mixtral: an expert is a tensor of its own in the files, all experts of a layer are one tensor in memory."""
     case = candidate("sft", "tiny-mixtral")
     config = dict(case.model.config) | {"architectures": ["MixtralForCausalLM"]}
     fields = {name: value for name, value in config.items() if name != "model_type"}
@@ -131,7 +131,9 @@ def test_made_up_weights_cost_what_saved_ones_cost(tmp_path: Path) -> None:
     ("method", "pads"), [("sft", False), ("gkd", False), ("dpo", True), ("reward", True), ("online-dpo", True)]
 )
 @pytest.mark.slow
-def test_one_row_a_batch_is_padded_where_more_are_made_together(method: MethodName, pads: bool, tmp_path: Path) -> None:
+def test_a_batch_of_one_row_is_padded_if_several_rows_are_padded_together(
+    method: MethodName, pads: bool, tmp_path: Path
+) -> None:
     alone = candidate(method, per_device_train_batch_size=1, gradient_checkpointing=False)
     found, without = measured(alone, tmp_path), measured(replace(alone, padded=False), tmp_path)
     forward, forward_without = (
@@ -173,14 +175,14 @@ def test_completions_of_one_prompt_are_padded_by_one_that_ends_early(tmp_path: P
     assert found.peak_bytes > without.peak_bytes
 
 
-def test_states_are_those_of_the_formulas(tmp_path: Path) -> None:
+def test_bytes_between_steps_equal_the_formulas(tmp_path: Path) -> None:
     full = measured(candidate(), tmp_path).ranks[0].state_bytes
     assert full == {"weights": 267_392, "gradients": 267_392, "optimizer_states": 2 * 267_392}
     adapters = measured(candidate(tuning="lora"), tmp_path).ranks[0].state_bytes
     assert adapters == {"weights": 267_392, "adapters": 149_504, "gradients": 149_504, "optimizer_states": 2 * 149_504}
 
 
-def test_a_run_with_a_byte_too_little_is_out_of_memory_where_it_peaks(tmp_path: Path) -> None:
+def test_a_run_with_one_byte_too_little_runs_out_of_memory_at_its_peak(tmp_path: Path) -> None:
     case = candidate()
     fits = measured(case, tmp_path)
     short = measured(case, tmp_path, capacity_bytes=fits.peak_bytes - 1)
@@ -238,7 +240,7 @@ def test_a_worker_prints_its_measurement_last_and_leaves_nothing(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [PHASE_FILE, "task.json"]
 
 
-def test_a_worker_refuses_what_it_was_not_launched_for(tmp_path: Path) -> None:
+def test_a_worker_refuses_a_task_for_other_processes_or_weights(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"^The candidate has num_processes 2, and 1 were launched\.$"):
         measured(candidate(num_processes=2, sharding="ddp"), tmp_path)
     with pytest.raises(
@@ -247,7 +249,7 @@ def test_a_worker_refuses_what_it_was_not_launched_for(tmp_path: Path) -> None:
         measured(candidate(quantization="gptq", tuning="lora"), tmp_path)
 
 
-def test_figures_of_the_allocators_message_are_those_of_the_moment() -> None:
+def test_a_shortage_has_the_figures_of_the_allocators_message() -> None:
     message = (
         "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.25 GiB is "
         "free. Including non-PyTorch memory, this process has 78.00 GiB memory in use. Of the allocated memory "
@@ -264,7 +266,7 @@ def test_figures_of_the_allocators_message_are_those_of_the_moment() -> None:
 
 
 class Counters:
-    """A card's counters as PyTorch gives them: what was current and what was most since they were last set back."""
+    """The counters of PyTorch's CUDA allocator: current bytes, and the peak since the last reset."""
 
     def __init__(self) -> None:
         self.statistics = {
@@ -290,7 +292,9 @@ class Counters:
         return self.driver_bytes
 
 
-def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_phase_has_the_peaks_between_its_beginning_and_its_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     card = Counters()
     monkeypatch.setattr("probes.worker.watch.Driver", lambda: card)
     for name, fake in {
@@ -304,7 +308,7 @@ def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.Monkey
     watch = CudaWatch(Clock(tmp_path / PHASE_FILE), 8_000)
     card.allocate(100, 150, 200, 200)
     watch.enter_phase("forward")
-    card.allocate(300, 700, 800, 1000)  # 200 were given back before the phase ended
+    card.allocate(300, 700, 800, 1000)  # 200 are freed before the phase ends
     watch.enter_phase("backward")
     card.allocate(100, 300, 800, 800)
     watch.enter_phase("forward")
@@ -314,7 +318,7 @@ def test_each_phase_has_the_peaks_between_its_borders(monkeypatch: pytest.Monkey
     assert watch.capacity_bytes == 8_000
 
 
-def test_on_a_larger_card_the_allocator_leaves_room_for_what_is_not_its_own(
+def test_on_a_larger_card_the_allocator_is_limited_to_the_planned_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     card, shares = Counters(), list[float]()
@@ -336,7 +340,7 @@ def test_on_a_larger_card_the_allocator_leaves_room_for_what_is_not_its_own(
     assert shares == [0.75, 0.74]
 
 
-def test_a_driver_that_does_not_know_the_process_tells_what_its_card_has_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_know_the_process_counts_the_growth_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     used, processes = [1000], [SimpleNamespace(pid=os.getpid(), usedGpuMemory=700)]
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
@@ -372,7 +376,7 @@ def test_a_driver_that_does_not_know_the_process_tells_what_its_card_has_given(m
         (ValueError("max_length must be positive"), False),
     ],
 )
-def test_only_a_lack_of_memory_is_taken_for_one(error: Exception, lacks: bool) -> None:
+def test_only_errors_of_missing_memory_are_recognized(error: Exception, lacks: bool) -> None:
     assert lacks_memory(error) is lacks
 
 
@@ -387,7 +391,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 """
 
 
-def test_a_server_is_waited_for_and_ended() -> None:
+def test_a_server_is_healthy_inside_the_block_and_gone_after_it() -> None:
     port = free_port()
     with served([sys.executable, "-c", SERVER, str(port)], port, {}):
         socket.create_connection(("127.0.0.1", port)).close()
@@ -407,7 +411,7 @@ def test_on_a_larger_card_an_engine_gets_as_many_bytes_by_a_smaller_share(monkey
     assert with_share_of_this_card(alone, 40 * GIB) == alone
 
 
-def test_a_server_gets_the_model_folder_and_the_gpus_behind_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_gets_the_model_folder_and_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     case = candidate("grpo", vllm="server", num_processes=2, sharding="ddp", vllm_tensor_parallel_size=2)
     command = command_on(case, "/models/here", 1234, random=True)
     assert command[:6] == ["trl", "vllm-serve", "--model", "/models/here", "--port", "1234"]
@@ -418,7 +422,7 @@ def test_a_server_gets_the_model_folder_and_the_gpus_behind_the_trainers(monkeyp
     assert server_environment(case) == {"CUDA_VISIBLE_DEVICES": "6,7"}
 
 
-def test_a_steps_seconds_hold_their_share_of_a_rollout(tmp_path: Path) -> None:
+def test_seconds_of_a_step_include_its_share_of_a_rollout(tmp_path: Path) -> None:
     clock = Clock(tmp_path / "phase")
     clock.steps = [(90.0, 40.0), (10.0, 0.0), (12.0, 0.0)]
     case = replace(candidate("grpo"), steps_per_generation=4, gradient_accumulation_steps=1)

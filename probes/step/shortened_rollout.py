@@ -68,7 +68,7 @@ def _as_last_step(
         changed["attention_mask"] = torch.cat([mask, mask.new_ones((mask.size(0), skipped))], dim=1)
     if isinstance(cache, Cache):
         _lengthen(cache, skipped)
-        on_cached([held for layer in cache.layers for held in (layer.keys, layer.values)])
+        on_cached([tensor for layer in cache.layers for tensor in (layer.keys, layer.values)])
         if inputs.get("position_ids") is not None:
             changed["position_ids"] = inputs["position_ids"] + skipped
         return changed
@@ -92,5 +92,5 @@ def _lengthen(cache: Cache, tokens: int) -> None:
             layer.cumulative_length += tokens
             length = min(length, layer.sliding_window - 1)
         layer.keys, layer.values = (
-            held.new_empty((*held.shape[:-2], length, held.size(-1))) for held in (layer.keys, layer.values)
+            tensor.new_empty((*tensor.shape[:-2], length, tensor.size(-1))) for tensor in (layer.keys, layer.values)
         )

@@ -45,8 +45,7 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes
 
 
 def measure(task: Task) -> Measurement:
-    """Run the task in this process and return what was measured; of several processes, each returns the measurement of
-    all.
+    """Run the task in this process and return the measurement of all processes.
 
     Running out of memory is a measurement too, but of this process alone: the others still wait for it.
     """
@@ -165,9 +164,10 @@ def step_seconds(candidate: Candidate, clock: Clock) -> float:
     """Seconds of an optimizer step, with its share of a rollout.
 
         seconds = mean of (step - its rollout) over the steps after the first + last rollout / steps that it serves
+        steps that it serves = steps_per_generation x num_iterations / gradient_accumulation_steps, at least 1
 
-    A rollout serves `steps_per_generation x num_iterations / gradient_accumulation_steps` optimizer steps (trl 1.16,
-    grpo_trainer.py, `_prepare_inputs`). If there is only one step, it counts; if there is none, the result is 0.
+    Source: trl 1.16, grpo_trainer.py, `_prepare_inputs`; rollouts of methods without groups serve one step. If there is
+    only one step, it counts; if there is none, the result is 0.
     """
     steps = clock.steps[1:] or clock.steps
     if not steps:
@@ -226,8 +226,8 @@ def stdout_for_answer() -> Iterator[int]:
 def main(task_file: str) -> int:
     """Run the task in the file, print its measurement, and return the exit code.
 
-    It is 0 even if memory ran out. But if other processes wait for this one, it kills itself, so that the launcher ends
-    them.
+    The code is 0 even if memory ran out. But if other processes wait for this one, it kills itself, so that the
+    launcher ends them.
     """
     with stdout_for_answer() as answer:
         task = read_task(Path(task_file))

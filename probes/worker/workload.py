@@ -74,7 +74,7 @@ def model_init_kwargs(task: Task) -> dict[str, Any]:
 
 def run_arguments(task: Task) -> dict[str, Any]:
     """Return the arguments of the run, not of the candidate: the number of steps, the folder, the order of rows."""
-    # A run that resumes has to be given the `save_steps` of the run that saved, which was one step shorter.
+    # The run from the checkpoint needs the `save_steps` of the run that saved it, which was one step shorter.
     save_steps = task.steps if task.save else task.steps - 1
     return {
         "output_dir": str(Path(task.folder) / "checkpoints"),
