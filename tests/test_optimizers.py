@@ -39,9 +39,8 @@ TENSORS = TensorSet(
     )
 )
 SCALAR_BYTES = 8  # counts and norms that an optimizer keeps beside its states
-STEP_WITHIN = (
-    16 * 512 + 4 * 4 * 96 * 40
-)  # a few scalars, 512 bytes each; Adafactor's update of the tensor before the largest, still in scope
+# A few scalars, 512 bytes each; Adafactor's update of the tensor before the largest, which a variable still holds.
+STEP_WITHIN = 16 * 512 + 4 * 4 * 96 * 40
 
 
 def trained(dtype: Any) -> list[Any]:
@@ -76,7 +75,7 @@ def state_storages(optimizer: Any) -> dict[int, int]:
 def bitsandbytes(name: str, bits: int) -> Callable[[list[Any]], Any]:
     """A bitsandbytes optimizer as Trainer creates it: embeddings in 32 bits (transformers 5.23, trainer.py:1328)."""
 
-    def made(parameters: list[Any]) -> Any:
+    def build(parameters: list[Any]) -> Any:
         optim = pytest.importorskip("bitsandbytes.optim")
         manager = optim.GlobalOptimManager.get_instance()
         manager.initialize()
@@ -86,7 +85,7 @@ def bitsandbytes(name: str, bits: int) -> Callable[[list[Any]], Any]:
         manager.register_parameters(parameters)
         return getattr(optim, name)(parameters, lr=1e-3, optim_bits=bits)
 
-    return made
+    return build
 
 
 def adafactor(parameters: list[Any]) -> Any:

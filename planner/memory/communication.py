@@ -119,7 +119,7 @@ def generation_gather_bytes(candidate: StateInput) -> int:
 
 
 def weight_sync_bytes(candidate: StateInput) -> int:
-    """Bytes that the weight sync with vLLM takes on one GPU, besides the models of the trainer and of the engine.
+    """Bytes that the weight sync with vLLM takes on one GPU, added to the models of trainer and engine.
 
         ZeRO-3     the largest tensor; with adapters the whole model
         FSDP2      the largest tensor, unsharded

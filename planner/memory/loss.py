@@ -71,13 +71,16 @@ class LossMemory:
 def fused(head: Head) -> LossMemory:
     """TRL >= 1.15: log-probabilities of labelled tokens, computed in tiles, without logits of all of them.
 
-        forward  = norm + h T H (last hidden state) + h N H + 16 N + 28 N + c n 32768 + (w != c) c 32768 H + (h != c) c
-        n H backward = norm + h N H + 32 N + c n 32768 + 4 N H + (trainable) 4 V H
-                   + the most of (w != c) c v H + (h != c) c n H and of the casts: (h = 2) h N H + (trainable, w = 2) w
-                   V H
+        saved    = norm + h N H + 32 N
+        forward  = saved + h T H (last hidden state) + 28 N + c n 32768
+                 + (w != c) c min(32768, V) H + (h != c) c n H
+        backward = saved + c n 32768 + 4 N H + (trainable) 4 V H + the larger of
+                     (w != c) c v H + (h != c) c n H
+                     (h != 4) h N H + (trainable, w != 4) w V H: casts of the gradients
 
-    with n = min(N, 4096), v = `named_columns`. Source: trl 1.16, kernels/chunked_logprob.py:311-462,
-    trainer/utils.py:1599-1660.
+    with n = min(N, 4096) and v = `named_columns`.
+
+    Source: trl 1.16, kernels/chunked_logprob.py:311-462, trainer/utils.py:1599-1660.
 
     Example: Qwen3-8B trained in full: 4 x 151,936 x 4,096 = 2.32 GiB for the head's gradient, whatever the batch.
 

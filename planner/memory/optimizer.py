@@ -169,12 +169,15 @@ def host_states_bytes(candidate: StateInput) -> int:
 def step_temporaries_bytes(candidate: StateInput) -> int:
     """Bytes that exist only while the optimizer steps, on one GPU.
 
-        foreach optimizers   copies of all trained parameters at once others               copies of the largest tensor
-        ZeRO-1, ZeRO-2       + flattened gradients and their float32 copy, (2 + 4) x ceil(params / G) ZeRO-3
-        + float32 gradients of one sub-group, 4 x min(1e9, params / G); copies of one sub-group only
+        foreach optimizers   copies of all trained parameters at once
+        others               copies of the largest tensor
+        ZeRO-1, ZeRO-2       + flattened gradients and their float32 copy, (2 + 4) x ceil(params / G)
+        ZeRO-3               + float32 gradients of one sub-group, 4 x min(1e9, params / G);
+                               the copies are of one sub-group
 
     Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py:3107-3118, stage3.py, `_prepare_sub_group`
     and :1235 `_optimizer_step` (one step for each sub-group).
+
     Example: LoRA r 16 on Qwen2.5-7B with adamw_torch: 161 MB; with the fused default nothing.
 
     Leaves out cuSOLVER's workspace in GaLore's decomposition, and Adafactor's update of the tensor before the largest,

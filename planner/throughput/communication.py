@@ -36,12 +36,13 @@ SAVED_MLP_BYTES = 8
 def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: MicroStep) -> float:
     """Seconds per optimizer step that one of n GPUs waits for the others.
 
-        DDP             all-reduce of the gradients, 2 (n - 1) / n x bytes / link, once per step, beside the last
-        backward ZeRO-1          (n - 1) / n x 2 x gradient bytes / link: reduce-scatter, all-gather of the trained
-        parameters ZeRO-2          the same, with a reduce-scatter in every micro-step ZeRO-3, FSDP2   per micro-step (n
-        - 1) / n x (gathers x stored bytes + gradient bytes) / link, less the overlap
+        DDP             max(0, 2 (n - 1) / n x gradients / link - last backward pass): all-reduce once per step
+        ZeRO-1          2 (n - 1) / n x gradients / link: reduce-scatter, and all-gather of the trained parameters
+        ZeRO-2          (accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step
+        ZeRO-3, FSDP2   accumulation x max(0, (n - 1) / n x (gathers x stored + gradients) / link - overlap)
 
-    Gradients are counted in 16 bits, under DDP in their own dtype.
+    `gradients` and `stored` are bytes of the gradients and of all parameters as stored. Gradients are counted in 16
+    bits, under DDP in their own dtype.
 
     Example: LoRA on Qwen-72B, ZeRO-3, 4 x A100-80G: 3 x 144e9 x 3/4 / 207e9 = 1.57 s per micro-step.
 

@@ -141,17 +141,17 @@ def _engine_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, con
 
     Leaves out the all-reduces of tensor parallelism, prefix caching, and that completions end early.
     """
-    cards = candidate.vllm_tensor_parallel_size
-    bandwidth, rate = memory_rate(gpu) * cards, sixteen_bit_rate(gpu)
+    gpus = candidate.vllm_tensor_parallel_size
+    bandwidth, rate = memory_rate(gpu) * gpus, sixteen_bit_rate(gpu)
     batch = min(rows, max(concurrency, 1.0))
     context = candidate.prompt_length + candidate.max_completion_length / 2
     # vLLM loads float32 weights in 16 bits (vllm/config/model.py, `_get_and_verify_dtype`), a quantized checkpoint as
     # it is.
     weights = (min(work.stored_bytes, 2.0 * work.params) - 2 * work.lookup_params) * _touched(work, batch)
     step = work.layers * ENGINE_LAYER_SECONDS + (weights + batch * context * work.kv_bytes) / bandwidth
-    step += batch * (work.linear_flops + work.float32_flops + work.head_flops) / rate / cards
+    step += batch * (work.linear_flops + work.float32_flops + work.head_flops) / rate / gpus
     return (
-        _prefill_seconds(candidate, gpu, work, rows, rate) / cards
+        _prefill_seconds(candidate, gpu, work, rows, rate) / gpus
         + candidate.max_completion_length * (rows / batch) * step
     )
 

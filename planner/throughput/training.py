@@ -231,7 +231,7 @@ def scoring(work: Work, gpu: Gpu, rate: float, batch: Batch, count: float) -> Pa
 
 
 def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> MicroStep:
-    """Seconds of one micro-step on one GPU: the policy's passes and the forward passes without gradients beside them.
+    """Seconds of one micro-step on one GPU: the policy's passes, and the forward passes without gradients.
 
         elapsed = smooth_max(products + recomputation + attention + head, launches)
 

@@ -42,12 +42,12 @@ SIXTEEN_BIT_SHARDINGS = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
 LORA_INPUT_BYTES = {4: (12, 18), 2: (0, 6)}
 LORA_OUTPUT_BYTES = (10, 4)
 
-# Fraction of the data-sheet bandwidth that unpacking quantized weights to 16 bits reaches, bytes read and written. nf4:
-# Lightning-AI/litgpt, tutorials/resource-tables.md: 1000 iterations of LoRA on Llama 2 7B take 2.36 min, with bnb.nf4
-# 3.68 min (A100-40G): 79 ms for two passes over 6.5e9 weights x 2.56 bytes, 0.27 of 1.56e12; 13B gives 0.22. gptq, awq:
-# QwenLM/Qwen, README.md, "Profiling of Memory and Speed": 7B at 256 tokens takes 1.2 s with LoRA, 3.0 s with Q-LoRA
-# (int4), for 8 micro-steps of forward, recomputation and backward: 0.11 of 2.04e12; 14B gives 0.10. int8, fp8, mxfp4:
-# no figure was found; assumed to be that of nf4.
+# Fraction of the data-sheet bandwidth that unpacking quantized weights to 16 bits reaches, bytes read and written.
+# - nf4: Lightning-AI/litgpt, tutorials/resource-tables.md: 1000 iterations of LoRA on Llama 2 7B take 2.36 min, with
+#   bnb.nf4 3.68 min (A100-40G): 79 ms for two passes over 6.5e9 weights x 2.56 bytes, 0.27 of 1.56e12; 13B gives 0.22.
+# - gptq, awq: QwenLM/Qwen, README.md, "Profiling of Memory and Speed": 7B at 256 tokens takes 1.2 s with LoRA, 3.0 s
+#   with Q-LoRA (int4), for 8 micro-steps of forward, recomputation and backward: 0.11 of 2.04e12; 14B gives 0.10.
+# - int8, fp8, mxfp4: no figure was found; assumed to be that of nf4.
 UNPACK_FRACTION: dict[Quantization, float] = {
     "none": 1.0, "nf4": 0.25, "nf4-double": 0.25, "int8": 0.25, "gptq": 0.105, "awq": 0.105, "fp8": 0.25,
     "mxfp4": 0.25,
@@ -72,7 +72,10 @@ BACKWARD_LAUNCHES = 1.6
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Work:
-    """Work of one forward pass through the decoder, per token unless "per pass" is said. Compared by identity."""
+    """Work of one forward pass through the decoder, per token unless a comment says "per pass".
+
+    Compared by identity, which makes it a fast key.
+    """
 
     linear_flops: float  # products with the weights of the decoder layers, active experts only
     float32_flops: float  # products that run in float32 under autocast too, not in linear_flops
