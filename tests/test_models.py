@@ -21,17 +21,6 @@ ROWS = [json.loads(line) for line in CATALOGUE.read_text(encoding="utf-8").split
 FORMULAS = [row for row in ROWS if row["config"]["model_type"] in KNOWN_MODEL_TYPES]
 # Their layers have no formula: another activation, a norm for each head.
 COUNTED_ONLY = {"EleutherAI/gpt-neox-20b", "stabilityai/stablelm-2-12b"}
-# Nobody has run scripts/measure_layers.py for them yet.
-NOT_SHIPPED = {
-    "EleutherAI/gpt-neox-20b",
-    "Qwen/Qwen3-VL-235B-A22B-Instruct",
-    "Qwen/Qwen3.5-397B-A17B",
-    "deepseek-ai/DeepSeek-V3.2",
-    "deepseek-ai/DeepSeek-V4-Flash",
-    "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
-    "zai-org/GLM-4.5",
-    "zai-org/GLM-5",
-}
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "vocab_size": 100,
@@ -412,9 +401,7 @@ def test_the_catalogue_is_what_the_script_makes_of_the_facts(tmp_path: Path) -> 
 class TestShippedLayers:
     """Models without formulas, planned with the layers of `planner/data/layers/`."""
 
-    @pytest.mark.parametrize(
-        "name", [row.id for row in model_rows() if not load_model(row.id).known and row.id not in NOT_SHIPPED]
-    )
+    @pytest.mark.parametrize("name", [row.id for row in model_rows() if not load_model(row.id).known])
     def test_a_model_without_formulas_has_all_its_parameters_in_shipped_layers(self, name: str) -> None:
         model = complete_shipped(load_model(name), lambda _: MeasuringRefused(reason="not shipped"))
         assert model is not None
