@@ -115,10 +115,9 @@ def outcome(candidate: Candidate) -> Estimate | str:
 def clear_caches() -> None:
     """Empty every cache of planner/ but those of the model catalogue, whose shapes are compared by identity."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("planner.") and name != "planner.models.catalogue":
-            for value in vars(module).values():
-                if isinstance(value, _lru_cache_wrapper):
-                    value.cache_clear()
+        for value in vars(module).values() if name.startswith("planner.") else ():
+            if isinstance(value, _lru_cache_wrapper) and value.__module__ != "planner.models.catalogue":
+                value.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,11 @@ def refuse_unwritable(out: str | None, html: str | None) -> None:
     """Check before anything is computed that the folders of --out and --html exist or can be created.
 
     Raises:
-        InputError: a folder cannot be written, or --html is a folder.
+        InputError: an option is empty, a folder cannot be written, or --html is a folder.
     """
+    for flag, value in (("--out", out), ("--html", html)):
+        if value is not None and not value.strip():
+            raise InputError(f"{flag} is empty.")
     page = Path(html) if html is not None else None
     folders = [Path(out)] if out is not None else []
     try:

@@ -57,7 +57,8 @@ def complete_by_measuring(model: ModelShape, measuring: Measuring) -> ModelShape
         with measuring():
             shapes = read_shapes(model)
         save_shapes(model, shapes)
-    return complete_model(model, shapes, lambda recipe: load_or_measure(model, recipe, measuring))
+    loadable = model if model.auto_class else replace(model, auto_class=shapes.auto_class)
+    return complete_model(model, shapes, lambda recipe: load_or_measure(loadable, recipe, measuring))
 
 
 def read_shapes(model: ModelShape) -> LayerShapes:
