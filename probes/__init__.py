@@ -1,6 +1,6 @@
-"""The simulated and the measured rung: what runs the real trainer. Needs the training stack; `planner` does not.
+"""Dry runs and probes: they run the real trainer and need the training stack, which `planner` does not.
 
-`from probes import MemoryPlanCallback` is for the user's own runs. It imports Transformers, so it is imported when it is asked for.
+`from probes import MemoryPlanCallback` is for the user's own runs. It imports Transformers, so its import is lazy.
 """
 
 from typing import TYPE_CHECKING
