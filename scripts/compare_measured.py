@@ -1,8 +1,9 @@
-"""Architectures without formulas: the estimate from layers measured on fake tensors against the dry run of the whole model.
+"""Compare estimates from layers measured on fake tensors with dry runs of the whole model, for models without formulas.
 
     python scripts/compare_measured.py [MODEL ...]     writes results/measured_architectures.md
 
-Needs the dryrun extra. Errors are of the peak of what PyTorch allocates, at full depth; runtime, fragmentation and communication are left out.
+Needs the dryrun extra. Errors are those of PyTorch's allocated peak at full depth, without runtime, fragmentation and
+communication.
 """
 
 import gc
@@ -28,42 +29,44 @@ CLUSTER = parse_cluster("1xH200", None)
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate")
 OUTSIDE_THE_TRACE = ("runtime", "fragmentation", "communication")  # a dry run sees what PyTorch allocates
 MODELS = (
-    "LiquidAI/LFM2-350M", "bigscience/bloom-560m", "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen3.5-0.8B", "baidu/ERNIE-4.5-21B-A3B-PT",
-    "swiss-ai/Apertus-8B-2509", "ibm-granite/granite-4.0-h-micro", "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "zai-org/GLM-4.5-Air",
-    "microsoft/Phi-3.5-MoE-instruct",
+    "LiquidAI/LFM2-350M", "bigscience/bloom-560m", "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen3.5-0.8B",
+    "baidu/ERNIE-4.5-21B-A3B-PT", "swiss-ai/Apertus-8B-2509", "ibm-granite/granite-4.0-h-micro",
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2", "zai-org/GLM-4.5-Air", "microsoft/Phi-3.5-MoE-instruct",
 )  # fmt: skip
 SETTINGS: dict[str, dict[str, object]] = {
     "LoRA, checkpointed": {"tuning": "lora", "dtype": "bfloat16"},
     "LoRA": {"tuning": "lora", "dtype": "bfloat16", "gradient_checkpointing": False},
     "full, checkpointed": {"tuning": "full", "dtype": "float32"},
 }
-# PEFT takes these by name only: its all-linear stops at modules of theirs (results/dry_runs.md).
+# PEFT adapts these models only by module names: its all-linear fails at some of their modules (results/dry_runs.md).
 TARGETS = {
     "phimoe": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
 }
 HEAD = """# Architectures without formulas: measured layers against the dry run of the whole model
 
-Made by `python scripts/compare_measured.py`: SFT, 4 rows of 512 tokens with padding, sdpa, at full depth. The estimate's activations come from
-one layer of each kind on fake tensors (`probes/layers/coefficients.py`); the dry run is the trainer's whole step. {versions}.
+Made by `python scripts/compare_measured.py`: SFT, 4 rows of 512 tokens with padding, sdpa, at full depth. The
+estimate's activations come from one layer of each kind on fake tensors (`probes/layers/coefficients.py`); the dry run
+is the trainer's whole step. {versions}.
 
 | model | type | settings | simulated GiB | estimated GiB | error | without weights | seconds to measure | to dry-run |
 |---|---|---|---|---|---|---|---|---|
 """
 TAIL = """
-What is known of the differences:
+Known causes of the differences:
 
-- Text does not pass a vision tower, so one process gives it no gradients and no optimizer states: of Qwen2.5-VL-3B trained in full 7.5 GiB less.
-  DeepSpeed's flat buffers have room for them all the same, and the estimate counts them there.
-- bloom, checkpointed: 9 MiB outside its layers are not counted, of which a mask of numbers, not of booleans, is a part.
-- Under adapters and without checkpointing the first layer keeps less than its like, since its input needs no gradient.
-- Lengths that a chunked kernel (linear attention, state spaces) rounds up are taken as they are: up to 2 % of the layer.
+- Text does not pass a vision tower, so in one process the tower has no gradients and no optimizer states: 7.5 GiB less
+  for Qwen2.5-VL-3B trained in full. DeepSpeed's flat buffers have room for them all the same; the estimate counts them.
+- bloom, checkpointed: 9 MiB outside its layers are not counted. A mask of numbers instead of booleans is a part of it.
+- Under adapters and without checkpointing the first layer keeps less than the others, since its input needs no
+  gradient.
+- A chunked kernel (linear attention, state spaces) rounds lengths up; the estimate does not: up to 2 % of the layer.
 """
 GIB = 1 << 30
 
 
 def allocated_bytes(phases: tuple[PhaseMemory, ...]) -> tuple[int, int]:
-    """The heaviest phase of what PyTorch allocates, and its weights."""
+    """PyTorch's allocated bytes in the heaviest phase, and the weights among them."""
     totals = [
         (
             sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_TRACE),
@@ -88,8 +91,9 @@ def compared(model: ModelShape, name: str) -> str:
     except PlanError as error:
         return f"| {model.id} | {model.model_type} | {name} | {str(error)[:160]} | | | | | |"
     return (
-        f"| {model.id} | {model.model_type} | {name} | {expected / GIB:.3f} | {found / GIB:.3f} | {found / expected - 1:+.2%} | "
-        f"{(found - expected) / (expected - weights):+.2%} | {between - start:.1f} | {end - between:.1f} |"
+        f"| {model.id} | {model.model_type} | {name} | {expected / GIB:.3f} | {found / GIB:.3f} "
+        f"| {found / expected - 1:+.2%} | {(found - expected) / (expected - weights):+.2%} "
+        f"| {between - start:.1f} | {end - between:.1f} |"
     )
 
 
@@ -104,7 +108,7 @@ def rows(names: list[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    """The table is written after every row: it takes minutes."""
+    """Write the table, after every row because all rows take minutes."""
     versions = ", ".join(f"{name} {version(name)}" for name in VERSIONS)
     found: list[str] = []
     for row in rows(sys.argv[1:] or list(MODELS)):
