@@ -96,13 +96,6 @@ def test_blocks_above_the_split_size_are_given_away_whole_or_not_at_all() -> Non
     assert replay([(0, 64 * MIB), (0, -64 * MIB), (1, 50 * MIB)], GIB, settings).peak_allocated_bytes == 64 * MIB
 
 
-def test_garbage_is_collected_above_the_threshold() -> None:
-    settings = AllocatorSettings(garbage_collection_threshold=0.5)
-    events = ((0, 40 * MIB), (1, 40 * MIB), (0, -40 * MIB), (2, 60 * MIB))
-    assert reserved(*events, card_bytes=150 * MIB, settings=settings)[-1] == 100 * MIB
-    assert reserved(*events, card_bytes=150 * MIB)[-1] == 140 * MIB
-
-
 def test_slack_is_what_no_free_segment_gives_back() -> None:
     # 4 of 20 MiB used: the rest of the segment stays. The free segment of 30 MiB could be given back: not counted.
     events = ((0, 4 * MIB), (1, 30 * MIB), (1, -30 * MIB))

@@ -1,37 +1,44 @@
-"""Model of PyTorch's caching allocator for CUDA: it reserves segments on a GPU, splits them into blocks and merges
-them.
+"""Model of PyTorch's caching allocator for CUDA: it reserves segments on a GPU, splits them into blocks and merges them.
 
-Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h, for one stream. Leaves out
-further streams, captured graphs and pinned memory.
+Source: pytorch, c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`, `ExpandableSegment`) and, for the
+constants and settings of 2.13, c10/core/AllocatorConfig.h. Each function names the one that it ports. Leaves out
+captured graphs and private pools. Tested against a second, naive implementation (tests/naive_allocator.py).
 """
 
 import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from planner.quantities import CUDA_BLOCK_BYTES
 from planner.units import MIB, format_size
 
-# AllocatorConfig.h: kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc, kRoundLarge.
+# AllocatorConfig.h: kSmallSize, kSmallBuffer, large_segment_size, kMinLargeAlloc, kRoundLarge.
 SMALL_BYTES = 1 * MIB  # requests up to this size come from the small pool, larger ones from the large pool
-SMALL_SEGMENT_BYTES = 2 * MIB  # size of the small pool's segments
-LARGE_SEGMENT_BYTES = 20 * MIB  # size of the segments for requests between 1 and 10 MiB
+SMALL_SEGMENT_BYTES = 2 * MIB  # size of the small pool's segments, and of its pages with expandable segments
+LARGE_SEGMENT_BYTES = 20 * MIB  # size of the segments for requests between 1 and 10 MiB, and of the large pool's pages
 MIN_OWN_SEGMENT_BYTES = 10 * MIB  # a request of at least this size gets a segment of its own size,
 SEGMENT_ROUND_BYTES = 2 * MIB  # rounded up to a multiple of this
-# Page size of expandable segments, by pool: True is the small pool.
-EXPANDABLE_PAGE_BYTES = {True: 2 * MIB, False: 20 * MIB}
 NO_LIMIT = 2**62
+# roundup_power2_divisions has one value for each power of two from 1 MiB to 64 GiB (kRoundUpPowerOfTwoIntervals).
+ROUNDUP_INTERVALS = 16
+ROUNDUP_START_BITS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorSettings:
     """The settings in PYTORCH_CUDA_ALLOC_CONF.
 
-    Blocks larger than `max_split_size_bytes` are not split. A `garbage_collection_threshold` of 0 switches it off.
+    Blocks of at least `max_split_size_bytes` are not split; such a block serves a request that is smaller by less than
+    `max_non_split_rounding_bytes`. `garbage_collection_threshold` and `memory_fraction` are shares of the GPU; PyTorch
+    collects garbage only if a fraction was set (`torch.cuda.set_per_process_memory_fraction`), 0 here: not set.
+    `roundup_power2_divisions`: none, or one number for each of the `ROUNDUP_INTERVALS` sizes.
     """
 
     expandable_segments: bool = False
     max_split_size_bytes: int = NO_LIMIT
+    max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
     garbage_collection_threshold: float = 0.0
+    memory_fraction: float = 0.0
+    roundup_power2_divisions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,262 +65,427 @@ class OutOfMemory:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment, linked to its neighbours. `address` orders blocks of equal size, as pointers do."""
+    """A piece of a segment, linked to its neighbours. `address` orders blocks of equal size, as pointers do.
+
+    `segment`: the first address of its expandable segment, -1 in a segment of its own. An unmapped block is address
+    space of an expandable segment without memory behind it.
+    """
 
     address: int
     size_bytes: int
-    small: bool
+    pool: "Pool"
+    stream: int
+    segment: int = -1
     allocated: bool = False
+    mapped: bool = True
     previous: "Block | None" = None
     following: "Block | None" = None
-    freed_at: int = 0  # number of allocations before it was last freed: its age, for garbage collection
+    inserted_at: int = 0  # the pool's count of searches when the block was last freed: its age, for garbage collection
 
     @property
-    def is_whole_segment(self) -> bool:
-        return self.previous is None and self.following is None
+    def is_split(self) -> bool:
+        return self.previous is not None or self.following is not None
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size_bytes
 
 
-@dataclass(slots=True)
-class _Pool:
-    """The free blocks of a pool, sorted by size, then by address; bisection finds the smallest that fits."""
+class Pool:
+    """The free blocks of a pool by stream, size and address, and its unmapped blocks by stream and address."""
 
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+        self.searches = 0
+        self.keys: list[tuple[int, int, int]] = []
+        self.blocks: dict[tuple[int, int, int], Block] = {}
+        self.unmapped: list[Block] = []  # few: one for each hole and the end of a segment
 
     def add(self, block: Block) -> None:
-        key = (block.size_bytes, block.address)
+        block.inserted_at = self.searches
+        key = (block.stream, block.size_bytes, block.address)
         bisect.insort(self.keys, key)
         self.blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        key = (block.size_bytes, block.address)
+        key = (block.stream, block.size_bytes, block.address)
         del self.keys[bisect.bisect_left(self.keys, key)]
         del self.blocks[key]
 
-    def smallest(self, size_bytes: int) -> Block | None:
-        index = bisect.bisect_left(self.keys, (size_bytes, 0))
-        return self.blocks[self.keys[index]] if index < len(self.keys) else None
+    def in_order(self) -> list[Block]:
+        return [self.blocks[key] for key in self.keys]
 
 
 class Allocator:
-    """The allocator's state: `reserved_bytes` counts its segments, `allocated_bytes` the blocks in use.
+    """The allocator's state: `reserved_bytes` counts its segments and mapped pages, `allocated_bytes` blocks in use."""
 
-    A block's pool is given as a boolean: True is the small pool, False the large one.
-    """
-
-    def __init__(self, card_bytes: int, settings: AllocatorSettings) -> None:
+    def __init__(self, card_bytes: int, settings: AllocatorSettings, total_bytes: int = 0) -> None:
+        """`card_bytes`: what PyTorch may reserve; `total_bytes` of the GPU, if more, sizes the address space."""
         self.card_bytes = card_bytes
+        self.total_bytes = max(total_bytes, card_bytes)
         self.settings = settings
         self.reserved_bytes = 0
         self.allocated_bytes = 0
-        self._pools = {True: _Pool(), False: _Pool()}
+        self.small_pool, self.large_pool = Pool(small=True), Pool(small=False)
         self._next_address = 0
-        self._count = 0
-        # With expandable_segments: the last block of each pool's one segment.
-        self._tails: dict[bool, Block | None] = {True: None, False: None}
 
-    def allocate(self, size_bytes: int) -> Block | None:
-        """Allocate a block for a request; None if the GPU is full even after the free segments were returned to it."""
-        size_bytes = rounded_bytes(size_bytes)
-        small = size_bytes <= SMALL_BYTES
-        self._count += 1
-        block = self._free_block(size_bytes, small)
+    def allocate(self, size_bytes: int, stream: int = 0) -> Block | None:
+        """Allocate a block for a request; None if the GPU is full even after cached memory was returned to it.
+
+        Source: `malloc`.
+        """
+        size_bytes = rounded_bytes(size_bytes, self.settings)
+        pool = self.small_pool if size_bytes <= SMALL_BYTES else self.large_pool
+        block = self._free_block(pool, size_bytes, stream)
         if block is None:
             self._collect_garbage()
-            block = self._new_segment(size_bytes, small)
+            block = self._new_block(pool, size_bytes, stream)
+        if block is None and self._release_available(pool, size_bytes, stream):
+            block = self._new_block(pool, size_bytes, stream)
         if block is None:
             self.empty_cache()
-            block = self._new_segment(size_bytes, small)
+            block = self._new_block(pool, size_bytes, stream)
         if block is None:
             return None
-        if self._is_split(block, size_bytes):
+        if self._splits(block, size_bytes):
             self._split(block, size_bytes)
         block.allocated = True
         self.allocated_bytes += block.size_bytes
         return block
 
     def free(self, block: Block) -> None:
-        """Put a block back into its pool, merged with its free neighbours."""
+        """Put a block back into its pool, merged with its free neighbours. Source: `free_block`."""
         self.allocated_bytes -= block.size_bytes
         block.allocated = False
-        block.freed_at = self._count
-        for neighbour in (block.previous, block.following):
-            if neighbour is not None and not neighbour.allocated:
-                self._pools[block.small].remove(neighbour)
-                block = self._merge(block, neighbour)
-        self._pools[block.small].add(block)
+        self._merge(block, block.previous)
+        self._merge(block, block.following)
+        block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Return every wholly free segment to the GPU; of expandable segments the free pages at the end.
+        """Return unused memory to the GPU: whole free segments; of expandable segments, whole pages of free blocks.
 
-        Source: `release_cached_blocks`.
+        Source: `release_cached_blocks`, `release_blocks`.
         """
-        for small, pool in self._pools.items():
-            for block in list(pool.blocks.values()):
-                if self.settings.expandable_segments:
-                    self._unmap(block, small)
-                elif block.is_whole_segment:
-                    pool.remove(block)
-                    self.reserved_bytes -= block.size_bytes
+        for pool in (self.large_pool, self.small_pool):
+            expandable: list[Block] = []
+            for block in pool.in_order():
+                if block.segment >= 0:
+                    expandable.append(block)
+                elif not block.is_split:
+                    self._release(block)
+            for block in expandable:
+                self._unmap(block)
+                if not block.mapped and not block.is_split:
+                    pool.unmapped.remove(block)  # `release_expandable_segment`
 
     def idle_bytes(self) -> int:
-        """Bytes that could be returned to the GPU: wholly free segments; of expandable segments, pages of free blocks.
-
-        Source: `unmap_block`.
-        """
-        free = [block for pool in self._pools.values() for block in pool.blocks.values()]
-        if self.settings.expandable_segments:
-            return sum(block.size_bytes - block.size_bytes % EXPANDABLE_PAGE_BYTES[block.small] for block in free)
-        return sum(block.size_bytes for block in free if block.is_whole_segment)
+        """Bytes that `empty_cache` would return to the GPU."""
+        free = [*self.large_pool.blocks.values(), *self.small_pool.blocks.values()]
+        return sum(
+            _whole_pages(block)[1] if block.segment >= 0 else 0 if block.is_split else block.size_bytes
+            for block in free
+        )
 
     def out_of_memory(self, event: int, size_bytes: int) -> OutOfMemory:
         """Return the numbers of the message for a request that found no room."""
         return OutOfMemory(
             event=event,
-            tried_bytes=_segment_bytes(rounded_bytes(size_bytes)),
+            tried_bytes=segment_bytes(rounded_bytes(size_bytes, self.settings)),
             total_bytes=self.card_bytes,
             free_bytes=self.card_bytes - self.reserved_bytes,
             allocated_bytes=self.allocated_bytes,
             unallocated_bytes=self.reserved_bytes - self.allocated_bytes,
         )
 
-    def _free_block(self, size_bytes: int, small: bool) -> Block | None:
-        """Take the smallest free block that fits out of its pool; None if there is none.
+    # -- cached blocks -------------------------------------------------------------------------------------------------
 
-        None also if the block is too large to be split and would waste too much as a whole. Source: `get_free_block`.
+    def _free_block(self, pool: Pool, size_bytes: int, stream: int) -> Block | None:
+        """Take the best free block for a request out of its pool; None if there is none. Source: `get_free_block`.
+
+        With expandable segments the size of a block at the end of its mapped pages is the size that it can grow to.
         """
-        block = self._pools[small].smallest(size_bytes)
-        if block is None:
+        if self._collects_garbage:
+            pool.searches += 1
+        index = bisect.bisect_left(pool.keys, (stream, size_bytes, -1))
+        if index == len(pool.keys) or pool.keys[index][0] != stream:
             return None
+        block = pool.blocks[pool.keys[index]]
+        while block.segment >= 0 and index + 1 < len(pool.keys):
+            following = pool.blocks[pool.keys[index + 1]]
+            if following.stream != stream or _expandable_bytes(following) >= _expandable_bytes(block):
+                break
+            block, index = following, index + 1
         limit = self.settings.max_split_size_bytes
-        if not self.settings.expandable_segments:
-            if size_bytes < limit and block.size_bytes >= limit:
-                return None
-            if size_bytes >= limit and block.size_bytes >= size_bytes + LARGE_SEGMENT_BYTES:
-                return None
-        self._pools[small].remove(block)
+        if size_bytes < limit <= block.size_bytes:
+            return None
+        if size_bytes >= limit and block.size_bytes >= size_bytes + self.settings.max_non_split_rounding_bytes:
+            return None
+        pool.remove(block)
         return block
+
+    @property
+    def _collects_garbage(self) -> bool:
+        return self.settings.memory_fraction > 0 and self.settings.garbage_collection_threshold > 0
+
+    @property
+    def _allowed_bytes(self) -> int:
+        fraction = self.settings.memory_fraction
+        return int(fraction * self.card_bytes) if fraction else NO_LIMIT
 
     def _collect_garbage(self) -> None:
-        """Return the large segments that have been free for longest to the GPU, if more than the threshold is reserved.
+        """Return whole large segments that have been free for longest, in passes until enough is returned.
 
+        A pass returns every segment of at least the mean age, even beyond the target.
         Source: `garbage_collect_cached_blocks`.
         """
-        threshold = int(self.settings.garbage_collection_threshold * self.card_bytes)
-        if not threshold or self.reserved_bytes <= threshold:
+        if not self._collects_garbage:
             return
-        pool = self._pools[False]
-        target = self.reserved_bytes - threshold
-        whole = [block for block in pool.blocks.values() if block.is_whole_segment]
-        while target > 0 and whole:
-            ages = [self._count - block.freed_at for block in whole]
-            mean = sum(ages) / len(ages)
-            old = [block for block, age in zip(whole, ages, strict=True) if age >= mean]
+        threshold = int(self.settings.garbage_collection_threshold * self._allowed_bytes)
+        target, reclaimed = self.reserved_bytes - threshold, 0
+        if target <= 0:
+            return
+        pool = self.large_pool
+        whole = [block for block in pool.in_order() if not block.is_split]
+        while whole and reclaimed < target:
+            mean_age = sum(pool.searches - block.inserted_at for block in whole) / len(whole)
+            old = [block for block in whole if pool.searches - block.inserted_at >= mean_age]
+            if not old:
+                return
             for block in old:
-                if target > 0:
-                    pool.remove(block)
-                    self.reserved_bytes -= block.size_bytes
-                    target -= block.size_bytes
+                reclaimed += block.size_bytes
+                self._release(block)
             whole = [block for block in whole if block not in old]
 
-    def _new_segment(self, size_bytes: int, small: bool) -> Block | None:
-        """Reserve a new segment and return it as one block; None if the GPU is full. Source: `alloc_block`."""
-        if self.settings.expandable_segments:
-            return self._expand_segment(size_bytes, small)
-        segment_bytes = _segment_bytes(size_bytes)
-        if self.reserved_bytes + segment_bytes > self.card_bytes:
-            return None
-        self.reserved_bytes += segment_bytes
-        return self._new_block(segment_bytes, small)
+    def _release_available(self, pool: Pool, size_bytes: int, stream: int) -> bool:
+        """Return oversize cached blocks to the GPU, only as many as the request needs; whether that was enough.
 
-    def _expand_segment(self, size_bytes: int, small: bool) -> Block | None:
-        """Add pages to the pool's one segment and return them, merged with its free end, as a block; None if full.
-
-        Source: `try_allocate_expandable_block`.
+        Source: `release_available_cached_blocks`.
         """
-        page = EXPANDABLE_PAGE_BYTES[small]
-        tail = self._tails[small]
-        spare = tail if tail is not None and not tail.allocated else None
-        mapped = -(-(size_bytes - (spare.size_bytes if spare else 0)) // page) * page
-        if self.reserved_bytes + mapped > self.card_bytes:
+        limit = self.settings.max_split_size_bytes
+        if limit == NO_LIMIT:
+            return False
+        wanted = max(size_bytes, limit)
+        index = bisect.bisect_left(pool.keys, (stream, wanted, -1))
+        if index < len(pool.keys) and pool.keys[index][0] == stream:
+            self._release(pool.blocks[pool.keys[index]])
+            return True
+        released = 0
+        while index > 0 and released < wanted:
+            index -= 1
+            block = pool.blocks[pool.keys[index]]
+            if block.size_bytes < limit or block.stream != stream:
+                break
+            released += block.size_bytes
+            self._release(block)
+        return released >= wanted
+
+    def _release(self, block: Block) -> None:
+        """Return a whole segment to the GPU. Source: `release_block`."""
+        block.pool.remove(block)
+        self.reserved_bytes -= block.size_bytes
+
+    # -- new memory ----------------------------------------------------------------------------------------------------
+
+    def _new_block(self, pool: Pool, size_bytes: int, stream: int) -> Block | None:
+        """Reserve memory for a request and return it as one block; None if the GPU is full. Source: `alloc_block`."""
+        wanted = segment_bytes(size_bytes)
+        if self.reserved_bytes + wanted > self._allowed_bytes:
             return None
+        if self.settings.expandable_segments:
+            return self._expand(pool, size_bytes, stream)
+        if self.reserved_bytes + wanted > self.card_bytes:
+            return None
+        self.reserved_bytes += wanted
+        block = Block(address=self._next_address, size_bytes=wanted, pool=pool, stream=stream)
+        self._next_address += wanted
+        return block
+
+    def _expand(self, pool: Pool, size_bytes: int, stream: int) -> Block | None:
+        """Map pages at the lowest address where the request fits, filling holes; None if the GPU is full.
+
+        Pages that were mapped before the GPU was full stay in the pool. Source: `try_allocate_expandable_block`.
+        """
+        block = self._expandable_block(pool, size_bytes, stream)
+        if not block.mapped and not self._map(block, min(block.size_bytes, size_bytes)):
+            return None
+        while block.size_bytes < size_bytes:
+            following = block.following
+            assert following is not None  # `_expandable_block` found enough address space
+            if not self._map(following, min(size_bytes - block.size_bytes, following.size_bytes)):
+                return None
+            block = following  # merged with the free block before it
+        pool.remove(block)
+        return block
+
+    def _expandable_block(self, pool: Pool, size_bytes: int, stream: int) -> Block:
+        """The first of the free and unmapped blocks that have room for the request, at the lowest address.
+
+        Source: `find_expandable_block`; a new segment has address space for 1 1/8 of the GPU.
+        """
+        for hole in sorted((hole for hole in pool.unmapped if hole.stream == stream), key=lambda each: each.address):
+            first = hole.previous if hole.previous is not None and not hole.previous.allocated else hole
+            room, block = 0, first
+            while room < size_bytes and block is not None and not block.allocated:
+                room, block = room + block.size_bytes, block.following
+            if room >= size_bytes:
+                return first
+        pages = -(-(self.total_bytes + self.total_bytes // 8) // pool.page_bytes)
+        space = max(pages, -(-size_bytes // pool.page_bytes)) * pool.page_bytes
+        start = self._next_address
+        self._next_address += space
+        block = Block(address=start, size_bytes=space, pool=pool, stream=stream, segment=start, mapped=False)
+        pool.unmapped.append(block)
+        return block
+
+    def _map(self, block: Block, size_bytes: int) -> bool:
+        """Map whole pages at the start of an unmapped block; False if the GPU is full. Source: `map_block`, `map`."""
+        pool = block.pool
+        mapped = min(-(-size_bytes // pool.page_bytes) * pool.page_bytes, block.size_bytes)
+        if self.reserved_bytes + mapped > self.card_bytes:
+            return False
+        pool.unmapped.remove(block)
+        if mapped < block.size_bytes:
+            rest = Block(
+                address=block.address + mapped,
+                size_bytes=block.size_bytes - mapped,
+                pool=pool,
+                stream=block.stream,
+                segment=block.segment,
+                mapped=False,
+            )
+            _link(block, rest, block.following)
+            pool.unmapped.append(rest)
+            block.size_bytes = mapped
+        block.mapped = True
+        self._merge(block, block.previous)
+        self._merge(block, block.following)
+        pool.add(block)
         self.reserved_bytes += mapped
-        block = self._new_block(mapped, small)
-        block.previous, self._tails[small] = tail, block
-        if tail is not None:
-            tail.following = block
-        if spare is not None:
-            self._pools[small].remove(spare)
-            block = self._merge(block, spare)
-        return block
+        return True
 
-    def _new_block(self, size_bytes: int, small: bool) -> Block:
-        block = Block(address=self._next_address, size_bytes=size_bytes, small=small)
-        self._next_address += size_bytes
-        return block
+    def _unmap(self, block: Block) -> None:
+        """Return the whole pages of a free block to the GPU; what is left at its ends stays free.
 
-    def _is_split(self, block: Block, size_bytes: int) -> bool:
-        """Return whether a block is split for a request: the rest must be worth keeping. Source: `should_split`."""
+        Source: `unmap_block`, `ExpandableSegment::unmap`.
+        """
+        pool = block.pool
+        start, size_bytes = _whole_pages(block)
+        if not size_bytes:
+            return
+        pool.remove(block)
+        for address, end, before in ((block.address, start, True), (start + size_bytes, block.end, False)):
+            if end > address:
+                rest = Block(
+                    address=address, size_bytes=end - address, pool=pool, stream=block.stream, segment=block.segment
+                )
+                if before:
+                    _link(block.previous, rest, block)
+                else:
+                    _link(block, rest, block.following)
+                pool.add(rest)
+        block.address, block.size_bytes, block.mapped = start, size_bytes, False
+        self._merge(block, block.previous)
+        self._merge(block, block.following)
+        pool.unmapped.append(block)
+        self.reserved_bytes -= size_bytes
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def _splits(self, block: Block, size_bytes: int) -> bool:
+        """Return whether the rest of a block is worth keeping. Source: `should_split`."""
         left = block.size_bytes - size_bytes
-        if block.small or self.settings.expandable_segments:
+        if block.pool.small or self.settings.expandable_segments:
             return left >= CUDA_BLOCK_BYTES
         return size_bytes < self.settings.max_split_size_bytes and left > SMALL_BYTES
 
     def _split(self, block: Block, size_bytes: int) -> None:
-        """Cut a block to a request's size and put the rest into the pool."""
+        """Cut a block to a request's size and put the rest into the pool. Source: `alloc_found_block`."""
         rest = Block(
             address=block.address + size_bytes,
             size_bytes=block.size_bytes - size_bytes,
-            small=block.small,
-            previous=block,
-            following=block.following,
-            freed_at=block.freed_at,
+            pool=block.pool,
+            stream=block.stream,
+            segment=block.segment,
         )
-        if rest.following is not None:
-            rest.following.previous = rest
-        if self._tails[block.small] is block:
-            self._tails[block.small] = rest
-        block.size_bytes, block.following = size_bytes, rest
-        self._pools[block.small].add(rest)
+        _link(block, rest, block.following)
+        block.size_bytes = size_bytes
+        block.pool.add(rest)
 
-    def _merge(self, block: Block, neighbour: Block) -> Block:
-        """Merge two neighbouring free blocks into the first of them, and return it."""
-        first, second = (neighbour, block) if neighbour is block.previous else (block, neighbour)
-        first.size_bytes += second.size_bytes
-        first.following = second.following
-        first.freed_at = max(first.freed_at, second.freed_at)
-        first.allocated = False
-        if first.following is not None:
-            first.following.previous = first
-        if self._tails[first.small] is second:
-            self._tails[first.small] = first
-        return first
-
-    def _unmap(self, block: Block, small: bool) -> None:
-        """Return the whole pages of a free block at the end of an expandable segment to the GPU."""
-        pages = block.size_bytes // EXPANDABLE_PAGE_BYTES[small] * EXPANDABLE_PAGE_BYTES[small]
-        if self._tails[small] is not block or not pages:
+    def _merge(self, block: Block, neighbour: Block | None) -> None:
+        """Merge a neighbour into a block if both are free, and both mapped or both not. Source: `try_merge_blocks`."""
+        if neighbour is None or neighbour.allocated or neighbour.mapped != block.mapped:
             return
-        self._pools[small].remove(block)
-        self.reserved_bytes -= pages
-        block.size_bytes -= pages
-        if block.size_bytes:
-            self._pools[small].add(block)
+        if neighbour.mapped:
+            neighbour.pool.remove(neighbour)
         else:
-            self._tails[small] = block.previous
+            neighbour.pool.unmapped.remove(neighbour)
+        if neighbour is block.previous:
+            block.address, block.previous = neighbour.address, neighbour.previous
             if block.previous is not None:
-                block.previous.following = None
+                block.previous.following = block
+        else:
+            block.following = neighbour.following
+            if block.following is not None:
+                block.following.previous = block
+        block.size_bytes += neighbour.size_bytes
 
 
-def rounded_bytes(size_bytes: int) -> int:
-    """Round a request up to whole blocks of 512 bytes, at least one. Source: `round_size`."""
-    return max(CUDA_BLOCK_BYTES, -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES)
+def rounded_bytes(size_bytes: int, settings: AllocatorSettings | None = None) -> int:
+    """Round a request up to whole blocks of 512 bytes, or to a division of a power of two. Source: `round_size`."""
+    if size_bytes < CUDA_BLOCK_BYTES:
+        return CUDA_BLOCK_BYTES
+    divisions = _divisions(size_bytes, settings.roundup_power2_divisions) if settings is not None else 0
+    if divisions > 1 and size_bytes > CUDA_BLOCK_BYTES * divisions:
+        return _next_division(size_bytes, divisions)
+    return -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
 
 
-def _segment_bytes(size_bytes: int) -> int:
+def segment_bytes(size_bytes: int) -> int:
     """Return the size of the new segment for a request that no free block fits. Source: `get_allocation_size`."""
     if size_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size_bytes < MIN_OWN_SEGMENT_BYTES:
         return LARGE_SEGMENT_BYTES
     return -(-size_bytes // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+
+
+def _divisions(size_bytes: int, table: tuple[int, ...]) -> int:
+    """The divisions of the power of two below a size; 0 if none are set. Source: `roundup_power2_divisions`."""
+    if not table:
+        return 0
+    return table[min(max(size_bytes.bit_length() - 1 - ROUNDUP_START_BITS, 0), ROUNDUP_INTERVALS - 1)]
+
+
+def _next_division(size_bytes: int, divisions: int) -> int:
+    """Round up to the next of `divisions` equal steps above a power of two. Source: `roundup_power2_next_division`."""
+    if size_bytes & (size_bytes - 1) == 0:
+        return size_bytes
+    floor = 1 << (size_bytes.bit_length() - 1)
+    step = floor >> (divisions.bit_length() - 1)
+    if step == 0:
+        return floor << 1
+    return -(-size_bytes // step) * step
+
+
+def _expandable_bytes(block: Block) -> int:
+    """The size that a block can grow to: its own, and the unmapped address space behind it."""
+    following = block.following
+    return block.size_bytes + (following.size_bytes if following is not None and not following.mapped else 0)
+
+
+def _whole_pages(block: Block) -> tuple[int, int]:
+    """Address and bytes of the whole pages of a block in an expandable segment; 0 bytes if there are none."""
+    page = block.pool.page_bytes
+    start = block.segment + -(-(block.address - block.segment) // page) * page
+    end = block.segment + (block.end - block.segment) // page * page
+    return start, max(end - start, 0)
+
+
+def _link(before: Block | None, block: Block, after: Block | None) -> None:
+    """Insert a block between two neighbours. Source: `Block::splice`."""
+    block.previous, block.following = before, after
+    if before is not None:
+        before.following = block
+    if after is not None:
+        after.previous = block
