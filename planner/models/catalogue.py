@@ -36,7 +36,7 @@ class ModelRow:
     doubts: tuple[str, ...]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)  # shapes are compared by identity: more than the catalogue has
 def load_model(name: str) -> ModelShape:
     """Return the model that `--model` names: a path, a name of the catalogue, or a name on the Hub.
 
