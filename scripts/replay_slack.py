@@ -2,8 +2,8 @@
 
     python scripts/replay_slack.py [--limit N]      writes results/replay_slack.jsonl and .md
 
-Needs the dryrun extra. A step's trace is replayed (planner/allocator) on ever smaller cards until it runs out of memory;
-the slack is the smallest card less the peak of allocated bytes. Rows that are in the .jsonl are not measured again.
+Needs the dryrun extra. A step's trace is replayed (planner/allocator) on ever smaller cards until it runs out of
+memory; the slack is the smallest card less the peak of allocated bytes. Rows that are in the .jsonl are not measured again.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def label(candidate: Candidate) -> str:
 def table(rows: list[Row]) -> Iterator[str]:
     """The page: slack over allocated bytes by tuning, then every row."""
     yield "# The allocator's slack in replays of whole dry runs\n"
-    yield "Written by `python scripts/replay_slack.py`. One process, all layers, on the kernels of a GPU with FlashAttention."
+    yield "Written by `python scripts/replay_slack.py`. One process, all layers, kernels of a GPU with FlashAttention."
     yield "Slack: the smallest card on which the step runs, in steps of 20 MiB, less the peak of allocated bytes.\n"
     yield "| tuning | rows | allocator | smallest | median | largest |\n|---|---|---|---|---|---|"
     for tuning in ("full", "lora", "qlora", "all"):

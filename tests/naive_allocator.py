@@ -19,6 +19,14 @@ class Cell:
     name: int = -1  # the allocation that uses it
 
 
+def power_below(number: int) -> int:
+    """The largest power of two that is not above a number, as its exponent."""
+    power = 0
+    while 2 ** (power + 1) <= number:
+        power += 1
+    return power
+
+
 @dataclass
 class Segment:
     base: int
@@ -116,33 +124,23 @@ class NaiveAllocator:
     def round(self, size: int) -> int:
         if size < 512:
             return 512
-        divisions = 0
-        if self.divisions:
-            power = 0
-            while 2 ** (power + 1) <= size:
-                power += 1
-            divisions = self.divisions[max(0, min(power - 20, 15))]
-        if divisions > 1 and size > 512 * divisions:
-            floor = 1
-            while floor * 2 <= size:
-                floor *= 2
-            if floor == size:
-                return size
-            power_of_divisions = 1
-            while power_of_divisions * 2 <= divisions:
-                power_of_divisions *= 2
-            step = floor // power_of_divisions
-            if step == 0:
-                return 2 * floor
-            return size if size % step == 0 else (size // step + 1) * step
-        return (size + 511) // 512 * 512
+        power = power_below(size)
+        divisions = self.divisions[max(0, min(power - 20, 15))] if self.divisions else 0
+        if divisions <= 1 or size <= 512 * divisions:
+            return (size + 511) // 512 * 512
+        if size == 2**power:
+            return size
+        step = 2**power // 2 ** power_below(divisions)
+        if step == 0:
+            return 2 * 2**power
+        return size if size % step == 0 else (size // step + 1) * step
 
     @property
     def collects(self) -> bool:
         return self.fraction > 0 and self.threshold > 0
 
-    def find(self, small: bool, size: int, stream: int) -> tuple[Segment, int] | None:
-        """Best fit: by size, then address; of expandable segments by the size that a cell could grow to."""
+    def places(self, small: bool, size: int, stream: int) -> list[tuple[int, int, int, Segment, int]]:
+        """Free cells with room: their size, address, the size that they could grow to, segment and index."""
         places = []
         for segment in self.segments:
             if segment.small != small or segment.stream != stream:
@@ -152,7 +150,11 @@ class NaiveAllocator:
                     after = segment.cells[index + 1] if index + 1 < len(segment.cells) else None
                     growth = after.size if after is not None and after.state == "unmapped" else 0
                     places.append((cell.size, start, cell.size + growth, segment, index))
-        places.sort(key=lambda place: place[:2])
+        return sorted(places, key=lambda place: place[:2])
+
+    def find(self, small: bool, size: int, stream: int) -> tuple[Segment, int] | None:
+        """Best fit: by size, then address; of expandable segments by the size that a cell could grow to."""
+        places = self.places(small, size, stream)
         if not places:
             return None
         best = 0
@@ -166,7 +168,8 @@ class NaiveAllocator:
         return segment, index
 
     def grow(self, small: bool, size: int, stream: int) -> tuple[Segment, int] | None:
-        segment_size = 2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
+        own = (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
+        segment_size = 2 * MIB if small else 20 * MIB if size < 10 * MIB else own
         if self.fraction and self.reserved + segment_size > int(self.fraction * self.card):
             return None
         if self.expandable:

@@ -1,4 +1,4 @@
-"""Model of PyTorch's caching allocator for CUDA: it reserves segments on a GPU, splits them into blocks and merges them.
+"""Model of PyTorch's caching allocator for CUDA: segments on a GPU are split into blocks and merged again.
 
 Source: pytorch, c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`, `ExpandableSegment`) and, for the
 constants and settings of 2.13, c10/core/AllocatorConfig.h. Each function names the one that it ports. Leaves out
