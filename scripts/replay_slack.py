@@ -3,7 +3,8 @@
     python scripts/replay_slack.py [--limit N]      writes results/replay_slack.jsonl and .md
 
 Needs the dryrun extra. A step's trace is replayed (planner/allocator) on ever smaller cards until it runs out of
-memory; the slack is the smallest card less the peak of allocated bytes. Rows that are in the .jsonl are not measured again.
+memory; the slack is the smallest card less the peak of allocated bytes. Rows that are in the .jsonl are not measured
+again.
 """
 
 import argparse

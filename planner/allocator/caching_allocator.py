@@ -325,13 +325,13 @@ class Allocator:
         """
         for hole in sorted((hole for hole in pool.unmapped if hole.stream == stream), key=lambda each: each.address):
             first = hole.previous if hole.previous is not None and not hole.previous.allocated else hole
-            room, block = 0, first
-            while room < size_bytes and block is not None and not block.allocated:
-                room, block = room + block.size_bytes, block.following
+            room = 0
+            candidate: Block | None = first
+            while room < size_bytes and candidate is not None and not candidate.allocated:
+                room, candidate = room + candidate.size_bytes, candidate.following
             if room >= size_bytes:
                 return first
-        pages = -(-(self.total_bytes + self.total_bytes // 8) // pool.page_bytes)
-        space = max(pages, -(-size_bytes // pool.page_bytes)) * pool.page_bytes
+        space = -(-(self.total_bytes + self.total_bytes // 8) // pool.page_bytes) * pool.page_bytes
         start = self._next_address
         self._next_address += space
         block = Block(address=start, size_bytes=space, pool=pool, stream=stream, segment=start, mapped=False)
