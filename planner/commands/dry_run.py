@@ -1,11 +1,10 @@
 """`plan dry-run`: the installed trainer's step on fake tensors, beside the estimate."""
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from planner.commands.options import CandidateOptions, OutputOptions, SavedPlan, grouped
-from planner.commands.printing import progress, width
+from planner.commands.printing import elapsed_time, progress, width
 from planner.errors import EXIT_PLANNED, DryRunUnsupported
 
 if TYPE_CHECKING:
@@ -26,7 +25,9 @@ def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) 
     from planner.training_stack import dry_run as run_dry
 
     candidate, cluster = saved_or_single_candidate(saved, options, output)
-    simulation = with_reserved(run_dry(estimate(candidate, cluster), cluster.gpu, progress(output)), cluster.gpu)
+    with elapsed_time(output) as say:
+        traced = run_dry(estimate(candidate, cluster), cluster.gpu, say)
+    simulation = with_reserved(traced, cluster.gpu)
     if output.json:
         print(json_text(dry_run_report(simulation)))
     else:
@@ -54,7 +55,7 @@ def saved_or_single_candidate(
     return single_candidate(request.job, request.cluster), request.cluster
 
 
-def check_by_dry_run(answer: "Estimate", cluster: "Cluster", say: Callable[[str], None]) -> tuple[str, float]:
+def check_by_dry_run(answer: "Estimate", cluster: "Cluster", output: OutputOptions) -> tuple[str, float]:
     """Run a dry run of an estimate. Return a note about it, and the share by which it exceeds the estimate's interval.
 
     The share is 0 if the dry run is within the interval and fits the GPU, or if the packages or settings do not allow
@@ -65,7 +66,9 @@ def check_by_dry_run(answer: "Estimate", cluster: "Cluster", say: Callable[[str]
     from planner.training_stack import dry_run as run_dry
 
     try:
-        simulation = with_reserved(run_dry(answer, cluster.gpu, say), cluster.gpu)
+        with elapsed_time(output) as say:
+            traced = run_dry(answer, cluster.gpu, say)
     except DryRunUnsupported as error:
         return f"no dry run: {error}", 0.0
+    simulation = with_reserved(traced, cluster.gpu)
     return dry_run_note(simulation), exceeded_by(simulation, answer)

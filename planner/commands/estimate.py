@@ -25,7 +25,7 @@ def estimate(options: CandidateOptions, output: CheckOptions) -> int:
     job, cluster, own = request.job, request.cluster, read_own_results()
     expected = estimate_candidate(single_candidate(job, cluster), cluster, job.risk)
     answer = correct_by_own_probes(expected, cluster.gpu, own, job.risk)
-    checked = (check_by_dry_run(expected, cluster, say)[0],) if output.dry_run else ()
+    checked = (check_by_dry_run(expected, cluster, output)[0],) if output.dry_run else ()
     about = notes(answer, problem_of_estimate(job, cluster, answer))
     warnings = (*request.warnings, *checked, *own_result_notes(expected, cluster.gpu, own), *about)
     print_estimate(output, answer, cluster, warnings)

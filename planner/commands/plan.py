@@ -1,6 +1,5 @@
 """`plan`: search the largest, fastest configuration that fits, and check or prove it on request."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
     else:
         answer = apply_own_results(plan(request.job, request.cluster), read_own_results())
         if output.dry_run:
-            answer = _checked(answer, say)
+            answer = _checked(answer, output)
         elif dry_run_installed() and answer.verdict == "fits" and not output.json:
             say(DRY_RUN_HINT)
         exit_code, error = (EXIT_PLANNED, "") if answer.verdict == "fits" else (EXIT_NOTHING_FITS, refusal(answer))
@@ -49,7 +48,7 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
     return exit_code
 
 
-def _checked(answer: "Plan", say: Callable[[str], None]) -> "Plan":
+def _checked(answer: "Plan", output: CheckOptions) -> "Plan":
     """Return the plan with a note about a dry run of its best candidate.
 
     If the dry run needs more than the estimate's interval allows, the search runs again with estimates raised by that.
@@ -60,10 +59,10 @@ def _checked(answer: "Plan", say: Callable[[str], None]) -> "Plan":
     from planner.report.dry_run import second_search_note
     from planner.search.knobs import tuning_class_of
 
-    note, residual = check_by_dry_run(answer.best, answer.cluster, say)
+    note, residual = check_by_dry_run(answer.best, answer.cluster, output)
     notes = [note]
     if residual:
-        say(f"{note}; searching again")
+        progress(output)(f"{note}; searching again")
         residuals = {tuning_class_of(answer.best.candidate): residual}
         answer = apply_own_results(plan(answer.job, answer.cluster, residuals), read_own_results())
         notes.append(second_search_note(residual))

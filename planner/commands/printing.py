@@ -2,7 +2,8 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,22 @@ def progress_line(output: OutputOptions) -> Callable[[str], None]:
     if output.quiet or not sys.stderr.isatty():
         return lambda phase: None
     return lambda phase: print(f"  {phase.replace('_', ' '):<{PHASE_WIDTH}}", end="\r", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def elapsed_time(output: OutputOptions) -> Iterator[Callable[[str], None]]:
+    """Yield a function that reports progress; on a terminal the elapsed time stands beside it until the block ends."""
+    if output.quiet or not sys.stderr.isatty():
+        yield progress(output)
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(file=sys.stderr)  # this stream, whatever sys.stderr is while the libraries' output is dropped
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as line:
+        task = line.add_task("", total=None)
+        yield lambda text: line.update(task, description=text)
 
 
 def print_plan(output: ReportOptions, plan: "Plan") -> None:
