@@ -311,7 +311,8 @@ class Allocator:
             return None
         while block.size_bytes < size_bytes:
             following = block.following
-            assert following is not None  # `_expandable_block` found enough address space
+            if following is None:  # the request is larger than the address space, which is larger than the GPU
+                return None
             if not self._map(following, min(size_bytes - block.size_bytes, following.size_bytes)):
                 return None
             block = following  # merged with the free block before it

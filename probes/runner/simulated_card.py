@@ -130,7 +130,8 @@ class _Card:
     def run(self) -> _Run:
         """Replay the trace, each allocation in the memory that its phase's other components leave."""
         trace, other_components, peaks = self.trace, self.other_components, dict[Phase, PhasePeak]()
-        allocator = Allocator(0, AllocatorSettings(expandable_segments=self.simulation.candidate.expandable_segments))
+        settings = AllocatorSettings(expandable_segments=self.simulation.candidate.expandable_segments)
+        allocator = Allocator(0, settings, total_bytes=self.card_bytes)
         live: dict[int, Block] = {}
         if self.warm_up_bytes and (block := _allocate(allocator, self.warm_up_bytes, self.card_bytes)) is not None:
             allocator.free(block)
