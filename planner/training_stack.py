@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner.allocator.simulation import Simulation
 from planner.candidate import Candidate
@@ -28,8 +29,6 @@ from planner.measurements.corrected_estimate import heaviest_rank
 from planner.measurements.corrected_plan import correct_plan, plan_contradiction
 from planner.measurements.measurement import DeviceName, Measurement
 from planner.measurements.own_results import save_new_results
-from planner.memory.layers.measured_layers import LayerResult, MeasuringRefused, complete_shipped
-from planner.memory.layers.recipe import Recipe
 from planner.models.shape import ModelShape
 from planner.plan import Plan
 from planner.quantities import Estimate
@@ -92,6 +91,8 @@ def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
 
         if model.known:
             return model
+        from planner.memory.layers.measured_layers import complete_shipped  # imports msgspec and lzma
+
         shipped = complete_shipped(model, partial(_measure_missing, model, measuring))
         if shipped is not None:
             return shipped
@@ -106,14 +107,16 @@ def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
 
 
 def _measure_missing(
-    model: ModelShape, measuring: Callable[[], contextlib.AbstractContextManager[None]], recipe: Recipe
-) -> LayerResult:
+    model: ModelShape, measuring: Callable[[], contextlib.AbstractContextManager[None]], recipe: "Recipe"
+) -> "LayerResult":
     """Measure layers under a recipe that does not ship with the package; refuse it without the extra dryrun."""
     try:
         from probes.layers.coefficients import load_or_measure
 
         return load_or_measure(model, recipe, measuring)
     except ImportError as error:
+        from planner.memory.layers.measured_layers import MeasuringRefused
+
         return MeasuringRefused(reason=_unmeasured(model, "with these settings", error))
 
 
