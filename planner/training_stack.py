@@ -35,6 +35,10 @@ from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, attention
 from planner.units import format_size
 
+if TYPE_CHECKING:
+    from planner.memory.layers.measured_layers import LayerResult
+    from planner.memory.layers.recipe import Recipe
+
 Say = Callable[[str], None]  # prints one line of progress
 Probe = Callable[[Candidate], Measurement]  # runs a candidate on a device
 
