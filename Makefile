@@ -1,7 +1,7 @@
-# `make` is what CI runs. `make test` is for while you work: under two minutes on two cores.
+# `make` is what CI runs. `make test` is for while you work: about two minutes on two cores.
 WORKERS ?= 2
-# Tests of one group share a fixture that takes long, and so one process.
-PYTEST = pytest -q -n $(WORKERS) --dist loadgroup
+# A file runs in one process: its tests share fixtures that take long.
+PYTEST = pytest -q -n $(WORKERS) --dist loadfile
 
 .PHONY: all format lint types test nightly golden bench
 

@@ -77,7 +77,6 @@ def measured(name: DeviceName, options: DeviceOptions) -> Callable[[], Measureme
     return cache(lambda: probe(SFT))
 
 
-@pytest.mark.xdist_group("devices")  # measures once for all tests of a device
 class TestContract:
     def test_a_candidate_that_fits_is_measured_phase_by_phase(self, measured: Callable[[], Measurement]) -> None:
         (rank,) = measured().ranks

@@ -30,7 +30,7 @@ from planner.memory.weights import policy_weights_bytes
 from planner.models.from_config import shape_of
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sharded runs")]  # the module's fixture takes 20 s
+pytestmark = pytest.mark.slow  # the module's fixture takes 20 s
 
 ROOT = Path(__file__).parent.parent
 WORKER = ROOT / "tests" / "sharded_worker.py"
