@@ -21,7 +21,8 @@ def kv_cache_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: int) 
         kept  = tokens, or min(tokens, window) in a sliding-window layer
         MLA   : kv_lora_rank + qk_rope_head_dim in place of kv_heads x (head_dim + v_head_dim)
 
-    `tokens` is prompt + completion - 1 at the end: the last sampled token is not fed back.
+    A layer that shares another's cache keeps nothing. `tokens` is prompt + completion - 1 at the end: the last sampled
+    token is not fed back.
 
     Source: transformers 5.23, cache_utils.py, `DynamicLayer` and `DynamicSlidingWindowLayer`, which keeps the last
     window - 1 tokens as a view of an allocated tensor of `window` tokens;
@@ -126,6 +127,8 @@ def _elements_per_token(model: ModelShape) -> tuple[tuple[tuple[int, int], ...],
     windowed: dict[int, int] = {}
     full = 0
     for layer, count in model.layer_kinds:
+        if layer.attention.shares_cache:
+            continue
         elements = layer_elements(layer.attention) * count
         if layer.attention.sliding_window is None:
             full += elements
@@ -138,11 +141,11 @@ def _old_copy_elements(attention: Attention, tokens: int) -> int:
     if attention.sliding_window is not None:
         return min(tokens - 1, attention.sliding_window) * layer_elements(attention)
     if attention.kv_latent_dim:
-        return (tokens - 1) * (attention.kv_latent_dim - _rope_dim(attention))
+        return (tokens - 1) * (attention.kv_latent_dim - rope_dim(attention))
     return (tokens - 1) * max(attention.k_dim, attention.v_dim)
 
 
-def _rope_dim(attention: Attention) -> int:
+def rope_dim(attention: Attention) -> int:
     """qk_rope_head_dim of an MLA layer: the rotary part of its cache, which the cache stores in place of values."""
     latent_and_rope = attention.kv_latent_dim
     latent = next((linear.in_features for linear in attention.linears if linear.name == "kv_b_proj"), latent_and_rope)
@@ -152,5 +155,5 @@ def _rope_dim(attention: Attention) -> int:
 def _expanded_elements(attention: Attention) -> int:
     if not attention.kv_latent_dim:
         return 0
-    nope = attention.head_dim - _rope_dim(attention)
+    nope = attention.head_dim - rope_dim(attention)
     return attention.num_attention_heads * (nope + attention.v_head_dim + attention.head_dim)

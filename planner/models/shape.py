@@ -135,6 +135,12 @@ class Attention:
     def v_dim(self) -> int:
         return self.num_key_value_heads * self.v_head_dim
 
+    @property
+    def shares_cache(self) -> bool:
+        """Whether the block projects queries only and reads another layer's keys and values (the last of gemma 4)."""
+        names = {linear.name for linear in self.linears}
+        return "q_proj" in names and "k_proj" not in names and not self.kv_latent_dim
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mlp:

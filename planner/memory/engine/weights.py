@@ -3,7 +3,9 @@
 from functools import lru_cache
 from typing import Literal
 
-from planner.models.shape import Experts, Layer, Linear, ModelShape
+from planner.memory.engine.blocks import engine_attention
+from planner.memory.kv_cache import rope_dim
+from planner.models.shape import Attention, Experts, Layer, Linear, ModelShape
 
 EngineQuantization = Literal["none", "bitsandbytes", "bitsandbytes-nested", "gptq", "awq", "fp8", "w8a8", "mxfp4"]
 
@@ -16,6 +18,13 @@ VOCAB_PADDING = 64
 # Projections of which every GPU of a tensor-parallel group keeps a full copy.
 # Source: vllm/model_executor/models/deepseek_v2.py, ReplicatedLinear.
 REPLICATED_LINEARS = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
+
+# Model types whose sliding-window layers rotate with a base of their own, and so have a table of their own; those whose
+# tables are float32; and those whose vision encoder is whole on every GPU. Source: vllm 0.31,
+# model_executor/models/gemma3.py, gemma4.py, gpt_oss.py, gemma4_mm.py; results/vllm_planner.md.
+LOCAL_ROTARY = frozenset({"gemma3", "gemma3_text", "gemma4", "gemma4_unified"})
+FLOAT32_ROTARY = frozenset({"gpt_oss"})
+WHOLE_VISION = frozenset({"gemma4", "gemma4_unified"})
 
 # Bytes per weight of a projection, without the groups of GROUP_BYTES.
 PACKED_BYTES: dict[EngineQuantization, float] = {
@@ -51,16 +60,17 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
                 + 2 x (norms + routers) + cos/sin table (2 x positions x head_dim)
 
     Source: vllm/model_executor/layers/linear.py and vocab_parallel_embedding.py. If there are fewer key-value heads
-    than GPUs, every GPU has a copy of one head. The table is `RotaryEmbedding.cos_sin_cache`
-    (rotary_embedding/base.py), one for each head size.
+    than GPUs, every GPU has a copy of one head. The vision encoder is sharded, except in WHOLE_VISION.
     Example: Llama-3.1-8B: 2 x 8,030,261,248 + 2 x 131,072 x 128 = 14.989 GiB; vLLM printed 14.9888.
 
-    Leaves out quantization workspaces (under 2 MiB), `g_idx` of act-order GPTQ and MLA's own rotary table.
+    Leaves out quantization workspaces (under 2 MiB) and `g_idx` of act-order GPTQ. Models that vLLM runs through
+    Transformers (OLMo 2 and 3, SmolLM3, StarCoder 2) have no table: 1 to 16 MiB too much.
     """
     per_weight = weight_bytes_each(model, quantization)
     dense = DTYPE_BYTES if quantization in EXPERTS_ONLY else per_weight
     layers = sum(
-        _layer_bytes(layer, tensor_parallel_size, dense, per_weight) * count for layer, count in model.layer_kinds
+        _layer_bytes(layer, engine_attention(model, layer.attention), tensor_parallel_size, dense, per_weight) * count
+        for layer, count in model.layer_kinds
     )
     padding_rows = -model.vocab_size % VOCAB_PADDING
     padded_params = (
@@ -68,25 +78,42 @@ def engine_weight_bytes(model: ModelShape, tensor_parallel_size: int, quantizati
         + model.lm_head_params
         + padding_rows * (model.embed_params // model.vocab_size) * (1 if model.tied else 2)
     )
-    sharded = padded_params + model.lm_head_bias_params + model.vision_params
+    sharded = padded_params + model.lm_head_bias_params
     embed_norm_params = model.embed_norm.params if model.embed_norm else 0
     whole = model.position_params + model.final_norm.params + embed_norm_params + model.other_params
+    if model.model_type in WHOLE_VISION:
+        whole += model.vision_params
+    else:
+        sharded += model.vision_params
     return round(layers + DTYPE_BYTES * (sharded / tensor_parallel_size + whole) + rotary_table_bytes(model))
 
 
 def rotary_table_bytes(model: ModelShape) -> int:
-    """Bytes of the cos/sin tables on each GPU: 2 x max_position_embeddings x head_dim for each head size, unsharded."""
-    head_dims = {
-        layer.attention.head_dim
-        for layer, _ in model.layer_kinds
-        if layer.attention.rotary and not layer.attention.kv_latent_dim
+    """Bytes of the cos/sin tables on each GPU, one for each size of rotated features, unsharded.
+
+        table = max_position_embeddings x rotated features of a head x 2 (4 in FLOAT32_ROTARY)
+
+    Source: vllm/model_executor/layers/rotary_embedding/base.py, `cos_sin_cache`.
+    Example: gemma-3-4b, two bases: 2 x 131,072 x 256 x 2 = 128 MiB.
+    """
+    kinds = [layer.attention for layer, _ in model.layer_kinds if not layer.attention.shares_cache]
+    blocks = [engine_attention(model, attention) for attention in kinds if attention.rotary]
+    tables = {
+        (_rotated_features(attention), model.model_type in LOCAL_ROTARY and attention.sliding_window is not None)
+        for attention in blocks
     }
-    return DTYPE_BYTES * model.max_position_embeddings * sum(head_dims)
+    dtype_bytes = 4 if model.model_type in FLOAT32_ROTARY else DTYPE_BYTES
+    return dtype_bytes * model.max_position_embeddings * sum(features for features, _ in tables)
 
 
-def _layer_bytes(layer: Layer, tensor_parallel_size: int, dense: float, expert: float) -> float:
+def _rotated_features(attention: Attention) -> int:
+    """Features of a head that are rotated: its rotary part with MLA, else `rotary_dim`, or all of them if that is 0."""
+    return rope_dim(attention) if attention.kv_latent_dim else attention.rotary_dim or attention.head_dim
+
+
+def _layer_bytes(layer: Layer, attention: Attention, tensor_parallel_size: int, dense: float, expert: float) -> float:
     """Bytes of one layer's weights on each GPU, at `dense` bytes per weight of projections and `expert` of experts."""
-    attention, feed_forward = layer.attention, layer.feed_forward
+    feed_forward = layer.feed_forward
     replicated = sum(linear.weight_params for linear in layer.linears if linear.name in REPLICATED_LINEARS)
     copied_heads = max(1, tensor_parallel_size // attention.num_key_value_heads) - 1
     copied = 0 if attention.kv_latent_dim else copied_heads * (attention.k_dim + attention.v_dim) * layer.hidden_size

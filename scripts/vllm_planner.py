@@ -1,0 +1,451 @@
+"""Compare our KV-cache blocks and weights with those that vLLM's own code computes without a GPU.
+
+Run by hand, in an environment of its own (vLLM needs other versions than trl); about ten minutes on one core:
+
+    python3.11 -m venv /tmp/vllm-env
+    /tmp/vllm-env/bin/pip install --no-deps vllm==0.31.0
+    /tmp/vllm-env/bin/pip install torch==2.13.0 "transformers>=5.10.4,<5.18" triton xgrammar uvloop PACKAGES
+    CUDA_VISIBLE_DEVICES= /tmp/vllm-env/bin/python -m scripts.vllm_planner ask
+
+PACKAGES are those of vLLM's requirements that its config and models import: the first line of a ModuleNotFoundError
+names the next one. The command writes tests/data/vllm_planner.jsonl. Where that file exists,
+
+    python -m scripts.vllm_planner report
+
+writes results/vllm_planner.md; it needs neither vLLM nor torch.
+
+vLLM's config classes, model classes and KV-cache planner are used as they are. Substituted, because they need a GPU:
+the platform (a card whose name, memory and compute capability are constants), the compiled kernels (empty modules), the
+process groups (their size and rank only). Models are built on the meta device, so that no weight takes memory.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from planner.memory.engine.blocks import block_layout
+from planner.memory.engine.budget import BATCHES_IN_FLIGHT
+from planner.memory.engine.weights import EngineQuantization, engine_weight_bytes
+from planner.memory.layers.measured_layers import LayerResult, MeasuringRefused, complete_shipped
+from planner.memory.layers.recipe import Recipe
+from planner.models.catalogue import load_model
+from planner.models.shape import cache_is_known
+from planner.units import GIB
+
+ROOT = Path(__file__).resolve().parent.parent
+CATALOGUE = ROOT / "planner" / "data" / "models.jsonl"
+ROWS = ROOT / "tests" / "data" / "vllm_planner.jsonl"
+REPORT = ROOT / "results" / "vllm_planner.md"
+
+AVAILABLE_BYTES = 20 * GIB  # what `determine_available_memory` returned, if there were a GPU
+MAX_MODEL_LEN = 8192
+# Settings of TRL's colocated engine (trl 1.16, generation/vllm_generation.py) with a batch of 8.
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 8, 4096
+CAPABILITY = (9, 0)
+MEMORY_BYTES = 84_943_715_696
+MULTIPROCESSORS = 132
+KV_BYTES = {"auto": 2, "fp8": 1}
+
+# Model of the catalogue and the tensor-parallel sizes to ask for.
+MODELS: dict[str, tuple[int, ...]] = {
+    "Qwen/Qwen2.5-0.5B": (1, 2),
+    "Qwen/Qwen2.5-7B": (1, 2, 4),
+    "Qwen/Qwen2.5-72B": (1, 2, 4, 8),
+    "Qwen/Qwen3-0.6B": (1, 8),
+    "Qwen/Qwen3-8B": (1, 2, 8),
+    "Qwen/Qwen3-30B-A3B": (1, 4, 8),
+    "Qwen/Qwen3-235B-A22B": (4, 8),
+    "Qwen/Qwen1.5-MoE-A2.7B": (1, 2),
+    "meta-llama/Llama-3.1-8B": (1, 2, 4, 8),
+    "meta-llama/Llama-3.2-1B": (1, 8),
+    "meta-llama/Llama-3.1-70B": (1, 8),
+    "meta-llama/Llama-2-7b-hf": (1, 4),
+    "mistralai/Mistral-7B-v0.1": (1, 2, 8),
+    "mistralai/Mistral-7B-v0.3": (1,),
+    "mistralai/Mistral-Nemo-Base-2407": (1, 4),
+    "mistralai/Mixtral-8x7B-v0.1": (1, 8),
+    "mistralai/Ministral-8B-Instruct-2410": (1, 2),
+    "google/gemma-2b": (1, 2),
+    "google/gemma-2-2b": (1, 2),
+    "google/gemma-2-9b": (1, 4),
+    "google/gemma-3-270m": (1,),
+    "google/gemma-3-1b-pt": (1, 2),
+    "google/gemma-3-4b-pt": (1, 2, 4),
+    "google/gemma-3-27b-pt": (1, 8),
+    "google/gemma-4-E2B": (1,),
+    "google/gemma-4-12B": (1, 2),
+    "google/gemma-4-26B-A4B": (1, 2),
+    "google/gemma-4-31B": (1, 4),
+    "openai/gpt-oss-20b": (1, 2, 8),
+    "openai/gpt-oss-120b": (1, 8),
+    "microsoft/phi-4": (1, 2),
+    "microsoft/Phi-3-mini-4k-instruct": (1, 4),
+    "microsoft/Phi-4-mini-instruct": (1,),
+    "microsoft/phi-2": (1,),
+    "allenai/OLMo-2-1124-7B": (1, 2),
+    "allenai/Olmo-3-1025-7B": (1, 2),
+    "allenai/OLMoE-1B-7B-0924": (1,),
+    "HuggingFaceTB/SmolLM3-3B": (1, 4),
+    "ibm-granite/granite-3.3-8b-instruct": (1, 2),
+    "CohereForAI/c4ai-command-r7b-12-2024": (1, 2),
+    "CohereForAI/aya-expanse-8b": (1,),
+    "zai-org/GLM-4-9B-0414": (1, 2),
+    "zai-org/GLM-4.5-Air": (1, 8),
+    "LGAI-EXAONE/EXAONE-4.0-32B": (1, 4),
+    "baidu/ERNIE-4.5-0.3B-PT": (1,),
+    "ByteDance-Seed/Seed-OSS-36B-Base": (1,),
+    "EleutherAI/pythia-1b": (1,),
+    "openai-community/gpt2": (1,),
+    "facebook/opt-1.3b": (1,),
+    "tiiuae/falcon-7b": (1,),
+    "stabilityai/stablelm-2-1_6b": (1,),
+    "bigcode/starcoder2-3b": (1,),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": (1, 8),
+    "deepseek-ai/DeepSeek-V2-Lite": (1, 4),
+    "deepseek-ai/DeepSeek-V3": (1, 8),
+    "moonshotai/Moonlight-16B-A3B": (1, 2),
+    "Qwen/Qwen3-VL-8B-Instruct": (1,),
+    "Qwen/Qwen3.5-4B": (1, 2),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (1, 2),
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": (1, 2),
+    "ibm-granite/granite-4.0-h-micro": (1,),
+}
+# Models to ask again with an fp8 KV cache, and with each quantization of the checkpoint.
+FP8_CACHE = ("Qwen/Qwen2.5-7B", "google/gemma-3-4b-pt", "openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V2-Lite")
+QUANTIZED = ("Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
+QUANTIZATION_CONFIGS: dict[EngineQuantization, dict[str, Any]] = {
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        "modules_in_block_to_quantize": [["self_attn", "mlp"]],
+    },
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
+# Causes of the differences that remain.
+CAUSES = {
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "chunked attention is counted as full attention here",
+    "HuggingFaceTB/SmolLM3-3B": "runs through Transformers, without a rotary table",
+    "allenai/Olmo-3-1025-7B": "runs through Transformers, without a rotary table",
+    "google/gemma-4-31B": "vLLM keeps a value projection that equals the key projection",
+    "google/gemma-3-27b-pt": "the vision encoder's norms and biases are whole on every GPU",
+    "google/gemma-3-4b-pt": "the vision encoder's norms and biases are whole on every GPU",
+}
+# Keys of config.json that the catalogue leaves out and vLLM requires, as published.
+ADDED_KEYS: dict[str, dict[str, Any]] = {"deepseek-ai/DeepSeek-V2-Lite": {"n_group": 1, "topk_group": 1}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One engine. `quantization` is the checkpoint's."""
+
+    model: str
+    tensor_parallel_size: int = 1
+    kv_cache_dtype: str = "auto"
+    quantization: EngineQuantization = "none"
+    max_model_len: int = MAX_MODEL_LEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The figures of one engine on one GPU. `tokens` and `concurrency` are those that vLLM logs at start-up."""
+
+    num_blocks: int
+    tokens: int
+    concurrency: float
+    weights_bytes: int  # parameters and buffers
+
+
+def cases() -> list[Case]:
+    found = [Case(model=model, tensor_parallel_size=size) for model, sizes in MODELS.items() for size in sizes]
+    found += [Case(model=model, kv_cache_dtype="fp8") for model in FP8_CACHE]
+    found += [Case(model=model, quantization=kind) for model in QUANTIZED for kind in QUANTIZATION_CONFIGS]
+    return found
+
+
+# ---- vLLM
+
+
+class Kernels(ModuleType):
+    """A namespace of torch.ops in which every name exists; every question is answered yes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+
+def install_stand_ins() -> None:
+    """Give vLLM a CUDA platform without a GPU: a card of constants, and modules without kernels."""
+    import torch
+
+    for name in ("_C_stable_libtorch", "_moe_C_stable_libtorch"):
+        sys.modules[f"vllm.{name}"] = ModuleType(name)
+    for name in ("_vllm_fa2_C", "_vllm_fa3_C"):
+        sys.modules[f"vllm.vllm_flash_attn.{name}"] = ModuleType(name)
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor boxes) -> Tensor")
+    torch.version.cuda = "13.0"
+    install_card()
+
+    import_module("vllm._custom_ops")  # registers the kernels that exist, before every name resolves
+    import vllm.model_executor.models.registry as registry
+
+    torch.ops._C, torch.ops._moe_C = Kernels("_C"), Kernels("_moe_C")
+    registry._run_in_subprocess = lambda inspect: inspect()
+    torch.cuda.Stream = torch.cuda.Event = SimpleNamespace
+
+
+def install_card() -> None:
+    """Make an H100 of constants vLLM's platform; its tensors are on the meta device."""
+    import torch
+    import vllm.platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class Card(CudaPlatformBase):
+        device_type = "meta"
+
+        @classmethod
+        def current_device(cls) -> torch.device:
+            return torch.device("meta")
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(*CAPABILITY)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA H100 80GB HBM3"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return MEMORY_BYTES
+
+        @classmethod
+        def device_count(cls) -> int:
+            return 8
+
+        @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return MULTIPROCESSORS
+
+    vllm.platforms._current_platform = Card()
+
+
+def config_folder(case: Case, folder: Path) -> None:
+    """Write the model's config.json, with its class and quantization, into `folder`."""
+    import transformers
+
+    lines = map(json.loads, CATALOGUE.read_text(encoding="utf-8").splitlines())
+    row = next(row for row in lines if row["id"] == case.model)
+    config = row["config"] | ADDED_KEYS.get(case.model, {})
+    path = folder / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    parsed = transformers.AutoConfig.from_pretrained(folder)
+    config["architectures"] = [getattr(transformers, row["auto_class"])._model_mapping[type(parsed)].__name__]
+    config["dtype"] = "bfloat16"
+    if case.quantization != "none":
+        config["quantization_config"] = QUANTIZATION_CONFIGS[case.quantization]
+    path.write_text(json.dumps(config), encoding="utf-8")
+
+
+def ask(case: Case) -> dict[str, Any]:
+    """vLLM's figures for one engine: as `EngineCore._initialize_kv_caches` and `UniProcExecutor` compute them."""
+    import torch
+    import vllm.distributed.parallel_state as groups
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+    from vllm.v1.worker.worker_base import get_current_attn_backends
+
+    def group(size: int) -> SimpleNamespace:
+        process_group = SimpleNamespace(size=lambda: size, rank=lambda: 0)
+        return SimpleNamespace(
+            world_size=size, rank_in_group=0, rank=0, local_rank=0, is_first_rank=True, is_last_rank=True,
+            ranks=list(range(size)), device_group=process_group, cpu_group=process_group,
+        )  # fmt: skip
+
+    for name in ("_PP", "_DCP", "_DP", "_PCP"):
+        setattr(groups, name, group(1))
+    for name in ("_TP", "_EP", "_WORLD"):
+        setattr(groups, name, group(case.tensor_parallel_size))
+    with tempfile.TemporaryDirectory() as name:
+        config_folder(case, Path(name))
+        config = EngineArgs(
+            model=name,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            max_model_len=min(case.max_model_len, load_model(case.model).max_position_embeddings),
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            tensor_parallel_size=case.tensor_parallel_size,
+            kv_cache_dtype=case.kv_cache_dtype,
+            distributed_executor_backend="external_launcher" if case.tensor_parallel_size > 1 else None,
+        ).create_engine_config()
+        with set_current_vllm_config(config), torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+            model = initialize_model(vllm_config=config)
+    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    with set_current_vllm_config(config):
+        current_platform.update_block_size_for_backend(config)
+        register_all_kvcache_specs(config)
+        specs = get_kv_cache_spec(config)
+        backends = get_current_attn_backends(config)
+        names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+        resolve_kv_cache_layout(config, [names], list(specs.values()))
+        planned = kv_cache_utils.get_kv_cache_configs(config, [specs], [AVAILABLE_BYTES])
+        scheduled = kv_cache_utils.generate_scheduler_kv_cache_config(planned)
+        tokens, concurrency = kv_cache_utils.get_kv_cache_capacity(config, scheduled)
+    answer = Answer(
+        num_blocks=scheduled.num_blocks,
+        tokens=tokens,
+        concurrency=concurrency,
+        weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+    )
+    kinds = sorted({type(spec).__name__ for spec in specs.values()})
+    return {
+        **asdict(case),
+        **asdict(answer),
+        "block_sizes": [group.kv_cache_spec.block_size for group in scheduled.kv_cache_groups],
+        "layers_per_group": [len(group.layer_names) for group in scheduled.kv_cache_groups],
+        "specs": kinds,
+        "in_flight_tokens": config.max_in_flight_tokens,
+        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "model_class": type(model).__name__,
+        "backends": sorted({backend.get_name() for backend in backends}),
+    }
+
+
+def ask_all(words: list[str]) -> None:
+    """Write vLLM's figures for every case whose model's name contains one of `words` (all, if there are none)."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # vLLM then takes Triton without a driver
+    install_stand_ins()
+    kept = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()] if ROWS.exists() else []
+    known = {tuple(row[key] for key in asdict(Case(model=""))): row for row in kept}
+    for case in cases():
+        if words and not any(word in case.model for word in words):
+            continue
+        row = ask(case)
+        known[tuple(asdict(case).values())] = row
+        print(row, flush=True)
+    ordered = [known[key] for case in cases() if (key := tuple(asdict(case).values())) in known]
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in ordered), encoding="utf-8")
+
+
+# ---- ours
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """vLLM's answer for one case, ours, and the reason if there is none of ours."""
+
+    case: Case
+    vllm: Answer
+    kinds: tuple[str, ...]  # of vLLM's KV-cache specs
+    ours: Answer | None
+    why_not: str = ""
+
+
+def our_answer(case: Case) -> Answer | str:
+    """Our figures for one engine, or the reason why we have none."""
+    model = load_model(case.model)
+    if not model.known:
+        model = complete_shipped(model, _no_recipe) or model
+    if not model.known or not cache_is_known(model):
+        return "state space or linear attention: refused"
+    layout = block_layout(model, case.tensor_parallel_size, KV_BYTES[case.kv_cache_dtype])
+    in_flight_tokens = BATCHES_IN_FLIGHT * MAX_NUM_BATCHED_TOKENS
+    max_model_len = min(case.max_model_len, model.max_position_embeddings)
+    tokens, concurrency = layout.tokens_and_concurrency(AVAILABLE_BYTES, max_model_len, in_flight_tokens)
+    return Answer(
+        num_blocks=AVAILABLE_BYTES // layout.bytes_per_block,
+        tokens=tokens,
+        concurrency=concurrency,
+        weights_bytes=engine_weight_bytes(model, case.tensor_parallel_size, case.quantization),
+    )
+
+
+def _no_recipe(recipe: Recipe) -> LayerResult:
+    return MeasuringRefused(reason="no training here")
+
+
+def comparisons() -> list[Comparison]:
+    """Every row of the file of vLLM's figures, beside ours."""
+    found = []
+    for line in ROWS.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        case, vllm = (kind(**{field.name: row[field.name] for field in fields(kind)}) for kind in (Case, Answer))
+        ours = our_answer(case)
+        found.append(
+            Comparison(
+                case=case,
+                vllm=vllm,
+                kinds=tuple(row["specs"]),
+                ours=ours if isinstance(ours, Answer) else None,
+                why_not=ours if isinstance(ours, str) else CAUSES.get(case.model, ""),
+            )
+        )
+    return found
+
+
+def _line(row: Comparison) -> str:
+    case, vllm, ours = row.case, row.vllm, row.ours
+    kinds = " + ".join(kind.removesuffix("Spec") for kind in row.kinds)
+    head = f"| {case.model} | {case.tensor_parallel_size} | {case.quantization} | {case.kv_cache_dtype} | {kinds} "
+    theirs = f"| {vllm.num_blocks:,} | {vllm.tokens:,} | {vllm.concurrency:.2f} | {vllm.weights_bytes / GIB:.3f} "
+    if ours is None:
+        return f"{head}{theirs}| | | | {row.why_not} |"
+    kv = "equal" if (vllm.num_blocks, vllm.tokens) == (ours.num_blocks, ours.tokens) else "differs"
+    error = ours.weights_bytes / vllm.weights_bytes - 1
+    return f"{head}{theirs}| {ours.num_blocks:,} | {ours.tokens:,} ({kv}) | {error:+.2%} | {row.why_not} |"
+
+
+def report() -> str:
+    rows = comparisons()
+    answered = [row for row in rows if row.ours is not None]
+    equal = [row for row in answered if row.ours and row.ours.num_blocks == row.vllm.num_blocks]
+    errors = [abs(row.ours.weights_bytes / row.vllm.weights_bytes - 1) for row in answered if row.ours]
+    lines = [
+        "# KV-cache blocks and weights: vLLM 0.31's own code against ours",
+        "",
+        "Written by `python -m scripts.vllm_planner report` from `tests/data/vllm_planner.jsonl`, which holds what",
+        "vLLM computed without a GPU (its docstring says how). Each engine has 20 GiB for its KV cache, max_model_len",
+        "8,192 (or the model's positions, if those are fewer), 8 sequences, 4,096 tokens a batch, an H100's capability.",
+        "Models are vLLM's real classes on the meta device; the bytes of weights are their parameters and buffers.",
+        "",
+        f"- {len(rows)} engines of {len({row.case.model for row in rows})} models; {len(answered)} have formulas here.",
+        f"- Blocks: {len(equal)} of {len(answered)} equal, and with them tokens and concurrency.",
+        f"- Weights: mean of the absolute errors {sum(errors) / len(errors):.2%}, worst {max(errors):.2%}.",
+        "",
+        "| model | tp | weights | cache | vLLM's specs | blocks | tokens | sequences | weights GiB "
+        "| our blocks | our tokens | our weights | note |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *map(_line, rows),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "ask":
+        ask_all(sys.argv[2:])
+    else:
+        REPORT.write_text(report(), encoding="utf-8")
