@@ -428,7 +428,7 @@ def report() -> str:
         "",
         "Written by `python -m scripts.vllm_planner report` from `tests/data/vllm_planner.jsonl`, which holds what",
         "vLLM computed without a GPU (its docstring says how). Each engine has 20 GiB for its KV cache, max_model_len",
-        "8,192 (or the model's positions, if those are fewer), 8 sequences, 4,096 tokens a batch, an H100's capability.",
+        "8,192 (or the model's positions, if those are fewer), 8 sequences, 4,096 tokens a batch, on an H100.",
         "Models are vLLM's real classes on the meta device; the bytes of weights are their parameters and buffers.",
         "",
         f"- {len(rows)} engines of {len({row.case.model for row in rows})} models; {len(answered)} have formulas here.",
