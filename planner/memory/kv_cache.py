@@ -141,19 +141,12 @@ def _old_copy_elements(attention: Attention, tokens: int) -> int:
     if attention.sliding_window is not None:
         return min(tokens - 1, attention.sliding_window) * layer_elements(attention)
     if attention.kv_latent_dim:
-        return (tokens - 1) * (attention.kv_latent_dim - rope_dim(attention))
+        return (tokens - 1) * (attention.kv_latent_dim - attention.rope_head_dim)
     return (tokens - 1) * max(attention.k_dim, attention.v_dim)
-
-
-def rope_dim(attention: Attention) -> int:
-    """qk_rope_head_dim of an MLA layer: the rotary part of its cache, which the cache stores in place of values."""
-    latent_and_rope = attention.kv_latent_dim
-    latent = next((linear.in_features for linear in attention.linears if linear.name == "kv_b_proj"), latent_and_rope)
-    return latent_and_rope - latent
 
 
 def _expanded_elements(attention: Attention) -> int:
     if not attention.kv_latent_dim:
         return 0
-    nope = attention.head_dim - rope_dim(attention)
+    nope = attention.head_dim - attention.rope_head_dim
     return attention.num_attention_heads * (nope + attention.v_head_dim + attention.head_dim)

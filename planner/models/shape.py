@@ -136,6 +136,12 @@ class Attention:
         return self.num_key_value_heads * self.v_head_dim
 
     @property
+    def rope_head_dim(self) -> int:
+        """qk_rope_head_dim of MLA: the rotary part of its cache, which the cache stores in place of values."""
+        names = {linear.name: linear for linear in self.linears}
+        return self.kv_latent_dim - (names["kv_b_proj"].in_features if "kv_b_proj" in names else self.kv_latent_dim)
+
+    @property
     def shares_cache(self) -> bool:
         """Whether the block projects queries only and reads another layer's keys and values (the last of gemma 4)."""
         names = {linear.name for linear in self.linears}

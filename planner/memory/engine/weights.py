@@ -4,7 +4,6 @@ from functools import lru_cache
 from typing import Literal
 
 from planner.memory.engine.blocks import engine_attention
-from planner.memory.kv_cache import rope_dim
 from planner.models.shape import Attention, Experts, Layer, Linear, ModelShape
 
 EngineQuantization = Literal["none", "bitsandbytes", "bitsandbytes-nested", "gptq", "awq", "fp8", "w8a8", "mxfp4"]
@@ -108,7 +107,7 @@ def rotary_table_bytes(model: ModelShape) -> int:
 
 def _rotated_features(attention: Attention) -> int:
     """Features of a head that are rotated: its rotary part with MLA, else `rotary_dim`, or all of them if that is 0."""
-    return rope_dim(attention) if attention.kv_latent_dim else attention.rotary_dim or attention.head_dim
+    return attention.rope_head_dim if attention.kv_latent_dim else attention.rotary_dim or attention.head_dim
 
 
 def _layer_bytes(layer: Layer, attention: Attention, tensor_parallel_size: int, dense: float, expert: float) -> float:
