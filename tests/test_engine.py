@@ -1,8 +1,6 @@
 """The vLLM engine: compared with 25 start-up logs, its laws and its refusals."""
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -31,14 +29,9 @@ from planner.memory.engine.settings import engine_settings
 from planner.memory.engine.weights import engine_weight_bytes, lora_slot_bytes
 from planner.models.catalogue import load_model
 from planner.units import GIB, format_gib
-from scripts import vllm_planner
+from scripts import engine_report, vllm_planner
 
 ROOT = Path(__file__).resolve().parent.parent
-_SPEC = importlib.util.spec_from_file_location("engine_report", ROOT / "scripts" / "engine_report.py")
-assert _SPEC is not None and _SPEC.loader is not None
-engine_report = importlib.util.module_from_spec(_SPEC)
-sys.modules["engine_report"] = engine_report
-_SPEC.loader.exec_module(engine_report)
 
 ROWS = engine_report.rows()
 PLANNED = vllm_planner.comparisons()

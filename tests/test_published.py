@@ -4,11 +4,9 @@ The bounds are today's errors, rounded up, so that a loss of accuracy fails a te
 rows.
 """
 
-import importlib.util
 import json
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -19,6 +17,7 @@ from planner.memory.loss import FORMULAS, Head
 from planner.memory.optimizer import step_temporaries_bytes
 from planner.models.catalogue import load_model
 from planner.units import GIB
+from scripts import compare_published
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY, HIDDEN, TOKENS = 151_936, 4_096, 1_024  # Qwen3-8B's head
@@ -46,19 +45,12 @@ SLOPE_WITHIN = 0.05  # bytes a token between 256 and 8,192 tokens, so that const
 
 
 @lru_cache(maxsize=1)
-def comparison() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_published", ROOT / "scripts" / "compare_published.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@lru_cache(maxsize=1)
 def errors() -> dict[str, dict[str, float]]:
     """Computed over published, less one: group -> row -> error."""
-    done, _ = comparison().all_compared()
-    return {group: {one.row.id: one.error for one in members} for group, members in comparison().groups(done).items()}
+    done, _ = compare_published.all_compared()
+    return {
+        group: {one.row.id: one.error for one in members} for group, members in compare_published.groups(done).items()
+    }
 
 
 def head(trainable: bool, weight_width: int) -> Head:
@@ -79,7 +71,7 @@ class TestPublishedFigures:
     def test_a_token_more_costs_what_published_lengths_say(self) -> None:
         rows = {
             one.row.candidate.max_length: one
-            for one in comparison().all_compared()[0]
+            for one in compare_published.all_compared()[0]
             if one.row.id.startswith("qwen1-7b-lora-")
         }
         computed = rows[8192].computed_bytes - rows[256].computed_bytes
@@ -87,28 +79,28 @@ class TestPublishedFigures:
         assert computed == pytest.approx(published, rel=SLOPE_WITHIN)
 
     def test_what_ran_out_of_memory_does_not_fit(self) -> None:
-        done, _ = comparison().all_compared()
+        done, _ = compare_published.all_compared()
         out = [one for one in done if one.row.quantity == "over"]
         assert len(out) == 5
         assert all(one.computed_bytes > one.row.cluster.gpu.total_bytes for one in out)
 
     def test_every_row_is_compared_or_left_out_with_a_reason(self) -> None:
-        done, refused = comparison().all_compared()
+        done, refused = compare_published.all_compared()
         lines = (ROOT / "tests" / "data" / "published.jsonl").read_text(encoding="utf-8").splitlines()
-        assert len(done) + sum(comparison().left_out().values()) == len(lines)
+        assert len(done) + sum(compare_published.left_out().values()) == len(lines)
         assert not refused
 
     def test_every_row_names_its_source_and_what_was_assumed(self) -> None:
-        assert all(row.source and row.assumptions for row in comparison().rows())
+        assert all(row.source and row.assumptions for row in compare_published.rows())
 
     def test_the_table_is_the_one_that_the_script_writes(self) -> None:
-        assert (ROOT / "results" / "published.md").read_text(encoding="utf-8") == comparison().report(
-            *comparison().all_compared()
+        assert (ROOT / "results" / "published.md").read_text(encoding="utf-8") == compare_published.report(
+            *compare_published.all_compared()
         )
 
     def test_the_record_holds_every_compared_row(self) -> None:
         lines = (ROOT / "results" / "published.jsonl").read_text(encoding="utf-8").splitlines()
-        assert [json.loads(line)["id"] for line in lines] == [one.row.id for one in comparison().all_compared()[0]]
+        assert [json.loads(line)["id"] for line in lines] == [one.row.id for one in compare_published.all_compared()[0]]
 
 
 class TestWhatTheRowsTaught:

@@ -1,12 +1,8 @@
 """Bytes on one GPU: parameters, weights, adapters, gradients and the runtime, against the libraries' modules."""
 
-import importlib.util
-import sys
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
@@ -44,6 +40,7 @@ from planner.memory.weights import (
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import DEFAULT_TARGETS
 from planner.units import GIB, MIB
+from scripts import allocator_slack
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = "Qwen/Qwen2.5-7B"
@@ -74,16 +71,6 @@ def counted(
 
 def candidate(**settings_: object) -> Candidate:
     return Candidate(**({"model": load_model(QWEN), "method": "sft"} | settings_))  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=1)
-def slack_report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("allocator_slack", ROOT / "scripts" / "allocator_slack.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Libraries:
@@ -344,18 +331,18 @@ class TestRefusals:
 
 class TestRuntime:
     def test_contexts_are_the_medians_of_the_messages(self) -> None:
-        report = slack_report()
+        report = allocator_slack
         for name, values in report.outside_mib(report.load_rows(), "context").items():
             ours = SMALL_CARD_CONTEXT_BYTES if name == "small" else CONTEXT_BYTES[tuple(map(int, name.split(".")))]  # type: ignore[index]
             assert abs(median(values) - ours / MIB) < MEASURED_WITHIN_MIB
 
     def test_slack_is_the_median_of_the_messages(self) -> None:
-        report = slack_report()
+        report = allocator_slack
         ratios = [median(report.slack_ratios(report.load_rows(), gathers)) for gathers in (False, True)]
         assert [round(1000 * ratio) for ratio in ratios] == [SLACK_THOUSANDTHS, SLACK_SHARDED_THOUSANDTHS]
 
     def test_the_report_is_up_to_date(self, capsys: pytest.CaptureFixture[str]) -> None:
-        slack_report().main()
+        allocator_slack.main()
         assert capsys.readouterr().out == (ROOT / "results" / "allocator_slack.md").read_text(encoding="utf-8")
 
     def test_a_small_card_has_a_small_context(self) -> None:

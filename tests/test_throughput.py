@@ -1,11 +1,8 @@
 """Throughput: worked examples of the docstrings, laws of the model, and published speeds."""
 
-import importlib.util
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -32,6 +29,7 @@ from planner.throughput.training import (
     reuses,
 )
 from planner.throughput.work import policy_work
+from scripts import throughput_report
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = load_model("Qwen2.5-7B")
@@ -44,15 +42,6 @@ ROUNDING = 1e-9  # of sums of floats
 EXAMPLES_WITHIN = 0.01  # docstrings give two or three figures
 HELD_OUT_MEDIAN = (0.9, 1.15)  # of predicted over measured; results/throughput.md says 1.03
 PAIRS_IN_ORDER = 0.9  # results/throughput.md says 97 %
-
-
-@lru_cache(maxsize=1)
-def throughput_report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("throughput_report", ROOT / "scripts" / "throughput_report.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def sft(**changes: object) -> Candidate:
@@ -366,20 +355,20 @@ class TestPrices:
 
 class TestPublishedSpeeds:
     def test_the_published_table_is_up_to_date(self) -> None:
-        report = throughput_report()
+        report = throughput_report
 
         assert report.report(report.published_rows()) == report.REPORT.read_text(encoding="utf-8"), (
             "run python scripts/throughput_report.py"
         )
 
     def test_rows_that_no_constant_was_read_from_are_met_in_the_median(self) -> None:
-        report = throughput_report()
+        report = throughput_report
         ratios = [report.predicted_seconds(row) / row["seconds"] for row in report.published_rows() if not row["used"]]
 
         assert HELD_OUT_MEDIAN[0] < median(ratios) < HELD_OUT_MEDIAN[1]
 
     def test_published_runs_are_ranked_as_they_were_measured(self) -> None:
-        report = throughput_report()
+        report = throughput_report
         points = [(report.predicted_seconds(row), row["seconds"]) for row in report.published_rows() if not row["used"]]
 
         assert report.rank_agreement(points) > PAIRS_IN_ORDER
