@@ -42,18 +42,11 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[1]
 METHODS: tuple[MethodName, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation", "online-dpo")
-# Phases in which a probe differs from a dry run, and why; none of them has the peak.
-ROLLOUT = (
-    "every second prompt of a probe is a token shorter; "
-    "a dry run's shortened rollout holds the masks and positions of its first step besides those of the last"
-)
-SHORTENED_BYTES = 1024  # a row: those masks and positions, of prompts as short as here
-NAMED: dict[MethodName, dict[str, str]] = {
-    "grpo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
-    "rloo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
-    "distillation": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
-    "online-dpo": {"rollout": ROLLOUT, "load": "a prompt is a token shorter"},
-}
+SCALARS_BYTES = 128  # numbers inside kernels and on the host
+COLLATED_BYTES = 2048  # a row: the collator's tensors, which lie on the host where there is a GPU
+# A row: every second prompt of a probe is a token shorter; a dry run's shortened rollout holds the masks and positions
+# of its first step besides those of the last.
+SHORTENED_BYTES = 1024
 
 
 @pytest.fixture(autouse=True)
@@ -85,18 +78,30 @@ def measured(case: Candidate, folder: Path, **changes: object) -> Measurement:
     return measure(Task(candidate=case, device="cpu", folder=str(folder), **(settings | changes)))
 
 
+def generator_bytes(case: Candidate) -> int:
+    """Recomputed layers keep the state of the random number generator, on the host also where there is a GPU."""
+    return case.model.num_layers * torch.get_rng_state().nbytes if case.gradient_checkpointing else 0
+
+
+def assert_peak_of_dry_run(found: Measurement, case: Candidate) -> None:
+    more = found.peak_bytes - dry_run(case, "cpu").peak_bytes
+    assert -SCALARS_BYTES <= more <= generator_bytes(case) + SCALARS_BYTES
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.slow
 def test_a_measured_peak_is_the_dry_runs(method: MethodName, tmp_path: Path) -> None:
     case = candidate(method)
     found, dry = measured(case, tmp_path), dry_run(case, "cpu")
     assert found.outcome == "fits"
-    assert found.peak_bytes == dry.peak_bytes
+    assert_peak_of_dry_run(found, case)
     (rank,) = found.ranks
     phases = {phase.name: phase.allocated_bytes for phase in rank.phases}
-    different = {phase.name for phase in dry.phases if phases[phase.name] != phase.total_bytes}
-    assert different <= NAMED.get(method, {}).keys()
-    assert all(abs(phases[phase.name] - phase.total_bytes) < SHORTENED_BYTES * case.rows for phase in dry.phases)
+    more = {phase.name: phases[phase.name] - phase.total_bytes for phase in dry.phases}
+    assert 0 <= more.pop("load") <= COLLATED_BYTES * case.rows or case.method_row.generates
+    if case.method_row.generates:
+        assert abs(more.pop("rollout")) < SHORTENED_BYTES * case.rows
+    assert all(-SCALARS_BYTES <= extra <= generator_bytes(case) + SCALARS_BYTES for extra in more.values())
 
 
 @pytest.mark.parametrize("method", ["sft", "grpo"])
@@ -110,8 +115,7 @@ def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_p
         gradient_checkpointing=False,
         gradient_accumulation_steps=2,
     )
-    found, dry = measured(case, tmp_path), dry_run(case, "cpu")
-    assert found.peak_bytes == dry.peak_bytes
+    assert_peak_of_dry_run(measured(case, tmp_path), case)
 
 
 def test_random_weights_take_as_much_memory_as_saved_ones(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_a_batch_of_one_row_is_padded_if_several_rows_are_padded_together(
     )
     assert alone.pads is pads
     assert (forward.allocated_bytes > forward_without.allocated_bytes) is pads
-    assert found.peak_bytes == dry_run(alone, "cpu").peak_bytes
+    assert_peak_of_dry_run(found, alone)
 
 
 @pytest.mark.slow
@@ -155,7 +159,7 @@ def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampl
     )
     found = measured(alone, tmp_path)
     assert alone.pads and not replace(alone, steps_per_generation=1).pads
-    assert found.peak_bytes == dry_run(alone, "cpu").peak_bytes
+    assert_peak_of_dry_run(found, alone)
     assert found.peak_bytes > measured(replace(alone, padded=False), tmp_path).peak_bytes
 
 
@@ -164,14 +168,14 @@ def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampl
 def test_a_quantized_base_is_loaded_and_quantized_as_from_the_hub(quantization: str, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     case = candidate("sft", "tiny-llama", tuning="lora", quantization=quantization)
-    assert measured(case, tmp_path).peak_bytes == dry_run(case, "cpu").peak_bytes
+    assert_peak_of_dry_run(measured(case, tmp_path), case)
 
 
 @pytest.mark.slow
 def test_completions_of_one_prompt_are_padded_by_one_that_ends_early(tmp_path: Path) -> None:
     padded = candidate("grpo", per_device_train_batch_size=2)
     found, without = measured(padded, tmp_path), measured(replace(padded, padded=False), tmp_path)
-    assert found.peak_bytes == dry_run(padded, "cpu").peak_bytes
+    assert_peak_of_dry_run(found, padded)
     assert found.peak_bytes > without.peak_bytes
 
 

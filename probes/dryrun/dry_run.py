@@ -20,6 +20,7 @@ from probes.dryrun.fake_trainer import fake_trainer
 from probes.dryrun.offloading import offloading, paged_states
 from probes.dryrun.optimizer_states import OptimizerStatesFirst
 from probes.dryrun.quiet_libraries import no_inference_tensors, quiet
+from probes.step import hidden_allocations
 from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import mark_phases
 from probes.step.rollouts import dry_rollout
@@ -56,7 +57,9 @@ def dry_run(
     arithmetic = FakeArithmetic()
     compute = arithmetic.result if device == "fake" else None
     tracker = (
-        Tracker(block_bytes, kernel_workspaces(candidate), arithmetic=compute) if cuda else Tracker(arithmetic=compute)
+        Tracker(block_bytes, kernel_workspaces(candidate), arithmetic=compute)
+        if cuda
+        else Tracker(workspaces=hidden_allocations.ON_THE_CPU, arithmetic=compute)
     )
     with contextlib.ExitStack() as stack:
         for surroundings in (quiet(), collector_off(), models_stay_where_they_are()):

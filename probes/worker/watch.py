@@ -1,11 +1,11 @@
 """Watch the memory of a worker, phase by phase.
 
-On `cuda` the counters of the allocator and the driver are read; on `cpu` the bytes of every tensor are counted.
+On `cuda` the counters of the allocator and the driver are read; on `cpu` the reports of the allocator.
 """
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,9 @@ from planner.measurements.measurement import PhasePeak, Shortage
 from planner.quantities import Component, Phase
 from probes.step.built_trainer import BuiltTrainer
 from probes.step.listener import PhaseListener
-from probes.step.tracker import DeviceFull, Tracker, collector_off
+from probes.step.tracker import collector_off
 from probes.task import PHASE_FILE, Task
+from probes.worker.allocator_events import AllocatorEvents, DeviceFull
 from probes.worker.shortage import shortage_of_message
 from probes.worker.states import attached_tensors
 
@@ -99,60 +100,52 @@ def memory_watch(task: Task) -> MemoryWatch:
 # -- cpu ---------------------------------------------------------------------------------------------------------------
 
 
-class CpuWatch(Tracker):
-    """Counts tensors as a dry run does, so that the two can be compared to the byte.
+class CpuWatch:
+    """Reads the reports of PyTorch's CPU allocator: every tensor on the host counts, batches included.
 
-    The host has no limit but the task's capacity.
+    The host has no limit but the task's capacity; a run that exceeds it is found when it ends.
     """
 
     def __init__(self, clock: Clock, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes=capacity_bytes)
         PartialState(cpu=True)  # before anything else creates the process group
         self.clock = clock
+        self.phase: Phase = "load"
+        self.module = ""
         self.capacity_bytes = capacity_bytes
-        self._before: dict[Phase, int] = {}  # peaks of the trainer before
-        self._saving: dict[Phase, int] = {}  # bytes that exist when a checkpoint is written, which may allocate nothing
+        self._events = AllocatorEvents(capacity_bytes)
 
     def enter_phase(self, phase: Phase) -> None:
-        if phase != self.phase:
-            self.clock.enter(phase)
-        if phase == "save":
-            self._saving = {phase: self._held_bytes}
-        super().enter_phase(phase)
+        if phase == self.phase:
+            return
+        self.clock.enter(phase)
+        self.phase = phase
+        self._events.begin(phase)
+
+    def mark(self, tensors: Iterable[torch.Tensor], component: Component) -> None:
+        """Do nothing: the reports know no components."""
+
+    def mark_saved(self) -> None:
+        """Do nothing: the reports know no activations."""
+
+    def mark_accumulated(self, gradient: torch.Tensor) -> None:
+        """Do nothing: the reports know no gradients."""
 
     @contextmanager
     def watching(self, built: BuiltTrainer) -> Iterator[None]:
-        """Track the trainer's allocations inside the block. The models exist already; batches come from the host."""
-        collate = built.trainer.data_collator
-
-        def collate_untracked(examples: Any) -> Any:
-            with self.tensors_on_host():
-                batch = collate(examples)
-            if isinstance(batch, Mapping):
-                self.add_batch(batch)
-            return batch
-
-        built.trainer.data_collator = collate_untracked
-        with collector_off(), self:
-            self.phase = "load"
-            for component, name, tensor in residents(built):
-                self.add_resident(tensor, component, name)
+        """Record the trainer's allocations inside the block. The models exist already."""
+        self.phase = "load"
+        with collector_off(), self._events.recording(resident_bytes(built)):
             yield
 
     def settle(self) -> None:
         """Do nothing: on the host an operator is done when it returns."""
 
     def forget(self) -> None:
-        """Keep the peaks of the trainer before."""
-        self._before = {peak.name: peak.allocated_bytes for peak in self.peaks}
+        """Do nothing: the peaks of the trainer before are kept."""
 
     @property
     def peaks(self) -> tuple[PhasePeak, ...]:
         """The peak of each phase, in the order of a step."""
-        peaks = dict(self._before)
-        for phase in self.trace().phases:
-            peaks[phase.name] = max(phase.total_bytes, peaks.get(phase.name, 0))
-        peaks = self._saving | peaks
         return tuple(
             PhasePeak(
                 name=name,
@@ -161,7 +154,7 @@ class CpuWatch(Tracker):
                 driver_bytes=0,
                 seconds=self.clock.seconds.get(name, 0.0),
             )
-            for name, size_bytes in sorted(peaks.items(), key=phase_order)
+            for name, size_bytes in sorted(self._events.peaks.items(), key=phase_order)
         )
 
     @property
@@ -172,7 +165,7 @@ class CpuWatch(Tracker):
         assert isinstance(error, DeviceFull)
         return Shortage(
             rank=rank,
-            phase=self.phase,
+            phase=error.phase,
             tried_bytes=error.tried_bytes,
             free_bytes=error.capacity_bytes - error.held_bytes,
             allocated_bytes=error.held_bytes,
@@ -185,14 +178,12 @@ def phase_order(item: tuple[Phase, Any]) -> int:
     return get_args(Phase).index(item[0])
 
 
-def residents(built: BuiltTrainer) -> Iterator[tuple[Component, str, torch.Tensor]]:
-    """Yield the tensors of the models with their component and name, as they lie on the device."""
-    for model in built.models:
-        for name, parameter in model.named_parameters():
-            yield "adapters" if "lora_" in name else "weights", name, parameter
-            yield from (("weights", name, tensor) for tensor in attached_tensors(parameter))
-        for name, buffer in model.named_buffers():
-            yield "weights", name, buffer
+def resident_bytes(built: BuiltTrainer) -> int:
+    """Return the bytes of the models' parameters and buffers, with what quantized weights carry, each storage once."""
+    tensors = [tensor for model in built.models for tensor in (*model.parameters(), *model.buffers())]
+    tensors += [attached for tensor in tensors for attached in attached_tensors(tensor)]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 # -- cuda --------------------------------------------------------------------------------------------------------------

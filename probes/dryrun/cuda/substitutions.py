@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from planner.models.shape import FLASH_HEAD_DIM
 from probes.dryrun.cuda.autocast import cuda_autocast
 from probes.dryrun.cuda.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
+from probes.step.hidden_allocations import EVERYWHERE
 from probes.substitution import substituted
 
 aten = torch.ops.aten
@@ -353,23 +354,14 @@ def efficient_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -
     return int(4 * batch * heads * length * (1 + (head if query.dtype in _HALF else 0)))
 
 
-def safe_softmax_workspace_bytes(scores: torch.Tensor) -> int:
-    """Bytes that `_safe_softmax` allocates besides its output: one boolean an element, on one GPU.
-
-    It marks the elements that are -inf, to find rows in which all are; those rows are then set to zero in place
-    (`where_out`). Source: `_safe_softmax`, aten/src/ATen/native/transformers/attention.cpp.
-    """
-    return int(scores.numel())
-
-
 # Operators whose CUDA kernels allocate a workspace, which a dispatch mode does not see, with a function that returns
 # its bytes from the operator's arguments.
 WORKSPACES: dict[Any, Callable[..., int]] = {
+    **EVERYWHERE,
     aten._scaled_dot_product_flash_attention_backward.default: lambda grad, query, key, *_, **__: (
         flash_backward_workspace_bytes(query, key)
     ),
     aten._scaled_dot_product_efficient_attention_backward.default: lambda grad, query, key, *_, **__: (
         efficient_backward_workspace_bytes(query, key)
     ),
-    aten._safe_softmax.default: lambda scores, *_, **__: safe_softmax_workspace_bytes(scores),
 }
