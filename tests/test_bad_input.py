@@ -53,6 +53,15 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (asked(gpus="2x"), "--gpus '2x' names no GPU. Write it as 2xA100-40G"),
         (asked(gpus="99999999999xH100"), "--gpus '99999999999xH100' puts 99999999999 GPUs in one node."),
         (asked(gpus="1x24"), "--gpus '24' is no card. A capacity needs its unit: 24GiB."),
+        (
+            asked(model="ibm-granite/granite-3.3-2b-instruct", method="reward"),
+            "ibm-granite/granite-3.3-2b-instruct cannot be a reward model: Transformers has no sequence classifier of "
+            "type granite. Use another model, such as",
+        ),
+        (
+            [*asked(method="ppo"), "--set", "reward_model=aya-expanse-8b"],
+            "CohereForAI/aya-expanse-8b cannot be a reward model: Transformers has no sequence classifier of type",
+        ),
         (asked(method="pretrain"), "Unknown method 'pretrain'. It can be sft, dpo"),
         ([*asked(), "--tuning", ""], "--tuning is empty."),
         ([*asked(), "--tuning", "adapter"], "Unknown tuning class 'adapter'. It can be auto, full, lora, qlora."),

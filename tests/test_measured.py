@@ -307,6 +307,10 @@ class TestContradiction:
         assert contradiction(denied, fake_measurement()) == "the candidate fits on the GPU, which the plan had denied"
         assert not contradiction(denied, fake_measurement(outcome="out_of_memory", shortage=SHORT))
 
+    def test_a_probe_on_the_cpu_contradicts_no_plan_for_a_gpu(self):
+        assert not contradiction(replace(EXPECTED, fits=False), fake_measurement(device="cpu"))
+        assert not contradicts(PLANNED, [fake_measurement(device="cpu", more=4 * GIB)])
+
     @pytest.mark.parametrize("outcome", ["hung", "crashed"])
     def test_an_undecided_probe_does_not_contradict(self, outcome):
         assert not contradicts(PLANNED, [fake_measurement(outcome=outcome)])

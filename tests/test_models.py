@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import InputError, UnknownArchitecture, UnknownName
+from planner.jobs.rules import WITHOUT_CLASSIFIER
 from planner.memory.layers.measured_layers import MeasuringRefused, complete_shipped, load_shipped, shipped_path
 from planner.models.architectures.defaults import DEFAULTS
 from planner.models.catalogue import CATALOGUE, ModelRow, load_model, model_rows
@@ -207,6 +208,11 @@ class TestAgainstTransformers:
         for key, value in DEFAULTS[model_type].items():
             if hasattr(known, key):
                 assert (getattr(known, key) or None) == (value or None), key
+
+    def test_transformers_has_a_sequence_classifier_of_every_type_but_these(self) -> None:
+        auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+        types = {row.model_type for row in model_rows()}
+        assert types - set(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) == WITHOUT_CLASSIFIER
 
     def test_the_catalogues_families_are_all_compared(self) -> None:
         compared = {catalogue_config(model_id)["model_type"] for model_id in REFERENCES}

@@ -31,15 +31,12 @@ def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, pr
     run = open_device(cluster, probe_settings(probing), progress_line(output))
     measurement = run_probe(candidate, run, cluster.gpu.name)
     answer = correct_estimate(expected, measurement, options.risk)
-    lines = (
-        *probe_lines(expected, measurement),
-        *compare_with_dry_run(expected, measurement, progress(output)),
-    )
-    print_estimate(output, answer, cluster, lines)
-    if wrong := contradiction(expected, measurement):
+    compared = compare_with_dry_run(expected, measurement, progress(output))
+    print_estimate(output, answer, cluster, (*probe_lines(expected, measurement), *compared.lines))
+    if wrong := contradiction(expected, measurement) or compared.contradiction:
         print_error(wrong)
         return EXIT_PROBE_CONTRADICTS
-    if answer.fits:
+    if (expected if measurement.device == "cpu" else answer).fits:
         return EXIT_PLANNED
     print_error(shortfall(answer, options.risk))
     return EXIT_NOTHING_FITS

@@ -13,6 +13,7 @@ from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
 from planner.methods import LENGTH_SETTINGS, METHOD_SETTINGS, METHODS, has_setting
+from planner.models.catalogue import model_rows
 from planner.units import format_count
 
 LORA_FIELDS = ("lora_r", "lora_target_modules", "lora_dropout", "autocast_adapter_dtype")
@@ -22,6 +23,14 @@ CHECKPOINTING_DETAILS: dict[str, tuple[Any, str]] = {
     "checkpoint_every_n_layers": (1, "every_n_layers"),
     "checkpoint_offload": (False, "offload"),
 }
+# Model types of the catalogue that AutoModelForSequenceClassification does not know. Source: transformers 5.23,
+# models/auto/modeling_auto.py, `MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES`.
+WITHOUT_CLASSIFIER = frozenset((
+    "apertus", "cohere", "cohere2", "deepseek_v32", "deepseek_v4", "ernie4_5", "ernie4_5_moe", "gemma4",
+    "gemma4_unified", "glm4_moe", "glm_moe_dsa", "granite", "granitemoehybrid", "lfm2", "lfm2_moe", "llama4", "llava",
+    "minimax_m2", "mistral3", "mllama", "nemotron_h", "olmoe", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5_moe",
+    "qwen3_vl", "qwen3_vl_moe",
+))  # fmt: skip
 # A method without the setting behaves as with these values, so they are not refused.
 OFF: dict[str, Any] = {
     "packing": False,
@@ -82,6 +91,21 @@ def method_problems(pins: PinnedJob) -> Iterator[str]:
         if refused and value != OFF.get(field, ...):
             others = [name for name in METHODS if has_setting(name, field)]
             yield f"{method} has no {field}, which is a setting of {', '.join(others)}. Drop it."
+
+
+def classifier_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse a reward model, trained or only used, whose type has no sequence classifier in Transformers."""
+    job, method = pins.job, METHODS[pins.job.method]
+    used = pins.pinned.get("reward_model", job.model if method.reward_model == "always" else None)
+    for model in (job.model if job.method == "reward" else None, used):
+        if model is not None and model.model_type in WITHOUT_CLASSIFIER:
+            size = next((row.params for row in model_rows() if row.id == model.id), model.linear_params)
+            rows = (row for row in model_rows() if row.known and row.model_type not in WITHOUT_CLASSIFIER)
+            near = min(rows, key=lambda row: abs(row.params - size))
+            yield (
+                f"{model.id} cannot be a reward model: Transformers has no sequence classifier of type "
+                f"{model.model_type}. Use another model, such as {near.id}."
+            )
 
 
 def tuning_problems(pins: PinnedJob) -> Iterator[str]:
@@ -294,6 +318,7 @@ def _process_counts(pins: PinnedJob) -> list[int]:
 # A rule yields an error message for each contradiction that it finds.
 RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     method_problems,
+    classifier_problems,
     tuning_problems,
     quantization_problems,
     precision_problems,
