@@ -213,6 +213,16 @@ class Candidate:
         return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size if self.vllm == "server" else 0
 
     @property
+    def float32_adapters(self) -> bool:
+        """True if the training script must cast the adapters to float32 after the trainer is built.
+
+        TRL casts adapters on a bitsandbytes base to bfloat16 (trl 1.16, trainer/sft_trainer.py:908-911), and fp16's
+        GradScaler cannot unscale bfloat16 gradients (torch 2.13, aten/src/ATen/native/cuda/AmpKernels.cu,
+        `_amp_foreach_non_finite_check_and_unscale_cuda_`: float32, float64 and float16).
+        """
+        return self.tuning == "lora" and self.precision == "fp16" and self.quantization in BITSANDBYTES
+
+    @property
     def separate_reference(self) -> bool:
         """True if a second copy of the policy is loaded as the reference model.
 

@@ -187,6 +187,16 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "openai/gpt-oss-20b has attention sinks, which sdpa does not know.",
         ),
         (asked(method="sft"), "fp16=true bf16=true", "fp16=True and bf16=True contradict each other."),
+        (
+            [*asked(method="sft"), "--tuning", "full"],
+            "fp16=true bf16=false dtype=bfloat16",
+            "fp16 cannot train weights that are loaded in bfloat16: their gradients cannot be unscaled.",
+        ),
+        (
+            [*asked(method="sft", gpus="1xT4"), "--tuning", "lora"],
+            "dtype=float16 autocast_adapter_dtype=false",
+            "fp16 cannot train adapters in 16 bits: their gradients cannot be unscaled.",
+        ),
         ([*asked(method="sft"), "--tuning", "full"], "dtype=float16", "float16 weights cannot be trained in full"),
         ([*asked(method="sft"), "--tuning", "full"], "load_in_4bit=true", "--tuning full cannot be quantized"),
         (

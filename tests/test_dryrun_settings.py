@@ -50,6 +50,7 @@ SETTINGS: list[dict[str, object]] = [
     {"packing": True},
     {"padding_free": True},
     {"precision": "fp16", "dtype": "float16"},
+    {"precision": "fp16", "dtype": "float16", "quantization": "nf4"},
     {"precision": "no", "dtype": "float32"},
     {"tuning": "full", "optim": "adamw_torch"},
     {"tuning": "full", "optim": "adamw_8bit"},
@@ -71,6 +72,11 @@ def test_formulas_and_dry_run_agree(changes: dict[str, object]) -> None:
         sum(size for name, size in phase.components.items() if name not in OUTSIDE_THE_TRACE) for phase in phases
     )
     assert abs(estimated / dry_run(case).peak_bytes - 1) < AGREEMENT
+
+
+def test_gradients_that_gradscaler_cannot_unscale_are_named() -> None:
+    with pytest.raises(DryRunUnsupported, match="GradScaler cannot unscale 16-bit gradients, such as that of model"):
+        dry_run(candidate(tuning="full", precision="fp16"), steps=1)
 
 
 def test_offloaded_activations_leave_less_on_the_gpu() -> None:

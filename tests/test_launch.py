@@ -211,15 +211,44 @@ class TestTheTrainer:
 
         module = importlib.import_module(f"trl.experimental.{method.replace('-', '_')}")
         takes = inspect.signature(getattr(module, METHODS[method].trainer).__init__).parameters
-        tree = ast.parse(launch_files(candidate(method))["train.py"])
-        calls = [
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == METHODS[method].trainer
-        ]
-        assert {keyword.arg for keyword in calls[0].keywords} <= takes.keys()
+        assert arguments_of(METHODS[method].trainer, launch_files(candidate(method))["train.py"]) <= takes.keys()
+
+
+QLORA_FP16: dict[str, object] = {
+    "tuning": "lora",
+    "quantization": "nf4",
+    "dtype": "float16",
+    "precision": "fp16",
+}
+
+
+class TestFloat32Adapters:
+    @pytest.mark.parametrize("method", METHODS_NOW)
+    def test_a_script_casts_what_fp16_cannot_unscale(self, method: MethodName) -> None:
+        files = launch_files(candidate(method, **QLORA_FP16))
+        assert "parameter.data = parameter.data.float()" in files["train.py"]
+        assert "train.py --config train.yaml" in files["launch.sh"]
+
+    @pytest.mark.parametrize("method", [name for name in METHODS_NOW if name not in SCRIPTED])
+    def test_the_script_hands_its_trainer_what_trls_own_script_does(self, method: MethodName) -> None:
+        module = importlib.import_module(f"trl.scripts.{method}")
+        assert module.__file__ is not None
+        theirs = arguments_of(METHODS[method].trainer, Path(module.__file__).read_text(encoding="utf-8"))
+        ours = arguments_of(METHODS[method].trainer, launch_files(candidate(method, **QLORA_FP16))["train.py"])
+        assert ours == theirs - {"eval_dataset"}
+
+    def test_bf16_needs_none(self) -> None:
+        assert "train.py" not in launch_files(candidate("sft", **{**QLORA_FP16, "precision": "bf16"}))
+
+
+def arguments_of(trainer: str, script: str) -> set[str | None]:
+    """Names of the arguments of the only call of `trainer` in a script."""
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse(script))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == trainer
+    )
+    return {keyword.arg for keyword in call.keywords}
 
 
 def plain(value: object) -> object:

@@ -165,6 +165,30 @@ def precision_problems(pins: PinnedJob) -> Iterator[str]:
         yield f"{pins.job.model.id} has attention sinks, which sdpa does not know. Use --set attn_implementation=eager."
 
 
+def loss_scaling_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse fp16 with trained parameters in 16 bits: GradScaler cannot unscale their gradients.
+
+    DeepSpeed scales the loss itself, and FSDP2 keeps float32 parameters under mixed precision. Adapters on a
+    bitsandbytes base are cast by the training script (`Candidate.float32_adapters`).
+    Source: torch 2.13, torch/amp/grad_scaler.py, `_unscale_grads_`; cuda/AmpKernels.cu has no bfloat16 kernel.
+    """
+    pinned = pins.pinned
+    precision = pinned.get("precision", "bf16" if pins.cluster.gpu.supports_bf16 else "fp16")
+    if precision != "fp16" or pinned.get("sharding", "none") not in ("none", "ddp"):
+        return
+    if pins.full and pinned.get("dtype") == "bfloat16":
+        yield (
+            "fp16 cannot train weights that are loaded in bfloat16: their gradients cannot be unscaled. "
+            "Use --set dtype=float32, or --tuning lora."
+        )
+    sixteen_bits = pinned.get("dtype", "float16" if pins.job.tuning == "lora" else "float32") != "float32"
+    if sixteen_bits and pinned.get("autocast_adapter_dtype") is False and pins.job.tuning != "qlora":
+        yield (
+            "fp16 cannot train adapters in 16 bits: their gradients cannot be unscaled. "
+            "Use --set autocast_adapter_dtype=true."
+        )
+
+
 def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a detail of gradient checkpointing while gradient_checkpointing is false."""
     for field, (off, key) in CHECKPOINTING_DETAILS.items():
@@ -322,6 +346,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     tuning_problems,
     quantization_problems,
     precision_problems,
+    loss_scaling_problems,
     checkpointing_problems,
     length_problems,
     sharding_problems,

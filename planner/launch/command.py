@@ -4,6 +4,7 @@ from planner.candidate import Candidate
 from planner.jobs.settings import settings_of
 from planner.launch import accelerate, trl_config
 from planner.launch.placement import placement
+from planner.launch.script import needs_script
 
 SCRIPT_FILE = "train.py"
 SERVER_PORT = 8000  # trl 1.16, scripts/vllm_serve.py and `vllm_server_port` of the configs
@@ -15,9 +16,9 @@ def launch_command(candidate: Candidate, script: str = "", launcher: tuple[str, 
     """The command that trains the candidate, to be run in the folder of its launch files.
 
     With `script` it is `accelerate launch` of that script. Without, it is TRL's command for the method, or `accelerate
-    launch train.py` if TRL has none. More arguments at the end are passed to the script.
+    launch train.py` (`script.needs_script`). More arguments at the end are passed to the script.
     """
-    if not script and not candidate.method_row.experimental:
+    if not script and not needs_script(candidate):
         return ["trl", candidate.method, "--config", trl_config.FILE, "--accelerate_config", accelerate.FILE]
     launch = [*launcher, "--config_file", accelerate.FILE, "--num_processes", str(candidate.num_processes)]
     return [*launch, script] if script else [*launch, SCRIPT_FILE, "--config", trl_config.FILE]

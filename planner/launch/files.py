@@ -3,7 +3,7 @@
 from planner.candidate import DEEPSPEED, Candidate
 from planner.launch import accelerate, deepspeed, requirements, trl_config
 from planner.launch.command import SCRIPT_FILE
-from planner.launch.script import REWARDS, train_script
+from planner.launch.script import REWARDS, needs_script, train_script
 from planner.launch.shell import LAUNCH_FILE, README_FILE, SLURM_FILE, launch_script, readme, slurm_script
 
 
@@ -16,7 +16,7 @@ def launch_files(candidate: Candidate) -> dict[str, str]:
     files = {trl_config.FILE: trl_config.train_yaml(candidate), accelerate.FILE: accelerate.accelerate_yaml(candidate)}
     if candidate.sharding in DEEPSPEED:
         files[deepspeed.FILE] = deepspeed.deepspeed_json(candidate)
-    if candidate.method_row.experimental:
+    if needs_script(candidate):
         files[SCRIPT_FILE] = train_script(candidate)
     if trl_config.needs_reward_function(candidate):
         files[f"{trl_config.REWARD_MODULE}.py"] = REWARDS

@@ -1,4 +1,8 @@
-"""train.py for methods for which TRL has a trainer but no command; it reads train.yaml."""
+"""train.py for candidates that no command of TRL can train; it reads train.yaml.
+
+Either TRL has a trainer for the method but no command, or the adapters must be cast to float32 after the trainer is
+built (`Candidate.float32_adapters`).
+"""
 
 from planner.candidate import Candidate
 from planner.launch.trl_config import REWARD_FUNCTION, REWARD_MODULE, needs_reward_function
@@ -14,10 +18,12 @@ MODULES: dict[MethodName, str] = {
 }
 
 # Arguments of a trainer besides model, arguments, data, tokenizer and adapters.
+_REWARDS = "\n        reward_funcs=script.reward_model_name_or_path or {rewards},"
 EXTRA_ARGUMENTS: dict[MethodName, str] = {
-    "orpo": "",
-    "cpo": "",
-    "online-dpo": "\n        reward_funcs=script.reward_model_name_or_path or {rewards},",
+    "grpo": _REWARDS,
+    "rloo": _REWARDS,
+    "online-dpo": _REWARDS,
+    "distillation": "\n        teacher_model=training.teacher_model_name_or_path,",
     "gkd": "\n        teacher_model=training.teacher_model_name_or_path,",
     "ppo": "\n        ref_model=None if model.use_peft else load(AutoModelForCausalLM),"
     "\n        reward_model=load(AutoModelForSequenceClassification, training.reward_model_path),"
@@ -25,11 +31,19 @@ EXTRA_ARGUMENTS: dict[MethodName, str] = {
 }
 # Lines of the script before the trainer is constructed.
 PREPARATION: dict[MethodName, str] = {
+    "distillation": "    training.teacher_model_init_kwargs = dict(training.model_init_kwargs)\n",
     "gkd": "    training.teacher_model_init_kwargs = "
     '{"dtype": model.dtype, "attn_implementation": model.attn_implementation}\n',
     # The trainer of trl 1.12 takes tokens: experimental/ppo/ppo_trainer.py, `queries = data["input_ids"]`.
     "ppo": '    rows = rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, '
     "remove_columns=rows.column_names)\n",
+}
+
+# Import of the script arguments of methods with rewards.
+SCRIPT_ARGUMENTS: dict[MethodName, str] = {
+    "grpo": "from trl.scripts.grpo import GRPOScriptArguments",
+    "online-dpo": "from trl.scripts.grpo import GRPOScriptArguments",
+    "rloo": "from trl.scripts.rloo import RLOOScriptArguments",
 }
 
 SCRIPT = '''"""{trainer} on the settings of train.yaml; launch.sh starts it."""
@@ -59,13 +73,48 @@ def main() -> None:
         processing_class=tokenizer,
         peft_config=get_peft_config(model),{extra}
     )
-    trainer.train()
+{cast}    trainer.train()
     trainer.save_model(training.output_dir)
 
 
 if __name__ == "__main__":
     main()
 '''
+
+# For a method with a command; does what TRL's own script does (trl 1.16, scripts/sft.py and others), and casts.
+COMMAND_SCRIPT = '''"""{trainer} on the settings of train.yaml, with adapters in float32; launch.sh starts it.
+
+TRL casts adapters on a 4-bit or 8-bit model to bfloat16, and fp16's GradScaler cannot unscale bfloat16 gradients.
+"""
+
+from datasets import load_dataset
+from trl import {config}, {trainer}
+from trl import ModelConfig, {script_class}TrlParser, get_peft_config, get_quantization_config
+{imports}
+
+def main() -> None:
+    script, training, model = TrlParser(({script_name}, {config}, ModelConfig)).parse_args_and_config()
+    training.model_init_kwargs = {{"dtype": model.dtype, "attn_implementation": model.attn_implementation}}
+{prepared}    rows = load_dataset(script.dataset_name, name=script.dataset_config)[script.dataset_train_split]
+    trainer = {trainer}(
+        model=model.model_name_or_path,
+        args=training,
+        train_dataset=rows,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),{extra}
+    )
+{cast}    trainer.train()
+    trainer.save_model(training.output_dir)
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+CAST = """    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+"""
 
 REWARDS = f'''"""FILL IN: the reward of a completion."""
 
@@ -76,20 +125,28 @@ def {REWARD_FUNCTION}(completions, **columns):
 '''
 
 
+def needs_script(candidate: Candidate) -> bool:
+    """True if the training is started with a train.py of ours instead of TRL's command for the method."""
+    return candidate.method_row.experimental or candidate.float32_adapters
+
+
 def train_script(candidate: Candidate) -> str:
     """The text of train.py."""
     method, row = candidate.method, candidate.method_row
     reward_function = needs_reward_function(candidate)
-    grpo_arguments = method == "online-dpo"  # reads GRPO's script arguments reward_model_name_or_path and reward_funcs
-    return SCRIPT.format(
+    # Methods with rewards read script arguments of their own; online-dpo reads GRPO's.
+    own_arguments = SCRIPT_ARGUMENTS.get(method, "")
+    return (SCRIPT if row.experimental else COMMAND_SCRIPT).format(
         trainer=row.trainer,
         config=row.config,
-        module=MODULES[method],
+        module=MODULES.get(method, ""),
         autos="AutoModelForCausalLM, AutoModelForSequenceClassification" if method == "ppo" else "AutoModelForCausalLM",
-        script_class="" if grpo_arguments else "ScriptArguments, ",
-        script_name="GRPOScriptArguments" if grpo_arguments else "ScriptArguments",
-        imports="from trl.scripts.grpo import GRPOScriptArguments\n" * grpo_arguments
+        script_class="" if own_arguments else "ScriptArguments, ",
+        script_name=own_arguments.rpartition(" ")[2] or "ScriptArguments",
+        imports=own_arguments
+        + "\n" * bool(own_arguments)
         + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * reward_function,
         prepared=PREPARATION.get(method, ""),
-        extra=EXTRA_ARGUMENTS[method].format(rewards=REWARD_FUNCTION if reward_function else "None"),
+        extra=EXTRA_ARGUMENTS.get(method, "").format(rewards=REWARD_FUNCTION if reward_function else "None"),
+        cast=CAST if candidate.float32_adapters else "",
     )

@@ -25,6 +25,7 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
 
         DeepSpeed with bf16 or fp16                              2
         FSDP2 with mixed precision, unless the base is 4-bit     4
+        bitsandbytes base with fp16                              4 (`Candidate.float32_adapters`)
         bitsandbytes base                                        2, or a row of KBIT_ADAPTER_BYTES
         GPTQ, AWQ, fp8, mxfp4, or autocast_adapter_dtype         4
         else                                                     as the base
@@ -38,6 +39,8 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
     if candidate.sharding in DEEPSPEED and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
     if candidate.sharding == "fsdp2" and candidate.precision != "no" and not four_bit:
+        return FLOAT32_BYTES
+    if candidate.quantization in BITSANDBYTES and candidate.precision == "fp16":
         return FLOAT32_BYTES
     if candidate.quantization in BITSANDBYTES:
         bytes_4bit, bytes_8bit = KBIT_ADAPTER_BYTES.get(candidate.method, (SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES))

@@ -222,6 +222,7 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[str]:
         "get_peft_model",
     ]
     steps += ["adapters cast to bfloat16"] if candidate.quantization in BITSANDBYTES else []
+    steps += ["train.py casts them to float32"] if candidate.float32_adapters else []
     steps += ["enable_input_require_grads"] if candidate.gradient_checkpointing else []
     reentrant = "reentrant, which PEFT under ZeRO-3 needs" if candidate.sharding == "zero3" else "non-reentrant"
     steps += [
@@ -230,6 +231,12 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[str]:
         else f"train() (checkpointing off; were it on, {reentrant})"
     ]
     yield f"TRL prepares the model itself, in this order: {', '.join(steps[:-1])}, {steps[-1]}"
+    if candidate.float32_adapters:
+        yield (
+            "TRL casts the adapters to bfloat16, and fp16's GradScaler stops at bfloat16 gradients: plan export "
+            "writes a train.py that casts them back; in a script of your own, set "
+            "parameter.data = parameter.data.float() for each trained parameter before train()"
+        )
     if candidate.quantization in BITSANDBYTES:
         yield (
             "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads "

@@ -68,12 +68,13 @@ def tuning(problem: SearchProblem) -> Changes:
 def load_dtype(problem: SearchProblem) -> Changes:
     """Return the dtypes of the loaded weights: 16 bits for a frozen base, float32 or bfloat16 for full fine-tuning.
 
-    Weights in float16 cannot be trained in full: torch/amp/grad_scaler.py refuses to unscale float16 gradients.
+    fp16 trains float32 weights only: torch/amp/grad_scaler.py cannot unscale 16-bit gradients.
     """
     half = "bfloat16" if problem.cluster.gpu.supports_bf16 else "float16"
     if problem.tuning_class != "full":
         return ({"dtype": half},)
-    return ({"dtype": "float32"}, {"dtype": half}) if half == "bfloat16" else ({"dtype": "float32"},)
+    scaled = problem.job.pinned.get("precision", "bf16" if half == "bfloat16" else "fp16") == "fp16"
+    return ({"dtype": "float32"},) if scaled else ({"dtype": "float32"}, {"dtype": half})
 
 
 # Ways to offload to the host, the smallest first. Optimizer states of adapters are too small to be worth it; 4-bit

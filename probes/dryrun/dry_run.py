@@ -17,6 +17,7 @@ from probes.dryrun.fake_engine import fake_engine
 from probes.dryrun.fake_models import Device, adapters_without_weights, models_stay_where_they_are
 from probes.dryrun.fake_tensors import FakeArithmetic
 from probes.dryrun.fake_trainer import fake_trainer
+from probes.dryrun.loss_scaling import GradientsCanBeUnscaled
 from probes.dryrun.offloading import offloading, paged_states
 from probes.dryrun.optimizer_states import OptimizerStatesFirst
 from probes.dryrun.quiet_libraries import no_inference_tensors, quiet
@@ -25,7 +26,7 @@ from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import mark_phases
 from probes.step.rollouts import dry_rollout
 from probes.step.tracker import Tracker, collector_off
-from probes.trainers import TRAINERS
+from probes.trainers import TRAINERS, train_in_float32
 
 # Whose kernels the dry run imitates; a GPU before compute capability 8.0 has no FlashAttention.
 Kernels = Literal["cuda", "cuda before 8.0", "cpu"]
@@ -53,6 +54,7 @@ def dry_run(
     """
     refuse_unsupported(candidate, device)
     cuda = kernels != "cpu"
+    float32_adapters, scaled = candidate.float32_adapters, candidate.precision == "fp16"
     candidate = _bfloat16_for_float16(candidate) if cuda else candidate
     arithmetic = FakeArithmetic()
     compute = arithmetic.result if device == "fake" else None
@@ -67,7 +69,11 @@ def dry_run(
         substitutions = stack.enter_context(_substitutions(candidate, tracker, kernels == "cuda")) if cuda else ()
         with adapters_without_weights() if device == "fake" else contextlib.nullcontext():
             built = fake_trainer(candidate, device)
+        if float32_adapters:
+            train_in_float32(built.trainer.model)
         built.trainer.remove_callback(PrinterCallback)
+        if scaled:
+            built.trainer.add_callback(GradientsCanBeUnscaled())
         states = OptimizerStatesFirst(tracker)
         if steps == 1:
             built.trainer.args.max_steps = 1

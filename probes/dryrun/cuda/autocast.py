@@ -30,8 +30,16 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Make these operators compute in float32 from a 16-bit argument inside the block, where autocast is enabled."""
+    """Make these operators compute in float32 from a 16-bit argument inside the block, where autocast is enabled.
+
+    `torch.is_autocast_enabled()`, which asks about CUDA, answers for the CPU's autocast: PEFT asks it whether to cast
+    (peft 0.21.2, tuners/lora/bnb.py, `requires_conversion`).
+    """
+    enabled = torch.is_autocast_enabled
     with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            substituted(torch, "is_autocast_enabled", lambda *device: enabled(*device) if device else enabled("cpu"))
+        )
         for owner, name in ALWAYS_FLOAT32:
             stack.enter_context(substituted(owner, name, _cast_argument(getattr(owner, name))))
         for owner, name in FLOAT32_BY_DEFAULT:
