@@ -146,3 +146,11 @@ def test_operators_peak_as_without_the_tracker(operator: str) -> None:
     scratch_bytes = 8 * ROWS * COLUMNS if operator == "masked_select" else 8 * COLUMNS
     constants_bytes = sum(tensor.nbytes for tensor in (PLACES, MASK, HALF))  # the tracker takes them for new if viewed
     assert -constants_bytes <= reports.peaks["load"] - tracker.trace().peak_bytes <= scratch_bytes
+
+
+def test_a_kernel_that_copies_nothing_allocates_nothing() -> None:
+    with Tracker(workspaces=hidden_allocations.EVERYWHERE) as tracker:
+        torch.randn(4, 8).softmax(-1)
+        torch.randn(8, 4).t().softmax(-1)
+    copies = [each.size_bytes for each in tracker.trace(()).allocations if "workspace" in each.operator]
+    assert copies == [128]

@@ -214,8 +214,8 @@ class Tracker(TorchDispatchMode):
                 if isinstance(item, torch.Tensor):
                     self._record(item, func, self.module, None, args)
         workspace = self._workspaces.get(id(func))
-        if workspace is not None:
-            self._record_moment(workspace(*args, **(kwargs or {})), func)
+        if workspace is not None and (size_bytes := workspace(*args, **(kwargs or {}))):
+            self._record_moment(size_bytes, func)
         return result
 
     def _without_mode(self, operator: Any, args: tuple[Any, ...]) -> Any:
