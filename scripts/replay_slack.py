@@ -1,10 +1,11 @@
-"""Smallest budgets in which the steps of whole dry runs run, over what they allocate: the allocator's slack.
+"""What the allocator reserves beyond the tensors, in replays of whole dry runs: on the smallest card, and on any.
 
-    python scripts/replay_slack.py [--limit N]      writes results/replay_slack.jsonl and .md
+    python -m scripts.replay_slack [--limit N]      writes results/replay_slack.jsonl and .md
 
 Needs the dryrun extra. A step's trace is replayed (planner/allocator) on ever smaller cards until it runs out of
-memory; the slack is the smallest card less the peak of allocated bytes. Rows that are in the .jsonl are not measured
-again.
+memory: the slack is the smallest card less the peak of allocated bytes. Replayed on a card without a limit, it reserves
+more: the cache is the peak of reserved bytes less the peak of allocated bytes. Rows that are in the .jsonl are not
+measured again.
 """
 
 import argparse
@@ -13,13 +14,16 @@ import io
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 
-from planner.allocator.caching_allocator import AllocatorSettings
+from planner.allocator.caching_allocator import NO_LIMIT, AllocatorSettings
 from planner.allocator.loading import warm_up_bytes
 from planner.allocator.replay import replay
-from planner.allocator.trace import Trace
+from planner.allocator.reserved import reserved_of
+from planner.allocator.trace import STAYS, Trace
 from planner.binary_search import largest
 from planner.candidate import Candidate
 from planner.errors import PlanError
@@ -34,7 +38,8 @@ ROWS, TABLE = RESULTS / "replay_slack.jsonl", RESULTS / "replay_slack.md"
 GPU = load_gpu("H200")
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Llama-3.2-1B", "gemma-3-1b-it", "Qwen3-1.7B", "Qwen2.5-7B")
 METHODS_DRAWN = ("sft", "sft", "dpo", "reward", "grpo", "kto", "orpo", "distillation")
-SEED, COUNT = 20261123, 60
+SEED, COUNT = 20261123, 120
+SHARES = (0.6, 0.85, 0.7, 1.0)  # of the longest batch, in the order of the run; the longest comes last
 STEP_MIB = 20  # a page of an expandable segment: budgets are not told apart more finely
 Row = dict[str, object]
 
@@ -74,18 +79,53 @@ def smallest_budget_bytes(trace: Trace, expandable: bool, warm_up: int) -> int:
     return (top - largest(0, top - trace.peak_bytes // (STEP_MIB * MIB), runs)) * STEP_MIB * MIB
 
 
-def measured(candidate: Candidate) -> Row:
-    """The row of one candidate."""
+def quiet_trace(candidate: Candidate) -> Trace:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        trace = trace_step(candidate)
+        return trace_step(candidate)
+
+
+def measured(candidate: Candidate) -> Row:
+    """The row of one candidate, without `varied`."""
+    trace = quiet_trace(candidate)
     warm_up = warm_up_bytes(trace, candidate, GPU)
+    reserved = {
+        expandable: reserved_of(trace, replace(candidate, expandable_segments=expandable), GPU, 0).peak_bytes
+        for expandable in (False, True)
+    }
     return {
         "candidate": label(candidate),
         "tuning": candidate.tuning if candidate.quantization == "none" else "qlora",
+        "checkpointing": candidate.gradient_checkpointing,
         "allocated_bytes": trace.peak_bytes,
         "budget_bytes": smallest_budget_bytes(trace, False, warm_up),
         "expandable_budget_bytes": smallest_budget_bytes(trace, True, warm_up),
+        "reserved_bytes": reserved[False],
+        "expandable_reserved_bytes": reserved[True],
     }
+
+
+def varied(candidate: Candidate) -> Row:
+    """Reserved bytes of a run whose batches differ in length, as shares `SHARES` of the longest."""
+    traces = [quiet_trace(shortened(candidate, share)) for share in SHARES]
+    events = list(traces[0].events)
+    made = len(traces[0].allocations)
+    for trace in traces[1:]:
+        for index, size_bytes in trace.events:
+            allocation = trace.allocations[index]
+            if allocation.phase != "load" and allocation.died < STAYS:  # what stays is there from the first trace on
+                events.append((made + index, size_bytes))
+        made += len(trace.allocations)
+    warm_up = warm_up_bytes(traces[-1], candidate, GPU)
+    plain, expandable = (
+        replay(events, NO_LIMIT, AllocatorSettings(expandable_segments=flag), free_before=warm_up).peak_reserved_bytes
+        for flag in (False, True)
+    )
+    return {"varied_reserved_bytes": plain, "expandable_varied_reserved_bytes": expandable}
+
+
+def shortened(candidate: Candidate, share: float) -> Candidate:
+    lengths = ("max_length", "prompt_length", "max_completion_length")
+    return replace(candidate, **{name: round(share * getattr(candidate, name)) for name in lengths})
 
 
 def label(candidate: Candidate) -> str:
@@ -97,25 +137,45 @@ def label(candidate: Candidate) -> str:
     )
 
 
+# Columns of the table: title, key of the row's bytes.
+COLUMNS = (
+    ("smallest card, default", "budget_bytes"),
+    ("smallest card, expandable segments", "expandable_budget_bytes"),
+    ("no limit, default", "reserved_bytes"),
+    ("no limit, expandable segments", "expandable_reserved_bytes"),
+    ("no limit, lengths differ, default", "varied_reserved_bytes"),
+    ("no limit, lengths differ, expandable segments", "expandable_varied_reserved_bytes"),
+)
+
+
 def table(rows: list[Row]) -> Iterator[str]:
-    """The page: slack over allocated bytes by tuning, then every row."""
-    yield "# The allocator's slack in replays of whole dry runs\n"
-    yield "Written by `python scripts/replay_slack.py`. One process, all layers, kernels of a GPU with FlashAttention."
-    yield "Slack: the smallest card on which the step runs, in steps of 20 MiB, less the peak of allocated bytes.\n"
-    yield "| tuning | rows | allocator | smallest | median | largest |\n|---|---|---|---|---|---|"
-    for tuning in ("full", "lora", "qlora", "all"):
-        of_kind = [row for row in rows if tuning in (row["tuning"], "all")]
-        for name, key in (("default", "budget_bytes"), ("expandable segments", "expandable_budget_bytes")):
-            shares = sorted(int(str(row[key])) / int(str(row["allocated_bytes"])) - 1 for row in of_kind)
-            if shares:
-                cells = " | ".join(f"{share:.1%}" for share in (shares[0], median(shares), shares[-1]))
-                yield f"| {tuning} | {len(shares)} | {name} | {cells} |"
-    yield "\n| candidate | allocated GiB | slack GiB | with expandable segments |\n|---|---|---|---|"
+    """The page: reserved over allocated bytes by recipe, then every row."""
+    yield "# What PyTorch's allocator reserves beyond the tensors, in replays of whole dry runs\n"
+    yield "Written by `python -m scripts.replay_slack`. One process, all layers, kernels of a GPU with FlashAttention."
+    yield "Reserved over allocated bytes, less one. *Smallest card*: the least on which the step runs, in steps of"
+    yield "20 MiB; what a step needs. *No limit*: what `torch.cuda.max_memory_reserved` says on a card with room to"
+    shares = ", ".join(f"{share:.0%}" for share in SHARES)
+    yield f"spare, after steps of equal batches. *Lengths differ*: after batches of {shares} of the longest;"
+    yield "only of candidates with padding.\n"
+    yield "| recipe | rows | allocator | smallest | median | 90th percentile | largest | standard deviation |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for full, checkpointing in product((True, False), (False, True)):
+        of_kind = [row for row in rows if (row["tuning"] == "full", row["checkpointing"]) == (full, checkpointing)]
+        recipe = f"{'full' if full else 'adapters'}, {'' if checkpointing else 'no '}checkpointing"
+        for title, key in COLUMNS:
+            found = sorted(share(row, key) for row in of_kind if key in row)
+            if len(found) > 1:
+                points = (found[0], median(found), found[9 * len(found) // 10], found[-1], stdev(found))
+                yield f"| {recipe} | {len(found)} | {title} | {' | '.join(f'{point:.1%}' for point in points)} |"
+    yield f"\n| candidate | allocated GiB | {' | '.join(title for title, _ in COLUMNS)} |"
+    yield "|---|---|" + "---|" * len(COLUMNS)
     for row in rows:
-        allocated, plain, expandable = (
-            int(str(row[key])) / 2**30 for key in ("allocated_bytes", "budget_bytes", "expandable_budget_bytes")
-        )
-        yield f"| {row['candidate']} | {allocated:.2f} | {plain - allocated:.2f} | {expandable - allocated:.2f} |"
+        cells = " | ".join(f"{share(row, key):.1%}" if key in row else "" for _, key in COLUMNS)
+        yield f"| {row['candidate']} | {int(str(row['allocated_bytes'])) / 2**30:.2f} | {cells} |"
+
+
+def share(row: Row, key: str) -> float:
+    return int(str(row[key])) / int(str(row["allocated_bytes"])) - 1
 
 
 def main() -> None:
@@ -123,19 +183,20 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=COUNT)
     limit = parser.parse_args().limit
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    known = {row["candidate"] for row in rows}
+    known: dict[object, Row] = {row["candidate"]: row for row in rows}
     for number, candidate in enumerate(candidates(), 1):
-        if number > limit or label(candidate) in known:
+        name = label(candidate)
+        if number > limit or (name in known and ("varied_reserved_bytes" in known[name] or not candidate.padded)):
             continue
         try:
-            rows.append(measured(candidate))
+            row = known.get(name) or measured(candidate)
+            known[name] = row | (varied(candidate) if candidate.padded else {})
         except PlanError as error:
-            print(f"{label(candidate)}: {error}")
+            print(f"{name}: {error}")
             continue
-        known.add(label(candidate))
-        ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        print(number, rows[-1], flush=True)
-    TABLE.write_text("\n".join(table(rows)) + "\n")
+        ROWS.write_text("".join(json.dumps(row) + "\n" for row in known.values()))
+        print(number, known[name], flush=True)
+    TABLE.write_text("\n".join(table(list(known.values()))) + "\n")
 
 
 if __name__ == "__main__":
