@@ -106,6 +106,8 @@ class TrainingSettings(NamedTuple):
     ds3_gather_for_generation: bool
     # generation
     generation_rows: int
+    prompts_differ: bool
+    generates_without_cache: bool
     prompt_length: int
     max_completion_length: int
     steps_per_generation: int

@@ -5,13 +5,14 @@ from operator import attrgetter
 from typing import Literal
 
 from planner.errors import InputError
-from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
+from planner.methods import METHODS, NEWEST_TRL, WITHOUT_AUTOCAST, Method, MethodName
 from planner.models.shape import ModelShape
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
 Quantization = Literal["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"]
 AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
+FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attention_3")
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Vllm = Literal["off", "colocate", "server"]
 Optimizer = Literal[
@@ -208,6 +209,24 @@ class Candidate:
         return self.rows
 
     @property
+    def prompts_differ(self) -> bool:
+        """True if a process samples from several prompts at once and batches are padded: their lengths differ."""
+        if self.method_row.grouped_completions:
+            return self.pads and self.generation_rows > self.num_generations
+        return self.pads and self.per_device_train_batch_size > 1
+
+    @property
+    def generates_without_cache(self) -> bool:
+        """True if `generate` runs the whole row again for every token, without a KV cache.
+
+        Online DPO prepares a bitsandbytes model before it looks at gradient_checkpointing, which is then off (trl 1.16,
+        experimental/utils.py, `prepare_peft_model`).
+        """
+        prepared = self.method == "online-dpo" and self.quantization in BITSANDBYTES
+        drops = self.method_row.checkpointing_drops_cache and not prepared
+        return drops and self.gradient_checkpointing and self.vllm == "off"
+
+    @property
     def server_gpus(self) -> int:
         """GPUs of a vLLM server: tensor parallel x data parallel; 0 without a server."""
         return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size if self.vllm == "server" else 0
@@ -221,6 +240,19 @@ class Candidate:
         `_amp_foreach_non_finite_check_and_unscale_cuda_`: float32, float64 and float16).
         """
         return self.tuning == "lora" and self.precision == "fp16" and self.quantization in BITSANDBYTES
+
+    @property
+    def float32_attention(self) -> bool:
+        """True if some pass computes attention in float32, which FlashAttention's kernels do not.
+
+        Weights are float32 and autocast does not reach the pass: `generate` of a PEFT model calls the forward of the
+        base model, which accelerate does not wrap (peft 0.21, peft_model.py, `PeftModelForCausalLM.generate`).
+        Source: flash-attention 2.8, csrc/flash_attn/flash_api.cpp ("only support fp16 and bf16 data type").
+        """
+        if self.dtype != "float32" or (self.sharding in SHARDED and self.precision != "no"):
+            return False
+        inner = self.tuning == "lora" and self.method_row.generates and self.vllm == "off"
+        return self.precision == "no" or self.method in WITHOUT_AUTOCAST or inner
 
     @property
     def separate_reference(self) -> bool:

@@ -23,6 +23,10 @@ Loss = Literal[
 ]
 Release = tuple[int, int]
 
+# Methods whose backbones run in the dtype of the weights even with `bf16`, outside the forward that accelerate wraps in
+# autocast. Source: trl 1.16, trainer/distillation_trainer.py:1838-1862 (`_forward_redirection` replaces that forward).
+WITHOUT_AUTOCAST: tuple[MethodName, ...] = ("distillation",)
+
 NEWEST_TRL = "1.16"  # the newest release whose defaults and code paths are counted
 OLDEST_TRL = "1.0"  # the oldest one; earlier releases are planned as if they were this one
 # From this release on `use_liger_kernel` changes the kernels of the layers, not the loss (trl 1.16,
@@ -51,6 +55,10 @@ class Method:
     reference: Literal["never", "always", "beta"]  # a frozen copy of the policy; "beta": only if beta is not 0
     precomputes_reference: bool = False  # precompute_ref_log_probs exists
     reference_in_loss: bool = False  # the reference's forward runs while the policy's graph is alive
+    # The reference's weights need no gradient, so that autocast keeps no copies of them, and its forward pass returns a
+    # KV cache. Source: trl 1.16, experimental/utils.py, `create_reference_model`;
+    # experimental/online_dpo/online_dpo_trainer.py, `_forward` (does not set `use_cache`).
+    experimental_reference: bool = False
     reward_model: Literal["none", "optional", "always"] = "none"
     value_model: bool = False
     teacher: bool = False
@@ -65,6 +73,9 @@ class Method:
     bounded_rows: bool = False  # max_length bounds prompt and completion together
     completion_logits_only: bool = False  # a loss that builds logits builds those of completions (logits_to_keep)
     supports_vllm: bool = False
+    # `generate` keeps no KV cache under gradient checkpointing: trl 1.16, experimental/gkd/gkd_trainer.py:221 and
+    # experimental/online_dpo/online_dpo_trainer.py:562 (`use_cache`).
+    checkpointing_drops_cache: bool = False
 
     # batches and activations
     packs: bool = False  # packing exists
@@ -133,13 +144,15 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="online-dpo", trainer="OnlineDPOTrainer", config="OnlineDPOConfig", loss="log_softmax",
             rows_per_sample=2, reference="always", reference_in_loss=True, needs_beta=True, reward_model="optional",
-            generates=True, bounded_rows=True, supports_vllm=True,
-            defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1}, experimental=True,
+            experimental_reference=True, generates=True, checkpointing_drops_cache=True, bounded_rows=True,
+            supports_vllm=True, experimental=True,
+            defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1},
         ),
         Method(
             name="gkd", trainer="GKDTrainer", config="GKDConfig", loss="jsd",
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
-            generates=True, bounded_rows=True, defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True,
+            generates=True, checkpointing_drops_cache=True, bounded_rows=True,
+            defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True,
         ),
         Method(
             name="distillation", trainer="DistillationTrainer", config="DistillationConfig",

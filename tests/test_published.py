@@ -27,7 +27,7 @@ WORST: dict[str, float] = {
     "PEFT LoRA, after a step": 0.01,  # unknown is only the padding of the batch whose logits still exist
     "PEFT LoRA, training": 0.11,  # lengths at the cap
     "litgpt LoRA": 0.05,  # another training program: 11 rows, mean 1.7 %
-    "litgpt LoRA, mixed precision": 0.12,  # its head in chunks, each with a copy of the weight
+    "litgpt LoRA, mixed precision": 0.13,  # its head in chunks, each with a copy of the weight
     "litgpt QLoRA": 0.28,  # unexplained
     "torchtune full": 0.04,  # without the mask that its rows are packed with
     "Qwen LoRA": 0.13,  # nvidia-smi, from here on: includes the allocator's whole cache
@@ -36,9 +36,9 @@ WORST: dict[str, float] = {
     "Qwen LoRA, ZeRO-3 on four GPUs": 0.18,
     "Qwen Q-LoRA (GPTQ, ZeRO-2 on one GPU)": 0.38,
     "TRL notebook sft": 0.25,  # includes memory that loading left reserved
-    "TRL notebook grpo": 0.21,  # prompts assumed
-    "fsdp_qlora, FSDP": 0.34,
-    "fsdp_qlora, DDP": 0.26,
+    "TRL notebook grpo": 0.25,  # prompts assumed
+    "fsdp_qlora, FSDP": 0.36,
+    "fsdp_qlora, DDP": 0.27,
     "LLaMA-Factory": 0.62,  # lengths of rows, remote code
 }
 SLOPE_WITHIN = 0.05  # bytes a token between 256 and 8,192 tokens, so that constants cancel out
@@ -54,9 +54,11 @@ def errors() -> dict[str, dict[str, float]]:
 
 
 def head(trainable: bool, weight_width: int) -> Head:
+    normalised = weight_width if trainable else 0
     return Head(
         tokens=TOKENS, labelled_tokens=TOKENS, logit_tokens=TOKENS, vocab_size=VOCABULARY, hidden_size=HIDDEN,
         hidden_width=weight_width, weight_width=weight_width, compute_width=2, trainable=trainable,
+        norm_bytes=HIDDEN * ((4 if weight_width == 2 else 0) + normalised),
     )  # fmt: skip
 
 
@@ -109,19 +111,18 @@ class TestWhatTheRowsTaught:
     def test_the_backward_pass_of_cross_entropy_holds_three_float32_logits(self) -> None:
         logits, hidden = TOKENS * VOCABULARY, TOKENS * HIDDEN
         memory = FORMULAS["logits_cross_entropy"](head(trainable=False, weight_width=2))
-        assert memory.backward == 12 * logits + 2 * hidden + 4 * hidden
+        assert memory.backward == 12 * logits + 4 * hidden
 
     def test_autocast_keeps_a_copy_of_a_float32_head_for_the_backward_pass(self) -> None:
         memory = FORMULAS["logits"](head(trainable=False, weight_width=4))
-        assert memory.saved == 6 * TOKENS * VOCABULARY + 4 * TOKENS * HIDDEN + 2 * VOCABULARY * HIDDEN
+        assert memory.saved == 6 * TOKENS * VOCABULARY + 2 * VOCABULARY * HIDDEN
 
     def test_the_gradient_of_the_head_comes_after_the_gradient_of_the_logits(self) -> None:
         frozen, trained = (
             FORMULAS["logits_cross_entropy"](head(trainable, weight_width=2)) for trainable in (False, True)
         )
-        assert (
-            trained.backward - frozen.backward == 2 * TOKENS * HIDDEN
-        )  # the normalised hidden state, and nothing of the head
+        # the normalised hidden state and the head's input, and nothing of the head's gradient
+        assert trained.backward - frozen.backward == 4 * TOKENS * HIDDEN
 
     def test_liger_makes_the_gradient_of_the_head_through_a_float32_copy(self) -> None:
         frozen, trained = (FORMULAS["liger"](head(trainable, weight_width=2)) for trainable in (False, True))

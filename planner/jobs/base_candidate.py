@@ -6,7 +6,7 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEQUANTIZED, Job, TuningOption, server_gpus
-from planner.jobs.rules import refuse_candidate, refuse_contradictions
+from planner.jobs.rules import refuse_candidate, refuse_contradictions, refuse_float32_flash
 from planner.methods import METHODS, release
 
 # Default of `trl vllm-serve --gpu_memory_utilization` (trl/scripts/vllm_serve.py:111).
@@ -69,6 +69,7 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
     if pinned.get("num_processes", cluster.num_gpus) != 1:
         pinned.setdefault("sharding", "ddp")
     candidate = base_candidate(replace(job, pinned=pinned), cluster)
+    refuse_float32_flash(candidate)
     if job.effective_batch_size is None:
         return candidate
     if "gradient_accumulation_steps" in pinned and candidate.effective_batch_size != job.effective_batch_size:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from planner.candidate import Candidate
+from planner.candidate import FLASH, Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
@@ -381,9 +381,22 @@ def card_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
             f"{gpu.name} has no bfloat16 (compute capability {major}.{minor}; it needs 8.0). "
             "Use --set fp16=true --set bf16=false."
         )
-    flash = candidate.attn_implementation in ("flash_attention_2", "flash_attention_3")
+    flash = candidate.attn_implementation in FLASH
     if flash and not gpu.supports_flash_attention_2:
         yield f"{candidate.attn_implementation} does not run on {gpu.name}. Use --set attn_implementation=sdpa."
+
+
+def refuse_float32_flash(candidate: Candidate) -> None:
+    """Check that FlashAttention gets 16-bit tensors; a search leaves out such candidates itself.
+
+    Raises:
+        InputError: some pass computes attention in float32.
+    """
+    if candidate.attn_implementation in FLASH and candidate.float32_attention:
+        raise InputError(
+            f"{candidate.attn_implementation} has kernels for 16 bits only, and {candidate.method} computes attention "
+            "in float32 here. Use --set dtype=bfloat16, or --set attn_implementation=sdpa."
+        )
 
 
 def placement_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:

@@ -33,6 +33,7 @@ class StackMemory:
     backward: PassPeak
     inference: PassPeak
     one_layer: LiveBytes  # saved by the layer that saves most: offloading keeps it on the GPU
+    output_width: int  # bytes of one element of the last layer's output
 
 
 @lru_cache(maxsize=4096)
@@ -49,7 +50,7 @@ def stack_memory(
     `gradients_exist`: all gradients have been allocated by an earlier micro-step.
     """
     width = stack.recipe.weight_width
-    parts = [layer_part(layer, stack, gradients_exist, i) for i, layer in enumerate(model.layers)]
+    parts = layer_parts(model, stack, gradients_exist)
     embedding = embedded(model, stack)
     left = [embedding]
     for part in parts:
@@ -60,20 +61,27 @@ def stack_memory(
         learned[i] = learned[i + 1] + parts[i].gradient_bytes
     ends = first_and_last(parts)
     copies = sum(part.copies for part in parts)
-    forward = [plus(left[i], moment) for i in ends for moment in parts[i].forward.snapshots]
+    held = per_token(0 if stack.gradient_checkpointing else embedding_bytes(model, stack))
+    forward = [plus(left[i], moment, *((held,) if i else ())) for i in ends for moment in parts[i].forward.snapshots]
     backward = [
         plus(without_copies(left[i], parts[:i]), moment, gradients(learned[i + 1]))
         for i in ends
         for moment in parts[i].backward.snapshots
     ]
     inference = [
-        plus(embedding, moment, autocast(i * parts[i].inference_copies))
+        plus(layer_inputs(model, stack, parts, i), moment, autocast(i * parts[i].inference_copies))
         for i in ends
         for moment in parts[i].memory.inference.snapshots
     ]
     heaviest = max((part.left for part in parts), key=lambda moment: moment.total)
     return StackMemory(
-        left[-1], (0, 0, copies), upper_envelope(forward), upper_envelope(backward), upper_envelope(inference), heaviest
+        left[-1],
+        (0, 0, copies),
+        upper_envelope(forward),
+        upper_envelope(backward),
+        upper_envelope(inference),
+        heaviest,
+        parts[-1].output_width,
     )
 
 
@@ -81,16 +89,33 @@ def embedded(model: ModelShape, stack: StackRecipe) -> LiveBytes:
     """Input of the first layer: the output of the embedding, or of a norm after it (bloom).
 
     Under autocast the norm's output is float32. The norm saves its input if that needs a gradient; with PEFT it does so
-    under gradient checkpointing.
+    under gradient checkpointing, where the node of the embedding's gradient holds the embedding's output, whatever the
+    model makes of it (transformers 5.23, modeling_utils.py, `enable_input_require_grads`).
     Source: transformers 5.23, models/bloom/modeling_bloom.py, `word_embeddings_layernorm`; pytorch 2.13,
     aten/src/ATen/autocast_mode.h (`layer_norm` in float32).
     """
-    per_token = model.hidden_size * stack.recipe.weight_width
-    if model.embed_norm is not None:
-        learns = stack.recipe.trainable or stack.gradient_checkpointing
-        kept = per_token + NORM_STATISTICS * FLOAT32_BYTES if learns else 0
-        per_token = kept + (model.hidden_size * FLOAT32_BYTES if stack.recipe.autocast_width else per_token)
-    return LiveBytes((per_token, 0, 0), (("activations", (per_token, 0, 0)),))
+    size = model.hidden_size * embedding_width(model, stack)
+    if model.embed_norm is not None and (stack.recipe.trainable or stack.gradient_checkpointing):
+        size += embedding_bytes(model, stack) + NORM_STATISTICS * FLOAT32_BYTES
+    elif model.embedding_changed and stack.gradient_checkpointing and not stack.recipe.trainable:
+        size += embedding_bytes(model, stack)
+    return per_token(size)
+
+
+def embedding_bytes(model: ModelShape, stack: StackRecipe) -> int:
+    """Bytes of the embedding's output for one token."""
+    return model.embed_params // model.vocab_size * stack.embedding_width
+
+
+def per_token(size_bytes: int) -> LiveBytes:
+    """Live bytes of activations, for each token."""
+    return LiveBytes((size_bytes, 0, 0), (("activations", (size_bytes, 0, 0)),))
+
+
+def embedding_width(model: ModelShape, stack: StackRecipe) -> int:
+    """Bytes of one element of the first layer's input."""
+    normed = model.embed_norm is not None and stack.recipe.autocast_width
+    return FLOAT32_BYTES if normed else stack.embedding_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +133,44 @@ class LayerPart:
     backward: PassPeak
     gradient_bytes: int
     inference_copies: int
+    output_width: int
 
 
-def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: int) -> LayerPart:
+def layer_inputs(model: ModelShape, stack: StackRecipe, parts: list[LayerPart], index: int) -> LiveBytes:
+    """What is alive of other layers in a forward pass without gradients: a layer's input, and the embedding's output.
+
+    A variable of the model's forward pass holds the embedding's output to its end (`inputs_embeds`).
+    """
+    if not index:
+        return per_token(model.hidden_size * embedding_width(model, stack))
+    return per_token(model.hidden_size * parts[index - 1].output_width + embedding_bytes(model, stack))
+
+
+def layer_parts(model: ModelShape, stack: StackRecipe, gradients_exist: bool) -> list[LayerPart]:
+    """Memory of every layer in order. A layer's input has the dtype of the output of the layer before it.
+
+    Norms in float32 raise the residual stream to float32 where projections keep their input's dtype, as bitsandbytes'
+    do.
+    """
+    width, parts = embedding_width(model, stack), []
+    for i, layer in enumerate(model.layers):
+        parts.append(layer_part(layer, stack, gradients_exist, i, width))
+        width = parts[-1].output_width
+    return parts
+
+
+def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: int, width: int) -> LayerPart:
     """Memory of the layer at a position, which decides whether it is checkpointed: layers 0, n, 2n, .. are.
 
-    Source: transformers 5.23, modeling_layers.py, `GradientCheckpointingLayer`.
+    `width`: bytes of one element of its input. Source: transformers 5.23, modeling_layers.py,
+    `GradientCheckpointingLayer`.
     """
-    recipe = replace(stack.recipe, kernel=kernel(stack, layer.attention))
+    recipe = replace(
+        stack.recipe,
+        kernel=kernel(stack, layer.attention),
+        input_width=width,
+        input_learns=index > 0 or stack.gradient_checkpointing or not starts_with_adapters(layer, stack.recipe),
+    )
     memory = layer_memory(layer, recipe, gradients_exist)
     checkpointed = stack.gradient_checkpointing and index % stack.every_n_layers == 0
     left = memory.checkpoint if checkpointed else memory.saved
@@ -129,7 +184,17 @@ def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: i
         backward=memory.checkpointed_backward if checkpointed else memory.backward,
         gradient_bytes=0 if gradients_exist else trained_bytes(layer, recipe),
         inference_copies=cached if recipe.trainable else 0,
+        output_width=memory.output_width or width,
     )
+
+
+def starts_with_adapters(layer: Layer, recipe: Recipe) -> bool:
+    """True if nothing below this layer's adapters is trained, if it is the first one.
+
+    Without checkpointing nobody makes the embedding's output require a gradient (transformers 5.23,
+    modeling_utils.py, `enable_input_require_grads`).
+    """
+    return not recipe.trainable and any(linear.name in recipe.lora_targets for linear in layer.linears)
 
 
 def trained_bytes(layer: Layer, recipe: Recipe) -> int:

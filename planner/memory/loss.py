@@ -31,6 +31,7 @@ class Head:
     weight_width: int
     compute_width: int
     trainable: bool
+    norm_bytes: int  # that the final norm saves for each token, less its input if that is freed
     softcapped: bool = False
 
     @property
@@ -43,10 +44,14 @@ class Head:
         return self.compute_width * self.weight_elements if self.weight_width != self.compute_width else 0
 
     @property
+    def saved_hidden_bytes(self) -> int:
+        """What a plain nn.Linear head saves of its input, in the compute dtype: all of it, if the head is trained."""
+        return self.compute_width * self.tokens * self.hidden_size if self.trainable else 0
+
+    @property
     def final_norm_bytes(self) -> int:
-        """Bytes that the final RMSNorm saves: x in float32, unless x is, and the normalised x if it is trained."""
-        upcast = FLOAT32 if self.hidden_width != FLOAT32 else 0
-        return self.tokens * self.hidden_size * (upcast + (self.hidden_width if self.trainable else 0))
+        """Bytes that the final norm saves."""
+        return self.tokens * self.norm_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +66,12 @@ class LossMemory:
     saved: int
     backward: int
     frozen: int | None = None  # without gradients; None: forward - saved
+    beside: int | None = None  # alive while a frozen model computes the same; None: saved
+
+    @property
+    def beside_bytes(self) -> int:
+        """Alive of the policy's head while a frozen model runs after it."""
+        return self.saved if self.beside is None else self.beside
 
     @property
     def frozen_bytes(self) -> int:
@@ -96,40 +107,59 @@ def fused(head: Head) -> LossMemory:
     )
     saved = head.final_norm_bytes + labelled * head.hidden_width + 32 * head.labelled_tokens
     last_hidden = head.tokens * head.hidden_size * head.hidden_width
-    gradients = FLOAT32 * labelled + (FLOAT32 * head.weight_elements if head.trainable else 0)
-    casts = (head.hidden_width * labelled if head.hidden_width != FLOAT32 else 0) + (
-        head.weight_width * head.weight_elements if head.trainable and head.weight_width != FLOAT32 else 0
-    )
-    return LossMemory(
-        forward=saved
+    forward = (
+        saved
         + last_hidden
         + 28 * head.labelled_tokens
         + tile
         + cast_weight * min(VOCABULARY_CHUNK, head.vocab_size)
-        + hidden_chunk,
-        saved=saved,
-        backward=saved + tile + gradients + max(cast_weight * named_columns(head) + hidden_chunk, casts),
+        + hidden_chunk
     )
+    return LossMemory(
+        forward=forward,
+        saved=saved,
+        backward=saved + tile + tiled_gradients(head),
+        frozen=forward - head.final_norm_bytes,
+    )
+
+
+def tiled_gradients(head: Head, loop_bytes: int = 0, end_bytes: int = 0) -> int:
+    """Bytes of the gradients that a loop over tiles adds up in float32: 4 N H + (trainable) 4 V H + the larger of
+
+    (w != c) c v H + (h != c) c n H + `loop_bytes`: in the loop
+    (h != 4) h N H + (trainable, w != 4) w V H + `end_bytes`: casts of the gradients after it
+    """
+    labelled = head.labelled_tokens * head.hidden_size
+    cast_weight = head.compute_width * head.hidden_size if head.weight_width != head.compute_width else 0
+    hidden_chunk = (
+        head.compute_width * chunk_tokens(head) * head.hidden_size if head.hidden_width != head.compute_width else 0
+    )
+    casts = (head.hidden_width * labelled if head.hidden_width != FLOAT32 else 0) + (
+        head.weight_width * head.weight_elements if head.trainable and head.weight_width != FLOAT32 else 0
+    )
+    sums = FLOAT32 * labelled + (FLOAT32 * head.weight_elements if head.trainable else 0)
+    return sums + max(cast_weight * named_columns(head) + hidden_chunk + loop_bytes, casts + end_bytes)
 
 
 def divergence(head: Head) -> LossMemory:
     """TRL's distillation: tiles of the student's and the teacher's logits side by side, in float32.
 
     As `fused`, with two float32 tiles in place of one in the compute dtype, the teacher's last hidden state, and in the
-    backward pass the gradient of a tile in the compute dtype, n x `named_columns`.
+    backward pass the gradient of a tile in the compute dtype: n x `named_columns`, and n x `last_columns` at the end.
 
     Source: trl 1.16, kernels/chunked_divergence.py:417 and :537.
     """
     alone = fused(head)
     extra = 2 * tile_bytes(head, FLOAT32) - tile_bytes(head, head.compute_width)
     teacher = head.labelled_tokens * head.hidden_size * head.hidden_width
-    gradient_tile = (
-        head.compute_width * chunk_tokens(head) * named_columns(head) if head.compute_width != FLOAT32 else 0
-    )
+    per_column = head.compute_width * chunk_tokens(head) if head.compute_width != FLOAT32 else 0
     return LossMemory(
         forward=alone.forward + extra + teacher,
         saved=alone.saved + teacher,
-        backward=alone.backward + extra + teacher + gradient_tile,
+        backward=alone.saved
+        + 2 * tile_bytes(head, FLOAT32)
+        + teacher
+        + tiled_gradients(head, per_column * named_columns(head), per_column * last_columns(head)),
     )
 
 
@@ -143,6 +173,11 @@ def named_columns(head: Head) -> int:
     if head.vocab_size <= VOCABULARY_CHUNK:
         return head.vocab_size * (2 if head.labelled_tokens > TOKEN_CHUNK else 1)
     return min(head.vocab_size, 2 * VOCABULARY_CHUNK)
+
+
+def last_columns(head: Head) -> int:
+    """Words of the vocabulary in the last chunk."""
+    return head.vocab_size - (head.vocab_size - 1) // VOCABULARY_CHUNK * VOCABULARY_CHUNK
 
 
 def chunk_tokens(head: Head) -> int:
@@ -203,16 +238,15 @@ def liger_chunk_tokens(head: Head) -> int:
 def whole_logits(forward_width: int, saved_width: int, backward_width: int) -> Callable[[Head], LossMemory]:
     """Return the formula of a loss that builds the logits of T tokens; the widths are bytes per logit.
 
-        forward  = norm + h T H + (w != c) c V H + forward_width T V
-        saved    = norm + h T H + (w != c) c V H + saved_width T V
-        backward = norm + h T H + (w != c) c V H + the larger of
-                     backward_width T V
-                     c T V + h T H + (trainable) w V H + (trainable, w != c) c V H
+        kept     = norm + (trainable) c T H + (w != c) c V H
+        forward  = kept + forward_width T V
+        saved    = kept + saved_width T V
+        beside   = kept + 4 T V: the logits, before the loss is computed
+        backward = kept + max(backward_width T V, `linear_backward`)
 
-    The backward pass of the head follows that of the loss. It needs the gradient of the logits and, if the head is
-    trained, its own gradient, which autocast computes in 16 bits first. Autocast's copy of a float32 head is alive from
-    the forward pass until then, as for every projection (layers/linear.py). A soft cap (gemma 2: cap x tanh(logits /
-    cap)) saves tanh's output in the compute dtype, and holds one more copy while it is computed.
+    Autocast's copy of a float32 head is alive from the forward pass until the head's backward pass, as for every
+    projection (layers/linear.py). A soft cap (gemma 2: cap x tanh(logits /
+    cap)) saves tanh's output in the compute dtype.
 
     Example: Qwen3-8B in float32, whatever the batch: 2 x 151,936 x 4,096 = 1.16 GiB for that copy.
     """
@@ -220,17 +254,33 @@ def whole_logits(forward_width: int, saved_width: int, backward_width: int) -> C
     def memory(head: Head) -> LossMemory:
         logits = head.logit_tokens * head.vocab_size
         capped = head.compute_width * logits if head.softcapped else 0
-        hidden = head.tokens * head.hidden_size * head.hidden_width
-        kept = head.final_norm_bytes + hidden + head.weight_cast_bytes
-        gradient = head.weight_width * head.weight_elements + head.weight_cast_bytes if head.trainable else 0
-        own = head.compute_width * logits + hidden + gradient
+        kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes
         return LossMemory(
-            forward=kept + forward_width * logits + 2 * capped,
+            forward=kept + forward_width * logits + capped,
             saved=kept + saved_width * logits + capped,
-            backward=kept + max(backward_width * logits, own) + capped,
+            backward=kept + max(backward_width * logits, linear_backward(head, logits)) + capped,
+            beside=kept + FLOAT32 * logits + capped,
         )
 
     return memory
+
+
+def linear_backward(head: Head, logits: int) -> int:
+    """Bytes of the backward pass of a plain nn.Linear head, after that of the loss.
+
+    c T V + c T H + (trainable) c V H: gradients of the logits, of the input and of the weight
+    (trainable, w != c) c V H + w V H, less autocast's copy and the saved input, which are freed by then: the cast of
+    the weight's gradient
+    """
+    inputs = head.compute_width * head.tokens * head.hidden_size
+    if not head.trainable:
+        return head.compute_width * logits + inputs
+    weight = head.compute_width * head.weight_elements
+    product = head.compute_width * logits + inputs + weight
+    if not head.weight_cast_bytes:
+        return product
+    freed = head.weight_cast_bytes + head.saved_hidden_bytes
+    return max(product, inputs + weight + head.weight_width * head.weight_elements - freed)
 
 
 # Bytes per logit under 16-bit autocast: (while the loss is computed, saved for its backward pass, the most during
@@ -242,11 +292,11 @@ LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
     # (torch 2.13, nn/functional.py, `cross_entropy`; its profiler shows 12.00 bytes per logit on the CPU for 512 x
     # 8,192 logits of transformers' ForCausalLMLoss).
     "logits_cross_entropy": (12, 4, 12),
-    # 16-bit logits and their float32 copy; the float32 logits and, for the chosen half, log_softmax of the NLL term;
-    # the gradients of both.
+    # The float32 logits and, for the chosen half, log_softmax of the NLL term and a copy of its input, a slice; without
+    # the copy; the gradients of both. (While the logits are made: 16-bit logits and their float32 copy.)
     # Source: trl 1.16, experimental/cpo/cpo_trainer.py:824-861, trainer/utils.py selective_log_softmax
     # (kernels/logprob_entropy.py).
-    "logits": (6, 6, 10),
+    "logits": (8, 6, 10),
     # Both models' logits in float32, and the tensors of `generalized_jsd_loss` (trl 1.16,
     # experimental/gkd/gkd_trainer.py:271-297): 60 bytes per logit besides 8, measured on the CPU for 0 < beta < 1.
     "jsd": (40, 36, 68),
@@ -256,34 +306,34 @@ LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
 def log_softmax(head: Head) -> LossMemory:
     """Online DPO: all logits and accelerate's float32 copy of them, then log_softmax of the completions.
 
-        kept     = norm + h T H + (w != c) c V H
-        forward  = kept + V x max((c + 4) T, 4 T + 4 N)
+        kept     = norm + (trainable) c T H + (w != c) c V H
+        forward  = kept + V x max((c + 4) T, 4 T + 8 N): log_softmax copies its input, which is a slice of rows
         saved    = kept + 4 N V
-        backward = kept + max(12 N V, 4 (T + N) V, (4 + c) T V, c T V + (trainable) w V H + (trainable, w != c) c V H):
-                   log_softmax and two gradients, the gradient of all tokens, its cast, the head's gradient
+        backward = kept + max(12 N V, 4 (T + N) V, (4 + c) T V, `linear_backward`): log_softmax and two gradients, the
+                   gradient of all tokens, its cast
 
     Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py:1126-1138; accelerate 1.15,
-    accelerator.py:1824-1835.
+    accelerator.py:1824-1835; torch 2.13, aten/src/ATen/native/cuda/SoftMax.cu, `host_softmax` (`input_.contiguous()`).
     """
-    kept = head.final_norm_bytes + head.tokens * head.hidden_size * head.hidden_width + head.weight_cast_bytes
+    kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes
     every, completion, converted = (
         head.tokens * head.vocab_size,
         head.labelled_tokens * head.vocab_size,
         FLOAT32 + head.compute_width,
     )
-    gradient = head.weight_width * head.weight_elements + head.weight_cast_bytes if head.trainable else 0
     kept += head.compute_width * every if head.softcapped else 0  # tanh's output
+    computing = max(converted * every, FLOAT32 * (every + 2 * completion))
     return LossMemory(
-        forward=kept + max(converted * every, FLOAT32 * (every + completion)),
+        forward=kept + computing,
         saved=kept + FLOAT32 * completion,
         backward=kept
         + max(
             3 * FLOAT32 * completion,
             FLOAT32 * (every + completion),
             converted * every,
-            head.compute_width * every + gradient,
+            linear_backward(head, every),
         ),
-        frozen=max(converted * every, FLOAT32 * (every + completion)),
+        frozen=computing,
     )
 
 

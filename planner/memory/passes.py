@@ -1,19 +1,23 @@
 """Inputs of all phases of one training GPU: layers, head and loss, states, and the sizes of the batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.cache_keys import TrainingInput, state_settings
 from planner.candidate import SHARDED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import StackMemory, stack_memory
+from planner.memory.kbit_preparation import prepared_bytes
 from planner.memory.layers.autograd import NOTHING, LiveBytes
-from planner.memory.layers.one_layer import PassPeak
+from planner.memory.layers.one_layer import NormMemory, PassPeak, norm_memory
+from planner.memory.layers.recipe import Recipe
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
-from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, with_data
+from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, policy_stack
 from planner.memory.states import StateMemory, state_memory
+from planner.models.shape import Norm
 from planner.quantities import Component
 
 Components = dict[Component, int]
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,34 +31,42 @@ class Passes:
     stack: StackMemory
     recipe: StackRecipe
     head: Head
+    norm: NormMemory
     loss: LossMemory
     idle: Components  # alive in every phase
-    # alive during a micro-step: `idle`, gradients of earlier ones, the masks that all layers share, PPO's value graph
+    masks: Components  # that all layers share, during a forward pass
+    # alive during a micro-step: `idle`, gradients of earlier ones, masks under checkpointing, PPO's value graph
     training: Components
 
 
 def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
     """Compute the inputs of a candidate's phases on one of its training GPUs."""
-    head, states = head_of(candidate), state_memory(state_settings(candidate), gpu)
-    recipe = with_data(states.recipe, candidate, gpu.supports_flash_attention_2)
+    states = state_memory(state_settings(candidate), gpu)
+    recipe = policy_stack(states.recipe, candidate, gpu.supports_flash_attention_2)
     scores = candidate.scores
     trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
     stay = gradients_exist(candidate)
+    stack = stack_memory(candidate.model, recipe, stay, trained_head)
+    norm = final_norm(candidate, recipe.recipe, stack.output_width)
+    head = head_of(candidate, norm)
     idle = dict(states.resident)
     training: Components = {
         "gradients": states.accumulated_gradients if stay else 0,
-        "attention_scores": recipe.mask_widths * scores,
+        # a checkpoint keeps the mask as an argument of its layer; without one, variables of the forward pass hold it
+        "attention_scores": recipe.mask_widths * scores if candidate.gradient_checkpointing else 0,
     }
     return Passes(
         candidate=candidate,
         tokens=head.tokens,
         scores=scores,
         states=states,
-        stack=stack_memory(candidate.model, recipe, stay, trained_head),
+        stack=stack,
         recipe=recipe,
         head=head,
+        norm=norm,
         loss=FORMULAS[loss_of(candidate)](head),
         idle=idle,
+        masks={"attention_scores": recipe.mask_widths * scores},
         training=add_components(idle, training, value_graph(candidate, recipe, head.tokens, scores)),
     )
 
@@ -78,20 +90,22 @@ def value_graph(candidate: TrainingInput, recipe: StackRecipe, tokens: int, scor
 # -- the head ----------------------------------------------------------------------------------------------------------
 
 
-def head_of(candidate: TrainingInput) -> Head:
+def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
     """Sizes of the output head and of the tokens that it scores in one micro-step."""
     model, width, tokens = candidate.model, compute_weight_width(candidate), candidate.tokens
+    prepared, autocast = prepared_bytes(candidate), autocast_width(candidate)
     labelled = candidate.labelled_tokens
     return Head(
         tokens=tokens,
         labelled_tokens=labelled,
         logit_tokens=labelled if candidate.method_row.completion_logits_only else tokens,
         vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        hidden_width=width,
-        weight_width=width,
-        compute_width=autocast_width(candidate) or width,
+        hidden_size=model.embed_params // model.vocab_size,
+        hidden_width=norm.output_width,
+        weight_width=width if prepared is None else prepared.head,
+        compute_width=autocast or width,
         trainable=candidate.tuning == "full",
+        norm_bytes=norm.saved[0],
         softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None)
         is not None,  # Gemma2Config's default
     )
@@ -100,7 +114,17 @@ def head_of(candidate: TrainingInput) -> Head:
 def head_elements(candidate: TrainingInput) -> int:
     """Parameters of the output head: hidden_size for a reward model's score, else vocabulary x hidden_size."""
     model = candidate.model
-    return model.hidden_size if candidate.method == "reward" else model.vocab_size * model.hidden_size
+    features = model.embed_params // model.vocab_size
+    return features if candidate.method == "reward" else model.vocab_size * features
+
+
+def final_norm(candidate: TrainingInput, recipe: Recipe, stream_width: int) -> NormMemory:
+    """Memory of the norm after the last layer; that of models without formulas is taken for an RMS norm."""
+    model = candidate.model
+    module = model.final_norm
+    if any(layer.measure for layer, _ in model.layer_kinds):
+        module = Norm(kind="rms", features=model.hidden_size, params=model.hidden_size)
+    return norm_memory(module, replace(recipe, input_width=stream_width))
 
 
 # -- components of live bytes ------------------------------------------------------------------------------------------

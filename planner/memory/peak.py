@@ -13,11 +13,13 @@ from planner.memory.kv_cache import (
 )
 from planner.memory.loss import LINEAR_HEAD, loss_of
 from planner.memory.passes import (
+    FLOAT32_BYTES,
     Components,
     Passes,
     add_components,
     component_bytes,
     gradients_exist,
+    head_elements,
     pass_components,
     passes_of,
     peak_components,
@@ -25,7 +27,7 @@ from planner.memory.passes import (
     without_offloaded,
 )
 from planner.memory.runtime import fragmentation_bytes
-from planner.memory.stack_recipe import frozen_recipe, without_adapters
+from planner.memory.stack_recipe import frozen_recipe, generation_stack, without_adapters
 from planner.quantities import Phase, PhaseMemory
 
 
@@ -95,20 +97,34 @@ def rollout(passes: Passes) -> Components:
 
 
 def generation(passes: Passes) -> Components:
-    """`generate` at its peak: the last token with the full KV cache, or the forward pass over the prompt."""
+    """`generate` at its peak: the last token with the full KV cache, or the forward pass over the prompt.
+
+    Without a cache: the forward pass over the whole row.
+    """
     candidate, model = passes.candidate, passes.candidate.model
     rows, prompt = candidate.generation_rows, candidate.prompt_length
     tokens = prompt + candidate.max_completion_length - 1
-    width = kv_cache_dtype_bytes(model, passes.head.hidden_width, candidate.precision != "no")
-    logits = generation_logits_bytes(model, rows)
+    recipe = generation_stack(passes.recipe, candidate)
+    stack = stack_memory(model, recipe, True, 0)
+    weight_width, autocast = recipe.recipe.weight_width, recipe.recipe.autocast_width > 0
+    width = kv_cache_dtype_bytes(model, weight_width, autocast)
+    logits = generation_logits_bytes(model, rows, FLOAT32_BYTES if autocast else weight_width)
     last: Components = {
         "kv_cache": kv_cache_peak_bytes(model, rows, prompt, tokens, width),
         "loss": logits,
         "autocast_copies": passes.stack.copies[2] if candidate.tuning == "full" else 0,
         "transients": mla_expansion_bytes(model, rows, tokens, width),
     }
-    prefill: Components = {"kv_cache": prefill_cache_bytes(model, rows, prompt, width), "loss": logits}
-    first = add_components(prefill, peak_components(passes.stack.inference, rows * prompt, rows * prompt * prompt))
+    if candidate.generates_without_cache:
+        whole: Components = {"loss": logits, "attention_scores": recipe.mask_widths * rows * tokens * tokens}
+        return add_components(whole, peak_components(stack.inference, rows * tokens, rows * tokens * tokens))
+    scores = rows * prompt * prompt
+    prefill: Components = {
+        "kv_cache": prefill_cache_bytes(model, rows, prompt, width),
+        "loss": logits,
+        "attention_scores": recipe.mask_widths * scores,
+    }
+    first = add_components(prefill, peak_components(stack.inference, rows * prompt, scores))
     return max(last, first, key=total_bytes)
 
 
@@ -125,17 +141,24 @@ def scores_before_training(candidate: TrainingInput) -> bool:
 
 
 def score(passes: Passes) -> Components:
-    """Forward pass without gradients over one micro-batch."""
+    """Forward pass without gradients over one micro-batch: its layers, or head and loss after them."""
     layers = peak_components(passes.stack.inference, passes.tokens, passes.scores)
+    head: Components = {"loss": passes.loss.forward}
     return add_components(
-        passes.idle, layers, {"loss": passes.loss.forward, "communication": passes.states.forward_gather}
+        passes.idle,
+        max(add_components(layers, passes.masks), head, key=total_bytes),
+        {"communication": passes.states.forward_gather},
     )
 
 
 def forward(passes: Passes) -> Components:
     """Forward pass at its heaviest layer."""
+    masks = {} if passes.candidate.gradient_checkpointing else passes.masks  # else among `training`
     return add_components(
-        passes.training, pass_components(passes, passes.stack.forward), {"communication": passes.states.forward_gather}
+        passes.training,
+        masks,
+        pass_components(passes, passes.stack.forward),
+        {"communication": passes.states.forward_gather},
     )
 
 
@@ -147,7 +170,7 @@ def loss(passes: Passes) -> Components:
     if other:
         # autocast has dropped its copies of the policy's weights by then
         dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
-        beside: Components = {"loss": passes.loss.saved, "communication": passes.states.forward_gather}
+        beside: Components = {"loss": passes.loss.beside_bytes, "communication": passes.states.forward_gather}
         own = max(own, add_components(beside, other, dropped), key=total_bytes)
     return add_components(passes.training, kept, own)
 
@@ -166,9 +189,12 @@ def frozen_forward(passes: Passes) -> Components:
     apart = candidate.separate_reference or candidate.method_row.teacher
     recipe = frozen_recipe(candidate, passes.recipe.flash) if apart else without_adapters(passes.recipe)
     stack = stack_memory(other, recipe, True, 0)
-    layers = peak_components(stack.inference, passes.tokens, passes.scores)
+    layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
     # the formula of the loss counts a teacher's logits itself
     head: Components = {"loss": passes.loss.frozen_bytes if compares else 0}
+    if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:
+        width = kv_cache_dtype_bytes(other, passes.recipe.recipe.weight_width, candidate.precision != "no")
+        head["kv_cache"] = prefill_cache_bytes(other, candidate.rows, candidate.row_tokens, width)
     return max(layers, head, key=total_bytes)
 
 
@@ -189,9 +215,14 @@ def backward(passes: Passes) -> Components:
 
 
 def head_backward(passes: Passes) -> Components:
-    """Backward pass of loss and head, while the saved activations of all layers are alive."""
+    """Backward pass of loss and head, then of the final norm, while the saved activations of all layers are alive."""
     kept = component_bytes(without_offloaded(passes, passes.stack.saved), passes.tokens, passes.scores)
-    return add_components(kept, {"loss": passes.loss.backward, "autocast_copies": -passes.stack.copies[2]})
+    candidate = passes.candidate
+    norm_bytes = passes.norm.backward.at(passes.tokens, passes.scores)[0]
+    if candidate.tuning == "full" and not gradients_exist(candidate):
+        norm_bytes += passes.head.weight_width * head_elements(candidate)  # the head's gradient
+    own: Components = {"loss": max(passes.loss.backward, norm_bytes), "autocast_copies": -passes.stack.copies[2]}
+    return add_components(kept, own)
 
 
 def embedding_backward(passes: Passes) -> Components:
@@ -201,7 +232,7 @@ def embedding_backward(passes: Passes) -> Components:
     view, to which autograd adds out of place: a third copy (pytorch 2.13, torch/csrc/autograd/input_buffer.cpp,
     `can_accumulate_inplace`). TRL's fused head and autocast's cast of a 16-bit gradient return tensors of their own.
     """
-    candidate, model, width = passes.candidate, passes.candidate.model, passes.head.hidden_width
+    candidate, model, width = passes.candidate, passes.candidate.model, passes.recipe.recipe.weight_width
     tied = model.tied and candidate.method != "reward"  # a sequence classifier has no head that could be tied
     view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
     copies = (2 if view else 1) if tied or gradients_exist(candidate) else 0

@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
+from planner.candidate import BITSANDBYTES, DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
 from planner.memory.adapters import adapter_dtype_bytes
-from planner.memory.layers.recipe import Kernel, Recipe
+from planner.memory.kbit_preparation import prepared_bytes
+from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.parameters.lora import target_names, targets_experts
+from planner.memory.parameters.policy import SUBCLASSED_LINEARS
+from planner.methods import WITHOUT_AUTOCAST
 from planner.models.shape import FLASH_HEAD_DIM, Attention, ModelShape
 
 # How quantized projections compute. Source: planner/memory/layers/linear.py.
-QUANTIZED_LINEAR: dict[Quantization, Literal["none", "4bit", "8bit", "dequantized"]] = {
+QUANTIZED_LINEAR: dict[Quantization, QuantizedLinear] = {
     "none": "none",
     "nf4": "4bit",
     "nf4-double": "4bit",
@@ -25,10 +27,11 @@ QUANTIZED_LINEAR: dict[Quantization, Literal["none", "4bit", "8bit", "dequantize
 
 # Methods whose trainers set the model's dropout to 0.
 # Source: trl 1.16, trainer/dpo_config.py, kto_config.py, reward_config.py, `disable_dropout`.
-WITHOUT_DROPOUT = ("dpo", "kto", "reward")
-# Methods whose backbones run in the dtype of the weights even with `bf16`, outside the forward that accelerate wraps in
-# autocast. Source: trl 1.16, trainer/distillation_trainer.py:1838-1862 (`_forward_redirection` replaces that forward).
-WITHOUT_AUTOCAST = ("distillation",)
+WITHOUT_DROPOUT = ("dpo", "kto", "reward", "cpo", "orpo", "gkd", "online-dpo")
+# Model types with dropout that is no nn.Dropout module, which those trainers therefore leave on.
+# Source: trl 1.16, trainer/utils.py, `disable_dropout_in_model`; transformers 5.23, models/opt/modeling_opt.py,
+# models/seed_oss/modeling_seed_oss.py (nn.functional.dropout).
+FUNCTIONAL_DROPOUT = ("opt", "seed_oss")
 
 # Alignment of a head in the memory-efficient attention kernel. Source: pytorch 2.13,
 # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_head_dim_size_mem_efficient` and
@@ -56,41 +59,82 @@ class StackRecipe:
     every_n_layers: int
     flash: bool  # the GPU has FlashAttention's kernels (compute capability 8.0)
     mask_widths: int  # bytes per score of the masks that all layers share
+    embedding_width: int  # bytes of one element of the embedding's output
 
 
 def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
     """How the policy's layers compute on a GPU with (`flash`) or without FlashAttention."""
-    return with_data(policy_recipe(candidate), candidate, flash)
+    return policy_stack(policy_recipe(candidate), candidate, flash)
+
+
+def policy_stack(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:
+    """The policy's stack; after k-bit preparation its embedding has a dtype of its own."""
+    stack, prepared = with_data(recipe, candidate, flash), prepared_bytes(candidate)
+    return stack if prepared is None else replace(stack, embedding_width=prepared.embedding)
 
 
 def policy_recipe(candidate: StateInput) -> Recipe:
     """How the policy's layers compute, apart from masks and checkpointing."""
-    lora = candidate.tuning == "lora"
+    lora, prepared = candidate.tuning == "lora", prepared_bytes(candidate)
+    width = compute_weight_width(candidate)
     return Recipe(
-        weight_width=compute_weight_width(candidate),
+        weight_width=width if prepared is None else prepared.rest,
         autocast_width=autocast_width(candidate),
         trainable=not lora,
-        quantized=QUANTIZED_LINEAR[candidate.quantization],
+        quantized=quantized_linear(candidate),
+        quantized_width=width if prepared is not None else 0,
         lora_r=candidate.lora_r if lora else 0,
         lora_targets=target_names(candidate.model, candidate.lora_target_modules) if lora else frozenset(),
         adapter_width=adapter_dtype_bytes(candidate) if lora else 4,
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         lora_dropout=lora and candidate.lora_dropout > 0,
-        dropout=candidate.method not in WITHOUT_DROPOUT,
+        dropout=candidate.method not in WITHOUT_DROPOUT or candidate.model.model_type in FUNCTIONAL_DROPOUT,
         liger=candidate.use_liger_kernel,
     )
+
+
+def generation_stack(stack: StackRecipe, candidate: TrainingInput) -> StackRecipe:
+    """How the policy's layers compute in `generate`, over prompts.
+
+    With LoRA without autocast: PEFT calls the base model's forward, which accelerate does not wrap. sdpa needs a mask
+    only if the prompts of a process differ in length. Layers without formulas are measured with autocast only.
+
+    Source: peft 0.21, peft_model.py, `PeftModelForCausalLM.generate`; accelerate 1.15, accelerator.py, `prepare_model`
+    (wraps the forward of the outermost module); transformers 5.23, generation/utils.py (drops a mask without zeros).
+    """
+    model, recipe = candidate.model, stack.recipe
+    if candidate.tuning == "lora" and not any(layer.measure for layer, _ in model.layer_kinds):
+        recipe = replace(recipe, autocast_width=0)
+    shortest = shortest_window(model)
+    active = shortest is not None and candidate.prompt_length >= shortest
+    widths = mask_widths(model, stack.attn_implementation, candidate.prompts_differ, active, recipe.weight_width)
+    return replace(
+        stack,
+        recipe=recipe,
+        masked=candidate.prompts_differ,
+        unpads=candidate.prompts_differ,
+        windows_active=active,
+        mask_widths=widths,
+    )
+
+
+def quantized_linear(candidate: StateInput) -> QuantizedLinear:
+    """How the projections of the layers are quantized; bitsandbytes leaves subclasses of nn.Linear as they are."""
+    if candidate.quantization in BITSANDBYTES and candidate.model.model_type in SUBCLASSED_LINEARS:
+        return "none"
+    return QUANTIZED_LINEAR[candidate.quantization]
 
 
 def frozen_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
     """How the layers of a frozen model compute: reference, reward or teacher.
 
-    TRL leaves `requires_grad` of its weights on, so that autocast keeps 16-bit copies of them.
+    TRL leaves `requires_grad` of its weights on, so that autocast keeps 16-bit copies of them; online DPO does not.
     """
     width = compute_weight_width(candidate)
     recipe = Recipe(
         weight_width=width,
         autocast_width=autocast_width(candidate),
-        trainable=True,
+        trainable=not candidate.method_row.experimental_reference,
         dropout=False,
         liger=candidate.use_liger_kernel,
     )
@@ -108,15 +152,15 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
     shortest = shortest_window(candidate.model)
     masked = candidate.pads or candidate.flattened
     windows_active = shortest is not None and candidate.row_tokens >= shortest
+    implementation = loaded_attention(candidate.model, candidate.attn_implementation)
     return StackRecipe(
         recipe=recipe,
-        attn_implementation=candidate.attn_implementation,
+        attn_implementation=implementation,
         masked=masked,
         unpads=candidate.pads,
         windows_active=windows_active,
-        mask_widths=mask_widths(
-            candidate.model, candidate.attn_implementation, masked, windows_active, recipe.weight_width
-        ),
+        mask_widths=mask_widths(candidate.model, implementation, masked, windows_active, recipe.weight_width),
+        embedding_width=recipe.weight_width,
         gradient_checkpointing=candidate.gradient_checkpointing,
         every_n_layers=candidate.checkpoint_every_n_layers,
         flash=flash,
@@ -146,6 +190,8 @@ def mask_widths(
     Source: transformers 5.23, masking_utils.py `sdpa_mask` and `eager_mask`.
     """
     windows = {layer.attention.sliding_window for layer, _ in model.layer_kinds}
+    if any(layer.attention.qkv_layout in FALCON_KERNELS for layer, _ in model.layer_kinds):
+        masked = True
     if attn_implementation == "eager":
         return len(windows) * width
     if attn_implementation != "sdpa":
@@ -160,10 +206,22 @@ def shortest_window(model: ModelShape) -> int | None:
     return min((window for window in windows if window is not None), default=None)
 
 
+def loaded_attention(model: ModelShape, wanted: AttentionImplementation) -> AttentionImplementation:
+    """The implementation that Transformers loads: eager in place of sdpa for soft caps and attention sinks.
+
+    Source: transformers 5.23, models/gemma2/modeling_gemma2.py, models/gpt_oss/modeling_gpt_oss.py, `_supports_sdpa`.
+    """
+    if wanted == "sdpa" and any(
+        layer.attention.softcap or layer.attention.sink_params for layer, _ in model.layer_kinds
+    ):
+        return "eager"
+    return wanted
+
+
 def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
     """The attention kernel that one layer runs.
 
-        eager, a soft cap, attention sinks         "eager_masked"
+        eager, attention sinks                     "eager_masked"
         FlashAttention                             "flash_varlen" with padding, else "flash"
         sdpa with a mask                           "efficient", or "math" if a head is not a multiple of 16 bytes
         sdpa, 16-bit, equal head dims up to 256    "flash" on GPUs that have it
@@ -173,7 +231,7 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
     window; eager always has one), integrations/sdpa_attention.py, `use_gqa_in_sdpa`; pytorch 2.13,
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (the memory-efficient kernel has no grouped queries).
     """
-    if stack.attn_implementation == "eager" or attention.softcap or attention.sink_params:
+    if stack.attn_implementation == "eager" or attention.sink_params:
         return "eager_masked"
     if stack.attn_implementation != "sdpa":
         return "flash_varlen" if stack.unpads else "flash"

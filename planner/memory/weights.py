@@ -3,7 +3,8 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput
-from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Quantization
+from planner.candidate import DEEPSPEED, DTYPE_BYTES, Quantization
+from planner.memory.kbit_preparation import PreparedBytes, prepared_bytes
 from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import sharded_bytes
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes
@@ -27,17 +28,6 @@ FP8_BLOCK = 128
 
 # One 8-bit scale per 32 weights. Source: transformers 5.23, integrations/mxfp4.py, `Mxfp4GptOssExperts`.
 MXFP4_BLOCK = 32
-
-# Methods whose trainers call PEFT's `prepare_model_for_kbit_training`: (bytes per parameter of norms and biases, of
-# embeddings and head) on a 4-bit base with bf16. On an 8-bit base everything stays in float32. Other trainers keep the
-# loaded dtype. Source: trl 1.16, experimental/cpo/cpo_trainer.py:208-253, experimental/orpo/orpo_trainer.py:218-263
-# with experimental/utils.py:950 (`peft_module_casting_to_bf16`); experimental/online_dpo/online_dpo_trainer.py:319 with
-# experimental/utils.py:907 (all to bf16).
-KBIT_PREPARED: dict[str, tuple[int, int]] = {
-    "cpo": (FLOAT32_BYTES, SIXTEEN_BIT_BYTES),
-    "orpo": (FLOAT32_BYTES, SIXTEEN_BIT_BYTES),
-    "online-dpo": (SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES),
-}
 
 
 def base_dtype_bytes(candidate: StateInput) -> int:
@@ -72,8 +62,9 @@ def policy_weights_bytes(candidate: StateInput) -> int:
     kept = sharded_bytes(
         counted.unquantized_tensors, base_dtype_bytes(candidate), candidate, trained=candidate.tuning == "full"
     )
-    if candidate.quantization in BITSANDBYTES and candidate.method in KBIT_PREPARED:
-        kept = _kbit_prepared_bytes(counted, candidate)
+    prepared = prepared_bytes(candidate)
+    if prepared is not None:
+        kept = _prepared_bytes(counted, prepared)
     return kept + quantized_bytes(
         counted.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
     )
@@ -202,16 +193,8 @@ def _frozen_bytes(model: ModelShape, head: str, candidate: StateInput) -> int:
     return sharded_bytes(tensors, size, candidate)
 
 
-def _kbit_prepared_bytes(counted: Parameters, candidate: StateInput) -> int:
-    vectors, rest = KBIT_PREPARED[candidate.method]
-    if candidate.quantization == "int8" or candidate.precision != "bf16":
-        vectors = rest = FLOAT32_BYTES
-    return _split_bytes(counted, vectors, rest)
-
-
 @lru_cache(maxsize=1024)
-def _split_bytes(counted: Parameters, vector_bytes: int, rest_bytes: int) -> int:
-    kinds = counted.unquantized_tensors.kinds
-    vectors = TensorSet(kinds=tuple(kind for kind in kinds if kind.part == "vector"))
-    rest = TensorSet(kinds=tuple(kind for kind in kinds if kind.part != "vector"))
-    return tensor_bytes(vectors, vector_bytes) + tensor_bytes(rest, rest_bytes)
+def _prepared_bytes(counted: Parameters, prepared: PreparedBytes) -> int:
+    return sum(
+        tensor_bytes(TensorSet(kinds=(kind,)), prepared.of(kind.part)) for kind in counted.unquantized_tensors.kinds
+    )

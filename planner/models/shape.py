@@ -270,6 +270,14 @@ class ModelShape:
     def __repr__(self) -> str:
         return f"ModelShape({self.id!r})"
 
+    @property
+    def embedding_changed(self) -> bool:
+        """True if the first layer gets another tensor than the embedding's output: positions added, or a multiple.
+
+        Gemma multiplies inside its embedding module. Source: transformers 5.23, models/granite/modeling_granite.py.
+        """
+        return self.position_params > 0 or (self.scaled_embeddings and self.model_type.startswith("granite"))
+
     @cached_property
     def num_layers(self) -> int:
         return len(self.layers)

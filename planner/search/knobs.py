@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from planner.candidate import Candidate
+from planner.candidate import FLASH, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import DEQUANTIZED, Job
@@ -113,20 +113,18 @@ def checkpointing(problem: SearchProblem) -> Changes:
 def attention(problem: SearchProblem) -> Changes:
     """Return the attention implementations that the model and the GPU support.
 
-    FlashAttention 2 needs no mask; sdpa needs one of rows x length squared for padded batches. Models with softcaps or
-    attention sinks have eager attention only.
+    FlashAttention 2 needs no mask; sdpa needs one of rows x length squared for padded batches. Models with softcaps
+    have no sdpa, those with attention sinks eager attention only.
+    Source: planner/memory/stack_recipe.py, `loaded_attention`.
     """
     layers = [layer.attention for layer, _ in problem.job.model.layer_kinds]
-    if any(layer.softcap or layer.sink_params for layer in layers):
+    if any(layer.sink_params for layer in layers):
         return ({"attn_implementation": "eager"},)
+    other = "eager" if any(layer.softcap for layer in layers) else "sdpa"
     flash = problem.cluster.gpu.supports_flash_attention_2 and all(
         layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers
     )
-    return (
-        ({"attn_implementation": "sdpa"}, {"attn_implementation": "flash_attention_2"})
-        if flash
-        else ({"attn_implementation": "sdpa"},)
-    )
+    return tuple({"attn_implementation": name} for name in ((other, "flash_attention_2") if flash else (other,)))
 
 
 def generation(problem: SearchProblem) -> Changes:
@@ -251,6 +249,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
     return (
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
+        and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not is_duplicate(candidate, problem.job.pinned)
         and candidate.num_processes + candidate.server_gpus <= problem.cluster.num_gpus
         and not (candidate.vllm == "colocate" and candidate.num_processes % candidate.vllm_tensor_parallel_size)

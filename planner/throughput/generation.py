@@ -70,10 +70,14 @@ def generation_seconds(candidate: Candidate, cluster: Cluster, work: Work, concu
     return _engine_seconds(candidate, cluster.gpu, work, rows, concurrency)
 
 
-def _prefill_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, rate: float) -> float:
-    """Seconds of the prompts' forward pass on one GPU: matrix products, causal attention, memory traffic."""
-    tokens = rows * candidate.prompt_length
-    pairs = sum(flops for _, flops, _ in work.attention) * tokens * candidate.prompt_length / 2
+def _prefill_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, rate: float, length: float = 0) -> float:
+    """Seconds of one forward pass on one GPU: matrix products, causal attention, memory traffic.
+
+    `length`: tokens of a row; 0: those of a prompt.
+    """
+    length = length or candidate.prompt_length
+    tokens = rows * length
+    pairs = sum(flops for _, flops, _ in work.attention) * tokens * length / 2
     compute = (work.linear_flops + work.float32_flops + work.adapter_flops) * tokens / rate + pairs / attention_rate(
         gpu, "sdpa"
     )
@@ -92,7 +96,8 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
         token   = smooth_max(launches, (weights + cache) / bandwidth + products / rate)
         rollout = prefill + completion tokens x token + gathers
 
-    ZeRO-3 gathers all parameters once per rollout; with ds3_gather_for_generation=False, like FSDP2, once per token.
+    Without a cache every token takes a forward pass over the whole row, of half the completion on average. ZeRO-3
+    gathers all parameters once per rollout; with ds3_gather_for_generation=False, like FSDP2, once per token.
 
     Example: Qwen2.5-7B, A100, 8 rows of 512 + 512 tokens: launches take 24.6 ms per token, the GPU 17.9 ms, both 26.2
     ms.
@@ -127,6 +132,8 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
             / host_rate(gpu)
             * (1 if candidate.ds3_gather_for_generation else length)
         )
+    if candidate.generates_without_cache:
+        token = max(token, _prefill_seconds(candidate, gpu, work, rows, rate, context))
     return _prefill_seconds(candidate, gpu, work, rows, rate) + length * token + gather
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.cache_keys import TrainingInput
+from planner.candidate import FLASH
 from planner.gpus.cluster import Gpu
 from planner.memory.loss import loss_of
 from planner.methods import Loss
@@ -62,8 +63,6 @@ HEAD_COSTS: dict[Loss, HeadCost] = {
     "liger": HeadCost(forward=2, backward=0, backward_trainable=1, logit_bytes=12, all_tokens=False),
     "score": HeadCost(forward=0, backward=0, backward_trainable=0, logit_bytes=0, all_tokens=False),
 }
-
-FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

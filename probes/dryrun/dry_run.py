@@ -1,6 +1,7 @@
 """Dry run: run the installed TRL trainer's real training steps on fake tensors, and record every allocation."""
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -154,9 +155,12 @@ def _substitutions(candidate: Candidate, tracker: Tracker, flash: bool) -> Itera
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(cuda_substitutions(flash))
         if candidate.quantization != "none":
-            from probes.dryrun.cuda.quantized import cuda_int8_matmul
+            from probes.dryrun.cuda.quantized import cuda_int8_matmul, four_bit_weights_on_a_gpu
 
             stack.enter_context(cuda_int8_matmul())
+            if candidate.method == "online-dpo":
+                trainer_module = importlib.import_module("trl.experimental.online_dpo.online_dpo_trainer")
+                stack.enter_context(four_bit_weights_on_a_gpu(trainer_module))
             names += ("bitsandbytes",)
         if candidate.activation_offloading or candidate.checkpoint_offload:
             stack.enter_context(offloading(tracker))

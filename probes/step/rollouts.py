@@ -45,20 +45,7 @@ def dry_rollout(candidate: Candidate) -> Rollout:
         arguments["attention_mask"][0, 0] = 0
         return one_word_shortened(generate, model, on_cached, arguments)
 
-    return run if prompts_differ(candidate) else one_word_shortened
-
-
-def prompts_differ(candidate: Candidate) -> bool:
-    """Return True if every second prompt is one token short, which pads the batch.
-
-    This is so if batches are padded and a process completes several prompts at once.
-    """
-    prompts = (
-        candidate.generation_rows // candidate.num_generations
-        if candidate.method_row.grouped_completions
-        else candidate.per_device_train_batch_size
-    )
-    return candidate.pads and prompts > 1
+    return run if candidate.prompts_differ else one_word_shortened
 
 
 def short_row(candidate: Candidate) -> int:
@@ -66,7 +53,7 @@ def short_row(candidate: Candidate) -> int:
 
     None is short if the prompts pad the batch already. n is at least 2: a single row has nothing to be padded to.
     """
-    return max(2, candidate.per_device_train_batch_size) if candidate.pads and not prompts_differ(candidate) else 0
+    return max(2, candidate.per_device_train_batch_size) if candidate.pads and not candidate.prompts_differ else 0
 
 
 def fill_to_full_length(completions: torch.Tensor, ends: int | list[int] | None, short: int) -> None:

@@ -6,7 +6,6 @@ import datasets
 
 from planner.candidate import Candidate
 from probes.step.built_trainer import WORD
-from probes.step.rollouts import prompts_differ
 from probes.task import Task
 from probes.trainers import Row
 
@@ -51,6 +50,6 @@ def _short_tokens(candidate: Candidate, index: int) -> int:
     Short are every second prompt, or the last row of each process' batch.
     """
     if candidate.method_row.generates:
-        return int(prompts_differ(candidate) and index % 2 == 1)
+        return int(candidate.prompts_differ and index % 2 == 1)
     batch = candidate.per_device_train_batch_size
     return int(candidate.pads and index % batch == batch - 1)

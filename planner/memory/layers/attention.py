@@ -58,6 +58,8 @@ def math_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: T
     probabilities = op.softmax(tape, raw)
     tape.empty(scores(heads), 1)  # mask of `_safe_softmax`: rows without any score
     del raw
+    if block.dropout and recipe.dropout:
+        probabilities = op.dropout(tape, probabilities, recipe.on_cuda)
     narrow = tape.empty(scores(heads), width)
     copied_v = op.clone(tape, wide_v) if recipe.several_rows else op.view(tape, wide_v)
     mixed = op.bmm(tape, probabilities, copied_v, tokens(heads * block.v_head_dim))

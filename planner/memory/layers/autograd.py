@@ -239,11 +239,12 @@ class Tape:
                 result.node, result.slot = node, slot
         return results
 
-    def leaf(self, elements: Size, width: int, kind: Kind = "activations") -> Tensor:
-        """Allocate a layer's input, whose gradient is the result of the backward pass."""
+    def leaf(self, elements: Size, width: int, kind: Kind = "activations", learns: bool = True) -> Tensor:
+        """Allocate a layer's input, whose gradient is the result of the backward pass, if it `learns`."""
         tensor = self.empty(elements, width, kind)
         self.order += 1
-        tensor.node = Node(self.order, (), [], lambda gradient: [])
+        if learns:
+            tensor.node = Node(self.order, (), [], lambda gradient: [])
         return tensor
 
     def weight(self, elements: int, width: int, trainable: bool) -> Tensor:
@@ -252,18 +253,17 @@ class Tape:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def run_backward(self, pending: Pending) -> Tensor:
-        """Evaluate every node once, the latest first, and return the gradient of the layer's input."""
-        while True:
+    def run_backward(self, pending: Pending) -> Tensor | None:
+        """Evaluate every node once, the latest first; return the gradient of the layer's input, if it needs one."""
+        while pending:
             node = max(pending, key=order_of)
             if isinstance(node, Parameter):
                 self.keep_gradient(pending.pop(node)[0])
             elif node.edges:
                 self.evaluate(pending, node)
             else:
-                gradient_of_input = pending.pop(node)[0]
-                assert gradient_of_input is not None
-                return gradient_of_input
+                return pending.pop(node)[0]
+        return None
 
     def run_until_saved(self, pending: Pending) -> None:
         """Evaluate the nodes up to the first one that needs a saved tensor, where a checkpoint starts to recompute."""

@@ -14,7 +14,10 @@ from planner.memory.layers.linear import linear
 from planner.memory.layers.norm import norm
 from planner.memory.layers.projections import latent_attention, self_attention
 from planner.memory.layers.recipe import Recipe
-from planner.models.shape import Experts, Layer, LayerProgram, Mlp
+from planner.models.shape import Experts, Layer, LayerProgram, Mlp, QkvLayout
+
+# Layout of Falcon's projections in models with two norms in a layer.
+FALCON_TWO_NORMS: QkvLayout = "grouped_repeated"
 
 
 def feed_forward(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
@@ -143,14 +146,18 @@ def olmo2(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
 
 
 def parallel(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
-    """Attention and MLP both read the layer's input, through one shared norm or one norm each."""
+    """Attention and MLP both read the layer's input, through one shared norm or one norm each.
+
+    Falcon computes both norms first, and variables hold them to the end.
+    """
     normed = norm(tape, recipe, layer.norms[0], x)
+    held = norm(tape, recipe, layer.norms[1], x) if layer.attention.qkv_layout == FALCON_TWO_NORMS else None
     mixed, weights = attention_block(tape, recipe, layer, normed)
     mixed = block_dropout(tape, recipe, layer, mixed)
-    if len(layer.norms) == 2:
+    if held is None and len(layer.norms) == 2:
         del normed
         normed = norm(tape, recipe, layer.norms[1], x)
-    fed = feed_forward(tape, recipe, layer, normed)
+    fed = feed_forward(tape, recipe, layer, normed if held is None else held)
     fed = block_dropout(tape, recipe, layer, fed)
     result = sum_of_three(tape, layer, x, mixed, fed)
     del weights

@@ -113,7 +113,7 @@ def quantized_linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor) -> T
     """
     if recipe.quantized == "8bit":
         return int8_linear(tape, module, x)
-    elements, stored = (0, 0, module.weight_params), recipe.weight_width
+    elements, stored = (0, 0, module.weight_params), recipe.quantized_width or recipe.weight_width
     compute = stored if recipe.quantized == "4bit" else recipe.compute_width
     narrow = op.cast(tape, x, compute)
     dequantized = tape.empty(elements, compute)

@@ -283,5 +283,7 @@ def measured_recipe(recipe: Recipe, shapes: LayerShapes) -> Recipe:
         lora_dropout=recipe.lora_dropout and adapted,
         dropout=recipe.dropout or not shapes.has_dropout,
         kernel=MEASURED_KERNELS[recipe.kernel],
+        input_width=0,
+        input_learns=True,
         device="cuda",
     )

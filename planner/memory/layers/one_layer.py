@@ -5,13 +5,14 @@ length then take a few multiplications. `tests/test_activations.py` compares the
 are equal to the byte.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.memory.layers.autograd import NOTHING, LiveBytes, Node, Pending, Size, Tape, Tensor, transfer_gradients
 from planner.memory.layers.decoder import PROGRAMS
+from planner.memory.layers.norm import norm
 from planner.memory.layers.recipe import Recipe
-from planner.models.shape import Layer
+from planner.models.shape import Layer, Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class LayerMemory:
     They contain the layer's output, which is the next layer's input. Autocast's weight copies, which are freed when the
     forward pass of the model ends, are the kind "autocast_copies". `forward` and `backward` are the peaks of the
     passes. A backward pass begins after the layer's output was freed, with the gradient of that output alive.
-    `inference` is the peak of a forward pass under `no_grad`.
+    `inference` is the peak of a forward pass under `no_grad`. `output_width`: bytes of one element of the output; 0: as
+    of the input.
     """
 
     saved: LiveBytes
@@ -52,6 +54,7 @@ class LayerMemory:
     backward: PassPeak
     checkpointed_backward: PassPeak
     inference: PassPeak
+    output_width: int = 0
 
 
 def upper_envelope(snapshots: list[LiveBytes]) -> PassPeak:
@@ -61,11 +64,6 @@ def upper_envelope(snapshots: list[LiveBytes]) -> PassPeak:
         if not any(all(a >= b for a, b in zip(other.total, snapshot.total, strict=True)) for other in kept):
             kept.append(snapshot)
     return PassPeak(tuple(kept))
-
-
-def residual_width(recipe: Recipe) -> int:
-    """Bytes of one element of the residual stream, which has the dtype of the embedding."""
-    return recipe.weight_width
 
 
 def take_peak(tape: Tape, base: LiveBytes) -> PassPeak:
@@ -101,7 +99,11 @@ def layer_memory(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerMe
         measured: LayerMemory = layer.measure(recipe, gradients_exist)
         return measured
     saved, forward, backward = plain_passes(layer, recipe, gradients_exist)
-    checkpoint, checkpointed_forward, checkpointed_backward = checkpointed_passes(layer, recipe, gradients_exist)
+    # checkpointing makes the embedding's output require a gradient
+    checkpoint, checkpointed_forward, checkpointed_backward = checkpointed_passes(
+        layer, replace(recipe, input_learns=True), gradients_exist
+    )
+    inference, output_width = inference_peaks(layer, recipe)
     return LayerMemory(
         saved=saved,
         checkpoint=checkpoint,
@@ -109,8 +111,39 @@ def layer_memory(layer: Layer, recipe: Recipe, gradients_exist: bool) -> LayerMe
         checkpointed_forward=checkpointed_forward,
         backward=backward,
         checkpointed_backward=checkpointed_backward,
-        inference=inference_peaks(layer, recipe),
+        inference=inference,
+        output_width=output_width,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class NormMemory:
+    """Memory of a norm after the last layer, above what was alive before it (its input included).
+
+    `saved`: alive until its backward pass, less its input if that is freed. `backward` begins with the gradient of its
+    output alive.
+    """
+
+    saved: Size
+    backward: PassPeak
+    output_width: int
+
+
+@lru_cache(maxsize=256)
+def norm_memory(module: Norm, recipe: Recipe) -> NormMemory:
+    """Memory of one norm in both passes."""
+    tape = Tape()
+    x = tape.leaf((module.features, 0, 0), recipe.input_width or recipe.weight_width)
+    before = tape.snapshot()
+    x = norm(tape, recipe, module, x)
+    last, elements, width = x.node, x.elements, x.width
+    assert isinstance(last, Node)
+    del x
+    tape.autocast_cache.clear()
+    saved, tape.snapshots = above(tape.snapshot(), before), []
+    tape.run_backward({last: [tape.empty(elements, width)]})
+    tape.close()
+    return NormMemory(saved.total, take_peak(tape, before), width)
 
 
 def plain_passes(layer: Layer, recipe: Recipe, gradients_exist: bool) -> tuple[LiveBytes, PassPeak, PassPeak]:
@@ -171,16 +204,16 @@ def keep_output(output: Tensor) -> None:
 
 def layer_input(tape: Tape, layer: Layer, recipe: Recipe) -> tuple[Tensor, LiveBytes]:
     """The layer's input, and the bytes alive before the layer runs."""
-    x = tape.leaf((layer.hidden_size, 0, 0), residual_width(recipe))
+    x = tape.leaf((layer.hidden_size, 0, 0), recipe.input_width or recipe.weight_width, learns=recipe.input_learns)
     before = tape.snapshot()
     tape.snapshots = []
     return x, before
 
 
-def inference_peaks(layer: Layer, recipe: Recipe) -> PassPeak:
-    """Peak of a forward pass under `no_grad`, above the layer's input."""
+def inference_peaks(layer: Layer, recipe: Recipe) -> tuple[PassPeak, int]:
+    """Peak of a forward pass under `no_grad`, above the layer's input; bytes of one element of the output."""
     tape = Tape(saving=False, grad_enabled=False)
     x, before = layer_input(tape, layer, recipe)
-    PROGRAMS[layer.program](tape, recipe, layer, x)
+    width = PROGRAMS[layer.program](tape, recipe, layer, x).width
     tape.close()
-    return take_peak(tape, before)
+    return take_peak(tape, before), width

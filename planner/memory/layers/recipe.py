@@ -7,6 +7,8 @@ from planner.memory.layers.autograd import Size
 
 Kernel = Literal["eager", "eager_masked", "flash", "flash_varlen", "efficient", "efficient_unmasked", "math"]
 
+QuantizedLinear = Literal["none", "4bit", "8bit", "dequantized"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
@@ -20,12 +22,16 @@ class Recipe:
     weight_width: int
     autocast_width: int
     trainable: bool
-    quantized: Literal["none", "4bit", "8bit", "dequantized"] = "none"
+    quantized: QuantizedLinear = "none"
+    # In which 4-bit weights are multiplied (`bnb_4bit_compute_dtype`); 0: that of the other weights.
+    quantized_width: int = 0
     lora_r: int = 0
     lora_targets: frozenset[str] = frozenset()
     # Adapters on the fused experts and their router (peft 0.21, `ParamWrapper`), which all-linear includes for mixtral.
     lora_experts: bool = False
     adapter_width: int = 4
+    input_width: int = 0  # of the layer's input, the residual stream; 0: that of the weights
+    input_learns: bool = True  # False: the input needs no gradient, as below the first adapters
     lora_dropout: bool = False
     dropout: bool = True  # the model's own dropout, if its config has one; DPO, KTO and reward trainers disable it
     kernel: Kernel = "flash"

@@ -79,7 +79,13 @@ def _padded_tokens(query: torch.Tensor, rows: int) -> int:
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int) -> torch.Tensor:
-    """Run `_FlashAttention` on heads padded to a multiple of `HEAD_ALIGNMENT`, as flash-attn does."""
+    """Run `_FlashAttention` on heads padded to a multiple of `HEAD_ALIGNMENT`, as flash-attn does.
+
+    Raises:
+        RuntimeError: the tensors have another dtype than its kernels.
+    """
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     head = query.size(-1)
     missing = -head % HEAD_ALIGNMENT
     if missing:

@@ -54,6 +54,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization, dtype: torch.dt
                 _store_4bit(module, quantization == "nf4-double", dtype)
             else:
                 _store_8bit(module)
+    model.config._is_quantized = True  # transformers 5.23, quantizers/base.py, `_assign_is_quantized`
     vars(model)["is_loaded_in_8bit" if quantization == "int8" else "is_loaded_in_4bit"] = True
 
 
@@ -136,6 +137,29 @@ def dequantized_bytes(
 def workspaces() -> Mapping[Any, Callable[..., int]]:
     """Return bitsandbytes' operators that allocate a workspace, with a function for its bytes."""
     return {torch.ops.bitsandbytes.gemm_4bit.default: dequantized_bytes}
+
+
+@contextlib.contextmanager
+def four_bit_weights_on_a_gpu(trainer_module: Any) -> Iterator[None]:
+    """Let online DPO prepare a 4-bit model as one whose weights are on a GPU.
+
+    TRL takes 4-bit weights on the CPU or the meta device for those of a sharded model, whose other parameters it leaves
+    as they are (trl 1.16, experimental/utils.py, `prepare_peft_model`). It does not find the 4-bit weights here; all
+    that it does to parameters is for the others.
+    """
+    prepare = trainer_module.prepare_peft_model
+
+    def prepared(model: PreTrainedModel, *args: Any) -> Any:
+        named = model.named_parameters
+
+        def without_4bit(*args: Any, **settings: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            return (each for each in named(*args, **settings) if not isinstance(each[1], bitsandbytes.nn.Params4bit))
+
+        with substituted(model, "named_parameters", without_4bit):
+            return prepare(model, *args)
+
+    with substituted(trainer_module, "prepare_peft_model", prepared):
+        yield
 
 
 class _Product8bit(torch.autograd.Function):

@@ -1,0 +1,58 @@
+"""Dtypes of the unquantized parameters of a bitsandbytes model whose trainer calls PEFT's k-bit preparation.
+
+`prepare_model_for_kbit_training` casts all of them to float32; the trainer then casts some back to bfloat16. TRL's
+stable trainers do not call it: everything keeps the dtype in which the model is loaded.
+"""
+
+from typing import NamedTuple
+
+from planner.cache_keys import StateInput
+from planner.candidate import BITSANDBYTES
+from planner.memory.parameters.tensors import Part
+
+FLOAT32_BYTES = 4
+SIXTEEN_BIT_BYTES = 2
+
+
+class PreparedBytes(NamedTuple):
+    """Bytes of one parameter of a part of the model."""
+
+    embedding: int
+    position: int
+    head: int
+    rest: int  # norms, biases, routers, fused experts, projections that bitsandbytes does not convert
+
+    def of(self, part: Part) -> int:
+        """Bytes of one parameter of `part`."""
+        return {"embedding": self.embedding, "position": self.position, "head": self.head}.get(part, self.rest)
+
+
+ALL_FLOAT32 = PreparedBytes(FLOAT32_BYTES, FLOAT32_BYTES, FLOAT32_BYTES, FLOAT32_BYTES)
+
+# What is left on a 4-bit base with bf16. On an 8-bit base, and without bf16, everything stays in float32.
+# Source: trl 1.16, experimental/cpo/cpo_trainer.py:208-253 and experimental/orpo/orpo_trainer.py:218-263 with
+# experimental/utils.py:950 (`peft_module_casting_to_bf16`: modules named lm_head, embed_tokens, wte, wpe);
+# experimental/online_dpo/online_dpo_trainer.py:319 with experimental/utils.py:907 (`prepare_peft_model`: all).
+EMBEDDINGS_AND_HEAD = PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, FLOAT32_BYTES)
+FOUR_BIT: dict[str, PreparedBytes] = {
+    "cpo": EMBEDDINGS_AND_HEAD,
+    "orpo": EMBEDDINGS_AND_HEAD,
+    "online-dpo": PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES),
+}
+
+# Parts that `peft_module_casting_to_bf16` does not find, because their modules have other names.
+# Source: transformers 5.23, models/gpt_neox/modeling_gpt_neox.py (embed_in), models/opt/modeling_opt.py
+# (embed_positions).
+OTHER_NAMES: dict[str, tuple[Part, ...]] = {"gpt_neox": ("embedding",), "opt": ("position",)}
+
+
+def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
+    """Return the dtypes that k-bit preparation leaves; None if the trainer does not call it."""
+    if candidate.quantization not in BITSANDBYTES or candidate.method not in FOUR_BIT:
+        return None
+    if candidate.quantization == "int8" or candidate.precision != "bf16":
+        return ALL_FLOAT32
+    left = FOUR_BIT[candidate.method]
+    if left.rest == SIXTEEN_BIT_BYTES:
+        return left
+    return left._replace(**dict.fromkeys(OTHER_NAMES.get(candidate.model.model_type, ()), FLOAT32_BYTES))

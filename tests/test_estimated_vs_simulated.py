@@ -1,0 +1,119 @@
+"""The formulas against the dry run: the recorded comparison, and some of its rows run again."""
+
+import json
+from statistics import mean
+
+import pytest
+
+from planner.candidate import Candidate
+from planner.errors import InputError
+from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import single_candidate
+from planner.jobs.job import Job
+from planner.memory.kbit_preparation import prepared_bytes
+from planner.models.catalogue import load_model
+from scripts import compare_simulated
+
+# One row for each thing that only some trainers do: k-bit preparation, generation without autocast or without a cache,
+# soft caps with FlashAttention, dropout that stays on.
+AGAIN = (
+    "SmolLM2-360M online-dpo qlora bfloat16 4x1024 completion 512 checkpointed padded sdpa r8",
+    "EXAONE-4.0-1.2B grpo lora float32 2x8192 completion 4096 sdpa r8",
+    "gemma-2-2b grpo qlora bfloat16 2x4096 completion 1024 checkpointed padded flash_attention_2 r8",
+    "opt-125m kto lora bfloat16 4x2048 checkpointed padded flash_attention_2 r8",
+    "OLMo-2-0425-1B orpo qlora bfloat16 2x1024 padded sdpa r8",
+)
+WITHIN = 0.01
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Candidate]:
+    return {compare_simulated.key(*each): each[1] for each in compare_simulated.candidates()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", AGAIN)
+def test_a_row_run_again_is_within_a_percent(key: str, wanted: dict[str, Candidate]) -> None:
+    row = compare_simulated.estimated(compare_simulated.simulated(key.split()[0], wanted[key]), wanted[key])
+    assert compare_simulated.error(row) == pytest.approx(0, abs=WITHIN)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[compare_simulated.Row]:
+    return [json.loads(line) for line in compare_simulated.ROWS.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def errors(rows: list[compare_simulated.Row]) -> dict[str, float]:
+    return {str(row["key"]): compare_simulated.error(row) for row in rows if "error" not in row}
+
+
+class TestTheRecord:
+    def test_the_mean_is_three_tenths_of_a_percent(self, errors: dict[str, float]) -> None:
+        assert len(errors) > 900
+        assert mean(map(abs, errors.values())) < 0.003
+
+    def test_what_is_off_by_more_than_two_and_a_half_percent_has_a_cause(self, errors: dict[str, float]) -> None:
+        far = [key for key, error in errors.items() if abs(error) > 0.025]
+        assert [key for key in far if compare_simulated.cause(key) == "unexplained"] == []
+        assert len(far) < 12
+
+    def test_the_rows_are_those_of_the_script(
+        self, rows: list[compare_simulated.Row], wanted: dict[str, Candidate]
+    ) -> None:
+        assert {row["key"] for row in rows} == set(wanted)
+
+
+class TestKbitPreparation:
+    def candidate(self, model: str = "Qwen3-0.6B", **settings: object) -> Candidate:
+        arguments = {"tuning": "lora", "quantization": "nf4", "method": "orpo", **settings}
+        return Candidate(model=load_model(model), **arguments)  # type: ignore[arg-type]
+
+    def test_orpo_leaves_norms_in_float32_and_the_embedding_in_bfloat16(self) -> None:
+        prepared = prepared_bytes(self.candidate())
+        assert prepared is not None
+        assert (prepared.embedding, prepared.head, prepared.rest) == (2, 2, 4)
+
+    def test_an_embedding_of_another_name_stays_in_float32(self) -> None:
+        prepared = prepared_bytes(self.candidate("pythia-410m"))
+        assert prepared is not None
+        assert (prepared.embedding, prepared.head) == (4, 2)
+
+    def test_an_8_bit_base_stays_in_float32(self) -> None:
+        prepared = prepared_bytes(self.candidate(quantization="int8"))
+        assert prepared is not None
+        assert prepared.embedding == 4
+
+    def test_stable_trainers_do_not_prepare(self) -> None:
+        assert prepared_bytes(self.candidate(method="dpo")) is None
+
+
+class TestFlashAttentionInFloat32:
+    def job(self, method: str, **pinned: object) -> Job:
+        return Job(
+            model=load_model("Qwen2.5-1.5B"),
+            method=method,  # type: ignore[arg-type]
+            tuning="lora",
+            pinned={"attn_implementation": "flash_attention_2", **pinned},
+        )
+
+    @pytest.mark.parametrize(
+        ("method", "pinned"),
+        [
+            ("distillation", {"dtype": "float32"}),
+            ("grpo", {"dtype": "float32", "vllm": "off"}),
+            ("sft", {"dtype": "float32", "precision": "no"}),
+        ],
+    )
+    def test_is_refused(self, method: str, pinned: dict[str, object]) -> None:
+        with pytest.raises(InputError, match="has kernels for 16 bits only"):
+            single_candidate(self.job(method, **pinned), parse_cluster("1xA100-40G", None))
+
+    def test_autocast_makes_16_bits_of_it(self) -> None:
+        assert single_candidate(self.job("sft", dtype="float32"), parse_cluster("1xA100-40G", None))
+
+
+def test_checkpointing_takes_the_cache_from_online_dpo() -> None:
+    candidate = Candidate(model=load_model("Qwen2.5-1.5B"), method="online-dpo", gradient_checkpointing=True)
+    assert candidate.generates_without_cache
+    assert not Candidate(model=candidate.model, method="grpo", gradient_checkpointing=True).generates_without_cache
