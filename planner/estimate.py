@@ -5,12 +5,13 @@ from functools import lru_cache
 
 from planner.cache_keys import TrainingSettings, state_settings, training_settings
 from planner.candidate import Candidate
-from planner.confidence import fit_probability_of, interval_bytes
+from planner.confidence import fit_probability_of, interval_bytes, quantile
 from planner.gpus.cluster import Cluster, Gpu
 from planner.memory.engine.budget import EngineMemory, engine_memory
 from planner.memory.engine.settings import engine_settings
 from planner.memory.host import host_peak_bytes
 from planner.memory.peak import training_phases, with_engine
+from planner.memory.slack import cache_shares
 from planner.memory.states import state_memory
 from planner.quantities import TOTAL_BYTES, Estimate, GpuMemory, GpuRole, PhaseMemory
 from planner.throughput.step import training_seconds, with_generation
@@ -97,7 +98,8 @@ def gpus_of(
     if candidate.vllm == "colocate" and engine is not None:
         role = "train+vllm"
         phases, details = tuple(with_engine(phase, engine) for phase in phases), details | engine_details(engine)
-    gpus = [gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk)]
+    cache = cache_shares(candidate, quantile(risk))
+    gpus = [gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk, cache)]
     if candidate.vllm == "server" and engine is not None:
         serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})
         count = candidate.server_gpus
@@ -112,7 +114,9 @@ def gpu_memory(
     phases: tuple[PhaseMemory, ...],
     details: dict[str, dict[str, int]],
     risk: float,
+    cache: tuple[float, float] = (0.0, 0.0),
 ) -> GpuMemory:
+    """Memory of the GPUs of one role. `cache`: see `cache_shares`, planner/memory/slack.py."""
     heaviest = max(phases, key=TOTAL_BYTES)
     return GpuMemory(
         role=role,
@@ -121,6 +125,8 @@ def gpu_memory(
         phases=phases,
         interval_bytes=interval_bytes(heaviest, risk),
         details=details,
+        cache_share=cache[0],
+        cache_reach=cache[1],
     )
 
 

@@ -1,5 +1,6 @@
 """Quantities of estimates and measurements: memory by phase and component on each GPU, and speed."""
 
+import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
@@ -47,6 +48,17 @@ class PhaseMemory:
         object.__setattr__(self, "total_bytes", sum(self.components.values()))
 
 
+# Components that are alive in every phase, and those that PyTorch's allocator does not hand out.
+RESIDENT: tuple[Component, ...] = ("weights", "adapters", "optimizer_states")
+OUTSIDE_THE_ALLOCATOR: tuple[Component, ...] = ("runtime", "engine", "fragmentation")
+
+
+def coming_and_going_bytes(components: dict[Component, int]) -> int:
+    """Bytes of tensors that are allocated and freed within a step, which PyTorch's allocator keeps blocks for."""
+    kept = sum(components.get(component, 0) for component in RESIDENT + OUTSIDE_THE_ALLOCATOR)
+    return sum(components.values()) - kept
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuMemory:
     """Memory of the `count` equal GPUs of one role. `details` splits components: {"engine_budget": {"weights": ..}}."""
@@ -57,6 +69,10 @@ class GpuMemory:
     phases: tuple[PhaseMemory, ...]
     interval_bytes: tuple[int, int]  # of the peak, at the job's risk
     details: dict[str, dict[str, int]]
+    # What PyTorch's allocator keeps where there is room, as a share of what comes and goes, and by how much more it may
+    # be at the job's risk (planner/memory/slack.py).
+    cache_share: float = 0.0
+    cache_reach: float = 0.0
     peak: PhaseMemory = field(init=False)  # the heaviest phase, the first of equals
 
     def __post_init__(self) -> None:
@@ -69,6 +85,40 @@ class GpuMemory:
     @property
     def peak_phase(self) -> Phase:
         return self.peak.name
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What PyTorch's allocator reserves on a card with room, `torch.cuda.max_memory_reserved`."""
+        return max(
+            phase.total_bytes
+            - sum(phase.components.get(component, 0) for component in OUTSIDE_THE_ALLOCATOR)
+            + self._cache_bytes(phase)
+            for phase in self.phases
+        )
+
+    @property
+    def nvidia_smi_bytes(self) -> int:
+        """What the driver shows for the process: the allocator keeps cached blocks as long as there is room."""
+        return min(
+            max(self.capacity_bytes, self.peak_bytes),
+            max(
+                phase.total_bytes - phase.components.get("fragmentation", 0) + self._cache_bytes(phase)
+                for phase in self.phases
+            ),
+        )
+
+    @property
+    def nvidia_smi_interval_bytes(self) -> tuple[int, int]:
+        """Interval of `nvidia_smi_bytes` at the job's risk, from those of the peak and of the cache."""
+        shown, most = self.nvidia_smi_bytes, max(self.capacity_bytes, self.interval_bytes[1])
+        cache = max(self.cache_reach * coming_and_going_bytes(phase.components) for phase in self.phases)
+        reach = math.hypot(self.interval_bytes[1] - self.peak_bytes, cache)
+        return max(0, min(self.interval_bytes[0], shown), int(shown - reach)), min(most, int(shown + reach))
+
+    def _cache_bytes(self, phase: PhaseMemory) -> int:
+        """The allocator's cache in a phase, its slack included."""
+        cache = int(self.cache_share * coming_and_going_bytes(phase.components))
+        return max(cache, phase.components.get("fragmentation", 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,9 +49,8 @@ Quantities: *allocated* is tensors and cuBLAS workspaces; *reserved* has the all
 
 Causes of the larger errors, read in the sources of the programs that were run:
 
-- The estimator's slack is what the allocator cannot give away when memory runs out (`allocator_slack.md`). A run with
-  room to spare keeps all it ever freed, loading included, so reserved and process figures lie above what the step
-  itself needs: Qwen LoRA by a constant 2 to 3 GiB at every length up to 2,048 tokens, TRL's notebooks, fsdp_qlora.
+- Reserved and process figures are compared with the allocator's cache of a run with room to spare
+  (`replay_slack.md`), which counts no memory that loading left reserved: TRL's notebooks, fsdp_qlora.
 - litgpt QLoRA, LLaMA-Factory's QLoRA of June 2024: bitsandbytes before 0.43.3 kept the input of every 4-bit layer for a
   gradient that nobody asks for (its pull request 1270, July 2024; litgpt had 0.42). Counted as well, the twelve litgpt
   rows come to -9 % in the median (-3 to -17 %, the gated feed-forwards lowest, unexplained), LLaMA-Factory's Qwen2-7B
@@ -123,19 +122,21 @@ def _row(row: dict[str, Any]) -> Row:
 
 
 def compared(row: Row) -> Compared:
-    phases = estimate(row.candidate, row.cluster).gpus[0].phases
+    gpu = estimate(row.candidate, row.cluster).gpus[0]
+    phases = gpu.phases
     phase = max(phases, key=lambda phase: phase.total_bytes)
     if row.quantity == "after step":
         phase = next(phase for phase in phases if phase.name == "optimizer_step")
         kept = sum(phase.components.get(component, 0) for component in RESIDENT)
         return Compared(row=row, computed_bytes=kept + _workspaces_bytes(row, phase) + _held_bytes(row), phase=phase)
-    outside = (
-        0
-        if row.quantity in ("process", "over")
-        else context_bytes(row.cluster.gpu) + nccl_bytes(row.candidate, row.cluster.gpu)
-    )
-    slack = phase.components["fragmentation"] if row.quantity == "allocated" else 0
-    return Compared(row=row, computed_bytes=phase.total_bytes - outside - slack, phase=phase)
+    outside = context_bytes(row.cluster.gpu) + nccl_bytes(row.candidate, row.cluster.gpu)
+    computed_bytes = {
+        "allocated": phase.total_bytes - outside - phase.components.get("fragmentation", 0),
+        "reserved": gpu.nvidia_smi_bytes - outside,
+        "process": gpu.nvidia_smi_bytes,
+        "over": phase.total_bytes,
+    }[row.quantity]
+    return Compared(row=row, computed_bytes=computed_bytes, phase=phase)
 
 
 def _workspaces_bytes(row: Row, phase: PhaseMemory) -> int:

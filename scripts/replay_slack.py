@@ -4,7 +4,8 @@
 
 Needs the dryrun extra. A step's trace is replayed (planner/allocator) on ever smaller cards until it runs out of
 memory: the slack is the smallest card less the peak of allocated bytes. Replayed on a card without a limit, it reserves
-more: the cache is the peak of reserved bytes less the peak of allocated bytes. Rows that are in the .jsonl are not
+more: the cache is the peak of reserved bytes less the peak of allocated bytes. Both are given as shares of what comes
+and goes: the peak of allocated bytes less weights, adapters and optimizer states. Rows that are in the .jsonl are not
 measured again.
 """
 
@@ -27,9 +28,12 @@ from planner.allocator.trace import STAYS, Trace
 from planner.binary_search import largest
 from planner.candidate import Candidate
 from planner.errors import PlanError
+from planner.estimate import estimate
 from planner.gpus.catalogue import load_gpu
+from planner.gpus.parse import parse_cluster
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
+from planner.quantities import Component
 from planner.units import MIB
 from probes.dryrun.simulate import trace_step
 
@@ -38,6 +42,8 @@ ROWS, TABLE = RESULTS / "replay_slack.jsonl", RESULTS / "replay_slack.md"
 GPU = load_gpu("H200")
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Llama-3.2-1B", "gemma-3-1b-it", "Qwen3-1.7B", "Qwen2.5-7B")
 METHODS_DRAWN = ("sft", "sft", "dpo", "reward", "grpo", "kto", "orpo", "distillation")
+CLUSTER = parse_cluster("1xH200", None)
+RESIDENT: tuple[Component, ...] = ("weights", "adapters", "optimizer_states")
 SEED, COUNT = 20261123, 120
 SHARES = (0.6, 0.85, 0.7, 1.0)  # of the longest batch, in the order of the run; the longest comes last
 STEP_MIB = 20  # a page of an expandable segment: budgets are not told apart more finely
@@ -97,11 +103,18 @@ def measured(candidate: Candidate) -> Row:
         "tuning": candidate.tuning if candidate.quantization == "none" else "qlora",
         "checkpointing": candidate.gradient_checkpointing,
         "allocated_bytes": trace.peak_bytes,
+        "resident_bytes": resident_bytes(candidate),
         "budget_bytes": smallest_budget_bytes(trace, False, warm_up),
         "expandable_budget_bytes": smallest_budget_bytes(trace, True, warm_up),
         "reserved_bytes": reserved[False],
         "expandable_reserved_bytes": reserved[True],
     }
+
+
+def resident_bytes(candidate: Candidate) -> int:
+    """Bytes that are alive in every phase: weights, adapters and optimizer states."""
+    step = next(phase for phase in estimate(candidate, CLUSTER).gpus[0].phases if phase.name == "optimizer_step")
+    return sum(step.components.get(component, 0) for component in RESIDENT)
 
 
 def varied(candidate: Candidate) -> Row:
@@ -152,8 +165,9 @@ def table(rows: list[Row]) -> Iterator[str]:
     """The page: reserved over allocated bytes by recipe, then every row."""
     yield "# What PyTorch's allocator reserves beyond the tensors, in replays of whole dry runs\n"
     yield "Written by `python -m scripts.replay_slack`. One process, all layers, kernels of a GPU with FlashAttention."
-    yield "Reserved over allocated bytes, less one. *Smallest card*: the least on which the step runs, in steps of"
-    yield "20 MiB; what a step needs. *No limit*: what `torch.cuda.max_memory_reserved` says on a card with room to"
+    yield "Shares: reserved less allocated bytes, over what comes and goes (allocated bytes less weights, adapters and"
+    yield "optimizer states). *Smallest card*: the least on which the step runs, in steps of 20 MiB; what a step needs."
+    yield "*No limit*: what `torch.cuda.max_memory_reserved` says on a card with room to"
     shares = ", ".join(f"{share:.0%}" for share in SHARES)
     yield f"spare, after steps of equal batches. *Lengths differ*: after batches of {shares} of the longest;"
     yield "only of candidates with padding.\n"
@@ -167,15 +181,18 @@ def table(rows: list[Row]) -> Iterator[str]:
             if len(found) > 1:
                 points = (found[0], median(found), found[9 * len(found) // 10], found[-1], stdev(found))
                 yield f"| {recipe} | {len(found)} | {title} | {' | '.join(f'{point:.1%}' for point in points)} |"
-    yield f"\n| candidate | allocated GiB | {' | '.join(title for title, _ in COLUMNS)} |"
-    yield "|---|---|" + "---|" * len(COLUMNS)
+    yield f"\n| candidate | allocated GiB | comes and goes | {' | '.join(title for title, _ in COLUMNS)} |"
+    yield "|---|---|---|" + "---|" * len(COLUMNS)
     for row in rows:
         cells = " | ".join(f"{share(row, key):.1%}" if key in row else "" for _, key in COLUMNS)
-        yield f"| {row['candidate']} | {int(str(row['allocated_bytes'])) / 2**30:.2f} | {cells} |"
+        allocated, resident = (int(str(row[name])) / 2**30 for name in ("allocated_bytes", "resident_bytes"))
+        yield f"| {row['candidate']} | {allocated:.2f} | {allocated - resident:.2f} | {cells} |"
 
 
 def share(row: Row, key: str) -> float:
-    return int(str(row[key])) / int(str(row["allocated_bytes"])) - 1
+    """What a row reserves beyond the tensors, over what comes and goes."""
+    reserved, allocated, resident = (int(str(row[name])) for name in (key, "allocated_bytes", "resident_bytes"))
+    return (reserved - allocated) / (allocated - resident)
 
 
 def main() -> None:

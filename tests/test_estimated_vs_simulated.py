@@ -10,7 +10,7 @@ from planner.errors import InputError
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
-from planner.memory.kbit_preparation import prepared_bytes
+from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.models.catalogue import load_model
 from scripts import compare_simulated
 

@@ -36,7 +36,7 @@ WORST: dict[str, float] = {
     "Qwen LoRA, ZeRO-3 on four GPUs": 0.18,
     "Qwen Q-LoRA (GPTQ, ZeRO-2 on one GPU)": 0.38,
     "TRL notebook sft": 0.25,  # includes memory that loading left reserved
-    "TRL notebook grpo": 0.25,  # prompts assumed
+    "TRL notebook grpo": 0.30,  # prompts assumed, completions at the cap
     "fsdp_qlora, FSDP": 0.36,
     "fsdp_qlora, DDP": 0.27,
     "LLaMA-Factory": 0.62,  # lengths of rows, remote code
@@ -76,7 +76,7 @@ class TestPublishedFigures:
             for one in compare_published.all_compared()[0]
             if one.row.id.startswith("qwen1-7b-lora-")
         }
-        computed = rows[8192].computed_bytes - rows[256].computed_bytes
+        computed = rows[8192].phase.total_bytes - rows[256].phase.total_bytes
         published = rows[8192].row.measured_bytes - rows[256].row.measured_bytes
         assert computed == pytest.approx(published, rel=SLOPE_WITHIN)
 

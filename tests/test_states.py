@@ -1,8 +1,9 @@
 """Bytes on one GPU: parameters, weights, adapters, gradients and the runtime, against the libraries' modules."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 
 import pytest
 from hypothesis import given, settings
@@ -21,13 +22,12 @@ from planner.memory.parameters.policy import Parameters, parameters
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes
 from planner.memory.runtime import (
     CONTEXT_BYTES,
-    SLACK_SHARDED_THOUSANDTHS,
     SLACK_THOUSANDTHS,
     SMALL_CARD_CONTEXT_BYTES,
     context_bytes,
     cublas_bytes,
-    fragmentation_bytes,
 )
+from planner.memory.slack import EXPANDABLE_SLACK_BYTES, GATHERED_SLACK, SHARES, fragmentation_bytes
 from planner.memory.weights import (
     policy_weights_bytes,
     quantized_bytes,
@@ -39,8 +39,9 @@ from planner.memory.weights import (
 )
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import DEFAULT_TARGETS
+from planner.quantities import Component
 from planner.units import GIB, MIB
-from scripts import allocator_slack
+from scripts import allocator_slack, replay_slack
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN = "Qwen/Qwen2.5-7B"
@@ -337,10 +338,25 @@ class TestRuntime:
             ours = SMALL_CARD_CONTEXT_BYTES if name == "small" else CONTEXT_BYTES[tuple(map(int, name.split(".")))]  # type: ignore[index]
             assert abs(median(values) - ours / MIB) < MEASURED_WITHIN_MIB
 
-    def test_slack_is_the_median_of_the_messages(self) -> None:
+    def test_slack_of_gathered_layers_is_the_median_of_the_messages(self) -> None:
         report = allocator_slack
         ratios = [median(report.slack_ratios(report.load_rows(), gathers)) for gathers in (False, True)]
-        assert [round(1000 * ratio) for ratio in ratios] == [SLACK_THOUSANDTHS, SLACK_SHARDED_THOUSANDTHS]
+        assert [round(1000 * ratio) for ratio in ratios] == [SLACK_THOUSANDTHS, GATHERED_SLACK]
+
+    @pytest.mark.parametrize(("full", "checkpointing", "expandable"), SHARES)
+    def test_shares_are_those_of_the_replays(self, full: bool, checkpointing: bool, expandable: bool) -> None:
+        lines = replay_slack.ROWS.read_text(encoding="utf-8").splitlines()
+        kind = [
+            row
+            for row in map(json.loads, lines)
+            if (row["tuning"] == "full", row["checkpointing"]) == (full, checkpointing)
+        ]
+        found = []
+        for key in ("budget_bytes", "reserved_bytes", "varied_reserved_bytes"):
+            name = f"expandable_{key}" if expandable else key
+            shares = [replay_slack.share(row, name) for row in kind if name in row]
+            found += [round(1000 * median(shares)), round(1000 * stdev(shares))]
+        assert SHARES[full, checkpointing, expandable] == tuple(found)
 
     def test_the_report_is_up_to_date(self, capsys: pytest.CaptureFixture[str]) -> None:
         allocator_slack.main()
@@ -353,10 +369,19 @@ class TestRuntime:
             < context_bytes(load_gpu("H100"))
         )
 
-    def test_expandable_segments_leave_next_to_nothing(self) -> None:
-        plain = candidate()
-        assert fragmentation_bytes(10**10, plain) == 110_000_000
-        assert fragmentation_bytes(10**10, replace(plain, expandable_segments=True)) == 22 * MIB
+    def test_slack_is_a_share_of_what_comes_and_goes(self) -> None:
+        plain = candidate(tuning="full", gradient_checkpointing=False)
+        weights: dict[Component, int] = {"weights": 10**10}
+        assert fragmentation_bytes(weights, plain) == 0
+        assert fragmentation_bytes({**weights, "activations": 10**10}, plain) == 230_000_000
+        expandable = replace(plain, expandable_segments=True)
+        assert fragmentation_bytes({**weights, "activations": 10**9}, expandable) == EXPANDABLE_SLACK_BYTES
+
+    def test_zero_3_keeps_more_and_fsdp2_does_not(self) -> None:
+        alone = candidate(num_processes=8, sharding="ddp")
+        parts: dict[Component, int] = {"weights": 10**10, "activations": 10**9}
+        assert fragmentation_bytes(parts, replace(alone, sharding="zero3")) == 792_000_000
+        assert fragmentation_bytes(parts, replace(alone, sharding="fsdp2")) == fragmentation_bytes(parts, alone)
 
 
 class TestHost:

@@ -6,11 +6,11 @@ from planner.cache_keys import TrainingInput, state_settings
 from planner.candidate import SHARDED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import StackMemory, stack_memory
-from planner.memory.kbit_preparation import prepared_bytes
 from planner.memory.layers.autograd import NOTHING, LiveBytes
 from planner.memory.layers.one_layer import NormMemory, PassPeak, norm_memory
 from planner.memory.layers.recipe import Recipe
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
+from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, policy_stack
 from planner.memory.states import StateMemory, state_memory
 from planner.models.shape import Norm

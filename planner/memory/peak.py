@@ -26,7 +26,7 @@ from planner.memory.passes import (
     total_bytes,
     without_offloaded,
 )
-from planner.memory.runtime import fragmentation_bytes
+from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import frozen_recipe, generation_stack, without_adapters
 from planner.quantities import Phase, PhaseMemory
 
@@ -54,8 +54,7 @@ def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ..
 
 def phase_memory(name: Phase, components: Components, candidate: TrainingInput) -> PhaseMemory:
     """One row of the table: components that are not 0, and the allocator's slack on all that PyTorch allocated."""
-    allocated_bytes = sum(components.values()) - components.get("runtime", 0)
-    every = {**components, "fragmentation": fragmentation_bytes(allocated_bytes, candidate)}
+    every = {**components, "fragmentation": fragmentation_bytes(components, candidate)}
     return PhaseMemory(name=name, components={component: size for component, size in every.items() if size})
 
 

@@ -1,6 +1,5 @@
-"""Runtime: memory of a process on its GPU that holds no tensor: CUDA context, cuBLAS, and the allocator's slack."""
+"""Runtime: memory of a process on its GPU that holds no tensor: the CUDA context and cuBLAS workspaces."""
 
-from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Gpu
 from planner.units import GIB, MIB
 
@@ -33,13 +32,9 @@ HOPPER = (9, 0)
 CUBLAS_HANDLES = 2  # one for the thread of the forward pass, one for the thread of autograd
 
 # Bytes that the caching allocator has reserved and cannot use when it runs out of memory, in thousandths of the
-# allocated bytes. Source: results/allocator_slack.md (medians of runs without and with gathered layers, ZeRO-3 and
-# FSDP).
+# allocated bytes: the difference up to which two cards count as alike. Source: results/allocator_slack.md (median of
+# runs without gathered layers).
 SLACK_THOUSANDTHS = 11
-SLACK_SHARDED_THOUSANDTHS = 72
-# With expandable segments only the last page of the small and of the large pool is unused.
-# Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB).
-EXPANDABLE_SLACK_BYTES = 22 * MIB
 
 
 def context_bytes(gpu: Gpu) -> int:
@@ -68,19 +63,3 @@ def runtime_bytes(gpu: Gpu) -> int:
     Example: 517.2 MiB on an A100. Leaves out NCCL (communication.py) and vLLM's own memory (engine/budget.py).
     """
     return context_bytes(gpu) + cublas_bytes(gpu)
-
-
-def fragmentation_bytes(allocated_bytes: int, candidate: TrainingInput) -> int:
-    """Bytes that the caching allocator has reserved and no tensor can use when memory runs out, on one GPU.
-
-        slack = 1.1 % of the allocated bytes; 7.2 % with gathered layers (ZeRO-3, FSDP2); 22 MiB with expandable
-        segments
-
-    Before an out-of-memory error the allocator returns every segment that is free as a whole. The rest counts: the
-    "reserved but unallocated" bytes of the error message, not the much larger cache of a run with room to spare.
-    Source: results/allocator_slack.md. Example: 30 GiB allocated: 0.33 GiB.
-    """
-    if candidate.expandable_segments:
-        return min(EXPANDABLE_SLACK_BYTES, allocated_bytes)
-    gathers = candidate.sharding in ("zero3", "fsdp2") and (candidate.num_processes > 1 or candidate.offload_param)
-    return allocated_bytes * (SLACK_SHARDED_THOUSANDTHS if gathers else SLACK_THOUSANDTHS) // 1000

@@ -6,8 +6,8 @@ from functools import lru_cache
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
 from planner.memory.adapters import adapter_dtype_bytes
-from planner.memory.kbit_preparation import prepared_bytes
 from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
+from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.policy import SUBCLASSED_LINEARS
 from planner.methods import WITHOUT_AUTOCAST

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED, DTYPE_BYTES, Quantization
-from planner.memory.kbit_preparation import PreparedBytes, prepared_bytes
+from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
 from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import sharded_bytes
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes

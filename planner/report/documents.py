@@ -235,6 +235,17 @@ class Gpus(Document, frozen=True):
     peak_bytes: Annotated[Bytes, Meta(description="Memory that the heaviest phase needs on one card.")]
     peak_phase: Annotated[Phase, Meta(description="The heaviest phase.")]
     interval_bytes: Interval
+    reserved_bytes: Annotated[
+        Bytes,
+        Meta(description="What PyTorch's allocator reserves where there is room: torch.cuda.max_memory_reserved."),
+    ]
+    nvidia_smi_bytes: Annotated[
+        Bytes, Meta(description="What the driver shows for the process: the peak with the allocator's cache.")
+    ]
+    nvidia_smi_interval_bytes: Annotated[
+        tuple[Bytes, Bytes],
+        Meta(description="Bounds of nvidia_smi_bytes at the accepted risk, batches of differing lengths included."),
+    ]
     phases: Annotated[tuple[PhaseReport, ...], Meta(min_length=1)]
     details: Annotated[
         dict[str, dict[str, Bytes]],

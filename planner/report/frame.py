@@ -62,6 +62,8 @@ def _row(label: str, estimate: Estimate) -> dict[str, object]:
         "evidence": estimate.evidence,
         "peak_bytes": heaviest.peak_bytes,
         "peak_phase": heaviest.peak_phase,
+        "reserved_bytes": heaviest.reserved_bytes,
+        "nvidia_smi_bytes": heaviest.nvidia_smi_bytes,
         "capacity_bytes": heaviest.capacity_bytes,
         "tokens_per_second": estimate.throughput.tokens_per_second,
         "step_seconds": estimate.throughput.step_seconds,

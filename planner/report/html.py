@@ -19,6 +19,7 @@ from planner.report.shown_settings import shown_settings
 from planner.report.words import (
     describe_candidate,
     describe_cluster,
+    describe_driver,
     describe_evidence,
     describe_fit,
     describe_speed,
@@ -105,6 +106,7 @@ def _page(
     texts = {
         "words": describe_candidate(best.candidate),
         "verdict": describe_fit(best),
+        "driver": describe_driver(best),
         "speed": describe_speed(best),
         "lines": shown_settings(best.candidate),
         "evidence": describe_evidence(best),

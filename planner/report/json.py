@@ -102,6 +102,9 @@ def _gpus(gpu: GpuMemory) -> Gpus:
         peak_bytes=gpu.peak_bytes,
         peak_phase=gpu.peak_phase,
         interval_bytes=gpu.interval_bytes,
+        reserved_bytes=gpu.reserved_bytes,
+        nvidia_smi_bytes=gpu.nvidia_smi_bytes,
+        nvidia_smi_interval_bytes=gpu.nvidia_smi_interval_bytes,
         phases=tuple(phase_report(phase) for phase in gpu.phases),
         details=gpu.details,
     )

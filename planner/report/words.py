@@ -107,6 +107,16 @@ def describe_fit(estimate: Estimate) -> str:
     return f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over · {peak}"
 
 
+def describe_driver(estimate: Estimate) -> str:
+    """Return what nvidia-smi shows for the GPUs with the least room: `nvidia-smi shows 38.6 GiB, or up to 39.5`.
+
+    It is more than the peak where there is room: PyTorch keeps blocks that it could give back.
+    """
+    gpu = tightest(estimate)
+    most = gpu.nvidia_smi_interval_bytes[1]
+    return f"nvidia-smi shows about {format_gib(gpu.nvidia_smi_bytes, 1)}, up to {bare_gib(most)}"
+
+
 def tightest(estimate: Estimate) -> GpuMemory:
     """Return the GPUs with the least room left at the accepted risk."""
     return max(estimate.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)

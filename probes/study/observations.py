@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage
-from planner.memory.runtime import EXPANDABLE_SLACK_BYTES
+from planner.memory.slack import EXPANDABLE_SLACK_BYTES
 from planner.quantities import Phase
 from planner.units import MIB
 from probes.study.posterior import (

@@ -1,0 +1,82 @@
+"""What PyTorch's allocator reserves beyond the tensors: what a step needs, and what it keeps where there is room.
+
+*Slack* is part of the need: on a smaller card the step runs out of memory. *Cache* is not: the allocator keeps every
+block that it once got from the driver, which `torch.cuda.max_memory_reserved` and nvidia-smi show, and returns it
+before it raises an out-of-memory error.
+"""
+
+from typing import NamedTuple
+
+from planner.cache_keys import TrainingInput
+from planner.quantities import Component, coming_and_going_bytes
+from planner.units import MIB
+
+
+class Shares(NamedTuple):
+    """Bytes beyond the tensors, in thousandths of what comes and goes: medians, and standard deviations."""
+
+    slack: int
+    slack_deviation: int
+    cache: int  # after steps of equal batches
+    cache_deviation: int
+    varied_cache: int  # after batches of differing lengths
+    varied_cache_deviation: int
+
+
+# By full fine-tuning, gradient checkpointing, expandable segments. Source: results/replay_slack.md.
+SHARES: dict[tuple[bool, bool, bool], Shares] = {
+    (True, False, False): Shares(23, 24, 91, 80, 234, 240),
+    (True, False, True): Shares(4, 3, 18, 26, 18, 37),
+    (True, True, False): Shares(172, 146, 363, 297, 312, 845),
+    (True, True, True): Shares(68, 45, 111, 78, 130, 90),
+    (False, False, False): Shares(16, 20, 28, 66, 434, 226),
+    (False, False, True): Shares(7, 13, 11, 29, 10, 26),
+    (False, True, False): Shares(123, 68, 182, 171, 395, 564),
+    (False, True, True): Shares(31, 49, 98, 66, 109, 56),
+}
+# With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths: median of out-of-memory
+# messages, results/allocator_slack.md.
+GATHERED_SLACK = 72
+# The last page of the small and of the large pool of expandable segments is never full.
+# Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB).
+EXPANDABLE_SLACK_BYTES = 22 * MIB
+
+
+def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInput) -> int:
+    """Bytes that the caching allocator has reserved and no tensor can use when memory runs out, on one GPU.
+
+        slack = share x (allocated bytes less weights, adapters, optimizer states), at least 22 MiB with expandable
+                segments
+        ZeRO-3 with the default allocator: 7.2 % of the allocated bytes
+
+    Before an out-of-memory error the allocator returns every segment that is free as a whole. The rest counts: the
+    "reserved but unallocated" bytes of the error message, not the much larger cache of a run with room to spare.
+
+    Example: LoRA with checkpointing, 4 GiB of activations and gradients, expandable segments: 127 MiB.
+    """
+    dynamic = coming_and_going_bytes(components)
+    if not dynamic:
+        return 0
+    gathers = candidate.sharding == "zero3" and (candidate.num_processes > 1 or candidate.offload_param)
+    if gathers and not candidate.expandable_segments:
+        return (sum(components.values()) - components.get("runtime", 0)) * GATHERED_SLACK // 1000
+    slack = dynamic * shares_of(candidate).slack // 1000
+    return max(slack, EXPANDABLE_SLACK_BYTES) if candidate.expandable_segments else slack
+
+
+def cache_shares(candidate: TrainingInput, quantile: float) -> tuple[float, float]:
+    """Cache of a run with room to spare, as a share of what comes and goes; by how much more it may be.
+
+    The share is that of equal batches, which is what a step needs again and again; blocks of batches of other lengths
+    may lie beside it. `quantile`: standard deviations to the accepted risk.
+    """
+    shares = shares_of(candidate)
+    most = shares.cache + quantile * shares.cache_deviation
+    if candidate.pads:
+        most = max(most, shares.varied_cache + quantile * shares.varied_cache_deviation)
+    return shares.cache / 1000, (most - shares.cache) / 1000
+
+
+def shares_of(candidate: TrainingInput) -> Shares:
+    """The row of `SHARES` for a candidate."""
+    return SHARES[candidate.tuning == "full", candidate.gradient_checkpointing, candidate.expandable_segments]
