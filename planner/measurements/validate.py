@@ -19,7 +19,7 @@ from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import Measurement, Quantity
 from planner.memory.communication import nccl_bytes
 from planner.memory.runtime import context_bytes
-from planner.quantities import Estimate, Evidence, PhaseMemory
+from planner.quantities import Estimate, Evidence, GpuMemory, PhaseMemory
 
 Probe = Callable[[Candidate], Measurement]
 DryRun = Callable[[Estimate, Gpu], Simulation]
@@ -105,11 +105,11 @@ def validate(
     for number, (case, own_cluster) in enumerate(placed, 1):
         say(f"{number}/{len(placed)} {case.label}")
         try:
-            phases, fits = _predict(case, own_cluster, dry_run, say)
+            predicted, fits = _predict(case, own_cluster, dry_run, say)
         except PlanError as error:
             left_out.append(LeftOut(line=case.line, why=str(error)))
             continue
-        figures += _compare(case, phases, own_cluster.gpu)
+        figures += _compare(case, predicted, own_cluster.gpu)
         if case.outcome == "out_of_memory":
             foreseen = {evidence: not fit for evidence, fit in fits.items()}
             out_of_memory.append(OutOfMemoryCase(case=case, foreseen=foreseen))
@@ -119,6 +119,19 @@ def validate(
         left_out=tuple(left_out),
         interrupted=interrupted,
     )
+
+
+def predicted_bytes(memory: GpuMemory, quantity: Quantity, candidate: Candidate, gpu: Gpu) -> int:
+    """Return what is predicted for a measured quantity of a run.
+
+    driver = what nvidia-smi shows, the allocator's cache included
+    reserved = driver - CUDA context - NCCL
+    allocated, tensors = `counted_bytes` of the heaviest phase
+    """
+    if quantity in ("allocated", "tensors"):
+        return max(counted_bytes(phase, quantity, candidate, gpu) for phase in memory.phases)
+    outside = context_bytes(gpu) + nccl_bytes(candidate, gpu) if quantity == "reserved" else 0
+    return memory.nvidia_smi_bytes - outside
 
 
 def counted_bytes(phase: PhaseMemory, quantity: Quantity, candidate: Candidate, gpu: Gpu) -> int:
@@ -229,10 +242,10 @@ def _with_figures(case: Case, known: Mapping[str, Measurement], cluster: Cluster
 
 def _predict(
     case: Case, cluster: Cluster, dry_run: DryRun | None, say: Say
-) -> tuple[dict[Evidence, tuple[PhaseMemory, ...]], dict[Evidence, bool]]:
-    """Return the training GPU's phases by evidence, and whether the estimate and the dry run say that the case fits."""
+) -> tuple[dict[Evidence, GpuMemory], dict[Evidence, bool]]:
+    """Return the training GPU's memory by evidence, and whether the estimate and the dry run say that the case fits."""
     answer = estimate(case.candidate, cluster)
-    phases: dict[Evidence, tuple[PhaseMemory, ...]] = {"estimated": answer.gpus[0].phases}
+    predicted: dict[Evidence, GpuMemory] = {"estimated": answer.gpus[0]}
     fits: dict[Evidence, bool] = {"estimated": answer.fits}
     if dry_run is not None:
         try:
@@ -240,16 +253,15 @@ def _predict(
         except PlanError as error:
             say(f"line {case.line} is not simulated: {error}")
         else:
-            phases["simulated"] = simulation.simulated
+            predicted["simulated"] = replace(answer.gpus[0], phases=simulation.simulated)
             fits["simulated"] = simulation.peak.total_bytes <= cluster.gpu.free_bytes
-    return phases, fits
+    return predicted, fits
 
 
-def _compare(case: Case, phases: Mapping[Evidence, tuple[PhaseMemory, ...]], gpu: Gpu) -> Iterator[ComparedFigure]:
+def _compare(case: Case, memory: Mapping[Evidence, GpuMemory], gpu: Gpu) -> Iterator[ComparedFigure]:
     for quantity, measured_bytes in case.measured.items():
         predicted = {
-            evidence: max(counted_bytes(phase, quantity, case.candidate, gpu) for phase in rows)
-            for evidence, rows in phases.items()
+            evidence: predicted_bytes(each, quantity, case.candidate, gpu) for evidence, each in memory.items()
         }
         yield ComparedFigure(case=case, quantity=quantity, measured_bytes=measured_bytes, predicted=predicted)
 
