@@ -5,12 +5,19 @@ independent. Each has a standard deviation proportional to its bytes:
 
     sigma^2 = (0.05 x pass)^2 + sum over the others of (share x bytes)^2
     P(fits) = Phi((capacity - peak) / sigma), with the normal distribution function Phi
+
+but never more than published runs of the same kind carry (`earned_probability`).
 """
 
 import math
 from functools import lru_cache
+from pathlib import Path
 from statistics import NormalDist
+from typing import Literal
 
+import msgspec
+
+from planner.candidate import Candidate
 from planner.quantities import Component, GpuMemory, PhaseMemory
 
 # Components that a forward and backward pass allocates, and the standard deviation of their sum as a share of it.
@@ -26,6 +33,25 @@ PASS_SPREAD = 0.05
 # messages, results/allocator_slack.md.
 SPREAD: dict[Component, float] = {"kv_cache": 0.01, "communication": 0.10, "fragmentation": 1.0, "runtime": 0.20}
 LEAST_SIGMA_BYTES = 2**20  # so that an interval is never a single number
+
+# Kinds of job whose errors are alike: each GPU holds all weights, or gathers those of a layer from the others.
+Kind = Literal["whole", "gathered"]
+KINDS: tuple[Kind, ...] = ("whole", "gathered")
+COMPARISONS = Path(__file__).parent / "data" / "comparisons.jsonl"  # written by scripts/compare_published.py
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """A published run beside its estimate.
+
+    `score`: measured less predicted bytes, in standard deviations of the estimate. `miss`: the same over the predicted
+    bytes.
+    """
+
+    id: str
+    source: str
+    kind: Kind
+    score: float
+    miss: float
 
 
 def sigma_bytes(phase: PhaseMemory) -> float:
@@ -57,7 +83,47 @@ def fit_probability(phase: PhaseMemory, capacity_bytes: int) -> float:
     return 0.5 * math.erfc((phase.total_bytes - capacity_bytes) / (sigma_bytes(phase) * math.sqrt(2)))
 
 
-def fit_probability_of(gpu: GpuMemory, risk: float) -> float:
+def fit_probability_of(gpu: GpuMemory, risk: float, kind: Kind) -> float:
     """Probability that a GPU's peak fits, from its interval: the upper end is `quantile(risk)` sigma above the peak."""
     sigma = (gpu.interval_bytes[1] - gpu.peak_bytes) / quantile(risk)
-    return 0.5 * math.erfc((gpu.peak_bytes - gpu.capacity_bytes) / (sigma * math.sqrt(2)))
+    score = (gpu.capacity_bytes - gpu.peak_bytes) / sigma
+    return min(NormalDist().cdf(score), earned_probability(kind, score))
+
+
+# -- what published runs carry -----------------------------------------------------------------------------------------
+
+
+def kind_of(candidate: Candidate) -> Kind:
+    """The kind of job that a candidate is compared with."""
+    gathers = candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1
+    return "gathered" if gathers else "whole"
+
+
+@lru_cache(maxsize=1)
+def comparisons() -> dict[Kind, tuple[Comparison, ...]]:
+    """The published runs that stand behind a probability, by kind of job."""
+    found = [msgspec.json.decode(line, type=Comparison) for line in COMPARISONS.read_bytes().splitlines()]
+    return {kind: tuple(one for one in found if one.kind == kind) for kind in KINDS}
+
+
+@lru_cache(maxsize=4096)
+def earned_probability(kind: Kind, score: float) -> float:
+    """The most that can be said of a need that is `score` standard deviations below the capacity (split-conformal).
+
+        P = (published runs whose measured figure was at most `score` standard deviations above ours) / (runs + 1)
+
+    It holds whatever the distribution of the errors, if the job is like the published ones.
+    Source: Vovk et al., Algorithmic Learning in a Random World (2005); tests/test_confidence.py.
+    """
+    runs = comparisons()[kind]
+    return sum(run.score <= score for run in runs) / (len(runs) + 1)
+
+
+def most_earned(kind: Kind) -> float:
+    """The highest probability that the published runs of a kind carry."""
+    return earned_probability(kind, math.inf)
+
+
+def worst_miss(kind: Kind) -> float:
+    """The largest share by which a published run of a kind needed more than predicted."""
+    return max(run.miss for run in comparisons()[kind])

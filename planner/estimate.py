@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from planner.cache_keys import TrainingSettings, state_settings, training_settings
 from planner.candidate import Candidate
-from planner.confidence import fit_probability_of, interval_bytes, quantile
+from planner.confidence import fit_probability_of, interval_bytes, kind_of, quantile
 from planner.gpus.cluster import Cluster, Gpu
 from planner.memory.engine.budget import EngineMemory, engine_memory
 from planner.memory.engine.settings import engine_settings
@@ -32,7 +32,7 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = RISK) -> Esti
     return Estimate(
         candidate=candidate,
         fits=all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in gpus),
-        fit_probability=min(fit_probability_of(gpu, risk) for gpu in gpus),
+        fit_probability=min(fit_probability_of(gpu, risk, kind_of(candidate)) for gpu in gpus),
         evidence="estimated",
         gpus=gpus,
         host_peak_bytes=training.host_peak_bytes,
@@ -80,7 +80,7 @@ def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
         answer,
         gpus=gpus,
         fits=all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in gpus),
-        fit_probability=min(fit_probability_of(gpu, risk) for gpu in gpus),
+        fit_probability=min(fit_probability_of(gpu, risk, kind_of(answer.candidate)) for gpu in gpus),
     )
 
 

@@ -111,9 +111,14 @@ class GpuMemory:
     def nvidia_smi_interval_bytes(self) -> tuple[int, int]:
         """Interval of `nvidia_smi_bytes` at the job's risk, from those of the peak and of the cache."""
         shown, most = self.nvidia_smi_bytes, max(self.capacity_bytes, self.interval_bytes[1])
-        cache = max(self.cache_reach * coming_and_going_bytes(phase.components) for phase in self.phases)
-        reach = math.hypot(self.interval_bytes[1] - self.peak_bytes, cache)
+        reach = self.nvidia_smi_reach_bytes
         return max(0, min(self.interval_bytes[0], shown), int(shown - reach)), min(most, int(shown + reach))
+
+    @property
+    def nvidia_smi_reach_bytes(self) -> float:
+        """Half of that interval, on a card without a limit."""
+        cache = max(self.cache_reach * coming_and_going_bytes(phase.components) for phase in self.phases)
+        return math.hypot(self.interval_bytes[1] - self.peak_bytes, cache)
 
     def _cache_bytes(self, phase: PhaseMemory) -> int:
         """The allocator's cache in a phase, its slack included."""

@@ -7,15 +7,19 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import msgspec
 from msgspec import convert
 
 from planner.candidate import DTYPE_BYTES, Candidate
+from planner.confidence import COMPARISONS, KINDS, Comparison, kind_of, quantile
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimate import RISK, estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.cases import PublishedFigure, published_candidate
@@ -38,6 +42,9 @@ Quantity = Literal[
     "over",  # the run did not fit its card
 ]
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "gradients", "optimizer_states")
+PROBABILITIES = """A probability that a job fits is at most the share of such runs whose measured figure lay no further
+above ours, in standard deviations (`planner/confidence.py`, `earned_probability`). Held: how many runs of a source stay
+below the bound that the runs of all other sources give."""
 HEAD = """# Memory, computed against published
 
 Written by `python scripts/compare_published.py` from `tests/data/published.jsonl`: figures that others
@@ -210,9 +217,58 @@ def report(done: list[Compared], refused: Counter[str]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [_line(one) for one in done]
+    lines += ["", "## Probabilities", "", PROBABILITIES, "", *coverage(evidence(done))]
     lines += ["", "## Assumed", "", *_assumptions(done), "", "## Left out", "", "| rows | why |", "|---|---|"]
     lines += [f"| {count} | {why} |" for why, count in (left_out() + refused).most_common()]
     return "\n".join(lines) + "\n"
+
+
+def comparison(one: Compared) -> Comparison:
+    """A row as evidence for probabilities: its error in standard deviations of the estimate."""
+    memory = estimate(one.row.candidate, one.row.cluster).gpus[0]
+    allocated = one.row.quantity == "allocated"
+    reach = memory.interval_bytes[1] - memory.peak_bytes if allocated else memory.nvidia_smi_reach_bytes
+    missed = one.row.measured_bytes - one.computed_bytes
+    return Comparison(
+        id=one.row.id,
+        source=one.row.source.partition(":")[0],
+        kind=kind_of(one.row.candidate),
+        score=round(missed / (reach / quantile(RISK)), 3),
+        miss=round(missed / one.computed_bytes, 4),
+    )
+
+
+def evidence(done: list[Compared]) -> list[Comparison]:
+    """The rows that probabilities rest on: unquantized bases, since bitsandbytes of that time kept more.
+
+    Allocated bytes where a kind of job has them; the driver's, which are never less than the need, where it has none.
+    """
+    found: list[Comparison] = []
+    for kind, quantities in (("whole", ("allocated",)), ("gathered", ("reserved", "process"))):
+        found += [
+            comparison(one)
+            for one in done
+            if one.row.quantity in quantities
+            and one.row.candidate.quantization == "none"
+            and kind_of(one.row.candidate) == kind
+        ]
+    return found
+
+
+def coverage(found: list[Comparison]) -> list[str]:
+    """How often a claim holds for runs of a source that it does not rest on (leave one source out)."""
+    lines = ["| kind of job | runs | sources | claimed | held |", "|---|---|---|---|---|"]
+    for kind, level in product(KINDS, (0.6, 0.7, 0.8, 0.9)):
+        runs = [one for one in found if one.kind == kind]
+        held: list[bool] = []
+        for source in {one.source for one in runs}:
+            others = sorted(one.score for one in runs if one.source != source)
+            rank = ceil(level * (len(others) + 1))
+            if rank <= len(others):
+                held += [one.score <= others[rank - 1] for one in runs if one.source == source]
+        said = f"{sum(held) / len(held):.0%} of {len(held)}" if held else "too few runs to claim it"
+        lines.append(f"| {kind} | {len(runs)} | {len({one.source for one in runs})} | {level:.0%} | {said} |")
+    return lines
 
 
 def _record(one: Compared) -> str:
@@ -228,5 +284,6 @@ def _record(one: Compared) -> str:
 if __name__ == "__main__":
     answered, not_answered = all_compared()
     REPORT.write_text(report(answered, not_answered), encoding="utf-8")
+    COMPARISONS.write_text("".join(msgspec.json.encode(one).decode() + "\n" for one in evidence(answered)))
     RECORD.write_text("".join(_record(one) + "\n" for one in answered), encoding="utf-8")
     print(report(answered, not_answered))

@@ -49,7 +49,7 @@ ALLOWED = {
     "planner": "basics words models gpus jobs estimate plan",
     "measurements": "basics words models gpus files jobs memory allocator estimate plan",
     "diagnose": "basics words gpus jobs estimate search plan",
-    "report": "basics words models gpus files jobs allocator search plan measurements diagnose",
+    "report": "basics words models gpus files jobs allocator estimate search plan measurements diagnose",
     "probes/substitution": "",
     "probes/task": "basics words measurements",
     "probes/step": "basics words allocator probes/substitution",

@@ -265,6 +265,10 @@ class BestCandidate(Document, frozen=True):
     settings: Settings
     fits: Annotated[bool, Meta(description="The upper bound of the peak is within the capacity of every GPU.")]
     fit_probability: Probability
+    comparable_runs: Annotated[Count, Meta(description="Published runs of such jobs, which carry fit_probability.")]
+    worst_miss: Annotated[
+        float, Meta(description="Largest share by which one of them needed more than was predicted for it.")
+    ]
     evidence: Annotated[
         Evidence,
         Meta(description="estimated: by formulas; simulated: by a dry run; measured: by a probe on a device."),

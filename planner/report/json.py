@@ -7,6 +7,7 @@ from dataclasses import replace
 from msgspec import UNSET, Struct, convert, structs, to_builtins
 
 from planner.candidate import Candidate
+from planner.confidence import comparisons, kind_of, worst_miss
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
 from planner.plan import Plan, Proof
@@ -75,6 +76,8 @@ def best_candidate(estimate: Estimate) -> BestCandidate:
         settings=settings_report(estimate.candidate),
         fits=estimate.fits,
         fit_probability=round(estimate.fit_probability, DECIMALS),
+        comparable_runs=len(comparisons()[kind_of(estimate.candidate)]),
+        worst_miss=round(worst_miss(kind_of(estimate.candidate)), DECIMALS),
         evidence=estimate.evidence,
         gpus=tuple(_gpus(gpu) for gpu in estimate.gpus),
         host=Host(peak_bytes=estimate.host_peak_bytes),

@@ -1,6 +1,7 @@
 """A candidate and its estimate in words: settings, evidence, whether it fits, and its speed."""
 
 from planner.candidate import Candidate
+from planner.confidence import comparisons, kind_of, most_earned, worst_miss
 from planner.gpus.cluster import Cluster
 from planner.quantities import Estimate, GpuMemory
 from planner.units import format_count, format_gib
@@ -98,13 +99,20 @@ def describe_fit(estimate: Estimate) -> str:
     capacity = format_gib(gpu.capacity_bytes, 1)
     peak = f"peak {bare_gib(gpu.peak_bytes)} {interval} of {capacity} in the {readable(gpu.peak.name)}"
     if estimate.fits:
-        sure = (
-            "fits, as a probe showed"
-            if estimate.device == "cuda"
-            else f"fits with {_percent(estimate.fit_probability)}"
-        )
+        sure = "fits, as a probe showed" if estimate.device == "cuda" else f"fits with {describe_probability(estimate)}"
         return f"{sure} · {peak}"
     return f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over · {peak}"
+
+
+def describe_probability(estimate: Estimate) -> str:
+    """Return the probability that an estimate fits, and the published runs that carry it.
+
+    Example: `> 92 % (13 comparable runs, worst miss 12.6 %)`: the runs carry no higher figure.
+    """
+    kind = kind_of(estimate.candidate)
+    over = "> " if estimate.fit_probability >= most_earned(kind) else ""
+    runs = f"{len(comparisons()[kind])} comparable runs, worst miss {worst_miss(kind):.1%}".replace("%", " %")
+    return f"{over}{_percent(estimate.fit_probability)} ({runs})"
 
 
 def describe_driver(estimate: Estimate) -> str:
@@ -140,8 +148,8 @@ def _about_seconds(seconds: float) -> str:
 
 
 def _percent(probability: float) -> str:
-    """Return a probability rounded down, at most 99.9 %: no estimate is certain."""
-    return f"{min(int(probability * 1000), 999) / 10:g} %"
+    """Return a probability in whole percent, rounded down."""
+    return f"{int(probability * 100)} %"
 
 
 def bare_gib(size_bytes: int) -> str:
