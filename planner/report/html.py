@@ -106,7 +106,7 @@ def _page(
     texts = {
         "words": describe_candidate(best.candidate),
         "verdict": describe_fit(best),
-        "driver": describe_driver(best),
+        "driver": describe_driver(best) if best.fits else "",
         "speed": describe_speed(best),
         "lines": shown_settings(best.candidate),
         "evidence": describe_evidence(best),

@@ -105,7 +105,8 @@ def _candidate_block(label: str, estimate: Estimate, width: int) -> Iterator[Tex
     style = "green" if estimate.fits else "red"
     yield from wrapped(label, [describe_candidate(estimate.candidate)], width, style="bold")
     yield from wrapped("", [describe_fit(estimate)], width, style=style)
-    yield from wrapped("", [describe_driver(estimate)], width, style=style)
+    if estimate.fits:
+        yield from wrapped("", [describe_driver(estimate)], width, style=style)
     yield from wrapped("", [describe_speed(estimate)], width, style=style)
     yield Text()
     for line, settings in shown_settings(estimate.candidate).items():

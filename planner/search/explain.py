@@ -14,6 +14,7 @@ from planner.units import GIB, format_count, format_gib
 
 # Smaller differences are left out of reasons and notes.
 MIN_REPORTED_BYTES = GIB // 4
+DISPLAY_CARD_BYTES = 12 * GIB  # consumer cards up to this size are often the only one in a computer
 MIN_REPORTED_SPEEDUP = 1.05
 
 # Settings that a reason is given for, each with its other values. The best candidate is compared with the first of
@@ -194,6 +195,26 @@ def about_precision(best: Estimate, problem: SearchProblem) -> Iterator[str]:
         yield f"{gpu.name} has no bfloat16: the plan trains in fp16 (bf16 false, fp16 true)"
 
 
+def about_display(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note that a display takes a part of a small consumer card, unless the free memory was given."""
+    gpu = problem.cluster.gpu
+    alone = problem.cluster.num_gpus == 1 and gpu.free_bytes == gpu.total_bytes
+    if alone and gpu.name.startswith("RTX") and gpu.total_bytes <= DISPLAY_CARD_BYTES:
+        yield (
+            f"if this card also drives a display, that takes a part of the {format_gib(gpu.total_bytes, 1)}: give what "
+            "nvidia-smi shows as free with --free-memory"
+        )
+
+
+def about_cache(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note that `generate` has no KV cache."""
+    if best.candidate.generates_without_cache:
+        yield (
+            f"{best.candidate.method} generates without a KV cache, since TRL turns it off under gradient "
+            "checkpointing: every token takes a forward pass over the whole row"
+        )
+
+
 def about_attention(best: Estimate, problem: SearchProblem) -> Iterator[str]:
     """Note the packages of FlashAttention 2, and the mask that sdpa builds for padded batches."""
     candidate = best.candidate
@@ -306,6 +327,8 @@ def about_sources(best: Estimate, problem: SearchProblem) -> Iterator[str]:
 NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[str]], ...] = (
     about_dtype,
     about_precision,
+    about_display,
+    about_cache,
     about_attention,
     about_adapters,
     about_rank,
