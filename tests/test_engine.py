@@ -24,6 +24,7 @@ from planner.memory.engine.budget import (
     EngineSettings,
     engine_memory,
     engine_or_refusal,
+    tensor_parallel_sizes,
 )
 from planner.memory.engine.profile_run import graph_sizes
 from planner.memory.engine.settings import engine_settings
@@ -368,6 +369,12 @@ def test_a_sleeping_engine_keeps_neither_weights_nor_cache():
     memory = engine_memory(QWEN_7B, H100, replace(COLOCATE, sleep=2))
     assert memory.asleep_bytes == ASLEEP_BYTES < 0.7 * GIB
     assert memory.weights_awake_bytes == memory.asleep_bytes + memory.weights_bytes + memory.persistent_buffer_bytes
+
+
+def test_heads_limit_the_tensor_parallel_size():
+    assert tensor_parallel_sizes(QWEN_7B, 8) == (1, 2, 4)
+    assert tensor_parallel_sizes(QWEN_7B, 6) == (1, 2)
+    assert tensor_parallel_sizes(load_model("Llama-3.1-8B"), 8) == (1, 2, 4, 8)
 
 
 def test_an_engine_that_never_sleeps_keeps_all_but_its_transients():

@@ -149,3 +149,11 @@ def test_of_several_ranks_the_largest_that_fits_is_taken(capsys: pytest.CaptureF
     assert "lora_r 64 is the largest of 8, 64, 1024 that fits" in report["warnings"]
     alone = answered(f"{command} 1024", capsys)["best"]["settings"]
     assert alone["offload_param_device"] == "cpu"  # on the card alone it does not fit
+
+
+def test_an_engine_spans_as_many_gpus_as_pay(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--model Qwen2.5-7B --gpus 8xH100 --method grpo --tuning lora"
+    free = answered(job, capsys)["best"]
+    pinned = answered(f"{job} --set vllm_tensor_parallel_size=4 --set vllm_mode=colocate", capsys)["best"]
+    assert free["throughput"]["tokens_per_second"] >= 0.999 * pinned["throughput"]["tokens_per_second"]
+    assert free["settings"]["vllm_tensor_parallel_size"] in (2, 4)  # 28 heads

@@ -13,6 +13,7 @@ from planner.candidate import FLASH, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import DEQUANTIZED, Job
+from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import METHODS
 from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Estimate
@@ -131,7 +132,8 @@ def generation(problem: SearchProblem) -> Changes:
     """Return the ways to sample completions, with the allocator setting of each.
 
     `generate` in the trainer (with or without gathering ZeRO-3's weights), a colocated vLLM engine (with or without
-    sleep mode), or a vLLM server on GPUs of its own. A pinned setting of vLLM excludes the trainer's `generate`.
+    sleep mode, on every number of a node's GPUs that it can divide the model among), or a vLLM server on GPUs of its
+    own. A pinned setting of vLLM excludes the trainer's `generate`.
     """
     row, cluster = METHODS[problem.job.method], problem.cluster
     segments = {"expandable_segments": True}
@@ -144,7 +146,7 @@ def generation(problem: SearchProblem) -> Changes:
         return tuple(found)
     if any(name.startswith("vllm_") for name in problem.job.pinned):
         found.clear()  # a pinned setting of vLLM means that vLLM is wanted
-    for size in dict.fromkeys((1, cluster.gpus_per_node)):
+    for size in tensor_parallel_sizes(problem.job.model, cluster.gpus_per_node):
         awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size}
         found.append({**awake, "vllm_enable_sleep_mode": False, **segments})
         # Sleep mode uses vLLM's cumem allocator, which refuses expandable segments.

@@ -275,6 +275,11 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
 
 
 @lru_cache(maxsize=4096)
+def tensor_parallel_sizes(model: ModelShape, gpus: int) -> tuple[int, ...]:
+    """The tensor parallel sizes that divide a number of GPUs and for which vLLM can divide the attention heads."""
+    return tuple(size for size in range(1, gpus + 1) if not gpus % size and not _uneven_heads(model, size))
+
+
 def _uneven_heads(model: ModelShape, tensor_parallel_size: int) -> str:
     """The error text if the attention heads cannot be divided among the GPUs; empty if they can."""
     for layer, _ in model.layer_kinds:
