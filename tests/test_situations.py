@@ -157,3 +157,13 @@ def test_an_engine_spans_as_many_gpus_as_pay(capsys: pytest.CaptureFixture[str])
     pinned = answered(f"{job} --set vllm_tensor_parallel_size=4 --set vllm_mode=colocate", capsys)["best"]
     assert free["throughput"]["tokens_per_second"] >= 0.999 * pinned["throughput"]["tokens_per_second"]
     assert free["settings"]["vllm_tensor_parallel_size"] in (2, 4)  # 28 heads
+
+
+def test_an_engine_takes_no_more_than_its_rows_need(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--model Qwen2.5-7B --gpus 2xA100-40G --method grpo --tuning lora --set vllm_mode=colocate"
+    free = answered(job, capsys)["best"]
+    share = free["settings"]["vllm_gpu_memory_utilization"]
+    larger = answered(f"{job} --set vllm_gpu_memory_utilization={share + 0.02:.2f}", capsys)["best"]
+    smaller = answered(f"{job} --set vllm_gpu_memory_utilization={share - 0.01:.2f}", capsys)["best"]
+    speeds = [each["throughput"]["tokens_per_second"] for each in (smaller, free, larger)]
+    assert speeds[0] < speeds[1] and speeds[2] <= speeds[1] * 1.002

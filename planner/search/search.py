@@ -23,6 +23,7 @@ LARGEST_UTILIZATION = 95  # hundredths of the GPU; vLLM's default is 0.92, and a
 LENGTH_STEP = 256  # tokens
 LARGEST_BATCH = 1024  # samples per process
 SMALLER_BATCHES = 2  # next smaller batches that are estimated beside the largest that fits
+NO_SLOWER = 0.999  # share of a speed that counts as the same
 
 # -- the batch ---------------------------------------------------------------------------------------------------------
 
@@ -288,4 +289,25 @@ def best_of_class(problem: SearchProblem) -> Estimate | None:
             default=None,
         )
     precise = [each for each in that_fit if each.candidate.tuning == "lora" or each.candidate.dtype == "float32"]
-    return max(precise or that_fit, key=lambda answer: merit(answer, problem.job))
+    return with_leanest_engine(max(precise or that_fit, key=lambda answer: merit(answer, problem.job)), problem)
+
+
+def with_leanest_engine(answer: Estimate, problem: SearchProblem) -> Estimate:
+    """Return the answer with the smallest share of the GPU for a colocated engine that costs no speed.
+
+    A larger KV cache than the rows of a rollout take is of no use.
+    """
+    candidate = answer.candidate
+    if candidate.vllm != "colocate":
+        return answer
+    low, high = utilization_range(candidate, problem)[0], round(100 * candidate.vllm_gpu_memory_utilization)
+    answers: dict[int, Estimate] = {}
+
+    def as_fast(less: int) -> bool:
+        other = estimate_or_none(with_utilization(candidate, high - less, problem), problem)
+        if other is None or not other.fits:
+            return False
+        answers[less] = other
+        return other.throughput.tokens_per_second >= NO_SLOWER * answer.throughput.tokens_per_second
+
+    return answers.get(largest(0, high - low, as_fast), answer) if high > low else answer
