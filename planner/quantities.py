@@ -88,13 +88,12 @@ class GpuMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """What PyTorch's allocator reserves on a card with room, `torch.cuda.max_memory_reserved`."""
-        return max(
-            phase.total_bytes
-            - sum(phase.components.get(component, 0) for component in OUTSIDE_THE_ALLOCATOR)
-            + self._cache_bytes(phase)
-            for phase in self.phases
-        )
+        """What PyTorch's allocator reserves on a card with room, `torch.cuda.max_memory_reserved`.
+
+        A colocated engine lies in the same process and allocator.
+        """
+        outside = max(phase.components.get("runtime", 0) for phase in self.phases)
+        return self.nvidia_smi_bytes - outside
 
     @property
     def nvidia_smi_bytes(self) -> int:
