@@ -31,16 +31,16 @@ WORST: dict[str, float] = {
     "litgpt LoRA, mixed precision": 0.13,  # its head in chunks, each with a copy of the weight
     "litgpt QLoRA": 0.28,  # unexplained
     "torchtune full": 0.04,  # without the mask that its rows are packed with
-    "Qwen LoRA": 0.13,  # nvidia-smi, from here on: includes the allocator's whole cache
-    "Qwen full, one GPU": 0.05,
+    "Qwen LoRA": 0.09,  # nvidia-smi, from here on: includes the allocator's whole cache
+    "Qwen full, one GPU": 0.04,
     "Qwen full, ZeRO-3 on two GPUs": 0.18,
     "Qwen LoRA, ZeRO-3 on four GPUs": 0.18,
-    "Qwen Q-LoRA (GPTQ, ZeRO-2 on one GPU)": 0.38,
-    "TRL notebook sft": 0.25,  # includes memory that loading left reserved
+    "Qwen Q-LoRA (GPTQ, ZeRO-2 on one GPU)": 0.34,
+    "TRL notebook sft": 0.20,  # includes memory that loading left reserved
     "TRL notebook grpo": 0.30,  # prompts assumed, completions at the cap
-    "fsdp_qlora, FSDP": 0.36,
-    "fsdp_qlora, DDP": 0.27,
-    "LLaMA-Factory": 0.62,  # lengths of rows, remote code
+    "fsdp_qlora, FSDP": 0.29,
+    "fsdp_qlora, DDP": 0.19,
+    "LLaMA-Factory": 0.57,  # lengths of rows, remote code
 }
 SLOPE_WITHIN = 0.06  # bytes a token between 256 and 8,192 tokens, so that constants cancel out
 
