@@ -40,6 +40,11 @@ def repeat_kv(tape: Tape, block: Attention, x: Tensor, head_dim: int) -> Tensor:
     return op.expand_copy(tape, x, tokens(block.num_attention_heads * head_dim))
 
 
+def view_kv(tape: Tape, block: Attention, x: Tensor, head_dim: int) -> Tensor:
+    """Keys or values of a single head, repeated for every query head: `repeat_kv` makes a view of them."""
+    return op.expand_view(tape, x, tokens(block.num_attention_heads * head_dim))
+
+
 def math_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The fallback kernel of sdpa, which computes the scores of every head in float32.
 
@@ -71,7 +76,8 @@ def math_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: T
 def sdpa(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch scaled_dot_product_attention, or for "flash_varlen" the flash-attn package, which removes padding."""
     if recipe.kernel in ("efficient", "efficient_unmasked", "math"):
-        k, v = repeat_kv(tape, block, k, block.head_dim), repeat_kv(tape, block, v, block.v_head_dim)
+        repeat = view_kv if block.num_key_value_heads == 1 else repeat_kv
+        k, v = repeat(tape, block, k, block.head_dim), repeat(tape, block, v, block.v_head_dim)
     width = recipe.autocast_width or q.width
     narrow_v, narrow_k, narrow_q = op.cast(tape, v, width), op.cast(tape, k, width), op.cast(tape, q, width)
     if recipe.kernel == "math":

@@ -97,6 +97,11 @@ def expand_copy(tape: Tape, x: Tensor, elements: Size) -> Tensor:
     return tape.output(tape.empty(elements, x.width), (x,), [], same_size_backward(tape, x))
 
 
+def expand_view(tape: Tape, x: Tensor, elements: Size) -> Tensor:
+    """expand().reshape() that needs no copy: of one head to many; the gradient is summed into one of x's size."""
+    return tape.output(Tensor(x.storage, elements, x.width, is_view=True), (x,), [], same_size_backward(tape, x))
+
+
 def cat(tape: Tape, parts: tuple[Tensor, ...], width: int = 0) -> Tensor:
     """torch.cat along the features, in the widest dtype or in `width`; every part's gradient is a view."""
     width = width or max(x.width for x in parts)
