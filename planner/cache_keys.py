@@ -17,6 +17,7 @@ from planner.candidate import (
     AttentionImplementation,
     Candidate,
     Dtype,
+    Elements,
     Optimizer,
     Precision,
     Quantization,
@@ -51,6 +52,12 @@ class StateSettings(NamedTuple):
     offload_optimizer: bool
     offload_param: bool
     ds3_gather_for_generation: bool
+    reduce_bucket_size: Elements
+    stage3_prefetch_bucket_size: Elements
+    stage3_param_persistence_threshold: Elements
+    stage3_max_live_parameters: int
+    stage3_max_reuse_distance: int
+    sub_group_size: int
     vllm: Vllm
     reward_model: ModelShape | None
     teacher_model: ModelShape | None
@@ -104,6 +111,12 @@ class TrainingSettings(NamedTuple):
     offload_optimizer: bool
     offload_param: bool
     ds3_gather_for_generation: bool
+    reduce_bucket_size: Elements
+    stage3_prefetch_bucket_size: Elements
+    stage3_param_persistence_threshold: Elements
+    stage3_max_live_parameters: int
+    stage3_max_reuse_distance: int
+    sub_group_size: int
     # generation
     generation_rows: int
     prompts_differ: bool

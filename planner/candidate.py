@@ -15,6 +15,7 @@ AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_a
 FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attention_3")
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Vllm = Literal["off", "colocate", "server"]
+Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers derives from hidden_size
 Optimizer = Literal[
     "adamw_torch_fused", "adamw_torch", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
     "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit",
@@ -25,6 +26,12 @@ Optimizer = Literal[
 
 DEEPSPEED: tuple[Sharding, ...] = ("zero1", "zero2", "zero3")
 SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # a rank keeps a piece of states that DDP repeats on each rank
+# DeepSpeed's sizes, and those of them that only stage 3 reads.
+STAGE_3_SIZES = (
+    "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance", "sub_group_size",
+)  # fmt: skip
+ZERO_SIZES = ("reduce_bucket_size", *STAGE_3_SIZES)
 BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -97,6 +104,14 @@ class Candidate:
     offload_optimizer: bool = False
     offload_param: bool = False
     ds3_gather_for_generation: bool = True
+
+    # DeepSpeed's sizes, in elements: the values that our launch files set
+    reduce_bucket_size: Elements = "auto"
+    stage3_prefetch_bucket_size: Elements = "auto"
+    stage3_param_persistence_threshold: Elements = "auto"
+    stage3_max_live_parameters: int = 10**9
+    stage3_max_reuse_distance: int = 10**9
+    sub_group_size: int = 10**9
 
     # generation
     vllm: Vllm = "off"

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from planner.candidate import Candidate
+from planner.candidate import ZERO_SIZES, Candidate
 from planner.errors import InputError
 from planner.jobs.settings import settings_of
 from planner.methods import MethodName
@@ -44,6 +44,7 @@ NOT_TRAINER_ARGUMENTS = frozenset(
         "vllm_data_parallel_size",
         "autocast_adapter_dtype",
         "quant_method",
+        *ZERO_SIZES,
     }
 )
 

@@ -233,6 +233,11 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         ),
         (
             asked(method="sft"),
+            "sub_group_size=5e8 sharding=zero2",
+            "sub_group_size is read by DeepSpeed's stage 3 only, not zero2. Add --set zero_stage=3.",
+        ),
+        (
+            asked(method="sft"),
             "offload_param_device=cpu",
             "Only ZeRO-3 and FSDP move parameters to the host. Add --set zero_stage=3.",
         ),

@@ -377,7 +377,15 @@ class TestCandidate:
             "sharding": "zero3",
             "offload_optimizer": True,
             "offload_param": False,
+            "reduce_bucket_size": 500_000_000,
+            "stage3_prefetch_bucket_size": 50_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 10**9,
+            "stage3_max_reuse_distance": 10**9,
+            "sub_group_size": 10**9,
         }
+        zero = {"stage": 2, "reduce_bucket_size": 10**6}
+        assert zero_of({"zero_optimization": zero})["reduce_bucket_size"] == 10**6
 
 
 class TestCounters:

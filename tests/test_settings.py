@@ -39,6 +39,8 @@ class TestAssignments:
             (["fp16=true"], {"precision": "fp16"}),
             (["zero_stage=3"], {"sharding": "zero3"}),
             (["zero_stage=2", "offload_optimizer_device=cpu"], {"sharding": "zero2", "offload_optimizer": True}),
+            (["reduce_bucket_size=5e8"], {"reduce_bucket_size": 500_000_000}),
+            (["stage3_prefetch_bucket_size=auto"], {"stage3_prefetch_bucket_size": "auto"}),
             (["distributed_type=FSDP"], {"sharding": "fsdp2"}),
             (["distributed_type=FSDP", "fsdp_offload_params=true"], {"sharding": "fsdp2", "offload_param": True}),
             (["use_vllm=true"], {"vllm": "colocate"}),
@@ -78,6 +80,8 @@ class TestAssignments:
             (["load_in_4bit=1", "load_in_8bit=1"], r"load_in_4bit=True and load_in_8bit=True contradict each other\."),
             (["use_vllm=no", "vllm_mode=server"], r"use_vllm=False and vllm_mode=server contradict each other\."),
             (["sharding=zero3", "zero_stage=2"], r"zero_stage=2 contradicts sharding=zero3\."),
+            (["reduce_bucket_size=large"], r"reduce_bucket_size must be a whole number, not large\."),
+            (["sub_group_size=auto"], r"sub_group_size must be a whole number, not auto\."),
             (["max_length=4", "max_seq_length=8"], r"max_seq_length=8 contradicts max_length=4\."),
             (["lora_r=4", "lora_r=8"], r"lora_r is set twice: 4 and 8\."),
         ],
@@ -199,6 +203,13 @@ class TestTrainConfig:
         (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
         read = candidate_fields(load_train_config(config(tmp_path, "deepspeed: zero.json")).settings, PUBLISHED)
         assert (read["sharding"], read["offload_param"], read["offload_optimizer"]) == ("zero3", True, False)
+
+    def test_a_deepspeed_file_without_sizes_has_those_of_deepspeed(self, tmp_path):
+        (tmp_path / "zero.json").write_text(
+            '{"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}'
+        )
+        read = candidate_fields(load_train_config(config(tmp_path, "deepspeed: zero.json")).settings, PUBLISHED)
+        assert (read["reduce_bucket_size"], read["stage3_prefetch_bucket_size"]) == (500_000_000, "auto")
 
     def test_what_may_change_memory_and_is_not_counted_is_said_first(self, tmp_path):
         read = load_train_config(config(tmp_path, "torch_compile: true\nuse_dora: false\nlearning_rate: 1"))

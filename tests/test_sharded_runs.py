@@ -65,6 +65,14 @@ CANDIDATES: dict[str, Candidate] = {
     "zero2 accumulating": candidate(sharding="zero2", gradient_accumulation_steps=2, dtype="float32"),
     "zero1 accumulating": candidate(sharding="zero1", gradient_accumulation_steps=2),
     "zero3": candidate(sharding="zero3"),
+    "zero3 sizes": candidate(
+        sharding="zero3",
+        reduce_bucket_size=50_000,
+        stage3_param_persistence_threshold=4000,
+        stage3_prefetch_bucket_size=5000,
+        stage3_max_live_parameters=50_000,
+        stage3_max_reuse_distance=30_000,
+    ),
     "zero3 lora": candidate(sharding="zero3", tuning="lora", gradient_accumulation_steps=2),
     "fsdp2": candidate(sharding="fsdp2"),
     "fsdp2 lora": candidate(sharding="fsdp2", tuning="lora"),
@@ -178,7 +186,7 @@ class TestEveryRankKeepsWhatTheFormulasSay:
         measured = [rank.held_bytes("gradients_in_backward") - last for rank in runs[name]]
         assert max(measured) == gradients_bytes(CANDIDATES[name])
 
-    @pytest.mark.parametrize("name", ["zero3", "zero3 lora"])
+    @pytest.mark.parametrize("name", ["zero3", "zero3 sizes", "zero3 lora"])
     def test_the_bucket_that_zero_3_keeps(self, name: str, runs: dict[str, tuple[Rank, ...]]) -> None:
         gpu = load_gpu("A100-80G")
         for rank in runs[name]:

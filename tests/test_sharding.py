@@ -167,6 +167,26 @@ class TestCommunication:
         assert gather_bytes(held, "forward") == 2 * (2 * layer + head)
         assert gather_bytes(held, "backward") == 2 * (4 * layer + head)
 
+    def test_the_default_bucket_of_deepspeed_is_larger_than_that_of_our_files(self) -> None:
+        held = candidate(sharding="zero3")
+        default = replace(held, reduce_bucket_size=500_000_000)
+        gpu = load_gpu("A100-80G")
+        more = 2 * (500_000_000 - HIDDEN**2)
+        assert communication_bytes(default, gpu) - communication_bytes(held, gpu) == more
+        # the gradients of one bucket are copied side by side before they are reduced
+        assert gather_bytes(default, "backward") - gather_bytes(held, "backward") == more
+        assert gather_bytes(default, "forward") == gather_bytes(held, "forward")
+
+    def test_parameters_that_are_not_kept_for_reuse_are_gathered_again(self) -> None:
+        held = candidate(sharding="zero3", gradient_checkpointing=False)
+        short = replace(held, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=10**6)
+        assert gather_bytes(held, "forward") - gather_bytes(short, "forward") == 2 * (
+            5 * 10**8 + 9 * HIDDEN**2 // 10 - 10**6
+        )
+        assert gather_bytes(replace(held, stage3_max_live_parameters=10**6), "forward") == gather_bytes(
+            replace(held, stage3_prefetch_bucket_size=0), "forward"
+        )
+
     def test_generating_gathers_the_whole_model_only_when_told_to(self) -> None:
         told = candidate(model=load_model("Qwen/Qwen2.5-32B"), sharding="zero3")
         whole = policy_weights_bytes(replace(told, sharding="none", num_processes=1, dtype="bfloat16"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from planner.candidate import FLASH, Candidate
+from planner.candidate import DEEPSPEED, FLASH, STAGE_3_SIZES, ZERO_SIZES, Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
@@ -220,6 +220,10 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
     if pinned.get("offload_optimizer") and sharding not in ("zero1", "zero2", "zero3"):
         way = "Use --set fsdp_offload_params=true" if sharding == "fsdp2" else "Add --set zero_stage=2"
         yield f"Only DeepSpeed moves the optimizer alone to the host{instead}. {way}."
+    for name in ZERO_SIZES:
+        readers, where = (("zero3",), "DeepSpeed's stage 3") if name in STAGE_3_SIZES else (DEEPSPEED, "DeepSpeed")
+        if name in pinned and sharding not in readers:
+            yield f"{name} is read by {where} only{instead}. Add --set zero_stage=3."
     if sharding == "none" and pinned.get("num_processes", cluster.num_gpus) > 1:
         yield (
             f"distributed_type=NO is one process, and there are {cluster.num_gpus} GPUs. "

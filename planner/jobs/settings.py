@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from planner.candidate import DEEPSPEED, Candidate
+from planner.candidate import DEEPSPEED, STAGE_3_SIZES, Candidate, Elements
 from planner.errors import InputError, UnknownName
 from planner.jobs.spellings import (
     ALIASES,
@@ -23,14 +23,21 @@ from planner.jobs.spellings import (
 from planner.methods import has_setting
 from planner.models.shape import ModelShape
 
-# Upper bounds of what a user can mean: of a batch size in samples, and of any other number.
-MAX_BATCH_SIZE, MAX_NUMBER = 10**6, 10**9
+# Upper bounds of what a user can mean: of a batch size in samples, of a size of DeepSpeed in elements, of any other
+# number.
+MAX_BATCH_SIZE, MAX_ELEMENTS, MAX_NUMBER = 10**6, 10**15, 10**9
 # The smallest and largest value of a number; a count that is not here is at least 1.
 RANGES: dict[str, tuple[float, float]] = {
     "vllm_gpu_memory_utilization": (0.01, 1.0),
     "vllm_max_model_length": (0, MAX_NUMBER),
     "lora_dropout": (0.0, 1.0),
     "beta": (0.0, MAX_NUMBER),
+    "reduce_bucket_size": (1, MAX_ELEMENTS),
+    "stage3_prefetch_bucket_size": (0, MAX_ELEMENTS),
+    "stage3_param_persistence_threshold": (0, MAX_ELEMENTS),
+    "stage3_max_live_parameters": (0, MAX_ELEMENTS),
+    "stage3_max_reuse_distance": (0, MAX_ELEMENTS),
+    "sub_group_size": (1, MAX_ELEMENTS),
     "num_generations": (2, MAX_NUMBER),  # trl 1.16, grpo_config.py:1137
     "per_device_train_batch_size": (1, MAX_BATCH_SIZE),
     "gradient_accumulation_steps": (1, MAX_BATCH_SIZE),
@@ -48,6 +55,8 @@ SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
     "offload_optimizer": lambda c: c.sharding in DEEPSPEED,
     "offload_param": lambda c: c.sharding == "zero3",
     "ds3_gather_for_generation": lambda c: c.sharding == "zero3",
+    "reduce_bucket_size": lambda c: c.sharding in DEEPSPEED,
+    **dict.fromkeys(STAGE_3_SIZES, lambda c: c.sharding == "zero3"),
     "vllm": lambda c: c.method_row.supports_vllm,
     "vllm_gpu_memory_utilization": lambda c: c.vllm != "off",
     "vllm_tensor_parallel_size": lambda c: c.vllm != "off",
@@ -262,8 +271,10 @@ def _parse_value(name: str, value: Value) -> Value:
         return _one_of(name, text, get_args(kind))
     if kind is bool:
         return _boolean(name, text)
-    if kind in (int, float):
-        return _number(name, text, field, whole=kind is int)
+    if kind == Elements and text == AUTO:
+        return AUTO
+    if kind in (int, float, Elements):
+        return _number(name, text, field, whole=kind is not float)
     if get_origin(kind) is tuple:
         return tuple(part for part in text.replace(",", " ").split() if part)
     return text
@@ -289,7 +300,7 @@ def _number(name: str, text: str, field: str, whole: bool) -> int | float:
     if text.lower() in ("none", "null") and field == "vllm_max_model_length":
         return 0  # vLLM takes the model's whole context
     try:
-        number = int(text.replace("_", "")) if whole else float(text)
+        number = _whole(text) if whole else float(text)
     except ValueError:
         wanted = "one number a run" if "," in text else "a whole number" if whole else "a number"
         _refuse(name, text, wanted)
@@ -298,6 +309,13 @@ def _number(name: str, text: str, field: str, whole: bool) -> int | float:
         bound = f"at most {high:,}" if number > high else f"at least {low:g}"
         _refuse(name, text, f"from {low:g} to {high:g}" if high < MAX_BATCH_SIZE else bound)
     return number
+
+
+def _whole(text: str) -> int:
+    """Parse 500000000, 500_000_000, 5e8 or 500000000.0; raise ValueError otherwise."""
+    if ("e" in text.lower() or text.endswith(".0")) and float(text).is_integer():
+        return int(float(text))
+    return int(text.replace("_", ""))
 
 
 def _refuse(name: str, text: str, wanted: str) -> NoReturn:

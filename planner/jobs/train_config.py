@@ -4,7 +4,9 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from planner.candidate import ZERO_SIZES
 from planner.errors import InputError
 from planner.jobs.settings import setting_names
 from planner.jobs.spellings import Value
@@ -29,6 +31,17 @@ FILE_DEFAULTS: dict[str, Value] = {
     "bf16": True,
     "fp16": False,
     "lora_dropout": 0.05,
+}
+
+# Sizes that DeepSpeed takes if its config does not name them, in elements. Source: deepspeed 0.19.8,
+# runtime/zero/config.py, `DeepSpeedZeroConfig`.
+DEEPSPEED_SIZES: dict[str, Value] = {
+    "reduce_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 10**9,
+    "stage3_max_reuse_distance": 10**9,
+    "sub_group_size": 10**9,
 }
 
 # Keys that change memory or speed and are not modelled; the plan warns about them.
@@ -125,16 +138,24 @@ def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Va
 
 
 def _deepspeed_settings(value: object, folder: Path) -> Iterator[tuple[str, Value]]:
-    """Yield the settings of a DeepSpeed config (a mapping, or the path of a JSON file): ZeRO stage and offloading."""
+    """Yield the ZeRO stage, sizes and offloading of a DeepSpeed config: a mapping, or the path of a JSON file."""
     zero = _load_deepspeed_config(value, folder).get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise InputError("zero_optimization in the DeepSpeed config should hold keys and values, such as stage: 3.")
     stage = zero.get("stage", 0)
     # Stage 0 replicates everything, as DDP does.
     yield ("zero_stage", stage) if stage else ("distributed_type", "MULTI_GPU")
+    yield from deepspeed_sizes(zero).items()
     for part in ("offload_optimizer", "offload_param"):
         offload = zero.get(part)
         yield f"{part}_device", offload.get("device", "none") if isinstance(offload, Mapping) else "none"
+
+
+def deepspeed_sizes(zero: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the sizes that the ZeRO stage in `zero_optimization` reads; DeepSpeed's defaults for missing ones."""
+    stage = zero.get("stage", 0)
+    read = ZERO_SIZES if stage == 3 else ("reduce_bucket_size",) if stage else ()
+    return {name: zero.get(name, DEEPSPEED_SIZES[name]) for name in read}
 
 
 def _load_deepspeed_config(value: object, folder: Path) -> Mapping[str, object]:

@@ -2,8 +2,7 @@
 
 import json
 
-from planner.candidate import DEEPSPEED, Candidate, Optimizer, Sharding
-from planner.memory.parameters.sharding import MAX_REUSE_DISTANCE, SUB_GROUP_SIZE
+from planner.candidate import DEEPSPEED, STAGE_3_SIZES, Candidate, Optimizer, Sharding
 
 FILE = "deepspeed.json"
 STAGES: dict[Sharding, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -13,22 +12,13 @@ STAGES: dict[Sharding, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 # model.
 AUTO = "auto"
 
-# Settings of zero_optimization on which memory depends. Values other than "auto" are DeepSpeed's defaults (deepspeed
-# 0.19.8, runtime/zero/config.py). overlap_comm would double the bucket of stages 1 and 2 (zero/stage_1_and_2.py,
-# `setup_buckets`).
-EVERY_STAGE: dict[str, object] = {"contiguous_gradients": True, "reduce_bucket_size": AUTO}
+# Settings of zero_optimization that are the same for every candidate. overlap_comm would double the bucket of stages 1
+# and 2 (deepspeed 0.19.8, zero/stage_1_and_2.py, `setup_buckets`).
+EVERY_STAGE: dict[str, object] = {"contiguous_gradients": True}
 BY_STAGE: dict[int, dict[str, object]] = {
     1: {"overlap_comm": False},
     2: {"overlap_comm": False},
-    3: {
-        "overlap_comm": True,
-        "stage3_prefetch_bucket_size": AUTO,
-        "stage3_param_persistence_threshold": AUTO,
-        "stage3_max_live_parameters": 10**9,
-        "stage3_max_reuse_distance": MAX_REUSE_DISTANCE,
-        "sub_group_size": SUB_GROUP_SIZE,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
+    3: {"overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": True},
 }
 
 # Optimizers that accelerate replaces by DeepSpeed's CPU Adam when states are offloaded. Another optimizer runs on the
@@ -42,7 +32,10 @@ def deepspeed_config(candidate: Candidate) -> dict[str, object]:
     if candidate.sharding not in DEEPSPEED:
         return {}
     stage = STAGES[candidate.sharding]
-    zero: dict[str, object] = {"stage": stage, **EVERY_STAGE, **BY_STAGE[stage]}
+    sizes = ("reduce_bucket_size", *(STAGE_3_SIZES if stage == 3 else ()))
+    zero: dict[str, object] = {
+        "stage": stage, **EVERY_STAGE, **BY_STAGE[stage], **{name: getattr(candidate, name) for name in sizes}
+    }  # fmt: skip
     host = {"device": "cpu", "pin_memory": True}
     if candidate.offload_optimizer:
         zero["offload_optimizer"] = host

@@ -10,7 +10,7 @@ from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.gradients import trained_groups
 from planner.memory.parameters.lora import targets_experts
 from planner.memory.parameters.policy import Parameters, policy_parameters
-from planner.memory.parameters.sharding import MAX_REUSE_DISTANCE, PREFETCH_TENTHS, gathered_bytes
+from planner.memory.parameters.sharding import gathered_bytes, prefetch_elements, reduce_bucket_elements
 from planner.memory.weights import base_dtype_bytes
 from planner.models.shape import ModelShape
 from planner.units import MIB
@@ -47,7 +47,7 @@ def communication_bytes(candidate: StateInput, gpu: Gpu) -> int:
     """Bytes that one GPU keeps for communication from the first step to the last: NCCL's buffers with peers, and
 
         DDP                                         a second copy of all gradients (its buckets)
-        ZeRO-3                                      one bucket of hidden_size^2 elements
+        ZeRO-3                                      one bucket of `reduce_bucket_size` elements (auto: hidden_size^2)
         ZeRO-1, ZeRO-2 with an offloaded optimizer  the largest trained tensor
 
     Source: torch 2.13, nn/parallel/distributed.py (gradient_as_bucket_view False, which neither accelerate nor Trainer
@@ -79,14 +79,17 @@ def nccl_bytes(candidate: StateInput, gpu: Gpu) -> int:
 def gather_bytes(candidate: StateInput, pass_name: str) -> int:
     """Most bytes of gathered parameters and of gradients being reduced, in a `"forward"` or `"backward"` pass, per GPU.
 
-        ZeRO-1, ZeRO-2   backward: one bucket of hidden_size^2 elements
-        ZeRO-3           dtype x min(parameters, 1e9 / passes + 0.9 hidden_size^2 + largest tensor)
+        ZeRO-1, ZeRO-2   backward: one bucket of `reduce_bucket_size` elements (auto: hidden_size^2)
+        ZeRO-3           dtype x min(parameters, reused / passes + prefetched + largest tensor); backward: also the
+                         gradients of one bucket, concatenated
         FSDP2            two layers and the tail (final norm, head); backward: also two layers' trained parameters
 
     DeepSpeed keeps parameters that are needed again within `stage3_max_reuse_distance` (1e9 parameters): of the last
-    layers of the forward pass 1e9 / 2 parameters, with recomputation 1e9 / 3.
+    layers of the forward pass 1e9 / 2 parameters, with recomputation 1e9 / 3. It gathers at most
+    `stage3_prefetch_bucket_size` ahead (auto: 0.9 hidden_size^2), and no more than `stage3_max_live_parameters` in all.
 
-    Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py; accelerate 1.15, utils/fsdp_utils.py:862-886.
+    Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, runtime/comm/coalesced_collectives.py:122
+    (`torch.cat`); accelerate 1.15, utils/fsdp_utils.py:862-886.
 
     Leaves out DeepSpeed's padding, and the embedding's own FSDP2 unit, which is dropped before the layers are gathered.
     """
@@ -96,9 +99,8 @@ def gather_bytes(candidate: StateInput, pass_name: str) -> int:
     if candidate.sharding in ("zero1", "zero2"):
         return _bucket_bytes(candidate) if pass_name == "backward" else 0
     if candidate.sharding == "zero3":
-        return _zero3_live_params(
-            counted, candidate.model.hidden_size, candidate.gradient_checkpointing
-        ) * base_dtype_bytes(candidate)
+        gathered = _zero3_live_params(candidate, counted) * base_dtype_bytes(candidate)
+        return gathered + (_concatenated_bytes(candidate) if pass_name == "backward" else 0)
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     layer, tail, trained = _fsdp2_units(candidate.model, counted, candidate.quantization in BITSANDBYTES)
     reduced = GATHERED_LAYERS * trained if pass_name == "backward" else 0
@@ -167,18 +169,26 @@ def _largest_of(counted: Parameters, parts: tuple[Literal["linear", "vision_line
 
 
 def _bucket_bytes(candidate: StateInput) -> int:
-    """Bytes of DeepSpeed's reduce bucket: hidden_size^2 elements, Transformers' value for "auto".
-
-    Source: transformers 5.23, integrations/deepspeed.py:229.
-    """
+    """Bytes of DeepSpeed's reduce bucket, which it allocates whole even if fewer parameters are trained."""
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
-    return candidate.model.hidden_size**2 * size
+    return reduce_bucket_elements(candidate) * size
 
 
-@lru_cache(maxsize=1024)
-def _zero3_live_params(counted: Parameters, hidden_size: int, recomputed: bool) -> int:
-    kept = MAX_REUSE_DISTANCE // (REUSE_PASSES_RECOMPUTED if recomputed else REUSE_PASSES)
-    prefetched = PREFETCH_TENTHS * hidden_size**2 // 10
+def _concatenated_bytes(candidate: StateInput) -> int:
+    """Bytes of the gradients in one bucket of ZeRO-3, which `reduce_scatter_coalesced` copies side by side.
+
+    A gradient larger than the bucket is reduced alone and not copied.
+    """
+    trained = sum(tensors.params for tensors, _ in trained_groups(candidate))
+    size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    return min(reduce_bucket_elements(candidate), trained) * size
+
+
+def _zero3_live_params(candidate: StateInput, counted: Parameters) -> int:
+    """Most parameters of ZeRO-3 that are whole on one GPU at once."""
+    passes = REUSE_PASSES_RECOMPUTED if candidate.gradient_checkpointing else REUSE_PASSES
+    kept = candidate.stage3_max_reuse_distance // passes
+    prefetched = min(prefetch_elements(candidate), max(candidate.stage3_max_live_parameters - kept, 0))
     return min(counted.unquantized_params, kept + prefetched + counted.unquantized_tensors.largest)
 
 

@@ -5,9 +5,9 @@ from functools import lru_cache
 from typing import Literal
 
 from planner.cache_keys import StateInput
-from planner.candidate import DEEPSPEED, Optimizer, Sharding
+from planner.candidate import DEEPSPEED, Optimizer
 from planner.memory.gradients import learning_groups
-from planner.memory.parameters.sharding import SUB_GROUP_SIZE, optimized_tensors
+from planner.memory.parameters.sharding import optimized_tensors
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
 
 FLOAT32_BYTES = 4
@@ -186,12 +186,11 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
     if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
         return 0
     groups = _optimized(candidate)
-    found = sum(
-        step_bytes(_stepped_at_once(tensors, candidate.sharding), size, candidate.optim) for tensors, size in groups
-    )
+    most = candidate.sub_group_size if candidate.sharding == "zero3" else 0
+    found = sum(step_bytes(_stepped_at_once(tensors, most), size, candidate.optim) for tensors, size in groups)
     for tensors, _ in groups:
         if candidate.sharding == "zero3":
-            found += min(SUB_GROUP_SIZE, tensors.params) * FLOAT32_BYTES
+            found += min(most, tensors.params) * FLOAT32_BYTES
         elif candidate.sharding in DEEPSPEED:
             flat = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
             found += tensors.params * (flat + FLOAT32_BYTES)
@@ -199,11 +198,11 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _stepped_at_once(tensors: TensorSet, sharding: Sharding) -> TensorSet:
-    """The tensors in one call of the optimizer's `step`: one sub-group of the partition under ZeRO-3, else all."""
-    if sharding != "zero3":
+def _stepped_at_once(tensors: TensorSet, sub_group_size: int) -> TensorSet:
+    """The tensors in one call of the optimizer's `step`: one sub-group of the partition under ZeRO-3, else (0) all."""
+    if not sub_group_size:
         return tensors
-    return TensorSet(kinds=(EqualTensors(part="other", shape=(min(SUB_GROUP_SIZE, tensors.params),)),))
+    return TensorSet(kinds=(EqualTensors(part="other", shape=(min(sub_group_size, tensors.params),)),))
 
 
 def _optimized(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:

@@ -23,6 +23,10 @@ SCHEMA: Literal[1] = 1
 Version = Annotated[Literal[1], Meta(description="The version of this schema.")]
 Bytes = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
+Size = Annotated[int, Meta(ge=0, description="A size of DeepSpeed, in elements.")]
+Elements = Annotated[
+    int | Literal["auto"], Meta(description="A size of DeepSpeed, in elements; auto: derived from hidden_size.")
+]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Probability = Annotated[float, Meta(ge=0, le=1, description="Probability that no GPU runs out of memory.")]
 Interval = Annotated[tuple[Bytes, Bytes], Meta(description="Lower and upper bound of the peak at the accepted risk.")]
@@ -114,6 +118,12 @@ class OptionalSettings(Document, frozen=True):
     offload_optimizer_device: Literal["none", "cpu"] | UnsetType = UNSET
     offload_param_device: Literal["none", "cpu"] | UnsetType = UNSET
     ds3_gather_for_generation: bool | UnsetType = UNSET
+    reduce_bucket_size: Elements | UnsetType = UNSET
+    stage3_prefetch_bucket_size: Elements | UnsetType = UNSET
+    stage3_param_persistence_threshold: Elements | UnsetType = UNSET
+    stage3_max_live_parameters: Size | UnsetType = UNSET
+    stage3_max_reuse_distance: Size | UnsetType = UNSET
+    sub_group_size: Size | UnsetType = UNSET
     use_vllm: bool | UnsetType = UNSET
     vllm_mode: Literal["colocate", "server"] | UnsetType = UNSET
     vllm_gpu_memory_utilization: (

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from planner.candidate import Candidate
+from planner.candidate import ZERO_SIZES, Candidate
 from planner.jobs.settings import settings_of
 from planner.jobs.spellings import SPELLINGS
 from planner.units import format_count
@@ -32,6 +32,7 @@ LINES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             "offload_optimizer_device",
             "offload_param_device",
             "fsdp_offload_params",
+            *ZERO_SIZES,
         ),
     ),
     ("vLLM", ("vllm_mode", "vllm_gpu_memory_utilization"), ()),

@@ -17,6 +17,7 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.jobs.settings import candidate_fields, setting_names
 from planner.jobs.spellings import Value
+from planner.jobs.train_config import deepspeed_sizes
 from planner.methods import METHODS, NEWEST_TRL, MethodName, release
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
@@ -202,13 +203,13 @@ def _sharding(args: TrainingArguments) -> dict[str, Any]:
 
 
 def zero_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sharding and offloading of a DeepSpeed config; stage 0 replicates everything, as DDP does."""
+    """Return the sharding, offloading and sizes of a DeepSpeed config; stage 0 replicates everything, as DDP does."""
     zero = config.get("zero_optimization") or {}
     offloaded = {
         f"offload_{part}": (zero.get(f"offload_{part}") or {}).get("device") not in ON_THE_GPU
         for part in ("optimizer", "param")
     }
-    return {"sharding": ZERO_STAGES[int(zero.get("stage", 0))], **offloaded}
+    return {"sharding": ZERO_STAGES[int(zero.get("stage", 0))], **offloaded, **deepspeed_sizes(zero)}
 
 
 def _environment(args: TrainingArguments) -> dict[str, Any]:

@@ -11,17 +11,13 @@ from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_b
 PERSISTENCE_THRESHOLD_HIDDEN_SIZES = 10
 PREFETCH_TENTHS = 9
 
-# deepspeed 0.19.8, runtime/zero/config.py: `stage3_max_reuse_distance` and `sub_group_size`, in elements.
-MAX_REUSE_DISTANCE = 10**9
-SUB_GROUP_SIZE = 10**9
-
 START_ALIGNMENT = 2  # elements. Source: deepspeed 0.19.8, zero/stage_1_and_2.py:387 (`nccl_start_alignment_factor`)
 
 
 def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput, trained: bool = False) -> int:
     """Bytes of model tensors on one of G = `num_processes` GPUs while no layer uses them.
 
-        ZeRO-3    ceil(n / G) elements of each tensor, and a full copy of small ones (at most 10 hidden_size elements)
+        ZeRO-3    ceil(n / G) elements of each tensor, and a full copy of small ones (`persistence_threshold`)
         FSDP2     ceil(rows / G) rows of each tensor
         others    all elements
         offload_param: none (ZeRO-3: the full copies of the small tensors)
@@ -37,7 +33,7 @@ def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInpu
     Leaves out that the last ranks' shards can be smaller: this is rank 0.
     """
     if candidate.sharding == "zero3":
-        persistent = _persistent_bytes(tensors, bytes_per_param, candidate.model.hidden_size)
+        persistent = _persistent_bytes(tensors, bytes_per_param, persistence_threshold(candidate))
         return (
             persistent
             if candidate.offload_param
@@ -53,10 +49,27 @@ def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInpu
     return tensor_bytes(tensors, bytes_per_param)
 
 
+def reduce_bucket_elements(candidate: StateInput) -> int:
+    """Elements of the bucket in which DeepSpeed collects gradients before it reduces them."""
+    given = candidate.reduce_bucket_size
+    return candidate.model.hidden_size**2 if given == "auto" else given
+
+
+def prefetch_elements(candidate: StateInput) -> int:
+    """Elements that ZeRO-3 gathers ahead of the layer that computes."""
+    given = candidate.stage3_prefetch_bucket_size
+    return PREFETCH_TENTHS * candidate.model.hidden_size**2 // 10 if given == "auto" else given
+
+
+def persistence_threshold(candidate: StateInput) -> int:
+    """Largest tensor, in elements, of which ZeRO-3 keeps a full copy on every GPU."""
+    given = candidate.stage3_param_persistence_threshold
+    return PERSISTENCE_THRESHOLD_HIDDEN_SIZES * candidate.model.hidden_size if given == "auto" else given
+
+
 @lru_cache(maxsize=4096)
-def _persistent_bytes(tensors: TensorSet, bytes_per_param: int, hidden_size: int) -> int:
-    """Bytes of the tensors of which ZeRO-3 keeps a full copy on every GPU (at most 10 hidden_size elements each)."""
-    threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * hidden_size
+def _persistent_bytes(tensors: TensorSet, bytes_per_param: int, threshold: int) -> int:
+    """Bytes of the tensors of at most `threshold` elements, of which ZeRO-3 keeps a full copy on every GPU."""
     return sum(
         rounded_bytes(kind.elements * bytes_per_param) * kind.count
         for kind in tensors.kinds
@@ -123,7 +136,7 @@ def fsdp2_shards(tensors: TensorSet, num_processes: int) -> TensorSet:
 def flat_shard(tensors: TensorSet, sharding: Sharding, num_processes: int) -> TensorSet:
     """The flat buffers that one rank optimizes under ZeRO, one per optimizer group: params / G elements, one dimension.
 
-    Leaves out that ZeRO-3 splits a group into sub-groups of 1e9 elements, which changes only the rounding.
+    Leaves out that ZeRO-3 splits a group into sub-groups (`sub_group_size`), which changes only the rounding.
     """
     pieces = (
         zero3_elements(group, num_processes)
@@ -149,7 +162,7 @@ def optimized_tensors(tensors: TensorSet, candidate: StateInput) -> TensorSet:
 def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput) -> int:
     """Bytes on each GPU of all parameters gathered at once under ZeRO-3, besides its own shards; 0 without ZeRO-3.
 
-        bytes = sum over tensors of more than 10 hidden_size elements of ceil(elements x bytes_per_param / 512) x 512
+        bytes = sum over tensors above `persistence_threshold` of ceil(elements x bytes_per_param / 512) x 512
 
     TRL gathers all parameters for `generate` with `ds3_gather_for_generation`, and for the weight sync of a PEFT model.
     Every GPU has the smaller tensors already.
@@ -159,13 +172,12 @@ def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInp
     """
     if candidate.sharding != "zero3":
         return 0
-    return _gathered_bytes(tensors, bytes_per_param, candidate.model.hidden_size)
+    return _gathered_bytes(tensors, bytes_per_param, persistence_threshold(candidate))
 
 
 @lru_cache(maxsize=4096)
-def _gathered_bytes(tensors: TensorSet, bytes_per_param: int, hidden_size: int) -> int:
+def _gathered_bytes(tensors: TensorSet, bytes_per_param: int, threshold: int) -> int:
     """The sum in `gathered_bytes`, cached by its three inputs."""
-    threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * hidden_size
     return sum(
         rounded_bytes(kind.elements * bytes_per_param) * kind.count
         for kind in tensors.kinds
