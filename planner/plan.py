@@ -96,15 +96,16 @@ def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | No
         raise NothingFits(next(unmeasured, "") or no_candidate_reason(problems[-1]))
     problem, best = recommended
     best = replace(best, reasons=reasons(best, problem))
+    others = alternatives(found, problem) + alternative_without_pins(best, problem)
     return Plan(
         job=job,
         cluster=cluster,
         verdict="fits" if best.fits else "does_not_fit",
         best=best,
-        alternatives=alternatives(found, problem) + alternative_without_pins(best, problem),
+        alternatives=others,
         remedies=() if best.fits else remedies(job, cluster, problem, best),
         more=limits(best, problem) if best.fits else (),
-        warnings=(*notes(best, problem), *unplanned_classes(found)),
+        warnings=(*faster_alternative(best, others), *notes(best, problem), *unplanned_classes(found)),
         versions={"trl": best.candidate.trl_version, **VERSIONS, **dict(best.versions)},
     )
 
@@ -132,19 +133,27 @@ def tuning_classes(job: Job) -> tuple[TuningClass, ...]:
 def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     """Return the recommended candidate with its problem; None if there is no candidate.
 
-    It is the first tuning class that fits without offloading, else the candidate that fits with the least host memory,
-    else the one that exceeds the GPU by least.
+    It is the tuning class to prefer among those that fit without offloading, else the candidate that fits with the
+    least host memory, else the one that exceeds the GPU by least.
     """
-    fitting = first_that_fits(found) or least_host_memory(search_with_offloading(found))
+    fitting = preferred_class(found) or least_host_memory(search_with_offloading(found))
     if fitting is not None:
         return fitting
     answers = [(problem, answer) for problem, answer in found.items() if answer is not None]
     return min(answers, key=lambda each: each[1].over_bytes, default=None)
 
 
-def first_that_fits(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
-    """Return the first tuning class whose best candidate fits."""
-    return next(((problem, answer) for problem, answer in found.items() if answer is not None and answer.fits), None)
+def preferred_class(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
+    """Return the first tuning class whose best candidate fits, but QLoRA instead of a LoRA that is much slower.
+
+    Full fine-tuning learns most and QLoRA computes with rounded weights: hence the order.
+    """
+    fitting = [(problem, answer) for problem, answer in found.items() if answer is not None and answer.fits]
+    first = fitting[0] if fitting else None
+    if first is None or first[0].tuning_class != "lora" or first[0].job.optimize != "throughput":
+        return first
+    worth = MUCH_FASTER * first[1].throughput.tokens_per_second
+    return next((each for each in fitting[1:] if each[1].throughput.tokens_per_second >= worth), first)
 
 
 def least_host_memory(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
@@ -165,24 +174,31 @@ def search_with_offloading(found: BestByProblem) -> BestByProblem:
 def alternatives(found: BestByProblem, chosen: SearchProblem) -> tuple[Alternative, ...]:
     """Return the best candidates of the tuning classes that were not chosen.
 
-    Full fine-tuning that does not fit is followed by full fine-tuning with offloading, if that fits.
+    One that does not fit is followed by the same class with offloading, if that fits.
     """
     rest: list[Alternative] = []
     for problem, answer in found.items():
         if answer is None or problem.tuning_class == chosen.tuning_class:
             continue
-        rest.append(Alternative(label=CLASS_LABELS[problem.tuning_class], estimate=answer, note=""))
-        if not answer.fits and problem.tuning_class == "full" and not chosen.offload:
-            with_host = search(replace(problem, offload=True))
-            if with_host is not None and with_host.fits:
-                rest.append(
-                    Alternative(
-                        label="full fine-tuning with offloading",
-                        estimate=with_host,
-                        note=f"{format_gib(with_host.host_peak_bytes, 0)} of host memory a node",
-                    )
-                )
+        label = CLASS_LABELS[problem.tuning_class]
+        rest.append(Alternative(label=label, estimate=answer, note=""))
+        if answer.fits or chosen.offload:
+            continue
+        offloaded = search(replace(problem, offload=True))
+        if offloaded is not None and offloaded.fits:
+            note = f"{format_gib(offloaded.host_peak_bytes, 0)} of host memory a node"
+            rest.append(Alternative(label=f"{label} with offloading", estimate=offloaded, note=note))
     return tuple(rest)
+
+
+def faster_alternative(best: Estimate, others: tuple[Alternative, ...]) -> tuple[str, ...]:
+    """Return one line about the fastest alternative if it fits and is 1.3 times as fast as the recommendation."""
+    fitting = [each for each in others if each.estimate.fits]
+    if not best.fits or not fitting:
+        return ()
+    fastest = max(fitting, key=lambda each: each.estimate.throughput.tokens_per_second)
+    factor = fastest.estimate.throughput.tokens_per_second / best.throughput.tokens_per_second
+    return (f"{fastest.label} is {factor:.1f} times as fast",) if factor >= NOTABLY_FASTER else ()
 
 
 # Pinned settings about the data or about what is learned: a plan without them would answer another job.
@@ -191,6 +207,8 @@ JOB_PINS = frozenset(
      "lora_r", "lora_target_modules", "lora_dropout", "beta", "reward_model", "teacher_model", "optim", "dtype",
      "packing", "padding_free"}
 )  # fmt: skip
+NOTABLY_FASTER = 1.3  # an alternative that the plan points at
+MUCH_FASTER = 1.5  # QLoRA over LoRA, to be recommended instead
 MIN_SPEEDUP = 1.05  # of an alternative without pinned settings, to be shown
 
 

@@ -6,6 +6,11 @@ import pytest
 
 from planner.cli import run
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.models.catalogue import load_model
+from planner.search.knobs import SearchProblem, structures
+from planner.search.search import batch_sizes, estimate_or_none, search
 from planner.units import GIB
 
 Report = dict  # type: ignore[type-arg]
@@ -167,3 +172,35 @@ def test_an_engine_takes_no_more_than_its_rows_need(capsys: pytest.CaptureFixtur
     smaller = answered(f"{job} --set vllm_gpu_memory_utilization={share - 0.01:.2f}", capsys)["best"]
     speeds = [each["throughput"]["tokens_per_second"] for each in (smaller, free, larger)]
     assert speeds[0] < speeds[1] and speeds[2] <= speeds[1] * 1.002
+
+
+def test_of_nearly_equal_speeds_the_one_with_most_headroom_is_taken() -> None:
+    job = Job(model=load_model("Qwen2.5-7B"), method="sft", tuning="lora")
+    problem = SearchProblem(job=job, cluster=parse_cluster("1xA100-80G", None), tuning_class="lora")
+    best = search(problem)
+    assert best is not None
+    candidates = (each for structure in structures(problem) for each in batch_sizes(structure, job))
+    every = [estimate_or_none(each, problem) for each in candidates]
+    fitting = [each for each in every if each is not None and each.fits]
+    fastest = max(each.throughput.tokens_per_second for each in fitting)
+    near = [each for each in fitting if each.throughput.tokens_per_second >= 0.98 * fastest]
+    assert best.gpus[0].peak_bytes == min(each.gpus[0].peak_bytes for each in near)
+
+
+def test_without_a_wish_16_bit_weights_are_not_trained_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--model Qwen2.5-7B --gpus 1xA100-80G --method sft"
+    assert answered(job, capsys)["best"]["settings"]["use_peft"] is True
+    assert answered(f"{job} --tuning full", capsys)["best"]["settings"]["dtype"] == "bfloat16"
+
+
+def test_qlora_is_taken_where_lora_is_much_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered("--model Qwen2.5-7B --gpus 1xL4 --method grpo", capsys)
+    assert report["best"]["settings"]["load_in_4bit"] is True
+    lora = next(each for each in report["alternatives"] if each["label"] == "LoRA")
+    speeds = [each["throughput"]["tokens_per_second"] for each in (report["best"], lora)]
+    assert speeds[0] >= 1.5 * speeds[1]
+
+
+def test_a_faster_alternative_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered("--model Qwen2.5-7B --gpus 2xA100-40G --method grpo", capsys)
+    assert report["warnings"][0] == "QLoRA is 1.3 times as fast"

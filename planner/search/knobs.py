@@ -69,13 +69,15 @@ def tuning(problem: SearchProblem) -> Changes:
 def load_dtype(problem: SearchProblem) -> Changes:
     """Return the dtypes of the loaded weights: 16 bits for a frozen base, float32 or bfloat16 for full fine-tuning.
 
-    fp16 trains float32 weights only: torch/amp/grad_scaler.py cannot unscale 16-bit gradients.
+    fp16 trains float32 weights only: torch/amp/grad_scaler.py cannot unscale 16-bit gradients. Full fine-tuning of
+    16-bit weights rounds small updates away, so that a job that leaves the tuning open does not get it.
     """
     half = "bfloat16" if problem.cluster.gpu.supports_bf16 else "float16"
     if problem.tuning_class != "full":
         return ({"dtype": half},)
     scaled = problem.job.pinned.get("precision", "bf16" if half == "bfloat16" else "fp16") == "fp16"
-    return ({"dtype": "float32"},) if scaled else ({"dtype": "float32"}, {"dtype": half})
+    is_open = problem.job.tuning == "auto" and "tuning" not in problem.job.pinned
+    return ({"dtype": "float32"},) if scaled or is_open else ({"dtype": "float32"}, {"dtype": half})
 
 
 # Ways to offload to the host, the smallest first. Optimizer states of adapters are too small to be worth it; 4-bit

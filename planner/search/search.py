@@ -5,7 +5,7 @@ that fits, and a colocated vLLM engine the largest `vllm_gpu_memory_utilization`
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import isqrt
 from typing import Any
 
@@ -13,6 +13,7 @@ from planner.binary_search import largest
 from planner.candidate import Candidate
 from planner.errors import NotMeasured
 from planner.estimate import estimate, with_residual
+from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import DEFAULT_BATCH_SIZE, Job
 from planner.memory.engine.budget import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
@@ -24,6 +25,7 @@ LENGTH_STEP = 256  # tokens
 LARGEST_BATCH = 1024  # samples per process
 SMALLER_BATCHES = 2  # next smaller batches that are estimated beside the largest that fits
 NO_SLOWER = 0.999  # share of a speed that counts as the same
+NEAR_BEST = 0.98  # share of the best speed from which on less memory is worth more: predicted speeds are not exact
 
 # -- the batch ---------------------------------------------------------------------------------------------------------
 
@@ -289,7 +291,56 @@ def best_of_class(problem: SearchProblem) -> Estimate | None:
             default=None,
         )
     precise = [each for each in that_fit if each.candidate.tuning == "lora" or each.candidate.dtype == "float32"]
-    return with_leanest_engine(max(precise or that_fit, key=lambda answer: merit(answer, problem.job)), problem)
+    return leanest_of(precise or that_fit, problem)
+
+
+def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
+    """Return the estimate that needs least memory among those within 2 % of the best one's speed.
+
+    Of two that need the same, it is the one that changes fewer of TRL's defaults. What the job optimizes before speed
+    (length, batch) stays that of the best.
+    """
+    job = problem.job
+    best = max(answers, key=lambda answer: merit(answer, job))
+
+    def near_best(answer: Estimate) -> bool:
+        *aims, speed = merit(answer, job)
+        *best_aims, best_speed = merit(best, job)
+        return answer.fits and aims == best_aims and speed >= NEAR_BEST * best_speed
+
+    near = (with_smaller_batch(each, near_best, problem) for each in answers if near_best(each))
+    base = base_candidate(job, problem.cluster)
+    return min(
+        (with_leanest_engine(each, problem) for each in near),
+        key=lambda answer: (trainer_peak_bytes(answer), changed_settings(answer.candidate, base)),
+    )
+
+
+def trainer_peak_bytes(answer: Estimate) -> int:
+    """Return the largest peak of the GPUs that train; the budget of a vLLM server is a setting, not a need."""
+    return max(gpu.peak_bytes for gpu in answer.gpus if gpu.role != "vllm")
+
+
+def changed_settings(candidate: Candidate, base: Candidate) -> int:
+    """Return how many settings of a candidate differ from those of `base`."""
+    return sum(getattr(candidate, field.name) != getattr(base, field.name) for field in fields(Candidate))
+
+
+def with_smaller_batch(answer: Estimate, near_best: Callable[[Estimate], bool], problem: SearchProblem) -> Estimate:
+    """Return the estimate with the smallest micro-batch that is still near the best; more samples are never slower."""
+    sizes = batch_sizes(answer.candidate, problem.job)
+    own = answer.candidate.per_device_train_batch_size
+    smaller = [index for index, (batch, _) in enumerate(sizes.values) if batch < own]
+    found: dict[int, Estimate] = {}
+
+    def still_near(steps: int) -> bool:
+        other = estimate_or_none(sizes[smaller[-steps]], problem)
+        if other is None or not near_best(other):
+            return False
+        found[steps] = other
+        return True
+
+    return found.get(largest(1, len(smaller), still_near), answer)
 
 
 def with_leanest_engine(answer: Estimate, problem: SearchProblem) -> Estimate:
