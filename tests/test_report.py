@@ -232,7 +232,10 @@ class TestTable:
         )
 
     def test_the_memory_of_the_host_is_shown(self):
-        assert "host         20.0 GiB of memory on each node" in plan_table(PLAN, 100).plain
+        assert (
+            "host         20.0 of 64.0 GiB of memory on each node · assumed from a cloud's instances: --host-memory"
+            in plan_table(PLAN, 120).plain
+        )
 
     def test_a_refusal_names_the_missing_bytes_and_a_remedy(self):
         assert refusal(NOTHING_FITS) == (
