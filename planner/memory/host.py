@@ -1,11 +1,16 @@
 """Host: main memory of one node while its training processes load and train."""
 
+from collections.abc import Iterator
+
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES
 from planner.gpus.cluster import Cluster
 from planner.memory.activations import stack_memory
-from planner.memory.optimizer import host_states_bytes, paged_states_bytes
+from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
+from planner.memory.optimizer import host_states_bytes, optimized_groups, paged_states_bytes, pinned_tensors_bytes
 from planner.memory.parameters.policy import parameters, policy_parameters
+from planner.memory.parameters.sharding import offloaded_shards
+from planner.memory.parameters.tensors import TensorSet
 from planner.memory.stack_recipe import stack_recipe
 from planner.memory.weights import base_dtype_bytes
 from planner.models.shape import ModelShape
@@ -56,14 +61,51 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
 def training_bytes(candidate: StateInput) -> int:
     """Bytes that one process keeps in main memory during training, without activations.
 
-        bytes = offloaded optimizer + paged states + offloaded parameters, ceil(params x dtype / G)
+        bytes = offloaded optimizer + paged states + offloaded parameters
 
-    Source: see `host_states_bytes` and `paged_states_bytes`.
+    Source: see `host_states_bytes`, `paged_states_bytes` and `offloaded_parameters_bytes`.
     """
-    found = host_states_bytes(candidate) + paged_states_bytes(candidate)
-    if candidate.offload_param and candidate.sharding in ("zero3", "fsdp2"):
-        found += -(-policy_parameters(candidate).total * base_dtype_bytes(candidate) // candidate.num_processes)
+    return host_states_bytes(candidate) + paged_states_bytes(candidate) + offloaded_parameters_bytes(candidate)
+
+
+def offloaded_parameters_bytes(candidate: StateInput) -> int:
+    """Bytes of weights of every model that one process keeps in host memory; 0 without `offload_param`.
+
+        ZeRO-3  pinned(ceil(n / G) x dtype) of each tensor; trained ones once more, pinned, in a buffer for each
+                optimizer group (their first copies stay in torch's cache of page-locked memory)
+        FSDP2   pinned(shard) of each tensor
+
+    Source: deepspeed 0.19.8, zero/partition_parameters.py:1842, stage3.py:888-910 and 975-985; torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param.py:312-315. `pinned_bytes` rounds up to powers of two.
+
+    Example: Llama-3.1-70B in 16 bits with LoRA on one GPU: 149 GiB, of 131 GiB of weights.
+    """
+    if not (candidate.offload_param and candidate.sharding in ("zero3", "fsdp2")):
+        return 0
+    found = sum(
+        pinned_tensors_bytes(
+            offloaded_shards(tensors, candidate.sharding, candidate.num_processes, candidate.model.hidden_size), size
+        )
+        for tensors, size in _offloaded_tensors(candidate)
+    )
+    if candidate.sharding == "zero3":
+        size = base_dtype_bytes(candidate)
+        found += sum(pinned_tensors_bytes(flat, size) for flat, _ in optimized_groups(candidate))
     return found
+
+
+def _offloaded_tensors(candidate: StateInput) -> Iterator[tuple[TensorSet, int]]:
+    """Yield the tensors of every model that `offload_param` moves, with bytes per parameter.
+
+    accelerate does not shard a teacher under FSDP2 (see `teacher_weights_bytes`).
+    """
+    policy, size = policy_parameters(candidate), base_dtype_bytes(candidate)
+    yield policy.unquantized_tensors, size
+    yield policy.adapter_tensors, adapter_dtype_bytes(candidate)
+    yield policy.copied_tensors, copied_dtype_bytes(candidate)
+    for model in loaded_models(candidate)[1:]:
+        if model is not candidate.teacher_model or candidate.sharding != "fsdp2":
+            yield parameters(model, "full", 1, (), "none", "lm_head").base_tensors, size
 
 
 def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
@@ -71,6 +113,8 @@ def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> in
 
     Source: trl 1.16, models/activation_offloading.py; transformers 5.23, modeling_utils.py:3110 (`offload` of
     checkpoints). Counts the few tensors that are still on the GPU too (`max_fwd_stash_size` 5).
+
+    Leaves out that each tensor takes a power of two (`pinned_bytes`), less than twice its size.
     """
     if not (candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)):
         return 0
@@ -82,9 +126,10 @@ def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> in
 
 
 def loaded_models(candidate: StateInput) -> list[ModelShape]:
-    """Every model that the trainer loads from a checkpoint."""
-    found = [candidate.model]
+    """Every model that the trainer loads from a checkpoint, the policy first."""
+    found, row = [candidate.model], candidate.method_row
     if candidate.separate_reference:
         found.append(candidate.model)
-    found += [model for model in (candidate.reward_model, candidate.teacher_model) if model is not None]
-    return found
+    reward = candidate.reward_model or (candidate.model if row.reward_model == "always" else None)
+    value = (candidate.reward_model or candidate.model) if row.value_model else None
+    return found + [model for model in (reward, value, candidate.teacher_model) if model is not None]
