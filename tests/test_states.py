@@ -19,6 +19,7 @@ from planner.memory.host import (
     PROCESS_BYTES,
     host_peak_bytes,
     loaded_models,
+    loading_bytes,
     offloaded_parameters_bytes,
     training_bytes,
 )
@@ -396,6 +397,18 @@ class TestHost:
         ddp = candidate(sharding="ddp", num_processes=8)
         assert host_peak_bytes(ddp, cluster) == 8 * (PROCESS_BYTES + 7_615_616_512 * 4)
         assert host_peak_bytes(replace(ddp, sharding="zero3"), cluster) == 8 * PROCESS_BYTES
+
+    def test_one_process_of_a_node_loads_the_whole_model_if_it_has_been_launched(self) -> None:
+        cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=2, gpus_per_node=1)
+        ddp = candidate(sharding="ddp", num_processes=2, num_nodes=2)
+        assert host_peak_bytes(ddp, cluster) == PROCESS_BYTES + 7_615_616_512 * 4
+
+    def test_a_quantized_checkpoint_is_loaded_as_it_is_stored(self) -> None:
+        gptq = candidate(
+            model=load_model("Qwen2.5-7B-Instruct-GPTQ-Int4"), tuning="lora", quantization="gptq", dtype="float16",
+            sharding="ddp", num_processes=2,
+        )  # fmt: skip
+        assert loading_bytes(gptq, 2) == pytest.approx(2 * policy_weights_bytes(gptq), rel=1e-4)  # rounded on the GPU
 
     def test_an_offloaded_optimizer_is_on_the_host(self) -> None:
         cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=1, gpus_per_node=8)

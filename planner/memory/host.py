@@ -12,7 +12,7 @@ from planner.memory.parameters.policy import parameters, policy_parameters
 from planner.memory.parameters.sharding import offloaded_shards
 from planner.memory.parameters.tensors import TensorSet
 from planner.memory.stack_recipe import stack_recipe
-from planner.memory.weights import base_dtype_bytes
+from planner.memory.weights import base_dtype_bytes, quantized_bytes
 from planner.models.shape import ModelShape
 
 # Resident memory of a Python process after PyTorch has started CUDA: 2,056,600 kB.
@@ -38,10 +38,12 @@ def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
 def loading_bytes(candidate: StateInput, processes: int) -> int:
     """Bytes of models in main memory on one node while they are loaded.
 
-        one process, bitsandbytes   0: weights stream to the GPU
+        no launcher, bitsandbytes   0: weights stream to the GPU
         DDP, ZeRO-1, ZeRO-2         processes x all parameters of every model x loaded dtype
         ZeRO-3                      0: sharded while loading
         FSDP2                       all parameters of every model x loaded dtype, once
+
+    A GPTQ, AWQ, FP8 or MXFP4 policy is loaded as it is stored.
 
     Source: trl 1.16, trainer/sft_trainer.py:692 (`device_map=None` when distributed); transformers 5.23,
     integrations/deepspeed.py (`deepspeed.zero.Init`); accelerate 1.15, utils/fsdp_utils.py
@@ -49,11 +51,12 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
 
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """
-    if processes == 1 or candidate.quantization in BITSANDBYTES or candidate.sharding in ("none", "zero3"):
+    if candidate.quantization in BITSANDBYTES or candidate.sharding in ("none", "zero3"):
         return 0
-    whole = (
-        sum(parameters(model, "full", 1, (), "none", "lm_head").base for model in loaded_models(candidate))
-        * DTYPE_BYTES[candidate.dtype]
+    policy = policy_parameters(candidate)
+    others = sum(parameters(model, "full", 1, (), "none", "lm_head").base for model in loaded_models(candidate)[1:])
+    whole = (policy.unquantized_params + others) * DTYPE_BYTES[candidate.dtype] + quantized_bytes(
+        policy.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
     )
     return whole if candidate.sharding == "fsdp2" else whole * processes
 
