@@ -19,9 +19,7 @@ from planner.units import GIB
 
 LARGE_ON_A_T4 = "--model Llama-3.1-70B --gpus 1xT4 --method sft --tuning lora"
 LARGEST_FULL = "--model Llama-3.1-405B --gpus 8xH100 --method sft --tuning full"
-LOADED_TWICE = (
-    "estimate --model Llama-3.1-8B --gpus 2xL4 --method sft --tuning lora --set dtype=bfloat16 --batch-size 1"
-)
+LOADED_TWICE = "estimate --model Llama-3.2-3B --gpus 2xL4 --method sft --tuning lora --set dtype=float32 --batch-size 1"
 
 
 class TestSizes:
@@ -126,17 +124,17 @@ class TestVerdict:
 
     def test_a_candidate_that_a_node_cannot_load_does_not_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
         command = [*LOADED_TWICE.split(), "--quiet", "--host-memory"]
-        assert run([*command, "33GiB"]) == EXIT_NOTHING_FITS
+        assert run([*command, "27GiB"]) == EXIT_NOTHING_FITS
         assert capsys.readouterr().err == (
-            "Error: The candidate does not fit: it needs 33.8 GiB of main memory on a node of 33.0 GiB. It fits with "
-            "--host-memory 34GiB, if your nodes have that; ask plan without estimate for what fits in less.\n"
+            "Error: The candidate does not fit: it needs 27.9 GiB of main memory on a node of 27.0 GiB. It fits with "
+            "--host-memory 28GiB, if your nodes have that; ask plan without estimate for what fits in less.\n"
         )
-        assert run([*command, "34GiB"]) == EXIT_PLANNED
+        assert run([*command, "28GiB"]) == EXIT_PLANNED
 
     def test_a_search_loads_in_less_where_a_node_is_small(self, capsys: pytest.CaptureFixture[str]) -> None:
-        command = [*LOADED_TWICE.removeprefix("estimate ").split(), "--json", "--quiet", "--host-memory", "24GiB"]
+        command = [*LOADED_TWICE.removeprefix("estimate ").split(), "--json", "--quiet", "--host-memory", "20GiB"]
         assert run(command) == EXIT_PLANNED
-        assert json.loads(capsys.readouterr().out)["best"]["host"]["peak_bytes"] <= 24 * GIB
+        assert json.loads(capsys.readouterr().out)["best"]["host"]["peak_bytes"] <= 20 * GIB
 
 
 @settings(max_examples=40, deadline=None)

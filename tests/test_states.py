@@ -398,6 +398,18 @@ class TestHost:
         assert host_peak_bytes(ddp, cluster) == 8 * (PROCESS_BYTES + 7_615_616_512 * 4)
         assert host_peak_bytes(replace(ddp, sharding="zero3"), cluster) == 8 * PROCESS_BYTES
 
+    def test_weights_in_their_checkpoint_s_dtype_are_pages_of_its_file(self) -> None:
+        cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=1, gpus_per_node=8)
+        lora = candidate(tuning="lora", dtype="bfloat16", sharding="ddp", num_processes=8)
+        assert host_peak_bytes(lora, cluster) == 8 * PROCESS_BYTES
+        assert loading_bytes(replace(lora, dtype="float16"), 8) == 8 * 7_615_616_512 * 2
+
+    def test_experts_are_merged_in_main_memory(self) -> None:
+        mixtral = candidate(
+            model=load_model("Mixtral-8x7B-v0.1"), tuning="lora", dtype="bfloat16", sharding="ddp", num_processes=2
+        )
+        assert loading_bytes(mixtral, 2) == 2 * 2 * 32 * 8 * 3 * 4096 * 14336
+
     def test_one_process_of_a_node_loads_the_whole_model_if_it_has_been_launched(self) -> None:
         cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=2, gpus_per_node=1)
         ddp = candidate(sharding="ddp", num_processes=2, num_nodes=2)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import BITSANDBYTES, DTYPE_BYTES
+from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Dtype
 from planner.gpus.cluster import Cluster
 from planner.memory.activations import stack_memory
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
@@ -39,26 +39,38 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     """Bytes of models in main memory on one node while they are loaded.
 
         no launcher, bitsandbytes   0: weights stream to the GPU
-        DDP, ZeRO-1, ZeRO-2         processes x all parameters of every model x loaded dtype
+        DDP, ZeRO-1, ZeRO-2         processes x copied parameters of every model x loaded dtype
         ZeRO-3                      0: sharded while loading
-        FSDP2                       all parameters of every model x loaded dtype, once
+        FSDP2                       copied parameters of every model x loaded dtype, once
 
-    A GPTQ, AWQ, FP8 or MXFP4 policy is loaded as it is stored.
+    Parameters in the dtype of their checkpoint are not copied: they are pages of its file, which the processes share
+    and the kernel can drop. Experts are copied in any dtype, since they are merged into one tensor a layer. A policy
+    in GPTQ, AWQ, FP8 or MXFP4 counts as it is stored.
 
     Source: trl 1.16, trainer/sft_trainer.py:692 (`device_map=None` when distributed); transformers 5.23,
+    modeling_utils.py:4563-4573 (`backend="mmap"`), core_model_loading.py:1319 (`_materialize_copy`),
     integrations/deepspeed.py (`deepspeed.zero.Init`); accelerate 1.15, utils/fsdp_utils.py
-    (`cpu_ram_efficient_loading`: rank 0 only).
+    (`cpu_ram_efficient_loading`: rank 0 only). Measured (RssAnon after `from_pretrained` on the CPU, bfloat16
+    checkpoints): a Llama of 727 MiB takes 2 MiB, in float32 1,457 of 1,455 MiB; a Mixtral with 384 MiB of experts 386.
 
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """
     if candidate.quantization in BITSANDBYTES or candidate.sharding in ("none", "zero3"):
         return 0
     policy = policy_parameters(candidate)
-    others = sum(parameters(model, "full", 1, (), "none", "lm_head").base for model in loaded_models(candidate)[1:])
-    whole = (policy.unquantized_params + others) * DTYPE_BYTES[candidate.dtype] + quantized_bytes(
+    copied = _copied_params(policy.unquantized_tensors, candidate.model, candidate.dtype)
+    for model in loaded_models(candidate)[1:]:
+        tensors = parameters(model, "full", 1, (), "none", "lm_head").base_tensors
+        copied += _copied_params(tensors, model, candidate.dtype)
+    whole = copied * DTYPE_BYTES[candidate.dtype] + quantized_bytes(
         policy.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
     )
     return whole if candidate.sharding == "fsdp2" else whole * processes
+
+
+def _copied_params(tensors: TensorSet, model: ModelShape, dtype: Dtype) -> int:
+    """Parameters that loading copies: all if the dtype changes, else those of experts."""
+    return (tensors.only("expert") if dtype == model.dtype else tensors).params
 
 
 def training_bytes(candidate: StateInput) -> int:
