@@ -96,9 +96,9 @@ class TestVerdict:
     def test_weights_that_only_a_large_node_holds_do_not_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run([*LARGE_ON_A_T4.split(), "--quiet"]) == EXIT_NOTHING_FITS
         captured = capsys.readouterr()
-        assert "153.2 of 16.0 GiB of memory on each node assumed from AWS g4dn" in " ".join(captured.out.split())
+        assert "153.6 of 16.0 GiB of memory on each node assumed from AWS g4dn" in " ".join(captured.out.split())
         assert captured.err == (
-            "Error: No candidate fits 1 x T4 (14.6 GiB). The nearest needs 153.2 GiB of main memory on a node of "
+            "Error: No candidate fits 1 x T4 (14.6 GiB). The nearest needs 153.6 GiB of main memory on a node of "
             "16.0 GiB (assumed from AWS g4dn.xlarge and larger). It fits with --host-memory 154GiB.\n"
         )
 
@@ -120,7 +120,7 @@ class TestVerdict:
         assert report["best"]["fit_probability"] == 0.0
         for remedy in report["remedies"]:
             assert remedy["fits"] and remedy["host"]["peak_bytes"] <= remedy["host"]["capacity_bytes"]
-        assert "32 GPUs" in [remedy["change"] for remedy in report["remedies"]]
+        assert "64 GPUs" in [remedy["change"] for remedy in report["remedies"]]
 
     def test_a_candidate_that_a_node_cannot_load_does_not_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
         command = [*LOADED_TWICE.split(), "--quiet", "--host-memory"]

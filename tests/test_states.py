@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import median, stdev
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from planner.memory.host import (
     loaded_models,
     loading_bytes,
     offloaded_parameters_bytes,
+    saving_bytes,
     training_bytes,
 )
 from planner.memory.optimizer import optimizer_states_bytes
@@ -396,12 +398,11 @@ class TestHost:
         cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=1, gpus_per_node=8)
         ddp = candidate(sharding="ddp", num_processes=8)
         assert host_peak_bytes(ddp, cluster) == 8 * (PROCESS_BYTES + 7_615_616_512 * 4)
-        assert host_peak_bytes(replace(ddp, sharding="zero3"), cluster) == 8 * PROCESS_BYTES
+        assert loading_bytes(replace(ddp, sharding="zero3"), 8) == 0
 
     def test_weights_in_their_checkpoint_s_dtype_are_pages_of_its_file(self) -> None:
-        cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=1, gpus_per_node=8)
         lora = candidate(tuning="lora", dtype="bfloat16", sharding="ddp", num_processes=8)
-        assert host_peak_bytes(lora, cluster) == 8 * PROCESS_BYTES
+        assert loading_bytes(lora, 8) == 0
         assert loading_bytes(replace(lora, dtype="float16"), 8) == 8 * 7_615_616_512 * 2
 
     def test_experts_are_merged_in_main_memory(self) -> None:
@@ -423,9 +424,8 @@ class TestHost:
         assert loading_bytes(gptq, 2) == pytest.approx(2 * policy_weights_bytes(gptq), rel=1e-4)  # rounded on the GPU
 
     def test_an_offloaded_optimizer_is_on_the_host(self) -> None:
-        cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=1, gpus_per_node=8)
         offloaded = candidate(sharding="zero3", num_processes=8, offload_optimizer=True)
-        per_process = (host_peak_bytes(offloaded, cluster) - 8 * PROCESS_BYTES) // 8
+        per_process = training_bytes(offloaded)
         # Master weights and states, 12 bytes each. Page-locked gradients take powers of two: in float32 4 GiB for the
         # matrices and 256 KiB for the vectors, in 16 bits 2 GiB for all. Each of 339 tensors is cut to whole elements.
         rest = per_process - (12 * 7_615_616_512 // 8 + 4 * GIB + MIB // 4 + 2 * GIB)
@@ -463,6 +463,29 @@ class TestHost:
         dpo = replace(sft, method="dpo")
         assert dpo.separate_reference
         assert offloaded_parameters_bytes(dpo) > 1.5 * offloaded_parameters_bytes(sft)
+
+    def test_every_process_under_zero_2_copies_the_model_to_save_it(self) -> None:
+        lora = candidate(tuning="lora", dtype="bfloat16", sharding="zero2", num_processes=8)
+        copies = 8 * (policy_weights_bytes(lora) + adapters_bytes(lora))
+        cluster = Cluster(gpu=load_gpu("A100-40G"), nodes=1, gpus_per_node=8)
+        assert host_peak_bytes(lora, cluster) == 8 * PROCESS_BYTES + copies > 120e9
+
+    @pytest.mark.parametrize(
+        ("tuning", "sharding", "saved"),
+        [
+            ("full", "ddp", 4 * 7_615_616_512),
+            ("full", "zero3", 2 * 7_615_616_512),
+            ("full", "fsdp2", 4 * 7_615_616_512),
+            ("lora", "zero3", 2 * 40_370_176),
+            ("lora", "fsdp2", 4 * 7_655_986_688),
+        ],
+    )
+    def test_one_process_saves_otherwise(self, tuning: Literal["full", "lora"], sharding: Sharding, saved: int) -> None:
+        assert saving_bytes(candidate(tuning=tuning, sharding=sharding, num_processes=8), 8) == saved
+
+    def test_a_large_model_is_saved_file_by_file(self) -> None:
+        large = candidate(model=load_model("Llama-3.1-70B"), sharding="ddp", num_processes=8)
+        assert saving_bytes(large, 8) == 50e9
 
     def test_every_ppo_process_loads_four_models(self) -> None:
         assert len(loaded_models(candidate(method="ppo", sharding="ddp", num_processes=8))) == 4

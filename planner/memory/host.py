@@ -6,33 +6,42 @@ from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Dtype
 from planner.gpus.cluster import Cluster
 from planner.memory.activations import stack_memory
-from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
-from planner.memory.optimizer import host_states_bytes, optimized_groups, paged_states_bytes, pinned_tensors_bytes
+from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes, copied_dtype_bytes
+from planner.memory.optimizer import (
+    SIXTEEN_BIT_BYTES,
+    host_states_bytes,
+    optimized_groups,
+    paged_states_bytes,
+    pinned_tensors_bytes,
+)
 from planner.memory.parameters.policy import parameters, policy_parameters
 from planner.memory.parameters.sharding import offloaded_shards
 from planner.memory.parameters.tensors import TensorSet
 from planner.memory.stack_recipe import stack_recipe
-from planner.memory.weights import base_dtype_bytes, quantized_bytes
+from planner.memory.weights import base_dtype_bytes, policy_weights_bytes, quantized_bytes
 from planner.models.shape import ModelShape
 
 # Resident memory of a Python process after PyTorch has started CUDA: 2,056,600 kB.
 # Source: pytorch/pytorch#113326 (RTX 3090, CUDA 11.8). Not measured by us.
 PROCESS_BYTES = 2_056_600 * 1024
+# Largest file of a saved model, but for one tensor that is larger. Source: transformers 5.23, modeling_utils.py:3316.
+SAVED_FILE_BYTES = 50 * 10**9
 
 
 def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
     """Bytes of main memory at the peak on one training node.
 
-        peak = processes x PROCESS_BYTES + max(models being loaded, processes x offloaded bytes)
+        peak = processes x PROCESS_BYTES + max(models being loaded, processes x offloaded bytes + weights being saved)
 
-    Source: see `loading_bytes` and `training_bytes`.
+    Source: see `loading_bytes`, `training_bytes` and `saving_bytes`.
 
     Leaves out data sets, data loader workers, the file cache, and vLLM's own processes (TRL uses sleep level 2, which
     keeps no copy of the weights: trl 1.16, generation/vllm_generation.py:365).
     """
     processes = min(-(-candidate.num_processes // candidate.num_nodes), cluster.gpus_per_node)
     kept = training_bytes(candidate) + offloaded_activation_bytes(candidate, cluster)
-    return processes * PROCESS_BYTES + max(loading_bytes(candidate, processes), processes * kept)
+    saved = saving_bytes(candidate, processes)
+    return processes * PROCESS_BYTES + max(loading_bytes(candidate, processes), processes * kept + saved)
 
 
 def loading_bytes(candidate: StateInput, processes: int) -> int:
@@ -71,6 +80,32 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
 def _copied_params(tensors: TensorSet, model: ModelShape, dtype: Dtype) -> int:
     """Parameters that loading copies: all if the dtype changes, else those of experts."""
     return (tensors.only("expert") if dtype == model.dtype else tensors).params
+
+
+def saving_bytes(candidate: StateInput, processes: int) -> int:
+    """Bytes of weights in main memory of the first node while the trainer saves.
+
+        one GPU, DDP    the trained weights, at most a file of SAVED_FILE_BYTES
+        ZeRO-1, ZeRO-2  processes x the weights with their adapters: every process copies them all
+        ZeRO-3          the trained weights in 16 bits
+        FSDP2           the weights with their adapters, once
+
+    Source: transformers 5.23, trainer.py:4097-4113 (no adapters' base under ZeRO-3); accelerate 1.15,
+    accelerator.py:4070-4100 (`clone_tensors_for_torch_save`, to the CPU, on all processes; `cpu_offload=True`, which
+    gives to rank 0); deepspeed 0.19.8, runtime/engine.py:5631 (rank 0); safetensors 0.8, torch.py:476 (`_to_ndarray`:
+    tensors of a file are copied to the CPU and kept until it is written).
+
+    Example: LoRA of Llama-3.1-70B under ZeRO-2 on eight GPUs: 1.13 TB; under ZeRO-3 0.4 GB.
+    """
+    lora, copied = candidate.tuning == "lora", adapters_bytes(candidate)
+    if candidate.sharding in ("zero1", "zero2"):
+        return processes * (policy_weights_bytes(candidate) + copied)
+    if candidate.sharding == "fsdp2":
+        return policy_parameters(candidate).total * base_dtype_bytes(candidate)
+    whole = policy_parameters(candidate).base * base_dtype_bytes(candidate)
+    if candidate.sharding == "zero3":
+        return policy_parameters(candidate).trainable * SIXTEEN_BIT_BYTES if lora else whole
+    return copied if lora else min(whole, SAVED_FILE_BYTES)
 
 
 def training_bytes(candidate: StateInput) -> int:
