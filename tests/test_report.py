@@ -243,6 +243,15 @@ class TestTable:
             "18.5 GiB too much at a risk of 0.01. It fits with --tuning lora."
         )
 
+    def test_a_refusal_names_a_node_that_is_too_small_as_well(self):
+        best = replace(NOTHING_FITS.best, host_capacity_bytes=16 * GIB)
+        cluster = replace(CLUSTER, host=replace(CLUSTER.host, total_bytes=16 * GIB))
+        assert refusal(replace(NOTHING_FITS, best=best, cluster=cluster, remedies=())) == (
+            "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
+            "18.5 GiB too much at a risk of 0.01, and needs 20.0 GiB of main memory on a node of 16.0 GiB "
+            "(assumed from a cloud's instances)."
+        )
+
     def test_several_nodes_are_named(self):
         plan = replace(PLAN, cluster=replace(CLUSTER, nodes=4))
         assert "4 nodes of 2 x A100-40G" in plan_table(plan, 100).plain

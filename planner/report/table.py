@@ -59,7 +59,8 @@ def refusal(plan: Plan) -> str:
         f"peaks at {_with_bound(gpu)} in the {readable(gpu.peak.name)}, "
         f"{format_gib(plan.best.over_bytes, 1)} too much at a risk of {plan.job.risk:g}"
     )
-    return f"No candidate fits {describe_cluster(plan.cluster)}. The nearest {host or peak}.{remedy}"
+    over = [text for text in (peak if plan.best.over_bytes > 0 or not host else "", host) if text]
+    return f"No candidate fits {describe_cluster(plan.cluster)}. The nearest {', and '.join(over)}.{remedy}"
 
 
 def shortfall(estimate: Estimate, cluster: Cluster, risk: float) -> str:
