@@ -29,13 +29,15 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = RISK) -> Esti
     engine = engine_of(candidate, cluster.gpu)
     training = training_estimate(training_settings(candidate), cluster)
     gpus = gpus_of(candidate, cluster, training, engine, risk)
+    host_fits = training.host_peak_bytes <= cluster.host.total_bytes
     return Estimate(
         candidate=candidate,
-        fits=all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in gpus),
-        fit_probability=min(fit_probability_of(gpu, risk, kind_of(candidate)) for gpu in gpus),
+        fits=host_fits and _gpus_fit(gpus),
+        fit_probability=_fit_probability(candidate, gpus, risk) if host_fits else 0.0,
         evidence="estimated",
         gpus=gpus,
         host_peak_bytes=training.host_peak_bytes,
+        host_capacity_bytes=cluster.host.total_bytes,
         throughput=with_generation(
             training.seconds, candidate, cluster, engine.max_concurrency if engine is not None else 0.0
         ),
@@ -75,13 +77,23 @@ def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
         for phase in train.phases
     )
     corrected = replace(train, phases=phases, interval_bytes=interval_bytes(max(phases, key=TOTAL_BYTES), risk))
-    gpus = (corrected, *others)
+    gpus, host_fits = (corrected, *others), answer.host_over_bytes <= 0
     return replace(
         answer,
         gpus=gpus,
-        fits=all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in gpus),
-        fit_probability=min(fit_probability_of(gpu, risk, kind_of(answer.candidate)) for gpu in gpus),
+        fits=host_fits and _gpus_fit(gpus),
+        fit_probability=_fit_probability(answer.candidate, gpus, risk) if host_fits else 0.0,
     )
+
+
+def _gpus_fit(gpus: tuple[GpuMemory, ...]) -> bool:
+    """Return whether the upper bound of the peak is within the capacity of every GPU."""
+    return all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in gpus)
+
+
+def _fit_probability(candidate: Candidate, gpus: tuple[GpuMemory, ...], risk: float) -> float:
+    """Return the smallest probability of any GPU's peak to be within its capacity."""
+    return min(fit_probability_of(gpu, risk, kind_of(candidate)) for gpu in gpus)
 
 
 def engine_of(candidate: Candidate, gpu: Gpu) -> EngineMemory | None:

@@ -134,13 +134,19 @@ def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     """Return the recommended candidate with its problem; None if there is no candidate.
 
     It is the tuning class to prefer among those that fit without offloading, else the candidate that fits with the
-    least host memory, else the one that exceeds the GPU by least.
+    least host memory, else the one of the least `distance` from fitting: offloaded ones too, where the GPUs hold what
+    is left on them.
     """
-    fitting = preferred_class(found) or least_host_memory(search_with_offloading(found))
+    fitting = preferred_class(found)
+    if fitting is not None:
+        return fitting
+    offloaded = search_with_offloading(found)
+    fitting = least_host_memory(offloaded)
     if fitting is not None:
         return fitting
     answers = [(problem, answer) for problem, answer in found.items() if answer is not None]
-    return min(answers, key=lambda each: each[1].over_bytes, default=None)
+    answers += [(problem, answer) for problem, answer in offloaded.items() if answer and answer.over_bytes <= 0]
+    return min(answers, key=lambda each: each[1].distance, default=None)
 
 
 def preferred_class(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
@@ -157,7 +163,7 @@ def preferred_class(found: BestByProblem) -> tuple[SearchProblem, Estimate] | No
 
 
 def least_host_memory(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
-    """Return the candidate that fits with the least host memory; how much the host has is not known."""
+    """Return the candidate that fits with the least host memory."""
     fitting = [(problem, answer) for problem, answer in found.items() if answer is not None and answer.fits]
     return min(fitting, key=lambda each: each[1].host_peak_bytes, default=None)
 

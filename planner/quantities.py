@@ -137,7 +137,10 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Memory and speed of a candidate. `fits`: on every GPU the upper bound of the peak is within the capacity."""
+    """Memory and speed of a candidate.
+
+    `fits`: on every GPU the upper bound of the peak is within the capacity, and on a node the main memory is enough.
+    """
 
     candidate: Candidate
     fits: bool
@@ -145,6 +148,7 @@ class Estimate:
     evidence: Evidence
     gpus: tuple[GpuMemory, ...]
     host_peak_bytes: int  # on one node
+    host_capacity_bytes: int
     throughput: Throughput
     reasons: tuple[str, ...]
     versions: tuple[tuple[str, str], ...] = ()  # of the libraries in a dry run or probe
@@ -154,6 +158,19 @@ class Estimate:
     def over_bytes(self) -> int:
         """Bytes by which the upper bound of the peak exceeds the capacity on the worst GPU; 0 or less if it fits."""
         return max(gpu.interval_bytes[1] - gpu.capacity_bytes for gpu in self.gpus)
+
+    @property
+    def host_over_bytes(self) -> int:
+        """Bytes by which the main memory of a node is too small; 0 or less if it is enough."""
+        return self.host_peak_bytes - self.host_capacity_bytes
+
+    @property
+    def distance(self) -> tuple[int, int]:
+        """Sort key of candidates that do not fit: bytes too many on the worst GPU, then those on a node.
+
+        Main memory is the easier one to add.
+        """
+        return max(self.over_bytes, 0), max(self.host_over_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

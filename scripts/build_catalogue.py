@@ -71,6 +71,53 @@ NVLINK_C2C_BYTES_PER_SECOND = 450e9  # one direction of the 900 GB/s in the fact
 # No tensor cores and no fast fp16: 3584 cores x 2 x 1.582 GHz in fp32. Source: NVIDIA GeForce GTX 1080 Ti data sheet.
 FP32_ONLY_TFLOPS = {"GTX-1080-Ti": 11.3}
 
+# Main memory of the nodes that a card is usually rented or bought in. Pairs (GPUs of a node, GiB for each of them): a
+# pair holds from that number of GPUs on, so ((1, 16), (4, 48)) is 16 GiB for one GPU and 192 GiB for four. If vendors
+# differ, one that gives less. Source: the vendors' documentation of these instance types (AWS EC2 accelerated computing
+# instances, Google Cloud accelerator-optimized machines, Azure GPU sizes, Lambda on-demand instances, RunComfy machine
+# types). "as ..." and "desktops" name no instance with that card: assumptions.
+DESKTOP = "desktops: 47 % have 16 GB and 29 % have 32 GB in Steam's hardware survey of May 2024"
+WORKSTATION = "as RunComfy's machines with cards of that size: A5000 32 GB, A6000 48 GB"
+P4DE = "AWS p4de.24xlarge"
+A3 = "Google Cloud a3-highgpu"
+HOST_MEMORY: dict[str, tuple[tuple[tuple[int, int], ...], str]] = {
+    "A100-40G": (((1, 85),), "Google Cloud a2-highgpu"),
+    "A100-80G": (((1, 144),), P4DE),
+    "A100-PCIe-80G": (((1, 220),), "Azure NC_A100_v4"),
+    "A800-80G": (((1, 144),), f"as A100-80G: {P4DE}"),
+    "H100-SXM": (((1, 234),), A3),
+    "H100-PCIe": (((1, 200),), "Lambda 1x H100 PCIe"),
+    "H100-NVL": (((1, 320),), "Azure NCads_H100_v5"),
+    "H800": (((1, 234),), f"as H100-SXM: {A3}"),
+    "H200": (((1, 256),), "AWS p5en.48xlarge"),
+    "H20": (((1, 234),), f"as H100-SXM: {A3}"),
+    "GH200-96G": (((1, 432),), "Lambda 1x GH200"),
+    "B200": (((1, 256),), "AWS p6-b200.48xlarge"),
+    "B300": (((1, 512),), "AWS p6-b300.48xlarge"),
+    "GB200": (((1, 240),), "AWS p6e-gb200.36xlarge"),
+    "GB300": (((1, 240),), "as GB200: AWS p6e-gb200.36xlarge"),
+    "L4": (((1, 16), (2, 48)), "Google Cloud g2-standard-4 and larger"),
+    "L40S": (((1, 32), (2, 96), (8, 192)), "AWS g6e.xlarge and larger"),
+    "L40": (((1, 64),), "RunComfy: L40 64 GB"),
+    "L20": (((1, 48),), WORKSTATION),
+    "A40": (((1, 48),), WORKSTATION),
+    "A30": (((1, 32),), WORKSTATION),
+    "A10G": (((1, 16), (2, 48), (8, 96)), "AWS g5.xlarge and larger"),  # two or three are part of four
+    "A10": (((1, 200),), "Lambda 1x A10"),
+    "T4": (((1, 16), (4, 48)), "AWS g4dn.xlarge and larger"),
+    "V100-16G": (((1, 56),), "Lambda 8x V100"),
+    "V100-32G": (((1, 96),), "AWS p3dn.24xlarge"),
+    "P100": (((1, 112),), "Azure NC_v2"),
+    "RTX-A6000": (((1, 100),), "Lambda 1x A6000"),
+    "RTX-6000-Ada": (((1, 48),), WORKSTATION),
+    "RTX-PRO-6000": (((1, 64), (2, 256)), "AWS g7e.2xlarge and larger"),
+    "RTX-A5000": (((1, 32),), "RunComfy: A5000 32 GB"),
+    "RTX-A4000": (((1, 16),), "RunComfy: A4000 16 GB"),
+    "Quadro-RTX-8000": (((1, 48),), WORKSTATION),
+    "Titan-RTX": (((1, 32),), WORKSTATION),
+}
+LARGE_DESKTOP_GB = 16  # desktops with a card of this size or more are taken to have 32 GiB, others 16 GiB
+
 HEADER = """# The cards `plan` knows by name. Made by scripts/build_catalogue.py; change the facts, not this file.
 #
 # total_bytes        the lowest total_memory that torch reported: a plan must fit the smallest card.
@@ -80,6 +127,8 @@ HEADER = """# The cards `plan` knows by name. Made by scripts/build_catalogue.py
 # bf16_flops         dense, a second; on cards before Ampere (compute capability below 8.0) their fp16 rate.
 # nvlink_bytes_per_second, pcie_bytes_per_second   one direction, which is half of what NVLink data sheets print;
 #                    0: no NVLink.
+# host_gib           main memory of a usual node: [GPUs of the node, GiB for each of them], from that number of GPUs on;
+#                    host_source names instances that have so much, or says what was assumed.
 # Cards of other vendors are left out: the formulas are CUDA's.
 """
 
@@ -143,6 +192,7 @@ def gpu_table(row: dict, absolute: int, share: float) -> str:
         "compute_capability": [int(part) for part in row["compute_capability"].split(".")],
         "source": row["source"],
     }
+    values["host_gib"], values["host_source"] = host_memory(row)
     if not known_bytes:
         less = f"nvidia-smi's {row['nvidia_smi_mib']} MiB less {reserve // MIB} MiB"
         values["derived"] = f"the lower of {row['memory_gib']} GiB and {less}"
@@ -151,6 +201,12 @@ def gpu_table(row: dict, absolute: int, share: float) -> str:
     if "note" in row:
         values["note"] = row["note"]
     return f"[{name}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items())
+
+
+def host_memory(row: dict) -> tuple[tuple[tuple[int, int], ...], str]:
+    """The main memory of a usual node for each GPU, and its source."""
+    desktop = 32 if row["marketing_gb"] >= LARGE_DESKTOP_GB else 16
+    return HOST_MEMORY.get(row["name"], (((1, desktop),), DESKTOP))
 
 
 def flops(row: dict) -> float:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from planner.candidate import Candidate
-from planner.gpus.cluster import Cluster, Gpu
+from planner.gpus.cluster import Cluster, Gpu, HostMemory
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
 from planner.plan import Alternative, Plan
@@ -23,7 +23,8 @@ A100 = Gpu(
     compute_capability=(8, 0),
     source="a data sheet",
 )
-CLUSTER = Cluster(gpu=A100, nodes=1, gpus_per_node=2)
+HOST = HostMemory(total_bytes=64 * GIB, origin="assumed", source="a cloud's instances")
+CLUSTER = Cluster(gpu=A100, nodes=1, gpus_per_node=2, host=HOST)
 
 COLOCATED = Candidate(
     model=MODEL,
@@ -84,6 +85,7 @@ ESTIMATE = Estimate(
     evidence="estimated",
     gpus=(TRAINING,),
     host_peak_bytes=20 * GIB,
+    host_capacity_bytes=64 * GIB,
     throughput=Throughput(
         tokens_per_second=2904.7, step_seconds=14.1, seconds={"rollout": 9.1, "training": 5.0}, evidence="estimated"
     ),

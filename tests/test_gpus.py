@@ -205,6 +205,13 @@ class TestLocal:
         monkeypatch.setattr("planner.gpus.local._nvml", lambda: fake_nvml(["NVIDIA GeForce RTX 3090"]))
         assert parse_cluster("local", "10GiB").gpu.free_bytes == 10 * GIB
 
+    def test_the_main_memory_is_this_machine_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("planner.gpus.local._nvml", lambda: fake_nvml(["NVIDIA GeForce RTX 3090"]))
+        monkeypatch.setattr("planner.gpus.host_memory.local_bytes", lambda: 23 * GIB)
+        host = parse_cluster("local").host
+        assert (host.total_bytes, host.origin) == (23 * GIB, "local")
+        assert parse_cluster("local", None, "64GiB").host.total_bytes == 64 * GIB
+
     def test_different_cards_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("planner.gpus.local._nvml", lambda: fake_nvml(["Tesla T4", "NVIDIA L4"]))
         with pytest.raises(InputError, match=r"finds different cards \(NVIDIA L4, Tesla T4\)"):

@@ -232,12 +232,24 @@ class TestTable:
         )
 
     def test_the_memory_of_the_host_is_shown(self):
-        assert "host         20.0 GiB of memory on each node" in plan_table(PLAN, 100).plain
+        assert (
+            "host         20.0 of 64.0 GiB of memory on each node · assumed from a cloud's instances: --host-memory"
+            in plan_table(PLAN, 120).plain
+        )
 
     def test_a_refusal_names_the_missing_bytes_and_a_remedy(self):
         assert refusal(NOTHING_FITS) == (
             "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
             "18.5 GiB too much at a risk of 0.01. It fits with --tuning lora."
+        )
+
+    def test_a_refusal_names_a_node_that_is_too_small_as_well(self):
+        best = replace(NOTHING_FITS.best, host_capacity_bytes=16 * GIB)
+        cluster = replace(CLUSTER, host=replace(CLUSTER.host, total_bytes=16 * GIB))
+        assert refusal(replace(NOTHING_FITS, best=best, cluster=cluster, remedies=())) == (
+            "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
+            "18.5 GiB too much at a risk of 0.01, and needs 20.0 GiB of main memory on a node of 16.0 GiB "
+            "(assumed from a cloud's instances)."
         )
 
     def test_several_nodes_are_named(self):

@@ -94,6 +94,12 @@ def test_where_nothing_fits_the_study_ends_and_says_so(tmp_path: Path) -> None:
     assert certificate_lines(certificate(knowledge)) == ("no candidate fits: all are excluded",)
 
 
+def test_no_candidate_is_probed_that_a_node_cannot_hold() -> None:
+    host = replace(problem().cluster.host, total_bytes=2**30)
+    candidates = space_of(replace(problem(), cluster=replace(problem().cluster, host=host)), "cuda", formulas_alone)
+    assert open_points(knowledge_of(candidates, {}, {})) == []
+
+
 # -- trials ------------------------------------------------------------------------------------------------------------
 
 

@@ -44,13 +44,15 @@ def saved_or_single_candidate(
     from pathlib import Path
 
     from planner.commands.read_options import read_options
+    from planner.gpus.host_memory import with_given_host
     from planner.jobs.base_candidate import single_candidate
     from planner.report.read_json import read_plan
     from planner.training_stack import complete_models
 
     complete = complete_models(progress(output))
     if saved.saved is not None:
-        return read_plan(Path(saved.saved), options.gpus, options.free_memory, complete)
+        candidate, cluster = read_plan(Path(saved.saved), options.gpus, options.free_memory, complete)
+        return candidate, cluster if options.host_memory is None else with_given_host(cluster, options.host_memory)
     request = read_options(options, complete)
     return single_candidate(request.job, request.cluster), request.cluster
 

@@ -31,5 +31,5 @@ def estimate(options: CandidateOptions, output: CheckOptions) -> int:
     print_estimate(output, answer, cluster, warnings)
     if answer.fits:
         return EXIT_PLANNED
-    print_error(shortfall(answer, job.risk))
+    print_error(shortfall(answer, cluster, job.risk))
     return EXIT_NOTHING_FITS

@@ -96,6 +96,14 @@ class JobOptions:
             "--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all of it."
         ),
     ] = None
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--host-memory",
+            metavar="SIZE",
+            help="Main memory of each node, such as 256GiB. Default: what nodes with that GPU usually have.",
+        ),
+    ] = None
     method: Method = None
     tuning: Tuning = "auto"
     max_length: Annotated[

@@ -38,7 +38,7 @@ def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, pr
         return EXIT_PROBE_CONTRADICTS
     if (expected if measurement.device == "cpu" else answer).fits:
         return EXIT_PLANNED
-    print_error(shortfall(answer, options.risk))
+    print_error(shortfall(answer, cluster, options.risk))
     return EXIT_NOTHING_FITS
 
 

@@ -74,7 +74,7 @@ def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
         trl_version=version,
         lora_ranks=ranks,
     )
-    cluster = parse_cluster(options.gpus, options.free_memory)
+    cluster = parse_cluster(options.gpus, options.free_memory, options.host_memory)
     return JobRequest(job=job, cluster=cluster, warnings=(*warnings, *unread, *unused_lengths(job), *older))
 
 

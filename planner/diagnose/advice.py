@@ -170,7 +170,7 @@ def _for_engine_profile(incident: Incident) -> Iterator[str]:
 def _for_host(incident: Incident) -> Iterator[str]:
     yield (
         "each process first loads the model's weights into main memory, and offloaded states and parameters stay "
-        "there: see the plan's line `host`"
+        "there: give what a node has with --host-memory, and see the plan's line `host`"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Gpu
-from planner.units import format_gib
+from planner.units import GIB, format_gib
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,7 +31,11 @@ HINT = "`plan gpus` lists the cards; a bare capacity works too, such as 1x24GiB.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuRow:
-    """One GPU of the catalogue. `reported`: a log shows its memory; else `derived` says how it was derived."""
+    """One GPU of the catalogue. `reported`: a log shows its memory; else `derived` says how it was derived.
+
+    `host_gib`: the main memory of a usual node as pairs (GPUs of the node, GiB for each of them), smallest first; a
+    pair holds from that number of GPUs on.
+    """
 
     gpu: Gpu
     aliases: tuple[str, ...]
@@ -39,6 +43,12 @@ class GpuRow:
     reported: bool
     derived: str
     note: str
+    host_gib: tuple[tuple[int, int], ...]
+    host_source: str
+
+    def host_bytes(self, gpus: int) -> int:
+        """Main memory of a usual node with that many of these GPUs."""
+        return gpus * GIB * max(gib for least, gib in self.host_gib if least <= gpus)
 
 
 @lru_cache(maxsize=1)
@@ -69,11 +79,18 @@ def _row(name: str, table: dict[str, Any]) -> GpuRow:
         reported=table["reported"],
         derived=table.get("derived", ""),
         note=table.get("note", ""),
+        host_gib=tuple((least, gib) for least, gib in table["host_gib"]),
+        host_source=table["host_source"],
     )
 
 
 def load_gpu(name: str) -> Gpu:
-    """The GPU of that name in the catalogue.
+    """The GPU of that name in the catalogue; see `row_of`."""
+    return row_of(name).gpu
+
+
+def row_of(name: str) -> GpuRow:
+    """The row of the GPU of that name in the catalogue.
 
     Ignores case, "NVIDIA", "GeForce", "Tesla", dashes, underscores and blanks; `-40G` equals `-40GB`. A GPU that exists
     in one size only is also found with its size: L40S-48G.
@@ -84,10 +101,10 @@ def load_gpu(name: str) -> Gpu:
     known = _by_key()
     key = _key(name)
     if key in known:
-        return known[key].gpu
+        return known[key]
     for row in known.values():
         if key.endswith(f"{row.marketing_gb}g") and known.get(key.removesuffix(f"{row.marketing_gb}g")) is row:
-            return row.gpu
+            return row
     raise UnknownName("GPU", name, _nearest_first(name), HINT)
 
 
@@ -133,8 +150,7 @@ def bare_gpu(capacity_bytes: int) -> Gpu:
             f"A card of {format_gib(capacity_bytes)} does not exist. Give from {format_gib(SMALLEST_BYTES, 0)} to "
             f"{format_gib(LARGEST_BYTES, 0)}."
         )
-    bf16 = [row.gpu for row in gpu_rows() if row.gpu.supports_bf16]
-    peers = [gpu for gpu in bf16 if gpu.total_bytes >= SAME_CLASS_SHARE * capacity_bytes] or bf16
+    peers = [row.gpu for row in peers_of(capacity_bytes)]
     slowest = min(peers, key=lambda gpu: gpu.bf16_flops)
     return Gpu(
         name=format_gib(capacity_bytes, 0 if capacity_bytes % 2**30 == 0 else 2).replace(" ", ""),
@@ -150,3 +166,9 @@ def bare_gpu(capacity_bytes: int) -> Gpu:
             f"(flops of {slowest.name}), no NVLink"
         ),
     )
+
+
+def peers_of(capacity_bytes: int) -> list[GpuRow]:
+    """The listed bf16 GPUs of that size or more; all of them if none is so large."""
+    bf16 = [row for row in gpu_rows() if row.gpu.supports_bf16]
+    return [row for row in bf16 if row.gpu.total_bytes >= SAME_CLASS_SHARE * capacity_bytes] or bf16

@@ -1,6 +1,7 @@
-"""`Gpu` and `Cluster`: the GPUs of a job and how they are spread over nodes."""
+"""`Gpu` and `Cluster`: the GPUs of a job, how they are spread over nodes, and the main memory of a node."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +33,28 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Main memory of one node. `origin`: --host-memory, this machine, or what nodes with such GPUs usually have.
+
+    "unlimited" is the memory of a node of which nothing is known, where a run has already been.
+    """
+
+    total_bytes: int
+    origin: Literal["given", "local", "assumed", "unlimited"]
+    source: str
+
+
+UNLIMITED_HOST = HostMemory(total_bytes=2**62, origin="unlimited", source="")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     """`nodes` nodes with `gpus_per_node` GPUs of one model each."""
 
     gpu: Gpu
     nodes: int
     gpus_per_node: int
+    host: HostMemory = UNLIMITED_HOST
 
     @property
     def num_gpus(self) -> int:

@@ -7,6 +7,7 @@ from types import ModuleType
 from planner.errors import InputError, UnknownName
 from planner.gpus.catalogue import bare_gpu, load_gpu
 from planner.gpus.cluster import Cluster, Gpu
+from planner.gpus.host_memory import with_local_host
 
 NAME_A_CARD = "Name the card instead, such as --gpus 1xRTX-3090."
 
@@ -24,6 +25,8 @@ class DriverReading:
 def local_cluster() -> Cluster:
     """A cluster of one node with the local GPUs; total and free memory are the smallest of any of them.
 
+    The main memory is this machine's, within the limits of its container.
+
     Raises:
         InputError: there is no driver or no GPU, or the GPUs have different names.
     """
@@ -35,7 +38,7 @@ def local_cluster() -> Cluster:
         raise InputError(
             f"--gpus local finds different cards ({', '.join(names)}); choose equal ones with CUDA_VISIBLE_DEVICES."
         )
-    return Cluster(gpu=_gpu(readings), nodes=1, gpus_per_node=len(readings))
+    return with_local_host(Cluster(gpu=_gpu(readings), nodes=1, gpus_per_node=len(readings)))
 
 
 def _gpu(readings: list[DriverReading]) -> Gpu:

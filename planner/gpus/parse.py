@@ -6,6 +6,7 @@ from dataclasses import replace
 from planner.errors import InputError
 from planner.gpus.catalogue import SMALLEST_BYTES, bare_gpu, load_gpu
 from planner.gpus.cluster import Cluster, Gpu
+from planner.gpus.host_memory import with_given_host, with_usual_host
 from planner.units import format_gib, parse_bytes
 
 # The NVIDIA DGX-2 has 16 GPUs, the most in one node. More GPUs need several nodes, whose links are slower.
@@ -14,16 +15,19 @@ MOST_NODES = 4096  # Llama 3 was trained on 2,000 nodes of 8 (arXiv 2407.21783, 
 LOCAL = "local"
 
 
-def parse_cluster(text: str, free_memory: str | None = None) -> Cluster:
+def parse_cluster(text: str, free_memory: str | None = None, host_memory: str | None = None) -> Cluster:
     """The cluster that `--gpus` names.
 
     Args:
         text: `"A100-40G"`, `"2xA100-40G"`, `"4x8xH100"` (nodes x GPUs), `"1x24GiB"` (a bare capacity) or `"local"`.
         free_memory: the memory that may be used on each GPU, such as `"30GiB"`; None: all of it (for `local`: all that
             is free now).
+        host_memory: the main memory of a node, such as `"256GiB"`; None: what nodes with that GPU usually have (for
+            `local`: what this machine has).
 
     Raises:
-        InputError: the text is no cluster, or `free_memory` is not between 1 GiB and the GPU's memory.
+        InputError: the text is no cluster, `free_memory` is not between 1 GiB and the GPU's memory, or `host_memory`
+            is not between 1 GiB and 64 TiB.
         UnknownName: no GPU of the catalogue has that name.
     """
     if text.strip().lower() == LOCAL:
@@ -33,7 +37,9 @@ def parse_cluster(text: str, free_memory: str | None = None) -> Cluster:
     else:
         nodes, per_node, name = _counts_and_name(text)
         cluster = Cluster(gpu=_gpu_or_capacity(name), nodes=nodes, gpus_per_node=per_node)
-    return cluster if free_memory is None else replace(cluster, gpu=_partly_used(cluster.gpu, free_memory))
+    if free_memory is not None:
+        cluster = replace(cluster, gpu=_partly_used(cluster.gpu, free_memory))
+    return with_usual_host(cluster) if host_memory is None else with_given_host(cluster, host_memory)
 
 
 def _counts_and_name(text: str) -> tuple[int, int, str]:

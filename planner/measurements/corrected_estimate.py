@@ -81,10 +81,12 @@ def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float =
     heaviest = max(phases, key=lambda phase: phase.total_bytes)
     gpu = replace(train, phases=phases, interval_bytes=_interval(train, measurement, heaviest, risk))
     ran = measurement.outcome == "fits" and gpu.interval_bytes[1] <= gpu.capacity_bytes
+    others_fit = all(other.interval_bytes[1] <= other.capacity_bytes for other in others)
+    host_fits = estimate.host_over_bytes <= 0
     return replace(
         estimate,
-        fits=ran and all(other.interval_bytes[1] <= other.capacity_bytes for other in others),
-        fit_probability=_probability(gpu, measurement, ran),
+        fits=ran and others_fit and host_fits,
+        fit_probability=_probability(gpu, measurement, ran) if host_fits else 0.0,
         evidence=measurement.evidence,
         device=measurement.device,
         gpus=(gpu, *others),

@@ -1,69 +1,161 @@
 """Host: main memory of one node while its training processes load and train."""
 
+from collections.abc import Iterator
+
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import BITSANDBYTES, DTYPE_BYTES
+from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Dtype
 from planner.gpus.cluster import Cluster
 from planner.memory.activations import stack_memory
-from planner.memory.optimizer import host_states_bytes, paged_states_bytes
+from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes, copied_dtype_bytes
+from planner.memory.optimizer import (
+    SIXTEEN_BIT_BYTES,
+    host_states_bytes,
+    optimized_groups,
+    paged_states_bytes,
+    pinned_tensors_bytes,
+)
 from planner.memory.parameters.policy import parameters, policy_parameters
+from planner.memory.parameters.sharding import offloaded_shards
+from planner.memory.parameters.tensors import TensorSet
 from planner.memory.stack_recipe import stack_recipe
-from planner.memory.weights import base_dtype_bytes
+from planner.memory.weights import base_dtype_bytes, policy_weights_bytes, quantized_bytes
 from planner.models.shape import ModelShape
 
 # Resident memory of a Python process after PyTorch has started CUDA: 2,056,600 kB.
 # Source: pytorch/pytorch#113326 (RTX 3090, CUDA 11.8). Not measured by us.
 PROCESS_BYTES = 2_056_600 * 1024
+# Largest file of a saved model, but for one tensor that is larger. Source: transformers 5.23, modeling_utils.py:3316.
+SAVED_FILE_BYTES = 50 * 10**9
 
 
 def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
     """Bytes of main memory at the peak on one training node.
 
-        peak = processes x PROCESS_BYTES + max(models being loaded, processes x offloaded bytes)
+        peak = processes x PROCESS_BYTES + max(models being loaded, processes x offloaded bytes + weights being saved)
 
-    Source: see `loading_bytes` and `training_bytes`.
+    Source: see `loading_bytes`, `training_bytes` and `saving_bytes`.
 
     Leaves out data sets, data loader workers, the file cache, and vLLM's own processes (TRL uses sleep level 2, which
     keeps no copy of the weights: trl 1.16, generation/vllm_generation.py:365).
     """
     processes = min(-(-candidate.num_processes // candidate.num_nodes), cluster.gpus_per_node)
     kept = training_bytes(candidate) + offloaded_activation_bytes(candidate, cluster)
-    return processes * PROCESS_BYTES + max(loading_bytes(candidate, processes), processes * kept)
+    saved = saving_bytes(candidate, processes)
+    return processes * PROCESS_BYTES + max(loading_bytes(candidate, processes), processes * kept + saved)
 
 
 def loading_bytes(candidate: StateInput, processes: int) -> int:
     """Bytes of models in main memory on one node while they are loaded.
 
-        one process, bitsandbytes   0: weights stream to the GPU
-        DDP, ZeRO-1, ZeRO-2         processes x all parameters of every model x loaded dtype
+        no launcher, bitsandbytes   0: weights stream to the GPU
+        DDP, ZeRO-1, ZeRO-2         processes x copied parameters of every model x loaded dtype
         ZeRO-3                      0: sharded while loading
-        FSDP2                       all parameters of every model x loaded dtype, once
+        FSDP2                       copied parameters of every model x loaded dtype, once
+
+    Parameters in the dtype of their checkpoint are not copied: they are pages of its file, which the processes share
+    and the kernel can drop. Experts are copied in any dtype, since they are merged into one tensor a layer. A policy
+    in GPTQ, AWQ, FP8 or MXFP4 counts as it is stored.
 
     Source: trl 1.16, trainer/sft_trainer.py:692 (`device_map=None` when distributed); transformers 5.23,
+    modeling_utils.py:4563-4573 (`backend="mmap"`), core_model_loading.py:1319 (`_materialize_copy`),
     integrations/deepspeed.py (`deepspeed.zero.Init`); accelerate 1.15, utils/fsdp_utils.py
-    (`cpu_ram_efficient_loading`: rank 0 only).
+    (`cpu_ram_efficient_loading`: rank 0 only). Measured (RssAnon after `from_pretrained` on the CPU, bfloat16
+    checkpoints): a Llama of 727 MiB takes 2 MiB, in float32 1,457 of 1,455 MiB; a Mixtral with 384 MiB of experts 386.
 
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """
-    if processes == 1 or candidate.quantization in BITSANDBYTES or candidate.sharding in ("none", "zero3"):
+    if candidate.quantization in BITSANDBYTES or candidate.sharding in ("none", "zero3"):
         return 0
-    whole = (
-        sum(parameters(model, "full", 1, (), "none", "lm_head").base for model in loaded_models(candidate))
-        * DTYPE_BYTES[candidate.dtype]
+    policy = policy_parameters(candidate)
+    copied = _copied_params(policy.unquantized_tensors, candidate.model, candidate.dtype)
+    for model in loaded_models(candidate)[1:]:
+        tensors = parameters(model, "full", 1, (), "none", "lm_head").base_tensors
+        copied += _copied_params(tensors, model, candidate.dtype)
+    whole = copied * DTYPE_BYTES[candidate.dtype] + quantized_bytes(
+        policy.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
     )
     return whole if candidate.sharding == "fsdp2" else whole * processes
+
+
+def _copied_params(tensors: TensorSet, model: ModelShape, dtype: Dtype) -> int:
+    """Parameters that loading copies: all if the dtype changes, else those of experts."""
+    return (tensors.only("expert") if dtype == model.dtype else tensors).params
+
+
+def saving_bytes(candidate: StateInput, processes: int) -> int:
+    """Bytes of weights in main memory of the first node while the trainer saves.
+
+        one GPU, DDP    the trained weights, at most a file of SAVED_FILE_BYTES
+        ZeRO-1, ZeRO-2  processes x the weights with their adapters: every process copies them all
+        ZeRO-3          the trained weights in 16 bits
+        FSDP2           the weights with their adapters, once
+
+    Source: transformers 5.23, trainer.py:4097-4113 (no adapters' base under ZeRO-3); accelerate 1.15,
+    accelerator.py:4070-4100 (`clone_tensors_for_torch_save`, to the CPU, on all processes; `cpu_offload=True`, which
+    gives to rank 0); deepspeed 0.19.8, runtime/engine.py:5631 (rank 0); safetensors 0.8, torch.py:476 (`_to_ndarray`:
+    tensors of a file are copied to the CPU and kept until it is written).
+
+    Example: LoRA of Llama-3.1-70B under ZeRO-2 on eight GPUs: 1.13 TB; under ZeRO-3 0.4 GB.
+    """
+    lora, copied = candidate.tuning == "lora", adapters_bytes(candidate)
+    if candidate.sharding in ("zero1", "zero2"):
+        return processes * (policy_weights_bytes(candidate) + copied)
+    if candidate.sharding == "fsdp2":
+        return policy_parameters(candidate).total * base_dtype_bytes(candidate)
+    whole = policy_parameters(candidate).base * base_dtype_bytes(candidate)
+    if candidate.sharding == "zero3":
+        return policy_parameters(candidate).trainable * SIXTEEN_BIT_BYTES if lora else whole
+    return copied if lora else min(whole, SAVED_FILE_BYTES)
 
 
 def training_bytes(candidate: StateInput) -> int:
     """Bytes that one process keeps in main memory during training, without activations.
 
-        bytes = offloaded optimizer + paged states + offloaded parameters, ceil(params x dtype / G)
+        bytes = offloaded optimizer + paged states + offloaded parameters
 
-    Source: see `host_states_bytes` and `paged_states_bytes`.
+    Source: see `host_states_bytes`, `paged_states_bytes` and `offloaded_parameters_bytes`.
     """
-    found = host_states_bytes(candidate) + paged_states_bytes(candidate)
-    if candidate.offload_param and candidate.sharding in ("zero3", "fsdp2"):
-        found += -(-policy_parameters(candidate).total * base_dtype_bytes(candidate) // candidate.num_processes)
+    return host_states_bytes(candidate) + paged_states_bytes(candidate) + offloaded_parameters_bytes(candidate)
+
+
+def offloaded_parameters_bytes(candidate: StateInput) -> int:
+    """Bytes of weights of every model that one process keeps in host memory; 0 without `offload_param`.
+
+        ZeRO-3  pinned(ceil(n / G) x dtype) of each tensor; trained ones once more, pinned, in a buffer for each
+                optimizer group (their first copies stay in torch's cache of page-locked memory)
+        FSDP2   pinned(shard) of each tensor
+
+    Source: deepspeed 0.19.8, zero/partition_parameters.py:1842, stage3.py:888-910 and 975-985; torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param.py:312-315. `pinned_bytes` rounds up to powers of two.
+
+    Example: Llama-3.1-70B in 16 bits with LoRA on one GPU: 149 GiB, of 131 GiB of weights.
+    """
+    if not (candidate.offload_param and candidate.sharding in ("zero3", "fsdp2")):
+        return 0
+    found = sum(
+        pinned_tensors_bytes(
+            offloaded_shards(tensors, candidate.sharding, candidate.num_processes, candidate.model.hidden_size), size
+        )
+        for tensors, size in _offloaded_tensors(candidate)
+    )
+    if candidate.sharding == "zero3":
+        size = base_dtype_bytes(candidate)
+        found += sum(pinned_tensors_bytes(flat, size) for flat, _ in optimized_groups(candidate))
     return found
+
+
+def _offloaded_tensors(candidate: StateInput) -> Iterator[tuple[TensorSet, int]]:
+    """Yield the tensors of every model that `offload_param` moves, with bytes per parameter.
+
+    accelerate does not shard a teacher under FSDP2 (see `teacher_weights_bytes`).
+    """
+    policy, size = policy_parameters(candidate), base_dtype_bytes(candidate)
+    yield policy.unquantized_tensors, size
+    yield policy.adapter_tensors, adapter_dtype_bytes(candidate)
+    yield policy.copied_tensors, copied_dtype_bytes(candidate)
+    for model in loaded_models(candidate)[1:]:
+        if model is not candidate.teacher_model or candidate.sharding != "fsdp2":
+            yield parameters(model, "full", 1, (), "none", "lm_head").base_tensors, size
 
 
 def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
@@ -71,6 +163,8 @@ def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> in
 
     Source: trl 1.16, models/activation_offloading.py; transformers 5.23, modeling_utils.py:3110 (`offload` of
     checkpoints). Counts the few tensors that are still on the GPU too (`max_fwd_stash_size` 5).
+
+    Leaves out that each tensor takes a power of two (`pinned_bytes`), less than twice its size.
     """
     if not (candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)):
         return 0
@@ -82,9 +176,10 @@ def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> in
 
 
 def loaded_models(candidate: StateInput) -> list[ModelShape]:
-    """Every model that the trainer loads from a checkpoint."""
-    found = [candidate.model]
+    """Every model that the trainer loads from a checkpoint, the policy first."""
+    found, row = [candidate.model], candidate.method_row
     if candidate.separate_reference:
         found.append(candidate.model)
-    found += [model for model in (candidate.reward_model, candidate.teacher_model) if model is not None]
-    return found
+    reward = candidate.reward_model or (candidate.model if row.reward_model == "always" else None)
+    value = (candidate.reward_model or candidate.model) if row.value_model else None
+    return found + [model for model in (reward, value, candidate.teacher_model) if model is not None]

@@ -8,7 +8,7 @@ from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED, Optimizer
 from planner.memory.gradients import learning_groups
 from planner.memory.parameters.sharding import optimized_tensors
-from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
+from planner.memory.parameters.tensors import EqualTensors, TensorSet, pinned_bytes, rounded_bytes, tensor_bytes
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
@@ -125,7 +125,7 @@ def optimizer_states_bytes(candidate: StateInput) -> int:
     """
     if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
         return 0
-    states = sum(state_bytes(tensors, size, candidate.optim, False) for tensors, size in _optimized(candidate))
+    states = sum(state_bytes(tensors, size, candidate.optim, False) for tensors, size in optimized_groups(candidate))
     return states + master_weights_bytes(candidate)
 
 
@@ -137,7 +137,7 @@ def master_weights_bytes(candidate: StateInput) -> int:
     """
     if candidate.sharding not in DEEPSPEED or candidate.offload_optimizer:
         return 0
-    return sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in _optimized(candidate))
+    return sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in optimized_groups(candidate))
 
 
 def paged_states_bytes(candidate: StateInput) -> int:
@@ -146,24 +146,50 @@ def paged_states_bytes(candidate: StateInput) -> int:
     They count as host memory, because the driver moves them out when the GPU is full.
     Source: bitsandbytes 0.50.2, optim/optimizer.py:374-388.
     """
-    return sum(state_bytes(tensors, size, candidate.optim, True) for tensors, size in _optimized(candidate))
+    return sum(state_bytes(tensors, size, candidate.optim, True) for tensors, size in optimized_groups(candidate))
 
 
 def host_states_bytes(candidate: StateInput) -> int:
     """Bytes of states that one process keeps in host memory: those of an offloaded optimizer, and those of GrokAdamW.
 
-        ZeRO offload   (4 of master weights + 4 of float32 gradients + states) x ceil(params / G)
-        FSDP2 offload  (4 of gradients + states) x shard
+    With offloading the states and, with n = params / G of each optimizer group (see `pinned_bytes`):
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:935-946, stage3.py `fp32_partitioned_groups_flat`.
+        ZeRO-1, ZeRO-2  master weights and gradients, 2 x pinned(4 n); 16-bit weights on their way back, pinned(2 n);
+                        with several micro-steps 16-bit gradients, pinned(2 x elements) of each tensor / G
+        ZeRO-3          master weights 4 n; gradients pinned(4 n), a sub-group at a time; 16-bit ones, pinned(2 n)
+        FSDP2           gradients, pinned(shard) of each tensor
+
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:558-577, 935-946 and 1818-1822, stage3.py:786-795, 1172-1176 and
+    1336-1342; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py:711-740.
     """
-    groups = _optimized(candidate)
+    groups = optimized_groups(candidate)
     kept = sum(OPTIMIZERS[candidate.optim].host_buffers * tensors.params * size for tensors, size in groups)
-    fsdp_offload = candidate.sharding == "fsdp2" and candidate.offload_param
-    if candidate.offload_optimizer or fsdp_offload:
-        kept += sum(state_bytes(tensors, size, candidate.optim, False) for tensors, size in groups)
-        kept += sum(tensors.params * FLOAT32_BYTES * (1 if fsdp_offload else 2) for tensors, _ in groups)
-    return kept
+    if not (candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param)):
+        return kept
+    states = sum(state_bytes(tensors, size, candidate.optim, False) for tensors, size in groups)
+    if candidate.sharding == "fsdp2":
+        return kept + states + sum(pinned_tensors_bytes(tensors, size) for tensors, size in groups)
+    flat = [kind.elements for tensors, _ in groups for kind in tensors.kinds]
+    half = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
+    if candidate.sharding == "zero3":
+        pieces = (_in_sub_groups(elements, candidate.sub_group_size) for elements in flat)
+        gradients = sum(pieces) + pinned_bytes(half * sum(flat))
+        return kept + states + FLOAT32_BYTES * sum(flat) + gradients
+    buffers = sum(2 * pinned_bytes(FLOAT32_BYTES * pieces) + pinned_bytes(half * pieces) for pieces in flat)
+    whole = sum(pinned_tensors_bytes(tensors, half) for tensors, _ in learning_groups(candidate))
+    return kept + states + buffers + (whole // candidate.num_processes if candidate.accumulates else 0)
+
+
+def _in_sub_groups(elements: int, sub_group_size: int) -> int:
+    """Bytes of float32 gradients in page-locked buffers of ZeRO-3's sub-groups."""
+    full, rest = divmod(elements, sub_group_size)
+    return full * pinned_bytes(FLOAT32_BYTES * sub_group_size) + pinned_bytes(FLOAT32_BYTES * rest)
+
+
+@lru_cache(maxsize=4096)
+def pinned_tensors_bytes(tensors: TensorSet, bytes_per_param: int) -> int:
+    """Bytes of main memory of tensors, each in a page-locked allocation of its own."""
+    return sum(pinned_bytes(kind.elements * bytes_per_param) * kind.count for kind in tensors.kinds)
 
 
 def step_temporaries_bytes(candidate: StateInput) -> int:
@@ -185,7 +211,7 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
     """
     if candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param):
         return 0
-    groups = _optimized(candidate)
+    groups = optimized_groups(candidate)
     most = candidate.sub_group_size if candidate.sharding == "zero3" else 0
     found = sum(step_bytes(_stepped_at_once(tensors, most), size, candidate.optim) for tensors, size in groups)
     for tensors, _ in groups:
@@ -205,7 +231,7 @@ def _stepped_at_once(tensors: TensorSet, sub_group_size: int) -> TensorSet:
     return TensorSet(kinds=(EqualTensors(part="other", shape=(min(sub_group_size, tensors.params),)),))
 
 
-def _optimized(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
+def optimized_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
     """The tensors that the optimizer on one GPU updates, with bytes per parameter: float32 under DeepSpeed."""
     float32 = candidate.sharding in DEEPSPEED
     return tuple(

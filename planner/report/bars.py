@@ -5,9 +5,10 @@ from itertools import accumulate
 
 from rich.text import Text
 
+from planner.gpus.cluster import HostMemory
 from planner.quantities import Component, Estimate, GpuMemory, PhaseMemory
 from planner.report.lines import LABEL_WIDTH, wrapped
-from planner.report.words import bare_gib, readable
+from planner.report.words import bare_gib, describe_host, readable
 from planner.units import GIB, format_count, format_gib
 
 # Groups of components that a bar shows together, each with a glyph (a pipe has no colours) and a colour.
@@ -25,8 +26,8 @@ SMALLEST_BYTES = GIB // 20 + 1  # the smallest size that prints as 0.1 GiB, not 
 COUNTS = ("tokens", "sequences")
 
 
-def bars(estimate: Estimate, width: int) -> Iterator[Text]:
-    """Yield a row for each phase of each GPU role, a bar and the total; then the components of the peak."""
+def bars(estimate: Estimate, host: HostMemory, width: int) -> Iterator[Text]:
+    """Yield a row for each phase of each GPU role, a bar and the total; the components of the peak; the node."""
     bar_width = width - LABEL_WIDTH - PHASE_WIDTH - NUMBER_WIDTH
     first = 0
     yield _legend(estimate)
@@ -46,7 +47,7 @@ def bars(estimate: Estimate, width: int) -> Iterator[Text]:
             if len(parts) > 1:
                 yield from wrapped("", [f"{readable(component)} {_sum(parts)} = {_detail(parts)}"], width)
         yield Text()
-    yield from wrapped("host", [f"{format_gib(estimate.host_peak_bytes, 1)} of memory on each node"], width)
+    yield from wrapped("host", describe_host(estimate, host), width)
 
 
 def _bar_row(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:

@@ -267,13 +267,14 @@ class Host(Document, frozen=True):
     """Main memory of one node."""
 
     peak_bytes: Bytes
+    capacity_bytes: Bytes
 
 
 class BestCandidate(Document, frozen=True):
     """A candidate, the memory that it needs and its speed."""
 
     settings: Settings
-    fits: Annotated[bool, Meta(description="The upper bound of the peak is within the capacity of every GPU.")]
+    fits: Annotated[bool, Meta(description="GPUs (upper bound of the peak) and main memory are large enough.")]
     fit_probability: Probability
     comparable_runs: Annotated[Count, Meta(description="Published runs of such jobs, which carry fit_probability.")]
     worst_miss: Annotated[

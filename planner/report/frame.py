@@ -65,6 +65,8 @@ def _row(label: str, estimate: Estimate) -> dict[str, object]:
         "reserved_bytes": heaviest.reserved_bytes,
         "nvidia_smi_bytes": heaviest.nvidia_smi_bytes,
         "capacity_bytes": heaviest.capacity_bytes,
+        "host_peak_bytes": estimate.host_peak_bytes,
+        "host_capacity_bytes": estimate.host_capacity_bytes,
         "tokens_per_second": estimate.throughput.tokens_per_second,
         "step_seconds": estimate.throughput.step_seconds,
     }

@@ -22,6 +22,7 @@ from planner.report.words import (
     describe_driver,
     describe_evidence,
     describe_fit,
+    describe_host,
     describe_speed,
     readable,
     tokens_per_second,
@@ -110,6 +111,7 @@ def _page(
         "speed": describe_speed(best),
         "lines": shown_settings(best.candidate),
         "evidence": describe_evidence(best),
+        "host": " · ".join(describe_host(best, cluster.host)),
     }
     text: str = template.render(
         title=title, cluster=describe_cluster(cluster), texts=texts, report=report, others=others, colours=colours

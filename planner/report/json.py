@@ -80,7 +80,7 @@ def best_candidate(estimate: Estimate) -> BestCandidate:
         worst_miss=round(worst_miss(kind_of(estimate.candidate)), DECIMALS),
         evidence=estimate.evidence,
         gpus=tuple(_gpus(gpu) for gpu in estimate.gpus),
-        host=Host(peak_bytes=estimate.host_peak_bytes),
+        host=Host(peak_bytes=estimate.host_peak_bytes, capacity_bytes=estimate.host_capacity_bytes),
         throughput=_rounded(estimate.throughput),
         reasons=estimate.reasons,
         device=UNSET if estimate.device == "none" else estimate.device,

@@ -17,14 +17,16 @@ from planner.report.words import (
     describe_cluster,
     describe_driver,
     describe_evidence,
+    describe_excess,
     describe_fit,
+    describe_host_shortage,
     describe_speed,
     readable,
     tightest,
     tokens_per_second,
 )
 from planner.search.remedies import Remedy
-from planner.units import format_gib
+from planner.units import GIB, format_gib
 
 MIN_WIDTH, MAX_WIDTH = 80, 120  # columns; wider lines are hard to follow back
 
@@ -51,22 +53,30 @@ def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[str]
 
 def refusal(plan: Plan) -> str:
     """Return one line: by how much the nearest candidate does not fit, in which phase, and the first remedy."""
-    gpu = tightest(plan.best)
+    gpu, host = tightest(plan.best), describe_host_shortage(plan.best, plan.cluster.host)
     remedy = f" It fits with {plan.remedies[0].change}." if plan.remedies else ""
-    return (
-        f"No candidate fits {describe_cluster(plan.cluster)}. "
-        f"The nearest peaks at {_with_bound(gpu)} in the {readable(gpu.peak.name)}, "
-        f"{format_gib(plan.best.over_bytes, 1)} too much at a risk of {plan.job.risk:g}.{remedy}"
+    peak = (
+        f"peaks at {_with_bound(gpu)} in the {readable(gpu.peak.name)}, "
+        f"{format_gib(plan.best.over_bytes, 1)} too much at a risk of {plan.job.risk:g}"
     )
+    over = [text for text in (peak if plan.best.over_bytes > 0 or not host else "", host) if text]
+    return f"No candidate fits {describe_cluster(plan.cluster)}. The nearest {', and '.join(over)}.{remedy}"
 
 
-def shortfall(estimate: Estimate, risk: float) -> str:
-    """Return one line: by how much a candidate does not fit, and in which phase."""
-    gpu = tightest(estimate)
+def shortfall(estimate: Estimate, cluster: Cluster, risk: float) -> str:
+    """Return one line: by how much a candidate does not fit, in which phase or on a node, and what fits."""
+    gpu, host = tightest(estimate), describe_host_shortage(estimate, cluster.host)
+    if host and estimate.over_bytes <= 0:
+        size = -(-estimate.host_peak_bytes // GIB)
+        return (
+            f"The candidate does not fit: it {host}. It fits with --host-memory {size}GiB, if your nodes have that; "
+            "ask plan without estimate for what fits in less."
+        )
     return (
         f"The candidate does not fit: it peaks at {_with_bound(gpu)} of {format_gib(gpu.capacity_bytes, 1)} "
         f"in the {readable(gpu.peak.name)}, "
-        f"{format_gib(estimate.over_bytes, 1)} too much at a risk of {risk:g}. Ask plan without estimate for what fits."
+        f"{format_gib(estimate.over_bytes, 1)} too much at a risk of {risk:g}{f', and {host}' if host else ''}. "
+        "Ask plan without estimate for what fits."
     )
 
 
@@ -82,7 +92,7 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int) -> Ite
     yield Text()
     yield from _candidate_block(label, estimate, width)
     yield Text()
-    yield from bars(estimate, width)
+    yield from bars(estimate, cluster.host, width)
     yield Text()
 
 
@@ -142,8 +152,7 @@ def _outcome(estimate: Estimate, best: Estimate) -> str:
     gpu = tightest(estimate)
     evidence = "" if estimate.evidence == best.evidence else f" ({estimate.evidence})"
     if not estimate.fits:
-        return (
-            f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over in the {readable(gpu.peak.name)}{evidence}"
-        )
+        phase = f" in the {readable(gpu.peak.name)}" if estimate.host_over_bytes <= 0 else ""
+        return f"does not fit, {describe_excess(estimate)}{phase}{evidence}"
     rate = tokens_per_second(estimate.throughput.tokens_per_second)
     return f"fits in {bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}, about {rate}{evidence}"

@@ -2,7 +2,7 @@
 
 from planner.candidate import Candidate
 from planner.confidence import comparisons, kind_of, most_earned, worst_miss
-from planner.gpus.cluster import Cluster
+from planner.gpus.cluster import Cluster, HostMemory
 from planner.quantities import Estimate, GpuMemory
 from planner.units import format_count, format_gib
 
@@ -101,7 +101,38 @@ def describe_fit(estimate: Estimate) -> str:
     if estimate.fits:
         sure = "fits, as a probe showed" if estimate.device == "cuda" else f"fits with {describe_probability(estimate)}"
         return f"{sure} · {peak}"
-    return f"does not fit, up to {format_gib(estimate.over_bytes, 1)} over · {peak}"
+    return f"does not fit, {describe_excess(estimate)} · {peak}"
+
+
+def describe_excess(estimate: Estimate) -> str:
+    """Return what an estimate that does not fit has too much of: `up to 25.1 GiB over` on a GPU, or on a node."""
+    host = f"{format_gib(estimate.host_over_bytes, 1)} of main memory too much for a node"
+    if estimate.host_over_bytes <= 0:
+        return f"up to {format_gib(estimate.over_bytes, 1)} over"
+    return host if estimate.over_bytes <= 0 else f"up to {format_gib(estimate.over_bytes, 1)} over and {host}"
+
+
+def describe_host(estimate: Estimate, host: HostMemory) -> list[str]:
+    """Return the main memory of a node, needed and present, and the source of what is present if it was assumed.
+
+    Example: `32.3 of 170.0 GiB of memory on each node`, `assumed from Google Cloud a2-highgpu: --host-memory`.
+    """
+    peak = format_gib(estimate.host_peak_bytes, 1)
+    if host.origin == "unlimited":
+        return [f"{peak} of memory on each node"]
+    size = f"{bare_gib(estimate.host_peak_bytes)} of {format_gib(host.total_bytes, 1)} of memory on each node"
+    return [size, f"assumed from {host.source}: --host-memory"] if host.origin == "assumed" else [size]
+
+
+def describe_host_shortage(estimate: Estimate, host: HostMemory) -> str:
+    """Return that a node has too little main memory, with both sizes; empty if it has enough."""
+    if estimate.host_over_bytes <= 0:
+        return ""
+    source = f" (assumed from {host.source})" if host.origin == "assumed" else ""
+    return (
+        f"needs {format_gib(estimate.host_peak_bytes, 1)} of main memory on a node of "
+        f"{format_gib(host.total_bytes, 1)}{source}"
+    )
 
 
 def describe_probability(estimate: Estimate) -> str:

@@ -154,9 +154,11 @@ def evidence_suffix(answer: Estimate | None, best: Estimate) -> str:
 
 
 def describe_shortage(answer: Estimate | None) -> str:
-    """Describe why an answer does not fit: the heaviest phase of the fullest GPU and its peak, or the engine."""
+    """Describe why an answer does not fit: the heaviest phase of the fullest GPU, the node, or the engine."""
     if answer is None:
         return "the vLLM engine would not start"
+    if answer.over_bytes <= 0 < answer.host_over_bytes:
+        return f"a node needs {format_gib(answer.host_peak_bytes, 1)} of main memory"
     tightest = max(answer.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
     bound = (
         f", up to {format_gib(tightest.interval_bytes[1], 1)}" if tightest.peak_bytes <= tightest.capacity_bytes else ""

@@ -7,12 +7,13 @@ from planner.binary_search import largest
 from planner.errors import PlanError
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
+from planner.gpus.host_memory import with_given_host, with_usual_host
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of_fields, settings_text
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import LENGTH_STEP, length_field, search
-from planner.units import format_count
+from planner.units import GIB, format_count, format_gib
 
 MAX_REMEDIES = 4  # a report with more is not read
 MORE_GPUS = (2, 4, 8)  # factors on the number of GPUs
@@ -49,18 +50,32 @@ def remedies(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estima
     for proposal in proposals(job, cluster, problem, nearest):
         answer = search_proposal(proposal, problem)
         if answer is not None and answer.fits:
-            found.append(Remedy(change=proposal.change, estimate=answer, note=proposal.note))
+            found.append(Remedy(change=proposal.change, estimate=answer, note=proposal.note or offloading_note(answer)))
         if len(found) == MAX_REMEDIES or (proposal.last and answer is not None and answer.fits):
             break
     return tuple(found)
 
 
+def offloading_note(answer: Estimate) -> str:
+    """Return the host memory of a candidate that offloads to the host; empty for others."""
+    candidate = answer.candidate
+    offloads = candidate.offload_optimizer or candidate.offload_param
+    return f"{format_gib(answer.host_peak_bytes, 0)} of host memory a node" if offloads else ""
+
+
 def search_proposal(proposal: Proposal, problem: SearchProblem) -> Estimate | None:
-    """Search a changed job; return None if nothing could start or the change contradicts a pinned setting."""
+    """Search a changed job; return None if nothing could start or the change contradicts a pinned setting.
+
+    Where the problem offloads to the host, offloading is tried if the job does not fit without.
+    """
     names: dict[str, TuningClass] = {"full": "full", "lora": "lora", "qlora": "qlora"}
     tuning_class = names.get(proposal.job.tuning, problem.tuning_class)
+    changed = replace(problem, job=proposal.job, cluster=proposal.cluster, tuning_class=tuning_class, offload=False)
     try:
-        return search(replace(problem, job=proposal.job, cluster=proposal.cluster, tuning_class=tuning_class))
+        answer = search(changed)
+        if problem.offload and (answer is None or not answer.fits):
+            return search(replace(changed, offload=True)) or answer
+        return answer
     except PlanError:  # the change contradicts another pinned setting
         return None
 
@@ -69,7 +84,7 @@ def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estim
     """Yield changes of the job and the cluster, the cheapest for the user first.
 
     Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, offloaded activations, shorter rows, more
-    or larger GPUs.
+    main memory, more or larger GPUs.
     """
     yield from without_one_pin(job, cluster)
     yield from cheaper_tuning(job, cluster)
@@ -90,6 +105,7 @@ def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estim
             note="what is saved waits in host memory",
         )
     yield from shorter_rows(job, cluster, problem, nearest)
+    yield from more_host_memory(job, cluster, nearest)
     yield from larger_clusters(job, cluster)
 
 
@@ -133,8 +149,18 @@ def shorter_rows(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Es
         )
 
 
+def more_host_memory(job: Job, cluster: Cluster, nearest: Estimate) -> Iterator[Proposal]:
+    """Yield the main memory in whole GiB that the nearest candidate needs, if its GPUs have enough."""
+    if nearest.over_bytes <= 0:
+        size = f"{-(-nearest.host_peak_bytes // GIB)}GiB"
+        yield Proposal(change=f"--host-memory {size}", job=job, cluster=with_given_host(cluster, size))
+
+
 def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield more of the same GPUs, then as many larger GPUs, up to the first that fits."""
+    """Yield more of the same GPUs, then as many larger GPUs, up to the first that fits.
+
+    Main memory that was assumed grows with them, main memory that was given stays.
+    """
     for times in MORE_GPUS:
         within = cluster.gpus_per_node * times <= GPUS_PER_NODE
         more = (
@@ -142,13 +168,12 @@ def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Proposal]:
             if within
             else replace(cluster, nodes=cluster.nodes * times)
         )
-        yield Proposal(change=f"{more.num_gpus} GPUs", job=job, cluster=more)
+        yield Proposal(change=f"{more.num_gpus} GPUs", job=job, cluster=with_usual_host(more))
     for name in USUAL_CARDS:
         card = load_gpu(name)
         if card.total_bytes > cluster.gpu.total_bytes:
-            yield Proposal(
-                change=f"{cluster.num_gpus} x {name}", job=job, cluster=replace(cluster, gpu=card), last=True
-            )
+            larger = with_usual_host(replace(cluster, gpu=card))
+            yield Proposal(change=f"{cluster.num_gpus} x {name}", job=job, cluster=larger, last=True)
 
 
 def with_pins(job: Job, **fields: str | int) -> Job:

@@ -263,7 +263,7 @@ def search(problem: SearchProblem) -> Estimate | None:
     """Return the estimate of the best candidate of a tuning class; None if no candidate could start.
 
     If the job lists several LoRA ranks, the answer has the largest rank that fits. If nothing fits, the answer is the
-    candidate that exceeds the GPU by least (`fits` is False).
+    candidate of the least `distance` from fitting (`fits` is False).
     """
     job, answer = problem.job, None
     if not job.lora_ranks or problem.tuning_class == "full":
@@ -276,7 +276,7 @@ def search(problem: SearchProblem) -> Estimate | None:
 
 
 def best_of_class(problem: SearchProblem) -> Estimate | None:
-    """Return the best estimate over all structures, or the one that exceeds the GPU by least if none fits.
+    """Return the best estimate over all structures, or the one of the least `distance` from fitting if none fits.
 
     Full fine-tuning gets 16-bit weights only if no candidate with float32 weights fits, because 16-bit weights round
     small updates away.
@@ -287,7 +287,7 @@ def best_of_class(problem: SearchProblem) -> Estimate | None:
     if not that_fit:
         return min(
             answers,
-            key=lambda answer: (answer.over_bytes, sum(phase.total_bytes for phase in answer.gpus[0].phases)),
+            key=lambda answer: (*answer.distance, sum(phase.total_bytes for phase in answer.gpus[0].phases)),
             default=None,
         )
     precise = [each for each in that_fit if each.candidate.tuning == "lora" or each.candidate.dtype == "float32"]

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import psutil
 
+from planner.gpus.host_memory import GROUP_LIMITS, control_groups
+
 LINUX = sys.platform == "linux"
-# By version of the control group: the files with its limit and its usage, and the line of `memory.stat` with the bytes
-# that the kernel can reclaim (inactive pages of files). Source: linux, Documentation/admin-guide/cgroup-v2.rst and
+# By version of the control group: the file with its usage, and the line of `memory.stat` with the bytes that the kernel
+# can reclaim (inactive pages of files). Source: linux, Documentation/admin-guide/cgroup-v2.rst and
 # cgroup-v1/memory.rst. The kubelet computes a working set in the same way.
-GROUP_FILES = {
-    2: ("memory.max", "memory.current", "inactive_file"),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+GROUP_USAGE = {
+    2: ("memory.current", "inactive_file"),
+    1: ("memory.usage_in_bytes", "total_inactive_file"),
 }
-GROUP_FOLDERS = {2: "sys/fs/cgroup", 1: "sys/fs/cgroup/memory"}
 
 
 def family(process: int) -> list[psutil.Process]:
@@ -65,25 +66,13 @@ def kernel_kills(root: Path = Path("/")) -> int:
 
 def _available_to_groups(root: Path) -> Iterator[int]:
     """Yield the bytes left below the limit of each control group of this process, the outermost group first."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        version = 1 if controllers else 2
-        folder = root / GROUP_FOLDERS[version]
+    for folder, version in control_groups(root):
         yield from _available_to_group(folder, version)
-        for part in Path(path).parts[1:]:
-            folder /= part
-            yield from _available_to_group(folder, version)
 
 
 def _available_to_group(folder: Path, version: int) -> Iterator[int]:
     """Yield the bytes left below one control group's limit; nothing if it has no limit."""
-    limit, held, reclaimable = GROUP_FILES[version]
+    limit, (held, reclaimable) = GROUP_LIMITS[version], GROUP_USAGE[version]
     try:
         limit_text, held_text = ((folder / name).read_text(encoding="ascii").strip() for name in (limit, held))
     except OSError:  # the group is not mounted here, or has no limit of its own

@@ -18,7 +18,7 @@ from probes.study.state import LEAST_CHANCE, MOST_SIZES, Knowledge, open_points
 Verdict = Literal[
     "probe",  # a probe of it ran out of memory, or one of a candidate that needs no more
     "belief",  # it fits with a probability of at most LEAST_CHANCE, by what the probes have shown
-    "no start",  # its vLLM engine would refuse to start
+    "no start",  # its vLLM engine would refuse to start, or a node cannot hold it
     "limit",  # the setting has no larger value
     "no gain",  # it is no better by the job's goal
     "set aside",  # its probes failed for another reason than memory
@@ -244,7 +244,7 @@ def certificate_report(found: Certificate) -> dict[str, object]:
 SENTENCES: dict[Verdict, str] = {
     "probe": "ran out of memory in a probe",
     "belief": "excluded: {low} to {high} in the {phase} phase, of {capacity}",
-    "no start": "its engine would not start",
+    "no start": "its engine would not start, or a node cannot hold it",
     "limit": "is as large as it goes",
     "no gain": "would gain nothing",
     "set aside": "set aside: its probes failed for another reason than memory",

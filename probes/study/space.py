@@ -147,9 +147,10 @@ class Space:
         return GridPoint(line, size, self.shares(line, size)[0])
 
     def starts(self, point: GridPoint) -> bool:
-        """Return whether the vLLM engine starts at a point; True without an engine."""
+        """Return whether the vLLM engine starts at a point, if it has one, and a node has enough main memory for it."""
         low, high = self.shares(point.line, point.size)
-        return low <= point.share <= high and self.estimate(point) is not None
+        answer = self.estimate(point)
+        return low <= point.share <= high and answer is not None and answer.host_over_bytes <= 0
 
     def needs_no_more(self, small: GridPoint, large: GridPoint) -> bool:
         """Return whether `small` is known to need no more memory than `large`, whatever the device.

@@ -87,6 +87,21 @@ def _zero3_bytes(tensors: TensorSet, bytes_per_param: int, num_processes: int, t
     )
 
 
+@lru_cache(maxsize=4096)
+def offloaded_shards(tensors: TensorSet, sharding: Sharding, num_processes: int, hidden_size: int) -> TensorSet:
+    """The shards of one rank that `offload_param` keeps on the host: under ZeRO-3 not those of small tensors."""
+    if sharding == "fsdp2":
+        return fsdp2_shards(tensors, num_processes)
+    threshold = PERSISTENCE_THRESHOLD_HIDDEN_SIZES * hidden_size
+    return TensorSet(
+        kinds=tuple(
+            EqualTensors(part=kind.part, shape=(-(-kind.elements // num_processes),), count=kind.count)
+            for kind in tensors.kinds
+            if kind.elements > threshold
+        )
+    )
+
+
 def zero3_elements(tensors: TensorSet, num_processes: int) -> int:
     """Elements on one of G = `num_processes` ranks under ZeRO-3: the sum over tensors of ceil(elements / G)."""
     return sum(-(-kind.elements // num_processes) * kind.count for kind in tensors.kinds)

@@ -62,6 +62,16 @@ def rounded_bytes(size_bytes: int) -> int:
     return -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
 
 
+def pinned_bytes(size_bytes: int) -> int:
+    """Bytes of main memory that one page-locked allocation takes: `size_bytes` rounded up to a power of two.
+
+    Source: torch 2.13, ATen/core/CachingHostAllocator.h:302-309 (`PowerOf2Ceil`; no limit unless
+    `pinned_max_round_threshold_mb` is set). Freed blocks stay in its cache.
+    Example: Qwen2.5-7B's down_proj, 3,584 x 18,944 in bfloat16, is 135.8 MB and takes 256 MiB.
+    """
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorSet:
     """Some tensors of a model. Compared by identity, which makes it a fast key for `lru_cache`."""

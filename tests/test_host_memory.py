@@ -1,0 +1,161 @@
+"""Main memory of a node: what it is taken to be, and that a plan keeps within it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cli import run
+from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, InputError
+from planner.gpus.catalogue import gpu_rows
+from planner.gpus.host_memory import local_bytes
+from planner.gpus.parse import MOST_GPUS_PER_NODE, parse_cluster
+from planner.jobs.job import Job
+from planner.models.catalogue import load_model
+from planner.plan import Plan, plan
+from planner.units import GIB
+
+LARGE_ON_A_T4 = "--model Llama-3.1-70B --gpus 1xT4 --method sft --tuning lora"
+LARGEST_FULL = "--model Llama-3.1-405B --gpus 8xH100 --method sft --tuning full"
+LOADED_TWICE = "estimate --model Llama-3.2-3B --gpus 2xL4 --method sft --tuning lora --set dtype=float32 --batch-size 1"
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("gpus", "gib"),
+        [
+            ("1xT4", 16),  # g4dn.xlarge
+            ("4xT4", 192),  # g4dn.12xlarge
+            ("8xA10G", 768),  # g5.48xlarge
+            ("8xA100-40G", 680),  # a2-highgpu-8g
+            ("2x8xH100", 1872),  # a3-highgpu-8g, each node
+            ("1xRTX-3060-12G", 16),
+            ("2xRTX-3090", 64),
+        ],
+    )
+    def test_a_node_has_what_such_nodes_usually_have(self, gpus: str, gib: int) -> None:
+        host = parse_cluster(gpus).host
+        assert (host.total_bytes, host.origin) == (gib * GIB, "assumed")
+        assert host.source
+
+    def test_a_bare_capacity_has_the_least_of_the_cards_of_that_size(self) -> None:
+        host = parse_cluster("1x24GiB").host
+        assert (host.total_bytes, host.origin) == (16 * GIB, "assumed")
+
+    def test_a_larger_node_has_no_less(self) -> None:
+        for row in gpu_rows():
+            sizes = [row.host_bytes(gpus) for gpus in range(1, MOST_GPUS_PER_NODE + 1)]
+            assert sizes == sorted(sizes) and sizes[0] >= 16 * GIB
+
+    def test_the_option_wins(self) -> None:
+        host = parse_cluster("4xT4", None, "200GiB").host
+        assert (host.total_bytes, host.origin) == (200 * GIB, "given")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("24GB", "^'24GB' is not a size"),
+            ("200", r"^--host-memory 200 is not between 1 GiB and 65,536 GiB\. Did you mean 200GiB\?$"),
+            ("0", r"is not between 1 GiB and 65,536 GiB\.$"),
+            ("99999GiB", r"is not between 1 GiB and 65,536 GiB\.$"),
+        ],
+    )
+    def test_an_impossible_size_is_refused(self, text: str, message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            parse_cluster("1xT4", None, text)
+
+    def test_a_bad_size_ends_the_command_with_one_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run([*LARGE_ON_A_T4.split(), "--host-memory", "much"]) == EXIT_WRONG_INPUT
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.startswith("Error: 'much' is not a size")
+        assert captured.err.count("\n") == 1
+
+
+class TestThisMachine:
+    def test_it_has_its_physical_memory(self, tmp_path: Path) -> None:
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+        assert local_bytes(tmp_path) == 1024 * int(line.split()[1])
+
+    @pytest.mark.parametrize(
+        ("groups", "limit"),
+        [
+            ("0::/pod/one\n", "sys/fs/cgroup/pod/memory.max"),
+            ("4:cpu,memory:/pod\n0::/\n", "sys/fs/cgroup/memory/pod/memory.limit_in_bytes"),
+        ],
+    )
+    def test_a_container_has_no_more_than_its_control_group(self, tmp_path: Path, groups: str, limit: str) -> None:
+        for path, text in (("proc/self/cgroup", groups), (limit, f"{GIB}\n"), ("sys/fs/cgroup/memory.max", "max\n")):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        assert local_bytes(tmp_path) == GIB
+
+
+class TestVerdict:
+    def test_weights_that_only_a_large_node_holds_do_not_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run([*LARGE_ON_A_T4.split(), "--quiet"]) == EXIT_NOTHING_FITS
+        captured = capsys.readouterr()
+        assert "153.6 of 16.0 GiB of memory on each node assumed from AWS g4dn" in " ".join(captured.out.split())
+        assert captured.err == (
+            "Error: No candidate fits 1 x T4 (14.6 GiB). The nearest needs 153.6 GiB of main memory on a node of "
+            "16.0 GiB (assumed from AWS g4dn.xlarge and larger). It fits with --host-memory 154GiB.\n"
+        )
+
+    def test_they_fit_where_the_node_has_enough(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run([*LARGE_ON_A_T4.split(), "--host-memory", "200GiB", "--json", "--quiet"]) == EXIT_PLANNED
+        report = json.loads(capsys.readouterr().out)
+        assert report["best"]["host"]["capacity_bytes"] == 200 * GIB
+        assert report["best"]["host"]["peak_bytes"] < 154 * GIB
+        assert report["cluster"]["host"] == {
+            "total_bytes": 200 * GIB,
+            "origin": "given",
+            "source": "--host-memory",
+        }
+
+    def test_the_largest_model_is_told_how_many_nodes_hold_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run([*LARGEST_FULL.split(), "--json", "--quiet"]) == EXIT_NOTHING_FITS
+        report = json.loads(capsys.readouterr().out)
+        assert report["best"]["host"]["peak_bytes"] > 9000 * GIB
+        assert report["best"]["fit_probability"] == 0.0
+        for remedy in report["remedies"]:
+            assert remedy["fits"] and remedy["host"]["peak_bytes"] <= remedy["host"]["capacity_bytes"]
+        assert "64 GPUs" in [remedy["change"] for remedy in report["remedies"]]
+
+    def test_a_candidate_that_a_node_cannot_load_does_not_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
+        command = [*LOADED_TWICE.split(), "--quiet", "--host-memory"]
+        assert run([*command, "27GiB"]) == EXIT_NOTHING_FITS
+        assert capsys.readouterr().err == (
+            "Error: The candidate does not fit: it needs 27.9 GiB of main memory on a node of 27.0 GiB. It fits with "
+            "--host-memory 28GiB, if your nodes have that; ask plan without estimate for what fits in less.\n"
+        )
+        assert run([*command, "28GiB"]) == EXIT_PLANNED
+
+    def test_a_search_loads_in_less_where_a_node_is_small(self, capsys: pytest.CaptureFixture[str]) -> None:
+        command = [*LOADED_TWICE.removeprefix("estimate ").split(), "--json", "--quiet", "--host-memory", "20GiB"]
+        assert run(command) == EXIT_PLANNED
+        assert json.loads(capsys.readouterr().out)["best"]["host"]["peak_bytes"] <= 20 * GIB
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-70B"]),
+    st.sampled_from(["1xT4", "2xRTX-3090", "4xA10G", "8xA100-40G"]),
+    st.sampled_from(["sft", "dpo", "grpo"]),
+    st.sampled_from(["full", "lora", "qlora"]),
+    st.integers(2, 400),
+    st.integers(1, 400),
+)
+def test_more_main_memory_never_makes_a_plan_slower_or_infeasible(
+    model: str, gpus: str, method: str, tuning: str, gib: int, more: int
+) -> None:
+    pinned = {"dtype": "float32"} if tuning == "full" else {}  # float32 weights go before the speed of 16-bit ones
+    job = Job(model=load_model(model), method=method, tuning=tuning, pinned=pinned)  # type: ignore[arg-type]
+    less, larger = (plan(job, parse_cluster(gpus, None, f"{size}GiB")) for size in (gib, gib + more))
+    if less.verdict == "fits":
+        assert larger.verdict == "fits"
+        assert speed(larger) >= speed(less)
+
+
+def speed(answer: Plan) -> float:
+    return answer.best.throughput.tokens_per_second
