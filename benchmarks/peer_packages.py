@@ -275,6 +275,7 @@ NOT_ASKED = (
     "hf-mem, llm-mem-planner: inference",
     "hf-vram-calc: training is a multiple of the weights, whatever the batch",
     "llm-analysis: pre-training with Megatron's parallelism, and libraries of 2023",
-    "training-hub, xtuner, Unsloth: the estimator needs a GPU, or the whole training stack of another program",
+    "training-hub: loads the weights of the model, which a hub must serve",
+    "xtuner, Unsloth: come with their whole training program, not tried",
     "torchtitan, MemTracker: a run of a model, not an answer from settings",
 )

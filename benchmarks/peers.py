@@ -223,8 +223,13 @@ def score(errors: Sequence[float]) -> str:
     """Median error, mean absolute error, worst error and the share of answers below the truth by more than 3 %."""
     if not errors:
         return "| | | |"
-    mean, under = statistics.mean(map(abs, errors)), sum(error < -0.03 for error in errors) / len(errors)
-    return f"{statistics.median(errors):+.1%} | {mean:.1%} | {max(errors, key=abs):+.1%} | {under:.0%}"
+    mean = statistics.mean(map(abs, errors))
+    return f"{statistics.median(errors):+.1%} | {mean:.1%} | {max(errors, key=abs):+.1%} | {too_low(errors):.0%}"
+
+
+def too_low(errors: Sequence[float]) -> float:
+    """The share of answers below the truth by more than 3 %."""
+    return sum(error < -0.03 for error in errors) / len(errors)
 
 
 TABLES: tuple[tuple[str, Kind, tuple[str, ...]], ...] = (
@@ -252,7 +257,7 @@ An answer is compared with the kind of figure that was measured: allocated bytes
 fragmentation and CUDA context, reserved bytes without the context, nvidia-smi with both. A peer that gives both shares
 as one figure keeps it in reserved bytes. A peer is scored only on questions that it can express; settings that it has
 no word for take its nearest (adapters on attention only, for instance). *ours there*: our mean absolute error on the
-same questions. Under: answers that are too low by more than 3 %.
+same questions. Under: the share of answers that are too low by more than 3 %.
 """
 
 
@@ -300,11 +305,12 @@ def score_table(
     ]
     for name, said in found.items():
         answered = [(question, said[number]) for number, question in asked if "bytes" in said[number]]
-        ours = statistics.mean([abs(our_error(question)) for question, _ in answered]) if answered else None
+        ours = [our_error(question) for question, _ in answered]
+        there = f"{statistics.mean(map(abs, ours)):.1%}, {too_low(ours):.0%} under" if ours else ""
         spent = 1000 * statistics.median(float(str(a["seconds"])) for _, a in answered) if answered else None
         lines.append(
             f"| {name} | {len(answered)} of {len(asked)} | {score([error(*pair) for pair in answered])} "
-            f"| {'' if ours is None else f'{ours:.1%}'} | {'' if spent is None else f'{spent:.1f}'} |"
+            f"| {there} | {'' if spent is None else f'{spent:.1f}'} |"
         )
     return lines
 
