@@ -103,7 +103,7 @@ def dry_run_questions() -> Iterator[Question]:
                 true_bytes=simulated[key],
                 candidate=grid[key],
                 cluster=compare_simulated.CLUSTER,
-                **timed(partial(lambda c: compare_simulated.estimated({}, c)["estimated_bytes"], grid[key])),
+                **timed(partial(lambda c: int(str(compare_simulated.estimated({}, c)["estimated_bytes"])), grid[key])),
             )
 
 
@@ -155,7 +155,8 @@ def document(question: Question) -> dict[str, object]:
     """A question as the JSON object that peers read."""
     candidate, gpu = question.candidate, question.cluster.gpu
     model = candidate.model
-    config = model.config.get("text_config", model.config)
+    config: Mapping[str, Any] = dict(model.config)
+    config = config.get("text_config", config)
     linears = [linear.weight_params for layer in model.layers for linear in layer.linears]
     return {
         "model": model.id, "config": model.config, "params": model.params, "layers": model.num_layers,
@@ -191,7 +192,7 @@ def installed(peer: Peer, folder: Path) -> tuple[Path, str]:
     if list(site.glob(f"{peer.package.replace('-', '_')}-{peer.version}.dist-info")):
         return python, ""
     alone = [] if peer.dependencies else ["--no-deps", "--no-build-isolation", "--ignore-installed"]
-    command = [python, "-m", "pip", "install", "--quiet", *alone, f"{peer.package}=={peer.version}"]
+    command = [str(python), "-m", "pip", "install", "--quiet", *alone, f"{peer.package}=={peer.version}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return python, "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
