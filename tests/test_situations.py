@@ -206,3 +206,19 @@ def test_qlora_is_taken_where_lora_is_much_slower(capsys: pytest.CaptureFixture[
 def test_a_faster_alternative_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
     report = answered("--model Qwen2.5-7B --gpus 2xA100-40G --method grpo", capsys)
     assert report["warnings"][0] == "QLoRA is 1.3 times as fast"
+
+
+def test_a_server_on_several_nodes_has_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--model Qwen2.5-7B --gpus 2x8xH100 --method grpo --tuning lora --set vllm_mode=server"
+    settings = answered(job, capsys)["best"]["settings"]
+    assert settings["num_processes"] == 8
+    assert settings["vllm_tensor_parallel_size"] * settings["vllm_data_parallel_size"] == 8
+
+
+def test_every_split_between_server_and_trainer_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--model Qwen2.5-7B --gpus 8xH100 --method grpo --tuning lora --set vllm_mode=server"
+    free = answered(job, capsys)["best"]
+    for tensor_parallel, data_parallel in ((4, 1), (2, 2), (1, 4), (1, 6)):
+        sizes = f"--set vllm_tensor_parallel_size={tensor_parallel} --set vllm_data_parallel_size={data_parallel}"
+        pinned = answered(f"{job} {sizes}", capsys)["best"]
+        assert free["throughput"]["tokens_per_second"] >= 0.98 * pinned["throughput"]["tokens_per_second"]

@@ -56,6 +56,21 @@ class Cluster:
     gpus_per_node: int
     host: HostMemory = UNLIMITED_HOST
 
+    def trainer_gpus(self, server_gpus: int) -> int:
+        """The GPUs left to the trainer beside a vLLM server, at least 1; of several nodes the server has a whole one."""
+        server = self.gpus_per_node if self.nodes > 1 else server_gpus
+        return max(1, self.num_gpus - server)
+
+    @property
+    def server_shares(self) -> list[tuple[int, int]]:
+        """The ways to divide the GPUs between a vLLM server and the trainer: GPUs of the server, of the trainer.
+
+        On one node the server can have any number of GPUs. Of several nodes it has one (planner/launch/placement.py).
+        """
+        if self.nodes > 1:
+            return [(self.gpus_per_node, self.num_gpus - self.gpus_per_node)]
+        return [(size, self.num_gpus - size) for size in range(1, self.num_gpus)]
+
     @property
     def num_gpus(self) -> int:
         """GPUs of all nodes."""

@@ -34,7 +34,7 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
         settings["prompt_length"] = max(1, whole - completion)
     if settings.get("vllm") == "server":
         settings.setdefault("vllm_gpu_memory_utilization", SERVER_GPU_MEMORY_UTILIZATION)
-        settings.setdefault("num_processes", max(1, cluster.num_gpus - server_gpus(settings)))
+        settings.setdefault("num_processes", cluster.trainer_gpus(server_gpus(settings)))
     settings.setdefault("num_processes", cluster.num_gpus)
     settings.setdefault("num_nodes", cluster.nodes)
     settings.setdefault("quantization", "none" if job.model.quantization in DEQUANTIZED else job.model.quantization)
@@ -65,7 +65,7 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
     if pinned.get("quantization", job.model.quantization) not in ("none", *DEQUANTIZED):
         pinned.setdefault("tuning", "lora")  # quantized weights do not learn
     if pinned.get("vllm") == "server" and "num_processes" not in pinned:
-        pinned["num_processes"] = max(cluster.num_gpus - server_gpus(pinned), 1)
+        pinned["num_processes"] = cluster.trainer_gpus(server_gpus(pinned))
     if pinned.get("num_processes", cluster.num_gpus) != 1:
         pinned.setdefault("sharding", "ddp")
     candidate = base_candidate(replace(job, pinned=pinned), cluster)

@@ -338,9 +338,8 @@ def _process_counts(pins: PinnedJob) -> list[int]:
     whole = [cluster.num_gpus] if pinned.get("vllm") != "server" else []
     if not METHODS[pins.job.method].supports_vllm or pinned.get("vllm") in ("off", "colocate"):
         return whole
-    sized = {"vllm_tensor_parallel_size", "vllm_data_parallel_size"} & pinned.keys()
-    sizes = [server_gpus(pinned)] if sized else [1, 2, 4, 8]
-    return whole + [cluster.num_gpus - size for size in sizes if size < cluster.num_gpus]
+    needed = server_gpus(pinned)  # a size that is not pinned is 1 here
+    return whole + [processes for size, processes in cluster.server_shares if size % needed == 0 or cluster.nodes > 1]
 
 
 # A rule yields an error message for each contradiction that it finds.
@@ -416,7 +415,12 @@ def placement_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
             f"num_processes {processes} and a vLLM server on {server} of the same {cluster.num_gpus} GPUs would share "
             f"cards: the server keeps {candidate.vllm_gpu_memory_utilization:.0%} of its card for itself and the "
             "trainer runs out of memory there. "
-            f"Use num_processes={max(1, cluster.num_gpus - server)}, or vllm_mode=colocate."
+            f"Use num_processes={cluster.trainer_gpus(server)}, or vllm_mode=colocate."
+        )
+    elif server and cluster.nodes > 1 and processes > cluster.trainer_gpus(server):
+        yield (
+            f"num_processes {processes} and a vLLM server do not fit {cluster.nodes} nodes of {cluster.gpus_per_node}: "
+            f"the server has a node of its own. Use num_processes={cluster.trainer_gpus(server)}."
         )
     elif candidate.vllm == "colocate" and processes % size:
         yield f"vllm_tensor_parallel_size {size} does not divide num_processes {processes}."

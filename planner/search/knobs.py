@@ -156,28 +156,32 @@ def generation(problem: SearchProblem) -> Changes:
     found += [
         {
             "vllm": "server",
-            "vllm_tensor_parallel_size": size,
-            "num_processes": cluster.num_gpus - size,
+            "vllm_tensor_parallel_size": tensor_parallel,
+            "vllm_data_parallel_size": data_parallel,
+            "num_processes": processes,
             "vllm_gpu_memory_utilization": 0.9,
             **segments,
         }
-        for size in server_sizes(problem)
+        for tensor_parallel, data_parallel, processes in server_splits(problem)
     ]
     return tuple(found)
 
 
-def server_sizes(problem: SearchProblem) -> list[int]:
-    """Return the possible numbers of GPUs of a vLLM server: 1, 2, 4, 8, up to half the cluster and within one node.
+def server_splits(problem: SearchProblem) -> Iterator[tuple[int, int, int]]:
+    """Yield how a vLLM server and the trainer can share the GPUs: tensor and data parallel size, training processes.
 
-    A pinned `num_processes` keeps its GPUs.
+    A pinned `num_processes` keeps its GPUs. On several nodes a pinned data parallel size may leave GPUs of the server's
+    node unused.
     """
-    pinned = problem.job.pinned.get("num_processes")
-    sizes = [
-        size for size in (1, 2, 4, 8) if size <= problem.cluster.num_gpus // 2 and size <= problem.cluster.gpus_per_node
-    ]
-    if isinstance(pinned, int):
-        return [size for size in sizes if pinned + size <= problem.cluster.num_gpus]
-    return sizes
+    cluster, pinned = problem.cluster, problem.job.pinned
+    wanted, engines = pinned.get("num_processes"), pinned.get("vllm_data_parallel_size")
+    for size, processes in cluster.server_shares:
+        if isinstance(wanted, int) and wanted > processes:
+            continue
+        for tensor_parallel in tensor_parallel_sizes(problem.job.model, size):
+            most = size // tensor_parallel
+            data_parallel = engines if isinstance(engines, int) and cluster.nodes > 1 and engines < most else most
+            yield tensor_parallel, data_parallel, wanted if isinstance(wanted, int) else processes
 
 
 KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
