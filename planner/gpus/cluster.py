@@ -57,7 +57,7 @@ class Cluster:
     host: HostMemory = UNLIMITED_HOST
 
     def trainer_gpus(self, server_gpus: int) -> int:
-        """The GPUs left to the trainer beside a vLLM server, at least 1; of several nodes the server has a whole one."""
+        """The GPUs left to the trainer beside a vLLM server, at least 1. Of several nodes the server has one."""
         server = self.gpus_per_node if self.nodes > 1 else server_gpus
         return max(1, self.num_gpus - server)
 
