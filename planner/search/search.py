@@ -6,7 +6,7 @@ that fits, and a colocated vLLM engine the largest `vllm_gpu_memory_utilization`
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import isqrt
+from math import inf, isqrt
 from typing import Any
 
 from planner.binary_search import largest
@@ -19,12 +19,14 @@ from planner.memory.engine.budget import EngineDoesNotFit, EngineRefusal, engine
 from planner.memory.engine.settings import engine_settings
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, structures, with_derived_settings
+from planner.throughput.step import throughput
 
 LARGEST_UTILIZATION = 95  # hundredths of the GPU; vLLM's default is 0.92, and a colocated trainer needs the rest
 LENGTH_STEP = 256  # tokens
 LARGEST_BATCH = 1024  # samples per process
 SMALLER_BATCHES = 2  # next smaller batches that are estimated beside the largest that fits
 NO_SLOWER = 0.999  # share of a speed that counts as the same
+ALL_SEQUENCES = 1e9  # concurrency of an engine without a limit
 NEAR_BEST = 0.98  # share of the best speed from which on less memory is worth more: predicted speeds are not exact
 
 # -- the batch ---------------------------------------------------------------------------------------------------------
@@ -279,10 +281,22 @@ def best_of_class(problem: SearchProblem) -> Estimate | None:
     """Return the best estimate over all structures, or the one of the least `distance` from fitting if none fits.
 
     Full fine-tuning gets 16-bit weights only if no candidate with float32 weights fits, because 16-bit weights round
-    small updates away.
+    small updates away. Branch and bound: structures are examined fastest first, by an upper bound of their speed, and
+    left out once the bound is more than 2 % below the best that fits (see `leanest_of`).
     """
-    estimates = (best_of_structure(structure, problem) for structure in structures(problem))
-    answers = [answer for answer in estimates if answer is not None]
+    answers: list[Estimate] = []
+    best_speed = {True: 0.0, False: 0.0}  # of what fits, by `is_precise`
+    bounds = ((speed_bound(structure, problem), structure) for structure in structures(problem))
+    for bound, structure in sorted(bounds, key=lambda each: -each[0]):
+        precise = is_precise(structure)
+        if bound < NEAR_BEST * best_speed[precise] or (not precise and best_speed[True]):
+            continue
+        answer = best_of_structure(structure, problem)
+        if answer is None:
+            continue
+        answers.append(answer)
+        if answer.fits:
+            best_speed[precise] = max(best_speed[precise], answer.throughput.tokens_per_second)
     that_fit = [answer for answer in answers if answer.fits]
     if not that_fit:
         return min(
@@ -290,8 +304,28 @@ def best_of_class(problem: SearchProblem) -> Estimate | None:
             key=lambda answer: (*answer.distance, sum(phase.total_bytes for phase in answer.gpus[0].phases)),
             default=None,
         )
-    precise = [each for each in that_fit if each.candidate.tuning == "lora" or each.candidate.dtype == "float32"]
-    return leanest_of(precise or that_fit, problem)
+    return leanest_of([each for each in that_fit if is_precise(each.candidate)] or that_fit, problem)
+
+
+def is_precise(candidate: Candidate) -> bool:
+    """Return whether the trained weights have float32 copies: adapters, and full fine-tuning of float32 weights."""
+    return candidate.tuning == "lora" or candidate.dtype == "float32"
+
+
+def speed_bound(structure: Candidate, problem: SearchProblem) -> float:
+    """Return an upper bound of the tokens per second of a structure; infinity if speed is not what the job optimizes.
+
+    It is the speed at the largest batch, with an engine that decodes all sequences at once: more rows and more
+    sequences at a time are never slower. Rows without padding, in batches of one, may be faster than padded ones, so
+    that the smallest batch counts too.
+    """
+    if problem.job.optimize != "throughput":
+        return inf
+    sizes = batch_sizes(structure, problem.job)
+    if not sizes:
+        return 0.0
+    ends = (sizes[0], sizes[len(sizes) - 1])
+    return max(throughput(each, problem.cluster, ALL_SEQUENCES).tokens_per_second for each in ends)
 
 
 def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
