@@ -204,7 +204,7 @@ def test_qlora_is_taken_where_lora_is_much_slower(capsys: pytest.CaptureFixture[
 
 
 def test_a_faster_alternative_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
-    report = answered("--model Qwen2.5-7B --gpus 2xA100-40G --method grpo", capsys)
+    report = answered("--model Llama-3.1-8B --gpus 1xRTX-4090 --method sft", capsys)
     assert report["warnings"][0] == "QLoRA is 1.3 times as fast"
 
 

@@ -322,6 +322,18 @@ class TestPrices:
 
         assert packed.step_seconds > plain.step_seconds
 
+    def test_vllm_decodes_4_bit_weights_slower_as_published(self) -> None:
+        """vllm-project/vllm#9535: Llama-3.2-1B, A100-80G, 45 s in 16 bits and 71 s in 4 bits of bitsandbytes."""
+        model = load_model("Llama-3.2-1B")
+        job = {"model": model, "vllm": "colocate", "prompt_length": 64, "max_completion_length": 128}
+        half, packed = (
+            throughput(grpo(**job, per_device_train_batch_size=64, quantization=name), A100, SEQUENCES).seconds[
+                "generation"
+            ]
+            for name in ("none", "nf4")
+        )
+        assert packed / half == pytest.approx(71 / 45, rel=0.15)
+
     def test_float32_without_autocast_is_many_times_slower(self) -> None:
         autocast, float32 = (throughput(sft(dtype="float32", precision=name), A100, 0.0) for name in ("bf16", "no"))
 

@@ -52,6 +52,10 @@ UNPACK_FRACTION: dict[Quantization, float] = {
     "none": 1.0, "nf4": 0.25, "nf4-double": 0.25, "int8": 0.25, "gptq": 0.105, "awq": 0.105, "fp8": 0.25,
     "mxfp4": 0.25,
 }  # fmt: skip
+# bitsandbytes quantizations whose layers multiply a 16-bit copy of the weights.
+FOUR_BIT: frozenset[Quantization] = frozenset({"nf4", "nf4-double"})
+SIXTEEN_BIT_BYTES = 2
+
 # Bytes of a quantized weight with its scales. Source: planner/memory/weights.py, `quantized_bytes`.
 QUANTIZED_BYTES: dict[Quantization, float] = {
     "none": 2.0, "nf4": 0.5625, "nf4-double": 0.516, "int8": 1.0, "gptq": 0.52, "awq": 0.52, "fp8": 1.0,
@@ -88,6 +92,7 @@ class Work:
     adapter_backward_bytes: float
     cast_bytes: float  # per pass
     unpack_bytes: float  # per pass, scaled so that `memory_rate` gives the seconds of unpacking
+    rounded_bytes: float  # per pass: 16-bit copies of 4-bit weights, written and read
     attention: tuple[tuple[int, float, int], ...]  # (window or 0, flops per query-key pair, heads), summed over layers
     kv_bytes: float  # per token of context, as an engine keeps it
     expanded_kv_bytes: float  # the same repeated to every head, as HF attention under a mask sees it
@@ -196,6 +201,7 @@ def work(settings: WorkSettings) -> Work:
         adapter_backward_bytes=adapter_backward,
         cast_bytes=float(AUTOCAST_BYTES * counts.unquantized_params) if dtype == "float32" and autocast else 0.0,
         unpack_bytes=unpacked / UNPACK_FRACTION[quantization],
+        rounded_bytes=2.0 * SIXTEEN_BIT_BYTES * counts.quantized_params if quantization in FOUR_BIT else 0.0,
         attention=_attention(model),
         kv_bytes=2.0 * sum(_kv_elements(layer.attention) * n for layer, n in kinds),
         expanded_kv_bytes=2.0 * sum(_pair_elements(layer.attention) * n for layer, n in kinds),
