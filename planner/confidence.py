@@ -10,6 +10,7 @@ but never more than published runs of the same kind carry (`earned_probability`)
 """
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
@@ -72,10 +73,15 @@ def quantile(risk: float) -> float:
     return NormalDist().inv_cdf(1 - risk)
 
 
-def interval_bytes(phase: PhaseMemory, risk: float) -> tuple[int, int]:
-    """Interval of a phase's bytes: they are below it with probability `risk`, and above it with probability `risk`."""
-    reach = quantile(risk) * sigma_bytes(phase)
-    return max(0, int(phase.total_bytes - reach)), int(phase.total_bytes + reach)
+def interval_bytes(phases: Iterable[PhaseMemory], risk: float) -> tuple[int, int]:
+    """Interval of the peak over phases: each end is the largest of the phases' ends.
+
+    A phase is below its interval with probability `risk`, and above it with probability `risk`. A lighter phase that is
+    less certain than the heaviest one can reach higher: a backward pass beside a vLLM engine's fixed budget.
+    """
+    reach = quantile(risk)
+    ends = [(phase.total_bytes, reach * sigma_bytes(phase)) for phase in phases]
+    return max(0, int(max(total - sigma for total, sigma in ends))), int(max(total + sigma for total, sigma in ends))
 
 
 def fit_probability(phase: PhaseMemory, capacity_bytes: int) -> float:

@@ -13,7 +13,7 @@ from planner.memory.host import host_peak_bytes
 from planner.memory.peak import training_phases, with_engine
 from planner.memory.slack import cache_shares
 from planner.memory.states import state_memory
-from planner.quantities import TOTAL_BYTES, Estimate, GpuMemory, GpuRole, PhaseMemory
+from planner.quantities import Estimate, GpuMemory, GpuRole, PhaseMemory
 from planner.throughput.step import training_seconds, with_generation
 
 RISK = 0.01  # default of the accepted probability of running out of memory
@@ -76,7 +76,7 @@ def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
         replace(phase, components={**phase.components, "unexplained": round(residual * phase.total_bytes)})
         for phase in train.phases
     )
-    corrected = replace(train, phases=phases, interval_bytes=interval_bytes(max(phases, key=TOTAL_BYTES), risk))
+    corrected = replace(train, phases=phases, interval_bytes=interval_bytes(phases, risk))
     gpus, host_fits = (corrected, *others), answer.host_over_bytes <= 0
     return replace(
         answer,
@@ -129,13 +129,12 @@ def gpu_memory(
     cache: tuple[float, float] = (0.0, 0.0),
 ) -> GpuMemory:
     """Memory of the GPUs of one role. `cache`: see `cache_shares`, planner/memory/slack.py."""
-    heaviest = max(phases, key=TOTAL_BYTES)
     return GpuMemory(
         role=role,
         count=count,
         capacity_bytes=gpu.free_bytes,
         phases=phases,
-        interval_bytes=interval_bytes(heaviest, risk),
+        interval_bytes=interval_bytes(phases, risk),
         details=details,
         cache_share=cache[0],
         cache_reach=cache[1],

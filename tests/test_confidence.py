@@ -7,10 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.candidate import Candidate
-from planner.confidence import KINDS, Kind, comparisons, earned_probability, kind_of, most_earned, worst_miss
+from planner.confidence import (
+    KINDS,
+    Kind,
+    comparisons,
+    earned_probability,
+    interval_bytes,
+    kind_of,
+    most_earned,
+    worst_miss,
+)
 from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
+from planner.quantities import PhaseMemory
+from planner.units import GIB
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,3 +47,11 @@ def test_gathered_layers_are_a_kind_of_their_own() -> None:
     job = Candidate(model=load_model("Qwen2.5-7B"), method="sft", sharding="zero3", num_processes=8)
     assert kind_of(job) == "gathered"
     assert kind_of(Candidate(model=job.model, method="sft", sharding="zero2", num_processes=8)) == "whole"
+
+
+def test_a_lighter_phase_that_is_less_certain_can_set_the_upper_end() -> None:
+    rollout = PhaseMemory(name="rollout", components={"engine": 75 * GIB})
+    backward = PhaseMemory(name="backward", components={"activations": 70 * GIB})
+    alone = interval_bytes([backward], 0.01)
+    assert interval_bytes([rollout, backward], 0.01) == (interval_bytes([rollout], 0.01)[0], alone[1])
+    assert alone[1] > 75 * GIB
