@@ -42,9 +42,9 @@ ALLOWED = {
     "memory": "basics words models gpus memory/parameters memory/layers memory/engine",
     "throughput": "basics words models gpus memory memory/parameters",
     "allocator": "basics words gpus",
-    "launch": "basics words jobs files memory/parameters",  # DeepSpeed's own sizes are those of memory/parameters
+    "launch": "basics words jobs files",
     "estimate": "basics words gpus memory memory/engine throughput",
-    "search": "basics words models gpus jobs memory/engine estimate",
+    "search": "basics words models gpus jobs memory/engine throughput estimate",
     "plan": "basics words gpus jobs memory/engine estimate search",
     "planner": "basics words models gpus jobs estimate plan",
     "measurements": "basics words models gpus files jobs memory allocator estimate plan",
