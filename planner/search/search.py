@@ -345,7 +345,7 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
     near = (with_smaller_batch(each, near_best, problem) for each in answers if near_best(each))
     base = base_candidate(job, problem.cluster)
     return min(
-        (with_leanest_engine(each, problem) for each in near),
+        (with_leanest_engine(each, near_best, problem) for each in near),
         key=lambda answer: (trainer_peak_bytes(answer), changed_settings(answer.candidate, base)),
     )
 
@@ -377,7 +377,7 @@ def with_smaller_batch(answer: Estimate, near_best: Callable[[Estimate], bool], 
     return found.get(largest(1, len(smaller), still_near), answer)
 
 
-def with_leanest_engine(answer: Estimate, problem: SearchProblem) -> Estimate:
+def with_leanest_engine(answer: Estimate, near_best: Callable[[Estimate], bool], problem: SearchProblem) -> Estimate:
     """Return the answer with the smallest share of the GPU for a colocated engine that costs no speed.
 
     A larger KV cache than the rows of a rollout take is of no use.
@@ -390,7 +390,7 @@ def with_leanest_engine(answer: Estimate, problem: SearchProblem) -> Estimate:
 
     def as_fast(less: int) -> bool:
         other = estimate_or_none(with_utilization(candidate, high - less, problem), problem)
-        if other is None or not other.fits:
+        if other is None or not near_best(other):
             return False
         answers[less] = other
         return other.throughput.tokens_per_second >= NO_SLOWER * answer.throughput.tokens_per_second
