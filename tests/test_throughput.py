@@ -202,6 +202,29 @@ class TestLaws:
 
     @given(job=jobs)
     @settings(max_examples=150, deadline=None)
+    def test_no_step_is_faster_than_its_products_at_the_data_sheet_rate(self, job: dict[str, Any]) -> None:
+        """Forward and backward passes of the trained models: 2 FLOP a weight and token forward, 2 or 4 backward."""
+        candidate = built(job)
+        weights = candidate.model.linear_params  # experts and head left out
+        backward = 2 if candidate.tuning == "lora" else 4
+        again = 2 if candidate.gradient_checkpointing else 0
+        flops = (2 + backward + again) * weights
+        epochs = 1
+        if candidate.method == "ppo":
+            flops, epochs = flops + (6 + again) * weights, 4  # the value model learns in full
+        tokens = epochs * candidate.gradient_accumulation_steps * candidate.tokens
+
+        assert throughput(candidate, NODE, SEQUENCES).step_seconds >= flops * tokens / NODE.gpu.bf16_flops
+
+    def test_a_step_of_ppo_has_four_epochs_of_policy_and_value_model(self) -> None:
+        whole = throughput(replace(Candidate(model=MODEL, method="ppo")), A100, 0.0)
+        half = throughput(replace(Candidate(model=SMALL, method="ppo", reward_model=MODEL)), A100, 0.0)
+        products = 4 * 6 * MODEL.linear_params * 8 * 1024 / A100.gpu.bf16_flops
+        assert half.seconds["compute"] > products  # the value model alone
+        assert whole.seconds["compute"] > 2 * products
+
+    @given(job=jobs)
+    @settings(max_examples=150, deadline=None)
     def test_larger_micro_batches_at_the_same_effective_batch_and_padding_are_never_slower(
         self, job: dict[str, Any]
     ) -> None:
@@ -280,6 +303,12 @@ class TestLaws:
 
 
 class TestPrices:
+    def test_a_value_model_is_updated_beside_adapters(self) -> None:
+        job = Candidate(
+            model=MODEL, method="ppo", tuning="lora", dtype="bfloat16", sharding="zero3", offload_optimizer=True
+        )
+        assert throughput(job, A100, 0.0).seconds["offload"] > 4 * 7.0  # four epochs of Adam on the CPU
+
     def test_a_mask_makes_sdpa_slower_than_flash_attention(self) -> None:
         flash, masked, eager = (
             throughput(

@@ -5,7 +5,7 @@ from planner.candidate import Sharding
 from planner.gpus.cluster import Cluster
 from planner.throughput.rates import host_rate, link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
-from planner.throughput.work import Work
+from planner.throughput.work import Work, trained_models
 
 # Share of a computation that communication runs beside: of the backward pass (DDP), of the whole micro-step (FSDP2).
 # Source: DDP and FSDP overlap by design (arXiv 2006.15704, section 3.2.3; arXiv 2304.11277, section 3.3), and on two
@@ -54,12 +54,16 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
     link = link_rate(cluster, candidate.num_nodes)
     portion = (n - 1) / n
     accumulation = candidate.gradient_accumulation_steps
-    gradient_bytes = work.trainable_params * (
-        4.0 if sharding == "ddp" and (work.adapter_only or candidate.dtype == "float32") else 2.0
+    models = trained_models(candidate, work)
+    stored_bytes = sum(each.stored_bytes for each in models)
+    gradient_bytes = sum(
+        each.trainable_params
+        * (4.0 if sharding == "ddp" and (each.adapter_only or candidate.dtype == "float32") else 2.0)
+        for each in models
     )
     if sharding in GATHERS:
         gathers = _gathers(candidate)
-        once = portion * (gathers * work.stored_bytes + gradient_bytes) / link
+        once = portion * (gathers * stored_bytes + gradient_bytes) / link
         return accumulation * max(0.0, once - OVERLAP[sharding] * step.elapsed)
     if sharding == "ddp":
         return max(0.0, 2 * portion * gradient_bytes / link - OVERLAP[sharding] * step.backward)
@@ -79,11 +83,14 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
     """
     seconds, host = 0.0, host_rate(cluster.gpu)
     accumulation, n = candidate.gradient_accumulation_steps, candidate.num_processes
+    models = trained_models(candidate, work)
     if candidate.offload_optimizer:
-        seconds += 4.0 * work.trainable_params / n / host
-        seconds += work.trainable_params / CPU_ADAM_PARAMS_PER_SECOND / max(1, min(candidate.num_nodes, n))
+        trained = sum(each.trainable_params for each in models)
+        seconds += 4.0 * trained / n / host
+        seconds += trained / CPU_ADAM_PARAMS_PER_SECOND / max(1, min(candidate.num_nodes, n))
     if candidate.offload_param:
-        seconds += accumulation * _gathers(candidate) * work.stored_bytes / n / host
+        stored_bytes = sum(each.stored_bytes for each in models)
+        seconds += accumulation * _gathers(candidate) * stored_bytes / n / host
     if candidate.activation_offloading or candidate.checkpoint_offload:
         saved = _saved_bytes(candidate, work) * batch.tokens
         seconds += accumulation * max(0.0, 2 * saved / host - step.elapsed)

@@ -5,7 +5,6 @@ from planner.candidate import DTYPE_BYTES, Candidate
 from planner.gpus.cluster import Cluster, Gpu
 from planner.throughput.rates import attention_rate, host_rate, link_rate, matmul_rate, memory_rate, sixteen_bit_rate
 from planner.throughput.smooth import smooth_max
-from planner.throughput.training import PPO_EPOCHS
 from planner.throughput.work import Work
 
 # Seconds per layer of a vLLM decode step beside reading the weights. Qwen2.5-0.5B (24 layers) takes 3.21 ms per token,
@@ -37,11 +36,11 @@ GKD_ON_POLICY = 0.5  # share of batches that GKD generates: trl 1.16, experiment
 
 
 def rollouts(candidate: TrainingInput) -> tuple[float, float]:
-    """(Rows that one process generates at once, rollouts per optimizer step).
+    """(Rows that one process generates at once, rollouts per step).
 
         GRPO, RLOO     rows x steps_per_generation; accumulation / (steps_per_generation x num_iterations)
         distillation   rows x accumulation; 1
-        PPO            rows x accumulation; 1 / 4: it trains 4 epochs on a rollout
+        PPO            rows x accumulation; 1: a step is a rollout with its 4 epochs (`epochs_per_step`)
         GKD            rows; accumulation / 2: it generates for half of the micro-batches
         online DPO     rows; accumulation
 
@@ -58,7 +57,7 @@ def rollouts(candidate: TrainingInput) -> tuple[float, float]:
     if candidate.method_row.generates_ahead:
         return float(rows * accumulation), 1.0
     if candidate.method == "ppo":
-        return float(rows * accumulation), 1 / PPO_EPOCHS
+        return float(rows * accumulation), 1.0
     return float(rows), accumulation * (GKD_ON_POLICY if candidate.method == "gkd" else 1.0)
 
 

@@ -6,7 +6,7 @@ from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.optimizer import OPTIMIZERS
 from planner.throughput.rates import memory_rate
-from planner.throughput.work import Work
+from planner.throughput.work import Work, trained_models
 
 # Passes over the gradients per step: the norm reads them, clipping reads and writes them, the optimizer reads them.
 # Source: torch 2.13, nn/utils/clip_grad.py, `clip_grad_norm_`.
@@ -29,9 +29,18 @@ def optimizer_seconds(candidate: TrainingInput, gpu: Gpu, work: Work) -> float:
 
     Leaves out the projections of GaLore and APOLLO, and states that paged optimizers fetch from the host.
     """
-    row = OPTIMIZERS[candidate.optim]
-    width = float(adapter_dtype_bytes(candidate) if work.adapter_only else DTYPE_BYTES[candidate.dtype])
-    params, master = float(work.trainable_params), 0.0
+    whole = float(DTYPE_BYTES[candidate.dtype])
+    width = float(adapter_dtype_bytes(candidate)) if work.adapter_only else whole  # of the policy's trained parameters
+    moved = sum(
+        _moved_bytes(candidate, each.trainable_params, width if each.adapter_only else whole)
+        for each in trained_models(candidate, work)
+    )
+    return moved / memory_rate(gpu)
+
+
+def _moved_bytes(candidate: TrainingInput, trained: int, width: float) -> float:
+    """Bytes that one GPU moves to update `trained` parameters of `width` bytes."""
+    row, params, master = OPTIMIZERS[candidate.optim], float(trained), 0.0
     accumulated = ACCUMULATED_GRADIENT_PASSES * width * params * (candidate.gradient_accumulation_steps - 1)
     if candidate.sharding in DEEPSPEED:
         master = 2 * FLOAT32
@@ -41,5 +50,4 @@ def optimizer_seconds(candidate: TrainingInput, gpu: Gpu, work: Work) -> float:
     states = row.buffers * width + row.float32_buffers * FLOAT32 + row.codes * row.bits / 8
     if candidate.offload_optimizer:
         states, master = 0.0, 0.0
-    step = params * (CLIPPED_GRADIENT_PASSES * width + 2 * width + 2 * states + master)
-    return (step + accumulated) / memory_rate(gpu)
+    return params * (CLIPPED_GRADIENT_PASSES * width + 2 * width + 2 * states + master) + accumulated

@@ -24,18 +24,19 @@ from planner.quantities import Throughput
 from planner.throughput.communication import communication_seconds, offload_seconds
 from planner.throughput.generation import generation_seconds, rollouts, weight_sync_seconds
 from planner.throughput.optimizer_step import optimizer_seconds
-from planner.throughput.training import micro_batch, micro_step
+from planner.throughput.training import epochs_per_step, micro_batch, micro_step
 from planner.throughput.work import policy_work
 
 
 def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Throughput:
     """Speed of a candidate on its GPUs. `concurrency`: sequences that the vLLM engine decodes at once, 0 without vLLM.
 
-        step = accumulation x smooth_max(computation, launches) + communication + optimizer + offload
+        step = epochs x (accumulation x smooth_max(computation, launches) + communication + optimizer + offload)
              + rollouts x (generation + weight sync)
         tokens per second = rows x row tokens x accumulation x processes / step
 
-    `launch` in `seconds` is the time that the CPU's launches add to the GPU's computation.
+    `epochs` is 1 but for PPO. A token counts once a step. `launch` in `seconds` is the time that the CPU's launches add
+    to the GPU's computation.
     """
     return with_generation(training_seconds(candidate, cluster), candidate, cluster, concurrency)
 
@@ -56,20 +57,24 @@ def with_generation(
 
 
 def training_seconds(candidate: TrainingInput, cluster: Cluster) -> dict[str, float]:
-    """Seconds of an optimizer step by cause. `generation` is 0: it depends on the engine (`with_generation`)."""
+    """Seconds of a step by cause. `generation` is 0: it depends on the engine (`with_generation`).
+
+    A step ends with one optimizer step; PPO's has one for each epoch (`epochs_per_step`).
+    """
     gpu = cluster.gpu
-    accumulation = candidate.gradient_accumulation_steps
+    epochs = epochs_per_step(candidate)
+    passes = epochs * candidate.gradient_accumulation_steps
     work, batch = policy_work(candidate), micro_batch(candidate, gpu)
     step = micro_step(candidate, work, gpu, batch)
     generates = candidate.method_row.generates
     return {
-        "compute": accumulation * step.compute,
-        "recompute": accumulation * step.recompute,
-        "attention": accumulation * step.attention,
-        "launch": accumulation * (step.elapsed - step.compute - step.recompute - step.attention),
-        "communication": communication_seconds(candidate, cluster, work, step),
-        "optimizer": optimizer_seconds(candidate, gpu, work),
-        "offload": offload_seconds(candidate, cluster, work, batch, step),
+        "compute": passes * step.compute,
+        "recompute": passes * step.recompute,
+        "attention": passes * step.attention,
+        "launch": passes * (step.elapsed - step.compute - step.recompute - step.attention),
+        "communication": epochs * communication_seconds(candidate, cluster, work, step),
+        "optimizer": epochs * optimizer_seconds(candidate, gpu, work),
+        "offload": epochs * offload_seconds(candidate, cluster, work, batch, step),
         "generation": 0.0,
         "weight_sync": rollouts(candidate)[1] * weight_sync_seconds(candidate, cluster, work) if generates else 0.0,
     }

@@ -11,7 +11,7 @@ from planner.methods import Loss
 from planner.models.shape import ModelShape
 from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, memory_rate
 from planner.throughput.smooth import smooth_max
-from planner.throughput.work import BACKWARD_LAUNCHES, Work, frozen_work
+from planner.throughput.work import BACKWARD_LAUNCHES, Work, frozen_work, trained_models
 
 # Memory traffic of element-wise kernels in the backward pass, as a multiple of the forward pass: each kernel reads a
 # gradient and a saved tensor, and writes a gradient.
@@ -235,21 +235,19 @@ def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> 
         elapsed = smooth_max(products + recomputation + attention + head, launches)
 
     Checkpointing runs the forward pass of every n-th layer again (`checkpoint_every_n_layers`). PPO trains its value
-    model like a second policy without a head.
+    model in full beside the policy.
     """
-    rate, method = matmul_rate(gpu, candidate), candidate.method_row
+    rate = matmul_rate(gpu, candidate)
     cost = HEAD_COSTS[loss_of(candidate)]
-    trained = 2 if method.value_model else 1
+    models = trained_models(candidate, work)
     again = 1 / candidate.checkpoint_every_n_layers if candidate.gradient_checkpointing else 0.0
-    forward, attention = (
-        trained * forward_seconds(work, gpu, rate, batch),
-        trained * attention_seconds(work, gpu, batch),
-    )
+    forward = sum(forward_seconds(each, gpu, rate, batch) for each in models)
+    attention = sum(attention_seconds(each, gpu, batch) for each in models)
     attention_back = attention * (EAGER_BACKWARD if batch.kernel == "eager" else FLASH_BACKWARD)
     products = cost.forward + cost.backward + (0 if work.adapter_only else cost.backward_trainable)
     head = head_seconds(work, gpu, rate, cost, batch.tokens if cost.all_tokens else batch.scored, products)
-    compute = forward + trained * backward_seconds(work, gpu, rate, batch) + head
-    launch, attention_all = trained * work.launch_seconds, attention * (1 + again) + attention_back
+    compute = forward + sum(backward_seconds(each, gpu, rate, batch) for each in models) + head
+    launch, attention_all = sum(each.launch_seconds for each in models), attention * (1 + again) + attention_back
     frozen = _gradient_free(candidate, work, gpu, rate, batch)
     before = smooth_max(forward + attention + frozen.compute + frozen.attention, launch + frozen.launch)
     busy = compute + again * forward + attention_all + frozen.compute + frozen.attention
@@ -288,6 +286,15 @@ def _gradient_free(candidate: TrainingInput, work: Work, gpu: Gpu, rate: float, 
 
 NOTHING = Pass(compute=0.0, attention=0.0, launch=0.0)
 PPO_EPOCHS = 4  # trl 1.12, experimental/ppo/ppo_config.py, num_ppo_epochs
+
+
+def epochs_per_step(candidate: TrainingInput) -> int:
+    """Return how often the rows of a step are trained on within it.
+
+    PPO's trainer counts one step for a rollout and all its epochs, each of which ends with an optimizer step (trl 1.12,
+    experimental/ppo/ppo_trainer.py); GRPO's and RLOO's count every optimizer step.
+    """
+    return PPO_EPOCHS if candidate.method == "ppo" else 1
 
 
 def reuses(candidate: TrainingInput) -> int:

@@ -144,6 +144,27 @@ def policy_work(candidate: StateInput) -> Work:
     )
 
 
+def value_work(candidate: StateInput) -> Work | None:
+    """Work of PPO's value model, which is trained in full beside the policy; None for other methods."""
+    if not candidate.method_row.value_model:
+        return None
+    return work(
+        WorkSettings(
+            model=candidate.reward_model or candidate.model,
+            dtype=_dtype(candidate),
+            autocast=candidate.precision != "no",
+            use_liger_kernel=candidate.use_liger_kernel,
+            head="score",
+        )
+    )
+
+
+def trained_models(candidate: StateInput, policy: Work) -> tuple[Work, ...]:
+    """Work of the models that the optimizer updates: the policy, and PPO's value model."""
+    value = value_work(candidate)
+    return (policy,) if value is None else (policy, value)
+
+
 def frozen_work(model: ModelShape, candidate: StateInput) -> Work:
     """Work of a teacher or reward model, which is loaded in the policy's dtype without quantization."""
     return work(
