@@ -204,7 +204,9 @@ def faster_alternative(best: Estimate, others: tuple[Alternative, ...]) -> tuple
         return ()
     fastest = max(fitting, key=lambda each: each.estimate.throughput.tokens_per_second)
     factor = fastest.estimate.throughput.tokens_per_second / best.throughput.tokens_per_second
-    return (f"{fastest.label} is {factor:.1f} times as fast",) if factor >= NOTABLY_FASTER else ()
+    options = {label: f" (--tuning {name})" for name, label in CLASS_LABELS.items()}
+    line = f"{fastest.label} is {factor:.1f} times as fast{options.get(fastest.label, '')}"
+    return (line,) if factor >= NOTABLY_FASTER else ()
 
 
 # Pinned settings about the data or about what is learned: a plan without them would answer another job.

@@ -205,7 +205,7 @@ def test_qlora_is_taken_where_lora_is_much_slower(capsys: pytest.CaptureFixture[
 
 def test_a_faster_alternative_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
     report = answered("--model Llama-3.1-8B --gpus 1xRTX-4090 --method sft", capsys)
-    assert report["warnings"][0] == "QLoRA is 1.3 times as fast"
+    assert report["warnings"][0] == "QLoRA is 1.3 times as fast (--tuning qlora)"
 
 
 def test_a_server_on_several_nodes_has_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,3 +222,31 @@ def test_every_split_between_server_and_trainer_is_tried(capsys: pytest.CaptureF
         sizes = f"--set vllm_tensor_parallel_size={tensor_parallel} --set vllm_data_parallel_size={data_parallel}"
         pinned = answered(f"{job} {sizes}", capsys)["best"]
         assert free["throughput"]["tokens_per_second"] >= 0.98 * pinned["throughput"]["tokens_per_second"]
+
+
+def test_the_headline_of_a_server_plan_is_the_peak_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    text = table(SERVER, capsys)
+    headline = text[text.index("peak ") : text.index("nvidia-smi")]
+    assert "in the rollout" not in headline
+    assert " step " in text and "compute " in text
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        "--model Llama-3.1-70B --gpus 1xRTX-3090 --method dpo --tuning full",
+        "--model Llama-3.1-405B --gpus 1xRTX-3090 --method grpo",
+        "--model Llama-3.1-70B --gpus 2xRTX-4090 --method sft",
+        "--model Mixtral-8x7B-v0.1 --gpus 1xT4 --method reward --tuning full",
+    ],
+)
+def test_where_nothing_fits_something_larger_does(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = answered(job, capsys, EXIT_NOTHING_FITS)
+    assert report["remedies"]
+
+
+def test_rows_beyond_the_context_of_the_model_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--model Qwen2.5-0.5B --gpus 1xA100-80G --method sft --batch-size 1"
+    for length, noted in ((32_768, False), (33_024, True)):
+        warnings = answered(f"{job} --max-length {length}", capsys)["warnings"]
+        assert any("32,768 positions" in line for line in warnings) is noted

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from planner.gpus.cluster import Cluster
-from planner.plan import Alternative, Plan
+from planner.plan import Alternative, Plan, faster_alternative
 from planner.quantities import Estimate, GpuMemory
 from planner.report.bars import bars
 from planner.report.lines import joined, listed, wrapped
@@ -21,6 +21,7 @@ from planner.report.words import (
     describe_fit,
     describe_host_shortage,
     describe_speed,
+    describe_step,
     readable,
     tightest,
     tokens_per_second,
@@ -34,13 +35,14 @@ MIN_WIDTH, MAX_WIDTH = 80, 120  # columns; wider lines are hard to follow back
 def plan_table(plan: Plan, width: int) -> Text:
     """Return a plan as text."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
+    faster = faster_alternative(plan.best, plan.alternatives)
     lines = [
-        *_answer("recommended" if plan.verdict == "fits" else "nearest", plan.best, plan.cluster, width),
+        *_answer("recommended" if plan.verdict == "fits" else "nearest", plan.best, plan.cluster, width, faster),
         *_proof(plan, width),
         *listed("to fit", [_remedy(remedy, plan.best) for remedy in plan.remedies], width),
         *listed("also", [_alternative(other, plan.best) for other in plan.alternatives], width),
         *listed("more", plan.more, width),
-        *_notes(plan.best, plan.warnings, width),
+        *_notes(plan.best, [line for line in plan.warnings if line not in faster], width),
     ]
     return joined(lines)
 
@@ -86,13 +88,15 @@ def _with_bound(gpu: GpuMemory) -> str:
     return f"{format_gib(gpu.peak_bytes, 1)}{bound}"
 
 
-def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
+def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int, faster: Sequence[str] = ()) -> Iterator[Text]:
     """Yield a candidate, its GPUs, its settings and their memory."""
     yield from _header(estimate, cluster, width)
     yield Text()
-    yield from _candidate_block(label, estimate, width)
+    yield from _candidate_block(label, estimate, width, faster)
     yield Text()
     yield from bars(estimate, cluster.host, width)
+    if parts := describe_step(estimate):
+        yield from wrapped("step", [parts], width)
     yield Text()
 
 
@@ -110,7 +114,7 @@ def _header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
         yield Text(hardware, style="bold")
 
 
-def _candidate_block(label: str, estimate: Estimate, width: int) -> Iterator[Text]:
+def _candidate_block(label: str, estimate: Estimate, width: int, faster: Sequence[str]) -> Iterator[Text]:
     """Yield the candidate in words, whether it fits, its speed, then its settings."""
     style = "green" if estimate.fits else "red"
     yield from wrapped(label, [describe_candidate(estimate.candidate)], width, style="bold")
@@ -118,6 +122,8 @@ def _candidate_block(label: str, estimate: Estimate, width: int) -> Iterator[Tex
     if estimate.fits:
         yield from wrapped("", [describe_driver(estimate)], width, style=style)
     yield from wrapped("", [describe_speed(estimate)], width, style=style)
+    for line in faster:
+        yield from wrapped("", [line], width)
     yield Text()
     for line, settings in shown_settings(estimate.candidate).items():
         yield from wrapped(line, settings, width)

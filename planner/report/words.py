@@ -6,6 +6,7 @@ from planner.gpus.cluster import Cluster, HostMemory
 from planner.quantities import Estimate, GpuMemory
 from planner.units import format_count, format_gib
 
+SHOWN_PART = 0.01  # of a step's time, for a part to be listed
 MOST_SECONDS = 600  # a longer step is printed in minutes
 
 DRY_RUN_HINT = "add --dry-run to check this with the installed trl, in about 15 s"
@@ -157,14 +158,26 @@ def describe_driver(estimate: Estimate) -> str:
 
 
 def tightest(estimate: Estimate) -> GpuMemory:
-    """Return the GPUs with the least room left at the accepted risk."""
-    return max(estimate.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
+    """Return the GPUs with the least room left at the accepted risk.
+
+    A vLLM server fills its GPUs up to a share that was set: they count only if that does not fit.
+    """
+    needing = [gpu for gpu in estimate.gpus if gpu.role != "vllm" or gpu.interval_bytes[1] > gpu.capacity_bytes]
+    return max(needing, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
 
 
 def describe_speed(estimate: Estimate) -> str:
     """Return the speed in words: `about 2,200 tokens/s, 7.5 s a step`."""
     throughput = estimate.throughput
     return f"about {tokens_per_second(throughput.tokens_per_second)}, {_about_seconds(throughput.step_seconds)} a step"
+
+
+def describe_step(estimate: Estimate) -> str:
+    """Return the parts of a step's time, the largest first: `generation 4.1 s + compute 1.9 s + launch 0.3 s`."""
+    throughput = estimate.throughput
+    parts = sorted(throughput.seconds.items(), key=lambda part: -part[1])
+    shown = [(name, seconds) for name, seconds in parts if seconds >= SHOWN_PART * throughput.step_seconds]
+    return " + ".join(f"{name.replace('_', ' ')} {_about_seconds(seconds)}" for name, seconds in shown)
 
 
 def tokens_per_second(tokens: float) -> str:

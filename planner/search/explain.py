@@ -7,6 +7,7 @@ from planner.binary_search import largest
 from planner.candidate import BITSANDBYTES, Candidate
 from planner.estimate import estimate
 from planner.jobs.job import effective_batch_size
+from planner.methods import MethodName
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, attention
 from planner.search.search import LENGTH_STEP, batch_sizes, estimate_or_none, length_field, length_limit, with_length
@@ -27,6 +28,13 @@ OTHER_VALUES: dict[str, tuple[object, ...]] = {
     "vllm_enable_sleep_mode": (False, True),
     "ds3_gather_for_generation": (True, False),
 }
+
+
+# Weights that a trainer casts to bfloat16 after PEFT's k-bit preparation, which others do not call.
+# Source: planner/memory/parameters/kbit_preparation.py.
+CAST_AFTER_PREPARATION: dict[MethodName, str] = {
+    "cpo": "embeddings and head", "orpo": "embeddings and head", "online-dpo": "everything unquantized"
+}  # fmt: skip
 
 
 # -- reasons -----------------------------------------------------------------------------------------------------------
@@ -244,7 +252,10 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[str]:
         f"load the model ({candidate.quantization})" if candidate.quantization != "none" else "load the model",
         "get_peft_model",
     ]
-    steps += ["adapters cast to bfloat16"] if candidate.quantization in BITSANDBYTES else []
+    if candidate.quantization in BITSANDBYTES:
+        prepared = candidate.method in CAST_AFTER_PREPARATION
+        steps[1:1] = ["prepare_model_for_kbit_training"] if prepared else []
+        steps.append(f"{CAST_AFTER_PREPARATION.get(candidate.method, 'adapters')} cast to bfloat16")
     steps += ["train.py casts them to float32"] if candidate.float32_adapters else []
     steps += ["enable_input_require_grads"] if candidate.gradient_checkpointing else []
     reentrant = "reentrant, which PEFT under ZeRO-3 needs" if candidate.sharding == "zero3" else "non-reentrant"
@@ -286,6 +297,17 @@ def about_versions(best: Estimate, problem: SearchProblem) -> Iterator[str]:
         )
     elif row.experimental:
         yield f"{row.trainer} is in trl.experimental: it may change without notice"
+
+
+def about_context(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note rows that are longer than the context that the model was trained with."""
+    candidate = best.candidate
+    positions = candidate.model.max_position_embeddings
+    if 0 < positions < candidate.row_tokens:
+        yield (
+            f"rows of {format_count(candidate.row_tokens)} tokens are longer than the {format_count(positions)} "
+            f"positions of {candidate.model.id} (max_position_embeddings), which it was trained with"
+        )
 
 
 def about_data(best: Estimate, problem: SearchProblem) -> Iterator[str]:
@@ -335,6 +357,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[str]], ...] = (
     about_adapters,
     about_rank,
     about_versions,
+    about_context,
     about_data,
     about_batch,
     about_sources,

@@ -19,6 +19,8 @@ MAX_REMEDIES = 4  # a report with more is not read
 MORE_GPUS = (2, 4, 8)  # factors on the number of GPUs
 GPUS_PER_NODE = 8  # of usual machines; beyond it the number of nodes grows
 USUAL_CARDS = ("RTX-4090", "A100-40G", "L40S", "H100", "H200", "B200")  # cards to rent, the smallest first
+LARGEST_CARDS = ("H100", "B200")
+WHOLE_NODES = (1, 2, 4, 8, 16, 32, 64)
 PAGED_OPTIMIZER = "paged_adamw_8bit"
 # Pinned settings that describe the data: dropping them would answer another job.
 DATA_SETTINGS = frozenset({"max_length", "prompt_length", "max_completion_length", "padded", "num_generations"})
@@ -53,7 +55,26 @@ def remedies(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estima
             found.append(Remedy(change=proposal.change, estimate=answer, note=proposal.note or offloading_note(answer)))
         if len(found) == MAX_REMEDIES or (proposal.last and answer is not None and answer.fits):
             break
-    return tuple(found)
+    return tuple(found) or first_node_that_fits(job, cluster, problem)
+
+
+def first_node_that_fits(job: Job, cluster: Cluster, problem: SearchProblem) -> tuple[Remedy, ...]:
+    """Return the smallest number of whole nodes on which the job fits: of its own GPUs, else of the largest usual ones.
+
+    4-bit weights are not sharded, so that a job that leaves the tuning open gets LoRA there.
+    """
+    opened = job.tuning == "auto" and problem.tuning_class == "qlora" and "quantization" not in job.pinned
+    wanted, words = (replace(job, tuning="lora"), "--tuning lora on ") if opened else (job, "")
+    for name in dict.fromkeys((cluster.gpu.name, *LARGEST_CARDS)):
+        for nodes in WHOLE_NODES:
+            larger = with_usual_host(Cluster(gpu=load_gpu(name), nodes=nodes, gpus_per_node=GPUS_PER_NODE))
+            change = (
+                f"{words}{nodes} nodes of {GPUS_PER_NODE} x {name}" if nodes > 1 else f"{words}{GPUS_PER_NODE} x {name}"
+            )
+            answer = search_proposal(Proposal(change=change, job=wanted, cluster=larger), problem)
+            if answer is not None and answer.fits:
+                return (Remedy(change=change, estimate=answer, note=offloading_note(answer)),)
+    return ()
 
 
 def offloading_note(answer: Estimate) -> str:
