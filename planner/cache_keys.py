@@ -88,6 +88,7 @@ class TrainingSettings(NamedTuple):
     tokens: int
     scores: int
     labelled_tokens: int
+    row_gpus: int
     flattened: bool
     pads: bool
     accumulates: bool

@@ -39,7 +39,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 POSITIVE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_generations",
     "steps_per_generation", "num_iterations", "num_processes", "num_nodes", "lora_r", "max_completion_length",
-    "prompt_length", "checkpoint_every_n_layers", "vllm_tensor_parallel_size",
+    "prompt_length", "checkpoint_every_n_layers", "vllm_tensor_parallel_size", "cp_size", "sp_size",
 )  # fmt: skip
 _positive = attrgetter(*POSITIVE)
 
@@ -101,6 +101,8 @@ class Candidate:
     sharding: Sharding = "none"
     num_processes: int = 1
     num_nodes: int = 1
+    cp_size: int = 1  # GPUs that share a row: torch's context parallel, under FSDP2
+    sp_size: int = 1  # GPUs that share a row: Ulysses sequence parallel, under DeepSpeed
     offload_optimizer: bool = False
     offload_param: bool = False
     ds3_gather_for_generation: bool = True
@@ -152,9 +154,17 @@ class Candidate:
         return self.per_device_train_batch_size * self.method_row.rows_per_sample
 
     @property
+    def row_gpus(self) -> int:
+        """GPUs that share each row (context or sequence parallel).
+
+        Source: accelerate 1.15, parallelism_config.py, `non_data_parallel_size`.
+        """
+        return self.cp_size * self.sp_size
+
+    @property
     def tokens(self) -> int:
-        """Tokens of the policy's training forward on one GPU."""
-        return self.rows * self.row_tokens
+        """Tokens of the policy's training forward on one GPU: its piece of each row."""
+        return self.rows * -(-self.row_tokens // self.row_gpus)
 
     @property
     def flattened(self) -> bool:
@@ -179,19 +189,24 @@ class Candidate:
 
         A group of one row has no padding. Its mask is all ones, so sdpa and FlashAttention build none (transformers
         5.23, masking_utils.py:267 `_ignore_causal_mask_sdpa`, :636 `flash_attention_mask`); eager attention always
-        builds one.
+        builds one. Context and Ulysses sequence parallel drop the mask: attention is causal over the whole row
+        (accelerate 1.15, big_modeling.py, `_attach_context_parallel_hooks`; deepspeed 0.19.8,
+        runtime/sequence_parallel/ulysses_sp.py, `uattn_wrapper`).
         Leaves out `pad_to_multiple_of`, which TRL does not set by default.
         """
-        return self.padded and not self.flattened and self.generation_rows > 1
+        return self.padded and not self.flattened and self.generation_rows > 1 and self.row_gpus == 1
 
     @property
     def attention_length(self) -> int:
         """Tokens of one row in the attention layers: all tokens of the batch if rows are concatenated (`flattened`)."""
-        return self.tokens if self.flattened else self.row_tokens
+        return self.rows * self.row_tokens if self.flattened else self.row_tokens
 
     @property
     def scores(self) -> int:
-        """Attention scores of one head in one forward: rows x length squared."""
+        """Attention scores of one head in one forward: rows x length squared; of `row_gpus` GPUs, one's share.
+
+        Context parallel: queries of the GPU's tokens with all keys. Ulysses: whole rows for a share of the heads.
+        """
         return self.tokens * self.attention_length
 
     @property
@@ -209,7 +224,8 @@ class Candidate:
     @property
     def effective_batch_size(self) -> int:
         """Samples of one optimizer step over all processes."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_processes
+        share = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return share * self.num_processes // self.row_gpus
 
     @property
     def generation_rows(self) -> int:

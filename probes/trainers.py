@@ -34,6 +34,8 @@ NOT_TRAINER_ARGUMENTS = frozenset(
         "zero_stage",
         "num_processes",
         "num_machines",
+        "cp_size",
+        "sp_size",
         "fsdp_version",
         "fsdp_offload_params",
         "offload_optimizer_device",

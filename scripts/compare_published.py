@@ -115,6 +115,7 @@ def rows() -> list[Row]:
 
 def _row(row: dict[str, Any]) -> Row:
     candidate = published_candidate(convert(row, PublishedFigure))
+    nodes = candidate.num_nodes
     return Row(
         id=row["id"],
         source=row["source"],
@@ -122,7 +123,7 @@ def _row(row: dict[str, Any]) -> Row:
         quantity=row["quantity"],
         measured_bytes=round(row["measured_gib"] * GIB),
         candidate=candidate,
-        cluster=parse_cluster(f"{candidate.num_processes}x{row['gpu']}", None),
+        cluster=parse_cluster(f"{nodes}x{candidate.num_processes // nodes}x{row['gpu']}", None),
         assumptions=tuple(row["assumptions"]),
         held_tokens=row.get("held_tokens", 0),
     )

@@ -233,6 +233,11 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         ),
         (
             asked(method="sft"),
+            "cp_size=2",
+            "cp_size 2 is planned with fsdp2 only. Add --set distributed_type=FSDP.",
+        ),
+        (
+            asked(method="sft"),
             "sub_group_size=5e8 sharding=zero2",
             "sub_group_size is read by DeepSpeed's stage 3 only, not zero2. Add --set zero_stage=3.",
         ),

@@ -78,6 +78,8 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "sharding": ("zero2", "ddp"),
     "num_processes": (3, 2),
     "num_nodes": (2, 1),
+    "cp_size": (2, 1),
+    "sp_size": (2, 1),
     "offload_optimizer": (True, False),
     "offload_param": (True, False),
     "ds3_gather_for_generation": (False, True),

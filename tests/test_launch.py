@@ -84,6 +84,14 @@ VARIANTS: dict[str, dict[str, object]] = {
         "precision": "no",
         "padded": False,
     },
+    "context parallel": {"num_processes": 8, "sharding": "fsdp2", "cp_size": 4, "padded": False},
+    "sequence parallel": {
+        "num_processes": 8,
+        "sharding": "zero3",
+        "sp_size": 2,
+        "attn_implementation": "flash_attention_2",
+        "padded": False,
+    },
     "projected": {"optim": "galore_adamw", "checkpoint_offload": True},
 }
 ENGINES: dict[str, dict[str, object]] = {
@@ -185,7 +193,15 @@ class TestTheTrainer:
                 read[role] = load_model(str(read[role]))  # type: ignore[assignment]
         launched = {
             name: getattr(held, name)
-            for name in ("sharding", "num_processes", "num_nodes", "offload_optimizer", "offload_param")
+            for name in (
+                "sharding",
+                "num_processes",
+                "num_nodes",
+                "offload_optimizer",
+                "offload_param",
+                "cp_size",
+                "sp_size",
+            )
         }
         of_the_data = {name: getattr(held, name) for name in ("padded", "prompt_length", "vllm_data_parallel_size")}
         unread = {"vllm_max_model_length": held.vllm_max_model_length} if method == "online-dpo" else {}

@@ -95,5 +95,7 @@ def effective_batch_size(job: Job, cluster: Cluster) -> int:
     batch = job.pinned.get("per_device_train_batch_size", DEFAULT_BATCH_SIZE)
     accumulation = job.pinned.get("gradient_accumulation_steps", 1)
     processes = job.pinned.get("num_processes", cluster.num_gpus)
+    cp_size, sp_size = job.pinned.get("cp_size", 1), job.pinned.get("sp_size", 1)
     assert isinstance(batch, int) and isinstance(accumulation, int) and isinstance(processes, int)
-    return batch * accumulation * processes
+    assert isinstance(cp_size, int) and isinstance(sp_size, int)
+    return batch * accumulation * processes // (cp_size * sp_size)

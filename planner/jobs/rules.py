@@ -236,6 +236,48 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
         )
 
 
+def row_sharing_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse context and sequence parallel where the libraries refuse them.
+
+    Source: accelerate 1.15, parallelism_config.py (`__post_init__`); transformers 5.23, trainer.py
+    (`_prepare_context_parallel_inputs`: sdpa); trl 1.16, sft_trainer.py (no packing with context parallel),
+    grpo_config.py, rloo_config.py, distillation_config.py; torch 2.13,
+    distributed/tensor/experimental/_context_parallel/_attention.py (2 x cp_size, load balancing); deepspeed 0.19.8,
+    runtime/sequence_parallel/ulysses_sp.py. Only SFT makes the position_ids that Ulysses needs and a loss of pieces.
+    """
+    pinned = pins.pinned
+    cp_size, sp_size = pinned.get("cp_size", 1), pinned.get("sp_size", 1)
+    if cp_size == sp_size == 1:
+        return
+    name, size = ("cp_size", cp_size) if cp_size > 1 else ("sp_size", sp_size)
+    sharding, key = ("fsdp2", "distributed_type=FSDP") if cp_size > 1 else ("zero3", "zero_stage=3")
+    if cp_size > 1 and sp_size > 1:
+        yield "accelerate has either cp_size or sp_size above 1. Drop one of them."
+    if pins.job.method != "sft":
+        yield f"{name} {size} shares rows between GPUs, which TRL's sft does, not {pins.job.method}. Use --method sft."
+    if pinned.get("sharding") != sharding:
+        yield f"{name} {size} is planned with {sharding} only. Add --set {key}."
+    processes = pinned.get("num_processes", pins.cluster.num_gpus)
+    if processes % size:
+        yield f"{name} {size} does not divide num_processes {processes}. Use {name}={largest_divisor(processes, size)}."
+    yield from _row_attention_problems(pins, cp_size, sp_size)
+
+
+def _row_attention_problems(pins: PinnedJob, cp_size: int, sp_size: int) -> Iterator[str]:
+    """Refuse the attention, packing, heads and lengths that cannot be shared."""
+    pinned, attention = pins.pinned, pins.pinned.get("attn_implementation")
+    if (cp_size > 1 and attention not in (None, "sdpa")) or attention == "eager":
+        yield f"{attention} cannot share a row between GPUs. Use --set attn_implementation=sdpa."
+    if cp_size > 1 and pinned.get("packing"):
+        yield "cp_size drops the mask between packed documents, so TRL refuses packing with it. Use --no-packing."
+    for heads in {layer.attention.num_attention_heads for layer, _ in pins.job.model.layer_kinds}:
+        if heads % sp_size:
+            yield f"sp_size {sp_size} does not divide {heads} heads. Use sp_size={largest_divisor(heads, sp_size)}."
+    pieces, length = (2 * cp_size if cp_size > 1 else sp_size), pinned.get("max_length", 0)
+    if length % pieces:
+        yield f"max_length {length} is no multiple of {pieces}. Use --max-length {max(length // pieces, 1) * pieces}."
+
+
 def engine_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a vLLM engine that does not fit the cluster, and settings of an engine without one.
 
@@ -353,6 +395,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     checkpointing_problems,
     length_problems,
     sharding_problems,
+    row_sharing_problems,
     engine_problems,
     batch_problems,
 )

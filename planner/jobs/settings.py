@@ -55,6 +55,8 @@ SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
     "offload_optimizer": lambda c: c.sharding in DEEPSPEED,
     "offload_param": lambda c: c.sharding == "zero3",
     "ds3_gather_for_generation": lambda c: c.sharding == "zero3",
+    "cp_size": lambda c: c.cp_size > 1,
+    "sp_size": lambda c: c.sp_size > 1,
     "reduce_bucket_size": lambda c: c.sharding in DEEPSPEED,
     **dict.fromkeys(STAGE_3_SIZES, lambda c: c.sharding == "zero3"),
     "vllm": lambda c: c.method_row.supports_vllm,

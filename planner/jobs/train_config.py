@@ -21,6 +21,7 @@ NESTED_KEYS = (
     "gradient_checkpointing_kwargs",
     "activation_checkpointing_kwargs",
     "fsdp_config",
+    "parallelism_config",
 )
 
 # Defaults of TRL's config classes for keys that a file leaves out. Source: trl/trainer/model_config.py,

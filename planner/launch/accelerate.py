@@ -45,11 +45,36 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
             "deepspeed_multinode_launcher": "standard",
             "zero3_init_flag": candidate.sharding == "zero3",
         }
-        return config | {"deepspeed_config": plugin}
+        return config | {"deepspeed_config": plugin} | parallelism_config(candidate)
     config["mixed_precision"] = candidate.precision
     if candidate.sharding == "fsdp2":
         config["fsdp_config"] = FSDP2 | {"fsdp_offload_params": candidate.offload_param}
-    return config
+    return config | parallelism_config(candidate)
+
+
+def parallelism_config(candidate: Candidate) -> dict[str, object]:
+    """The section that lets GPUs share rows, under the names of `accelerate launch`'s arguments; empty if none do.
+
+    Source: accelerate 1.15, commands/launch.py, utils/launch.py (`prepare_extend_env_parallelism_config`).
+    """
+    if candidate.row_gpus == 1:
+        return {}
+    section: dict[str, object] = {
+        "parallelism_config_dp_replicate_size": 1,
+        "parallelism_config_dp_shard_size": candidate.num_processes // candidate.row_gpus,
+        "parallelism_config_tp_size": 1,
+        "parallelism_config_cp_size": candidate.cp_size,
+        "parallelism_config_sp_size": candidate.sp_size,
+    }
+    if candidate.cp_size > 1:
+        section |= {"parallelism_config_cp_backend": "torch", "parallelism_config_cp_comm_strategy": "allgather"}
+    else:
+        section |= {
+            "parallelism_config_sp_backend": "deepspeed",
+            "parallelism_config_sp_seq_length_is_variable": True,
+            "parallelism_config_sp_attn_implementation": candidate.attn_implementation,
+        }
+    return {"parallelism_config": section}
 
 
 def accelerate_yaml(candidate: Candidate) -> str:

@@ -110,6 +110,8 @@ class OptionalSettings(Document, frozen=True):
     gradient_checkpointing_kwargs: CheckpointingArguments | UnsetType = UNSET
     activation_offloading: bool | UnsetType = UNSET
     zero_stage: Literal[1, 2, 3] | UnsetType = UNSET
+    cp_size: Count | UnsetType = UNSET
+    sp_size: Count | UnsetType = UNSET
     fsdp_version: Literal[2] | UnsetType = UNSET
     fsdp_offload_params: (
         Annotated[bool, Meta(description="Parameters, gradients and optimizer states are on the host (accelerate).")]

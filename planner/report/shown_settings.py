@@ -26,6 +26,8 @@ LINES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("num_processes",),
         (
             "num_machines",
+            "cp_size",
+            "sp_size",
             "zero_stage",
             "ds3_gather_for_generation",
             "fsdp_version",

@@ -334,7 +334,7 @@ def about_data(best: Estimate, problem: SearchProblem) -> Iterator[str]:
 def about_batch(best: Estimate, problem: SearchProblem) -> Iterator[str]:
     """Note an effective batch that differs from the one on all GPUs, because a vLLM server takes some of them."""
     candidate, on_all_gpus = best.candidate, effective_batch_size(problem.job, problem.cluster)
-    share = candidate.effective_batch_size // candidate.num_processes
+    share = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps
     if problem.job.optimize == "throughput" and candidate.effective_batch_size != on_all_gpus:
         yield (
             f"an optimizer step sees {format_count(candidate.effective_batch_size)} samples, {share} for each of "

@@ -124,8 +124,11 @@ def attention(problem: SearchProblem) -> Changes:
     if any(layer.sink_params for layer in layers):
         return ({"attn_implementation": "eager"},)
     other = "eager" if any(layer.softcap for layer in layers) else "sdpa"
-    flash = problem.cluster.gpu.supports_flash_attention_2 and all(
-        layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers
+    context_parallel = problem.job.pinned.get("cp_size", 1) != 1  # needs sdpa: planner/jobs/rules.py
+    flash = (
+        problem.cluster.gpu.supports_flash_attention_2
+        and not context_parallel
+        and all(layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers)
     )
     return tuple({"attn_implementation": name} for name in ((other, "flash_attention_2") if flash else (other,)))
 

@@ -77,10 +77,11 @@ class Batch:
     scored: int
     flattened: bool
     kernel: str
+    row_gpus: int = 1  # that share each row
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.length
+        return self.rows * -(-self.length // self.row_gpus)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +117,7 @@ def micro_batch(candidate: TrainingInput, gpu: Gpu) -> Batch:
         scored=candidate.labelled_tokens,
         flattened=flattened and kernel not in FLASH,
         kernel=kernel,
+        row_gpus=candidate.row_gpus,
     )
 
 
@@ -187,12 +189,14 @@ def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
 
         pairs in a row of S tokens = S^2 / 2 (causal) | w S - w^2 / 2 (window w < S) | S^2 (kernels that get a mask)
 
-    Eager attention and masked sdpa also move scores and masks through memory.
+    Eager attention and masked sdpa also move scores and masks through memory. GPUs that share a row share its pairs
+    equally: a part of the queries each (context parallel), or of the heads (Ulysses).
+    Leaves out the exchange of keys and values, or of heads.
 
     Example: Qwen2.5-7B, 8192 tokens in a row, flash-attention 2 on an A100: 28 x 4 x 3584 x 8192^2 / 2 = 13.5e12 FLOP,
     86 ms.
     """
-    rows, length = (1, batch.tokens) if batch.flattened else (batch.rows, batch.length)
+    rows, length = (1, batch.rows * batch.length) if batch.flattened else (batch.rows, batch.length)
     masked = batch.kernel in ("eager", "sdpa-masked")
     rate, bandwidth = attention_rate(gpu, batch.kernel), memory_rate(gpu)
     seconds = 0.0
@@ -205,7 +209,7 @@ def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
             seconds += rows * pairs * heads * ATTENTION_SCORE_BYTES / bandwidth
     if batch.kernel == "sdpa-masked":
         seconds += work.layers * rows * length * length * MASK_BYTES / bandwidth
-    return seconds
+    return seconds / batch.row_gpus
 
 
 def head_seconds(

@@ -121,8 +121,11 @@ def refuse_unsupported(candidate: Candidate, device: Device = "fake") -> None:
     """Refuse settings that one process of the installed trainer cannot show.
 
     Raises:
-        DryRunUnsupported: sharding, Liger kernels, a method that TRL lacks, or a quantization without substitutes.
+        DryRunUnsupported: shared rows, sharding, Liger kernels, a method that TRL lacks, or a quantization without
+            substitutes.
     """
+    if candidate.row_gpus > 1:
+        raise DryRunUnsupported("A dry run is one process: it cannot share rows between GPUs (cp_size, sp_size).")
     if candidate.sharding not in ("none", "ddp"):
         raise DryRunUnsupported(
             f"A dry run is one process; {candidate.sharding} is composed onto it (probes/dryrun/simulate.py)."

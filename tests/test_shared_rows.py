@@ -1,0 +1,96 @@
+"""Rows that several GPUs share: context parallel (`cp_size`) and Ulysses sequence parallel (`sp_size`)."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from planner.candidate import Candidate
+from planner.errors import InputError
+from planner.estimate import estimate
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.jobs.rules import refuse_contradictions
+from planner.jobs.spellings import Value
+from planner.launch.accelerate import accelerate_yaml
+from planner.methods import MethodName
+from planner.models.catalogue import load_model
+from planner.plan import plan
+
+CLUSTER = parse_cluster("8xH100")
+MODEL = load_model("Qwen/Qwen3-4B")
+CONTEXT = Candidate(
+    model=MODEL,
+    method="sft",
+    sharding="fsdp2",
+    num_processes=8,
+    max_length=32768,
+    padded=False,
+    per_device_train_batch_size=1,
+)
+ULYSSES = replace(CONTEXT, sharding="zero3", attn_implementation="flash_attention_2")
+
+
+def test_each_gpu_has_its_share_of_tokens_and_of_pairs() -> None:
+    shared = replace(CONTEXT, cp_size=4)
+    assert (shared.tokens, shared.labelled_tokens, shared.row_tokens) == (8192, 8192, 32768)
+    assert shared.scores == CONTEXT.scores // 4 == 8192 * 32768
+
+
+def test_gpus_that_share_rows_see_fewer_samples_a_step() -> None:
+    assert replace(CONTEXT, cp_size=4).effective_batch_size == 2
+
+
+@pytest.mark.parametrize(("whole", "field"), [(CONTEXT, "cp_size"), (ULYSSES, "sp_size")])
+def test_sharing_rows_saves_activations_and_no_states(whole: Candidate, field: str) -> None:
+    alone, shared = (estimate(each, CLUSTER).gpus[0] for each in (whole, replace(whole, **{field: 8})))
+    assert shared.peak_bytes < 0.7 * alone.peak_bytes
+    components = [
+        next(phase for phase in gpu.phases if phase.name == "optimizer_step").components for gpu in (alone, shared)
+    ]
+    assert components[0]["weights"] == components[1]["weights"]
+    assert components[0]["optimizer_states"] == components[1]["optimizer_states"]
+
+
+@pytest.mark.parametrize(("whole", "field"), [(CONTEXT, "cp_size"), (ULYSSES, "sp_size")])
+def test_tokens_of_a_shared_row_are_counted_once(whole: Candidate, field: str) -> None:
+    throughput = estimate(replace(whole, **{field: 8}), CLUSTER).throughput
+    assert throughput.tokens_per_second * throughput.step_seconds == pytest.approx(32768)
+
+
+@pytest.mark.parametrize(("field", "whole"), [("cp_size", CONTEXT), ("sp_size", ULYSSES)])
+def test_the_launch_file_says_who_shares_rows(field: str, whole: Candidate) -> None:
+    section = yaml.safe_load(accelerate_yaml(replace(whole, **{field: 4})))["parallelism_config"]
+    assert section[f"parallelism_config_{field}"] == 4
+    assert section["parallelism_config_dp_shard_size"] == 2
+    assert "parallelism_config" not in yaml.safe_load(accelerate_yaml(whole))
+
+
+@pytest.mark.parametrize(
+    ("method", "pinned", "message"),
+    [
+        ("sft", {"cp_size": 2, "sharding": "zero3"}, "cp_size 2 is planned with fsdp2 only. Add"),
+        ("sft", {"sp_size": 2, "sharding": "fsdp2"}, "sp_size 2 is planned with zero3 only. Add"),
+        ("grpo", {"cp_size": 2, "sharding": "fsdp2"}, "which TRL's sft does, not grpo"),
+        ("sft", {"cp_size": 3, "sharding": "fsdp2"}, "cp_size 3 does not divide num_processes 8. Use cp_size=2"),
+        ("sft", {"cp_size": 2, "sp_size": 2, "sharding": "fsdp2"}, "either cp_size or sp_size above 1"),
+        ("sft", {"cp_size": 2, "sharding": "fsdp2", "packing": True}, "TRL refuses packing with it"),
+        ("sft", {"cp_size": 8, "sharding": "fsdp2", "max_length": 1000}, "no multiple of 16. Use --max-length 992"),
+        (
+            "sft",
+            {"cp_size": 2, "sharding": "fsdp2", "attn_implementation": "flash_attention_2"},
+            "flash_attention_2 cannot share a row between GPUs. Use --set attn_implementation=sdpa",
+        ),
+    ],
+)
+def test_what_the_libraries_refuse_is_refused(method: MethodName, pinned: dict[str, Value], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        refuse_contradictions(Job(model=MODEL, method=method, pinned=pinned), CLUSTER)
+
+
+def test_a_search_keeps_pinned_shares_and_the_effective_batch() -> None:
+    job = Job(model=MODEL, method="sft", pinned={"cp_size": 4, "sharding": "fsdp2", "max_length": 32768})
+    best = plan(job, CLUSTER).best
+    assert best is not None
+    assert (best.candidate.cp_size, best.candidate.attn_implementation) == (4, "sdpa")
+    assert best.candidate.effective_batch_size == 16
