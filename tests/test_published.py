@@ -40,7 +40,7 @@ WORST: dict[str, float] = {
     "TRL notebook grpo": 0.30,  # prompts assumed, completions at the cap
     "fsdp_qlora, FSDP": 0.29,
     "fsdp_qlora, DDP": 0.19,
-    "TRL long rows, FSDP2 and context parallel": 0.19,  # the driver's figure is sampled: whole logits come and go
+    "TRL long rows, FSDP2 and context parallel": 0.19,  # unexplained; the driver's figure is sampled
     "TRL long rows, ZeRO-3 and Ulysses": 0.23,  # unexplained, as the other rows of ZeRO-3
     "LLaMA-Factory": 0.57,  # lengths of rows, remote code
 }
