@@ -21,6 +21,7 @@ from planner.candidate import (
     Optimizer,
     Precision,
     Quantization,
+    QuantStorage,
     Sharding,
     Vllm,
 )
@@ -41,6 +42,7 @@ class StateSettings(NamedTuple):
     dtype: Dtype
     precision: Precision
     quantization: Quantization
+    bnb_4bit_quant_storage: QuantStorage
     separate_reference: bool
     accumulates: bool
     gradient_checkpointing: bool
@@ -82,6 +84,7 @@ class TrainingSettings(NamedTuple):
     dtype: Dtype
     precision: Precision
     quantization: Quantization
+    bnb_4bit_quant_storage: QuantStorage
     # the batch
     rows: int
     row_tokens: int

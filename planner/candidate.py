@@ -11,6 +11,7 @@ from planner.models.shape import ModelShape
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
 Quantization = Literal["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"]
+QuantStorage = Literal["uint8", "bfloat16", "float16", "float32"]  # dtype of the tensors that hold 4-bit weights
 AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attention_3")
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -33,6 +34,7 @@ STAGE_3_SIZES = (
 )  # fmt: skip
 ZERO_SIZES = ("reduce_bucket_size", *STAGE_3_SIZES)
 BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
+FOUR_BIT: frozenset[Quantization] = frozenset({"nf4", "nf4-double"})  # layers multiply a 16-bit copy of the weights
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # Settings that are at least 1.
@@ -70,6 +72,7 @@ class Candidate:
     dtype: Dtype = "float32"
     precision: Precision = "bf16"
     quantization: Quantization = "none"
+    bnb_4bit_quant_storage: QuantStorage = "uint8"
 
     # the batch
     per_device_train_batch_size: int = 8

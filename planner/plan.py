@@ -16,9 +16,8 @@ from planner.methods import METHODS
 from planner.quantities import Estimate, Evidence, PhaseDifference
 from planner.search.explain import limits, notes, reasons
 from planner.search.knobs import TUNING_CLASSES, SearchProblem, TuningClass, structures
-from planner.search.remedies import Remedy, remedies
+from planner.search.remedies import Remedy, offloading_note, remedies
 from planner.search.search import search
-from planner.units import format_gib
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,8 +191,10 @@ def alternatives(found: BestByProblem, chosen: SearchProblem) -> tuple[Alternati
             continue
         offloaded = search(replace(problem, offload=True))
         if offloaded is not None and offloaded.fits:
-            note = f"{format_gib(offloaded.host_peak_bytes, 0)} of host memory a node"
-            rest.append(Alternative(label=f"{label} with offloading", estimate=offloaded, note=note))
+            note = offloading_note(offloaded)
+            rest.append(
+                Alternative(label=f"{label} {'with offloading' if note else 'sharded'}", estimate=offloaded, note=note)
+            )
     return tuple(rest)
 
 

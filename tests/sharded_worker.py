@@ -30,11 +30,15 @@ from accelerate.utils import DistributedType
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from peft import LoraConfig
+from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensor
+from trl import get_quantization_config
 
 from planner.candidate import Candidate
 from planner.measurements.documents import candidate_of_report
 from probes.dryrun.fake_models import tokenizer
 from probes.step.built_trainer import WORD
+from probes.trainers import model_config
 from probes.worker.cpu_accelerators import cpu_accelerators
 
 PROCESSES = 2
@@ -50,7 +54,7 @@ def storages(tensors: Iterable[torch.Tensor | None]) -> Storages:
     found: Storages = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
-        if local is None or local.device.type == "meta":
+        if local is None or local.device.type == "meta" or isinstance(local, FakeTensor):
             continue
         memory = local.untyped_storage()
         if memory.nbytes():
@@ -114,6 +118,7 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc]
         frozen = storages(
             each for one in parameters if not one.requires_grad for each in (one.data, getattr(one, "ds_tensor", None))
         )
+        frozen |= storages(quantization_scales(model))
         masters = [
             *getattr(inner, "single_partition_of_fp32_groups", ()),
             *getattr(inner, "fp32_partitioned_groups_flat", ()),
@@ -145,10 +150,25 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc]
         self.parts[name] = sorted(found.values(), reverse=True)
 
 
-def built(candidate: Candidate) -> Any:
+def built(candidate: Candidate, folder: Path) -> Any:
     fields = dict(candidate.model.config)
     config = transformers.AutoConfig.for_model(str(fields.pop("model_type")), **fields)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, candidate.dtype))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, candidate.dtype))
+    if candidate.quantization == "none":
+        return model
+    config.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})  # save_pretrained: rank 0 only
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=getattr(torch, candidate.dtype),
+        quantization_config=get_quantization_config(model_config(candidate)),
+    )
+
+
+def quantization_scales(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The tensors beside 4-bit weights: absmax and the table of values."""
+    states = [module.quant_state for module in model.modules() if getattr(module, "quant_state", None) is not None]
+    return [value for state in states for value in (state.absmax, state.code)]
 
 
 def trainer_of(candidate: Candidate, folder: Path) -> Any:
@@ -167,8 +187,9 @@ def trainer_of(candidate: Candidate, folder: Path) -> Any:
         else None
     )
     data = datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
+    model = built(candidate, folder / f"model {os.environ['RANK']}")
     return trl.SFTTrainer(
-        model=built(candidate), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters
+        model=model, args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters
     )
 
 

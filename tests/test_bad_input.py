@@ -233,6 +233,26 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         ),
         (
             asked(method="sft"),
+            "bnb_4bit_quant_storage=bfloat16",
+            "bnb_4bit_quant_storage=bfloat16 is how 4-bit weights are stored. Use --tuning qlora, or drop it.",
+        ),
+        (
+            [*asked(method="sft"), "--tuning", "qlora"],
+            "bnb_4bit_quant_storage=float32 distributed_type=FSDP",
+            "bnb_4bit_quant_storage=float32 does not survive FSDP's cast to bf16. Use --set bnb_4bit_quant_storage=bf",
+        ),
+        (
+            [*asked(method="sft"), "--tuning", "qlora"],
+            "bnb_4bit_quant_storage=bfloat16 zero_stage=3",
+            "bnb_4bit_quant_storage=bfloat16 is planned with FSDP, not with DeepSpeed. Use --set dist",
+        ),
+        (
+            [*asked(method="orpo"), "--tuning", "qlora"],
+            "bnb_4bit_quant_storage=bfloat16 distributed_type=FSDP",
+            "FSDP with bnb_4bit_quant_storage=bfloat16 is planned for sft, dpo, kto, reward, not for orpo.",
+        ),
+        (
+            asked(method="sft"),
             "cp_size=2",
             "cp_size 2 is planned with fsdp2 only. Add --set distributed_type=FSDP.",
         ),

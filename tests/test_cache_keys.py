@@ -23,6 +23,10 @@ COLOCATED = {"vllm": "colocate", "vllm_max_model_length": 2048, "num_processes":
 BASES: dict[str, dict[str, Any]] = {
     "sft in full": {"method": "sft"},
     "sft of QLoRA": {"method": "sft", "tuning": "lora", "quantization": "nf4", "dtype": "bfloat16"},
+    "sft of QLoRA under FSDP2": {
+        "method": "sft", "tuning": "lora", "quantization": "nf4", "dtype": "bfloat16", "sharding": "fsdp2",
+        "num_processes": 2,
+    },
     "sft with an offloaded optimizer": {
         "method": "sft", "sharding": "zero2", "num_processes": 4, "offload_optimizer": True,
     },
@@ -55,6 +59,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "dtype": ("bfloat16", "float32"),
     "precision": ("no", "bf16"),
     "quantization": ("int8", "none"),
+    "bnb_4bit_quant_storage": ("bfloat16", "uint8"),
     "per_device_train_batch_size": (4, 8),
     "gradient_accumulation_steps": (4, 1),
     "max_length": (2048, 1024),

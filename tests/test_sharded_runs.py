@@ -76,6 +76,7 @@ CANDIDATES: dict[str, Candidate] = {
     "zero3 lora": candidate(sharding="zero3", tuning="lora", gradient_accumulation_steps=2),
     "fsdp2": candidate(sharding="fsdp2"),
     "fsdp2 lora": candidate(sharding="fsdp2", tuning="lora"),
+    "fsdp2 qlora": candidate(sharding="fsdp2", tuning="lora", quantization="nf4", bnb_4bit_quant_storage="bfloat16"),
     "fsdp2 float32": candidate(sharding="fsdp2", precision="no", dtype="float32", gradient_accumulation_steps=2),
 }
 each = pytest.mark.parametrize("name", CANDIDATES)

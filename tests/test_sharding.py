@@ -23,7 +23,7 @@ from planner.memory.optimizer import master_weights_bytes, optimizer_states_byte
 from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import flat_shard, fsdp2_shards, sharded_bytes
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
-from planner.memory.weights import policy_weights_bytes
+from planner.memory.weights import policy_weights_bytes, unsharded_while_loading_bytes
 from planner.models.catalogue import load_model
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B
@@ -123,6 +123,24 @@ class TestStates:
         alone = candidate(tuning="lora", quantization="nf4", dtype="bfloat16", num_processes=1)
         quantized = policy_parameters(alone).quantized_params * 0.5625
         assert policy_weights_bytes(replace(alone, sharding=sharding, num_processes=8)) > quantized  # type: ignore[arg-type]
+
+    def test_fsdp_cuts_four_bit_weights_stored_as_bfloat16_but_not_their_scales(self) -> None:
+        """tests/test_sharded_runs.py compares two real processes, to the byte."""
+        held = candidate(
+            tuning="lora", quantization="nf4", dtype="bfloat16", sharding="fsdp2", bnb_4bit_quant_storage="bfloat16"
+        )
+        quantized = policy_parameters(held).quantized_params
+        kept = 2 * policy_parameters(held).unquantized_params / 8 + quantized * (0.5 / 8 + 4 / 64)
+        assert policy_weights_bytes(held) == pytest.approx(kept, rel=0.01)
+
+    def test_each_gpu_loads_all_four_bit_weights_before_they_are_cut(self) -> None:
+        held = candidate(
+            tuning="lora", quantization="nf4", dtype="bfloat16", sharding="fsdp2", bnb_4bit_quant_storage="bfloat16"
+        )
+        alone = replace(held, num_processes=1, sharding="none")
+        whole = policy_weights_bytes(held) + unsharded_while_loading_bytes(held)
+        assert whole == policy_weights_bytes(alone)
+        assert unsharded_while_loading_bytes(replace(held, bnb_4bit_quant_storage="uint8")) == 0
 
     def test_offloading_leaves_the_card(self) -> None:
         offloaded = candidate(sharding="zero3", offload_optimizer=True, offload_param=True)

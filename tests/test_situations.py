@@ -250,3 +250,22 @@ def test_rows_beyond_the_context_of_the_model_are_noted(capsys: pytest.CaptureFi
     for length, noted in ((32_768, False), (33_024, True)):
         warnings = answered(f"{job} --max-length {length}", capsys)["warnings"]
         assert any("32,768 positions" in line for line in warnings) is noted
+
+
+class TestQloraOnSeveralGpus:
+    def test_a_model_that_one_gpu_cannot_hold_in_4_bits_and_train_is_cut_by_fsdp(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        report = answered("--model Llama-3.1-70B --gpus 2xL40S --method sft --tuning qlora", capsys)
+        settings = report["best"]["settings"]
+        assert (settings["fsdp_version"], settings["bnb_4bit_quant_storage"]) == (2, "bfloat16")
+        assert report["best"]["gpus"][0]["peak_phase"] in ("load", "backward")
+
+    def test_one_that_it_can_is_copied(self, capsys: pytest.CaptureFixture[str]) -> None:
+        report = answered("--model Qwen2.5-7B --gpus 2xRTX-3090 --method sft --tuning qlora", capsys)
+        assert report["best"]["settings"]["distributed_type"] == "MULTI_GPU"
+        assert "bnb_4bit_quant_storage" not in report["best"]["settings"]
+
+    def test_pinned_fsdp_cuts_the_weights(self, capsys: pytest.CaptureFixture[str]) -> None:
+        pinned = "--model Qwen2.5-7B --gpus 2xRTX-3090 --method sft --tuning qlora --set distributed_type=FSDP"
+        assert answered(pinned, capsys)["best"]["settings"]["bnb_4bit_quant_storage"] == "bfloat16"

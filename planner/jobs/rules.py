@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from planner.candidate import DEEPSPEED, FLASH, STAGE_3_SIZES, ZERO_SIZES, Candidate
+from planner.candidate import DEEPSPEED, FLASH, FOUR_BIT, STAGE_3_SIZES, ZERO_SIZES, Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
@@ -142,6 +142,37 @@ def quantization_problems(pins: PinnedJob) -> Iterator[str]:
             f"{model.id} is not a {quantization} checkpoint, and is not made one at load. "
             "Use load_in_4bit=true, or a model that was published so."
         )
+
+
+# Methods whose trainers neither prepare a 4-bit model (planner/memory/parameters/kbit_preparation.py) nor sample.
+WITH_SHARDED_QLORA = ("sft", "dpo", "kto", "reward")
+
+
+def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse a dtype of the storage of 4-bit weights where they would not be sharded, or not survive it.
+
+    FSDP2 casts gathered parameters to the dtype of mixed precision, packed weights too (torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param.py, `_to_dtype_if_needed`). DeepSpeed with 4-bit weights was not checked.
+    """
+    pinned, storage = pins.pinned, pins.pinned.get("bnb_4bit_quant_storage", "uint8")
+    if storage == "uint8":
+        return
+    name = f"bnb_4bit_quant_storage={storage}"
+    if pins.job.tuning != "qlora" and pinned.get("quantization") not in FOUR_BIT:
+        yield f"{name} is how 4-bit weights are stored. Use --tuning qlora, or drop it."
+    if pinned.get("sharding") in DEEPSPEED:
+        yield f"{name} is planned with FSDP, not with DeepSpeed. Use --set distributed_type=FSDP."
+    if pinned.get("sharding") != "fsdp2":
+        return
+    precision = pinned.get("precision", "bf16" if pins.cluster.gpu.supports_bf16 else "fp16")
+    fitting = {"bf16": "bfloat16", "fp16": "float16", "no": storage}[precision]
+    if storage != fitting:
+        yield f"{name} does not survive FSDP's cast to {precision}. Use --set bnb_4bit_quant_storage={fitting}."
+    if pins.job.method not in WITH_SHARDED_QLORA:
+        planned, instead = ", ".join(WITH_SHARDED_QLORA), "Use --set distributed_type=MULTI_GPU."
+        yield f"FSDP with {name} is planned for {planned}, not for {pins.job.method}. {instead}"
+    if pinned.get("offload_param"):
+        yield f"FSDP with {name} is planned without offloading. Use --set fsdp_offload_params=false."
 
 
 def precision_problems(pins: PinnedJob) -> Iterator[str]:
@@ -390,6 +421,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     classifier_problems,
     tuning_problems,
     quantization_problems,
+    quant_storage_problems,
     precision_problems,
     loss_scaling_problems,
     checkpointing_problems,

@@ -48,6 +48,7 @@ RANGES: dict[str, tuple[float, float]] = {
 SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
     "checkpoint_every_n_layers": lambda c: c.gradient_checkpointing,
     "checkpoint_offload": lambda c: c.gradient_checkpointing,
+    "bnb_4bit_quant_storage": lambda c: c.bnb_4bit_quant_storage != "uint8",
     "lora_r": lambda c: c.tuning == "lora",
     "lora_target_modules": lambda c: c.tuning == "lora",
     "lora_dropout": lambda c: c.tuning == "lora",

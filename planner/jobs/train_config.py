@@ -47,7 +47,7 @@ DEEPSPEED_SIZES: dict[str, Value] = {
 
 # Keys that change memory or speed and are not modelled; the plan warns about them.
 UNMODELLED = (
-    "auto_find_batch_size", "bnb_4bit_quant_storage", "cast_lm_head_to_fp32", "eval_strategy", "generation_batch_size",
+    "auto_find_batch_size", "cast_lm_head_to_fp32", "eval_strategy", "generation_batch_size",
     "include_num_input_tokens_seen", "label_smoothing_factor", "lora_modules_to_save", "lora_target_parameters",
     "neftune_noise_alpha", "optim_args", "router_aux_loss_coef", "sync_ref_model", "torch_compile",
     "torch_empty_cache_steps", "use_dora", "use_transformers_continuous_batching",
@@ -191,7 +191,7 @@ def _without_unread(settings: dict[str, Value], file_keys: Collection[str]) -> d
     off = {
         "use_vllm": tuple(name for name in setting_names() if name.startswith("vllm_")),
         "use_peft": ("lora_r", "lora_dropout", "lora_target_modules"),
-        "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant"),
+        "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
     }
     unread = {name for switch, names in off.items() if not settings.get(switch) for name in names}
     if settings.get("fp16") and "bf16" not in file_keys:

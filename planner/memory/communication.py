@@ -11,7 +11,7 @@ from planner.memory.gradients import trained_groups
 from planner.memory.parameters.lora import targets_experts
 from planner.memory.parameters.policy import Parameters, policy_parameters
 from planner.memory.parameters.sharding import gathered_bytes, prefetch_elements, reduce_bucket_elements
-from planner.memory.weights import base_dtype_bytes
+from planner.memory.weights import base_dtype_bytes, shards_4bit_weights
 from planner.models.shape import ModelShape
 from planner.units import MIB
 
@@ -82,7 +82,8 @@ def gather_bytes(candidate: StateInput, pass_name: str) -> int:
         ZeRO-1, ZeRO-2   backward: one bucket of `reduce_bucket_size` elements (auto: hidden_size^2)
         ZeRO-3           dtype x min(parameters, reused / passes + prefetched + largest tensor); backward: also the
                          gradients of one bucket, concatenated
-        FSDP2            two layers and the tail (final norm, head); backward: also two layers' trained parameters
+        FSDP2            two layers, with their 4-bit weights where those are sharded, and the tail (final norm, head);
+                         backward: also two layers' trained parameters
 
     DeepSpeed keeps parameters that are needed again within `stage3_max_reuse_distance` (1e9 parameters): of the last
     layers of the forward pass 1e9 / 2 parameters, with recomputation 1e9 / 3. It gathers at most
@@ -104,7 +105,14 @@ def gather_bytes(candidate: StateInput, pass_name: str) -> int:
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     layer, tail, trained = _fsdp2_units(candidate.model, counted, candidate.quantization in BITSANDBYTES)
     reduced = GATHERED_LAYERS * trained if pass_name == "backward" else 0
-    return (GATHERED_LAYERS * layer + tail + reduced) * size
+    return (GATHERED_LAYERS * layer + tail + reduced) * size + _gathered_4bit_bytes(candidate)
+
+
+def _gathered_4bit_bytes(candidate: StateInput) -> int:
+    """Bytes of the 4-bit weights of the gathered layers, two in a byte, under FSDP2."""
+    if not shards_4bit_weights(candidate):
+        return 0
+    return GATHERED_LAYERS * max((kind.linear_params // 2 for kind, _ in candidate.model.layer_kinds), default=0)
 
 
 def generation_gather_bytes(candidate: StateInput) -> int:

@@ -18,7 +18,7 @@ from planner.memory.parameters.policy import parameters, policy_parameters
 from planner.memory.parameters.sharding import offloaded_shards
 from planner.memory.parameters.tensors import TensorSet
 from planner.memory.stack_recipe import stack_recipe
-from planner.memory.weights import base_dtype_bytes, policy_weights_bytes, quantized_bytes
+from planner.memory.weights import base_dtype_bytes, policy_weights_bytes, quantized_bytes, whole_policy_bytes
 from planner.models.shape import ModelShape
 
 # Resident memory of a Python process after PyTorch has started CUDA: 2,056,600 kB.
@@ -101,7 +101,8 @@ def saving_bytes(candidate: StateInput, processes: int) -> int:
     if candidate.sharding in ("zero1", "zero2"):
         return processes * (policy_weights_bytes(candidate) + copied)
     if candidate.sharding == "fsdp2":
-        return policy_parameters(candidate).total * base_dtype_bytes(candidate)
+        adapters = policy_parameters(candidate).adapter_params * adapter_dtype_bytes(candidate)
+        return whole_policy_bytes(candidate, base_dtype_bytes(candidate)) + adapters
     whole = policy_parameters(candidate).base * base_dtype_bytes(candidate)
     if candidate.sharding == "zero3":
         return policy_parameters(candidate).trainable * SIXTEEN_BIT_BYTES if lora else whole

@@ -79,8 +79,9 @@ def with_engine(phase: PhaseMemory, engine: EngineMemory) -> PhaseMemory:
 
 
 def load(passes: Passes) -> Components:
-    """Before the first step: of the optimizer only DeepSpeed's master weights."""
-    return {**passes.idle, "optimizer_states": passes.states.master_weights}
+    """Before the first step: of the optimizer only DeepSpeed's master weights, and weights that are sharded later."""
+    unsharded: Components = {"weights": passes.states.unsharded_while_loading}
+    return add_components({**passes.idle, "optimizer_states": passes.states.master_weights}, unsharded)
 
 
 def weight_sync(passes: Passes) -> Components:

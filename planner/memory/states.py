@@ -15,7 +15,7 @@ from planner.memory.layers.recipe import Recipe
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
 from planner.memory.runtime import runtime_bytes
 from planner.memory.stack_recipe import policy_recipe
-from planner.memory.weights import weights_by_role
+from planner.memory.weights import unsharded_while_loading_bytes, weights_by_role
 from planner.quantities import Component
 
 
@@ -30,6 +30,7 @@ class StateMemory:
     gradients: int
     accumulated_gradients: int
     step_gradients: int
+    unsharded_while_loading: int
     step_temporaries: int
     forward_gather: int
     backward_gather: int
@@ -55,6 +56,7 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         gradients=gradients_bytes(settings),
         accumulated_gradients=accumulated_gradients_bytes(settings),
         step_gradients=step_gradients_bytes(settings),
+        unsharded_while_loading=unsharded_while_loading_bytes(settings),
         step_temporaries=step_temporaries_bytes(settings),
         forward_gather=gather_bytes(settings, "forward"),
         backward_gather=gather_bytes(settings, "backward"),

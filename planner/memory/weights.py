@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from planner.cache_keys import StateInput
-from planner.candidate import DEEPSPEED, DTYPE_BYTES, Quantization
+from planner.candidate import DEEPSPEED, DTYPE_BYTES, FOUR_BIT, Quantization
 from planner.memory.parameters.kbit_preparation import PreparedBytes, prepared_bytes
 from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import sharded_bytes
@@ -49,10 +49,10 @@ def base_dtype_bytes(candidate: StateInput) -> int:
 def policy_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the trained model on one GPU, without adapters.
 
-        weights = shard of the unquantized parameters x dtype + all quantized parameters with their scales
+        weights = shard of the unquantized parameters x dtype + quantized parameters with their scales
 
-    bitsandbytes weights are not sharded: TRL leaves `bnb_4bit_quant_storage` at uint8, which neither FSDP2 (accelerate
-    1.15, utils/fsdp_utils.py:799-811) nor ZeRO-3 partitions.
+    FSDP2 shards 4-bit weights that are stored as floating-point numbers (`bnb_4bit_quant_storage`), without their
+    scales; in TRL's default, uint8, every GPU has them all (accelerate 1.15, utils/fsdp_utils.py:789-811).
 
     Example: Qwen2.5-7B in float32 on one GPU: 30,462,466,048 bytes = 28.37 GiB; in nf4 with a bfloat16 load 5.85 GB.
 
@@ -65,9 +65,50 @@ def policy_weights_bytes(candidate: StateInput) -> int:
     prepared = prepared_bytes(candidate)
     if prepared is not None:
         kept = _prepared_bytes(counted, prepared)
-    return kept + quantized_bytes(
+    group_size = candidate.model.quantization_group_size
+    if shards_4bit_weights(candidate):
+        return kept + _sharded_4bit_bytes(counted, candidate, group_size)
+    return kept + quantized_bytes(counted.quantized_tensors, candidate.quantization, group_size)
+
+
+def shards_4bit_weights(candidate: StateInput) -> bool:
+    """Return whether each GPU keeps a piece of the 4-bit weights; see `policy_weights_bytes`."""
+    is_floating = candidate.bnb_4bit_quant_storage != "uint8"
+    return candidate.sharding == "fsdp2" and candidate.quantization in FOUR_BIT and is_floating
+
+
+def unsharded_while_loading_bytes(candidate: StateInput) -> int:
+    """Bytes of the policy on one GPU before FSDP2 shards it, more than `policy_weights_bytes`; 0 but for 4-bit weights.
+
+    Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py:692; transformers 5.23,
+    quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate does not move it to the meta device before it
+    shards (accelerate 1.15, utils/fsdp_utils.py:833).
+    """
+    if not shards_4bit_weights(candidate) or candidate.num_processes == 1:
+        return 0
+    return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - policy_weights_bytes(candidate)
+
+
+def whole_policy_bytes(candidate: StateInput, bytes_per_param: int) -> int:
+    """Bytes of the trained model without adapters that is not sharded; `bytes_per_param` of what is not quantized."""
+    counted = policy_parameters(candidate)
+    return tensor_bytes(counted.unquantized_tensors, bytes_per_param) + quantized_bytes(
         counted.quantized_tensors, candidate.quantization, candidate.model.quantization_group_size
     )
+
+
+def _sharded_4bit_bytes(counted: Parameters, candidate: StateInput, group_size: int) -> int:
+    """Bytes of 4-bit weights on one of G GPUs: ceil(rows / G) rows of one number of the storage dtype, and the scales.
+
+    Source: bitsandbytes 0.50.2, functional.py, `quantize_4bit` (shape [n / 2 / itemsize, 1]).
+    """
+    width, found = DTYPE_BYTES[candidate.bnb_4bit_quant_storage], 0
+    for kind in counted.quantized_tensors.kinds:
+        packed, *scales = _quantized_tensor_sizes(kind.shape, candidate.quantization, group_size)
+        rows = -(-packed // width)
+        piece = rounded_bytes(-(-rows // candidate.num_processes) * width)
+        found += (piece + sum(rounded_bytes(size) for size in scales)) * kind.count
+    return found
 
 
 def reference_weights_bytes(candidate: StateInput) -> int:
@@ -159,6 +200,11 @@ def quantized_bytes(tensors: TensorSet, quantization: Quantization, group_size: 
 
 
 def _quantized_tensor_bytes(shape: tuple[int, ...], quantization: Quantization, group_size: int) -> int:
+    return sum(rounded_bytes(size) for size in _quantized_tensor_sizes(shape, quantization, group_size))
+
+
+def _quantized_tensor_sizes(shape: tuple[int, ...], quantization: Quantization, group_size: int) -> tuple[int, ...]:
+    """Bytes of each tensor that holds one quantized tensor, the packed weights first."""
     out_features, in_features = (shape[-2], shape[-1]) if len(shape) > 1 else (1, shape[0])
     elements = out_features * in_features * (shape[0] if len(shape) > 2 else 1)
     blocks, groups = -(-elements // NF4_BLOCK), -(-in_features // group_size)
@@ -180,7 +226,7 @@ def _quantized_tensor_bytes(shape: tuple[int, ...], quantization: Quantization, 
         "fp8": (elements, -(-out_features // FP8_BLOCK) * -(-in_features // FP8_BLOCK) * FLOAT32_BYTES),
         "mxfp4": (-(-elements // 2), -(-elements // MXFP4_BLOCK)),
     }
-    return sum(rounded_bytes(size) for size in sizes[quantization])
+    return sizes[quantization]
 
 
 def _frozen_bytes(model: ModelShape, head: str, candidate: StateInput) -> int:

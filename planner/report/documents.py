@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.json import schema_components
 
 from planner.allocator.trace import Holding
-from planner.candidate import AttentionImplementation, Dtype, Optimizer
+from planner.candidate import AttentionImplementation, Dtype, Optimizer, QuantStorage
 from planner.diagnose.incident import Kind
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Goal, TuningOption
@@ -73,6 +73,7 @@ class OptionalSettings(Document, frozen=True):
         | UnsetType
     ) = UNSET
     bnb_4bit_quant_type: Literal["nf4"] | UnsetType = UNSET
+    bnb_4bit_quant_storage: QuantStorage | UnsetType = UNSET
     use_bnb_nested_quant: bool | UnsetType = UNSET
     quant_method: (
         Annotated[

@@ -13,6 +13,7 @@ from planner.candidate import FLASH, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import DEQUANTIZED, Job
+from planner.jobs.rules import WITH_SHARDED_QLORA
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import METHODS
 from planner.models.shape import FLASH_HEAD_DIM
@@ -28,8 +29,8 @@ Changes = tuple[Change, ...]
 class SearchProblem:
     """One tuning class of a job on a cluster. Compared by identity.
 
-    `offload`: offload the optimizer or the parameters to the host. `residual`: the share by which a dry run exceeded
-    the estimate of this tuning class; estimates are raised by it.
+    `offload`: offload the optimizer or the parameters to the host; QLoRA shards its 4-bit weights instead. `residual`:
+    the share by which a dry run exceeded the estimate of this tuning class; estimates are raised by it.
     """
 
     job: Job
@@ -80,8 +81,7 @@ def load_dtype(problem: SearchProblem) -> Changes:
     return ({"dtype": "float32"},) if scaled or is_open else ({"dtype": "float32"}, {"dtype": half})
 
 
-# Ways to offload to the host, the smallest first. Optimizer states of adapters are too small to be worth it; 4-bit
-# weights cannot be partitioned.
+# Ways to offload to the host, the smallest first. Optimizer states of adapters are too small to be worth it.
 OFFLOADING: dict[TuningClass, Changes] = {
     "full": (
         {"sharding": "zero2", "offload_optimizer": True},
@@ -91,21 +91,33 @@ OFFLOADING: dict[TuningClass, Changes] = {
     "lora": ({"sharding": "zero3", "offload_optimizer": True, "offload_param": True},),
     "qlora": (),
 }
+SHARDED_QLORA: Change = {"sharding": "fsdp2", "bnb_4bit_quant_storage": "bfloat16"}
 
 
 def sharding(problem: SearchProblem) -> Changes:
     """Return the kinds of data parallelism.
 
-    QLoRA has DDP only: bitsandbytes weights are not partitioned under ZeRO and FSDP2 (accelerate 1.15,
-    utils/fsdp_utils.py:799-811).
+    QLoRA has DDP. Only where that does not fit, FSDP2 shards the 4-bit weights, stored as bfloat16: every process loads
+    all of them first (see `unsharded_while_loading_bytes`), and accelerate calls its way a temporary fix (1.15,
+    utils/fsdp_utils.py:789-811).
     """
+    if problem.tuning_class == "qlora" and problem.processes > 1:
+        return _qlora_sharding(problem)
     if problem.offload:
         return OFFLOADING[problem.tuning_class]
     if problem.processes == 1:
         return ({"sharding": "none"},)
-    if problem.tuning_class == "qlora":
-        return ({"sharding": "ddp"},)
     return tuple({"sharding": name} for name in ("ddp", "zero2", "zero3", "fsdp2"))
+
+
+def _qlora_sharding(problem: SearchProblem) -> Changes:
+    """Return DDP, and FSDP2 with sharded 4-bit weights where it is asked for or DDP does not fit."""
+    pinned = problem.job.pinned
+    is_nf4 = problem.job.model.quantization in ("none", *DEQUANTIZED)
+    can_shard = is_nf4 and problem.job.method in WITH_SHARDED_QLORA and problem.cluster.gpu.supports_bf16
+    asked = problem.offload or pinned.get("sharding") == "fsdp2" or "bnb_4bit_quant_storage" in pinned
+    replicated: Changes = () if problem.offload else ({"sharding": "ddp"},)
+    return (*replicated, SHARDED_QLORA) if asked and can_shard else replicated
 
 
 def checkpointing(problem: SearchProblem) -> Changes:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from planner.cache_keys import StateInput
-from planner.candidate import DTYPE_BYTES, Dtype, Quantization
+from planner.candidate import DTYPE_BYTES, FOUR_BIT, Dtype, Quantization
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.parameters.policy import Head, parameters
 from planner.memory.parameters.tensors import TensorSet
@@ -52,8 +52,6 @@ UNPACK_FRACTION: dict[Quantization, float] = {
     "none": 1.0, "nf4": 0.25, "nf4-double": 0.25, "int8": 0.25, "gptq": 0.105, "awq": 0.105, "fp8": 0.25,
     "mxfp4": 0.25,
 }  # fmt: skip
-# bitsandbytes quantizations whose layers multiply a 16-bit copy of the weights.
-FOUR_BIT: frozenset[Quantization] = frozenset({"nf4", "nf4-double"})
 SIXTEEN_BIT_BYTES = 2
 
 # Bytes of a quantized weight with its scales. Source: planner/memory/weights.py, `quantized_bytes`.

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
-from planner.candidate import Candidate
+from planner.candidate import DTYPE_BYTES, FOUR_BIT, Candidate
 from planner.errors import InputError
 from planner.jobs.settings import candidate_fields, setting_names
 from planner.jobs.spellings import Value
@@ -124,7 +124,13 @@ def _of_model(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
 def quantization_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the setting `quantization` of a model's config, by bitsandbytes or of the checkpoint; else nothing."""
     shape = shape_of(dict(config), id="the model") if config.get("quantization_config") else None
-    return {"quantization": shape.quantization} if shape is not None else {}
+    if shape is None:
+        return {}
+    storage = config["quantization_config"].get("bnb_4bit_quant_storage")
+    stored = (
+        {"bnb_4bit_quant_storage": str(storage)} if storage in DTYPE_BYTES and shape.quantization in FOUR_BIT else {}
+    )
+    return {"quantization": shape.quantization, **stored}
 
 
 def plain(config: PretrainedConfig) -> dict[str, Any]:
