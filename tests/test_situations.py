@@ -269,3 +269,13 @@ class TestQloraOnSeveralGpus:
     def test_pinned_fsdp_cuts_the_weights(self, capsys: pytest.CaptureFixture[str]) -> None:
         pinned = "--model Qwen2.5-7B --gpus 2xRTX-3090 --method sft --tuning qlora --set distributed_type=FSDP"
         assert answered(pinned, capsys)["best"]["settings"]["bnb_4bit_quant_storage"] == "bfloat16"
+
+
+def test_rows_that_no_gpu_can_hold_are_shared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sequence and context parallel are named before shorter rows, with what they leave out."""
+    command = "--model Llama-3.1-8B --gpus 8xA100-40G --method sft --tuning lora --max-length 131072"
+    report = answered(command, capsys, EXIT_NOTHING_FITS)
+    changes = [remedy["change"] for remedy in report["remedies"]]
+    assert changes[0].startswith("--set sp_size=4") and changes[1].startswith("--set cp_size=4")
+    assert changes[2].startswith("--max-length")
+    assert answered(f"{command} {changes[0]}", capsys)["best"]["settings"]["sp_size"] == 4

@@ -9,6 +9,7 @@ from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.host_memory import with_given_host, with_usual_host
 from planner.jobs.job import Job
+from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields, settings_text
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, TuningClass
@@ -93,6 +94,7 @@ def search_proposal(proposal: Proposal, problem: SearchProblem) -> Estimate | No
     tuning_class = names.get(proposal.job.tuning, problem.tuning_class)
     changed = replace(problem, job=proposal.job, cluster=proposal.cluster, tuning_class=tuning_class, offload=False)
     try:
+        refuse_contradictions(proposal.job, proposal.cluster)
         answer = search(changed)
         if problem.offload and (answer is None or not answer.fits):
             return search(replace(changed, offload=True)) or answer
@@ -104,8 +106,8 @@ def search_proposal(proposal: Proposal, problem: SearchProblem) -> Estimate | No
 def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:
     """Yield changes of the job and the cluster, the cheapest for the user first.
 
-    Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, offloaded activations, shorter rows, more
-    main memory, more or larger GPUs.
+    Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, offloaded activations, rows shared by
+    several GPUs, shorter rows, more main memory, more or larger GPUs.
     """
     yield from without_one_pin(job, cluster)
     yield from cheaper_tuning(job, cluster)
@@ -125,6 +127,7 @@ def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estim
             cluster=cluster,
             note="what is saved waits in host memory",
         )
+    yield from shared_rows(job, cluster, problem)
     yield from shorter_rows(job, cluster, problem, nearest)
     yield from more_host_memory(job, cluster, nearest)
     yield from larger_clusters(job, cluster)
@@ -146,6 +149,28 @@ def cheaper_tuning(job: Job, cluster: Cluster) -> Iterator[Proposal]:
     for name in cheaper.get(job.tuning, ()):
         kept = {key: value for key, value in job.pinned.items() if key not in ("tuning", "quantization", "dtype")}
         yield Proposal(change=f"--tuning {name}", job=replace(job, tuning=name, pinned=kept), cluster=cluster)
+
+
+def shared_rows(job: Job, cluster: Cluster, problem: SearchProblem) -> Iterator[Proposal]:
+    """Yield Ulysses sequence parallel and context parallel, each over the fewest GPUs of a node with which SFT fits.
+
+    The search leaves them out: gathered keys and values and the seconds of the exchange are not counted yet.
+    """
+    if job.method != "sft" or {"cp_size", "sp_size"} & job.pinned.keys():
+        return
+    for field, sharding in (("sp_size", "zero3"), ("cp_size", "fsdp2")):
+        for size in (size for size in range(2, cluster.gpus_per_node + 1) if cluster.gpus_per_node % size == 0):
+            pins: dict[str, str | int] = {field: size, "sharding": sharding}
+            proposal = Proposal(
+                change=f"--set {settings_text(settings_of_fields(pins)).replace(' ', ' --set ')}",
+                job=with_pins(job, **pins),
+                cluster=cluster,
+                note=f"{size} GPUs share a row; keys and values that they exchange are not counted",
+            )
+            answer = search_proposal(proposal, problem)
+            if answer is not None and answer.fits:
+                yield proposal
+                break
 
 
 def shorter_rows(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:
