@@ -12,7 +12,7 @@ from typing import Any, Literal
 from planner.candidate import FLASH, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
-from planner.jobs.job import DEQUANTIZED, Job
+from planner.jobs.job import Job, loaded_quantization
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import METHODS
 from planner.models.shape import FLASH_HEAD_DIM
@@ -58,7 +58,7 @@ def tuning_class_of(candidate: Candidate) -> TuningClass:
 
 def tuning(problem: SearchProblem) -> Changes:
     """Return tuning and quantization of the class. A quantized checkpoint stays as it is; otherwise QLoRA is nf4."""
-    published = "none" if problem.job.model.quantization in DEQUANTIZED else problem.job.model.quantization
+    published = loaded_quantization(problem.job.model)
     if problem.tuning_class == "full":
         return ({"tuning": "full", "quantization": "none"},)
     if problem.tuning_class == "qlora" and published == "none":
@@ -123,7 +123,7 @@ def attention(problem: SearchProblem) -> Changes:
     layers = [layer.attention for layer, _ in problem.job.model.layer_kinds]
     if any(layer.sink_params for layer in layers):
         return ({"attn_implementation": "eager"},)
-    other = "eager" if any(layer.softcap for layer in layers) else "sdpa"
+    other = "sdpa" if problem.job.model.supports_sdpa else "eager"
     context_parallel = problem.job.pinned.get("cp_size", 1) != 1  # needs sdpa: planner/jobs/rules.py
     flash = (
         problem.cluster.gpu.supports_flash_attention_2
@@ -145,7 +145,7 @@ def generation(problem: SearchProblem) -> Changes:
     if not row.generates:
         return (segments,)
     found: list[Change] = [{"vllm": "off", **segments}]
-    if problem.cluster.num_gpus > 1:
+    if cluster.num_gpus > 1 and not row.always_gathers:
         found.append({"vllm": "off", "ds3_gather_for_generation": False, **segments})
     if not row.supports_vllm:
         return tuple(found)
@@ -261,6 +261,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
+        and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and not is_duplicate(candidate, problem.job.pinned)
         and candidate.num_processes + candidate.server_gpus <= problem.cluster.num_gpus
         and not (candidate.vllm == "colocate" and candidate.num_processes % candidate.vllm_tensor_parallel_size)
