@@ -73,6 +73,7 @@ class Method:
     bounded_rows: bool = False  # max_length bounds prompt and completion together
     completion_logits_only: bool = False  # a loss that builds logits builds those of completions (logits_to_keep)
     supports_vllm: bool = False
+    always_gathers: bool = False  # ds3_gather_for_generation does not exist, and ZeRO-3 gathers as if it were true
     # `generate` keeps no KV cache under gradient checkpointing: trl 1.16, experimental/gkd/gkd_trainer.py:221 and
     # experimental/online_dpo/online_dpo_trainer.py:562 (`use_cache`).
     checkpointing_drops_cache: bool = False
@@ -151,7 +152,7 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="gkd", trainer="GKDTrainer", config="GKDConfig", loss="jsd",
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
-            generates=True, checkpointing_drops_cache=True, bounded_rows=True,
+            generates=True, always_gathers=True, checkpointing_drops_cache=True, bounded_rows=True,
             defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True,
         ),
         Method(
@@ -195,7 +196,7 @@ METHOD_SETTINGS: dict[str, Callable[[Method], bool]] = {
     "num_iterations": lambda method: method.grouped_completions,
     "reward_model": lambda method: method.reward_model != "none",
     "teacher_model": lambda method: method.teacher,
-    "ds3_gather_for_generation": lambda method: method.generates,
+    "ds3_gather_for_generation": lambda method: method.generates and not method.always_gathers,
     "vllm_gpu_memory_utilization": lambda method: method.supports_vllm,
     "vllm_tensor_parallel_size": lambda method: method.supports_vllm,
     "vllm_data_parallel_size": lambda method: method.supports_vllm,

@@ -132,13 +132,13 @@ def tuning_classes(job: Job) -> tuple[TuningClass, ...]:
 def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     """Return the recommended candidate with its problem; None if there is no candidate.
 
-    It is the tuning class to prefer among those that fit without offloading, else the candidate that fits with the
-    least host memory, else the one of the least `distance` from fitting: offloaded ones too, where the GPUs hold what
-    is left on them.
+    It is the tuning class to prefer among those that fit without offloading (offloaded if that is 1.3 times as fast,
+    such as by room for an engine), else the candidate that fits with the least host memory, else the one of the least
+    `distance` from fitting: offloaded ones too, where the GPUs hold what is left on them.
     """
     fitting = preferred_class(found)
     if fitting is not None:
-        return fitting
+        return faster_with_offloading(*fitting) or fitting
     offloaded = search_with_offloading(found)
     fitting = least_host_memory(offloaded)
     if fitting is not None:
@@ -159,6 +159,19 @@ def preferred_class(found: BestByProblem) -> tuple[SearchProblem, Estimate] | No
         return first
     worth = MUCH_FASTER * first[1].throughput.tokens_per_second
     return next((each for each in fitting[1:] if each[1].throughput.tokens_per_second >= worth), first)
+
+
+def faster_with_offloading(problem: SearchProblem, answer: Estimate) -> tuple[SearchProblem, Estimate] | None:
+    """Return the best candidate with offloading if it fits and is 1.3 times as fast, else None.
+
+    Seconds of copies to the host are known less well than those of products, and main memory is another limit.
+    """
+    if problem.job.optimize != "throughput":
+        return None
+    floor = answer.throughput.tokens_per_second * NOTABLY_FASTER
+    offloading = replace(problem, offload=True, faster_than=floor)
+    found = search(offloading)
+    return (offloading, found) if found and found.fits and found.throughput.tokens_per_second > floor else None
 
 
 def least_host_memory(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:

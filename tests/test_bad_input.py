@@ -186,6 +186,17 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "attn_implementation=sdpa",
             "openai/gpt-oss-20b has attention sinks, which sdpa does not know.",
         ),
+        (
+            asked("gemma-2-2b", "8xH100", "sft"),
+            "attn_implementation=sdpa",
+            "google/gemma-2-2b has soft-capped attention, which sdpa does not know.",
+        ),
+        (
+            asked("gemma-2-2b", "8xH100", "sft"),
+            "cp_size=2 distributed_type=FSDP",
+            "google/gemma-2-2b does not run with sdpa, which cp_size 2 needs.",
+        ),
+        (asked(method="gkd"), "ds3_gather_for_generation=false zero_stage=3", "gkd has no ds3_gather_for_generation"),
         (asked(method="sft"), "fp16=true bf16=true", "fp16=True and bf16=True contradict each other."),
         (
             [*asked(method="sft"), "--tuning", "full"],

@@ -12,7 +12,8 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.jobs.settings import candidate_fields, field_types, parse_assignments, setting_names, settings_of
 from planner.jobs.spellings import SPELLINGS
-from planner.jobs.train_config import default_targets, load_train_config
+from planner.jobs.train_config import ConfigFiles, load_config_files, load_train_config
+from planner.models.lora_targets import default_targets
 
 PUBLISHED = "bfloat16"
 
@@ -249,3 +250,80 @@ class TestTrainConfig:
     def test_a_model_without_default_targets_is_refused(self, model_type):
         with pytest.raises(InputError, match=rf"^PEFT has no default lora_target_modules for {model_type}\."):
             default_targets(model_type)
+
+
+def accelerate(folder: Path, text: str) -> Path:
+    file = folder / "accelerate.yaml"
+    file.write_text(text)
+    return file
+
+
+ZERO_2 = (
+    "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}"
+)
+
+
+class TestLaunchConfig:
+    def test_accelerates_file_gives_sharding_and_processes(self, tmp_path):
+        read = load_config_files(ConfigFiles(accelerate=accelerate(tmp_path, ZERO_2)))
+        assert candidate_fields(read.settings, PUBLISHED) == {
+            "sharding": "zero2", "num_processes": 8, "offload_optimizer": True, "offload_param": False,
+            "reduce_bucket_size": 500_000_000,
+        }  # fmt: skip
+
+    def test_a_bare_no_is_one_process(self, tmp_path):
+        read = load_config_files(ConfigFiles(accelerate=accelerate(tmp_path, "distributed_type: NO\nnum_processes: 8")))
+        assert candidate_fields(read.settings, PUBLISHED) == {"sharding": "none", "num_processes": 1}
+
+    def test_sections_of_fsdp_and_of_shared_rows_are_read(self, tmp_path):
+        file = accelerate(
+            tmp_path,
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n"
+            "parallelism_config: {parallelism_config_cp_size: 2, parallelism_config_tp_size: 4}",
+        )
+        read = load_config_files(ConfigFiles(accelerate=file))
+        assert candidate_fields(read.settings, PUBLISHED) == {"sharding": "fsdp2", "offload_param": True, "cp_size": 2}
+        assert read.warnings == ("the config sets what the plan does not count: parallelism_config_tp_size",)
+
+    def test_a_deepspeed_file_replaces_the_one_that_accelerate_has(self, tmp_path):
+        (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}')
+        read = load_config_files(
+            ConfigFiles(accelerate=accelerate(tmp_path, ZERO_2), deepspeed=tmp_path / "zero.json")
+        ).settings
+        assert (read["zero_stage"], read["reduce_bucket_size"], read["offload_optimizer_device"]) == (3, "auto", "none")
+
+    @pytest.mark.parametrize(("ours", "expected"), [("bf16: false", "fp16"), ("bf16: true", "bf16")])
+    def test_accelerates_precision_counts_where_the_training_has_none(self, tmp_path, ours, expected):
+        launch = accelerate(tmp_path, "distributed_type: MULTI_GPU\nmixed_precision: fp16")
+        read = load_config_files(ConfigFiles(train=config(tmp_path, ours), accelerate=launch))
+        assert candidate_fields(read.settings, PUBLISHED)["precision"] == expected
+
+    def test_a_deepspeed_key_of_the_training_shards_what_accelerate_starts(self, tmp_path):
+        launch = accelerate(tmp_path, "distributed_type: MULTI_GPU\nnum_processes: 4")
+        train = config(tmp_path, "deepspeed: {zero_optimization: {stage: 3}}")
+        read = candidate_fields(load_config_files(ConfigFiles(train=train, accelerate=launch)).settings, PUBLISHED)
+        assert (read["sharding"], read["num_processes"]) == ("zero3", 4)
+
+    @pytest.mark.parametrize(
+        ("launch", "message"),
+        [
+            (
+                "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}",
+                r"^zero_stage is 3 in \S*train\.yaml and 2 in \S*accelerate\.yaml\. Drop one of them\.$",
+            ),
+            ("- a", r"accelerate\.yaml is no accelerate config: it should hold keys and values"),
+        ],
+    )
+    def test_files_that_contradict_or_are_none_are_refused(self, tmp_path, launch, message):
+        train = config(tmp_path, "deepspeed: {zero_optimization: {stage: 3}}")
+        with pytest.raises(InputError, match=message):
+            load_config_files(ConfigFiles(train=train, accelerate=accelerate(tmp_path, launch)))
+
+    def test_a_deepspeed_file_that_is_not_read_is_refused(self, tmp_path):
+        (tmp_path / "zero.json").write_text("{}")
+        with pytest.raises(InputError, match=r"has distributed_type MULTI_GPU, so that it does not read \S*zero\.json"):
+            load_config_files(
+                ConfigFiles(
+                    accelerate=accelerate(tmp_path, "distributed_type: MULTI_GPU"), deepspeed=tmp_path / "zero.json"
+                )
+            )

@@ -19,7 +19,10 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     from planner.training_stack import complete_models
 
     incidents = read_incidents(logged.log)
-    names_a_job = any(option is not None for option in (options.model, options.gpus, options.method, options.config))
+    names_a_job = any(
+        option is not None
+        for option in (options.model, options.gpus, options.method, options.config, options.accelerate_config)
+    )
     if names_a_job:
         request = read_options(options, complete_models(progress(output)))
         diagnosis = diagnose_job(incidents, request.job, request.cluster)

@@ -167,16 +167,27 @@ class SearchOptions(JobOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigFile:
-    """A TRL config file beside the flags."""
+class ConfigFiles:
+    """The files that a training is started with, beside the flags."""
 
     config: Annotated[
         str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")
     ] = None
+    accelerate_config: Annotated[
+        str | None,
+        typer.Option(
+            "--accelerate-config",
+            metavar="FILE",
+            help="The file for `accelerate launch` (YAML), with the DeepSpeed config that it names; flags win over it.",
+        ),
+    ] = None
+    deepspeed_config: Annotated[
+        str | None, typer.Option("--deepspeed-config", metavar="FILE", help="A DeepSpeed config (JSON).")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CandidateOptions(JobOptions, ConfigFile):
+class CandidateOptions(JobOptions, ConfigFiles):
     """The options of one candidate without a search: a setting that is not given has TRL's default."""
 
     tuning: OneTuning = "auto"

@@ -9,12 +9,13 @@ from planner.commands.options import CandidateOptions, JobOptions, SearchOptions
 from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
-from planner.jobs.job import Goal, Job, TuningOption
+from planner.jobs.job import Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
 from planner.jobs.settings import candidate_fields, fields_named, parse_assignments
 from planner.jobs.spellings import Value
 from planner.methods import LENGTH_SETTINGS, METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, has_setting, release
 from planner.models.catalogue import load_model
+from planner.models.lora_targets import default_targets
 from planner.models.shape import ModelShape
 
 # Completes a model whose layers have no formulas (planner/training_stack.py).
@@ -28,6 +29,8 @@ SHORTHANDS = {
     "batch_size": "per_device_train_batch_size",
     "padded": "padded",
 }
+# Field of `ConfigFiles` -> field of the options.
+CONFIG_FLAGS = {"train": "config", "accelerate": "accelerate_config", "deepspeed": "deepspeed_config"}
 EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
 
 
@@ -51,7 +54,7 @@ def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
     """
     _refuse_empty(options)
     flags, ranks = _flags(options), _ranks(options)
-    in_file, warnings = _config_file(options)
+    in_file, warnings = _config_files(options) if isinstance(options, CandidateOptions) else ({}, ())
     tuning = _one_of("tuning class", options.tuning, get_args(TuningOption))
     decided = fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})
     settings = _without(in_file, decided) | flags
@@ -60,21 +63,21 @@ def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
     assert options.gpus is not None and options.method is not None
     method = _one_of("method", options.method, tuple(METHODS))
     settings, unread = _read_by(method, settings, in_file.keys() - flags.keys())
-    model = complete(load_model(name))
+    model, cluster = complete(load_model(name)), parse_cluster(options.gpus, options.free_memory, options.host_memory)
+    settings = _with_server_node(settings, cluster)
     version, older = _trl_version(options.trl_version)
     goal = options.optimize if isinstance(options, SearchOptions) else "throughput"
     job = Job(
         model=model,
         method=method,
         tuning=tuning,
-        pinned=_pins(settings, model, tuning, complete, from_file=bool(in_file)),
+        pinned=_pins(settings, model, tuning, complete, from_file="use_peft" in in_file),
         optimize=_one_of("goal", goal, get_args(Goal)),
         risk=options.risk,
         effective_batch_size=options.effective_batch_size,
         trl_version=version,
         lora_ranks=ranks,
     )
-    cluster = parse_cluster(options.gpus, options.free_memory, options.host_memory)
     return JobRequest(job=job, cluster=cluster, warnings=(*warnings, *unread, *unused_lengths(job), *older))
 
 
@@ -113,19 +116,28 @@ def _ranks(options: JobOptions) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _config_file(options: JobOptions) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """Return the settings of `--config`, and the warnings about keys that the plan does not use."""
-    if not isinstance(options, CandidateOptions) or options.config is None:
+def _config_files(options: CandidateOptions) -> tuple[dict[str, Value], tuple[str, ...]]:
+    """Return the settings of the config files, and the warnings about keys that the plan does not use."""
+    paths = {name: Path(path) for name, flag in CONFIG_FLAGS.items() if (path := getattr(options, flag)) is not None}
+    if not paths:
         return {}, ()
-    from planner.jobs.train_config import load_train_config  # imports PyYAML
+    from planner.jobs.train_config import ConfigFiles, load_config_files
 
-    config = load_train_config(Path(options.config))
+    config = load_config_files(ConfigFiles(**paths))
     return config.settings, config.warnings
 
 
 def _without(settings: Mapping[str, Value], decided: set[str]) -> dict[str, Value]:
     """Return the settings of a file without those whose Candidate fields are decided by flags."""
     return {name: value for name, value in settings.items() if not fields_named([name]) & decided}
+
+
+def _with_server_node(settings: Mapping[str, Value], cluster: Cluster) -> dict[str, Value]:
+    """Return the settings with the node of a vLLM server, which accelerate's `num_machines` leaves out."""
+    server = settings.get("use_vllm") and settings.get("vllm_mode") == "server"
+    if server and cluster.nodes > 1 and settings.get("num_machines") == cluster.nodes - 1:
+        return {**settings, "num_machines": cluster.nodes}
+    return dict(settings)
 
 
 def _read_by(
@@ -168,7 +180,7 @@ def _pins(
 
     A setting of LoRA pins LoRA. LoRA from a config file without `lora_target_modules` gets PEFT's default ones.
     """
-    pinned: dict[str, Any] = candidate_fields(settings, model.dtype)
+    pinned: dict[str, Any] = candidate_fields(settings, model.dtype, loaded_quantization(model))
     for role in ("reward_model", "teacher_model"):
         if role in pinned:
             pinned[role] = complete(load_model(pinned[role]))
@@ -176,8 +188,6 @@ def _pins(
         pinned.setdefault("tuning", "lora")  # a setting of LoRA means LoRA
     adapters = tuning in ("lora", "qlora") or pinned.get("tuning") == "lora"
     if from_file and adapters and "lora_target_modules" not in pinned:
-        from planner.jobs.train_config import default_targets
-
         pinned["lora_target_modules"] = default_targets(model.model_type)
     return {field: value for field, value in pinned.items() if field != "model"}
 

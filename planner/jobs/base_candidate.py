@@ -5,9 +5,10 @@ from dataclasses import replace
 from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
-from planner.jobs.job import DEQUANTIZED, Job, TuningOption, server_gpus
-from planner.jobs.rules import refuse_candidate, refuse_contradictions, refuse_float32_flash
+from planner.jobs.job import DEQUANTIZED, Job, TuningOption, loaded_quantization, server_gpus
+from planner.jobs.rules import refuse_candidate, refuse_contradictions, refuse_single_candidate
 from planner.methods import METHODS, release
+from planner.models.shape import ModelShape
 
 # Default of `trl vllm-serve --gpu_memory_utilization` (trl/scripts/vllm_serve.py:111).
 SERVER_GPU_MEMORY_UTILIZATION = 0.9
@@ -37,15 +38,23 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
         settings.setdefault("num_processes", cluster.trainer_gpus(server_gpus(settings)))
     settings.setdefault("num_processes", cluster.num_gpus)
     settings.setdefault("num_nodes", cluster.nodes)
-    settings.setdefault("quantization", "none" if job.model.quantization in DEQUANTIZED else job.model.quantization)
+    settings.setdefault("quantization", loaded_quantization(job.model))
     if "gradient_accumulation_steps" in settings:
         settings.setdefault("steps_per_generation", settings["gradient_accumulation_steps"])
     if METHODS[job.method].teacher:
         settings.setdefault("teacher_model", job.model)
+    settings.setdefault("attn_implementation", "sdpa" if job.model.supports_sdpa else "eager")
+    if METHODS[job.method].reward_model == "always" and _is_policy(settings.get("reward_model"), job.model):
+        del settings["reward_model"]  # without one it has the policy's shape
     settings.setdefault("precision", "bf16" if cluster.gpu.supports_bf16 else "fp16")
     candidate = Candidate(model=job.model, method=job.method, trl_version=trl_version(job), **settings)  # type: ignore[arg-type]
     refuse_candidate(candidate, job, cluster)
     return candidate
+
+
+def _is_policy(other: object, policy: ModelShape) -> bool:
+    """Return whether another model's shape was loaded from the same place as the policy's."""
+    return isinstance(other, ModelShape) and (other.id, other.path) == (policy.id, policy.path)
 
 
 def trl_version(job: Job) -> str:
@@ -69,8 +78,8 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
     if pinned.get("num_processes", cluster.num_gpus) != 1:
         pinned.setdefault("sharding", "ddp")
     candidate = base_candidate(replace(job, pinned=pinned), cluster)
-    refuse_float32_flash(candidate)
     if job.effective_batch_size is None:
+        refuse_single_candidate(candidate)
         return candidate
     if "gradient_accumulation_steps" in pinned and candidate.effective_batch_size != job.effective_batch_size:
         raise InputError(
@@ -78,7 +87,9 @@ def single_candidate(job: Job, cluster: Cluster) -> Candidate:
             f"{candidate.gradient_accumulation_steps}, which makes {candidate.effective_batch_size}."
         )
     pinned["gradient_accumulation_steps"] = _accumulation(job.effective_batch_size, candidate)
-    return base_candidate(replace(job, pinned=pinned), cluster)
+    candidate = base_candidate(replace(job, pinned=pinned), cluster)
+    refuse_single_candidate(candidate)
+    return candidate
 
 
 def _accumulation(effective_batch_size: int, candidate: Candidate) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from planner.candidate import Candidate
+from planner.candidate import Candidate, Quantization
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.gpus.cluster import Cluster
 from planner.methods import METHODS, NEWEST_TRL, MethodName
@@ -23,6 +23,11 @@ DEFAULT_BATCH_SIZE = 8
 # Quantizations of published checkpoints that are dequantized for training (transformers 5.23,
 # quantizers/quantizer_mxfp4.py `dequantize`, quantizer_finegrained_fp8.py).
 DEQUANTIZED = ("fp8", "mxfp4")
+
+
+def loaded_quantization(model: ModelShape) -> Quantization:
+    """Return the quantization that a model's weights have for training if nothing is quantized at load."""
+    return "none" if model.quantization in DEQUANTIZED else model.quantization
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

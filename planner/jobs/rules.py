@@ -176,7 +176,7 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def precision_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a dtype that the GPU or the training cannot have, and sdpa for attention sinks.
+    """Refuse a dtype that the GPU or the training cannot have, and sdpa for a model without it.
 
     GradScaler refuses float16 gradients (torch/amp/grad_scaler.py, `_unscale_grads_`).
     """
@@ -191,9 +191,9 @@ def precision_problems(pins: PinnedJob) -> Iterator[str]:
             "float16 weights cannot be trained in full: their gradients cannot be unscaled. "
             "Use --set dtype=float32, or --tuning lora."
         )
-    sinks = any(layer.attention.sink_params for layer, _ in pins.job.model.layer_kinds)
-    if sinks and pinned.get("attn_implementation") == "sdpa":  # transformers 5.23, models/gpt_oss/modeling_gpt_oss.py
-        yield f"{pins.job.model.id} has attention sinks, which sdpa does not know. Use --set attn_implementation=eager."
+    if pinned.get("attn_implementation") == "sdpa" and not pins.job.model.supports_sdpa:
+        what = "attention sinks" if pins.job.model.model_type == "gpt_oss" else "soft-capped attention"
+        yield f"{pins.job.model.id} has {what}, which sdpa does not know. Use --set attn_implementation=eager."
 
 
 def loss_scaling_problems(pins: PinnedJob) -> Iterator[str]:
@@ -297,6 +297,8 @@ def row_sharing_problems(pins: PinnedJob) -> Iterator[str]:
 def _row_attention_problems(pins: PinnedJob, cp_size: int, sp_size: int) -> Iterator[str]:
     """Refuse the attention, packing, heads and lengths that cannot be shared."""
     pinned, attention = pins.pinned, pins.pinned.get("attn_implementation")
+    if cp_size > 1 and not pins.job.model.supports_sdpa:
+        yield f"{pins.job.model.id} does not run with sdpa, which cp_size {cp_size} needs. Drop cp_size."
     if (cp_size > 1 and attention not in (None, "sdpa")) or attention == "eager":
         yield f"{attention} cannot share a row between GPUs. Use --set attn_implementation=sdpa."
     if cp_size > 1 and pinned.get("packing"):
@@ -464,12 +466,21 @@ def card_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
         yield f"{candidate.attn_implementation} does not run on {gpu.name}. Use --set attn_implementation=sdpa."
 
 
-def refuse_float32_flash(candidate: Candidate) -> None:
-    """Check that FlashAttention gets 16-bit tensors; a search leaves out such candidates itself.
+def refuse_single_candidate(candidate: Candidate) -> None:
+    """Check that attention gets tensors and rows that it has kernels for, and groups of completions stay whole.
+
+    A search leaves out such candidates itself.
 
     Raises:
-        InputError: some pass computes attention in float32.
+        InputError: FlashAttention would get float32, eager attention a piece of a row, or a group would be split.
     """
+    for problem in group_problems(candidate):
+        raise InputError(problem)
+    if candidate.row_gpus > 1 and candidate.attn_implementation == "eager":
+        raise InputError(
+            f"{candidate.model.id} runs with eager attention, which cannot share a row between GPUs. "
+            "Use --set attn_implementation=flash_attention_2."
+        )
     if candidate.attn_implementation in FLASH and candidate.float32_attention:
         raise InputError(
             f"{candidate.attn_implementation} has kernels for 16 bits only, and {candidate.method} computes attention "
@@ -513,9 +524,14 @@ def candidate_method_problems(candidate: Candidate, job: Job) -> Iterator[str]:
             f"max_new_tokens {candidate.max_completion_length} leaves no room for a prompt in max_length "
             f"{candidate.max_length}. Raise --max-length."
         )
-    pinned_batch = {"per_device_train_batch_size", "gradient_accumulation_steps"} <= job.pinned.keys()
-    size = generation_batch(candidate)
-    if row.grouped_completions and pinned_batch and size % candidate.num_generations:
+    if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= job.pinned.keys():
+        yield from group_problems(candidate)
+
+
+def group_problems(candidate: Candidate) -> Iterator[str]:
+    """Refuse a generation batch that is not made of whole groups of completions."""
+    batch, size = candidate.per_device_train_batch_size, generation_batch(candidate)
+    if candidate.method_row.grouped_completions and size % candidate.num_generations:
         fitting = largest_divisor(size, candidate.num_generations)
         yield (
             f"A generation batch of {size} completions (per_device_train_batch_size x num_processes x "

@@ -63,7 +63,9 @@ SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
     "vllm": lambda c: c.method_row.supports_vllm,
     "vllm_gpu_memory_utilization": lambda c: c.vllm != "off",
     "vllm_tensor_parallel_size": lambda c: c.vllm != "off",
-    "vllm_max_model_length": lambda c: c.vllm != "off",
+    # online DPO's colocated engine has max_length + max_new_tokens (trl 1.16,
+    # experimental/online_dpo/online_dpo_trainer.py:496)
+    "vllm_max_model_length": lambda c: c.vllm == "server" or (c.vllm == "colocate" and c.method != "online-dpo"),
     "vllm_data_parallel_size": lambda c: c.vllm == "server",
     "vllm_enable_sleep_mode": lambda c: c.vllm == "colocate",
     "reward_model": lambda c: c.reward_model is not None,
@@ -123,10 +125,13 @@ def fields_named(names: Iterable[str]) -> set[str]:
     return {FIELD_OF_SETTING.get(name) or ALIASES.get(name, name) for name in names}
 
 
-def candidate_fields(given: Mapping[str, Value], published_dtype: str) -> dict[str, Value]:
+def candidate_fields(
+    given: Mapping[str, Value], published_dtype: str, published_quantization: str = "none"
+) -> dict[str, Value]:
     """Convert settings by any of their names to Candidate fields. A model stays a name; the caller loads it.
 
-    `published_dtype`: the dtype of the published weights, which `dtype=auto` means.
+    `published_dtype`: the dtype of the published weights, which `dtype=auto` means. `published_quantization`: the
+    quantization that the weights have without one at load, which `load_in_4bit=false` means.
 
     Raises:
         InputError: two settings contradict each other, or a setting cannot have the value.
@@ -143,7 +148,9 @@ def candidate_fields(given: Mapping[str, Value], published_dtype: str) -> dict[s
             _decide(chosen, sources, ALIASES.get(name, name), value, f"{name}={_as_text(value)}")
     for field, names in spelled.items():
         words = " ".join(f"{name}={_as_text(value)}" for name, value in names.items())
-        _decide(chosen, sources, field, _value_spelled(field, names), words)
+        kept = published_quantization if field == "quantization" else "none"
+        spelled_value = _value_spelled(field, names)
+        _decide(chosen, sources, field, kept if spelled_value == "none" else spelled_value, words)
     return chosen
 
 
@@ -151,7 +158,7 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
     """Convert a candidate to settings by the libraries' names, to paste into a TRL config or an accelerate file."""
     values: dict[str, object] = {}
     for field in fields(Candidate):
-        if not _is_shown(candidate, field.name):
+        if not is_shown(candidate, field.name):
             continue
         value = getattr(candidate, field.name)
         if field.name in SPELLINGS:
@@ -198,7 +205,7 @@ def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object
     return values
 
 
-def _is_shown(candidate: Candidate, field: str) -> bool:
+def is_shown(candidate: Candidate, field: str) -> bool:
     """Return whether the candidate's method, tuning and sharding read the setting."""
     return has_setting(candidate.method, field) and (field not in SHOWN_IF or SHOWN_IF[field](candidate))
 

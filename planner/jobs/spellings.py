@@ -72,6 +72,7 @@ FSDP_OFFLOAD = "fsdp_offload_params"  # of accelerate; FSDP offloads parameters,
 ALIASES: dict[str, str] = {
     "model_name_or_path": "model",
     "reward_model_name_or_path": "reward_model",  # trl/scripts/grpo.py
+    "reward_model_path": "reward_model",  # PPO
     "teacher_model_name_or_path": "teacher_model",  # trl/trainer/distillation_config.py
     "torch_dtype": "dtype",  # transformers 4
     "max_seq_length": "max_length",  # trl before 0.20

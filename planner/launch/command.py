@@ -5,6 +5,7 @@ from planner.jobs.settings import settings_of
 from planner.launch import accelerate, trl_config
 from planner.launch.placement import placement
 from planner.launch.script import needs_script
+from planner.methods import NEWEST_TRL
 
 SCRIPT_FILE = "train.py"
 SERVER_PORT = 8000  # trl 1.16, scripts/vllm_serve.py and `vllm_server_port` of the configs
@@ -36,6 +37,24 @@ def server_command(candidate: Candidate) -> list[str]:
     for argument, name in SERVER_ARGUMENTS.items():
         if settings[name] is not None:
             command += [f"--{argument}", str(settings[name])]
+    return command
+
+
+def estimate_command(candidate: Candidate) -> list[str]:
+    """The command that estimates the launch files, to be run in their folder with `--gpus` added.
+
+    Its flags are what no file has: the method, the release, the data, and the settings of a vLLM server.
+    """
+    command = ["plan", "estimate", "--method", candidate.method, "--config", trl_config.FILE]
+    command += ["--accelerate-config", accelerate.FILE, "--padded" if candidate.padded else "--no-padded"]
+    if candidate.trl_version not in (NEWEST_TRL, candidate.method_row.last_trl):
+        command += ["--trl-version", candidate.trl_version]
+    if candidate.method_row.generates:
+        command += ["--prompt-length", str(candidate.prompt_length)]
+    written, settings = trl_config.trl_config(candidate), settings_of(candidate)
+    for name in SERVER_ARGUMENTS.values() if candidate.server_gpus else ():
+        if name not in written and settings[name] is not None:
+            command += ["--set", f"{name}={settings[name]}"]
     return command
 
 

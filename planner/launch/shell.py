@@ -5,7 +5,7 @@ import shlex
 from planner.candidate import Candidate
 from planner.jobs.settings import settings_of, settings_text
 from planner.launch import accelerate
-from planner.launch.command import SERVER_PORT, launch_command, server_command
+from planner.launch.command import SERVER_PORT, estimate_command, launch_command, server_command
 from planner.launch.placement import placement
 from planner.launch.trl_config import FILL_IN
 
@@ -136,6 +136,8 @@ def readme(candidate: Candidate, names: list[str]) -> str:
         f"    pip install -r requirements.txt\n    {start}\n\n"
         f"{files}\n\n"
         f"The plan counts with the data's longest rows: {_lengths(candidate)}.\n\n"
+        f"The memory and speed of these files, after a change of them too, on the GPUs of `--gpus`:\n\n"
+        f"    {shlex.join(estimate_command(candidate))}\n\n"
         f"All settings: `{settings_text(settings)}`\n"
     )
 

@@ -23,9 +23,6 @@ NOT_IN_TRAIN_YAML = frozenset({
 # Source: trl 1.16, experimental/online_dpo/online_dpo_config.py (its engine has max_length + max_new_tokens,
 # online_dpo_trainer.py:496); trl 1.12, experimental/ppo/ppo_config.py.
 MISSING_FIELDS: dict[MethodName, frozenset[str]] = {
-    "orpo": frozenset({"activation_offloading"}),
-    "cpo": frozenset({"activation_offloading"}),
-    "gkd": frozenset({"ds3_gather_for_generation"}),
     "online-dpo": frozenset({"vllm_max_model_length"}),
     "ppo": frozenset({"reward_model_name_or_path"}),
 }
@@ -55,19 +52,20 @@ def trl_config(candidate: Candidate) -> dict[str, object]:
     }
     if candidate.optim in PROJECTING_OPTIMIZERS:
         config["optim_target_modules"] = "all-linear"
-    if candidate.method == "ppo":
-        reward = candidate.reward_model or candidate.model
-        config[PPO_REWARD_MODEL] = reward.path or reward.id
+    if candidate.method == "ppo" and candidate.reward_model is not None:
+        config[PPO_REWARD_MODEL] = candidate.reward_model.path or candidate.reward_model.id
     if settings["environment"]:
         config["env"] = settings["environment"]
     return config
 
 
 def placeholders(candidate: Candidate) -> dict[str, object]:
-    """Arguments that a run needs and no candidate has: the dataset, the output folder, the reward function."""
+    """Arguments that a run needs and the candidate lacks: the dataset, the output folder, the source of rewards."""
     arguments: dict[str, object] = {"dataset_name": DATASET, "output_dir": OUTPUT}
     if needs_reward_function(candidate):
         arguments["reward_funcs"] = [f"{REWARD_MODULE}.{REWARD_FUNCTION}"]
+    if candidate.method == "ppo" and candidate.reward_model is None:
+        arguments[PPO_REWARD_MODEL] = candidate.model.path or candidate.model.id  # a model of the same shape
     return arguments
 
 

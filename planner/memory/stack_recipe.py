@@ -207,15 +207,8 @@ def shortest_window(model: ModelShape) -> int | None:
 
 
 def loaded_attention(model: ModelShape, wanted: AttentionImplementation) -> AttentionImplementation:
-    """The implementation that Transformers loads: eager in place of sdpa for soft caps and attention sinks.
-
-    Source: transformers 5.23, models/gemma2/modeling_gemma2.py, models/gpt_oss/modeling_gpt_oss.py, `_supports_sdpa`.
-    """
-    if wanted == "sdpa" and any(
-        layer.attention.softcap or layer.attention.sink_params for layer, _ in model.layer_kinds
-    ):
-        return "eager"
-    return wanted
+    """The implementation that Transformers loads: eager in place of sdpa where the model does not support that."""
+    return "eager" if wanted == "sdpa" and not model.supports_sdpa else wanted
 
 
 def kernel(stack: StackRecipe, attention: Attention) -> Kernel:

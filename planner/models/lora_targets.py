@@ -1,5 +1,7 @@
 """PEFT's default `lora_target_modules` by model type."""
 
+from planner.errors import InputError
+
 # Source: peft 0.21.2, utils/constants.py:67-108, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, the decoder-only
 # rows. For model types that are missing there (gemma3, phi3, qwen2_moe, qwen3_moe, olmo2, ...) PEFT raises.
 DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
@@ -26,3 +28,17 @@ DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
     "qwen3": ("q_proj", "v_proj"),
     "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }
+
+
+def default_targets(model_type: str) -> tuple[str, ...]:
+    """Return PEFT's default `lora_target_modules` for a model type.
+
+    Raises:
+        InputError: PEFT has no default for this model type and would raise.
+    """
+    if model_type not in DEFAULT_TARGETS:
+        raise InputError(
+            f"PEFT has no default lora_target_modules for {model_type}. "
+            "Name them in the config, such as lora_target_modules: all-linear."
+        )
+    return DEFAULT_TARGETS[model_type]

@@ -308,6 +308,15 @@ class ModelShape:
     def largest_layer_params(self) -> int:
         return max((layer.params for layer, _ in self.layer_kinds), default=0)
 
+    @cached_property
+    def supports_sdpa(self) -> bool:
+        """Whether Transformers runs the model with sdpa: not with soft caps or attention sinks.
+
+        Source: transformers 5.23, models/gemma2/modeling_gemma2.py, models/gpt_oss/modeling_gpt_oss.py,
+        `_supports_sdpa`.
+        """
+        return not any(layer.attention.softcap or layer.attention.sink_params for layer, _ in self.layer_kinds)
+
     @property
     def known(self) -> bool:
         """Whether the activations of this architecture have formulas."""

@@ -88,6 +88,8 @@ def candidate_from_settings(settings: Mapping[str, Any], complete_model: Complet
     for name, field in MODELS.items():
         if settings.get(name):
             chosen[field] = complete_model(load_model(settings[name]))
+    if "lora_target_modules" in settings and settings["lora_target_modules"] is None:
+        chosen["lora_target_modules"] = ("default",)
     checkpointing = settings.get("gradient_checkpointing_kwargs", {})
     chosen["checkpoint_every_n_layers"] = checkpointing.get("every_n_layers", 1)
     chosen["checkpoint_offload"] = checkpointing.get("offload", False)

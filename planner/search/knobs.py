@@ -12,7 +12,7 @@ from typing import Any, Literal
 from planner.candidate import FLASH, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
-from planner.jobs.job import DEQUANTIZED, Job
+from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
 from planner.jobs.rules import WITH_SHARDED_QLORA
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import METHODS
@@ -30,7 +30,8 @@ class SearchProblem:
     """One tuning class of a job on a cluster. Compared by identity.
 
     `offload`: offload the optimizer or the parameters to the host; QLoRA shards its 4-bit weights instead. `residual`:
-    the share by which a dry run exceeded the estimate of this tuning class; estimates are raised by it.
+    the share by which a dry run exceeded the estimate of this tuning class; estimates are raised by it. `faster_than`:
+    tokens per second below which a candidate is of no interest.
     """
 
     job: Job
@@ -38,6 +39,7 @@ class SearchProblem:
     tuning_class: TuningClass
     offload: bool = False
     residual: float = 0.0
+    faster_than: float = 0.0
 
     @property
     def processes(self) -> int:
@@ -59,7 +61,7 @@ def tuning_class_of(candidate: Candidate) -> TuningClass:
 
 def tuning(problem: SearchProblem) -> Changes:
     """Return tuning and quantization of the class. A quantized checkpoint stays as it is; otherwise QLoRA is nf4."""
-    published = "none" if problem.job.model.quantization in DEQUANTIZED else problem.job.model.quantization
+    published = loaded_quantization(problem.job.model)
     if problem.tuning_class == "full":
         return ({"tuning": "full", "quantization": "none"},)
     if problem.tuning_class == "qlora" and published == "none":
@@ -135,7 +137,7 @@ def attention(problem: SearchProblem) -> Changes:
     layers = [layer.attention for layer, _ in problem.job.model.layer_kinds]
     if any(layer.sink_params for layer in layers):
         return ({"attn_implementation": "eager"},)
-    other = "eager" if any(layer.softcap for layer in layers) else "sdpa"
+    other = "sdpa" if problem.job.model.supports_sdpa else "eager"
     context_parallel = problem.job.pinned.get("cp_size", 1) != 1  # needs sdpa: planner/jobs/rules.py
     flash = (
         problem.cluster.gpu.supports_flash_attention_2
@@ -149,7 +151,8 @@ def generation(problem: SearchProblem) -> Changes:
     """Return the ways to sample completions, with the allocator setting of each.
 
     `generate` in the trainer (with or without gathering ZeRO-3's weights), a colocated vLLM engine (with or without
-    sleep mode, on every number of a node's GPUs that it can divide the model among), or a vLLM server on GPUs of its
+    sleep mode, on every number of a node's GPUs that it can divide the model among, and no process on GPUs that are
+    left over), or a vLLM server on GPUs of its
     own. A pinned setting of vLLM excludes the trainer's `generate`.
     """
     row, cluster = METHODS[problem.job.method], problem.cluster
@@ -157,14 +160,14 @@ def generation(problem: SearchProblem) -> Changes:
     if not row.generates:
         return (segments,)
     found: list[Change] = [{"vllm": "off", **segments}]
-    if problem.cluster.num_gpus > 1:
+    if cluster.num_gpus > 1 and not row.always_gathers:
         found.append({"vllm": "off", "ds3_gather_for_generation": False, **segments})
     if not row.supports_vllm:
         return tuple(found)
     if any(name.startswith("vllm_") for name in problem.job.pinned):
         found.clear()  # a pinned setting of vLLM means that vLLM is wanted
-    for size in tensor_parallel_sizes(problem.job.model, cluster.gpus_per_node):
-        awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size}
+    for size, processes in colocated_engines(problem):
+        awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size, **processes}
         found.append({**awake, "vllm_enable_sleep_mode": False, **segments})
         # Sleep mode uses vLLM's cumem allocator, which refuses expandable segments.
         found.append({**awake, "vllm_enable_sleep_mode": True, "expandable_segments": False})
@@ -180,6 +183,18 @@ def generation(problem: SearchProblem) -> Changes:
         for tensor_parallel, data_parallel, processes in server_splits(problem)
     ]
     return tuple(found)
+
+
+def colocated_engines(problem: SearchProblem) -> Iterator[tuple[int, Change]]:
+    """Yield the tensor parallel sizes of a colocated engine, with `num_processes` where engines leave GPUs over.
+
+    Example: 28 heads on 5 GPUs: size 1 on all, sizes 2 and 4 on four.
+    """
+    cluster = problem.cluster
+    for size in range(1, cluster.gpus_per_node + 1):
+        used = cluster.gpus_per_node // size * size
+        if size in tensor_parallel_sizes(problem.job.model, used):
+            yield size, {} if used == cluster.gpus_per_node else {"num_processes": cluster.nodes * used}
 
 
 def server_splits(problem: SearchProblem) -> Iterator[tuple[int, int, int]]:
@@ -212,11 +227,11 @@ KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
 def allowed_by_pins(changes: Changes, pinned: Mapping[str, object]) -> Changes:
     """Return the changes that agree with every pinned setting, each without the pinned fields.
 
-    If no change agrees, the result is one empty change: the pinned settings decide alone.
+    If no change agrees, the result is one empty change: the pinned settings decide alone. Of no changes there are none.
     """
     agreeing = [change for change in changes if all(pinned.get(name, value) == value for name, value in change.items())]
     unpinned = [{name: value for name, value in change.items() if name not in pinned} for change in agreeing]
-    return tuple(unpinned) or ({},)
+    return tuple(unpinned) or ({},) * bool(changes)
 
 
 def structures(problem: SearchProblem) -> Iterator[Candidate]:
@@ -273,6 +288,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
+        and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and not is_duplicate(candidate, problem.job.pinned)
         and candidate.num_processes + candidate.server_gpus <= problem.cluster.num_gpus
         and not (candidate.vllm == "colocate" and candidate.num_processes % candidate.vllm_tensor_parallel_size)

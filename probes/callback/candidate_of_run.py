@@ -15,9 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
 from planner.candidate import DTYPE_BYTES, FOUR_BIT, Candidate
 from planner.errors import InputError
+from planner.jobs.launch_config import deepspeed_sizes
 from planner.jobs.settings import candidate_fields, setting_names
 from planner.jobs.spellings import Value
-from planner.jobs.train_config import deepspeed_sizes
 from planner.methods import METHODS, NEWEST_TRL, MethodName, release
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape

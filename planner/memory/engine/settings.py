@@ -47,11 +47,16 @@ def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
 
 
 def _colocate_sequences(candidate: Candidate) -> int:
-    """max_num_seqs of a colocated engine: batch size x tensor_parallel_size x steps_per_generation.
+    """max_num_seqs of a colocated engine: batch size x tensor_parallel_size x micro-batches of a generation.
 
-    Source: trl/trainer/grpo_trainer.py:1124; online DPO has no steps_per_generation (online_dpo_trainer.py:495).
+    Source: trl 1.16, trainer/grpo_trainer.py:1124 (steps_per_generation), trainer/distillation_trainer.py:806
+    (gradient_accumulation_steps), experimental/online_dpo/online_dpo_trainer.py:495 (one).
     """
-    steps = 1 if candidate.method == "online-dpo" else candidate.steps_per_generation
+    row, steps = candidate.method_row, 1
+    if row.grouped_completions:
+        steps = candidate.steps_per_generation
+    elif row.generates_ahead:
+        steps = candidate.gradient_accumulation_steps
     return candidate.per_device_train_batch_size * candidate.vllm_tensor_parallel_size * steps
 
 

@@ -1,0 +1,177 @@
+"""Read the files of a launcher: accelerate's config (`accelerate launch --config_file`) and DeepSpeed's JSON."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.candidate import ZERO_SIZES
+from planner.errors import InputError
+from planner.jobs.spellings import Value
+
+# Sizes that DeepSpeed takes if its config does not name them, in elements. Source: deepspeed 0.19.8,
+# runtime/zero/config.py, `DeepSpeedZeroConfig`.
+DEEPSPEED_SIZES: dict[str, Value] = {
+    "reduce_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 10**9,
+    "stage3_max_reuse_distance": 10**9,
+    "sub_group_size": 10**9,
+}
+CONFIG_FILE = "deepspeed_config_file"  # a key of accelerate's section deepspeed_config
+OFFLOADED = ("offload_optimizer", "offload_param")
+DEFAULT_STAGE = 2  # accelerate 1.15, utils/dataclasses.py, `DeepSpeedPlugin.zero_stage`
+
+# Settings of the accelerate file that memory or speed depends on, besides the sections.
+PROCESSES = ("num_processes", "num_machines")
+# Keys of the sections fsdp_config and parallelism_config -> settings.
+IN_SECTIONS = {
+    "fsdp_version": "fsdp_version",
+    "fsdp_offload_params": "fsdp_offload_params",
+    "parallelism_config_cp_size": "cp_size",
+    "parallelism_config_sp_size": "sp_size",
+}
+# Keys of the sections that are not modelled, with the values that change nothing. Source: accelerate 1.15,
+# utils/dataclasses.py, `FullyShardedDataParallelPlugin`; parallelism_config.py.
+UNMODELLED: dict[str, tuple[object, ...]] = {
+    "fsdp_activation_checkpointing": (None, False),
+    "fsdp_reshard_after_forward": (None, True, "FULL_SHARD"),
+    "parallelism_config_tp_size": (None, 1),
+    "parallelism_config_dp_replicate_size": (None, 1),
+}
+
+
+def load_mapping(path: Path, kind: str, example: str) -> dict[str, object]:
+    """Load a YAML file that maps keys to values.
+
+    Raises:
+        InputError: the file cannot be read, or holds something else; the message calls it a `kind`.
+    """
+    import yaml  # takes 20 ms, and only config files need it
+
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(read, dict):
+        raise InputError(f"{path} is no {kind}: it should hold keys and values, such as {example}.")
+    return {str(name): value for name, value in read.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """The settings of a launcher's files. `unmodelled`: keys with an effect that is not modelled.
+
+    `mixed_precision`: accelerate's, which counts if the training sets none; empty if the file has none.
+    """
+
+    settings: dict[str, Value]
+    mixed_precision: str = ""
+    unmodelled: tuple[str, ...] = ()
+
+
+def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> LaunchConfig:
+    """Load accelerate's launch file, a DeepSpeed config, or both; without either there are no settings.
+
+    `deepspeed` replaces the DeepSpeed config that the launch file names or contains.
+
+    Raises:
+        InputError: a file cannot be read, or the launch file has another distributed_type than DEEPSPEED.
+    """
+    zero = _load_deepspeed_config(str(deepspeed), Path()) if deepspeed else None
+    if accelerate is None:
+        return LaunchConfig(settings={} if zero is None else dict(deepspeed_settings(zero, Path())))
+    keys = load_mapping(accelerate, "accelerate config", "distributed_type: MULTI_GPU")
+    kind = str(keys.get("distributed_type") or "NO")  # YAML reads a bare NO as false
+    if zero is not None and kind != "DEEPSPEED":
+        raise InputError(
+            f"{accelerate} has distributed_type {kind}, so that it does not read {deepspeed}. Drop one of them."
+        )
+    settings: dict[str, Value] = {name: value for name in PROCESSES if isinstance(value := keys.get(name), (int, str))}
+    if kind != "DEEPSPEED":
+        settings["distributed_type"] = kind
+    if kind == "NO":
+        settings["num_processes"] = 1  # accelerate 1.15, commands/launch.py, `simple_launcher`
+    fsdp, parallel = (_section(keys, name) for name in ("fsdp_config", "parallelism_config"))
+    if kind == "DEEPSPEED":
+        section = _section(keys, "deepspeed_config")
+        settings |= _plugin_settings(section if zero is None else {CONFIG_FILE: zero}, accelerate.parent)
+    if kind != "FSDP":
+        fsdp = {}
+    named = fsdp | parallel
+    settings |= {
+        name: value for key, name in IN_SECTIONS.items() if isinstance(value := named.get(key), (bool, int, str))
+    }
+    precision = keys.get("mixed_precision")
+    return LaunchConfig(
+        settings=settings,
+        mixed_precision=precision if isinstance(precision, str) else "",
+        unmodelled=tuple(name for name, harmless in UNMODELLED.items() if named.get(name, harmless[0]) not in harmless),
+    )
+
+
+def _section(keys: Mapping[str, object], name: str) -> dict[str, object]:
+    """Return a nested mapping of a file; empty if the file has none."""
+    section = keys.get(name)
+    return {str(key): value for key, value in section.items()} if isinstance(section, Mapping) else {}
+
+
+def _plugin_settings(section: Mapping[str, object], folder: Path) -> dict[str, Value]:
+    """Return the settings of accelerate's section `deepspeed_config`: of the file that it names, or its own.
+
+    Without a file, accelerate writes no bucket sizes, so that DeepSpeed's defaults count.
+    Source: accelerate 1.15, utils/dataclasses.py, `DeepSpeedPlugin.__post_init__`.
+    """
+    if section.get(CONFIG_FILE):
+        return dict(deepspeed_settings(section[CONFIG_FILE], folder))
+    zero: dict[str, object] = {"stage": section.get("zero_stage", DEFAULT_STAGE)}
+    zero |= {part: {"device": section.get(f"{part}_device", "none")} for part in OFFLOADED}
+    return dict(deepspeed_settings({"zero_optimization": zero}, folder))
+
+
+def deepspeed_settings(value: object, folder: Path) -> Iterator[tuple[str, Value]]:
+    """Yield the ZeRO stage, sizes and offloading of a DeepSpeed config: a mapping, or the path of a JSON file."""
+    zero = _load_deepspeed_config(value, folder).get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise InputError("zero_optimization in the DeepSpeed config should hold keys and values, such as stage: 3.")
+    stage = zero.get("stage", 0)
+    # Stage 0 replicates everything, as DDP does.
+    yield ("zero_stage", stage) if stage else ("distributed_type", "MULTI_GPU")
+    yield from deepspeed_sizes(zero).items()
+    for part in OFFLOADED:
+        offload = zero.get(part)
+        yield f"{part}_device", offload.get("device", "none") if isinstance(offload, Mapping) else "none"
+
+
+def deepspeed_sizes(zero: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the sizes that the ZeRO stage in `zero_optimization` reads; DeepSpeed's defaults for missing ones."""
+    stage = zero.get("stage", 0)
+    read = ZERO_SIZES if stage == 3 else ("reduce_bucket_size",) if stage else ()
+    return {name: zero.get(name, DEEPSPEED_SIZES[name]) for name in read}
+
+
+def _load_deepspeed_config(value: object, folder: Path) -> Mapping[str, object]:
+    """Return a DeepSpeed config, loaded from JSON if it is a path.
+
+    A path is relative to the working directory, as in Transformers, or to the config file's folder.
+
+    Raises:
+        InputError: the file cannot be read, or does not map keys to values.
+    """
+    if isinstance(value, Mapping):
+        return value
+    path = Path(str(value))
+    path = path if path.exists() else folder / path
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"The DeepSpeed config {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise InputError(f"The DeepSpeed config {path} is not JSON: {error}.") from error
+    if not isinstance(read, Mapping):
+        raise InputError(f"The DeepSpeed config {path} should hold keys and values.")
+    return read
