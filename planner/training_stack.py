@@ -164,7 +164,7 @@ def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, 
         return job, ()
     if FLASH not in attention(SearchProblem(job=job, cluster=cluster, tuning_class="lora")):
         return job, ()
-    where = "has no CPU kernels" if device == "cpu" else "is not installed here (pip install flash-attn)"
+    where = "has no CPU kernels" if device == "cpu" else "is not installed here (pip install kernels)"
     changed = replace(job, pinned={**job.pinned, "attn_implementation": "sdpa"})
     return changed, (f"attn_implementation sdpa: flash_attention_2 {where}",)
 

@@ -444,7 +444,7 @@ class TestRequirements:
             ({"optim": "paged_adamw_8bit"}, {"bitsandbytes==0.50.*"}),
             ({"optim": "adamw_torch_8bit"}, {"torchao"}),
             ({"sharding": "zero3", "num_processes": 2}, {"deepspeed==0.19.*"}),
-            ({"attn_implementation": "flash_attention_2"}, {"flash-attn"}),
+            ({"attn_implementation": "flash_attention_2"}, {"kernels"}),
         ],
     )
     def test_they_name_what_the_candidate_needs(self, settings: dict[str, Any], wanted: set[str]) -> None:

@@ -29,8 +29,10 @@ OPTIMIZER_PACKAGES: dict[Optimizer, str] = {
     "adamw_torch_4bit": "torchao",
     "stable_adamw": "torch-optimi",
 }
+# Without flash-attn, which is built against an installed torch, Transformers takes the same kernels from the Hub
+# through this package. Source: transformers 5.23, modeling_utils.py:1793, `FLASH_ATTN_KERNEL_FALLBACK`.
 ATTENTION_PACKAGES: dict[AttentionImplementation, str] = {
-    "flash_attention_2": "flash-attn",
+    "flash_attention_2": "kernels",
     "flash_attention_3": "kernels",
 }
 # Source: transformers 5.23, quantizers/quantizer_gptq.py:53-71, quantizer_awq.py:47, quantizer_mxfp4.py.

@@ -231,8 +231,8 @@ def about_attention(best: Estimate, problem: SearchProblem) -> Iterator[str]:
     candidate = best.candidate
     if candidate.attn_implementation == "flash_attention_2" and "attn_implementation" not in problem.job.pinned:
         yield (
-            "attn_implementation flash_attention_2 needs the flash-attn package; "
-            "kernels-community/flash-attn2 does the same through the kernels package"
+            "attn_implementation flash_attention_2 needs the kernels package (pip install kernels, no build) or "
+            "flash-attn"
         )
     if candidate.attn_implementation != "sdpa" or not candidate.pads:
         return
