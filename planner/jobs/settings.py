@@ -157,7 +157,7 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
     """Convert a candidate to settings by the libraries' names, to paste into a TRL config or an accelerate file."""
     values: dict[str, object] = {}
     for field in fields(Candidate):
-        if not _is_shown(candidate, field.name):
+        if not is_shown(candidate, field.name):
             continue
         value = getattr(candidate, field.name)
         if field.name in SPELLINGS:
@@ -204,7 +204,7 @@ def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object
     return values
 
 
-def _is_shown(candidate: Candidate, field: str) -> bool:
+def is_shown(candidate: Candidate, field: str) -> bool:
     """Return whether the candidate's method, tuning and sharding read the setting."""
     return has_setting(candidate.method, field) and (field not in SHOWN_IF or SHOWN_IF[field](candidate))
 

@@ -137,7 +137,8 @@ def generation(problem: SearchProblem) -> Changes:
     """Return the ways to sample completions, with the allocator setting of each.
 
     `generate` in the trainer (with or without gathering ZeRO-3's weights), a colocated vLLM engine (with or without
-    sleep mode, on every number of a node's GPUs that it can divide the model among), or a vLLM server on GPUs of its
+    sleep mode, on every number of a node's GPUs that it can divide the model among, and no process on GPUs that are
+    left over), or a vLLM server on GPUs of its
     own. A pinned setting of vLLM excludes the trainer's `generate`.
     """
     row, cluster = METHODS[problem.job.method], problem.cluster
@@ -151,8 +152,8 @@ def generation(problem: SearchProblem) -> Changes:
         return tuple(found)
     if any(name.startswith("vllm_") for name in problem.job.pinned):
         found.clear()  # a pinned setting of vLLM means that vLLM is wanted
-    for size in tensor_parallel_sizes(problem.job.model, cluster.gpus_per_node):
-        awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size}
+    for size, processes in colocated_engines(problem):
+        awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size} | processes
         found.append({**awake, "vllm_enable_sleep_mode": False, **segments})
         # Sleep mode uses vLLM's cumem allocator, which refuses expandable segments.
         found.append({**awake, "vllm_enable_sleep_mode": True, "expandable_segments": False})
@@ -168,6 +169,18 @@ def generation(problem: SearchProblem) -> Changes:
         for tensor_parallel, data_parallel, processes in server_splits(problem)
     ]
     return tuple(found)
+
+
+def colocated_engines(problem: SearchProblem) -> Iterator[tuple[int, Change]]:
+    """Yield the tensor parallel sizes of a colocated engine, with `num_processes` where engines leave GPUs over.
+
+    Example: 28 heads on 5 GPUs: size 1 on all, sizes 2 and 4 on four.
+    """
+    cluster = problem.cluster
+    for size in range(1, cluster.gpus_per_node + 1):
+        used = cluster.gpus_per_node // size * size
+        if size in tensor_parallel_sizes(problem.job.model, used):
+            yield size, {} if used == cluster.gpus_per_node else {"num_processes": cluster.nodes * used}
 
 
 def server_splits(problem: SearchProblem) -> Iterator[tuple[int, int, int]]:
