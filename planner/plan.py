@@ -17,7 +17,7 @@ from planner.quantities import Estimate, Evidence, PhaseDifference
 from planner.search.explain import limits, notes, reasons
 from planner.search.knobs import TUNING_CLASSES, SearchProblem, TuningClass, structures
 from planner.search.remedies import Remedy, remedies
-from planner.search.search import search
+from planner.search.search import NEAR_BEST, search
 from planner.units import format_gib
 
 
@@ -133,13 +133,14 @@ def tuning_classes(job: Job) -> tuple[TuningClass, ...]:
 def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     """Return the recommended candidate with its problem; None if there is no candidate.
 
-    It is the tuning class to prefer among those that fit without offloading, else the candidate that fits with the
+    It is the tuning class to prefer among those that fit without offloading (offloaded if that is more than 2 % faster,
+    such as by room for an engine), else the candidate that fits with the
     least host memory, else the one of the least `distance` from fitting: offloaded ones too, where the GPUs hold what
     is left on them.
     """
     fitting = preferred_class(found)
     if fitting is not None:
-        return fitting
+        return faster_with_offloading(*fitting) or fitting
     offloaded = search_with_offloading(found)
     fitting = least_host_memory(offloaded)
     if fitting is not None:
@@ -160,6 +161,16 @@ def preferred_class(found: BestByProblem) -> tuple[SearchProblem, Estimate] | No
         return first
     worth = MUCH_FASTER * first[1].throughput.tokens_per_second
     return next((each for each in fitting[1:] if each[1].throughput.tokens_per_second >= worth), first)
+
+
+def faster_with_offloading(problem: SearchProblem, answer: Estimate) -> tuple[SearchProblem, Estimate] | None:
+    """Return the best candidate with offloading if it fits and is more than 2 % faster, else None."""
+    if problem.job.optimize != "throughput":
+        return None
+    floor = answer.throughput.tokens_per_second / NEAR_BEST
+    offloading = replace(problem, offload=True, faster_than=floor)
+    found = search(offloading)
+    return (offloading, found) if found and found.fits and found.throughput.tokens_per_second > floor else None
 
 
 def least_host_memory(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:

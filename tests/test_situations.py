@@ -215,6 +215,23 @@ def test_a_server_on_several_nodes_has_one_of_them(capsys: pytest.CaptureFixture
     assert settings["vllm_tensor_parallel_size"] * settings["vllm_data_parallel_size"] == 8
 
 
+def test_there_is_no_offloading_of_4_bit_weights() -> None:
+    job = Job(model=load_model("gemma-3-4b-it"), method="orpo", tuning="qlora", pinned={"max_length": 512})
+    cluster = parse_cluster("4xL4")
+    assert not [*structures(SearchProblem(job=job, cluster=cluster, tuning_class="qlora", offload=True))]
+
+
+def test_a_gpu_that_no_engine_can_use_is_left_idle() -> None:
+    """Five A100 were a third slower than four: engines of two or four GPUs do not divide five processes."""
+    job = Job(model=load_model("Qwen2.5-7B"), method="grpo", tuning="lora", pinned={"max_completion_length": 1024})
+    four, five = (
+        search(SearchProblem(job=job, cluster=parse_cluster(f"{count}xA100-40G"), tuning_class="lora"))
+        for count in (4, 5)
+    )
+    assert four is not None and five is not None
+    assert (five.candidate.num_processes, five.throughput) == (4, four.throughput)
+
+
 def test_every_split_between_server_and_trainer_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     job = "--model Qwen2.5-7B --gpus 8xH100 --method grpo --tuning lora --set vllm_mode=server"
     free = answered(job, capsys)["best"]

@@ -7,6 +7,7 @@ from planner.binary_search import largest
 from planner.candidate import BITSANDBYTES, Candidate
 from planner.estimate import estimate
 from planner.jobs.job import effective_batch_size
+from planner.jobs.settings import is_shown
 from planner.methods import MethodName
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, attention
@@ -319,12 +320,14 @@ def about_data(best: Estimate, problem: SearchProblem) -> Iterator[str]:
             f"prompts are taken to be up to {format_count(candidate.prompt_length)} tokens; "
             "TRL does not cut them: give --prompt-length for yours"
         )
-    if candidate.vllm == "colocate" and candidate.vllm_max_model_length == 0:
+    if candidate.vllm != "colocate" or not is_shown(candidate, "vllm_max_model_length"):
+        return
+    if candidate.vllm_max_model_length == 0:
         yield (
             f"vLLM takes the model's whole context of {format_count(candidate.model.max_position_embeddings)} tokens: "
             "vllm_max_model_length is not set"
         )
-    elif candidate.vllm == "colocate" and "vllm_max_model_length" not in problem.job.pinned:
+    elif "vllm_max_model_length" not in problem.job.pinned:
         yield (
             f"vllm_max_model_length {format_count(candidate.vllm_max_model_length)} is prompt and completion; "
             f"TRL's default is the model's whole context, {format_count(candidate.model.max_position_embeddings)}"
@@ -341,6 +344,15 @@ def about_batch(best: Estimate, problem: SearchProblem) -> Iterator[str]:
             f"{candidate.num_processes} processes; on all {problem.cluster.num_gpus} GPUs it would be "
             f"{format_count(on_all_gpus)}: say --effective-batch-size to keep one"
         )
+
+
+def about_idle(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note GPUs that no engine can use: the tensor parallel size does not divide the GPUs of a node."""
+    candidate = best.candidate
+    idle = problem.cluster.num_gpus - candidate.num_processes - candidate.server_gpus
+    if idle > 0 and candidate.vllm == "colocate" and "num_processes" not in problem.job.pinned:
+        size = candidate.vllm_tensor_parallel_size
+        yield f"{idle} of {problem.cluster.num_gpus} GPUs are idle: engines of {size} on the others are faster"
 
 
 def about_sources(best: Estimate, problem: SearchProblem) -> Iterator[str]:
@@ -360,5 +372,6 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[str]], ...] = (
     about_context,
     about_data,
     about_batch,
+    about_idle,
     about_sources,
 )

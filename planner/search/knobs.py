@@ -29,7 +29,8 @@ class SearchProblem:
     """One tuning class of a job on a cluster. Compared by identity.
 
     `offload`: offload the optimizer or the parameters to the host. `residual`: the share by which a dry run exceeded
-    the estimate of this tuning class; estimates are raised by it.
+    the estimate of this tuning class; estimates are raised by it. `faster_than`: tokens per second below which a
+    candidate is of no interest.
     """
 
     job: Job
@@ -37,6 +38,7 @@ class SearchProblem:
     tuning_class: TuningClass
     offload: bool = False
     residual: float = 0.0
+    faster_than: float = 0.0
 
     @property
     def processes(self) -> int:
@@ -153,7 +155,7 @@ def generation(problem: SearchProblem) -> Changes:
     if any(name.startswith("vllm_") for name in problem.job.pinned):
         found.clear()  # a pinned setting of vLLM means that vLLM is wanted
     for size, processes in colocated_engines(problem):
-        awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size} | processes
+        awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size, **processes}
         found.append({**awake, "vllm_enable_sleep_mode": False, **segments})
         # Sleep mode uses vLLM's cumem allocator, which refuses expandable segments.
         found.append({**awake, "vllm_enable_sleep_mode": True, "expandable_segments": False})
@@ -213,11 +215,11 @@ KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
 def allowed_by_pins(changes: Changes, pinned: Mapping[str, object]) -> Changes:
     """Return the changes that agree with every pinned setting, each without the pinned fields.
 
-    If no change agrees, the result is one empty change: the pinned settings decide alone.
+    If no change agrees, the result is one empty change: the pinned settings decide alone. Of no changes there are none.
     """
     agreeing = [change for change in changes if all(pinned.get(name, value) == value for name, value in change.items())]
     unpinned = [{name: value for name, value in change.items() if name not in pinned} for change in agreeing]
-    return tuple(unpinned) or ({},)
+    return tuple(unpinned) or ({},) * bool(changes)
 
 
 def structures(problem: SearchProblem) -> Iterator[Candidate]:

@@ -289,7 +289,7 @@ def best_of_class(problem: SearchProblem) -> Estimate | None:
     bounds = ((speed_bound(structure, problem), structure) for structure in structures(problem))
     for bound, structure in sorted(bounds, key=lambda each: -each[0]):
         precise = is_precise(structure)
-        if bound < NEAR_BEST * best_speed[precise] or (not precise and best_speed[True]):
+        if bound < max(NEAR_BEST * best_speed[precise], problem.faster_than) or (not precise and best_speed[True]):
             continue
         answer = best_of_structure(structure, problem)
         if answer is None:
