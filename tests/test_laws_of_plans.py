@@ -14,7 +14,7 @@ from planner.jobs.job import Job, TuningOption
 from planner.jobs.settings import is_shown
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
-from planner.plan import Plan, plan
+from planner.plan import MUCH_FASTER, Plan, plan
 from planner.search.search import NEAR_BEST
 
 EXAMPLES = 6  # each is two or three plans of 20 to 300 ms
@@ -125,8 +125,12 @@ def speed(answer: Plan) -> float:
 
 
 def not_slower(answer: Plan, other: Plan) -> bool:
-    """Whether a plan is at most 2 % slower than another one: of candidates that near, memory decides."""
-    return speed(answer) >= NEAR_BEST * speed(other)
+    """Whether a plan is at most 2 % slower than another one: of candidates that near, memory decides.
+
+    A candidate that offloads to the host is preferred only from 1.5 times the speed on.
+    """
+    offloads = other.best.candidate.offload_optimizer or other.best.candidate.offload_param
+    return speed(answer) >= speed(other) * (1 / MUCH_FASTER if offloads else NEAR_BEST)
 
 
 @laws
