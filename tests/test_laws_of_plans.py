@@ -14,7 +14,7 @@ from planner.jobs.job import Job, TuningOption
 from planner.jobs.settings import is_shown
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
-from planner.plan import NOTABLY_FASTER, Plan, plan
+from planner.plan import MUCH_FASTER, Plan, plan
 from planner.search.search import NEAR_BEST
 
 EXAMPLES = 6  # each is two or three plans of 20 to 300 ms
@@ -127,11 +127,11 @@ def speed(answer: Plan) -> float:
 def not_slower(answer: Plan, other: Plan) -> bool:
     """Whether a plan is at most 2 % slower than another one: of candidates that near, memory decides.
 
-    One that offloads to the host must be 1.3 times as fast as one that does not.
+    One that offloads to the host must be 1.5 times as fast as one that does not.
     """
     candidate = other.best.candidate
     offloads = candidate.offload_optimizer or candidate.offload_param or candidate.bnb_4bit_quant_storage != "uint8"
-    return speed(answer) >= (1 / NOTABLY_FASTER if offloads else NEAR_BEST) * speed(other)
+    return speed(answer) >= (1 / MUCH_FASTER if offloads else NEAR_BEST) * speed(other)
 
 
 @laws

@@ -1,6 +1,6 @@
 """`plan diagnose`: explain a log that ends in out of memory, and plan what fits instead."""
 
-from planner.commands.options import CandidateOptions, LogFile, OutputOptions, grouped
+from planner.commands.options import CandidateOptions, LogFile, OutputOptions, config_paths, grouped
 from planner.commands.printing import progress, width
 from planner.errors import EXIT_PLANNED
 
@@ -19,11 +19,8 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     from planner.training_stack import complete_models
 
     incidents = read_incidents(logged.log)
-    names_a_job = any(
-        option is not None
-        for option in (options.model, options.gpus, options.method, options.config, options.accelerate_config)
-    )
-    if names_a_job:
+    given = (options.model, options.gpus, options.method, *config_paths(options))
+    if any(option is not None for option in given):
         request = read_options(options, complete_models(progress(output)))
         diagnosis = diagnose_job(incidents, request.job, request.cluster)
     else:

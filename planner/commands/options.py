@@ -73,7 +73,27 @@ DryRun = Annotated[
 
 # Without slots: a group can inherit from several groups.
 @dataclass(frozen=True, kw_only=True)
-class JobOptions:
+class ConfigFiles:
+    """The files that a training is started with, beside the flags."""
+
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")
+    ] = None
+    accelerate_config: Annotated[
+        str | None,
+        typer.Option(
+            "--accelerate-config",
+            metavar="FILE",
+            help="The file for `accelerate launch` (YAML), with the DeepSpeed config that it names; flags win over it.",
+        ),
+    ] = None
+    deepspeed_config: Annotated[
+        str | None, typer.Option("--deepspeed-config", metavar="FILE", help="A DeepSpeed config (JSON).")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(ConfigFiles):
     """What to train, and on which GPUs."""
 
     model: Annotated[
@@ -161,33 +181,22 @@ class JobOptions:
 class SearchOptions(JobOptions):
     """The options of a job whose candidates are searched."""
 
+    free: Annotated[
+        list[str] | None,
+        typer.Option("--free", metavar="NAME", help="Let the search decide a setting of --config. Repeatable."),
+    ] = None
     optimize: Annotated[
         str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")
     ] = "throughput"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfigFiles:
-    """The files that a training is started with, beside the flags."""
-
-    config: Annotated[
-        str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")
-    ] = None
-    accelerate_config: Annotated[
-        str | None,
-        typer.Option(
-            "--accelerate-config",
-            metavar="FILE",
-            help="The file for `accelerate launch` (YAML), with the DeepSpeed config that it names; flags win over it.",
-        ),
-    ] = None
-    deepspeed_config: Annotated[
-        str | None, typer.Option("--deepspeed-config", metavar="FILE", help="A DeepSpeed config (JSON).")
-    ] = None
+def config_paths(options: ConfigFiles) -> tuple[str | None, str | None, str | None]:
+    """Return the paths of the TRL, accelerate and DeepSpeed configs; None: not given."""
+    return options.config, options.accelerate_config, options.deepspeed_config
 
 
 @dataclass(frozen=True, kw_only=True)
-class CandidateOptions(JobOptions, ConfigFiles):
+class CandidateOptions(JobOptions):
     """The options of one candidate without a search: a setting that is not given has TRL's default."""
 
     tuning: OneTuning = "auto"

@@ -41,11 +41,21 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
         elif dry_run_installed() and answer.verdict == "fits" and not output.json:
             say(DRY_RUN_HINT)
         exit_code, error = (EXIT_PLANNED, "") if answer.verdict == "fits" else (EXIT_NOTHING_FITS, refusal(answer))
-    answer = replace(answer, warnings=(*request.warnings, *answer.warnings))
+    answer = replace(answer, warnings=(*request.warnings, *_changes(request, answer), *answer.warnings))
     print_plan(output, answer)
     if exit_code != EXIT_PLANNED:
         print_error(error)
     return exit_code
+
+
+def _changes(request: "JobRequest", answer: "Plan") -> tuple[str, ...]:
+    """Return a line for each change that turns the given config files into the plan's settings."""
+    from planner.jobs.config_changes import config_changes
+
+    if not request.in_files:
+        return ()
+    changes = config_changes(request.in_files, answer.best.candidate)
+    return tuple(f"config {change}" for change in changes) or ("the config needs no change",)
 
 
 def _checked(answer: "Plan", output: CheckOptions) -> "Plan":

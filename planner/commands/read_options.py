@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, get_args
 
-from planner.commands.options import CandidateOptions, JobOptions, SearchOptions
+from planner.commands.options import JobOptions, SearchOptions
+from planner.commands.read_config import config_files, freed, with_batch_of_files, with_server_node
 from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
@@ -29,18 +29,20 @@ SHORTHANDS = {
     "batch_size": "per_device_train_batch_size",
     "padded": "padded",
 }
-# Field of `ConfigFiles` -> field of the options.
-CONFIG_FLAGS = {"train": "config", "accelerate": "accelerate_config", "deepspeed": "deepspeed_config"}
 EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """The job and the cluster of a command line. `warnings`: settings that the plan does not use."""
+    """The job and the cluster of a command line. `warnings`: settings that the plan does not use.
+
+    `in_files`: Candidate fields that config files set, whatever flags say.
+    """
 
     job: Job
     cluster: Cluster
     warnings: tuple[str, ...]
+    in_files: Mapping[str, Any]
 
 
 def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
@@ -54,31 +56,39 @@ def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
     """
     _refuse_empty(options)
     flags, ranks = _flags(options), _ranks(options)
-    in_file, warnings = _config_files(options) if isinstance(options, CandidateOptions) else ({}, ())
+    in_file, warnings = config_files(options)
     tuning = _one_of("tuning class", options.tuning, get_args(TuningOption))
     decided = fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})
-    settings = _without(in_file, decided) | flags
+    free = freed(options)
+    settings = _without(in_file, decided | free) | flags
     name = _model_name(options.model, flags, in_file)
     _refuse_missing({"--model": name, "--gpus": options.gpus, "--method": options.method})
     assert options.gpus is not None and options.method is not None
     method = _one_of("method", options.method, tuple(METHODS))
     settings, unread = _read_by(method, settings, in_file.keys() - flags.keys())
     model, cluster = complete(load_model(name)), parse_cluster(options.gpus, options.free_memory, options.host_memory)
-    settings = _with_server_node(settings, cluster)
+    settings = with_server_node(settings, cluster)
+    pinned = _pins(settings, model, complete)
     version, older = _trl_version(options.trl_version)
     goal = options.optimize if isinstance(options, SearchOptions) else "throughput"
     job = Job(
         model=model,
         method=method,
         tuning=tuning,
-        pinned=_pins(settings, model, tuning, complete, from_file="use_peft" in in_file),
+        pinned=pinned if "tuning" in free else _with_adapters(pinned, tuning, model, options.config is not None),
         optimize=_one_of("goal", goal, get_args(Goal)),
         risk=options.risk,
         effective_batch_size=options.effective_batch_size,
         trl_version=version,
         lora_ranks=ranks,
     )
-    return JobRequest(job=job, cluster=cluster, warnings=(*warnings, *unread, *unused_lengths(job), *older))
+    in_files = candidate_fields(with_server_node(in_file, cluster), model.dtype, loaded_quantization(model))
+    return JobRequest(
+        job=with_batch_of_files(job, cluster, in_files, free),
+        cluster=cluster,
+        warnings=(*warnings, *unread, *unused_lengths(job), *older),
+        in_files=in_files,
+    )
 
 
 def _flags(options: JobOptions) -> dict[str, Value]:
@@ -116,28 +126,9 @@ def _ranks(options: JobOptions) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _config_files(options: CandidateOptions) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """Return the settings of the config files, and the warnings about keys that the plan does not use."""
-    paths = {name: Path(path) for name, flag in CONFIG_FLAGS.items() if (path := getattr(options, flag)) is not None}
-    if not paths:
-        return {}, ()
-    from planner.jobs.train_config import ConfigFiles, load_config_files
-
-    config = load_config_files(ConfigFiles(**paths))
-    return config.settings, config.warnings
-
-
 def _without(settings: Mapping[str, Value], decided: set[str]) -> dict[str, Value]:
     """Return the settings of a file without those whose Candidate fields are decided by flags."""
     return {name: value for name, value in settings.items() if not fields_named([name]) & decided}
-
-
-def _with_server_node(settings: Mapping[str, Value], cluster: Cluster) -> dict[str, Value]:
-    """Return the settings with the node of a vLLM server, which accelerate's `num_machines` leaves out."""
-    server = settings.get("use_vllm") and settings.get("vllm_mode") == "server"
-    if server and cluster.nodes > 1 and settings.get("num_machines") == cluster.nodes - 1:
-        return {**settings, "num_machines": cluster.nodes}
-    return dict(settings)
 
 
 def _read_by(
@@ -173,23 +164,27 @@ def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[s
     return flag
 
 
-def _pins(
-    settings: Mapping[str, Value], model: ModelShape, tuning: TuningOption, complete: CompleteModel, from_file: bool
-) -> dict[str, Any]:
-    """Return the settings as Candidate fields, without the policy. Names of other models are replaced by their shapes.
-
-    A setting of LoRA pins LoRA. LoRA from a config file without `lora_target_modules` gets PEFT's default ones.
-    """
+def _pins(settings: Mapping[str, Value], model: ModelShape, complete: CompleteModel) -> dict[str, Any]:
+    """Return the settings as Candidate fields, without the policy. Names of other models become their shapes."""
     pinned: dict[str, Any] = candidate_fields(settings, model.dtype, loaded_quantization(model))
     for role in ("reward_model", "teacher_model"):
         if role in pinned:
             pinned[role] = complete(load_model(pinned[role]))
-    if tuning == "auto" and not pinned.keys().isdisjoint(LORA_FIELDS):
-        pinned.setdefault("tuning", "lora")  # a setting of LoRA means LoRA
-    adapters = tuning in ("lora", "qlora") or pinned.get("tuning") == "lora"
-    if from_file and adapters and "lora_target_modules" not in pinned:
-        pinned["lora_target_modules"] = default_targets(model.model_type)
     return {field: value for field, value in pinned.items() if field != "model"}
+
+
+def _with_adapters(pins: Mapping[str, Any], tuning: TuningOption, model: ModelShape, config: bool) -> dict[str, Any]:
+    """Return the pins with LoRA, if a setting of LoRA means that.
+
+    `config`: a TRL config is given, where LoRA without `lora_target_modules` has PEFT's default ones.
+    """
+    pinned = dict(pins)
+    if tuning == "auto" and not pinned.keys().isdisjoint(LORA_FIELDS):
+        pinned.setdefault("tuning", "lora")
+    adapters = tuning in ("lora", "qlora") or pinned.get("tuning") == "lora"
+    if config and adapters and "lora_target_modules" not in pinned:
+        pinned["lora_target_modules"] = default_targets(model.model_type)
+    return pinned
 
 
 def _trl_version(text: str | None) -> tuple[str, list[str]]:

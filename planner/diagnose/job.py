@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from planner.candidate import ZERO_SIZES
 from planner.diagnose.incident import Incident
 from planner.errors import PlanError
 from planner.estimate import estimate
@@ -17,9 +18,10 @@ from planner.search.knobs import problem_of_estimate
 REPLANNED_SETTINGS = frozenset({
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "gradient_checkpointing",
     "checkpoint_every_n_layers", "checkpoint_offload", "attn_implementation", "sharding", "offload_optimizer",
-    "offload_param", "ds3_gather_for_generation", "num_processes", "expandable_segments", "activation_offloading",
+    "offload_param", "bnb_4bit_quant_storage", "ds3_gather_for_generation", "num_processes", "expandable_segments",
+    "activation_offloading",
     "vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_data_parallel_size",
-    "vllm_enable_sleep_mode",
+    "vllm_enable_sleep_mode", *ZERO_SIZES,
 })  # fmt: skip
 
 

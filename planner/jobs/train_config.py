@@ -31,6 +31,9 @@ FILE_DEFAULTS: dict[str, Value] = {
     "lora_dropout": 0.05,
 }
 
+# Of these, the ones that a search keeps: it decides the others itself.
+SEARCH_DEFAULTS: dict[str, Value] = {"lora_dropout": 0.05}
+
 # Launchers that start processes without sharding.
 UNSHARDED = (("distributed_type", "NO"), ("distributed_type", "MULTI_GPU"))
 
@@ -71,13 +74,17 @@ class ConfigFiles:
     deepspeed: Path | None = None
 
 
-def load_config_files(files: ConfigFiles) -> TrainConfig:
+def load_config_files(files: ConfigFiles, defaults: Mapping[str, Value] = FILE_DEFAULTS) -> TrainConfig:
     """Load a TRL config, accelerate's launch file and a DeepSpeed config, as one set of settings.
+
+    `defaults`: settings of a TRL config that leaves them out.
 
     Raises:
         InputError: a file cannot be read, or two of them give a setting different values.
     """
-    train = load_train_config(files.train) if files.train else TrainConfig(settings={}, ignored=(), unmodelled=())
+    train = (
+        load_train_config(files.train, defaults) if files.train else TrainConfig(settings={}, ignored=(), unmodelled=())
+    )
     launch = load_launch_config(files.accelerate, files.deepspeed)
     zero = launch.settings.keys() if files.deepspeed else ()
     settings = {name: value for name, value in train.settings.items() if name not in zero}
@@ -97,8 +104,8 @@ def load_config_files(files: ConfigFiles) -> TrainConfig:
     return TrainConfig(settings=settings, ignored=train.ignored, unmodelled=(*train.unmodelled, *launch.unmodelled))
 
 
-def load_train_config(path: Path) -> TrainConfig:
-    """Load a YAML file with TRL's keys; keys that the file leaves out have TRL's defaults.
+def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS) -> TrainConfig:
+    """Load a YAML file with TRL's keys; keys that the file leaves out have `defaults`.
 
     Raises:
         InputError: the file cannot be read, or does not map keys to values.
@@ -106,7 +113,7 @@ def load_train_config(path: Path) -> TrainConfig:
     keys = load_mapping(path, "TRL config", "model_name_or_path: Qwen/Qwen2.5-7B")
     pairs = dict(_flatten(keys, path.parent))
     known = set(setting_names())
-    settings = FILE_DEFAULTS | {name: value for name, value in pairs.items() if name in known and value is not None}
+    settings = {**defaults} | {name: value for name, value in pairs.items() if name in known and value is not None}
     unknown = sorted(name for name in pairs if name not in known)
     return TrainConfig(
         settings=_without_unread(settings, pairs),

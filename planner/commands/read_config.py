@@ -1,0 +1,79 @@
+"""Read the config files of a command: TRL's, accelerate's and DeepSpeed's, and what `--free` gives to the search."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from planner.candidate import ZERO_SIZES
+from planner.commands.options import JobOptions, SearchOptions, config_paths
+from planner.errors import InputError, UnknownName
+from planner.gpus.cluster import Cluster
+from planner.jobs.job import Job, effective_batch_size
+from planner.jobs.rules import ENGINE_FIELDS
+from planner.jobs.settings import NAMING_HINT, fields_named, setting_names
+from planner.jobs.spellings import Value
+from planner.methods import LENGTH_SETTINGS
+
+# Field of `ConfigFiles` -> field of the options.
+CONFIG_FLAGS = {"train": "config", "accelerate": "accelerate_config", "deepspeed": "deepspeed_config"}
+# Candidate fields that are details of another one: they are freed with it.
+DETAILS: dict[str, tuple[str, ...]] = {
+    "sharding": ("offload_optimizer", "offload_param", *ZERO_SIZES),
+    "vllm": ENGINE_FIELDS,
+}
+SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of one process's part of the effective batch
+BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fields that the effective batch is made of
+
+
+def config_files(options: JobOptions) -> tuple[dict[str, Value], tuple[str, ...]]:
+    """Return the settings of the config files, and the warnings about keys that the plan does not use."""
+    paths = {name: Path(path) for name, flag in CONFIG_FLAGS.items() if (path := getattr(options, flag)) is not None}
+    if not paths:
+        return {}, ()
+    from planner.jobs.train_config import FILE_DEFAULTS, SEARCH_DEFAULTS, ConfigFiles, load_config_files
+
+    defaults = SEARCH_DEFAULTS if isinstance(options, SearchOptions) else FILE_DEFAULTS
+    config = load_config_files(ConfigFiles(**paths), defaults)
+    return config.settings, config.warnings
+
+
+def freed(options: JobOptions) -> set[str]:
+    """Return the Candidate fields of `--free`, with the details that only their values in the files have.
+
+    Raises:
+        InputError: there is no config file, or the search does not decide the setting.
+        UnknownName: a name that no library has.
+    """
+    if not isinstance(options, SearchOptions) or not options.free:
+        return set()
+    names = options.free
+    from planner.search.knobs import SEARCHED
+
+    if not any(config_paths(options)):
+        raise InputError(f"--free {names[0]} frees a setting of a config file, and there is none. Give --config.")
+    decided = SEARCHED | ({*LENGTH_SETTINGS} if options.optimize == "max-length" else set())
+    for name in names:
+        if name not in setting_names():
+            raise UnknownName("setting", name, setting_names(), hint=NAMING_HINT)
+        if not fields_named([name]) <= decided:
+            other = "--optimize max-length" if name in LENGTH_SETTINGS else f"--set {name}=..."
+            raise InputError(f"--free {name} leaves nothing to decide: no search changes it. Use {other}.")
+    free = fields_named(names)
+    return free.union(*(DETAILS.get(field, ()) for field in free))
+
+
+def with_batch_of_files(job: Job, cluster: Cluster, in_files: Mapping[str, Any], free: set[str]) -> Job:
+    """Return the job with the effective batch of the files, if the search may divide it otherwise."""
+    if job.effective_batch_size is not None or free.isdisjoint(SPLITS):
+        return job
+    sizes = {name: in_files[name] for name in BATCH_FIELDS if name in in_files}
+    return replace(job, effective_batch_size=effective_batch_size(replace(job, pinned=sizes), cluster))
+
+
+def with_server_node(settings: Mapping[str, Value], cluster: Cluster) -> dict[str, Value]:
+    """Return the settings with the node of a vLLM server, which accelerate's `num_machines` leaves out."""
+    server = settings.get("use_vllm") and settings.get("vllm_mode") == "server"
+    if server and cluster.nodes > 1 and settings.get("num_machines") == cluster.nodes - 1:
+        return {**settings, "num_machines": cluster.nodes}
+    return dict(settings)

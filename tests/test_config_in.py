@@ -1,0 +1,180 @@
+"""`plan --config`: what the files set is pinned, `--free` gives it to the search, and the answer names the changes."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from planner.candidate import Candidate
+from planner.cli import run
+from planner.gpus.parse import parse_cluster
+from planner.jobs.config_changes import config_changes
+from planner.jobs.job import Job
+from planner.launch.export import export
+from planner.methods import METHODS, MethodName
+from planner.models.catalogue import load_model
+from planner.plan import plan
+from planner.search.knobs import SEARCHED, TUNING_CLASSES, SearchProblem, structures
+
+LOGS = Path(__file__).parent / "logs"
+TRAIN = """
+model_name_or_path: Qwen/Qwen2.5-7B
+use_peft: true
+lora_r: 32
+lora_target_modules: all-linear
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+max_length: 4096
+gradient_checkpointing: false
+learning_rate: 1.0e-5
+"""
+LAUNCH = "distributed_type: DEEPSPEED\nnum_processes: 2\nnum_machines: 1\ndeepspeed_config: {zero_stage: 2}\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """The flags of a TRL config and an accelerate config."""
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    (tmp_path / "accelerate.yaml").write_text(LAUNCH)
+    where = [f"--config={tmp_path / 'train.yaml'}", f"--accelerate-config={tmp_path / 'accelerate.yaml'}"]
+    return [*where, "--gpus", "2xA100-40G", "--method", "sft", "--json", "--quiet"]
+
+
+def free(*names: str) -> list[str]:
+    return [f"--free={name}" for name in names]
+
+
+def test_a_search_keeps_what_the_files_set(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(files) == 3  # without checkpointing it does not fit
+    report = json.loads(capsys.readouterr().out)
+    wanted = {"lora_r": 32, "per_device_train_batch_size": 8, "gradient_checkpointing": False, "zero_stage": 2}
+    assert {name: report["best"]["settings"][name] for name in wanted} == wanted
+    assert report["best"]["settings"]["attn_implementation"] == "flash_attention_2"  # not in the files
+
+
+def test_what_is_freed_is_searched_and_the_effective_batch_stays(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("gradient_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps")
+    assert run([*files, *free(*names)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    settings = report["best"]["settings"]
+    assert settings["gradient_checkpointing"] is True
+    assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 8 * 2
+    changes = [line for line in report["warnings"] if line.startswith("config ")]
+    assert changes == [
+        "config dtype: not set -> bfloat16",
+        f"config per_device_train_batch_size: 8 -> {settings['per_device_train_batch_size']}",
+        f"config gradient_accumulation_steps: 2 -> {settings['gradient_accumulation_steps']}",
+        "config gradient_checkpointing: false -> true",
+        "config attn_implementation: not set -> flash_attention_2",
+        "config PYTORCH_CUDA_ALLOC_CONF: not set -> expandable_segments:True",
+    ]
+
+
+def test_with_the_sharding_its_sizes_are_freed(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*files, *free("zero_stage", "gradient_checkpointing", "use_peft")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["best"]["settings"]["lora_r"] == 32
+    assert "full fine-tuning" in {other["label"] for other in report["alternatives"]}
+
+
+def test_flags_win_over_the_files(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*files, "--set", "gradient_checkpointing=true"]) == 0
+    assert "config gradient_checkpointing: false -> true" in json.loads(capsys.readouterr().out)["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--free=lora_r"], "--free lora_r leaves nothing to decide: no search changes it. Use --set lora_r=..."),
+        (["--free=max_length"], "--free max_length leaves nothing to decide: no search changes it. Use --optimize"),
+        (["--free=lora_rank"], "Unknown setting 'lora_rank'. Did you mean lora_r"),
+        (["--deepspeed-config=none.json"], "The DeepSpeed config none.json cannot be read: No such file"),
+        (["--set=distributed_type=FSDP"], "reduce_bucket_size is read by DeepSpeed only, not fsdp2."),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    files: list[str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*files, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_file_there_is_nothing_to_free(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--model=Qwen2.5-7B", "--gpus=1xH100", "--method=sft", "--free=dtype"]) == 2
+    assert "frees a setting of a config file, and there is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["estimate"], ["dry-run"], ["probe"], ["diagnose"]])
+def test_every_command_of_a_job_takes_the_files(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run([*command, "--help"])
+    page = capsys.readouterr().out
+    assert all(flag in page for flag in ("--config FILE", "--accelerate-config FILE", "--deepspeed-config FILE"))
+
+
+def test_a_diagnosis_replans_the_job_of_the_files(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["diagnose", str(LOGS / "dpo_wrapped.log"), *files]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["expected"]["settings"]["zero_stage"] == 2
+    assert report["instead"]["settings"]["gradient_checkpointing"] is True
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "gpus"),
+    [
+        ("Qwen2.5-7B", "grpo", "2xA100-40G"),
+        ("Qwen2.5-7B", "grpo", "2x8xH100"),
+        ("Llama-3.1-8B", "sft", "8xH100"),
+        ("Qwen2.5-0.5B", "distillation", "1xL4"),
+        ("Qwen3-1.7B", "online-dpo", "3xA100-40G"),
+        ("gemma-2-2b", "ppo", "1xH100"),
+    ],
+)
+def test_the_files_of_a_plan_give_the_plan(
+    model: str, method: str, gpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(model=load_model(model), method=method)  # type: ignore[arg-type]
+    best = plan(job, parse_cluster(gpus)).best
+    export(best.candidate, tmp_path)
+    data = ["--no-padded"] * (not best.candidate.padded)
+    data += ["--prompt-length", str(best.candidate.prompt_length)] * METHODS[method].generates  # type: ignore[index]
+    if best.candidate.vllm == "server":
+        data += ["--set", f"vllm_data_parallel_size={best.candidate.vllm_data_parallel_size}"]
+    where = [f"--config={tmp_path / 'train.yaml'}", f"--accelerate-config={tmp_path / 'accelerate.yaml'}"]
+    assert run([*where, *data, "--gpus", gpus, "--method", method, "--json", "--quiet"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["best"]["throughput"]["tokens_per_second"] == round(best.throughput.tokens_per_second, 6)
+    assert report["best"]["gpus"][0]["peak_bytes"] == best.gpus[0].peak_bytes
+    assert [line for line in report["warnings"] if "config" in line and "not used" not in line] == [
+        "the config needs no change"
+    ]
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_what_may_be_freed_is_what_searches_change(method: MethodName) -> None:
+    job, cluster = Job(model=load_model("Qwen2.5-0.5B"), method=method), parse_cluster("3xH100")
+    found = [
+        candidate
+        for tuning_class in TUNING_CLASSES
+        for offload in (False, True)
+        for candidate in structures(SearchProblem(job=job, cluster=cluster, tuning_class=tuning_class, offload=offload))
+    ]
+    changed = {field.name for field in fields(Candidate) if len({getattr(each, field.name) for each in found}) > 1}
+    sizes = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
+    if method == "grpo":
+        only_sft = {"bnb_4bit_quant_storage"}
+        engine = {"vllm_gpu_memory_utilization", "vllm_max_model_length"}
+        assert changed | sizes | engine | only_sft == SEARCHED
+    assert changed <= SEARCHED
+
+
+def test_a_list_and_a_word_are_written_as_in_yaml() -> None:
+    held = Candidate(
+        model=load_model("Qwen2.5-0.5B"), method="sft", tuning="lora", lora_target_modules=("q_proj", "v_proj")
+    )
+    assert config_changes({"tuning": "full"}, held) == [
+        "use_peft: false -> true",
+        "lora_target_modules: not set -> [q_proj, v_proj]",
+    ]
