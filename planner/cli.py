@@ -1,12 +1,13 @@
 """The `plan` command: its subcommands, and the conversion of errors to exit codes."""
 
+import os
 import sys
 
 import typer
 
 from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, validate
 from planner.commands.printing import print_error
-from planner.errors import EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
+from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
 
 EPILOG = """\
 Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts the plan, 1 anything else.
@@ -37,9 +38,26 @@ app.command()(lists.schema)
 def main() -> None:
     """Run the command with the arguments of the process and exit; the console script `plan`."""
     for stream in (sys.stdout, sys.stderr):
-        # A terminal without the characters of a bar still gets the numbers.
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    sys.exit(run(sys.argv[1:]))
+        # A terminal without the characters of a bar still gets the numbers. A stream that the shell closed is None.
+        if stream is not None:
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    code = EXIT_OTHER
+    try:
+        code = run(sys.argv[1:])
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `plan ... | head`
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        print_error(f"The output cannot be written: {error.strerror}.")
+        code = EXIT_OTHER
+    sys.exit(code)
+
+
+def _discard_output() -> None:
+    """Let the interpreter flush what is left of stdout to nowhere when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(arguments: list[str]) -> int:

@@ -36,6 +36,9 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.1f} min"
 
 
+MAX_DIGITS = 30  # of a number that a user writes
+
+
 def parse_bytes(text: str) -> int:
     """Bytes from text: `"24GiB"`, `"512MiB"`, `"39.5 GiB"` or a plain number of bytes.
 
@@ -44,7 +47,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     suffix = match.group(2).lower() if match else "?"
-    if match is None or suffix not in _SUFFIXES:
+    if match is None or suffix not in _SUFFIXES or len(match.group(1)) > MAX_DIGITS:
         raise InputError(f"{text!r} is not a size. Write it in GiB or MiB, such as 24GiB.")
     return int(float(match.group(1)) * _SUFFIXES[suffix])
 
@@ -60,6 +63,6 @@ def parse_seconds(text: str) -> float:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     suffix = match.group(2).lower() if match else "?"
-    if match is None or suffix not in _SECONDS or float(match.group(1)) == 0:
+    if match is None or suffix not in _SECONDS or len(match.group(1)) > MAX_DIGITS or float(match.group(1)) == 0:
         raise InputError(f"{text!r} is not a duration. Write it in seconds, minutes or hours, such as 90s, 10m or 1h.")
     return float(match.group(1)) * _SECONDS[suffix]

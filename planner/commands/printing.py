@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.commands.options import OutputOptions, ReportOptions
+from planner.files.write import REPORT_FILE
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -99,7 +100,7 @@ def _print_report(
     texts = {}
     if output.out is not None:
         folder = Path(output.out)
-        texts = {folder / "plan.json": text + "\n", folder / "plan.txt": table.plain + "\n"}
+        texts = {folder / REPORT_FILE: text + "\n", folder / "plan.txt": table.plain + "\n"}
     if output.html is not None:
         texts[Path(output.html)] = page()
     write_all(texts)
@@ -116,6 +117,11 @@ def width() -> int:
     return shutil.get_terminal_size(fallback=(PIPE_WIDTH, 0)).columns
 
 
+MAX_WORD = 200  # characters of a word in an error message, which may quote the input
+
+
 def print_error(message: str) -> None:
-    """Print an error message on stderr, as one line."""
-    print(f"Error: {' '.join(message.split())}", file=sys.stderr)
+    """Print an error message on stderr, as one line: long words are cut, control characters are escaped."""
+    words = [word if len(word) <= MAX_WORD else f"{word[: MAX_WORD - 3]}..." for word in message.split()]
+    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in " ".join(words))
+    print(f"Error: {line}", file=sys.stderr)

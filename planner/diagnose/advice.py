@@ -8,6 +8,9 @@ from planner.diagnose.incident import Incident, Kind
 from planner.units import GIB, format_count, format_gib, format_size
 
 MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less
+SEVERAL = 2  # processes
+# Twice a CUDA context with the kernels of PyTorch, which is 0.2 to 0.6 GiB (planner/memory/runtime.py).
+CONTEXT_BYTES = 6 * GIB // 5
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -47,9 +50,14 @@ def _on_gpu(incident: Incident) -> str:
     if "tried" not in incident.sizes:
         return f"{gpu} ran out of memory{_in_phase(incident)}"
     free, total = (format_size(incident.sizes[name]) if name in incident.sizes else "?" for name in ("free", "total"))
+    lacking = f"; {format_size(incident.lacking_bytes)} were missing" if incident.lacking_bytes else ""
+    doubt = ""
+    if incident.is_impossible:
+        allocated = format_size(incident.sizes["allocated"])
+        doubt = f". Its figures cannot be: {allocated} allocated on a GPU of {total}, so that a part lay elsewhere"
     return (
         f"{gpu} ran out of memory{_in_phase(incident)}: asked for {format_size(incident.sizes['tried'])}, {free} of "
-        f"{total} were free"
+        f"{total} were free{lacking}{doubt}"
     )
 
 
@@ -101,6 +109,8 @@ def _engine_profile(incident: Incident) -> str:
 
 
 def _on_host(incident: Incident) -> str:
+    if "-9" in incident.message or "SIGKILL" in incident.message:
+        return "a process was killed (signal 9): by the kernel if main memory ran out (see `dmesg`), else by a launcher"
     size = f", asked for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
     return f"the host, not a GPU, ran out of memory{size}; a process was ended"
 
@@ -117,12 +127,28 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
         return
     if incident.gathers and incident.phase == "rollout":
         yield "ds3_gather_for_generation false: ZeRO-3 was gathering the whole policy on every GPU to generate"
+    others = incident.sizes.get("others", 0)
+    if others >= MENTIONED_OTHERS_BYTES:
+        yield _about_others(others, int(incident.numbers.get("other_processes", 1)))
     if incident.fragmented:
         unused, lacked = format_size(incident.sizes["unallocated"]), format_size(incident.lacking_bytes)
         yield f"{EXPANDABLE}: the allocator held {unused} in fragments that it could not use; {lacked} more were needed"
-    others = incident.sizes.get("others", 0)
-    if others >= MENTIONED_OTHERS_BYTES:
-        yield f"other processes hold {format_size(others)} of this GPU: end them, or plan with --free-memory"
+
+
+def _about_others(held_bytes: int, processes: int) -> str:
+    """Say what the other processes on the GPU are: ranks of the same run if there are several."""
+    held = format_size(held_bytes)
+    if processes < SEVERAL:
+        return f"other processes hold {held} of this GPU: end them, or plan with --free-memory"
+    if held_bytes < processes * CONTEXT_BYTES:
+        return (
+            f"{processes} other processes hold {held} of this GPU, as much as CUDA contexts: ranks that touch a GPU "
+            "that is not theirs. torch.cuda.set_device(local_rank) before anything else, map_location when loading"
+        )
+    return (
+        f"{processes} other processes hold {held} of this GPU: it is shared, by ranks that all load to it (device_map, "
+        "CUDA_VISIBLE_DEVICES) or by other jobs. One process a GPU, or plan with --free-memory"
+    )
 
 
 def _for_nccl(incident: Incident) -> Iterator[str]:

@@ -61,6 +61,14 @@ class Incident:
         return "allowed" not in self.sizes and 0 < self.sizes.get("tried", 0) <= self.sizes.get("free", 0)
 
     @property
+    def is_impossible(self) -> bool:
+        """True if more is said to be allocated than the GPU has.
+
+        Windows and unified memory move a part to main memory without a word.
+        """
+        return self.sizes.get("allocated", 0) > self.sizes.get("total", self.sizes.get("allocated", 0))
+
+    @property
     def fragmented(self) -> bool:
         """True if the allocator's reserved but unused memory would have been enough for the request."""
         return 0 < self.lacking_bytes <= self.sizes.get("unallocated", 0)

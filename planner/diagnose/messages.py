@@ -1,7 +1,7 @@
 """Out-of-memory messages of PyTorch, vLLM, NCCL and the kernel, and the figures in each."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.diagnose.incident import Kind
@@ -45,6 +45,7 @@ GPU = Message(
     },
     numbers={"gpu": r"GPU (\d+)"},
 )
+ROUNDING_BYTES = GIB // 50  # of three figures with two decimals of a GiB
 OTHER_PROCESS = re.compile(rf"Process \d+ has {SIZE} memory in use")
 
 # The messages of vLLM and NCCL are those of published logs (neither was installed here); the files are those that print
@@ -102,7 +103,13 @@ MESSAGES: tuple[Message, ...] = (
         pattern=r"DataLoader worker .{0,40}is killed by signal: Killed|Cannot allocate memory|oom-kill|"
         r"Out of memory: Killed process",
     ),
-    Message(kind="host", pattern=r"exitcode *: ?-9\b|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>"),
+    # also deepspeed 0.19.8, launcher/launch.py ("exits with return code = -9"); ray 2.5x; SLURM's slurmstepd; docker
+    Message(
+        kind="host",
+        pattern=r"exitcode *: ?-9\b|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|"
+        r"exits with return code = -9\b|exited with code 137\b|exit code:? 137\b|oom_kill event|OOMKilled|"
+        r"were killed due to the node running low on memory",
+    ),
 )
 
 
@@ -123,11 +130,27 @@ def figures(message: Message, text: str) -> tuple[dict[str, int], dict[str, floa
     }
     if "reserved" in sizes and "allocated" in sizes:
         sizes.setdefault("unallocated", max(sizes["reserved"] - sizes["allocated"], 0))
-    if message is GPU and (others := [_bytes(*found) for found in OTHER_PROCESS.findall(text)]):
-        # In a container the message lists this process among the others, by another process number.
-        own = 0 if "process" in sizes else sizes.get("allocated", 0) + sizes.get("unallocated", 0)
-        sizes["others"] = max(sum(others) - own, 0)
+    if message is GPU and (listed := [_bytes(*found) for found in OTHER_PROCESS.findall(text)]):
+        if "process" not in sizes and (own := _own_process(listed, sizes)) is not None:
+            listed.remove(own)
+            sizes["process"] = own
+        if listed:
+            sizes["others"] = sum(listed)
+            numbers["other_processes"] = len(listed)
     return sizes, numbers
+
+
+def _own_process(listed: Sequence[int], sizes: Mapping[str, int]) -> int | None:
+    """The memory of this process among the listed ones; None if it is none of them.
+
+    In a container process numbers differ from the driver's, so that PyTorch lists its own process with the others
+    (pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `reportProcessMemoryInfo`). It holds what PyTorch reserved, and a
+    CUDA context on top: the smallest that does.
+    """
+    if "allocated" not in sizes:
+        return None
+    reserved = sizes["allocated"] + sizes.get("unallocated", 0)
+    return min((size for size in listed if size >= reserved - ROUNDING_BYTES), default=None)
 
 
 def _size(pattern: str, text: str) -> int | None:

@@ -19,7 +19,7 @@ def decode_json(text: str | bytes, kind: type[T], source: str) -> T:
     """
     try:
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{source}: {shortened(str(error))}.") from error
 
 

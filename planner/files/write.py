@@ -1,10 +1,13 @@
 """Writing of reports: all files of a command, or none."""
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from planner.errors import InputError
+
+REPORT_FILE = "plan.json"  # in the folder of `--out`
 
 
 def refuse_unwritable(out: str | None, html: str | None) -> None:
@@ -32,19 +35,40 @@ def refuse_unwritable(out: str | None, html: str | None) -> None:
 
 
 def write_all(texts: Mapping[Path, str]) -> None:
-    """Write all files or none: each is written beside its path, and moved to it after all are written.
+    """Write all files or none: each is written beside its path under a new name, and moved to it after all are written.
 
     Raises:
         InputError: a file cannot be written.
     """
-    parts = {path: path.with_name(f"{path.name}.part") for path in texts}
+    parts: dict[Path, Path] = {}
     try:
-        for path, part in parts.items():
+        for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(texts[path], encoding="utf-8")
+            parts[path] = _written_beside(path, text)
         for path, part in parts.items():
             part.replace(path)
     except OSError as error:
-        for part in filter(Path.is_file, parts.values()):
-            part.unlink()
+        for part in parts.values():
+            part.unlink(missing_ok=True)
         raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
+
+
+def _written_beside(path: Path, text: str) -> Path:
+    """Write to a file with a random name in the path's folder, made anew so that no link is followed; return it."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    part = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(descriptor, 0o666 & ~_umask())
+            file.write(text)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return part
+
+
+def _umask() -> int:
+    """The permissions that new files of this process do not get."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -48,7 +48,7 @@ def _counts_and_name(text: str) -> tuple[int, int, str]:
     Raises:
         InputError: there is no name, or a count is out of range.
     """
-    match = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?(?:(-?\d+)\s*[xX*]\s*)?(\S.*?)\s*", text)
+    match = re.fullmatch(r"\s*(?:(-?\d{1,20})\s*[xX*]\s*)?(?:(-?\d{1,20})\s*[xX*]\s*)?(\S.*?)\s*", text)
     if match is None or re.fullmatch(r"\d+\s*[xX*]", text.strip()):
         raise InputError(
             f"--gpus {text!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB or local."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import InputError, UnknownName
+from planner.files.read import read_json
 from planner.models.architectures.published import NOT_QUANTIZED, Published, from_name, published_checkpoint
 from planner.models.from_config import KNOWN_MODEL_TYPES, NOT_COUNTED, Counts, shape_of
 from planner.models.hub import hub_config
@@ -96,12 +97,11 @@ def _from_path(path: Path) -> ModelShape:
     file = path if path.suffix == ".json" or _is_file(path) else path / "config.json"
     if not _is_file(file):
         raise InputError(f"{file} does not exist. --model takes a folder with a config.json, such a file, or a name.")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InputError(f"{file} is no JSON: {str(error).splitlines()[0]}.") from error
+    config = read_json(file)
     if not isinstance(config, dict):
         raise InputError(f"{file} is no JSON object, so it is not a model's config.json.")
+    if not str(file.resolve()).isprintable():
+        raise InputError(f"{file} has a line break or another character that cannot be printed in its path. Rename it.")
     shape = shape_of(config, id=_path_id(file), counts=NOT_COUNTED)
     return replace(shape, path=str(file.resolve().parent)) if file.name == "config.json" else shape
 

@@ -85,7 +85,7 @@ def _model(model: ModelShape) -> dict[str, object]:
 
 
 def hide_password(url: str) -> str:
-    """Return a storage's URL with `***` instead of its password.
+    """Return a storage's URL with `***` instead of its password and of the values of its query.
 
     Raises:
         InputError: SQLAlchemy cannot parse the URL, or takes a part of its password for the host. The message does not
@@ -97,7 +97,7 @@ def hide_password(url: str) -> str:
         raise InputError(f"--storage is no URL that SQLAlchemy can parse. Try {SQLITE}probes.db.") from None
     if "@" in (parsed.host or ""):
         raise InputError("--storage has a password with an @. Write %40 in its place.")
-    return parsed.render_as_string(hide_password=True)
+    return parsed.set(query=dict.fromkeys(parsed.query, "***")).render_as_string(hide_password=True)
 
 
 def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:

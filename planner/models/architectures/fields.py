@@ -4,6 +4,16 @@ from dataclasses import dataclass
 
 from planner.errors import InputError
 
+# Far above published models: Llama-3.1-405B has 126 layers, vocabularies have up to 262,144 tokens.
+LIMITS = {"num_hidden_layers": 2000}  # each layer is computed by itself
+MAX_SIZE = 10**9
+SHOWN_CHARACTERS = 60  # of a value that cannot be
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
@@ -29,7 +39,10 @@ class Fields:
                 f"The config.json of {self.id} has no {key!r}, which its model type {self.model_type!r} needs."
             )
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a whole number.")
+            raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, which is not a whole number.")
+        limit = LIMITS.get(key, MAX_SIZE)
+        if value > limit:
+            raise InputError(f"The config.json of {self.id} has {key!r} above {limit:,}, which no model has.")
         return value
 
     def positive(self, key: str) -> int:
@@ -51,7 +64,7 @@ class Fields:
         """
         value = self.values.get(key, 0.0) or 0.0
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a number.")
+            raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, which is not a number.")
         return float(value)
 
     def flag(self, key: str) -> bool:
@@ -60,7 +73,7 @@ class Fields:
     def text(self, key: str) -> str:
         value = self.values.get(key)
         if not isinstance(value, str):
-            raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a text.")
+            raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, which is not a text.")
         return value
 
     def sequence(self, key: str) -> list[object]:
