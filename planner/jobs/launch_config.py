@@ -165,8 +165,8 @@ def _load_deepspeed_config(value: object, folder: Path) -> Mapping[str, object]:
     if isinstance(value, Mapping):
         return value
     path = Path(str(value))
-    path = path if path.exists() else folder / path
     try:
+        path = path if path.exists() else folder / path
         read = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"The DeepSpeed config {path} cannot be read: {error.strerror}.") from error
