@@ -133,10 +133,9 @@ def tuning_classes(job: Job) -> tuple[TuningClass, ...]:
 def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     """Return the recommended candidate with its problem; None if there is no candidate.
 
-    It is the tuning class to prefer among those that fit without offloading (offloaded if that is much faster,
-    such as by room for an engine), else the candidate that fits with the
-    least host memory, else the one of the least `distance` from fitting: offloaded ones too, where the GPUs hold what
-    is left on them.
+    It is the tuning class to prefer among those that fit without offloading (offloaded if that is much faster, such as
+    by room for an engine), else the candidate that fits with the least host memory, else the one of the least
+    `distance` from fitting: offloaded ones too, where the GPUs hold what is left on them.
     """
     fitting = preferred_class(found)
     if fitting is not None:

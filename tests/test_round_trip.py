@@ -55,6 +55,8 @@ TUNINGS: dict[str, tuple[str, dict[str, object]]] = {
     "int8": (MODEL, {"tuning": "lora", "dtype": "bfloat16", "quantization": "int8"}),
     "gptq": (GPTQ, {"tuning": "lora", "dtype": "float16"}),
     "awq": (AWQ, {"tuning": "lora", "dtype": "float16"}),
+    "fp8": ("Qwen/Qwen3-8B-FP8", {"tuning": "lora", "dtype": "bfloat16"}),
+    "fp8 kept": ("Qwen/Qwen3-8B-FP8", {"tuning": "lora", "dtype": "bfloat16", "quantization": "fp8"}),
 }
 ENGINES: dict[str, dict[str, object]] = {
     "colocate": {"vllm": "colocate", "vllm_max_model_length": 1024, "vllm_gpu_memory_utilization": 0.4},
