@@ -86,13 +86,30 @@ def test_flags_win_over_the_files(files: list[str], capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        ["--set=distributed_type=FSDP"],
+        ["--tuning=full", "--set=distributed_type=FSDP", "--set=fsdp_offload_params=true"],
+        ["--tuning=qlora"],
+        ["--set=zero_stage=3", "--set=offload_param_device=cpu"],
+    ],
+)
+def test_a_flag_takes_the_details_of_the_files_with_it(
+    files: list[str], flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["estimate", *files, *flags, "--set=gradient_checkpointing=true"]) in (0, 3)
+    report = json.loads(capsys.readouterr().out)
+    assert ("reduce_bucket_size" in report["settings"]) == ("zero_stage" in report["settings"])
+    assert ("lora_r" in report["settings"]) == ("--tuning=full" not in flags)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--free=lora_r"], "--free lora_r leaves nothing to decide: no search changes it. Use --set lora_r=..."),
         (["--free=max_length"], "--free max_length leaves nothing to decide: no search changes it. Use --optimize"),
         (["--free=lora_rank"], "Unknown setting 'lora_rank'. Did you mean lora_r"),
         (["--deepspeed-config=none.json"], "The DeepSpeed config none.json cannot be read: No such file"),
-        (["--set=distributed_type=FSDP"], "reduce_bucket_size is read by DeepSpeed only, not fsdp2."),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -55,6 +55,8 @@ TUNINGS: dict[str, tuple[str, dict[str, object]]] = {
     "int8": (MODEL, {"tuning": "lora", "dtype": "bfloat16", "quantization": "int8"}),
     "gptq": (GPTQ, {"tuning": "lora", "dtype": "float16"}),
     "awq": (AWQ, {"tuning": "lora", "dtype": "float16"}),
+    "fp8": ("Qwen/Qwen3-8B-FP8", {"tuning": "lora", "dtype": "bfloat16"}),
+    "fp8 kept": ("Qwen/Qwen3-8B-FP8", {"tuning": "lora", "dtype": "bfloat16", "quantization": "fp8"}),
 }
 ENGINES: dict[str, dict[str, object]] = {
     "colocate": {"vllm": "colocate", "vllm_max_model_length": 1024, "vllm_gpu_memory_utilization": 0.4},
@@ -191,6 +193,7 @@ OF_LORA: dict[str, list[object]] = {
     "lora_dropout": [0.0, 0.1],
     "lora_target_modules": [("all-linear",), ("q_proj", "v_proj")],
     "quantization": ["nf4", "nf4-double", "int8"],
+    "bnb_4bit_quant_storage": ["uint8", "bfloat16"],
 }
 OF_SHARDS: dict[str, list[object]] = {
     "offload_optimizer": [True, False],

@@ -10,6 +10,7 @@ from report_samples import COLOCATED, MODEL
 
 from planner.candidate import Candidate
 from planner.errors import InputError
+from planner.jobs.launch_config import PROCESSES, PROFILES, load_launch_config
 from planner.jobs.settings import candidate_fields, field_types, parse_assignments, setting_names, settings_of
 from planner.jobs.spellings import SPELLINGS
 from planner.jobs.train_config import ConfigFiles, load_config_files, load_train_config
@@ -318,6 +319,23 @@ class TestLaunchConfig:
         train = config(tmp_path, "deepspeed: {zero_optimization: {stage: 3}}")
         with pytest.raises(InputError, match=message):
             load_config_files(ConfigFiles(train=train, accelerate=accelerate(tmp_path, launch)))
+
+    def test_a_training_may_name_its_launch_file_and_the_processes(self, tmp_path):
+        accelerate(tmp_path, ZERO_2)
+        train = config(tmp_path, "accelerate_config: accelerate.yaml\nnum_processes: 4")
+        read = load_config_files(ConfigFiles(train=train))
+        assert (read.settings["zero_stage"], read.settings["num_processes"]) == (2, 4)
+        assert read.warnings == ()
+
+    @pytest.mark.parametrize("name", sorted(PROFILES))
+    def test_a_launch_file_of_trl_has_a_name(self, name):
+        import trl
+
+        theirs = load_launch_config(Path(trl.__file__).parent / "accelerate_configs" / f"{name}.yaml", None)
+        ours = load_launch_config(Path(name), None).settings
+        processes = {key: value for key, value in theirs.settings.items() if key in PROCESSES and key not in ours}
+        without_offload = {"fsdp_offload_params": False} if name.startswith("fsdp") else {}
+        assert ours | processes | without_offload == theirs.settings
 
     def test_a_deepspeed_file_that_is_not_read_is_refused(self, tmp_path):
         (tmp_path / "zero.json").write_text("{}")

@@ -84,7 +84,7 @@ class ConfigFiles:
         typer.Option(
             "--accelerate-config",
             metavar="FILE",
-            help="The file for `accelerate launch` (YAML), with the DeepSpeed config that it names; flags win over it.",
+            help="The file for `accelerate launch` (YAML), or the name of TRL's, such as zero3; flags win over it.",
         ),
     ] = None
     deepspeed_config: Annotated[

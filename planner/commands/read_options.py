@@ -4,11 +4,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
+from planner.candidate import Candidate
 from planner.commands.options import JobOptions, SearchOptions
-from planner.commands.read_config import config_files, freed, with_batch_of_files, with_server_node
+from planner.commands.read_config import config_files, freed, with_batch_of_files, with_server_node, without_unread
 from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
 from planner.jobs.settings import candidate_fields, fields_named, parse_assignments
@@ -69,13 +71,17 @@ def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
     model, cluster = complete(load_model(name)), parse_cluster(options.gpus, options.free_memory, options.host_memory)
     settings = with_server_node(settings, cluster)
     pinned = _pins(settings, model, complete)
+    if "tuning" not in free:
+        pinned = _with_adapters(pinned, tuning, model, options.config is not None)
+    settled = {**METHODS[method].defaults, **TUNING_PINS[tuning], **pinned}
+    pinned = without_unread(pinned, decided, Candidate(model=model, method=method, **settled))
     version, older = _trl_version(options.trl_version)
     goal = options.optimize if isinstance(options, SearchOptions) else "throughput"
     job = Job(
         model=model,
         method=method,
         tuning=tuning,
-        pinned=pinned if "tuning" in free else _with_adapters(pinned, tuning, model, options.config is not None),
+        pinned=pinned,
         optimize=_one_of("goal", goal, get_args(Goal)),
         risk=options.risk,
         effective_batch_size=options.effective_batch_size,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from os.path import isfile  # of a path that is too long it is false, where pathlib raises
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,20 @@ CONFIG_FILE = "deepspeed_config_file"  # a key of accelerate's section deepspeed
 OFFLOADED = ("offload_optimizer", "offload_param")
 DEFAULT_STAGE = 2  # accelerate 1.15, utils/dataclasses.py, `DeepSpeedPlugin.zero_stage`
 
-# Settings of the accelerate file that memory or speed depends on, besides the sections.
+# Settings of the accelerate file that memory or speed depends on, besides the sections. In a TRL config they are
+# arguments of `accelerate launch`, which win over the file.
 PROCESSES = ("num_processes", "num_machines")
+# TRL's own launch files, by the names that `trl <method> --accelerate_config` takes. They start 8 processes; here the
+# GPUs of the cluster count. Source: trl 1.16, accelerate_configs/*.yaml, cli/accelerate_config.py.
+PROFILES: dict[str, dict[str, object]] = {
+    "single_gpu": {"distributed_type": "NO"},
+    "multi_gpu": {"distributed_type": "MULTI_GPU"},
+    "zero1": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 1}},
+    "zero2": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}},
+    "zero3": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
+    "fsdp1": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}},
+    "fsdp2": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}},
+}
 # Keys of the sections fsdp_config and parallelism_config -> settings.
 IN_SECTIONS = {
     "fsdp_version": "fsdp_version",
@@ -70,7 +83,8 @@ class LaunchConfig:
 def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> LaunchConfig:
     """Load accelerate's launch file, a DeepSpeed config, or both; without either there are no settings.
 
-    `deepspeed` replaces the DeepSpeed config that the launch file names or contains.
+    `accelerate` may be the name of one of TRL's (`PROFILES`), such as zero3, if there is no such file. `deepspeed`
+    replaces the DeepSpeed config that the launch file names or contains.
 
     Raises:
         InputError: a file cannot be read, or the launch file has another distributed_type than DEEPSPEED.
@@ -78,7 +92,9 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
     zero = _load_deepspeed_config(str(deepspeed), Path()) if deepspeed else None
     if accelerate is None:
         return LaunchConfig(settings={} if zero is None else dict(deepspeed_settings(zero, Path())))
-    keys = load_mapping(accelerate, "accelerate config", "distributed_type: MULTI_GPU")
+    keys = PROFILES.get(str(accelerate), {})
+    if not keys or isfile(accelerate):
+        keys = load_mapping(accelerate, "accelerate config", "distributed_type: MULTI_GPU")
     kind = str(keys.get("distributed_type") or "NO")  # YAML reads a bare NO as false
     if zero is not None and kind != "DEEPSPEED":
         raise InputError(

@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
 
 from planner.errors import InputError
-from planner.jobs.launch_config import deepspeed_settings, load_launch_config, load_mapping
+from planner.jobs.launch_config import PROCESSES, deepspeed_settings, load_launch_config, load_mapping
 from planner.jobs.settings import setting_names
 from planner.jobs.spellings import Value
 
@@ -31,6 +32,8 @@ FILE_DEFAULTS: dict[str, Value] = {
     "lora_dropout": 0.05,
 }
 
+LAUNCHER = "accelerate_config"  # a key for `trl`, not for the trainer: trl 1.16, cli/commands/training.py
+
 # Of these, the ones that a search keeps: it decides the others itself.
 SEARCH_DEFAULTS: dict[str, Value] = {"lora_dropout": 0.05}
 
@@ -53,6 +56,7 @@ class TrainConfig:
     settings: dict[str, Value]
     ignored: tuple[str, ...]
     unmodelled: tuple[str, ...]
+    accelerate: Path | None = None  # the launch file that it names
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -82,10 +86,11 @@ def load_config_files(files: ConfigFiles, defaults: Mapping[str, Value] = FILE_D
     Raises:
         InputError: a file cannot be read, or two of them give a setting different values.
     """
-    train = (
-        load_train_config(files.train, defaults) if files.train else TrainConfig(settings={}, ignored=(), unmodelled=())
-    )
-    launch = load_launch_config(files.accelerate, files.deepspeed)
+    train = TrainConfig(settings={}, ignored=(), unmodelled=())
+    if files.train:
+        train = load_train_config(files.train, defaults)
+    launcher = files.accelerate or train.accelerate
+    launch = load_launch_config(launcher, files.deepspeed)
     zero = launch.settings.keys() if files.deepspeed else ()
     settings = {name: value for name, value in train.settings.items() if name not in zero}
     if launch.mixed_precision and settings.get("bf16") is False and not settings.get("fp16"):
@@ -97,9 +102,9 @@ def load_config_files(files: ConfigFiles, defaults: Mapping[str, Value] = FILE_D
     for name, value in launch.settings.items():
         if sharded and (name, value) in UNSHARDED:
             continue  # the trainer's own arguments shard what the launcher has only started
-        if settings.setdefault(name, value) != value:
+        if settings.setdefault(name, value) != value and name not in PROCESSES:
             raise InputError(
-                f"{name} is {settings[name]} in {files.train} and {value} in {files.accelerate}. Drop one of them."
+                f"{name} is {settings[name]} in {files.train} and {value} in {launcher}. Drop one of them."
             )
     return TrainConfig(settings=settings, ignored=train.ignored, unmodelled=(*train.unmodelled, *launch.unmodelled))
 
@@ -114,12 +119,19 @@ def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS)
     pairs = dict(_flatten(keys, path.parent))
     known = set(setting_names())
     settings = {**defaults} | {name: value for name, value in pairs.items() if name in known and value is not None}
+    launcher = pairs.pop(LAUNCHER, None)
     unknown = sorted(name for name in pairs if name not in known)
     return TrainConfig(
+        accelerate=_beside(path, str(launcher)) if launcher else None,
         settings=_without_unread(settings, pairs),
         ignored=tuple(name for name in unknown if name not in UNMODELLED),
         unmodelled=tuple(name for name in unknown if name in UNMODELLED and pairs[name] not in (None, False)),
     )
+
+
+def _beside(path: Path, named: str) -> Path:
+    """Return the path that a config file names: from the working directory, as in TRL, or from the file's folder."""
+    return path.parent / named if isfile(path.parent / named) and not isfile(named) else Path(named)
 
 
 def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Value]]:

@@ -1,6 +1,7 @@
 """The commands that start the training and its vLLM server."""
 
 from planner.candidate import Candidate
+from planner.jobs.job import DEQUANTIZED
 from planner.jobs.settings import settings_of
 from planner.launch import accelerate, trl_config
 from planner.launch.placement import placement
@@ -43,7 +44,8 @@ def server_command(candidate: Candidate) -> list[str]:
 def estimate_command(candidate: Candidate) -> list[str]:
     """The command that estimates the launch files, to be run in their folder with `--gpus` added.
 
-    Its flags are what no file has: the method, the release, the data, and the settings of a vLLM server.
+    Its flags are what no file has: the method, the release, the data, a quantization that the checkpoint keeps, and the
+    settings of a vLLM server.
     """
     command = ["plan", "estimate", "--method", candidate.method, "--config", trl_config.FILE]
     command += ["--accelerate-config", accelerate.FILE, "--padded" if candidate.padded else "--no-padded"]
@@ -51,6 +53,8 @@ def estimate_command(candidate: Candidate) -> list[str]:
         command += ["--trl-version", candidate.trl_version]
     if candidate.method_row.generates:
         command += ["--prompt-length", str(candidate.prompt_length)]
+    if candidate.quantization in DEQUANTIZED:
+        command += ["--set", f"quant_method={candidate.quantization}"]
     written, settings = trl_config.trl_config(candidate), settings_of(candidate)
     for name in SERVER_ARGUMENTS.values() if candidate.server_gpus else ():
         if name not in written and settings[name] is not None:
