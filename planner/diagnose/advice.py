@@ -160,27 +160,27 @@ def _for_request(incident: Incident) -> Iterator[str]:
 
 def _for_neighbours(incident: Incident) -> Iterator[str]:
     """Advice from what other processes hold."""
-    others, count = incident.sizes.get("others", 0), int(incident.numbers.get("other_processes", 0))
-    if others >= MENTIONED_OTHERS_BYTES and _are_ranks(incident):
-        yield (
-            f"{count} other processes hold {format_size(others)} of this GPU, about as much each: other ranks of the "
-            "run. Each must choose its own GPU before it loads or uses one: torch.cuda.set_device(local_rank), "
-            'device_map={"": local_rank}'
-        )
-    elif others >= MENTIONED_OTHERS_BYTES:
-        yield (
-            f"{_counted(count)} {format_size(others)} of this GPU: end them, start fewer there, or plan with "
-            "--free-memory"
-        )
-    if (unnamed := incident.sizes.get("unnamed", 0)) >= MENTIONED_UNNAMED_BYTES:
+    others, unnamed = incident.sizes.get("others", 0), incident.sizes.get("unnamed", 0)
+    if not others:
+        others, unnamed = (unnamed, 0) if incident.numbers.get("other_processes") else (0, unnamed)
+    if others >= MENTIONED_OTHERS_BYTES:
+        count = int(incident.numbers["other_processes"])
+        holder = "another process holds" if count == 1 else f"{count} other processes hold"
+        yield f"{holder} {format_size(others)} of this GPU: {_about_others(incident)}"
+    if unnamed >= MENTIONED_UNNAMED_BYTES:
         yield (
             f"{format_size(unnamed)} of this GPU are in no process that the message names: other processes, also "
             "outside of a container (nvidia-smi on the host), or libraries that allocate past PyTorch"
         )
 
 
-def _counted(count: int) -> str:
-    return "another process holds" if count == 1 else f"{count} other processes hold"
+def _about_others(incident: Incident) -> str:
+    if not _are_ranks(incident):
+        return "end them, start fewer there, or plan with --free-memory"
+    return (
+        "alike, as other ranks of the run. Each rank must choose its own GPU before it loads a model or uses one: "
+        'torch.cuda.set_device(local_rank), device_map={"": local_rank}'
+    )
 
 
 def _are_ranks(incident: Incident) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from planner.diagnose.incident import Incident
-from planner.diagnose.messages import MESSAGES, Message, figures
+from planner.diagnose.messages import GPU, MESSAGES, Message, figures
 from planner.diagnose.tracebacks import Frame, gathers_parameters, innermost, phase_of
 from planner.errors import InputError
 
@@ -27,27 +27,38 @@ PREFIX = re.compile(
     r"(?P<host>\d{1,3}(?:\.\d{1,3}){3}):(?= ))\s?"
 )
 PREFIX_BEGINS = frozenset(" \t[(EIWC0123456789")  # a line that begins otherwise has no prefix
-FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+FRAME = re.compile(r'(?:^\s*|  )File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}), in (?P<function>\S+)')
 IPYTHON_FRAME = re.compile(r"^File (?P<path>[^\s:]+\.py):(?P<line>\d+), in (?:\w+\.)*(?P<function>\w+)\(")
 # After a long path, rich prints the function on the next line.
 RICH_FRAME = re.compile(r"^[\s│|❱>]*(?P<path>(?:/|[A-Z]:)[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)")
 PYTEST_FRAME = re.compile(r"^\s*(?P<path>[\w./-]+\.py):(?P<line>\d+): in (?P<function>\S+)")
 BEGIN = "Traceback (most recent call last)"
-FRAME_WORDS = ('", line ', ".py:")
-WORDS = (BEGIN, *FRAME_WORDS, *dict.fromkeys(word for message in MESSAGES for word in message.words))
+TRACEBACK_WORDS = frozenset({BEGIN, '", line ', ".py:"})
+WORDS = (*TRACEBACK_WORDS, *dict.fromkeys(word for message in MESSAGES for word in message.words))
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
+REACH = 300  # characters around a message's word in which its pattern matches
+GPU_NUMBER = re.compile(r"GPU (\d{1,15})")
 MESSAGE_LENGTH = 4096  # characters of a message; PyTorch's with 40 processes on the GPU
 PIECE = 2048  # characters; longer lines are cut into pieces
 BLOCK = 1 << 16  # characters that are read at once
-FRAMES = 1000  # most frames of a traceback that are kept: Python's limit of recursion
+TRACEBACK_LINES = 5000  # last lines of tracebacks that are kept, of all ranks together
+MESSAGES_READ = 500  # most messages that are read in full, as many ranks and GPUs may fail
 
 
 class Line(NamedTuple):
-    """A line of the log: its number from 1, the rank or worker that printed it, its text without prefixes."""
+    """A line of the log that has `words` of WORDS: its number from 1, its text, and the lines after it."""
 
     number: int
-    rank: str
     text: str
+    words: Sequence[str]
+    following: Sequence[str]
+
+
+class TracebackLine(NamedTuple):
+    """A line that may hold the beginning or a frame of a traceback, and the line after it."""
+
+    text: str
+    next_text: str
 
 
 def read_incidents(path: str) -> tuple[Incident, ...]:
@@ -87,55 +98,58 @@ def incidents(text: str) -> tuple[Incident, ...]:
     return _first_of_each(_all(io.StringIO(text, newline="\n")))
 
 
-def _first_of_each(all_incidents: Iterator[Incident]) -> tuple[Incident, ...]:
-    found: dict[tuple[str, str, int | None], Incident] = {}
-    for incident in all_incidents:
-        found.setdefault((incident.kind, incident.rank, incident.gpu), incident)
-    kinds = {incident.kind for incident in found.values()}
+def _first_of_each(found: Iterator[Incident]) -> tuple[Incident, ...]:
+    first: dict[tuple[str, str, int | None], Incident] = {}
+    for incident in islice(found, MESSAGES_READ):
+        first.setdefault((incident.kind, incident.rank, incident.gpu), incident)
+    kinds = {incident.kind for incident in first.values()}
     # A process that is killed beside an error of another kind was killed by its launcher: no lack of main memory.
-    return tuple(incident for incident in found.values() if incident.kind != "killed" or kinds == {"killed"})
+    return tuple(incident for incident in first.values() if incident.kind != "killed" or kinds == {"killed"})
 
 
 def _all(log: TextIO) -> Iterator[Incident]:
-    """The messages of MESSAGES in the log; repetitions of a line's text in one rank are skipped."""
-    lines = _lines(log)
-    window = deque(islice(lines, MESSAGE_LINES))
-    frames: dict[str, deque[Frame]] = {}
-    seen: set[tuple[str, str]] = set()
-    while window:
-        line, following = window[0], list(islice(window, 1, None))
-        if BEGIN in line.text:
-            frames[line.rank] = deque(maxlen=FRAMES)
-        elif frame := _frame(line, following):
-            frames.setdefault(line.rank, deque(maxlen=FRAMES)).append(frame)
-        if (line.rank, line.text) not in seen and (
-            incident := _incident_at(line, following, tuple(frames.get(line.rank, ())))
-        ):
-            seen.add((line.rank, line.text))
-            yield incident
-        window.popleft()
-        window.extend(islice(lines, 1))
-
-
-def _incident_at(line: Line, following: Sequence[Line], frames: Sequence[Frame]) -> Incident | None:
-    """The incident whose message begins in this line; None if none does."""
-    for message in MESSAGES:
-        if any(word in line.text for word in message.words) and (found := _found(message, line, following)):
-            return _incident(message, found, line, frames)
-    return None
+    """The messages of MESSAGES in the log, without most repetitions of a kind, rank and GPU."""
+    traceback: deque[TracebackLine] = deque(maxlen=TRACEBACK_LINES)
+    seen: set[tuple[str, str, str]] = set()
+    for line in _lines(log):
+        if not TRACEBACK_WORDS.isdisjoint(line.words):
+            traceback.append(TracebackLine(line.text, line.following[0] if line.following else ""))
+        if TRACEBACK_WORDS.issuperset(line.words):
+            continue
+        for message in MESSAGES:
+            if found := _found(message, line, seen):
+                yield _incident(message, found, line, traceback)
+                break
 
 
 def _lines(log: TextIO) -> Iterator[Line]:
-    """The lines of the blocks that contain a word of WORDS, and of the block after each."""
-    number, wanted_before = 1, False
+    """The lines that contain a word of WORDS."""
+    number, kept = 1, ""
     while block := log.read(BLOCK):
-        block += log.readline(BLOCK)
-        wanted = any(word in block for word in WORDS)
-        if wanted or wanted_before:
-            for offset, line in enumerate(block.split("\n")):
-                yield from (_stripped(number + offset, piece) for piece in _pieces(line))
-        number += block.count("\n")
-        wanted_before = wanted
+        block = kept + block + log.readline(BLOCK)
+        present = [word for word in WORDS if word in block]
+        last = max(0, len(block) - 1)
+        for _ in range(MESSAGE_LINES):  # the last lines are read with the next block, which may continue a message
+            last = max(block.rfind("\n", 0, last), 0)
+        kept = block[last + 1 :] if 0 < last > len(block) - 2 * BLOCK else ""
+        yield from _lines_of(block, len(block) - len(kept), number, present)
+        number += block.count("\n", 0, len(block) - len(kept))
+    yield from _lines_of(kept, len(kept), number, WORDS)
+
+
+def _lines_of(block: str, end: int, number: int, present: Sequence[str]) -> Iterator[Line]:
+    """The lines of a block that begin before `end` and contain one of the words that are present."""
+    if not any(word in block for word in present):
+        return
+    pieces = list(enumerate(block.split("\n"), number))
+    if "\r" in block or max(len(line) for _, line in pieces) > PIECE:
+        pieces = [(place, piece) for place, line in pieces for piece in _pieces(line)]
+    before = block.count("\n", 0, end) + number
+    for index, (place, text) in enumerate(pieces):
+        if place >= before and end < len(block):
+            return
+        if words := [word for word in present if word in text]:
+            yield Line(place, text, words, [other for _, other in pieces[index + 1 : index + MESSAGE_LINES]])
 
 
 def _pieces(line: str) -> Iterator[str]:
@@ -149,50 +163,78 @@ def _pieces(line: str) -> Iterator[str]:
         yield part[start:]
 
 
-def _frame(line: Line, following: Sequence[Line]) -> Frame | None:
+def _frames(traceback: deque[TracebackLine], rank: str) -> tuple[Frame, ...]:
+    """The frames of the last traceback of a rank."""
+    frames: list[Frame] = []
+    for line in reversed(traceback):
+        printed_by, text = _stripped(line.text)
+        if printed_by == rank and BEGIN in text:
+            break
+        if printed_by == rank and (frame := _frame(text, line.next_text)):
+            frames.append(frame)
+    return tuple(reversed(frames))
+
+
+def _frame(text: str, next_text: str) -> Frame | None:
     """The frame of a traceback that a line holds, as Python, IPython, pytest or rich prints it; None if it has none."""
-    text = line.text
-    if not any(word in text for word in FRAME_WORDS):
-        return None
-    if match := FRAME.match(text) or PYTEST_FRAME.match(text) or IPYTHON_FRAME.match(text):
+    if match := FRAME.search(text) or PYTEST_FRAME.match(text) or IPYTHON_FRAME.match(text):
         return Frame(**match.groupdict())
     if match := RICH_FRAME.match(text):
-        next_word = re.search(r"\w+", following[0].text) if not match["function"] and following else None
+        next_word = re.search(r"\w+", _stripped(next_text)[1]) if not match["function"] else None
         path = match["path"].replace("\\", "/")
         return Frame(path, match["line"], next_word[0] if next_word else match["function"])
     return None
 
 
-def _stripped(number: int, text: str) -> Line:
-    """The line without its prefixes, and the rank or worker in them (empty if there is none)."""
+def _stripped(text: str) -> tuple[str, str]:
+    """The rank or worker that printed a line (empty if unknown), and the line without its prefixes."""
     rank = ""
     while text[:1] in PREFIX_BEGINS and (match := PREFIX.match(text)):
         rank = (match["rank"] or "").strip("[]") or match["worker"] or match["host"] or rank
         text = text[match.end() :]
-    return Line(number, rank, text)
+    return rank, text
 
 
-def _found(message: Message, line: Line, following: Sequence[Line]) -> str:
-    """The whole text of a message that begins in this line; empty if none does.
+def _found(message: Message, line: Line, seen: set[tuple[str, str, str]]) -> str:
+    """The whole text of a message that begins in this line; empty if none does, or one was seen.
 
     Joins the following lines of the same rank, with and without a space, since a terminal may have wrapped the message
     between words or inside one, and takes the text with more figures.
     """
-    joined = [line.text]
-    for other in following:
-        if other.rank in (line.rank, "") and BEGIN not in other.text:
-            joined.append(other.text)
-    wrapped = [re.sub(r"[ \t]+", " ", between.join(joined)[: 2 * MESSAGE_LENGTH]) for between in (" ", "")]
-    begun = [
-        whole[:MESSAGE_LENGTH]
-        for whole in (line.text, *wrapped)
-        if (match := re.search(message.pattern, whole)) and match.start() < len(line.text)
-    ]
-    return max(begun, key=lambda whole: sum(len(each) for each in figures(message, whole)), default="")
+    word = next((word for word in message.words if word in line.words), "")
+    if not word:
+        return ""
+    rank, text = _stripped(line.text)
+    gpu = GPU_NUMBER.search(text)
+    key = (message.kind, rank, gpu[1] if gpu else "")
+    if key in seen or not (wholes := _wholes(message, text, word, _continued(line.following, rank))):
+        return ""
+    if gpu or message is not GPU:
+        seen.add(key)
+    return max(wholes, key=lambda whole: sum(len(each) for each in figures(message, whole)))
 
 
-def _incident(message: Message, text: str, line: Line, frames: Sequence[Frame]) -> Incident:
-    """The incident of a message whose text begins in `line`, after the traceback `frames`."""
+def _continued(following: Sequence[str], rank: str) -> list[str]:
+    """The lines that may continue a message of a rank: its own, and those of no rank."""
+    stripped = [_stripped(other) for other in following]
+    return [text for other_rank, text in stripped if other_rank in (rank, "") and BEGIN not in text]
+
+
+def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) -> list[str]:
+    """The texts in which the message begins in the line `text`: alone, joined with a space, joined without one."""
+    start = max(text.find(word) - REACH, 0)
+    wholes = []
+    for whole in (text[start:], *(between.join([text[start:], *continued]) for between in (" ", ""))):
+        match = re.search(message.pattern, re.sub(r"[ \t]+", " ", whole[: 3 * REACH]))
+        if match and match.start() < len(text) - start:
+            wholes.append(re.sub(r"[ \t]+", " ", whole)[:MESSAGE_LENGTH])
+    return wholes
+
+
+def _incident(message: Message, text: str, line: Line, traceback: deque[TracebackLine]) -> Incident:
+    """The incident of a message whose text begins in `line`, after the lines of tracebacks."""
+    rank = _stripped(line.text)[0]
+    frames = _frames(traceback, rank)
     sizes, numbers = figures(message, text)
     gpu = numbers.pop("gpu", None)
     if "bytes" in numbers:
@@ -200,7 +242,7 @@ def _incident(message: Message, text: str, line: Line, frames: Sequence[Frame]) 
     return Incident(
         kind=message.kind,
         line=line.number,
-        rank=line.rank,
+        rank=rank,
         gpu=None if gpu is None else int(gpu),
         phase=phase_of(frames),
         where=innermost(frames),

@@ -206,14 +206,20 @@ def _other_processes(sizes: dict[str, int], text: str) -> list[int]:
     process as "Process N". It is then the smallest one that has room for what PyTorch's allocator holds: CUDA context
     and NCCL come on top. Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `reportProcessMemoryInfo`.
     """
-    listed = sorted(_bytes(*found) for found in OTHER_PROCESS.findall(text))
+    listed = sorted(_known(_bytes(*found), sizes) for found in OTHER_PROCESS.findall(text))
     held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
-    if "process" in sizes or not held:
-        return listed
-    own = next((number for number, size in enumerate(listed) if size + ROUNDING_BYTES >= held), None)
-    if own is not None:
-        sizes["process"] = listed.pop(own)
+    if "process" in sizes:
+        sizes["process"] = _known(sizes["process"], sizes)
+    elif held:
+        own = next((number for number, size in enumerate(listed) if size + ROUNDING_BYTES >= held), None)
+        if own is not None:
+            sizes["process"] = listed.pop(own)
     return listed
+
+
+def _known(process_bytes: int, sizes: Mapping[str, int]) -> int:
+    """The size of a process; 0 if NVML does not know it, which PyTorch prints as 0 or 17179869184.00 GiB (2**64)."""
+    return process_bytes if process_bytes <= sizes.get("total", process_bytes) else 0
 
 
 def _other_sizes(sizes: Mapping[str, int], others: Sequence[int]) -> dict[str, int]:
