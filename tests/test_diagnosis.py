@@ -40,6 +40,13 @@ LINES = (
     "RuntimeError: MPS backend out of memory (MPS allocated: 5.56 GB, other allocations: 1.10 GB, max allowed: 6.80 "
     "GB). Tried to allocate 768.00 MB on private pool.",
 )
+# Texts of public GitHub issues ("source" is owner/repository#number), shortened at their ends and between frames only,
+# with the facts to read and what the description and the advice say, and do not say. kind null: no lack of memory.
+MESSAGE_TEXTS = [
+    json.loads(line)
+    for line in Path(__file__).with_name("data").joinpath("messages.jsonl").read_text(encoding="utf-8").splitlines()
+]
+ROUNDING_GIB = 0.02  # figures are printed to 0.01 GiB, and differences of several figures are compared
 JOB = ("--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo")
 
 
@@ -184,6 +191,26 @@ def test_every_message_is_found_by_its_first_line():
 
 def kinds(text: str) -> set[str]:
     return {incident.kind for incident in incidents(text)}
+
+
+@pytest.mark.parametrize("sample", MESSAGE_TEXTS, ids=[sample["source"] for sample in MESSAGE_TEXTS])
+def test_a_published_message_is_read_and_explained(sample):
+    found = incidents(sample["text"])
+    assert [incident.kind for incident in found] == ([sample["kind"]] if sample["kind"] else [])
+    for incident in found:
+        facts = {"phase": incident.phase, "rank": incident.rank, "gpu": incident.gpu}
+        assert {name: facts[name] for name in facts if name in sample} == {
+            name: sample[name] for name in facts if name in sample
+        }
+        for name, gib in sample.get("gib", {}).items():
+            assert incident.sizes[name] / GIB == pytest.approx(gib, abs=ROUNDING_GIB)
+        text = "\n".join([describe_incident(incident), *advice(incident)])
+        assert [part for part in sample["says"] if part not in text] == []
+        assert [part for part in sample["silent"] if part in text] == []
+
+
+def test_published_messages_are_of_fifty_issues():
+    assert len({sample["source"] for sample in MESSAGE_TEXTS}) >= 50
 
 
 def test_a_batch_that_is_moved_to_the_card_is_not_scored():

@@ -225,9 +225,10 @@ def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) ->
     start = max(text.find(word) - REACH, 0)
     wholes = []
     for whole in (text[start:], *(between.join([text[start:], *continued]) for between in (" ", ""))):
-        match = re.search(message.pattern, re.sub(r"[ \t]+", " ", whole[: 3 * REACH]))
+        squeezed = re.sub(r"[ \t]+", " ", whole) if "  " in whole[:MESSAGE_LENGTH] else whole
+        match = re.search(message.pattern, squeezed[: 3 * REACH])
         if match and match.start() < len(text) - start:
-            wholes.append(re.sub(r"[ \t]+", " ", whole)[:MESSAGE_LENGTH])
+            wholes.append(squeezed[:MESSAGE_LENGTH])
     return wholes
 
 

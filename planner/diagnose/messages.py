@@ -118,7 +118,7 @@ MESSAGES: tuple[Message, ...] = (
             "_STATUS_ALLOC_FAILED",
             "CUDA error: out of memory",
             "cudaErrorMemoryAllocation",
-            "OutOfMemoryError: ",
+            "OutOfMemoryError: Allocation",
             "Error out of memory at line",
         ),
         pattern=r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDA error: out of memory|"
