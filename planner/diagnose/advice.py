@@ -137,9 +137,10 @@ def _for_gpu(incident: Incident) -> Iterator[str]:
             "more was free than was asked for: another process may have held it a moment before, or the driver "
             "refused for another reason; see the log above this line"
         )
-        return
-    yield from _for_request(incident)
-    yield from _for_neighbours(incident)
+    else:
+        yield from _for_request(incident)
+    if not incident.had_room or incident.sizes.get("others"):
+        yield from _for_neighbours(incident)
 
 
 def _for_request(incident: Incident) -> Iterator[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.quantities import Phase
+from planner.units import MIB
 
 Kind = Literal[
     "gpu",  # PyTorch's allocator found no block
@@ -20,6 +21,10 @@ Kind = Literal[
     "killed",  # signal 9, and nobody says why: main memory, or somebody ended the process
     "foreign",  # an allocator that is neither PyTorch's CUDA nor its ROCm one: MPS, NPU, XPU, JAX, TensorFlow
 ]
+
+# The driver gives GPU memory in pages of this size, so that a few bytes more than the request are no room.
+# Source: CUDA driver, cuMemGetAllocationGranularity on cards from Volta on.
+DRIVER_PAGE_BYTES = 2 * MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +65,8 @@ class Incident:
 
         Then the error has another cause than too little memory.
         """
-        return "allowed" not in self.sizes and 0 < self.sizes.get("tried", 0) <= self.sizes.get("free", 0)
+        room = self.sizes.get("free", 0) - self.sizes.get("tried", 0)
+        return "allowed" not in self.sizes and "tried" in self.sizes and room >= DRIVER_PAGE_BYTES
 
     @property
     def held_bytes(self) -> int:
