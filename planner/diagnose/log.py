@@ -33,7 +33,8 @@ IPYTHON_FRAME = re.compile(r"^File (?P<path>[^\s:]+\.py):(?P<line>\d+), in (?:\w
 RICH_FRAME = re.compile(r"^[\s│|❱>]*(?P<path>(?:/|[A-Z]:)[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)")
 PYTEST_FRAME = re.compile(r"^\s*(?P<path>[\w./-]+\.py):(?P<line>\d+): in (?P<function>\S+)")
 BEGIN = "Traceback (most recent call last)"
-TRACEBACK_WORDS = frozenset({BEGIN, '", line ', ".py:"})
+MODULE = ".py:"
+TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE})
 WORDS = (*TRACEBACK_WORDS, *dict.fromkeys(word for message in MESSAGES for word in message.words))
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
 REACH = 300  # characters around a message's word in which its pattern matches
@@ -142,13 +143,14 @@ def _lines_of(block: str, end: int, number: int, present: Sequence[str]) -> Iter
     if not any(word in block for word in present):
         return
     pieces = list(enumerate(block.split("\n"), number))
-    if "\r" in block or max(len(line) for _, line in pieces) > PIECE:
+    if "\r" in block or any(len(line) > PIECE for _, line in pieces):
         pieces = [(place, piece) for place, line in pieces for piece in _pieces(line)]
     before = block.count("\n", 0, end) + number
     for index, (place, text) in enumerate(pieces):
         if place >= before and end < len(block):
             return
-        if words := [word for word in present if word in text]:
+        words = [word for word in present if word in text]
+        if words and (words != [MODULE] or " in" in text):  # "trainer.py:2078]" is no frame
             yield Line(place, text, words, [other for _, other in pieces[index + 1 : index + MESSAGE_LINES]])
 
 
