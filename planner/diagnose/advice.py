@@ -8,9 +8,9 @@ from planner.diagnose.incident import Incident, Kind
 from planner.units import GIB, format_count, format_gib, format_size
 
 MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less
-SEVERAL = 2  # processes
-# Twice a CUDA context with the kernels of PyTorch, which is 0.2 to 0.6 GiB (planner/memory/runtime.py).
-CONTEXT_BYTES = 6 * GIB // 5
+# Least memory in no named process to mention: a CUDA context holds 0.5 GiB (OEvortex/unsloth#20), NCCL's buffers less.
+MENTIONED_UNNAMED_BYTES = GIB
+SAME_SHARE = 1.25  # ratio of the largest to the smallest process up to which they count as ranks of one run
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -47,18 +47,15 @@ def _in_phase(incident: Incident) -> str:
 
 def _on_gpu(incident: Incident) -> str:
     gpu = "the GPU" if incident.gpu is None else f"GPU {incident.gpu}"
+    out = f"{gpu} ran out of memory{_in_phase(incident)}"
     if "tried" not in incident.sizes:
-        return f"{gpu} ran out of memory{_in_phase(incident)}"
-    free, total = (format_size(incident.sizes[name]) if name in incident.sizes else "?" for name in ("free", "total"))
-    lacking = f"; {format_size(incident.lacking_bytes)} were missing" if incident.lacking_bytes else ""
-    doubt = ""
-    if incident.is_impossible:
-        allocated = format_size(incident.sizes["allocated"])
-        doubt = f". Its figures cannot be: {allocated} allocated on a GPU of {total}, so that a part lay elsewhere"
-    return (
-        f"{gpu} ran out of memory{_in_phase(incident)}: asked for {format_size(incident.sizes['tried'])}, {free} of "
-        f"{total} were free{lacking}{doubt}"
-    )
+        return out
+    asked = f"{out}: asked for {format_size(incident.sizes['tried'])}"
+    if "free" not in incident.sizes or "total" not in incident.sizes:
+        return asked
+    free, total = (format_size(incident.sizes[name]) for name in ("free", "total"))
+    lacking = f", {format_size(incident.lacking_bytes)} too few" if incident.lacking_bytes else ""
+    return f"{asked}, {free} of {total} were free{lacking}"
 
 
 def _in_a_library(incident: Incident) -> str:
@@ -109,46 +106,88 @@ def _engine_profile(incident: Incident) -> str:
 
 
 def _on_host(incident: Incident) -> str:
-    if "-9" in incident.message or "SIGKILL" in incident.message:
-        return "a process was killed (signal 9): by the kernel if main memory ran out (see `dmesg`), else by a launcher"
     size = f", asked for {format_size(incident.sizes['tried'])}" if "tried" in incident.sizes else ""
     return f"the host, not a GPU, ran out of memory{size}; a process was ended"
+
+
+def _was_killed(incident: Incident) -> str:
+    return (
+        "a process was killed (signal 9): most often the host's main memory ran out, else a scheduler or somebody "
+        "ended it"
+    )
+
+
+def _elsewhere(incident: Incident) -> str:
+    device = next((name for name in ("MPS", "NPU", "XPU") if f"{name} " in incident.message), "JAX or TensorFlow")
+    return f"{device} ran out of memory: plan knows PyTorch on CUDA and ROCm, and has no advice for it"
 
 
 # -- advice ------------------------------------------------------------------------------------------------------
 
 
 def _for_gpu(incident: Incident) -> Iterator[str]:
+    if incident.impossible:
+        yield (
+            f"{format_size(incident.held_bytes)} held by PyTorch on a GPU of {format_size(incident.sizes['total'])} "
+            "cannot be: the count includes memory that is not on the GPU, as of a sleeping vLLM engine or in Windows' "
+            "shared memory"
+        )
     if incident.had_room:
         yield (
             "more was free than was asked for: another process may have held it a moment before, or the driver "
             "refused for another reason; see the log above this line"
         )
-        return
+    else:
+        yield from _for_request(incident)
+    if not incident.had_room or incident.sizes.get("others"):
+        yield from _for_neighbours(incident)
+
+
+def _for_request(incident: Incident) -> Iterator[str]:
+    """Advice from what this process asked for, and holds."""
+    if 0 < incident.sizes.get("total", 0) < incident.sizes.get("tried", 0):
+        yield "this request alone is larger than the GPU: a smaller batch or length, or flash attention"
+    if "allowed" in incident.sizes:
+        yield (
+            f"the process may use {format_size(incident.sizes['allowed'])} of the GPU: "
+            "torch.cuda.set_per_process_memory_fraction set that limit"
+        )
     if incident.gathers and incident.phase == "rollout":
         yield "ds3_gather_for_generation false: ZeRO-3 was gathering the whole policy on every GPU to generate"
-    others = incident.sizes.get("others", 0)
-    if others >= MENTIONED_OTHERS_BYTES:
-        yield _about_others(others, int(incident.numbers.get("other_processes", 1)))
     if incident.fragmented:
         unused, lacked = format_size(incident.sizes["unallocated"]), format_size(incident.lacking_bytes)
         yield f"{EXPANDABLE}: the allocator held {unused} in fragments that it could not use; {lacked} more were needed"
 
 
-def _about_others(held_bytes: int, processes: int) -> str:
-    """Say what the other processes on the GPU are: ranks of the same run if there are several."""
-    held = format_size(held_bytes)
-    if processes < SEVERAL:
-        return f"other processes hold {held} of this GPU: end them, or plan with --free-memory"
-    if held_bytes < processes * CONTEXT_BYTES:
-        return (
-            f"{processes} other processes hold {held} of this GPU, as much as CUDA contexts: ranks that touch a GPU "
-            "that is not theirs. torch.cuda.set_device(local_rank) before anything else, map_location when loading"
+def _for_neighbours(incident: Incident) -> Iterator[str]:
+    """Advice from what other processes hold."""
+    others, unnamed = incident.sizes.get("others", 0), incident.sizes.get("unnamed", 0)
+    if not others:
+        others, unnamed = (unnamed, 0) if incident.numbers.get("other_processes") else (0, unnamed)
+    if others >= MENTIONED_OTHERS_BYTES:
+        count = int(incident.numbers["other_processes"])
+        holder = "another process holds" if count == 1 else f"{count} other processes hold"
+        yield f"{holder} {format_size(others)} of this GPU: {_about_others(incident)}"
+    if unnamed >= MENTIONED_UNNAMED_BYTES:
+        yield (
+            f"{format_size(unnamed)} of this GPU are in no process that the message names: other processes, also "
+            "outside of a container (nvidia-smi on the host), or libraries that allocate past PyTorch"
         )
+
+
+def _about_others(incident: Incident) -> str:
+    if not _are_ranks(incident):
+        return "end them, start fewer there, or plan with --free-memory"
     return (
-        f"{processes} other processes hold {held} of this GPU: it is shared, by ranks that all load to it (device_map, "
-        "CUDA_VISIBLE_DEVICES) or by other jobs. One process a GPU, or plan with --free-memory"
+        "alike, as other ranks of the run. Each rank must choose its own GPU before it loads a model or uses one: "
+        'torch.cuda.set_device(local_rank), device_map={"": local_rank}'
     )
+
+
+def _are_ranks(incident: Incident) -> bool:
+    """True if several processes hold about the same, as the ranks of one run do that were not given a GPU each."""
+    smallest, largest = (incident.sizes.get(name, 0) for name in ("smallest_other", "largest_other"))
+    return incident.numbers.get("other_processes", 0) > 1 and largest <= SAME_SHARE * smallest
 
 
 def _for_nccl(incident: Incident) -> Iterator[str]:
@@ -200,6 +239,11 @@ def _for_host(incident: Incident) -> Iterator[str]:
     )
 
 
+def _for_killed(incident: Incident) -> Iterator[str]:
+    yield "dmesg, or sacct of SLURM, tells whether it was main memory"
+    yield from _for_host(incident)
+
+
 def _no_advice(incident: Incident) -> Iterator[str]:
     yield from ()
 
@@ -215,4 +259,6 @@ INCIDENT_TEXTS: dict[Kind, _IncidentText] = {
     "engine_wake": _IncidentText(description=_engine_wake, advice=_for_engine_wake),
     "engine_profile": _IncidentText(description=_engine_profile, advice=_for_engine_profile),
     "host": _IncidentText(description=_on_host, advice=_for_host),
+    "killed": _IncidentText(description=_was_killed, advice=_for_killed),
+    "foreign": _IncidentText(description=_elsewhere, advice=_no_advice),
 }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.quantities import Phase
+from planner.units import MIB
 
 Kind = Literal[
     "gpu",  # PyTorch's allocator found no block
@@ -17,7 +18,13 @@ Kind = Literal[
     "engine_wake",  # vLLM: memory that it freed to sleep was not free when it woke up
     "engine_profile",  # vLLM: another process freed memory during the profile run
     "host",  # the node's main memory
+    "killed",  # signal 9, and nobody says why: main memory, or somebody ended the process
+    "foreign",  # an allocator that is neither PyTorch's CUDA nor its ROCm one: MPS, NPU, XPU, JAX, TensorFlow
 ]
+
+# The driver gives GPU memory in pages of this size, so that a few bytes more than the request are no room.
+# Source: CUDA driver, cuMemGetAllocationGranularity on cards from Volta on.
+DRIVER_PAGE_BYTES = 2 * MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +65,18 @@ class Incident:
 
         Then the error has another cause than too little memory.
         """
-        return "allowed" not in self.sizes and 0 < self.sizes.get("tried", 0) <= self.sizes.get("free", 0)
+        room = self.sizes.get("free", 0) - self.sizes.get("tried", 0)
+        return "allowed" not in self.sizes and "tried" in self.sizes and room >= DRIVER_PAGE_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that PyTorch's allocator says it holds: tensors, and blocks that it keeps unused."""
+        return self.sizes.get("allocated", 0) + self.sizes.get("unallocated", 0)
+
+    @property
+    def impossible(self) -> bool:
+        """True if PyTorch's allocator says that it holds more than the GPU has."""
+        return self.held_bytes > self.sizes.get("total", self.held_bytes)
 
     @property
     def is_impossible(self) -> bool:
@@ -70,5 +88,5 @@ class Incident:
 
     @property
     def fragmented(self) -> bool:
-        """True if the allocator's reserved but unused memory would have been enough for the request."""
-        return 0 < self.lacking_bytes <= self.sizes.get("unallocated", 0)
+        """True if the allocator's reserved but unused memory was at least as large as the request."""
+        return 0 < self.sizes.get("tried", 0) <= self.sizes.get("unallocated", 0) and not self.impossible

@@ -1,177 +1,250 @@
-"""Find the out-of-memory errors in the log of a run, of one process or of several in one stream."""
+"""Find the out-of-memory errors in the log of a run, of one process or of several in one stream.
+
+The log is read in blocks, in memory that does not grow with it, and in time linear in its length: blocks without a word
+of a message or of a traceback are skipped unread.
+"""
 
 import io
 import re
+import stat
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from planner.diagnose.incident import Incident
-from planner.diagnose.messages import MESSAGES, Message, figures
+from planner.diagnose.messages import GPU, MESSAGES, Message, figures
 from planner.diagnose.tracebacks import Frame, gathers_parameters, innermost, phase_of
 from planner.errors import InputError
-from planner.files.read import regular_file
 
 # Prefixes of a line by launchers and vLLM: [rank0]:, [default3]:, (EngineCore pid=71), ERROR 09-18 07:56:28
-# [core.py:390].
+# [core.py:390], 192.168.1.51: (DeepSpeed on several nodes).
 PREFIX = re.compile(
-    r"^\s*(?:(?P<rank>\[(?:rank|default)\d+\]):?|\((?P<worker>\w+(?: [\w=]+)?) "
-    r"pid=\d+[^)]*\)|(?:ERROR|INFO|WARNING|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\])\s?"
+    r"^\s*(?:(?P<rank>\[(?:rank|default)\d+\]):?|\((?P<worker>\w{1,64}(?: [\w=]{1,64})?) "
+    r"pid=\d+[^)]*\)|(?:ERROR|INFO|WARNING|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]|"
+    r"(?P<host>\d{1,3}(?:\.\d{1,3}){3}):(?= ))\s?"
 )
-FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+PREFIX_BEGINS = frozenset(" \t[(EIWC0123456789")  # a line that begins otherwise has no prefix
+FRAME = re.compile(r'(?:^\s*|  )File "(?P<path>[^"]{1,999})", line (?P<line>\d{1,9}), in (?P<function>\S+)')
+IPYTHON_FRAME = re.compile(r"^File (?P<path>[^\s:]+\.py):(?P<line>\d+), in (?:\w+\.)*(?P<function>\w+)\(")
 # After a long path, rich prints the function on the next line.
-RICH_FRAME = re.compile(r"^\W*(?P<path>/[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)")
+RICH_FRAME = re.compile(r"^[\s│|❱>]*(?P<path>(?:/|[A-Z]:)[^\s:]+\.py):(?P<line>\d+) in *(?P<function>\w*)")
 PYTEST_FRAME = re.compile(r"^\s*(?P<path>[\w./-]+\.py):(?P<line>\d+): in (?P<function>\S+)")
 BEGIN = "Traceback (most recent call last)"
-# Found in the first line of every message of MESSAGES, even if a terminal wrapped it: a fast test that skips most
-# lines.
-HINT = re.compile(
-    r"(?:CUDA|HIP) ?(?:$|[oeE])|Cuda|CUBLAS_|CUDNN_|cudaError|calloc|Killed|killed d|SIGKILL|exitcode *:? ?(?:$|-)|"
-    r"code:? ?(?:=|$|1)|oom|OOM|Free mem|serve at|seq len|No avail|Error in mem|Expandable|CPUAlloc|allocate mem|"
-    r"Out of m|low on mem"
-)
-ANY_MESSAGE = re.compile("|".join(f"(?:{message.pattern})" for message in MESSAGES))
+MODULE = ".py:"
+TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE})
+WORDS = (*TRACEBACK_WORDS, *dict.fromkeys(word for message in MESSAGES for word in message.words))
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
-OPENING_CHARACTERS = 200  # at least those of each pattern of MESSAGES
-LINE_CHARACTERS = 4000  # a longer line is read in pieces; the longest message has 1,000
-MAX_INCIDENTS = 1000  # of a log that are looked at: later ones are consequences of the first
-MAX_FRAMES, MAX_RANKS = 200, 4096  # of a traceback, and of processes whose tracebacks are kept
+REACH = 300  # characters around a message's word in which its pattern matches
+GPU_NUMBER = re.compile(r"GPU (\d{1,15})")
+MESSAGE_LENGTH = 4096  # characters of a message; PyTorch's with 40 processes on the GPU
+PIECE = 2048  # characters; longer lines are cut into pieces
+BLOCK = 1 << 16  # characters that are read at once
+TRACEBACK_LINES = 5000  # last lines of tracebacks that are kept, of all ranks together
+MESSAGES_READ = 500  # most messages that are read in full, as many ranks and GPUs may fail
 
-# Parts of every line that matters: frames of tracebacks, and what HINT looks for.
-WORDS = (
-    BEGIN, ".py", "CUDA", "HIP", "Cuda", "CUBLAS_", "CUDNN_", "cudaError", "calloc", "illed", "SIGKILL", "code", "oom",
-    "OOM", "Free mem", "serve at", "seq len", "No avail", "Error in mem", "Expandable", "CPUAlloc", "allocate mem",
-    "Out of m", "low on mem",
-)  # fmt: skip
-RawLine = tuple[int, str]  # number in the log, text
+
+class Line(NamedTuple):
+    """A line of the log that has `words` of WORDS: its number from 1, its text, and the lines after it."""
+
+    number: int
+    text: str
+    words: Sequence[str]
+    following: Sequence[str]
+
+
+class TracebackLine(NamedTuple):
+    """A line that may hold the beginning or a frame of a traceback, and the line after it."""
+
+    text: str
+    next_text: str
 
 
 def read_incidents(path: str) -> tuple[Incident, ...]:
     """The incidents of a log file; `-` reads stdin.
 
     Raises:
-        InputError: the file cannot be read, or reports no out-of-memory error.
+        InputError: the file cannot be read, is no regular file, or reports no out-of-memory error.
     """
-    if path == "-":
-        found = incidents(sys.stdin)
-    else:
-        try:
-            with regular_file(Path(path)) as file, io.TextIOWrapper(file, encoding="utf-8", errors="replace") as text:
-                found = incidents(text)
-        except InputError as error:
-            raise InputError(f"{error} Give a log file, or - for stdin.") from error
+    try:
+        found = _read(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}. Give a log file, or - for stdin.") from error
     if not found:
         raise InputError(
             f"{'stdin' if path == '-' else path} reports no out-of-memory error. "
-            "The messages of PyTorch, vLLM, NCCL and the kernel are known."
+            "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."
         )
     return found
 
 
-def incidents(log: TextIO) -> tuple[Incident, ...]:
+def _read(path: str) -> tuple[Incident, ...]:
+    if path == "-":
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+        return _first_of_each(_all(sys.stdin))
+    if not stat.S_ISREG(Path(path).stat().st_mode):  # opening a FIFO would wait, /dev/zero has no end
+        raise InputError(f"{path} is no regular file. Give a log file, or - for stdin.")
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as log:
+        return _first_of_each(_all(log))
+
+
+def incidents(text: str) -> tuple[Incident, ...]:
     """Every out-of-memory error of a log, in order; of several of one kind, rank and GPU only the first.
 
-    When one rank ends, the others end too, so that later errors are often consequences of the first. Reads the log once
-    and keeps a few lines of it.
+    When one rank ends, the others end too, so that later errors are often consequences of the first.
     """
-    found: dict[tuple[str, str, int | None], Incident] = {}
-    for incident in islice(_all(log), MAX_INCIDENTS):
-        found.setdefault((incident.kind, incident.rank, incident.gpu), incident)
-    first = {incident.kind for incident in found.values()}
-    # A process that is killed after an error of another kind was killed by its launcher: no lack of main memory.
-    return tuple(
-        incident
-        for incident in found.values()
-        if incident.kind != "host" or first == {"host"} or "-9" not in incident.message
-    )
+    return _first_of_each(_all(io.StringIO(text, newline="\n")))
 
 
-def _windows(log: TextIO) -> Iterator[Sequence[RawLine]]:
-    """Every line that may matter with those after it, MESSAGE_LINES in all; fewer at the end of the log.
-
-    A line without end comes in pieces of LINE_CHARACTERS.
-    """
-    ahead: deque[RawLine] = deque()
-    number = 1
-    while piece := log.readline(LINE_CHARACTERS):
-        ahead.append((number, piece))
-        number += piece.endswith("\n")
-        if len(ahead) == MESSAGE_LINES:
-            if any(word in ahead[0][1] for word in WORDS):
-                yield ahead
-            ahead.popleft()
-    while ahead:
-        yield ahead
-        ahead.popleft()
+def _first_of_each(found: Iterator[Incident]) -> tuple[Incident, ...]:
+    first: dict[tuple[str, str, int | None], Incident] = {}
+    for incident in islice(found, MESSAGES_READ):
+        first.setdefault((incident.kind, incident.rank, incident.gpu), incident)
+    kinds = {incident.kind for incident in first.values()}
+    # A process that is killed beside an error of another kind was killed by its launcher: no lack of main memory.
+    return tuple(incident for incident in first.values() if incident.kind != "killed" or kinds == {"killed"})
 
 
 def _all(log: TextIO) -> Iterator[Incident]:
-    """Every message of MESSAGES in the log, repetitions included."""
-    frames: dict[str, deque[Frame]] = {}
-    for ahead in _windows(log):
-        rank, line = _stripped(ahead[0][1])
-        if rank not in frames and len(frames) < MAX_RANKS:
-            frames[rank] = deque(maxlen=MAX_FRAMES)
-        own = frames.get(rank, deque())
-        if BEGIN in line:
-            own.clear()
-        elif frame := _frame(line, ahead):
-            own.append(frame)
-        if HINT.search(line) and (incident := _incident_at(ahead, own)):
-            yield incident
+    """The messages of MESSAGES in the log, without most repetitions of a kind, rank and GPU."""
+    traceback: deque[TracebackLine] = deque(maxlen=TRACEBACK_LINES)
+    seen: set[tuple[str, str, str]] = set()
+    for line in _lines(log):
+        if not TRACEBACK_WORDS.isdisjoint(line.words):
+            traceback.append(TracebackLine(line.text, line.following[0] if line.following else ""))
+        if TRACEBACK_WORDS.issuperset(line.words):
+            continue
+        for message in MESSAGES:
+            if found := _found(message, line, seen):
+                yield _incident(message, found, line, traceback)
+                break
 
 
-def _frame(line: str, ahead: Sequence[RawLine]) -> Frame | None:
-    """The frame of a traceback that a line holds, as Python, pytest or rich prints it; None if it holds none."""
-    if match := FRAME.match(line) or PYTEST_FRAME.match(line):
+def _lines(log: TextIO) -> Iterator[Line]:
+    """The lines that contain a word of WORDS."""
+    number, kept = 1, ""
+    while block := log.read(BLOCK):
+        block = kept + block + log.readline(BLOCK)
+        present = [word for word in WORDS if word in block]
+        last = max(0, len(block) - 1)
+        for _ in range(MESSAGE_LINES):  # the last lines are read with the next block, which may continue a message
+            last = max(block.rfind("\n", 0, last), 0)
+        kept = block[last + 1 :] if 0 < last > len(block) - 2 * BLOCK else ""
+        yield from _lines_of(block, len(block) - len(kept), number, present)
+        number += block.count("\n", 0, len(block) - len(kept))
+    yield from _lines_of(kept, len(kept), number, WORDS)
+
+
+def _lines_of(block: str, end: int, number: int, present: Sequence[str]) -> Iterator[Line]:
+    """The lines of a block that begin before `end` and contain one of the words that are present."""
+    if not any(word in block for word in present):
+        return
+    pieces = list(enumerate(block.split("\n"), number))
+    if "\r" in block or any(len(line) > PIECE for _, line in pieces):
+        pieces = [(place, piece) for place, line in pieces for piece in _pieces(line)]
+    before = block.count("\n", 0, end) + number
+    for index, (place, text) in enumerate(pieces):
+        if place >= before and end < len(block):
+            return
+        words = [word for word in present if word in text]
+        if words and (words != [MODULE] or " in" in text):  # "trainer.py:2078]" is no frame
+            yield Line(place, text, words, [other for _, other in pieces[index + 1 : index + MESSAGE_LINES]])
+
+
+def _pieces(line: str) -> Iterator[str]:
+    """The parts of a line that a progress bar has overwritten, each cut after a space into pieces of PIECE."""
+    for part in line.split("\r"):
+        start = 0
+        while len(part) - start > PIECE:
+            end = part.rfind(" ", start, start + PIECE) + 1 or start + PIECE
+            yield part[start:end]
+            start = end
+        yield part[start:]
+
+
+def _frames(traceback: deque[TracebackLine], rank: str) -> tuple[Frame, ...]:
+    """The frames of the last traceback of a rank."""
+    frames: list[Frame] = []
+    for line in reversed(traceback):
+        printed_by, text = _stripped(line.text)
+        if printed_by == rank and BEGIN in text:
+            break
+        if printed_by == rank and (frame := _frame(text, line.next_text)):
+            frames.append(frame)
+    return tuple(reversed(frames))
+
+
+def _frame(text: str, next_text: str) -> Frame | None:
+    """The frame of a traceback that a line holds, as Python, IPython, pytest or rich prints it; None if it has none."""
+    if match := FRAME.search(text) or PYTEST_FRAME.match(text) or IPYTHON_FRAME.match(text):
         return Frame(**match.groupdict())
-    if match := RICH_FRAME.match(line):
-        following = re.search(r"\w+", _stripped(ahead[1][1])[1]) if not match["function"] and len(ahead) > 1 else None
-        return Frame(match["path"], match["line"], following[0] if following else match["function"])
+    if match := RICH_FRAME.match(text):
+        next_word = re.search(r"\w+", _stripped(next_text)[1]) if not match["function"] else None
+        path = match["path"].replace("\\", "/")
+        return Frame(path, match["line"], next_word[0] if next_word else match["function"])
     return None
 
 
-def _stripped(line: str) -> tuple[str, str]:
+def _stripped(text: str) -> tuple[str, str]:
     """The rank or worker that printed a line (empty if unknown), and the line without its prefixes."""
-    rank, line = "", line.rstrip("\n")
-    while match := PREFIX.match(line):
-        rank = (match["rank"] or "").strip("[]") or match["worker"] or rank
-        line = line[match.end() :]
-    return rank, line
+    rank = ""
+    while text[:1] in PREFIX_BEGINS and (match := PREFIX.match(text)):
+        rank = (match["rank"] or "").strip("[]") or match["worker"] or match["host"] or rank
+        text = text[match.end() :]
+    return rank, text
 
 
-def _incident_at(ahead: Sequence[RawLine], frames: Iterable[Frame]) -> Incident | None:
-    """The incident of a message that begins in the first of these lines; None if none does.
+def _found(message: Message, line: Line, seen: set[tuple[str, str, str]]) -> str:
+    """The whole text of a message that begins in this line; empty if none does, or one was seen.
 
     Joins the following lines of the same rank, with and without a space, since a terminal may have wrapped the message
     between words or inside one, and takes the text with more figures.
     """
-    number, (rank, line), *rest = ahead[0][0], *(_stripped(text) for _, text in ahead)
-    following = [text for other_rank, text in rest if other_rank in (rank, "") and BEGIN not in text]
-    wrapped = [re.sub(r"[ \t]+", " ", between.join([line, *following])) for between in (" ", "")]
-    end = len(line) + OPENING_CHARACTERS
-    if not any((match := ANY_MESSAGE.search(whole, 0, end)) and match.start() < len(line) for whole in wrapped):
-        return None
-    for message in MESSAGES:
-        begun = [each for each in wrapped if (match := re.search(message.pattern, each)) and match.start() < len(line)]
-        if begun:
-            text = max(begun, key=lambda whole: sum(len(each) for each in figures(message, whole)))
-            return _incident(message, text, number, rank, tuple(frames))
-    return None
+    word = next((word for word in message.words if word in line.words), "")
+    if not word:
+        return ""
+    rank, text = _stripped(line.text)
+    gpu = GPU_NUMBER.search(text)
+    key = (message.kind, rank, gpu[1] if gpu else "")
+    if key in seen or not (wholes := _wholes(message, text, word, _continued(line.following, rank))):
+        return ""
+    if gpu or message is not GPU:
+        seen.add(key)
+    return max(wholes, key=lambda whole: sum(len(each) for each in figures(message, whole)))
 
 
-def _incident(message: Message, text: str, number: int, rank: str, frames: Sequence[Frame]) -> Incident:
-    """The incident of a message whose text begins in line `number` (from 1), after the traceback `frames`."""
+def _continued(following: Sequence[str], rank: str) -> list[str]:
+    """The lines that may continue a message of a rank: its own, and those of no rank."""
+    stripped = [_stripped(other) for other in following]
+    return [text for other_rank, text in stripped if other_rank in (rank, "") and BEGIN not in text]
+
+
+def _wholes(message: Message, text: str, word: str, continued: Sequence[str]) -> list[str]:
+    """The texts in which the message begins in the line `text`: alone, joined with a space, joined without one."""
+    start = max(text.find(word) - REACH, 0)
+    wholes = []
+    for whole in (text[start:], *(between.join([text[start:], *continued]) for between in (" ", ""))):
+        squeezed = re.sub(r"[ \t]+", " ", whole) if "  " in whole[:MESSAGE_LENGTH] else whole
+        match = re.search(message.pattern, squeezed[: 3 * REACH])
+        if match and match.start() < len(text) - start:
+            wholes.append(squeezed[:MESSAGE_LENGTH])
+    return wholes
+
+
+def _incident(message: Message, text: str, line: Line, traceback: deque[TracebackLine]) -> Incident:
+    """The incident of a message whose text begins in `line`, after the lines of tracebacks."""
+    rank = _stripped(line.text)[0]
+    frames = _frames(traceback, rank)
     sizes, numbers = figures(message, text)
     gpu = numbers.pop("gpu", None)
     if "bytes" in numbers:
         sizes["tried"] = int(numbers.pop("bytes"))
     return Incident(
         kind=message.kind,
-        line=number,
+        line=line.number,
         rank=rank,
         gpu=None if gpu is None else int(gpu),
         phase=phase_of(frames),

@@ -8,19 +8,24 @@ from planner.diagnose.incident import Kind
 from planner.units import GIB, KIB, MIB
 
 UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
-SIZE = r"(\d+(?:\.\d+)?) ?(bytes|KiB|MiB|GiB)"
-GIBS = r"(-?\d+(?:\.\d+)?)"
+ROUNDING_BYTES = 6 * GIB // 100  # the message rounds each of up to six figures to 0.01 GiB
+# Digits are bounded, so that a search takes linear time in a line of digits.
+SIZE = r"(\d{1,15}(?:\.\d{1,9})?) ?(bytes|KiB|MiB|GiB)"
+GIBS = r"(-?\d{1,9}(?:\.\d{1,9})?)"
+COUNT = r"(\d{1,15})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """One error message. `pattern` finds it; the other fields are patterns of figures that it may contain, by name.
 
+    The line in which a message begins contains one of its `words`: a test that is quick and skips nearly all lines.
     Patterns of `sizes` match a number and its unit, those of `gibs` and `numbers` a number. In `numbers`, "gpu" is the
     GPU's index and "bytes" the size of the request.
     """
 
     kind: Kind
+    words: tuple[str, ...]
     pattern: str
     sizes: Mapping[str, str] = field(default_factory=dict)
     gibs: Mapping[str, str] = field(default_factory=dict)  # sizes that vLLM prints in GiB, without a unit to match
@@ -31,6 +36,7 @@ class Message:
 # 2.1 wrote "capacty".
 GPU = Message(
     kind="gpu",
+    words=("CUDA out of memory", "HIP out of memory"),
     pattern=r"(?:CUDA|HIP) out of memory\. ?Tried to allocate",
     sizes={
         "tried": rf"Tried to allocate {SIZE}",
@@ -39,76 +45,132 @@ GPU = Message(
         "process": rf"this process has {SIZE} memory in use",
         "allocated": rf"allocated memory {SIZE} is allocated by PyTorch|{SIZE} already allocated",
         "unallocated": rf"and {SIZE} is reserved by PyTorch but unallocated",
-        "reserved": rf"{SIZE} reserved in total by PyTorch",
+        "reserved": rf"{SIZE} reserved in total by PyTorch|{SIZE} cached",
         "graphs": rf"with {SIZE} allocated in private pools",
         "allowed": rf"{SIZE} allowed",
     },
-    numbers={"gpu": r"GPU (\d+)"},
+    numbers={"gpu": rf"GPU {COUNT}"},
 )
-ROUNDING_BYTES = GIB // 50  # of three figures with two decimals of a GiB
-OTHER_PROCESS = re.compile(rf"Process \d+ has {SIZE} memory in use")
+OTHER_PROCESS = re.compile(rf"Process \d{{1,10}} has {SIZE} memory in use")
 
 # The messages of vLLM and NCCL are those of published logs (neither was installed here); the files are those that print
-# them.
+# them. tests/data/messages.jsonl has the logs.
 MESSAGES: tuple[Message, ...] = (
     GPU,
     # vllm 0.33, v1/worker/utils.py
     Message(
         kind="engine_start",
+        words=("Free memory on device",),
         pattern=r"Free memory on device .{0,60}on startup is less than desired GPU memory utilization",
         gibs={
-            "free": rf"\({GIBS}/[\d.]+ GiB\) on startup",
-            "total": rf"\([\d.]+/{GIBS} GiB\) on startup",
-            "wanted": rf"utilization \([\d.]+, {GIBS} GiB\)",
+            "free": rf"\({GIBS}/[\d.]{{1,12}} GiB\) on startup",
+            "total": rf"\([\d.]{{1,12}}/{GIBS} GiB\) on startup",
+            "wanted": rf"utilization \([\d.]{{1,12}}, {GIBS} GiB\)",
         },
-        numbers={"utilization": r"utilization \(([\d.]+),", "gpu": r"on device \w+:(\d+)"},
+        numbers={"utilization": rf"utilization \({GIBS},", "gpu": rf"on device \w{{1,9}}:{COUNT}"},
     ),
     # vllm 0.33, v1/core/kv_cache_planning.py; older releases wrote "models's" and the size in brackets
     Message(
         kind="engine_length",
+        words=("To serve at least one request",),
         pattern=r"To serve at least one request with the model'?s'?s? max seq len",
         gibs={"needed": rf"{GIBS} GiB KV cache is needed", "available": rf"available KV cache memory \({GIBS} GiB\)"},
-        numbers={"length": r"max seq len \((\d+)\)", "longest": r"estimated maximum model length is (\d+)"},
+        numbers={"length": rf"max seq len \({COUNT}\)", "longest": rf"estimated maximum model length is {COUNT}"},
     ),
     Message(
         kind="engine_length",
-        pattern=r"max seq len \(\d+\) is larger than the maximum number of tokens that can be stored in KV cache",
-        numbers={"length": r"max seq len \((\d+)\)", "longest": r"stored in KV cache \((\d+)\)"},
+        words=("max seq len",),
+        pattern=r"max seq len \(\d{1,15}\) is larger than the maximum number of tokens that can be stored in KV cache",
+        numbers={"length": rf"max seq len \({COUNT}\)", "longest": rf"stored in KV cache \({COUNT}\)"},
     ),
-    Message(kind="engine_cache", pattern=r"No available memory for the cache blocks"),
+    Message(
+        kind="engine_cache",
+        words=("No available memory for the cache",),
+        pattern=r"No available memory for the cache blocks",
+    ),
     # vllm 0.33, v1/worker/gpu_worker.py and device_allocator/cumem.py
-    Message(kind="engine_profile", pattern=r"Error in memory profiling\. Initial free memory"),
-    Message(kind="engine_pool", pattern=r"Expandable segments are not compatible with memory pool"),
-    Message(kind="engine_wake", pattern=r"CUDA Error: out of memory at \S*cumem_allocator"),
+    Message(
+        kind="engine_profile",
+        words=("Error in memory profiling",),
+        pattern=r"Error in memory profiling\. Initial free memory",
+    ),
+    Message(
+        kind="engine_pool",
+        words=("Expandable segments are not",),
+        pattern=r"Expandable segments are not compatible with memory pool",
+    ),
+    Message(
+        kind="engine_wake",
+        words=("CUDA Error: out of memory",),
+        pattern=r"CUDA Error: out of memory at \S{0,300}cumem_allocator",
+    ),
     # nccl 2.28, src/include/alloc.h and checks.h
     Message(
         kind="communication",
-        pattern=r"Failed to CUDA calloc(?: async)? \d+ bytes|Cuda failure (?:2 )?'out of memory'",
-        numbers={"bytes": r"calloc(?: async)? (\d+) bytes"},
+        words=("Failed to CUDA calloc", "Cuda failure"),
+        pattern=r"Failed to CUDA calloc(?: async)? \d{1,15} bytes|Cuda failure (?:2 )?'out of memory'",
+        numbers={"bytes": rf"calloc(?: async)? {COUNT} bytes"},
     ),
+    # torch's cudaMallocAsync backend ("Allocation on device"); bitsandbytes, csrc/pythonInterface.cpp and ops.cu
     Message(
         kind="library",
+        words=(
+            "_STATUS_ALLOC_FAILED",
+            "CUDA error: out of memory",
+            "cudaErrorMemoryAllocation",
+            "OutOfMemoryError: Allocation",
+            "Error out of memory at line",
+        ),
         pattern=r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDA error: out of memory|"
-        r"cudaErrorMemoryAllocation",
+        r"cudaErrorMemoryAllocation|OutOfMemoryError: Allocation on device|Error out of memory at line \d{1,6} in file",
     ),
-    # pytorch 2.13, c10/core/impl/alloc_cpu.cpp; python's OSError; torch/utils/data/_utils/signal_handling.py;
-    # torch/distributed/elastic/multiprocessing/api.py
+    # pytorch 2.13, c10/core/impl/alloc_cpu.cpp; python's OSError; torch/utils/data/_utils/signal_handling.py; the
+    # kernel's log; ray, src/ray/raylet/node_manager.cc; SLURM's slurmstepd and srun; docker's and Kubernetes' state
     Message(
         kind="host",
+        words=("DefaultCPUAllocator",),
         pattern=r"DefaultCPUAllocator: (?:can't|not enough memory)",
-        numbers={"bytes": r"tried to allocate (\d+) bytes"},
+        numbers={"bytes": rf"tried to allocate {COUNT} bytes"},
     ),
     Message(
         kind="host",
-        pattern=r"DataLoader worker .{0,40}is killed by signal: Killed|Cannot allocate memory|oom-kill|"
-        r"Out of memory: Killed process",
+        words=(
+            "is killed by signal",
+            "Cannot allocate memory",
+            "oom-kill",
+            "oom_kill",
+            "Out of memory: Kill",
+            "killed due to",
+            "Out Of Memory",
+            "OOMKilled",
+        ),
+        pattern=r"DataLoader worker .{0,40}is killed by signal: Killed|Cannot allocate memory|oom[-_]kill|"
+        r"Out of memory: Kill(?:ed)? process|killed due to (?:memory pressure|the node running low on memory)|"
+        r"srun: error: .{0,80}Out Of Memory|OOMKilled(?!\W{0,3}false)",
     ),
-    # also deepspeed 0.19.8, launcher/launch.py ("exits with return code = -9"); ray 2.5x; SLURM's slurmstepd; docker
+    # torch/distributed/elastic/multiprocessing/api.py; subprocess.CalledProcessError; deepspeed 0.19.8,
+    # launcher/launch.py; bash; docker (137 = 128 + 9)
     Message(
-        kind="host",
-        pattern=r"exitcode *: ?-9\b|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|"
-        r"exits with return code = -9\b|exited with code 137\b|exit code:? 137\b|oom_kill event|OOMKilled|"
-        r"were killed due to the node running low on memory",
+        kind="killed",
+        words=(
+            "exitcode",
+            "return code = -9",
+            "SIGKILL",
+            "Killed",
+            "code 137",
+            "code: 137",
+            "Exited (137)",
+            "ExitCode",
+        ),
+        pattern=r"exitcode *: ?-9\b|return code = -9\b|[Ss]ignal 9 \(SIGKILL\)|died with <Signals\.SIGKILL: 9>|"
+        r"^Killed\s*$|: line \d{1,9}: +\d{1,10} Killed\b|(?:[Ee]xit(?:ed)?|status)(?: with)?(?: status)? code:? 137\b|"
+        r"Exited \(137\)|ExitCode\W{1,3}137\b",
+    ),
+    Message(
+        kind="foreign",
+        words=("MPS backend out of memory", "PU out of memory", "xhausted: Out of memory", "XHAUSTED: Out of memory"),
+        pattern=r"MPS backend out of memory|[NX]PU out of memory|"
+        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): Out of memory",
     ),
 )
 
@@ -116,8 +178,7 @@ MESSAGES: tuple[Message, ...] = (
 def figures(message: Message, text: str) -> tuple[dict[str, int], dict[str, float]]:
     """The sizes in bytes and the other numbers that a message contains, by name.
 
-    Adds two derived sizes: "unallocated" = reserved - allocated if the message has both, and "others", the memory of
-    other processes on the GPU.
+    Adds derived sizes: "unallocated" = reserved - allocated if the message has both, and those of `_other_sizes`.
     """
     sizes = {name: found for name, pattern in message.sizes.items() if (found := _size(pattern, text)) is not None}
     sizes |= {
@@ -130,27 +191,51 @@ def figures(message: Message, text: str) -> tuple[dict[str, int], dict[str, floa
     }
     if "reserved" in sizes and "allocated" in sizes:
         sizes.setdefault("unallocated", max(sizes["reserved"] - sizes["allocated"], 0))
-    if message is GPU and (listed := [_bytes(*found) for found in OTHER_PROCESS.findall(text)]):
-        if "process" not in sizes and (own := _own_process(listed, sizes)) is not None:
-            listed.remove(own)
-            sizes["process"] = own
-        if listed:
-            sizes["others"] = sum(listed)
-            numbers["other_processes"] = len(listed)
+    if message is GPU:
+        others = _other_processes(sizes, text)
+        sizes |= _other_sizes(sizes, others)
+        if others:
+            numbers["other_processes"] = len(others)
     return sizes, numbers
 
 
-def _own_process(listed: Sequence[int], sizes: Mapping[str, int]) -> int | None:
-    """The memory of this process among the listed ones; None if it is none of them.
+def _other_processes(sizes: dict[str, int], text: str) -> list[int]:
+    """Sizes of the other processes on the GPU; adds "process", this process's size, to `sizes` if it is recognized.
 
-    In a container process numbers differ from the driver's, so that PyTorch lists its own process with the others
-    (pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `reportProcessMemoryInfo`). It holds what PyTorch reserved, and a
-    CUDA context on top: the smallest that does.
+    PyTorch finds its own process by its number. In a container NVML has other numbers, and the message lists this
+    process as "Process N". It is then the smallest one that has room for what PyTorch's allocator holds: CUDA context
+    and NCCL come on top. Source: pytorch 2.13, c10/cuda/CUDACachingAllocator.cpp, `reportProcessMemoryInfo`.
     """
-    if "allocated" not in sizes:
-        return None
-    reserved = sizes["allocated"] + sizes.get("unallocated", 0)
-    return min((size for size in listed if size >= reserved - ROUNDING_BYTES), default=None)
+    listed = sorted(_known(_bytes(*found), sizes) for found in OTHER_PROCESS.findall(text))
+    held = sizes.get("allocated", 0) + sizes.get("unallocated", 0)
+    if "process" in sizes:
+        sizes["process"] = _known(sizes["process"], sizes)
+    elif held:
+        own = next((number for number, size in enumerate(listed) if size + ROUNDING_BYTES >= held), None)
+        if own is not None:
+            sizes["process"] = listed.pop(own)
+    return listed
+
+
+def _known(process_bytes: int, sizes: Mapping[str, int]) -> int:
+    """The size of a process; 0 if NVML does not know it, which PyTorch prints as 0 or 17179869184.00 GiB (2**64)."""
+    return process_bytes if process_bytes <= sizes.get("total", process_bytes) else 0
+
+
+def _other_sizes(sizes: Mapping[str, int], others: Sequence[int]) -> dict[str, int]:
+    """What this process does not hold: "others" of the listed processes, and "unnamed" of none of them.
+
+        unnamed = total - free - this process - others
+
+    Leaves out "unnamed" if the message lacks a figure.
+    """
+    found = {"others": sum(others), "smallest_other": min(others), "largest_other": max(others)} if others else {}
+    if {"total", "free", "allocated"} <= sizes.keys():
+        held = max(sizes.get("process", 0), sizes["allocated"] + sizes.get("unallocated", 0))
+        unnamed = sizes["total"] - sizes["free"] - held - sum(others)
+        if unnamed > ROUNDING_BYTES:
+            found["unnamed"] = unnamed
+    return found
 
 
 def _size(pattern: str, text: str) -> int | None:

@@ -50,6 +50,11 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "determine_available_memory",
                 "profile_run",
                 "init_device",
+                "_allocate_kv_cache",
+                "determine_num_available_blocks",
+                "initialize_cache",
+                "load_model",
+                "make_layers",
             }
         ),
         path=r"vllm",
@@ -63,6 +68,9 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "_sync_fsdp1_params_to_vllm",
                 "_sync_fsdp2_params_to_vllm",
                 "merge_adapter",
+                "update_flattened_params",
+                "update_named_param",
+                "update_weights",
             }
         ),
     ),
@@ -108,6 +116,8 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "log_softmax",
                 "selective_log_softmax",
                 "entropy_from_logits",
+                "compute_log_probs",
+                "fused_vocab_parallel_cross_entropy",
             }
         ),
     ),
@@ -124,10 +134,16 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
                 "prepare_model",
                 "_move_model_to_device",
                 "get_peft_model",
+                "_load_state_dict_into_meta_model",
+                "set_module_tensor_to_device",
+                "_configure_distributed_model",
+                "_configure_zero_optimizer",
                 "to",
             }
         ),
     ),
+    CodeLocation(phase="load", functions=frozenset({"_apply", "convert", "cuda"}), path=r"torch/nn/modules/module\.py"),
+    CodeLocation(phase="forward", functions=frozenset({"forward"}), path=r"modeling_|torch/nn/modules/|peft/"),
 )
 # Files whose functions only forward a call.
 FORWARDING_FILES = (

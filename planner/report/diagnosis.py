@@ -32,6 +32,7 @@ FIGURES = (
     ("unallocated", "held by the allocator, unused"),
     ("outside", "outside PyTorch"),
     ("others", "other processes"),
+    ("unnamed", "in no process that is named"),
     ("free", "free"),
 )
 

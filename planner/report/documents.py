@@ -440,7 +440,8 @@ class IncidentReport(Document, frozen=True):
         Meta(
             description="The part that found no memory: PyTorch's allocator (gpu), a CUDA library, NCCL "
             "(communication), the host, or vLLM at its start (its share of the card, KV cache, longest sequence, pool, "
-            "profile run) or at its wake-up."
+            "profile run) or at its wake-up. killed: signal 9, for no stated reason; foreign: no CUDA or ROCm "
+            "allocator of PyTorch."
         ),
     ]
     line: Annotated[Count, Meta(description="Line of the log.")]
