@@ -31,11 +31,11 @@ ROOT_PARTS = {
 # in this table. `memory/*` are the three folders inside `memory/`; `planner` and `probes` are the two `__init__.py`.
 ALLOWED = {
     "basics": "",
-    "models": "basics",
-    "gpus": "basics",
     "files": "basics",
+    "models": "basics files",
+    "gpus": "basics",
     "words": "basics models",
-    "jobs": "basics words models gpus",
+    "jobs": "basics words models gpus files",
     "memory/parameters": "basics words models gpus",
     "memory/layers": "basics words models gpus",
     "memory/engine": "basics words models gpus",
@@ -48,7 +48,7 @@ ALLOWED = {
     "plan": "basics words gpus jobs memory/engine estimate search",
     "planner": "basics words models gpus jobs estimate plan",
     "measurements": "basics words models gpus files jobs memory allocator estimate plan",
-    "diagnose": "basics words gpus jobs estimate search plan",
+    "diagnose": "basics words gpus files jobs estimate search plan",
     "report": "basics words models gpus files jobs allocator estimate search plan measurements diagnose",
     "probes/substitution": "",
     "probes/task": "basics words measurements",
