@@ -1,12 +1,14 @@
 """The `plan` command: its subcommands, and the conversion of errors to exit codes."""
 
+import os
 import sys
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 import typer
 
 from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, validate
 from planner.commands.printing import print_error
-from planner.errors import EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
+from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
 
 EPILOG = """\
 Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts the plan, 1 anything else.
@@ -36,10 +38,39 @@ app.command()(lists.schema)
 
 def main() -> None:
     """Run the command with the arguments of the process and exit; the console script `plan`."""
+    with ExitStack() as null:
+        # Where the shell has closed a stream (`>&-`), Python has None.
+        if sys.stdout is None:
+            null.enter_context(redirect_stdout(null.enter_context(open(os.devnull, "w"))))
+        if sys.stderr is None:
+            null.enter_context(redirect_stderr(null.enter_context(open(os.devnull, "w"))))
+        sys.exit(_run_and_flush())
+
+
+def _run_and_flush() -> int:
+    """Run the command with the arguments of the process; return its exit code, `EXIT_OTHER` if stdout takes no text."""
     for stream in (sys.stdout, sys.stderr):
         # A terminal without the characters of a bar still gets the numbers.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _discard_output()  # its reader has read enough, as `head` does
+    except OSError as error:
+        if error.filename is not None:
+            raise  # of another file than stdout
+        code = _discard_output()
+        print_error(f"The answer cannot be written: {error.strerror}.")
+    return code
+
+
+def _discard_output() -> int:
+    """Let stdout be /dev/null, so that its buffer is not written again at exit; return the exit code."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+    return EXIT_OTHER
 
 
 def run(arguments: list[str]) -> int:

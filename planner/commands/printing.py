@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.commands.options import OutputOptions, ReportOptions
+from planner.errors import one_line, visible
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -23,7 +24,7 @@ PIPE_WIDTH = 100  # columns of the table if stdout is no terminal
 
 def progress(output: OutputOptions) -> Callable[[str], None]:
     """Return a function that prints a line of progress on stderr, or nothing with --quiet."""
-    return (lambda line: None) if output.quiet else (lambda line: print(line, file=sys.stderr))
+    return (lambda line: None) if output.quiet else (lambda line: print(visible(line), file=sys.stderr))
 
 
 def progress_line(output: OutputOptions) -> Callable[[str], None]:
@@ -87,8 +88,6 @@ def _print_report(
     output: ReportOptions, document: Callable[[], "Struct"], table: "Text", page: Callable[[], str]
 ) -> None:
     """Print a table, or a document as JSON; write the files of --out and --html, whose paths go to stderr."""
-    from rich.console import Console
-
     from planner.files.write import write_all
 
     text = ""
@@ -104,11 +103,19 @@ def _print_report(
         texts[Path(output.html)] = page()
     write_all(texts)
     for path in texts if not output.quiet else ():
-        print(f"wrote {path}", file=sys.stderr)
+        print(visible(f"wrote {path}"), file=sys.stderr)
     if output.json:
         print(text)
     else:
-        Console(width=width(), highlight=False).print(table, soft_wrap=True)
+        print_table(table)
+
+
+def print_table(table: "Text") -> None:
+    """Print a table as wide as the terminal; control characters in names are escaped."""
+    from rich.console import Console
+
+    table.plain = visible(table.plain)
+    Console(width=width(), highlight=False).print(table, soft_wrap=True)
 
 
 def width() -> int:
@@ -118,4 +125,4 @@ def width() -> int:
 
 def print_error(message: str) -> None:
     """Print an error message on stderr, as one line."""
-    print(f"Error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"Error: {one_line(message)}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Files that a user names, read within bounds: regular files, of a limited size, in one line of error."""
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from planner.errors import InputError
+from planner.errors import InputError, shortened
 
 # Largest document, such as a config.json, a report or a YAML file, and largest file of one document a line. Far above
 # what there is (results/estimated_vs_simulated.jsonl has 842 kB), and low enough that its objects in Python, up to ten
@@ -66,6 +67,21 @@ def read_text(path: Path, most_bytes: int = MAX_DOCUMENT_BYTES) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} cannot be read: it is no UTF-8 text (byte {error.start:,}).") from error
+
+
+def read_json(path: Path) -> object:
+    """Return the parsed content of a JSON file; Infinity and NaN are numbers, as in configs of Transformers.
+
+    Raises:
+        InputError: as `read_text`; or the file is no JSON, or is nested too deeply.
+    """
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise InputError(f"{path} is no JSON: it is nested too deeply.") from error
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {shortened(error)}.") from error
 
 
 def _refuse_special(path: Path, status: os.stat_result) -> None:

@@ -1,6 +1,5 @@
 """Read the files of a launcher: accelerate's config (`accelerate launch --config_file`) and DeepSpeed's JSON."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from planner.candidate import ZERO_SIZES
 from planner.errors import InputError
+from planner.files.read import read_json
 from planner.jobs.spellings import Value
 
 # Sizes that DeepSpeed takes if its config does not name them, in elements. Source: deepspeed 0.19.8,
@@ -49,17 +49,12 @@ def load_mapping(path: Path, kind: str, example: str) -> dict[str, object]:
     Raises:
         InputError: the file cannot be read, or holds something else; the message calls it a `kind`.
     """
-    import yaml  # takes 20 ms, and only config files need it
+    from planner.files.yaml import read_yaml  # imports PyYAML, which takes 20 ms
 
-    try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    read = read_yaml(path)
     if not isinstance(read, dict):
         raise InputError(f"{path} is no {kind}: it should hold keys and values, such as {example}.")
-    return {str(name): value for name, value in read.items()}
+    return {name: value for name, value in read.items() if isinstance(name, str)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,13 +160,14 @@ def _load_deepspeed_config(value: object, folder: Path) -> Mapping[str, object]:
     if isinstance(value, Mapping):
         return value
     path = Path(str(value))
-    path = path if path.exists() else folder / path
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"The DeepSpeed config {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise InputError(f"The DeepSpeed config {path} is not JSON: {error}.") from error
+        path = path if path.exists() else folder / path
+    except (OSError, ValueError):
+        path = folder / path  # a name that no file can have, as the reader says
+    try:
+        read = read_json(path)
+    except InputError as error:
+        raise InputError(f"The DeepSpeed config {error}") from error
     if not isinstance(read, Mapping):
         raise InputError(f"The DeepSpeed config {path} should hold keys and values.")
     return read

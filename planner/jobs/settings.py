@@ -9,7 +9,7 @@ from functools import cache
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from planner.candidate import DEEPSPEED, STAGE_3_SIZES, Candidate, Elements
-from planner.errors import InputError, UnknownName
+from planner.errors import InputError, UnknownName, shortened
 from planner.jobs.spellings import (
     ALIASES,
     FIELD_OF_SETTING,
@@ -25,6 +25,7 @@ from planner.models.shape import ModelShape
 
 # Upper bounds of what a user can mean: of a batch size in samples, of a size of DeepSpeed in elements, of any other
 # number.
+MAX_DIGITS = 20  # of any whole number that a user can mean
 MAX_BATCH_SIZE, MAX_ELEMENTS, MAX_NUMBER = 10**6, 10**15, 10**9
 # The smallest and largest value of a number; a count that is not here is at least 1.
 RANGES: dict[str, tuple[float, float]] = {
@@ -311,7 +312,7 @@ def _number(name: str, text: str, field: str, whole: bool) -> int | float:
         return 0  # vLLM takes the model's whole context
     try:
         number = _whole(text) if whole else float(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         wanted = "one number a run" if "," in text else "a whole number" if whole else "a number"
         _refuse(name, text, wanted)
     low, high = RANGES.get(field, (1 if whole else 0.0, MAX_NUMBER))
@@ -329,9 +330,14 @@ def _whole(text: str) -> int:
 
 
 def _refuse(name: str, text: str, wanted: str) -> NoReturn:
-    raise InputError(f"{name} must be {wanted}, not {text or 'empty'}.")
+    raise InputError(f"{name} must be {wanted}, not {shortened(text) or 'empty'}.")
 
 
 def _as_text(value: object) -> str:
     """Return a value as text, the parts of a list separated by spaces."""
-    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else _text(value)
+
+
+def _text(value: object) -> str:
+    """Return a value as text; a whole number of more than 4,300 digits, which Python does not write, as infinity."""
+    return str(value) if not isinstance(value, int) or abs(value) < 10**MAX_DIGITS else "inf"

@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, structs
 from planner.candidate import Candidate
 from planner.errors import InputError, PlanError, UnknownName
 from planner.files.decode import convert_json, decode_json
+from planner.files.read import MAX_LINES_BYTES, read_text
 from planner.gpus.catalogue import bare_gpu, load_gpu
 from planner.gpus.cluster import Gpu
 from planner.measurements.corrected_estimate import heaviest_rank
@@ -62,10 +63,7 @@ def read_cases(path: Path, complete_model: Callable[[ModelShape], ModelShape] | 
         InputError: the file cannot be read, or a line is no case; the message names the line, and for an unknown key
             the nearest key that there is.
     """
-    try:
-        texts = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
+    texts = read_text(path, MAX_LINES_BYTES).splitlines()
     numbered = [(number, text) for number, text in enumerate(texts, 1) if text.strip() and not text.startswith("#")]
     read = [_read_line(path, number, text) for number, text in numbered]
     return Cases(

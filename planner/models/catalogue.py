@@ -7,7 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from planner.errors import InputError, UnknownName
+from planner.errors import InputError, UnknownName, printable, shortened
+from planner.files.read import read_json
 from planner.models.architectures.published import NOT_QUANTIZED, Published, from_name, published_checkpoint
 from planner.models.from_config import KNOWN_MODEL_TYPES, NOT_COUNTED, Counts, shape_of
 from planner.models.hub import hub_config
@@ -52,6 +53,8 @@ def load_model(name: str) -> ModelShape:
     """
     if not name.strip():
         raise InputError("--model is empty. Give a name such as Qwen2.5-7B, or a path.")
+    if not printable(name):
+        raise InputError(f"--model {shortened(name)} has characters that are not printable. Rename the folder.")
     if _is_path(name):
         return _from_path(Path(name).expanduser())
     return _from_catalogue(name.strip()) or _from_hub(name.strip())
@@ -96,10 +99,7 @@ def _from_path(path: Path) -> ModelShape:
     file = path if path.suffix == ".json" or _is_file(path) else path / "config.json"
     if not _is_file(file):
         raise InputError(f"{file} does not exist. --model takes a folder with a config.json, such a file, or a name.")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InputError(f"{file} is no JSON: {str(error).splitlines()[0]}.") from error
+    config = read_json(file)
     if not isinstance(config, dict):
         raise InputError(f"{file} is no JSON object, so it is not a model's config.json.")
     shape = shape_of(config, id=_path_id(file), counts=NOT_COUNTED)

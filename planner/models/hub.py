@@ -1,8 +1,10 @@
 """Download of a model's `config.json` from the Hugging Face Hub; the only module that imports huggingface_hub."""
 
-import json
 import threading
 from pathlib import Path
+
+from planner.errors import InputError
+from planner.files.read import read_json
 
 ANSWER_SECONDS = 1.5  # timeout of the first answer, so that a user without network does not wait
 NO_SUCH_NAME = "the Hub allows no such name"
@@ -62,7 +64,7 @@ def _request(name: str, connected: threading.Event) -> dict[str, object] | str:
 
 def _parsed(path: str) -> dict[str, object] | str:
     try:
-        parsed = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        return f"its config.json is not readable ({type(error).__name__})"
+        parsed = read_json(Path(path))
+    except InputError as error:
+        return f"its config.json is not readable ({error})"
     return parsed if isinstance(parsed, dict) else "its config.json is no JSON object"

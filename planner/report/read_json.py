@@ -9,6 +9,7 @@ from msgspec import UNSET, Struct, UnsetType, to_builtins
 from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.files.decode import decode_json
+from planner.files.read import read_bytes
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.settings import candidate_fields
@@ -107,11 +108,7 @@ def _option(value: Any) -> Any:
 
 
 def _read_report(path: Path) -> SavedReport:
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
-    return decode_json(text, SavedReport, f"{path} is no report of plan")
+    return decode_json(read_bytes(path), SavedReport, f"{path} is no report of plan")
 
 
 def _settings(path: Path, report: SavedReport) -> Settings:

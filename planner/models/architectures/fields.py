@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from planner.errors import InputError
+from planner.errors import InputError, shortened
+
+# Largest values of a config.json. Of the models in data/models.jsonl Llama-3.1-405B has the most layers: 126. Each layer
+# is looked at, so that their number bounds the time: 15 s for 100,000. The largest other size there is 10,485,760, the
+# positions of Llama-4-Scout; products of a few sizes up to 2**40 are floats still, which end at 2**1024.
+MAX_LAYERS = 1_000
+MAX_SIZE = 2**40
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +36,10 @@ class Fields:
                 f"The config.json of {self.id} has no {key!r}, which its model type {self.model_type!r} needs."
             )
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a whole number.")
+            raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, which is not a whole number.")
+        most = MAX_LAYERS if key in LAYER_KEYS else MAX_SIZE
+        if value > most:
+            raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, more than {most:,}.")
         return value
 
     def positive(self, key: str) -> int:
@@ -51,7 +61,9 @@ class Fields:
         """
         value = self.values.get(key, 0.0) or 0.0
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a number.")
+            raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, which is not a number.")
+        if not abs(value) <= MAX_SIZE:
+            raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, more than {MAX_SIZE:,}.")
         return float(value)
 
     def flag(self, key: str) -> bool:
@@ -60,10 +72,15 @@ class Fields:
     def text(self, key: str) -> str:
         value = self.values.get(key)
         if not isinstance(value, str):
-            raise InputError(f"The config.json of {self.id} has {key!r}: {value!r}, which is not a text.")
+            raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, which is not a text.")
         return value
 
     def sequence(self, key: str) -> list[object]:
         """A list; empty if the key is absent."""
         value = self.values.get(key)
         return list(value) if isinstance(value, list) else []
+
+
+def _shown(value: object) -> str:
+    """Return a value as Python writes it, shortened."""
+    return shortened(repr(value)) if not isinstance(value, int) else shortened(value)
