@@ -24,6 +24,7 @@ EXIT_PROBE_CONTRADICTS = 4
 
 SHOWN_CHARACTERS = 80  # of input that a message repeats
 LONGEST_WORD = 200  # characters of a path that a message repeats whole
+LONGEST_MESSAGE = 1000  # characters; the longest of our own lists 40 model types
 # Unicode's categories of characters that move a terminal's cursor, or change the order of what it shows: control,
 # format, surrogate, line and paragraph separators.
 INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -109,10 +110,12 @@ def _visible_character(character: str) -> str:
 def one_line(message: str) -> str:
     """Return an error message on one line, escaped, with long words cut in the middle, so that no input floods it."""
     words = visible(" ".join(message.split())).split(" ")
-    return " ".join(
-        word if len(word) <= LONGEST_WORD else f"{word[:SHOWN_CHARACTERS]}...{word[-SHOWN_CHARACTERS:]}"
-        for word in words
-    )
+    return without_middle(" ".join(without_middle(word, LONGEST_WORD) for word in words), LONGEST_MESSAGE)
+
+
+def without_middle(text: str, most: int) -> str:
+    """Return text of at most `most` characters: where it is longer, its begin and its end."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[len(text) - most // 2 + 3 :]}"
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.candidate import ZERO_SIZES
-from planner.errors import InputError
+from planner.errors import LONGEST_WORD, InputError, without_middle
 from planner.files.read import read_json
 from planner.jobs.spellings import Value
 
@@ -54,7 +54,7 @@ def load_mapping(path: Path, kind: str, example: str) -> dict[str, object]:
     read = read_yaml(path)
     if not isinstance(read, dict):
         raise InputError(f"{path} is no {kind}: it should hold keys and values, such as {example}.")
-    return {name: value for name, value in read.items() if isinstance(name, str)}
+    return {str(name): value for name, value in read.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,7 @@ def _load_deepspeed_config(value: object, folder: Path) -> Mapping[str, object]:
     try:
         read = read_json(path)
     except InputError as error:
-        raise InputError(f"The DeepSpeed config {error}") from error
+        raise InputError(f"The DeepSpeed config {without_middle(str(error), LONGEST_WORD)}") from error
     if not isinstance(read, Mapping):
         raise InputError(f"The DeepSpeed config {path} should hold keys and values.")
     return read

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from planner.errors import InputError, shortened
 
-# Largest values of a config.json. Of the models in data/models.jsonl Llama-3.1-405B has the most layers: 126. Each layer
-# is looked at, so that their number bounds the time: 15 s for 100,000. The largest other size there is 10,485,760, the
+# Largest values of a config.json. Of the models in data/models.jsonl Llama-3.1-405B has the most layers: 126. Each is
+# looked at, so that their number bounds the time: 15 s for 100,000. The largest other size there is 10,485,760, the
 # positions of Llama-4-Scout; products of a few sizes up to 2**40 are floats still, which end at 2**1024.
 MAX_LAYERS = 1_000
 MAX_SIZE = 2**40
