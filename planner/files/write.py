@@ -40,12 +40,14 @@ def write_all(texts: Mapping[Path, str]) -> None:
     written. A symbolic link at the path is replaced, not followed.
 
     Raises:
-        InputError: a file cannot be written.
+        InputError: a file cannot be written, or the path is a folder, a pipe or a device.
     """
     parts: dict[Path, Path] = {}
     path = Path()
     try:
         for path, text in texts.items():
+            if path.exists() and not path.is_file():
+                raise InputError(f"{path} cannot be written: it is no regular file.")
             path.parent.mkdir(parents=True, exist_ok=True)
             parts[path] = _write_beside(path, text)
         for path, part in parts.items():

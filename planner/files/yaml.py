@@ -8,8 +8,11 @@ import yaml
 from planner.errors import InputError
 from planner.files.read import read_text
 
-MAX_DEPTH = 50  # of nested lists and mappings; configs of TRL, accelerate and DeepSpeed have 4
-MAX_VALUES = 100_000  # of a document, each repetition through an alias counted
+# Configs of TRL, accelerate and DeepSpeed have a few kB, a hundred values and 4 levels. PyYAML reads about 100 kB a
+# second, and takes quadratic time for brackets inside of brackets.
+MAX_YAML_BYTES = 256 * 2**10
+MAX_DEPTH = 50  # of nested lists and mappings
+MAX_VALUES = 20_000  # of a document, each repetition through an alias counted
 
 
 def read_yaml(path: Path) -> object:
@@ -19,8 +22,9 @@ def read_yaml(path: Path) -> object:
         InputError: the file cannot be read, is no YAML, or is nested too deeply; an alias multiplies its values beyond
             `MAX_VALUES`, or its own value contains it.
     """
-    text = read_text(path)
+    text = read_text(path, MAX_YAML_BYTES)
     try:
+        _refuse_deep(text)
         loader: Any = yaml.SafeLoader(text)
         try:
             node = loader.get_single_node()
@@ -35,6 +39,15 @@ def read_yaml(path: Path) -> object:
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         # A value that is none of its tag, such as `!!int x` or 2001-99-99, raises other errors than YAMLError.
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())[:200]}.") from error
+
+
+def _refuse_deep(text: str) -> None:
+    """Raise ValueError at the first value that is nested deeper than `MAX_DEPTH`, before the rest is read."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError("it is nested too deeply")
 
 
 def _count_values(node: Any, depth: int, known: dict[int, int]) -> int:

@@ -23,9 +23,9 @@ from planner.jobs.spellings import (
 from planner.methods import has_setting
 from planner.models.shape import ModelShape
 
+MAX_DIGITS = 20  # of any whole number that a user can mean
 # Upper bounds of what a user can mean: of a batch size in samples, of a size of DeepSpeed in elements, of any other
 # number.
-MAX_DIGITS = 20  # of any whole number that a user can mean
 MAX_BATCH_SIZE, MAX_ELEMENTS, MAX_NUMBER = 10**6, 10**15, 10**9
 # The smallest and largest value of a number; a count that is not here is at least 1.
 RANGES: dict[str, tuple[float, float]] = {
@@ -109,7 +109,9 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
     for assignment in assignments:
         name, equals, text = (part.strip() for part in assignment.partition("="))
         if not equals:
-            raise InputError(f"--set {assignment} has no value. Write it as name=value, such as --set lora_r=16.")
+            raise InputError(
+                f"--set {shortened(assignment)} has no value. Write it as name=value, such as --set lora_r=16."
+            )
         if name not in setting_names():
             if name in OWN_FLAGS:
                 raise InputError(f"{name} has a flag of its own: --{name.replace('_', '-')}.")

@@ -251,6 +251,8 @@ def published_candidate(figure: PublishedFigure) -> Candidate:
             raise UnknownName("setting", key, PublishedSettings.__struct_fields__)
     settings = structs.asdict(convert_json(figure.settings, PublishedSettings, "That is no setting"))
     given = {name: value for name, value in settings.items() if value is not UNSET}
+    if "method" not in given:
+        raise InputError("its `settings` have no method.")
     return Candidate(model=_published_model(figure), **given)
 
 
