@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 import typer
 
@@ -37,27 +38,39 @@ app.command()(lists.schema)
 
 def main() -> None:
     """Run the command with the arguments of the process and exit; the console script `plan`."""
+    with ExitStack() as null:
+        # Where the shell has closed a stream (`>&-`), Python has None.
+        if sys.stdout is None:
+            null.enter_context(redirect_stdout(null.enter_context(open(os.devnull, "w"))))
+        if sys.stderr is None:
+            null.enter_context(redirect_stderr(null.enter_context(open(os.devnull, "w"))))
+        sys.exit(_run_and_flush())
+
+
+def _run_and_flush() -> int:
+    """Run the command with the arguments of the process; return its exit code, `EXIT_OTHER` if stdout takes no text."""
     for stream in (sys.stdout, sys.stderr):
-        # A terminal without the characters of a bar still gets the numbers. A stream that the shell closed is None.
-        if stream is not None:
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    code = EXIT_OTHER
+        # A terminal without the characters of a bar still gets the numbers.
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         code = run(sys.argv[1:])
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:  # `plan ... | head`
-        _discard_output()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _discard_output()  # its reader has read enough, as `head` does
     except OSError as error:
-        _discard_output()
-        print_error(f"The output cannot be written: {error.strerror}.")
-        code = EXIT_OTHER
-    sys.exit(code)
+        if error.filename is not None:
+            raise  # of another file than stdout
+        code = _discard_output()
+        print_error(f"The answer cannot be written: {error.strerror}.")
+    return code
 
 
-def _discard_output() -> None:
-    """Let the interpreter flush what is left of stdout to nowhere when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard_output() -> int:
+    """Let stdout be /dev/null, so that its buffer is not written again at exit; return the exit code."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+    return EXIT_OTHER
 
 
 def run(arguments: list[str]) -> int:

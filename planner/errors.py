@@ -13,6 +13,7 @@ Any other exception is a bug of ours and keeps its traceback (exit 1).
 """
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
 
 EXIT_PLANNED = 0
@@ -20,6 +21,13 @@ EXIT_OTHER = 1
 EXIT_WRONG_INPUT = 2
 EXIT_NOTHING_FITS = 3
 EXIT_PROBE_CONTRADICTS = 4
+
+SHOWN_CHARACTERS = 80  # of input that a message repeats
+LONGEST_WORD = 200  # characters of a path that a message repeats whole
+LONGEST_MESSAGE = 1000  # characters; the longest of our own lists 40 model types
+# Unicode's categories of characters that move a terminal's cursor, or change the order of what it shows: control,
+# format, surrogate, line and paragraph separators.
+INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 class PlanError(Exception):
@@ -38,9 +46,9 @@ class UnknownName(InputError):
     """A name that is in no table. The message ends with the nearest known names."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
-        near = nearest(name, known)
+        near = nearest(name, known) if len(name) <= LONGEST_WORD else []
         suggestion = f" Did you mean {' or '.join(near)}?" if near else ""
-        super().__init__(f"Unknown {kind} {name!r}.{suggestion}{' ' + hint if hint else ''}")
+        super().__init__(f"Unknown {kind} {shortened(name)!r}.{suggestion}{' ' + hint if hint else ''}")
 
 
 class UnknownArchitecture(InputError):
@@ -65,6 +73,49 @@ class NothingFits(PlanError):
     """No candidate fits. The message says by how much, and which change would help."""
 
     exit_code = EXIT_NOTHING_FITS
+
+
+def shortened(value: object) -> str:
+    """Return input as text of at most `SHOWN_CHARACTERS`, as an error message repeats it."""
+    try:
+        text = str(value)
+    except ValueError:  # Python refuses to write an int of more than 4,300 digits
+        return f"a number of more than {SHOWN_CHARACTERS} digits"
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def visible(text: str) -> str:
+    """Return text with its control characters escaped, such as `\\x1b`; a line feed and a tab stay.
+
+    A name from a file could otherwise move the terminal's cursor or change its title.
+    """
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(_visible_character(character) for character in text)
+
+
+def printable(name: str) -> bool:
+    """Whether a name has no control characters and can be written as UTF-8."""
+    return visible(name) == name and not {"\n", "\t"} & set(name)
+
+
+def _visible_character(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in INVISIBLE:
+        return character
+    return (
+        character.encode("ascii", "backslashreplace").decode() if ord(character) > 127 else f"\\x{ord(character):02x}"
+    )
+
+
+def one_line(message: str) -> str:
+    """Return an error message on one line, escaped, with long words cut in the middle, so that no input floods it."""
+    words = visible(" ".join(message.split())).split(" ")
+    return without_middle(" ".join(without_middle(word, LONGEST_WORD) for word in words), LONGEST_MESSAGE)
+
+
+def without_middle(text: str, most: int) -> str:
+    """Return text of at most `most` characters: where it is longer, its begin and its end."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[len(text) - most // 2 + 3 :]}"
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

@@ -1,11 +1,12 @@
 """The table of TRL methods (`METHODS`), with the differences between TRL releases."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from planner.errors import InputError
+from planner.errors import InputError, shortened
 
 MethodName = Literal[
     "sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo"
@@ -170,6 +171,10 @@ METHODS: dict[MethodName, Method] = {
 }  # fmt: skip
 
 
+# A release as PyPI writes it: it is a line of requirements.txt and of scripts, where it must not begin another one.
+RELEASE = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.[0-9A-Za-z]{1,16}){0,3}")
+
+
 @lru_cache(maxsize=64)
 def release(version: str) -> Release:
     """Major and minor number of a TRL release: `"1.16.0"` -> `(1, 16)`.
@@ -177,10 +182,10 @@ def release(version: str) -> Release:
     Raises:
         InputError: the text is not a release.
     """
-    parts = version.split(".")
-    if len(parts) < 2 or not all(part.isdecimal() for part in parts[:2]):
-        raise InputError(f"{version!r} is no TRL release. Give one such as {NEWEST_TRL}.")
-    return int(parts[0]), int(parts[1])
+    match = RELEASE.fullmatch(version)
+    if match is None:
+        raise InputError(f"{shortened(version)!r} is no TRL release. Give one such as {NEWEST_TRL}.")
+    return int(match[1]), int(match[2])
 
 
 # Settings that only some methods have, as Candidate fields.

@@ -2,7 +2,7 @@
 
 import re
 
-from planner.errors import InputError
+from planner.errors import InputError, shortened
 
 KIB = 2**10
 MIB = 2**20
@@ -45,10 +45,10 @@ def parse_bytes(text: str) -> int:
     Raises:
         InputError: the text is not a size. GB is refused because it is ambiguous.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", text)
     suffix = match.group(2).lower() if match else "?"
-    if match is None or suffix not in _SUFFIXES or len(match.group(1)) > MAX_DIGITS:
-        raise InputError(f"{text!r} is not a size. Write it in GiB or MiB, such as 24GiB.")
+    if match is None or suffix not in _SUFFIXES:
+        raise InputError(f"{shortened(text)!r} is not a size. Write it in GiB or MiB, such as 24GiB.")
     return int(float(match.group(1)) * _SUFFIXES[suffix])
 
 
@@ -61,8 +61,10 @@ def parse_seconds(text: str) -> float:
     Raises:
         InputError: the text is not a duration, or the duration is 0.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", text)
     suffix = match.group(2).lower() if match else "?"
-    if match is None or suffix not in _SECONDS or len(match.group(1)) > MAX_DIGITS or float(match.group(1)) == 0:
-        raise InputError(f"{text!r} is not a duration. Write it in seconds, minutes or hours, such as 90s, 10m or 1h.")
+    if match is None or suffix not in _SECONDS or float(match.group(1)) == 0:
+        raise InputError(
+            f"{shortened(text)!r} is not a duration. Write it in seconds, minutes or hours, such as 90s, 10m or 1h."
+        )
     return float(match.group(1)) * _SECONDS[suffix]

@@ -313,7 +313,7 @@ def test_a_setting_that_contradicts_is_refused(question, settings, message, caps
     [
         ("[1]", "is no JSON object, so it is not a model's config.json."),
         ("", "is no JSON: "),
-        (bytes(range(256)), "is no UTF-8 text: byte 128"),
+        (bytes(range(256)), "cannot be read: it is no UTF-8 text (byte 128)."),
         ("{}", "has no model_type, so it is not a Hugging Face model config."),
         ('{"tokenizer_class": "LlamaTokenizer"}', "has no model_type"),
         ('{"model_type": "llama"}', "has no 'num_hidden_layers', which its model type 'llama' needs."),
@@ -345,7 +345,7 @@ def test_a_model_without_formulas_needs_the_extra_that_measures_its_layers(capsy
         (b"", "is no TRL config"),
         (b"hello", "is no TRL config"),
         (b"a: [1", "is not YAML: "),
-        (bytes(range(256)), "is no UTF-8 text: byte 128"),
+        (bytes(range(256)), "cannot be read: it is no UTF-8 text (byte 128)."),
         (b"!!python/object/apply:os.system [ls]", "is not YAML: "),
         (b"per_device_train_batch_size: many", "per_device_train_batch_size must be a whole number, not many."),
         (b"max_length: {a: 1}", "max_length must be a whole number"),

@@ -1,7 +1,7 @@
 """`plan diagnose`: explain a log that ends in out of memory, and plan what fits instead."""
 
 from planner.commands.options import CandidateOptions, LogFile, OutputOptions, config_paths, grouped
-from planner.commands.printing import progress, width
+from planner.commands.printing import print_table, progress, width
 from planner.errors import EXIT_PLANNED
 
 
@@ -9,8 +9,6 @@ from planner.errors import EXIT_PLANNED
 def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) -> int:
     """Read a log that ends in out of memory: what happened, where, and, where the options say which job it was, what
     fits instead."""
-    from rich.console import Console
-
     from planner.commands.read_options import read_options
     from planner.diagnose.job import Diagnosis, diagnose_job
     from planner.diagnose.log import read_incidents
@@ -28,5 +26,5 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     if output.json:
         print(json_text(diagnosis_report(diagnosis)))
     else:
-        Console(width=width(), highlight=False).print(diagnosis_table(diagnosis, width()), soft_wrap=True)
+        print_table(diagnosis_table(diagnosis, width()))
     return EXIT_PLANNED

@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from planner.commands.options import CandidateOptions, OutputOptions, SavedPlan, grouped
-from planner.commands.printing import elapsed_time, progress, width
+from planner.commands.printing import elapsed_time, print_table, progress
 from planner.errors import EXIT_PLANNED, DryRunUnsupported
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 @grouped
 def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) -> int:
     """Run one candidate's real trainer on fake tensors, without weights and GPU, beside the estimate."""
-    from rich.console import Console
-
     from planner.allocator.simulation import with_reserved
     from planner.estimate import estimate
     from planner.report.dry_run import difference_lines, dry_run_report, dry_run_table
@@ -31,7 +29,7 @@ def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) 
     if output.json:
         print(json_text(dry_run_report(simulation)))
     else:
-        Console(width=width(), highlight=False).print(dry_run_table(simulation, cluster), soft_wrap=True)
+        print_table(dry_run_table(simulation, cluster))
         for line in difference_lines(simulation) if not output.quiet else ():
             print(line, file=sys.stderr)
     return EXIT_PLANNED

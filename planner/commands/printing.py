@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.commands.options import OutputOptions, ReportOptions
-from planner.files.write import REPORT_FILE
+from planner.errors import one_line, visible
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -24,7 +24,7 @@ PIPE_WIDTH = 100  # columns of the table if stdout is no terminal
 
 def progress(output: OutputOptions) -> Callable[[str], None]:
     """Return a function that prints a line of progress on stderr, or nothing with --quiet."""
-    return (lambda line: None) if output.quiet else (lambda line: print(line, file=sys.stderr))
+    return (lambda line: None) if output.quiet else (lambda line: print(visible(line), file=sys.stderr))
 
 
 def progress_line(output: OutputOptions) -> Callable[[str], None]:
@@ -88,8 +88,6 @@ def _print_report(
     output: ReportOptions, document: Callable[[], "Struct"], table: "Text", page: Callable[[], str]
 ) -> None:
     """Print a table, or a document as JSON; write the files of --out and --html, whose paths go to stderr."""
-    from rich.console import Console
-
     from planner.files.write import write_all
 
     text = ""
@@ -105,11 +103,19 @@ def _print_report(
         texts[Path(output.html)] = page()
     write_all(texts)
     for path in texts if not output.quiet else ():
-        print(f"wrote {path}", file=sys.stderr)
+        print(visible(f"wrote {path}"), file=sys.stderr)
     if output.json:
         print(text)
     else:
-        Console(width=width(), highlight=False).print(table, soft_wrap=True)
+        print_table(table)
+
+
+def print_table(table: "Text") -> None:
+    """Print a table as wide as the terminal; control characters in names are escaped."""
+    from rich.console import Console
+
+    table.plain = visible(table.plain)
+    Console(width=width(), highlight=False).print(table, soft_wrap=True)
 
 
 def width() -> int:
@@ -121,7 +127,5 @@ MAX_WORD = 200  # characters of a word in an error message, which may quote the 
 
 
 def print_error(message: str) -> None:
-    """Print an error message on stderr, as one line: long words are cut, control characters are escaped."""
-    words = [word if len(word) <= MAX_WORD else f"{word[: MAX_WORD - 3]}..." for word in message.split()]
-    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in " ".join(words))
-    print(f"Error: {line}", file=sys.stderr)
+    """Print an error message on stderr, as one line."""
+    print(f"Error: {one_line(message)}", file=sys.stderr)

@@ -6,14 +6,14 @@ from typing import Any, get_args
 
 from planner.candidate import Candidate
 from planner.commands.options import JobOptions, SearchOptions
-from planner.commands.read_config import config_files, freed, with_batch_of_files, with_server_node, without_unread
-from planner.errors import InputError, UnknownName
+from planner.commands.read_config import config_files, freed, with_batch_of_files, with_server_node
+from planner.errors import InputError, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
-from planner.jobs.settings import candidate_fields, fields_named, parse_assignments
+from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, parse_assignments
 from planner.jobs.spellings import Value
 from planner.methods import LENGTH_SETTINGS, METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, has_setting, release
 from planner.models.catalogue import load_model
@@ -125,10 +125,10 @@ def _ranks(options: JobOptions) -> tuple[int, ...]:
     if options.lora_r is None or "," not in options.lora_r:
         return ()
     parts = [part.strip() for part in options.lora_r.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InputError(f"--lora-r {options.lora_r} is no list of ranks. Write them as 16,32,64.")
+    if not all(part.isdecimal() and len(part) <= MAX_DIGITS and int(part) > 0 for part in parts):
+        raise InputError(f"--lora-r {shortened(options.lora_r)} is no list of ranks. Write them as 16,32,64.")
     if not isinstance(options, SearchOptions):
-        raise InputError(f"--lora-r {options.lora_r} needs a search. Give one rank, such as {parts[0]}.")
+        raise InputError(f"--lora-r {shortened(options.lora_r)} needs a search. Give one rank, such as {parts[0]}.")
     return tuple(int(part) for part in parts)
 
 

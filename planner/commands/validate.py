@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from planner.commands.options import OutputOptions, ProbeOptions, ValidateOptions, grouped
-from planner.commands.printing import progress, progress_line, width
+from planner.commands.printing import print_table, progress, progress_line
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, InputError
 
 
@@ -11,8 +11,6 @@ from planner.errors import EXIT_OTHER, EXIT_PLANNED, InputError
 def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOptions) -> int:
     """Compare what is predicted with what was measured, for a file of cases; with --measure, measure first what nobody
     has."""
-    from rich.console import Console
-
     from planner.commands.probe import probe_settings
     from planner.files.write import write_all
     from planner.gpus.parse import parse_cluster
@@ -43,7 +41,7 @@ def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOpti
     if output.json:
         print(json_text(validation_report(found)))
     else:
-        Console(width=width(), highlight=False).print(validation_table(found), soft_wrap=True)
+        print_table(validation_table(found))
     return EXIT_OTHER if found.interrupted else EXIT_PLANNED
 
 

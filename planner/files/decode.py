@@ -4,10 +4,9 @@ from typing import TypeVar
 
 import msgspec
 
-from planner.errors import InputError
+from planner.errors import SHOWN_CHARACTERS, InputError
 
 T = TypeVar("T")
-SHOWN_CHARACTERS = 80  # of a message of msgspec, which quotes the input
 
 
 def decode_json(text: str | bytes, kind: type[T], source: str) -> T:
@@ -19,8 +18,10 @@ def decode_json(text: str | bytes, kind: type[T], source: str) -> T:
     """
     try:
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{source}: {shortened(str(error))}.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{source}: {shortened_path(str(error))}.") from error
+    except RecursionError as error:
+        raise InputError(f"{source}: it is nested too deeply.") from error
 
 
 def convert_json(value: object, kind: type[T], source: str) -> T:
@@ -31,11 +32,13 @@ def convert_json(value: object, kind: type[T], source: str) -> T:
     """
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise InputError(f"{source}: {shortened(str(error))}.") from error
+    except (msgspec.ValidationError, OverflowError) as error:  # OverflowError: an integer too large for a float
+        raise InputError(f"{source}: {shortened_path(str(error))}.") from error
+    except RecursionError as error:
+        raise InputError(f"{source}: it is nested too deeply.") from error
 
 
-def shortened(message: str) -> str:
+def shortened_path(message: str) -> str:
     """Return a message of msgspec on one line; the input that it quotes is cut, the path at its end is kept."""
     cause, dash, path = " ".join(message.split()).partition(" - at ")
     cut = cause if len(cause) <= SHOWN_CHARACTERS else cause[: SHOWN_CHARACTERS - 3] + "..."

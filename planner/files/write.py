@@ -1,5 +1,6 @@
 """Writing of reports: all files of a command, or none."""
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ def refuse_unwritable(out: str | None, html: str | None) -> None:
     for flag, value in (("--out", out), ("--html", html)):
         if value is not None and not value.strip():
             raise InputError(f"{flag} is empty.")
+        if value is not None and "\0" in value:
+            raise InputError(f"{flag} has a null character.")
     page = Path(html) if html is not None else None
     folders = [Path(out)] if out is not None else []
     try:
@@ -35,40 +38,50 @@ def refuse_unwritable(out: str | None, html: str | None) -> None:
 
 
 def write_all(texts: Mapping[Path, str]) -> None:
-    """Write all files or none: each is written beside its path under a new name, and moved to it after all are written.
+    """Write all files or none: each is written beside its path under a random name, and moved to it after all are
+    written. A symbolic link at the path is replaced, not followed.
 
     Raises:
-        InputError: a file cannot be written.
+        InputError: a file cannot be written, or the path is a folder, a pipe or a device.
     """
     parts: dict[Path, Path] = {}
+    path = Path()
     try:
         for path, text in texts.items():
+            if path.exists() and not path.is_file():
+                raise InputError(f"{path} cannot be written: it is no regular file.")
             path.parent.mkdir(parents=True, exist_ok=True)
-            parts[path] = _written_beside(path, text)
+            parts[path] = _write_beside(path, text)
         for path, part in parts.items():
             part.replace(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null character in a path, a text that is no UTF-8
         for part in parts.values():
             part.unlink(missing_ok=True)
-        raise InputError(f"{error.filename} cannot be written: {error.strerror}.") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{path} cannot be written: {reason}.") from error
 
 
-def _written_beside(path: Path, text: str) -> Path:
-    """Write to a file with a random name in the path's folder, made anew so that no link is followed; return it."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    part = Path(name)
+def _write_beside(path: Path, text: str) -> Path:
+    """Write a text to a new file in the folder of `path`, with the permissions of `path` or of a new file."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(descriptor, 0o666 & ~_umask())
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+        os.chmod(name, _permissions(path))
     except BaseException:
-        part.unlink(missing_ok=True)
+        Path(name).unlink()
         raise
-    return part
+    return Path(name)
 
 
-def _umask() -> int:
-    """The permissions that new files of this process do not get."""
-    mask = os.umask(0o077)
+def _permissions(path: Path) -> int:
+    """Return the permissions of a file; if there is none, those that the process gives to new files."""
+    with contextlib.suppress(OSError):
+        return path.lstat().st_mode & 0o777 if not path.is_symlink() else _new_permissions()
+    return _new_permissions()
+
+
+def _new_permissions() -> int:
+    mask = os.umask(0)
     os.umask(mask)
-    return mask
+    return 0o666 & ~mask

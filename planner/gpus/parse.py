@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from planner.errors import InputError
+from planner.errors import InputError, shortened
 from planner.gpus.catalogue import SMALLEST_BYTES, bare_gpu, load_gpu
 from planner.gpus.cluster import Cluster, Gpu
 from planner.gpus.host_memory import with_given_host, with_usual_host
@@ -51,18 +51,22 @@ def _counts_and_name(text: str) -> tuple[int, int, str]:
     match = re.fullmatch(r"\s*(?:(-?\d{1,20})\s*[xX*]\s*)?(?:(-?\d{1,20})\s*[xX*]\s*)?(\S.*?)\s*", text)
     if match is None or re.fullmatch(r"\d+\s*[xX*]", text.strip()):
         raise InputError(
-            f"--gpus {text!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB or local."
+            f"--gpus {shortened(text)!r} names no GPU. Write it as 2xA100-40G, 4x8xH100 (nodes x GPUs), "
+            "1x24GiB or local."
         )
     first, second, name = match.groups()
     nodes, per_node = (1, int(first or 1)) if second is None else (int(first), int(second))
     if nodes < 1 or per_node < 1:
-        raise InputError(f"--gpus {text!r} has {nodes * per_node} GPUs; at least one is needed.")
+        raise InputError(f"--gpus {shortened(text)!r} has {nodes * per_node} GPUs; at least one is needed.")
     if per_node > MOST_GPUS_PER_NODE:
-        example = f"{min(-(-per_node * nodes // 8), MOST_NODES)}x8x{name}"
-        raise InputError(f"--gpus {text!r} puts {per_node} GPUs in one node. Write nodes x GPUs, such as {example}.")
+        example = f"{min(-(-per_node * nodes // 8), MOST_NODES)}x8x{shortened(name)}"
+        raise InputError(
+            f"--gpus {shortened(text)!r} puts {per_node} GPUs in one node. Write nodes x GPUs, such as {example}."
+        )
     if nodes > MOST_NODES:
         raise InputError(
-            f"--gpus {text!r} has more than {MOST_NODES} nodes. Check the order: nodes x GPUs, such as 4x8x{name}."
+            f"--gpus {shortened(text)!r} has more than {MOST_NODES} nodes. Check the order: nodes x GPUs, "
+            f"such as 4x8x{shortened(name)}."
         )
     return nodes, per_node, name
 
@@ -77,7 +81,7 @@ def _gpu_or_capacity(name: str) -> Gpu:
     if re.fullmatch(r"\d+(\.\d+)?\s*[a-zA-Z]+", name) and name.lower().rstrip("b").endswith(("g", "gi", "m", "mi")):
         return bare_gpu(parse_bytes(name))
     if re.fullmatch(r"\d+(\.\d+)?", name):
-        raise InputError(f"--gpus {name!r} is no card. A capacity needs its unit: {name}GiB.")
+        raise InputError(f"--gpus {shortened(name)!r} is no card. A capacity needs its unit: {shortened(name)}GiB.")
     return load_gpu(name)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.candidate import ZERO_SIZES
-from planner.errors import InputError
-from planner.files.read import read_json, read_yaml, short
+from planner.errors import LONGEST_WORD, InputError, without_middle
+from planner.files.read import read_json
 from planner.jobs.spellings import Value
 
 # Sizes that DeepSpeed takes if its config does not name them, in elements. Source: deepspeed 0.19.8,
@@ -62,6 +62,8 @@ def load_mapping(path: Path, kind: str, example: str) -> dict[str, object]:
     Raises:
         InputError: the file cannot be read, or holds something else; the message calls it a `kind`.
     """
+    from planner.files.yaml import read_yaml  # imports PyYAML, which takes 20 ms
+
     read = read_yaml(path)
     if not isinstance(read, dict):
         raise InputError(f"{path} is no {kind}: it should hold keys and values, such as {example}.")
@@ -176,10 +178,12 @@ def _load_deepspeed_config(value: object, folder: Path) -> Mapping[str, object]:
     path = Path(str(value))
     try:
         path = path if path.exists() else folder / path
+    except (OSError, ValueError):
+        path = folder / path  # a name that no file can have, as the reader says
+    try:
         read = read_json(path)
-    except (OSError, ValueError, InputError) as error:
-        why = error if isinstance(error, InputError) else f"{short(str(path))} cannot be read."
-        raise InputError(f"The DeepSpeed config {why}") from error
+    except InputError as error:
+        raise InputError(f"The DeepSpeed config {without_middle(str(error), LONGEST_WORD)}") from error
     if not isinstance(read, Mapping):
         raise InputError(f"The DeepSpeed config {path} should hold keys and values.")
     return read

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from planner.candidate import DEEPSPEED, STAGE_3_SIZES, Candidate, Elements
-from planner.errors import InputError, UnknownName
+from planner.errors import InputError, UnknownName, shortened
 from planner.jobs.spellings import (
     ALIASES,
     FIELD_OF_SETTING,
@@ -23,6 +23,7 @@ from planner.jobs.spellings import (
 from planner.methods import has_setting
 from planner.models.shape import ModelShape
 
+MAX_DIGITS = 20  # of any whole number that a user can mean
 # Upper bounds of what a user can mean: of a batch size in samples, of a size of DeepSpeed in elements, of any other
 # number.
 MAX_BATCH_SIZE, MAX_ELEMENTS, MAX_NUMBER = 10**6, 10**15, 10**9
@@ -108,7 +109,9 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
     for assignment in assignments:
         name, equals, text = (part.strip() for part in assignment.partition("="))
         if not equals:
-            raise InputError(f"--set {assignment} has no value. Write it as name=value, such as --set lora_r=16.")
+            raise InputError(
+                f"--set {shortened(assignment)} has no value. Write it as name=value, such as --set lora_r=16."
+            )
         if name not in setting_names():
             if name in OWN_FLAGS:
                 raise InputError(f"{name} has a flag of its own: --{name.replace('_', '-')}.")
@@ -311,7 +314,7 @@ def _number(name: str, text: str, field: str, whole: bool) -> int | float:
         return 0  # vLLM takes the model's whole context
     try:
         number = _whole(text) if whole else float(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         wanted = "one number a run" if "," in text else "a whole number" if whole else "a number"
         _refuse(name, text, wanted)
     low, high = RANGES.get(field, (1 if whole else 0.0, MAX_NUMBER))
@@ -329,9 +332,14 @@ def _whole(text: str) -> int:
 
 
 def _refuse(name: str, text: str, wanted: str) -> NoReturn:
-    raise InputError(f"{name} must be {wanted}, not {text or 'empty'}.")
+    raise InputError(f"{name} must be {wanted}, not {shortened(text) or 'empty'}.")
 
 
 def _as_text(value: object) -> str:
     """Return a value as text, the parts of a list separated by spaces."""
-    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else _text(value)
+
+
+def _text(value: object) -> str:
+    """Return a value as text; a whole number of more than 4,300 digits, which Python does not write, as infinity."""
+    return str(value) if not isinstance(value, int) or abs(value) < 10**MAX_DIGITS else "inf"

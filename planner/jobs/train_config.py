@@ -136,7 +136,8 @@ def _beside(path: Path, named: str) -> Path:
 
 def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Value]]:
     """Yield the keys and plain values of a config, those of nested mappings and of DeepSpeed's config included."""
-    for name, value in keys.items():
+    for key, value in keys.items():
+        name = str(key)
         if name in NESTED_KEYS and isinstance(value, Mapping):
             yield from _flatten(value, folder)
         elif name == "deepspeed" and value:

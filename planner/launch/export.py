@@ -4,6 +4,7 @@ from pathlib import Path
 
 from planner.candidate import Candidate
 from planner.errors import InputError
+from planner.files.read import read_text
 from planner.files.write import write_all
 from planner.launch.files import launch_files
 
@@ -28,6 +29,6 @@ def export(candidate: Candidate, folder: Path, overwrite: bool = False) -> tuple
 def _differs(path: Path, text: str) -> bool:
     """True if something else than `text` exists at the path."""
     try:
-        return path.exists() and path.read_text(encoding="utf-8") != text
-    except (OSError, UnicodeDecodeError):
-        return True  # a folder of that name, or a file that is no text
+        return path.exists() and read_text(path) != text
+    except (OSError, InputError):
+        return True  # a folder or a pipe of that name, or a file that is no text

@@ -1,18 +1,22 @@
 """All launch files of a candidate."""
 
 from planner.candidate import DEEPSPEED, Candidate
+from planner.errors import InputError, printable, shortened
 from planner.launch import accelerate, deepspeed, requirements, trl_config
 from planner.launch.command import SCRIPT_FILE
 from planner.launch.script import REWARDS, needs_script, train_script
 from planner.launch.shell import LAUNCH_FILE, README_FILE, SLURM_FILE, launch_script, readme, slurm_script
+from planner.methods import release
 
 
 def launch_files(candidate: Candidate) -> dict[str, str]:
     """The texts of the launch files by file name.
 
     Raises:
-        InputError: TRL has no argument for a setting, or the processes cannot be divided evenly among the nodes.
+        InputError: TRL has no argument for a setting, or the processes cannot be divided evenly among the nodes; a name
+            has control characters, or the TRL release is none.
     """
+    _refuse_injection(candidate)
     files = {trl_config.FILE: trl_config.train_yaml(candidate), accelerate.FILE: accelerate.accelerate_yaml(candidate)}
     if candidate.sharding in DEEPSPEED:
         files[deepspeed.FILE] = deepspeed.deepspeed_json(candidate)
@@ -26,3 +30,12 @@ def launch_files(candidate: Candidate) -> dict[str, str]:
     else:
         files[LAUNCH_FILE] = launch_script(candidate)
     return {**files, README_FILE: readme(candidate, list(files))}
+
+
+def _refuse_injection(candidate: Candidate) -> None:
+    """Raise InputError for a name that would begin a line of its own in a script or in requirements.txt."""
+    release(candidate.trl_version)
+    for model in (candidate.model, candidate.reward_model, candidate.teacher_model):
+        for name in (model.id, model.path) if model is not None else ():
+            if not printable(name):
+                raise InputError(f"The model {shortened(name)} has characters that are not printable. Rename it.")

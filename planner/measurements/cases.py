@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, structs
 from planner.candidate import Candidate
 from planner.errors import InputError, PlanError, UnknownName
 from planner.files.decode import convert_json, decode_json
-from planner.files.read import read_text
+from planner.files.read import MAX_LINES_BYTES, read_text
 from planner.gpus.catalogue import bare_gpu, load_gpu
 from planner.gpus.cluster import Gpu
 from planner.measurements.corrected_estimate import heaviest_rank
@@ -63,7 +63,7 @@ def read_cases(path: Path, complete_model: Callable[[ModelShape], ModelShape] | 
         InputError: the file cannot be read, or a line is no case; the message names the line, and for an unknown key
             the nearest key that there is.
     """
-    texts = read_text(path).splitlines()
+    texts = read_text(path, MAX_LINES_BYTES).splitlines()
     numbered = [(number, text) for number, text in enumerate(texts, 1) if text.strip() and not text.startswith("#")]
     read = [_read_line(path, number, text) for number, text in numbered]
     return Cases(
@@ -251,6 +251,8 @@ def published_candidate(figure: PublishedFigure) -> Candidate:
             raise UnknownName("setting", key, PublishedSettings.__struct_fields__)
     settings = structs.asdict(convert_json(figure.settings, PublishedSettings, "That is no setting"))
     given = {name: value for name, value in settings.items() if value is not UNSET}
+    if "method" not in given:
+        raise InputError("its `settings` have no method.")
     return Candidate(model=_published_model(figure), **given)
 
 

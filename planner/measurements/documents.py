@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType, defstruct, structs, to_builtins
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.files.decode import convert_json
+from planner.files.decode import convert_json, decode_json
 from planner.measurements.measurement import SCHEMA, Measurement
 from planner.models.architectures.published import Published, Quantization
 from planner.models.from_config import Counts, shape_of
@@ -105,6 +105,15 @@ def measurement_of(report: Mapping[str, Any]) -> Measurement:
     values = structs.asdict(convert_json(report, MeasurementDocument, "That is no measurement"))
     del values["schema"]
     return Measurement(**{**values, "candidate": _candidate(values["candidate"])})
+
+
+def stored_measurement(text: str) -> Measurement:
+    """Return the measurement that a study stores as text.
+
+    Raises:
+        InputError: the text is no measurement, such as that of a study that something else has written.
+    """
+    return measurement_of(decode_json(text, dict[str, Any], "A stored trial holds no measurement"))
 
 
 def candidate_report(candidate: Candidate) -> dict[str, object]:

@@ -220,7 +220,7 @@ def _read_record(record: Path | None) -> dict[str, Measurement]:
     for number, line in enumerate(lines_of(record) if record is not None else (), 1):
         try:
             measurement = measurement_of(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         except InputError as error:
             raise InputError(f"{record}, line {number}: {error}") from error

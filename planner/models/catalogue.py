@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from planner.errors import InputError, UnknownName
+from planner.errors import InputError, UnknownName, printable, shortened
 from planner.files.read import read_json
 from planner.models.architectures.published import NOT_QUANTIZED, Published, from_name, published_checkpoint
 from planner.models.from_config import KNOWN_MODEL_TYPES, NOT_COUNTED, Counts, shape_of
@@ -53,6 +53,8 @@ def load_model(name: str) -> ModelShape:
     """
     if not name.strip():
         raise InputError("--model is empty. Give a name such as Qwen2.5-7B, or a path.")
+    if not printable(name):
+        raise InputError(f"--model {shortened(name)} has characters that are not printable. Rename the folder.")
     if _is_path(name):
         return _from_path(Path(name).expanduser())
     return _from_catalogue(name.strip()) or _from_hub(name.strip())

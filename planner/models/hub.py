@@ -65,6 +65,6 @@ def _request(name: str, connected: threading.Event) -> dict[str, object] | str:
 def _parsed(path: str) -> dict[str, object] | str:
     try:
         parsed = read_json(Path(path))
-    except InputError:
-        return "its config.json is not readable"
+    except InputError as error:
+        return f"its config.json is not readable ({error})"
     return parsed if isinstance(parsed, dict) else "its config.json is no JSON object"

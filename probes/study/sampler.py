@@ -1,6 +1,5 @@
 """An Optuna sampler whose prior is the estimate, and which learns the device's constants from the trials."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from planner.measurements.documents import measurement_of
+from planner.measurements.documents import stored_measurement
 from planner.measurements.measurement import Measurement
 from probes.study.space import NO_SHARE, SHARE_KNOB, GridPoint, Space
 from probes.study.state import SEED, Knowledge, knowledge_of, next_point
@@ -74,7 +73,7 @@ class PlanSampler(BaseSampler):
     def _measurement(self, line: str, point: GridPoint) -> Measurement:
         """Parse a measurement, and give it the space's own candidate: model shapes are compared by identity."""
         if line not in self._parsed:
-            self._parsed[line] = replace(measurement_of(json.loads(line)), candidate=self.space.candidate(point))
+            self._parsed[line] = replace(stored_measurement(line), candidate=self.space.candidate(point))
         return self._parsed[line]
 
     # -- Optuna's interface

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from urllib.parse import quote_plus
 
 import optuna
 from sqlalchemy.engine import make_url
@@ -25,6 +26,7 @@ SQLITE = "sqlite:///"
 LOCK_SECONDS = (
     30.0  # longest wait for another process to release the file; SQLite's default of 5 s is too short for slow disks
 )
+HIDDEN = "***"  # as SQLAlchemy shows a password
 READABLE = 60  # characters of a study's name before its digest
 # Libraries whose releases change measurements.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "vllm")
@@ -85,7 +87,7 @@ def _model(model: ModelShape) -> dict[str, object]:
 
 
 def hide_password(url: str) -> str:
-    """Return a storage's URL with `***` instead of its password and of the values of its query.
+    """Return a storage's URL with `***` instead of its password and of the values in its query.
 
     Raises:
         InputError: SQLAlchemy cannot parse the URL, or takes a part of its password for the host. The message does not
@@ -97,7 +99,9 @@ def hide_password(url: str) -> str:
         raise InputError(f"--storage is no URL that SQLAlchemy can parse. Try {SQLITE}probes.db.") from None
     if "@" in (parsed.host or ""):
         raise InputError("--storage has a password with an @. Write %40 in its place.")
-    return parsed.set(query=dict.fromkeys(parsed.query, "***")).render_as_string(hide_password=True)
+    # A query may hold more secrets, such as libpq's password and sslpassword: only its names are shown.
+    shown = parsed.set(query=dict.fromkeys(parsed.query, HIDDEN))
+    return shown.render_as_string(hide_password=True).replace(quote_plus(HIDDEN), HIDDEN)
 
 
 def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
@@ -134,7 +138,7 @@ def storage_errors(url: str) -> Iterator[None]:
         yield
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise InputError(
-            f"--storage {shown} is no storage that Optuna can open: {_line(error)} Try {SQLITE}probes.db."
+            f"--storage {shown} is no storage that Optuna can open: {_line(error, url)} Try {SQLITE}probes.db."
         ) from error
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
         if "locked" in str(error.__cause__ or error):
@@ -142,13 +146,17 @@ def storage_errors(url: str) -> Iterator[None]:
                 f"The study in {shown} is locked by another process, for more than {LOCK_SECONDS:.0f} s. "
                 "End that one, or give another --storage."
             ) from error
-        raise PlanError(f"The study in {shown} cannot be read or written: {_line(error)}") from error
+        raise PlanError(f"The study in {shown} cannot be read or written: {_line(error, url)}") from error
 
 
-def _line(error: BaseException) -> str:
-    """Return the first line of an error's cause."""
+def _line(error: BaseException, url: str) -> str:
+    """Return the first line of an error's cause, without the secrets of the URL, which libraries repeat."""
     text = str(error.__cause__ or error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".") + "."
+    line = text.splitlines()[0].rstrip(".") + "."
+    parsed = make_url(url)
+    for secret in (url, parsed.password, *map(str, parsed.query.values())):
+        line = line.replace(str(secret), HIDDEN) if secret else line
+    return line
 
 
 # -- the process of a trial --------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Run a study: probe candidate after candidate, until the best one has run and no better one is open."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from planner.candidate import Candidate
 from planner.errors import PlanError
 from planner.measurements.corrected_estimate import phase_differences
-from planner.measurements.documents import measurement_line, measurement_of
+from planner.measurements.documents import measurement_line, stored_measurement
 from planner.measurements.measurement import DeviceName, Measurement, Outcome
 from planner.plan import Plan
 from planner.quantities import Estimate
@@ -311,7 +310,7 @@ def adopt(study: optuna.Study, space: Space, say: Say) -> None:
 
 def measurement_of_trial(trial: FrozenTrial) -> Measurement:
     """Return the measurement that is stored with a trial."""
-    return measurement_of(json.loads(trial.user_attrs[MEASUREMENT]))
+    return stored_measurement(trial.user_attrs[MEASUREMENT])
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from planner.errors import InputError
+from planner.errors import InputError, shortened
+
+# Largest values of a config.json. Of the models in data/models.jsonl Llama-3.1-405B has the most layers: 126. Each is
+# looked at, so that their number bounds the time: 15 s for 100,000. The largest other size there is 10,485,760, the
+# positions of Llama-4-Scout; products of a few sizes up to 2**40 are floats still, which end at 2**1024.
+MAX_LAYERS = 1_000
+MAX_SIZE = 2**40
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
 # Far above published models: Llama-3.1-405B has 126 layers, vocabularies have up to 262,144 tokens.
 LIMITS = {"num_hidden_layers": 2000}  # each layer is computed by itself
@@ -40,9 +47,9 @@ class Fields:
             )
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, which is not a whole number.")
-        limit = LIMITS.get(key, MAX_SIZE)
-        if value > limit:
-            raise InputError(f"The config.json of {self.id} has {key!r} above {limit:,}, which no model has.")
+        most = MAX_LAYERS if key in LAYER_KEYS else MAX_SIZE
+        if value > most:
+            raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, more than {most:,}.")
         return value
 
     def positive(self, key: str) -> int:
@@ -65,6 +72,8 @@ class Fields:
         value = self.values.get(key, 0.0) or 0.0
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, which is not a number.")
+        if not abs(value) <= MAX_SIZE:
+            raise InputError(f"The config.json of {self.id} has {key!r}: {_shown(value)}, more than {MAX_SIZE:,}.")
         return float(value)
 
     def flag(self, key: str) -> bool:
@@ -80,3 +89,8 @@ class Fields:
         """A list; empty if the key is absent."""
         value = self.values.get(key)
         return list(value) if isinstance(value, list) else []
+
+
+def _shown(value: object) -> str:
+    """Return a value as Python writes it, shortened."""
+    return shortened(repr(value)) if not isinstance(value, int) else shortened(value)

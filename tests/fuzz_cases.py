@@ -1,0 +1,325 @@
+"""Random input of the command for `test_fuzz.py` and `scripts/fuzz.py`: valid arguments and files, made hostile."""
+
+import contextlib
+import copy
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from planner.cli import run
+from planner.jobs.settings import setting_names
+from planner.jobs.train_config import NESTED_KEYS
+from planner.models.catalogue import _lines
+
+CORPUS = Path(__file__).parent / "corpus"
+EXIT_CODES = (0, 2, 3, 4)
+MOST_ERROR_CHARACTERS = 1_200  # of a line of stderr: the longest message of our own, and its prefix
+MOST_SECONDS = 10.0  # of one case, of CPU time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FuzzCase:
+    """A command line and the files of its folder. Bytes are Latin-1 text, so that a case is JSON."""
+
+    arguments: tuple[str, ...]
+    files: tuple[tuple[str, str], ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps({"arguments": self.arguments, "files": dict(self.files)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "FuzzCase":
+        read = json.loads(text)
+        return cls(arguments=tuple(read["arguments"]), files=tuple(read["files"].items()))
+
+
+def fault(case: FuzzCase) -> str:
+    """Run a case in an empty folder; return what is wrong with its outcome, "" if nothing is.
+
+    An exception that leaves `run` is a traceback for the user, and is not caught.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    begin = time.process_time()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _inside(folder),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        for name, text in case.files:
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_bytes(text.encode("latin-1"))
+        code = run(list(case.arguments))
+    seconds = time.process_time() - begin
+    if code not in EXIT_CODES:
+        return f"exit code {code}: {err.getvalue()[-500:]}"
+    if seconds > MOST_SECONDS:
+        return f"{seconds:.1f} s"
+    if "\x1b" in out.getvalue() + err.getvalue():
+        return "a terminal escape in the output"
+    if code == 2 and max(map(len, err.getvalue().splitlines()), default=0) > MOST_ERROR_CHARACTERS:
+        return f"an error of {len(err.getvalue())} characters"
+    return ""
+
+
+@contextlib.contextmanager
+def _inside(folder: str) -> Iterator[None]:
+    """Work in a folder; models without formulas are not measured, the cache is empty, and the Hub is off."""
+    before, variables = Path.cwd(), dict(os.environ)
+    os.chdir(folder)
+    os.environ |= {"PLAN_CACHE": folder + "/cache", "HF_HUB_OFFLINE": "1"}
+    modules = dict(sys.modules)
+    sys.modules["probes.layers.coefficients"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.modules.pop("probes.layers.coefficients")
+        sys.modules.update(modules)
+        os.chdir(before)
+        os.environ.clear()
+        os.environ.update(variables)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+NUMBERS: tuple[Any, ...] = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    64,
+    10**6,
+    2**31,
+    2**63,
+    2**64,
+    10**30,
+    10**400,
+    -(10**400),
+    0.5,
+    -0.0,
+    1e-300,
+    1e300,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+)
+TEXTS = (
+    "",
+    " ",
+    "x",
+    "auto",
+    "none",
+    "null",
+    "true",
+    "NaN",
+    "1e400",
+    "1e5",
+    "-1",
+    "0x10",
+    "1" * 5000,
+    "a" * 5000,
+    "a b " * 2000,
+    "\x1b]0;x\x07",
+    "\n",
+    "a\nb",
+    "\0",
+    "\udcff",
+    "\u202e",
+    "漢字🙂",
+    "../..",
+    "/",
+    "gpt2",
+    "sft",
+    "all-linear",
+    "{}",
+    "$(id)",
+    "%s",
+)
+scalars = st.one_of(st.none(), st.booleans(), st.sampled_from(NUMBERS), st.sampled_from(TEXTS), st.text(max_size=20))
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every value in a document, its own included."""
+    found = [path]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        found += paths_of(inner, (*path, key))
+    return found
+
+
+@st.composite
+def changed(draw: st.DrawFn, document: Any, keys: Sequence[str] = ()) -> Any:
+    """A document with a few values replaced, and with a few further keys of `keys`."""
+    result = copy.deepcopy(document)
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from(paths_of(result)))
+        if path == ():
+            if keys and isinstance(result, dict):
+                result[draw(st.sampled_from(keys))] = draw(values)
+            continue
+        *outer, last = path
+        parent = result
+        for key in outer:
+            parent = parent[key]
+        parent[last] = draw(values)
+    return result
+
+
+@st.composite
+def texts_of(draw: st.DrawFn, documents: st.SearchStrategy[Any]) -> str:
+    """A document as JSON text, now and then cut or with a byte replaced."""
+    text = json.dumps(draw(documents))
+    kind = draw(st.integers(0, 19))
+    if kind == 0:
+        return text[: draw(st.integers(0, len(text)))]
+    if kind == 1:
+        index = draw(st.integers(0, len(text)))
+        return text[:index] + draw(st.characters(max_codepoint=255)) + text[index:]
+    return text
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+JOB = ("--gpus", "1xA100-80G", "--method", "sft")
+MODEL_TYPES = {json.loads(line)["config"]["model_type"]: json.loads(line)["config"] for line in _lines()}
+CONFIGS = tuple(MODEL_TYPES[name] for name in sorted(MODEL_TYPES))
+YAML_KEYS = (*setting_names(), *NESTED_KEYS, "deepspeed", "fsdp", "learning_rate", "quantization_config")
+TRAIN = {"model_name_or_path": "gpt2", "max_length": 512, "use_peft": True, "lora_r": 8, "bf16": True}
+YAML_TEXTS = (
+    "a: 2001-99-99",
+    "a: !!int x",
+    "a: !!float x",
+    "a: !!timestamp x",
+    "a: !!binary x",
+    "? [a]\n: 1",
+    "1: a\nb: 2\nnull: 3",
+    "a: &a [*a]",
+    "a: " + "[" * 5000,
+    "deepspeed: " + "a" * 3000,
+    "env: {1: a, b: 2}",
+    "max_length: 1" + "0" * 5000,
+    "<<: 1",
+    "<<: [*x]",
+    "!!set {a, b}",
+    "a: !!omap [1]",
+    "a: !!pairs x",
+    "--- a\n--- b",
+    "%YAML 9.9\n---\na: 1",
+    "a: 0b",
+    "a: 0x",
+    "a: 1:99:99",
+    "a: .inf",
+    "max_length: .nan",
+    "=: 1",
+)
+CASE_LINES = (
+    {"model": "gpt2", "max_length": 256, "per_device_train_batch_size": 2, "extra": {"lora_r": 8}},
+    {"model": "gpt2", "settings": {"method": "sft", "max_length": 128}, "quantity": "allocated", "measured_gib": 1.5},
+    {
+        "point": {"model": "gpt2", "layers": 2},
+        "outcome": "fits",
+        "gpu": "A100-80G",
+        "peak_allocated": 5,
+        "peak_reserved": 9,
+    },
+    {"model": "x", "settings": {"tuning": "full"}, "quantity": "over", "config": MODEL_TYPES["llama"]},
+    {"left_out": "why"},
+)
+OPTIONS = (
+    "--model",
+    "--gpus",
+    "--method",
+    "--tuning",
+    "--optimize",
+    "--risk",
+    "--max-length",
+    "--batch-size",
+    "--lora-r",
+    "--effective-batch-size",
+    "--free-memory",
+    "--host-memory",
+    "--trl-version",
+    "--prompt-length",
+    "--max-completion-length",
+    "--set",
+    "--config",
+    "--accelerate-config",
+    "--deepspeed-config",
+    "--out",
+    "--html",
+)
+
+
+def _given(text: str) -> str:
+    """Text as an argument of a process can be: without null characters."""
+    return text.replace("\0", "")
+
+
+words = (
+    st.sampled_from(TEXTS).map(_given)
+    | st.text(max_size=20).map(_given)
+    | st.sampled_from(NUMBERS).map(lambda number: repr(number))
+)
+assignments = st.tuples(st.sampled_from(setting_names()), words).map("=".join)
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> FuzzCase:
+    options = {"--model": "gpt2", "--gpus": "1xA100-80G", "--method": draw(st.sampled_from(["sft", "grpo", "dpo"]))}
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(st.sampled_from(OPTIONS))
+        options[name] = draw(assignments if name == "--set" else words)
+    command = draw(st.sampled_from([()] + 9 * [("estimate",)]))
+    flags = ("--json",) if draw(st.booleans()) else ()
+    return FuzzCase(arguments=(*command, *(part for pair in options.items() for part in pair), *flags))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> FuzzCase:
+    config = draw(st.sampled_from(CONFIGS))
+    text = draw(texts_of(changed(config, tuple(config))))
+    return FuzzCase(arguments=("estimate", "--model", "./m", *JOB), files=(("m/config.json", text),))
+
+
+@st.composite
+def train_files(draw: st.DrawFn) -> FuzzCase:
+    text = draw(st.sampled_from(YAML_TEXTS) | texts_of(changed(TRAIN, YAML_KEYS)))
+    return FuzzCase(
+        arguments=("estimate", "--model", "gpt2", *JOB, "--config", "t.yaml"),
+        files=(("t.yaml", text.encode("utf-8", "replace").decode("latin-1")),),
+    )
+
+
+@st.composite
+def reports(draw: st.DrawFn, report: Any) -> FuzzCase:
+    text = draw(texts_of(changed(report)))
+    command = draw(st.sampled_from([("export", "p.json", "out"), ("probe", "p.json", "--device", "none")]))
+    return FuzzCase(arguments=command, files=(("p.json", text),))
+
+
+@st.composite
+def case_files(draw: st.DrawFn) -> FuzzCase:
+    text = draw(texts_of(changed(draw(st.sampled_from(CASE_LINES)), YAML_KEYS)))
+    return FuzzCase(arguments=("validate", "c.jsonl"), files=(("c.jsonl", text),))
+
+
+def any_case() -> st.SearchStrategy[FuzzCase]:
+    """Return the strategy of all kinds of cases."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        run(["estimate", "--model", "gpt2", *JOB, "--json", "--quiet"])
+    return st.one_of(arguments(), configs(), train_files(), reports(json.loads(out.getvalue())), case_files())
