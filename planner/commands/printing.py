@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from planner.commands.options import OutputOptions, ReportOptions
 from planner.errors import one_line, visible
+from planner.files.write import REPORT_FILE
 
 if TYPE_CHECKING:
     from msgspec import Struct

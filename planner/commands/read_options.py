@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from planner.candidate import Candidate
 from planner.commands.options import JobOptions, SearchOptions
-from planner.commands.read_config import config_files, freed, with_batch_of_files, with_server_node
+from planner.commands.read_config import config_files, freed, with_batch_of_files, with_server_node, without_unread
 from planner.errors import InputError, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster

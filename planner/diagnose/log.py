@@ -6,7 +6,6 @@ of a message or of a traceback are skipped unread.
 
 import io
 import re
-import stat
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from planner.diagnose.incident import Incident
 from planner.diagnose.messages import GPU, MESSAGES, Message, figures
 from planner.diagnose.tracebacks import Frame, gathers_parameters, innermost, phase_of
 from planner.errors import InputError
+from planner.files.read import open_regular
 
 # Prefixes of a line by launchers and vLLM: [rank0]:, [default3]:, (EngineCore pid=71), ERROR 09-18 07:56:28
 # [core.py:390], 192.168.1.51: (DeepSpeed on several nodes).
@@ -68,10 +68,7 @@ def read_incidents(path: str) -> tuple[Incident, ...]:
     Raises:
         InputError: the file cannot be read, is no regular file, or reports no out-of-memory error.
     """
-    try:
-        found = _read(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}. Give a log file, or - for stdin.") from error
+    found = _read(path)
     if not found:
         raise InputError(
             f"{'stdin' if path == '-' else path} reports no out-of-memory error. "
@@ -85,9 +82,10 @@ def _read(path: str) -> tuple[Incident, ...]:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")
         return _first_of_each(_all(sys.stdin))
-    if not stat.S_ISREG(Path(path).stat().st_mode):  # opening a FIFO would wait, /dev/zero has no end
-        raise InputError(f"{path} is no regular file. Give a log file, or - for stdin.")
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as log:
+    with (
+        open_regular(Path(path)) as file,
+        io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n") as log,
+    ):
         return _first_of_each(_all(log))
 
 

@@ -10,6 +10,7 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.files.decode import decode_json
 from planner.files.read import read_bytes
+from planner.files.write import REPORT_FILE
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.settings import candidate_fields
@@ -108,7 +109,8 @@ def _option(value: Any) -> Any:
 
 
 def _read_report(path: Path) -> SavedReport:
-    return decode_json(read_bytes(path), SavedReport, f"{path} is no report of plan")
+    file = path / REPORT_FILE if path.is_dir() else path  # the folder of --out
+    return decode_json(read_bytes(file), SavedReport, f"{path} is no report of plan")
 
 
 def _settings(path: Path, report: SavedReport) -> Settings:

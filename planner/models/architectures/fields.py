@@ -11,16 +11,6 @@ MAX_LAYERS = 1_000
 MAX_SIZE = 2**40
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
-# Far above published models: Llama-3.1-405B has 126 layers, vocabularies have up to 262,144 tokens.
-LIMITS = {"num_hidden_layers": 2000}  # each layer is computed by itself
-MAX_SIZE = 10**9
-SHOWN_CHARACTERS = 60  # of a value that cannot be
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
