@@ -6,6 +6,7 @@ import importlib
 import json
 import shlex
 import subprocess
+import venv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from planner.launch.command import launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
 from planner.launch.export import export
 from planner.launch.files import launch_files
+from planner.launch.requirements import RELEASES
 from planner.launch.trl_config import DATASET, trl_config
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
@@ -444,7 +446,7 @@ class TestRequirements:
             ({"optim": "paged_adamw_8bit"}, {"bitsandbytes==0.50.*"}),
             ({"optim": "adamw_torch_8bit"}, {"torchao"}),
             ({"sharding": "zero3", "num_processes": 2}, {"deepspeed==0.19.*"}),
-            ({"attn_implementation": "flash_attention_2"}, {"flash-attn"}),
+            ({"attn_implementation": "flash_attention_2"}, {"transformers[kernels]==5.23.*", "torch==2.13.*"}),
         ],
     )
     def test_they_name_what_the_candidate_needs(self, settings: dict[str, Any], wanted: set[str]) -> None:
@@ -452,7 +454,27 @@ class TestRequirements:
 
     def test_vllm_has_its_own_bounds(self) -> None:
         lines = launch_files(candidate("grpo", **ENGINES["colocate"]))["requirements.txt"].splitlines()
-        assert lines[:2] == ["trl[vllm]==1.16.*", "transformers"]
+        assert lines[:4] == ["trl[vllm]==1.16.*", "torch", "datasets", "transformers"]
+
+    @pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
+    def test_flash_attention_is_never_built(self, attention: str) -> None:
+        assert "flash-attn" not in launch_files(candidate("sft", attn_implementation=attention))["requirements.txt"]
+
+    def test_the_pinned_releases_are_those_that_the_tests_run_with(self) -> None:
+        constraints = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8")
+        for package, release in RELEASES.items():
+            assert f"\n{package}=={release.removesuffix('*')}" in constraints
+
+    @pytest.mark.nightly
+    @pytest.mark.parametrize(
+        "settings", [{}, {**VARIANTS["zero3"], "tuning": "lora"}, {"tuning": "lora", "quantization": "nf4"}]
+    )
+    def test_pip_resolves_them_in_a_fresh_environment(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        venv.create(tmp_path / "fresh", with_pip=True)
+        path = written(candidate("sft", **settings), tmp_path / "run") / "requirements.txt"
+        install = [tmp_path / "fresh" / "bin" / "pip", "install", "--quiet", "--dry-run", "-r", path]
+        done = subprocess.run(install, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
     def test_a_method_that_has_left_pins_the_last_release_that_has_it(self) -> None:
         assert launch_files(candidate("ppo"))["requirements.txt"].startswith("trl==1.12.*\n")
