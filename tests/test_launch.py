@@ -259,6 +259,27 @@ class TestFloat32Adapters:
         assert "train.py" not in launch_files(candidate("sft", **{**QLORA_FP16, "precision": "bf16"}))
 
 
+class TestDequantizing:
+    @pytest.mark.parametrize("method", METHODS_NOW)
+    def test_published_mxfp4_weights_are_dequantized_for_training(self, method: MethodName) -> None:
+        held = replace(candidate(method), model=load_model("openai/gpt-oss-20b"))
+        files = launch_files(held)
+        ast.parse(files["train.py"])
+        assert "quantization_config=Mxfp4Config(dequantize=True)" in files["train.py"]
+        assert "train.py --config train.yaml" in files["launch.sh"]
+
+    def test_transformers_takes_the_config_for_a_published_checkpoint(self) -> None:
+        from transformers import Mxfp4Config
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        published = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        merged = AutoHfQuantizer.merge_quantization_configs(published, Mxfp4Config(dequantize=True))
+        assert (merged.dequantize, merged.modules_to_not_convert) == (True, ["lm_head"])
+
+    def test_other_checkpoints_need_none(self) -> None:
+        assert "train.py" not in launch_files(candidate("sft"))
+
+
 def arguments_of(trainer: str, script: str) -> set[str | None]:
     """Names of the arguments of the only call of `trainer` in a script."""
     (call,) = (
