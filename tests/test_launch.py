@@ -26,6 +26,7 @@ from planner.launch.command import launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
 from planner.launch.export import export
 from planner.launch.files import launch_files
+from planner.launch.readme import LEARNING_RATES
 from planner.launch.requirements import RELEASES
 from planner.launch.trl_config import DATASET, trl_config
 from planner.methods import METHODS, MethodName
@@ -507,6 +508,36 @@ class TestExport:
         page = (tmp_path / "run" / "README.md").read_text()
         assert {path.name for path in paths} == {path.name for path in (tmp_path / "run").iterdir()}
         assert all(f"`{path.name}`" in page for path in paths if path.name != "README.md")
+
+    @pytest.mark.parametrize("method", LEARNING_RATES)
+    def test_the_readme_states_trls_own_learning_rate(self, method: MethodName) -> None:
+        name = method.replace("-", "_")
+        package = f"trl.experimental.{name}" if METHODS[method].experimental else "trl"
+        config = getattr(importlib.import_module(package), METHODS[method].config)
+        assert float(LEARNING_RATES[method]) == config.__dataclass_fields__["learning_rate"].default
+
+    def test_the_readme_says_that_lora_wants_a_higher_learning_rate(self) -> None:
+        assert "10 times" in launch_files(candidate("dpo", tuning="lora"))["README.md"]
+        assert "10 times" not in launch_files(candidate("dpo", tuning="full"))["README.md"]
+
+    def test_the_readme_is_in_start_order(self) -> None:
+        page = launch_files(candidate("grpo"))["README.md"]
+        steps = ["FILL IN", "dataset_name", "rewards.py", "pip install -r requirements.txt", "bash launch.sh"]
+        assert sorted(steps, key=page.index) == steps
+
+    def test_the_reward_model_of_ppo_is_to_be_filled_in(self) -> None:
+        files = launch_files(candidate("ppo"))
+        (line,) = (line for line in files["train.yaml"].splitlines() if line.startswith("reward_model_path"))
+        assert line.endswith("# FILL IN")
+        assert "reward_model_path" in files["README.md"].split("Install:")[0]
+        assert (
+            "reward_model_path: Qwen/Qwen2.5-1.5B\n"
+            in launch_files(candidate("ppo", reward_model=REWARD))["train.yaml"]
+        )
+
+    def test_skypilot_asks_for_the_gpus_of_trainer_and_server(self) -> None:
+        task = yaml.safe_load(launch_files(candidate("grpo", **ENGINES["server"]))["sky.yaml"])
+        assert (task["resources"]["accelerators"], task["run"]) == ("GPU:8", "bash launch.sh")
 
     def test_what_the_user_has_changed_stays(self, tmp_path: Path) -> None:
         held = candidate("sft")

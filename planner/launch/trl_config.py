@@ -1,5 +1,7 @@
 """train.yaml, the file for `trl <method> --config`: a candidate's settings under the names of TRL's arguments."""
 
+import re
+
 from planner.candidate import ZERO_SIZES, Candidate, Optimizer
 from planner.errors import InputError
 from planner.jobs.settings import settings_of
@@ -87,7 +89,10 @@ def train_yaml(candidate: Candidate) -> str:
     filled = yaml.safe_dump(placeholders(candidate), sort_keys=False)
     marked = "".join(f"{line}  # {FILL_IN}\n" for line in filled.splitlines())
     comment = f"# Complete the lines marked {FILL_IN}. The other lines are the plan's settings; they determine memory."
-    return f"{comment}\n{marked}\n{settings_lines(candidate)}"
+    lines = settings_lines(candidate)
+    if candidate.method == "ppo" and candidate.reward_model is None:
+        lines = re.sub(f"^{PPO_REWARD_MODEL}: .*$", rf"\g<0>  # {FILL_IN}", lines, flags=re.MULTILINE)
+    return f"{comment}\n{marked}\n{lines}"
 
 
 def settings_lines(candidate: Candidate) -> str:
