@@ -6,6 +6,7 @@ import importlib
 import json
 import shlex
 import subprocess
+import venv
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from planner.launch.command import launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
 from planner.launch.export import export
 from planner.launch.files import launch_files
+from planner.launch.readme import LEARNING_RATES
+from planner.launch.requirements import RELEASES
 from planner.launch.trl_config import DATASET, trl_config
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
@@ -257,6 +260,27 @@ class TestFloat32Adapters:
         assert "train.py" not in launch_files(candidate("sft", **{**QLORA_FP16, "precision": "bf16"}))
 
 
+class TestDequantizing:
+    @pytest.mark.parametrize("method", METHODS_NOW)
+    def test_published_mxfp4_weights_are_dequantized_for_training(self, method: MethodName) -> None:
+        held = replace(candidate(method), model=load_model("openai/gpt-oss-20b"))
+        files = launch_files(held)
+        ast.parse(files["train.py"])
+        assert "quantization_config=Mxfp4Config(dequantize=True)" in files["train.py"]
+        assert "train.py --config train.yaml" in files["launch.sh"]
+
+    def test_transformers_takes_the_config_for_a_published_checkpoint(self) -> None:
+        from transformers import Mxfp4Config
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        published = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        merged = AutoHfQuantizer.merge_quantization_configs(published, Mxfp4Config(dequantize=True))
+        assert (merged.dequantize, merged.modules_to_not_convert) == (True, ["lm_head"])
+
+    def test_other_checkpoints_need_none(self) -> None:
+        assert "train.py" not in launch_files(candidate("sft"))
+
+
 def arguments_of(trainer: str, script: str) -> set[str | None]:
     """Names of the arguments of the only call of `trainer` in a script."""
     (call,) = (
@@ -444,7 +468,7 @@ class TestRequirements:
             ({"optim": "paged_adamw_8bit"}, {"bitsandbytes==0.50.*"}),
             ({"optim": "adamw_torch_8bit"}, {"torchao"}),
             ({"sharding": "zero3", "num_processes": 2}, {"deepspeed==0.19.*"}),
-            ({"attn_implementation": "flash_attention_2"}, {"kernels"}),
+            ({"attn_implementation": "flash_attention_2"}, {"transformers[kernels]==5.23.*", "torch==2.13.*"}),
         ],
     )
     def test_they_name_what_the_candidate_needs(self, settings: dict[str, Any], wanted: set[str]) -> None:
@@ -452,7 +476,27 @@ class TestRequirements:
 
     def test_vllm_has_its_own_bounds(self) -> None:
         lines = launch_files(candidate("grpo", **ENGINES["colocate"]))["requirements.txt"].splitlines()
-        assert lines[:2] == ["trl[vllm]==1.16.*", "transformers"]
+        assert lines[:4] == ["trl[vllm]==1.16.*", "torch", "datasets", "transformers"]
+
+    @pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
+    def test_flash_attention_is_never_built(self, attention: str) -> None:
+        assert "flash-attn" not in launch_files(candidate("sft", attn_implementation=attention))["requirements.txt"]
+
+    def test_the_pinned_releases_are_those_that_the_tests_run_with(self) -> None:
+        constraints = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8")
+        for package, release in RELEASES.items():
+            assert f"\n{package}=={release.removesuffix('*')}" in constraints
+
+    @pytest.mark.nightly
+    @pytest.mark.parametrize(
+        "settings", [{}, {**VARIANTS["zero3"], "tuning": "lora"}, {"tuning": "lora", "quantization": "nf4"}]
+    )
+    def test_pip_resolves_them_in_a_fresh_environment(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        venv.create(tmp_path / "fresh", with_pip=True)
+        path = written(candidate("sft", **settings), tmp_path / "run") / "requirements.txt"
+        install = [tmp_path / "fresh" / "bin" / "pip", "install", "--quiet", "--dry-run", "-r", path]
+        done = subprocess.run(install, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
     def test_a_method_that_has_left_pins_the_last_release_that_has_it(self) -> None:
         assert launch_files(candidate("ppo"))["requirements.txt"].startswith("trl==1.12.*\n")
@@ -464,6 +508,36 @@ class TestExport:
         page = (tmp_path / "run" / "README.md").read_text()
         assert {path.name for path in paths} == {path.name for path in (tmp_path / "run").iterdir()}
         assert all(f"`{path.name}`" in page for path in paths if path.name != "README.md")
+
+    @pytest.mark.parametrize("method", LEARNING_RATES)
+    def test_the_readme_states_trls_own_learning_rate(self, method: MethodName) -> None:
+        name = method.replace("-", "_")
+        package = f"trl.experimental.{name}" if METHODS[method].experimental else "trl"
+        config = getattr(importlib.import_module(package), METHODS[method].config)
+        assert float(LEARNING_RATES[method]) == config.__dataclass_fields__["learning_rate"].default
+
+    def test_the_readme_says_that_lora_wants_a_higher_learning_rate(self) -> None:
+        assert "10 times" in launch_files(candidate("dpo", tuning="lora"))["README.md"]
+        assert "10 times" not in launch_files(candidate("dpo", tuning="full"))["README.md"]
+
+    def test_the_readme_is_in_start_order(self) -> None:
+        page = launch_files(candidate("grpo"))["README.md"]
+        steps = ["FILL IN", "dataset_name", "rewards.py", "pip install -r requirements.txt", "bash launch.sh"]
+        assert sorted(steps, key=page.index) == steps
+
+    def test_the_reward_model_of_ppo_is_to_be_filled_in(self) -> None:
+        files = launch_files(candidate("ppo"))
+        (line,) = (line for line in files["train.yaml"].splitlines() if line.startswith("reward_model_path"))
+        assert line.endswith("# FILL IN")
+        assert "reward_model_path" in files["README.md"].split("Install:")[0]
+        assert (
+            "reward_model_path: Qwen/Qwen2.5-1.5B\n"
+            in launch_files(candidate("ppo", reward_model=REWARD))["train.yaml"]
+        )
+
+    def test_skypilot_asks_for_the_gpus_of_trainer_and_server(self) -> None:
+        task = yaml.safe_load(launch_files(candidate("grpo", **ENGINES["server"]))["sky.yaml"])
+        assert (task["resources"]["accelerators"], task["run"]) == ("GPU:8", "bash launch.sh")
 
     def test_what_the_user_has_changed_stays(self, tmp_path: Path) -> None:
         held = candidate("sft")

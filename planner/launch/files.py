@@ -4,8 +4,9 @@ from planner.candidate import DEEPSPEED, Candidate
 from planner.errors import InputError, printable, shortened
 from planner.launch import accelerate, deepspeed, requirements, trl_config
 from planner.launch.command import SCRIPT_FILE
+from planner.launch.readme import README_FILE, readme
 from planner.launch.script import REWARDS, needs_script, train_script
-from planner.launch.shell import LAUNCH_FILE, README_FILE, SLURM_FILE, launch_script, readme, slurm_script
+from planner.launch.shell import LAUNCH_FILE, SKY_FILE, SLURM_FILE, launch_script, sky_task, slurm_script
 from planner.methods import release
 
 
@@ -29,6 +30,7 @@ def launch_files(candidate: Candidate) -> dict[str, str]:
         files[SLURM_FILE] = slurm_script(candidate)
     else:
         files[LAUNCH_FILE] = launch_script(candidate)
+        files[SKY_FILE] = sky_task(candidate)
     return {**files, README_FILE: readme(candidate, list(files))}
 
 

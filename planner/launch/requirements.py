@@ -1,13 +1,16 @@
 """requirements.txt: the packages of a run, in the releases whose sources the formulas follow."""
 
-from planner.candidate import BITSANDBYTES, DEEPSPEED, AttentionImplementation, Candidate, Optimizer, Quantization
+from planner.candidate import BITSANDBYTES, DEEPSPEED, FLASH, Candidate, Optimizer, Quantization
 from planner.methods import NEWEST_TRL
 
 FILE = "requirements.txt"
 
 # Releases whose sources the formulas cite. Not used with vLLM, which has its own bounds on transformers (vllm 0.33:
 # <5.21).
+# torch and datasets: the releases of constraints.txt, with which the tests run.
 RELEASES: dict[str, str] = {
+    "torch": "2.13.*",
+    "datasets": "5.2.*",
     "transformers": "5.23.*",
     "peft": "0.21.*",
     "accelerate": "1.15.*",
@@ -29,17 +32,11 @@ OPTIMIZER_PACKAGES: dict[Optimizer, str] = {
     "adamw_torch_4bit": "torchao",
     "stable_adamw": "torch-optimi",
 }
-# Without flash-attn, which is built against an installed torch, Transformers takes the same kernels from the Hub
-# through this package. Source: transformers 5.23, modeling_utils.py:1793, `FLASH_ATTN_KERNEL_FALLBACK`.
-ATTENTION_PACKAGES: dict[AttentionImplementation, str] = {
-    "flash_attention_2": "kernels",
-    "flash_attention_3": "kernels",
-}
-# Source: transformers 5.23, quantizers/quantizer_gptq.py:53-71, quantizer_awq.py:47, quantizer_mxfp4.py.
+# Source: transformers 5.23, quantizers/quantizer_gptq.py:53-71, quantizer_awq.py:47. A published mxfp4 model is
+# dequantized for training (planner/launch/script.py), which needs no package.
 QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {
     "gptq": ("optimum", "gptqmodel"),
     "awq": ("gptqmodel",),
-    "mxfp4": ("kernels",),
 }
 BITSANDBYTES_OPTIMIZERS = ("bnb", "8bit", "32bit", "ademamix")  # substrings of the names of bitsandbytes' optimizers
 
@@ -49,15 +46,26 @@ def requirements(candidate: Candidate) -> str:
     # The extra trl[vllm] has TRL's bounds on vLLM.
     lines = [f"trl{'' if candidate.vllm == 'off' else '[vllm]'}=={candidate.trl_version}.*"]
     pinned = candidate.vllm == "off" and candidate.trl_version == NEWEST_TRL  # an older TRL has its own bounds
-    lines += [f"{package}=={RELEASES[package]}" if pinned else package for package in _packages(candidate)]
+    lines += [
+        f"{_with_kernels(package, candidate)}=={RELEASES[package]}" if pinned else _with_kernels(package, candidate)
+        for package in _packages(candidate)
+    ]
     lines += QUANTIZATION_PACKAGES.get(candidate.quantization, ())
     if candidate.optim in OPTIMIZER_PACKAGES:
         lines.append(OPTIMIZER_PACKAGES[candidate.optim])
-    if candidate.attn_implementation in ATTENTION_PACKAGES:
-        lines.append(ATTENTION_PACKAGES[candidate.attn_implementation])
     if candidate.use_liger_kernel:
         lines.append("liger-kernel")
     return "\n".join(lines) + "\n"
+
+
+def _with_kernels(package: str, candidate: Candidate) -> str:
+    """The package with the extra for FlashAttention: transformers[kernels] has transformers' bounds on `kernels`.
+
+    Where the flash-attn package, which is built against an installed torch, is missing, Transformers takes the kernel
+    kernels-community/flash-attn2 or vllm-flash-attn3 from the Hub for flash_attention_2 and 3 (transformers 5.23,
+    modeling_utils.py:1776-1795, modeling_flash_attention_utils.py `FLASH_ATTN_KERNEL_FALLBACK`).
+    """
+    return "transformers[kernels]" if package == "transformers" and candidate.attn_implementation in FLASH else package
 
 
 def _packages(candidate: Candidate) -> list[str]:
@@ -66,6 +74,8 @@ def _packages(candidate: Candidate) -> list[str]:
         part in candidate.optim for part in BITSANDBYTES_OPTIMIZERS
     )
     required = {
+        "torch": True,
+        "datasets": True,
         "transformers": True,
         "accelerate": True,
         "peft": candidate.tuning == "lora",

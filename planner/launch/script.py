@@ -1,7 +1,7 @@
 """train.py for candidates that no command of TRL can train; it reads train.yaml.
 
-Either TRL has a trainer for the method but no command, or the adapters must be cast to float32 after the trainer is
-built (`Candidate.float32_adapters`).
+TRL has a trainer for the method but no command, or the adapters must be cast to float32 after the trainer is built
+(`Candidate.float32_adapters`), or the published weights must be dequantized while loading.
 """
 
 from planner.candidate import Candidate
@@ -50,7 +50,7 @@ SCRIPT = '''"""{trainer} on the settings of train.yaml; launch.sh starts it."""
 
 from datasets import load_dataset
 from transformers import {autos}, AutoTokenizer
-from trl import ModelConfig, {script_class}TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, {script_class}TrlParser, get_peft_config{quantization_import}
 from {module} import {config}, {trainer}
 {imports}
 
@@ -67,7 +67,7 @@ def main() -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     rows = load_dataset(script.dataset_name, name=script.dataset_config)[script.dataset_train_split]
 {prepared}    trainer = {trainer}(
-        model=load(AutoModelForCausalLM, quantization_config=get_quantization_config(model)),
+        model=load(AutoModelForCausalLM, quantization_config={quantization}),
         args=training,
         train_dataset=rows,
         processing_class=tokenizer,
@@ -81,15 +81,14 @@ if __name__ == "__main__":
     main()
 '''
 
-# For a method with a command; does what TRL's own script does (trl 1.16, scripts/sft.py and others), and casts.
-COMMAND_SCRIPT = '''"""{trainer} on the settings of train.yaml, with adapters in float32; launch.sh starts it.
-
-TRL casts adapters on a 4-bit or 8-bit model to bfloat16, and fp16's GradScaler cannot unscale bfloat16 gradients.
+# For a method with a command; does what TRL's own script does (trl 1.16, scripts/sft.py and others), and casts or
+# dequantizes.
+COMMAND_SCRIPT = '''"""{trainer} on the settings of train.yaml, {reason}
 """
 
 from datasets import load_dataset
 from trl import {config}, {trainer}
-from trl import ModelConfig, {script_class}TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, {script_class}TrlParser, get_peft_config{quantization_import}
 {imports}
 
 def main() -> None:
@@ -100,7 +99,7 @@ def main() -> None:
         model=model.model_name_or_path,
         args=training,
         train_dataset=rows,
-        quantization_config=get_quantization_config(model),
+        quantization_config={quantization},
         peft_config=get_peft_config(model),{extra}
     )
 {cast}    trainer.train()
@@ -111,10 +110,23 @@ if __name__ == "__main__":
     main()
 '''
 
+# Published quantization -> the config that dequantizes while loading. Without it, mxfp4 experts stay packed where
+# `kernels` is installed, and Trainer refuses to train them (transformers 5.23, quantizers/quantizer_mxfp4.py:108,
+# `is_trainable`). Merged into the checkpoint's config: quantizers/auto.py `merge_quantization_configs`, which takes no
+# dict, so that train.yaml cannot say it.
+DEQUANTIZING: dict[str, str] = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+
 CAST = """    for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 """
+
+FLOAT32_ADAPTERS = """with adapters in float32; launch.sh starts it.
+
+TRL casts adapters on a 4-bit or 8-bit model to bfloat16, and fp16's GradScaler cannot unscale bfloat16 gradients."""
+DEQUANTIZED = """with dequantized weights; launch.sh starts it.
+
+The plan trains the checkpoint's quantized weights as 16-bit or 32-bit ones."""
 
 REWARDS = f'''"""FILL IN: the reward of a completion."""
 
@@ -127,7 +139,12 @@ def {REWARD_FUNCTION}(completions, **columns):
 
 def needs_script(candidate: Candidate) -> bool:
     """True if the training is started with a train.py of ours instead of TRL's command for the method."""
-    return candidate.method_row.experimental or candidate.float32_adapters
+    return candidate.method_row.experimental or candidate.float32_adapters or bool(dequantizing_config(candidate))
+
+
+def dequantizing_config(candidate: Candidate) -> str:
+    """Name of the config class with which the policy's published weights are dequantized; empty if they are not."""
+    return DEQUANTIZING.get(candidate.model.quantization, "") if candidate.quantization == "none" else ""
 
 
 def train_script(candidate: Candidate) -> str:
@@ -136,6 +153,7 @@ def train_script(candidate: Candidate) -> str:
     reward_function = needs_reward_function(candidate)
     # Methods with rewards read script arguments of their own; online-dpo reads GRPO's.
     own_arguments = SCRIPT_ARGUMENTS.get(method, "")
+    dequantizing = dequantizing_config(candidate)
     return (SCRIPT if row.experimental else COMMAND_SCRIPT).format(
         trainer=row.trainer,
         config=row.config,
@@ -143,10 +161,14 @@ def train_script(candidate: Candidate) -> str:
         autos="AutoModelForCausalLM, AutoModelForSequenceClassification" if method == "ppo" else "AutoModelForCausalLM",
         script_class="" if own_arguments else "ScriptArguments, ",
         script_name=own_arguments.rpartition(" ")[2] or "ScriptArguments",
-        imports=own_arguments
+        imports=f"from transformers import {dequantizing}\n" * bool(dequantizing)
+        + own_arguments
         + "\n" * bool(own_arguments)
         + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * reward_function,
         prepared=PREPARATION.get(method, ""),
         extra=EXTRA_ARGUMENTS.get(method, "").format(rewards=REWARD_FUNCTION if reward_function else "None"),
         cast=CAST if candidate.float32_adapters else "",
+        quantization=f"{dequantizing}(dequantize=True)" if dequantizing else "get_quantization_config(model)",
+        quantization_import="" if dequantizing else ", get_quantization_config",
+        reason=DEQUANTIZED if dequantizing else FLOAT32_ADAPTERS,
     )

@@ -1,15 +1,14 @@
-"""launch.sh for one node, slurm.sh for several, and a README.md that describes the launch files."""
+"""launch.sh for one node, slurm.sh for several, and sky.yaml for a rented machine with one node."""
 
 import shlex
 
 from planner.candidate import Candidate
-from planner.jobs.settings import settings_of, settings_text
 from planner.launch import accelerate
-from planner.launch.command import SERVER_PORT, estimate_command, launch_command, server_command
+from planner.launch.command import SERVER_PORT, launch_command, server_command
 from planner.launch.placement import placement
 from planner.launch.trl_config import FILL_IN
 
-LAUNCH_FILE, SLURM_FILE, README_FILE = "launch.sh", "slurm.sh", "README.md"
+LAUNCH_FILE, SLURM_FILE, SKY_FILE = "launch.sh", "slurm.sh", "sky.yaml"
 
 HEAD = """#!/usr/bin/env bash
 # {title}
@@ -25,6 +24,14 @@ until curl --silent --fail http://127.0.0.1:{port}/health > /dev/null; do
   kill -0 "$server" # stops here when the server has ended
   sleep 2
 done
+"""
+SKY = """# {title}
+# Complete the lines marked {fill_in}, then: sky launch {file}
+workdir: .
+resources:
+  accelerators: "GPU:{gpus}"  # {fill_in}: SkyPilot's name of the card that was planned for, as in A100-80GB:{gpus}
+setup: pip install -r requirements.txt
+run: bash {launch}
 """
 SLURM = """#!/usr/bin/env bash
 # {title}
@@ -58,6 +65,17 @@ def title(candidate: Candidate) -> str:
     """The first line of each file: method, model, TRL's release and number of processes."""
     processes = f"{candidate.num_processes} process{'es' if candidate.num_processes > 1 else ''}"
     return f"{candidate.method} of {candidate.model.id} with trl {candidate.trl_version}, {processes}"
+
+
+def sky_task(candidate: Candidate) -> str:
+    """The text of sky.yaml, a SkyPilot task that installs and starts the folder on one node.
+
+    Source: SkyPilot's YAML specification, docs/source/reference/yaml-spec.rst; `workdir` is copied to the machine.
+    """
+    return SKY.format(
+        title=title(candidate), fill_in=FILL_IN, file=SKY_FILE, gpus=placement(candidate).gpus_per_node,
+        launch=LAUNCH_FILE,
+    )  # fmt: skip
 
 
 def launch_script(candidate: Candidate) -> str:
@@ -107,46 +125,3 @@ def _node_command(candidate: Candidate, ranks: str, server: bool) -> str:
 def _devices(visible: str) -> str:
     """The assignment of CUDA_VISIBLE_DEVICES before a command; empty if all GPUs are visible."""
     return f"CUDA_VISIBLE_DEVICES={visible} " if visible else ""
-
-
-ABOUT: dict[str, str] = {
-    "train.yaml": "the settings of the training, under TRL's names",
-    "accelerate.yaml": "the processes, for `accelerate launch`",
-    "deepspeed.json": "DeepSpeed's sharding and bucket sizes",
-    "train.py": "the training script, since TRL has no command for this trainer",
-    "rewards.py": f"the reward function: {FILL_IN}",
-    "requirements.txt": "`pip install -r requirements.txt`",
-    LAUNCH_FILE: "starts the training on one node",
-    SLURM_FILE: "starts the training on several nodes under SLURM",
-}
-
-
-def readme(candidate: Candidate, names: list[str]) -> str:
-    """The text of README.md: the commands to run, and one line for each file."""
-    files = "\n".join(f"- `{name}`: {ABOUT[name]}" for name in names)
-    start = f"sbatch {SLURM_FILE}" if candidate.num_nodes > 1 else f"bash {LAUNCH_FILE}"
-    settings = {
-        name: value
-        for name, value in settings_of(candidate).items()
-        if not isinstance(value, (dict, list)) and value is not None
-    }
-    return (
-        f"# {title(candidate)}\n\n"
-        f"Complete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`), then:\n\n"
-        f"    pip install -r requirements.txt\n    {start}\n\n"
-        f"{files}\n\n"
-        f"The plan counts with the data's longest rows: {_lengths(candidate)}.\n\n"
-        f"The memory and speed of these files, after a change of them too, on the GPUs of `--gpus`:\n\n"
-        f"    {shlex.join(estimate_command(candidate))}\n\n"
-        f"All settings: `{settings_text(settings)}`\n"
-    )
-
-
-def _lengths(candidate: Candidate) -> str:
-    """The row lengths for which memory was planned."""
-    if not candidate.method_row.generates:
-        return f"{candidate.max_length} tokens per row (`max_length`)"
-    return (
-        f"prompts of {candidate.prompt_length} tokens (TRL does not truncate them) "
-        f"and completions of {candidate.max_completion_length}"
-    )

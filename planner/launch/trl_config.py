@@ -32,13 +32,6 @@ PPO_REWARD_MODEL = "reward_model_path"  # trl 1.12, experimental/ppo/ppo_config.
 PROJECTING_OPTIMIZERS: frozenset[Optimizer] = frozenset({"galore_adamw", "apollo_adamw"})
 
 
-# Learning rates of TRL's own commands with LoRA, ten times those of full fine-tuning.
-# Source: trl 1.16, scripts/sft.py:47, scripts/dpo.py:46, scripts/distillation.py:42.
-LORA_LEARNING_RATES = {"sft": "2.0e-4", "dpo": "5.0e-6", "distillation": "2.0e-4"}
-# Its default is as high as with LoRA: 1e-4. Source: trl 1.16, trainer/reward_config.py:99.
-HIGH_DEFAULT = "reward"
-
-
 def trl_config(candidate: Candidate) -> dict[str, object]:
     """The settings of the candidate under the names of TRL's arguments; settings not listed have TRL's defaults.
 
@@ -92,18 +85,7 @@ def train_yaml(candidate: Candidate) -> str:
     filled = yaml.safe_dump(placeholders(candidate), sort_keys=False)
     marked = "".join(f"{line}  # {FILL_IN}\n" for line in filled.splitlines())
     comment = f"# Complete the lines marked {FILL_IN}. The other lines are the plan's settings; they determine memory."
-    return f"{comment}\n{marked}\n{settings_lines(candidate)}{learning_rate_remark(candidate)}"
-
-
-def learning_rate_remark(candidate: Candidate) -> str:
-    """Comment lines about the learning rate of LoRA, which the plan does not choose; empty for others."""
-    if candidate.tuning == "full" or candidate.method == HIGH_DEFAULT:
-        return ""
-    remark = (
-        "\n# Not chosen by the plan: learning_rate. TRL's default is for full fine-tuning; its examples with LoRA take "
-    )
-    example = LORA_LEARNING_RATES.get(candidate.method)
-    return f"{remark}{example}:\n# learning_rate: {example}\n" if example else f"{remark}ten times as much.\n"
+    return f"{comment}\n{marked}\n{settings_lines(candidate)}"
 
 
 def settings_lines(candidate: Candidate) -> str:

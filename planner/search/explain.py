@@ -231,8 +231,8 @@ def about_attention(best: Estimate, problem: SearchProblem) -> Iterator[str]:
     candidate = best.candidate
     if candidate.attn_implementation == "flash_attention_2" and "attn_implementation" not in problem.job.pinned:
         yield (
-            "attn_implementation flash_attention_2 needs the kernels package (pip install kernels, no build) or "
-            "flash-attn"
+            "attn_implementation flash_attention_2 needs no build: without the flash-attn package, transformers "
+            "takes kernels-community/flash-attn2 through the kernels package"
         )
     if candidate.attn_implementation != "sdpa" or not candidate.pads:
         return

@@ -1,0 +1,116 @@
+"""README.md of the exported folder: the steps in start order, and the values that the plan did not choose."""
+
+import shlex
+
+from planner.candidate import Candidate
+from planner.jobs.settings import settings_of, settings_text
+from planner.launch import accelerate, requirements, trl_config
+from planner.launch.command import estimate_command
+from planner.launch.script import needs_script
+from planner.launch.shell import LAUNCH_FILE, SKY_FILE, SLURM_FILE, title
+from planner.launch.trl_config import FILL_IN
+from planner.methods import MethodName
+
+README_FILE = "README.md"
+
+# Default learning rate of each config class. Source: trl 1.16, trainer/*_config.py and experimental/*/*_config.py.
+LEARNING_RATES: dict[MethodName, str] = {
+    "sft": "2e-05",
+    "gkd": "2e-05",
+    "reward": "0.0001",
+    "dpo": "1e-06",
+    "kto": "1e-06",
+    "orpo": "1e-06",
+    "cpo": "1e-06",
+    "grpo": "1e-06",
+    "rloo": "1e-06",
+    "distillation": "1e-06",
+    "online-dpo": "5e-07",
+}
+# Source: TRL's documentation, docs/source/peft_integration.md, "Learning Rate Considerations".
+LORA_RATE = (
+    "That is meant for full fine-tuning of most methods; TRL's documentation recommends about 10 times as much "
+    "for LoRA (https://huggingface.co/docs/trl/peft_integration)."
+)
+
+ABOUT: dict[str, str] = {
+    "train.yaml": "the settings of the training, under TRL's names",
+    "accelerate.yaml": "the processes, for `accelerate launch`",
+    "deepspeed.json": "DeepSpeed's sharding and bucket sizes",
+    "train.py": "the training script, where TRL's command cannot do what was planned",
+    "rewards.py": f"the reward function: {FILL_IN}",
+    "requirements.txt": "the packages, in releases that work together",
+    LAUNCH_FILE: "starts the training on one node",
+    SKY_FILE: "the same on a machine rented through SkyPilot",
+    SLURM_FILE: "starts the training on several nodes under SLURM",
+}
+
+
+def readme(candidate: Candidate, names: list[str]) -> str:
+    """The text of README.md: the commands in the order in which they are run, and one line for each file."""
+    files = "\n".join(f"- `{name}`: {ABOUT[name]}" for name in names)
+    settings = {
+        name: value
+        for name, value in settings_of(candidate).items()
+        if not isinstance(value, (dict, list)) and value is not None
+    }
+    return (
+        f"# {title(candidate)}\n\n"
+        f"1. Complete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`):\n{_to_fill_in(candidate)}\n"
+        f"2. Install: `pip install -r {requirements.FILE}`\n"
+        f"3. Start: {_start(candidate)}\n\n"
+        f"{files}\n\n"
+        f"The plan did not choose these values, which do not change memory:\n\n{_not_chosen(candidate)}\n\n"
+        f"The plan counts with the data's longest rows: {_lengths(candidate)}.\n\n"
+        f"The memory and speed of these files, after a change of them too, on the GPUs of `--gpus`:\n\n"
+        f"    {shlex.join(estimate_command(candidate))}\n\n"
+        f"All settings: `{settings_text(settings)}`\n"
+    )
+
+
+def _to_fill_in(candidate: Candidate) -> str:
+    """A list of what the user has to fill in."""
+    lines = ["`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one"]
+    if trl_config.needs_reward_function(candidate):
+        lines.append("the function in rewards.py, which prefers short completions now")
+    if candidate.method == "ppo" and candidate.reward_model is None:
+        lines.append(
+            f"`{trl_config.PPO_REWARD_MODEL}` in train.yaml: a trained reward model, no larger than the policy"
+        )
+    lines.append(
+        f"the time and the partition in {SLURM_FILE}" if candidate.num_nodes > 1 else f"the card in {SKY_FILE}"
+    )
+    return "\n".join(f"   - {line}" for line in lines)
+
+
+def _start(candidate: Candidate) -> str:
+    """The commands that start the training, each by itself."""
+    if candidate.num_nodes > 1:
+        return f"`sbatch {SLURM_FILE}`"
+    started = f"`bash {LAUNCH_FILE}`, or `sky launch {SKY_FILE}`, which installs too"
+    if needs_script(candidate):
+        return started
+    script = f"--module trl.scripts.{candidate.method} --config {trl_config.FILE}"
+    return f"{started}. {LAUNCH_FILE} runs `accelerate launch --config_file {accelerate.FILE} {script}`"
+
+
+def _not_chosen(candidate: Candidate) -> str:
+    """A list of values that TRL's defaults decide."""
+    rate = LEARNING_RATES.get(candidate.method)
+    rate_line = f"- `learning_rate`: TRL's default{f', {rate}' if rate else ''}."
+    if candidate.tuning == "lora":
+        rate_line += f" {LORA_RATE}"
+    return (
+        f"{rate_line}\n- `num_train_epochs` or `max_steps`, the schedule and warm-up, `weight_decay`, `seed`: TRL's "
+        "defaults.\n- `save_steps`, `logging_steps`, `report_to`: TRL's defaults."
+    )
+
+
+def _lengths(candidate: Candidate) -> str:
+    """The row lengths for which memory was planned."""
+    if not candidate.method_row.generates:
+        return f"{candidate.max_length} tokens per row (`max_length`)"
+    return (
+        f"prompts of {candidate.prompt_length} tokens (TRL does not truncate them) "
+        f"and completions of {candidate.max_completion_length}"
+    )
