@@ -1,19 +1,20 @@
 """Plan the memory of a fine-tuning run: the largest, fastest configuration that fits the GPUs, and how sure that is.
 
-from planner import Job, load_model, parse_cluster, plan
+from planner import plan
 
-answer = plan(Job(model=load_model("Qwen2.5-7B"), method="grpo"), parse_cluster("2xA100-40G"))
+answer = plan("Qwen2.5-7B", "2xA100-40G", method="grpo", zero_stage=3)
 answer.best.candidate.per_device_train_batch_size
 """
 
 from planner.candidate import Candidate
+from planner.commands.notebook import plan, sweep
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster, Gpu
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
-from planner.plan import Plan, plan
+from planner.plan import Plan
 from planner.quantities import Estimate
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "load_model",
     "parse_cluster",
     "plan",
+    "sweep",
 ]

@@ -46,7 +46,6 @@ ALLOWED = {
     "estimate": "basics words gpus memory memory/engine throughput",
     "search": "basics words models gpus jobs memory/engine throughput estimate",
     "plan": "basics words gpus jobs memory/engine estimate search",
-    "planner": "basics words models gpus jobs estimate plan",
     "measurements": "basics words models gpus files jobs memory allocator estimate plan",
     "diagnose": "basics words gpus files jobs estimate search plan",
     "report": "basics words models gpus files jobs allocator estimate search plan measurements diagnose",
@@ -73,6 +72,7 @@ ALLOWED = {
         "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose report "
         "training_stack"
     ),
+    "planner": "basics words models gpus jobs estimate plan commands",
     "cli": "basics words commands",
 }  # fmt: skip
 

@@ -7,6 +7,8 @@ from typing import Literal
 from planner.candidate import Candidate, Quantization
 from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.gpus.cluster import Cluster
+from planner.jobs.settings import candidate_fields, setting_names
+from planner.jobs.spellings import Value
 from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.shape import ModelShape
 from planner.units import format_gib
@@ -32,7 +34,9 @@ def loaded_quantization(model: ModelShape) -> Quantization:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What to train, and which settings are pinned. `pinned`: Candidate fields with values that the search keeps.
+    """What to train, and which settings are pinned: the search keeps them.
+
+    `pinned` has the libraries' names, such as zero_stage, or Candidate's fields, and is kept by field.
 
     Raises:
         InputError: the job contradicts itself.
@@ -53,9 +57,9 @@ class Job:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise UnknownName("method", self.method, METHODS)
-        known = {entry.name for entry in fields(Candidate)}
-        for name in self.pinned.keys() - known:
-            raise UnknownName("setting", name, known)
+        if not isinstance(self.model, ModelShape):
+            raise InputError(f"A Job takes a model's shape: Job(model=load_model({self.model!r}), ...).")
+        object.__setattr__(self, "pinned", self._pinned_fields())
         for problem in job_problems(self):
             raise InputError(problem)
         if not self.model.known:
@@ -68,6 +72,18 @@ class Job:
                 f"The activations of {self.model.id} ({self.model.model_type}) are not known by formula{counted}. "
                 "The extra dryrun measures such layers (planner.training_stack.complete_models)."
             )
+
+    def _pinned_fields(self) -> Mapping[str, object]:
+        """Return `pinned` by Candidate field; names of the libraries, such as zero_stage, are converted."""
+        known = {entry.name for entry in fields(Candidate)}
+        spelled = {name: self.pinned[name] for name in self.pinned if name not in known}
+        for name in spelled.keys() - set(setting_names()):
+            raise UnknownName("setting", name, [*known, *setting_names()])
+        if not spelled:
+            return self.pinned
+        values: dict[str, Value] = {name: value for name, value in spelled.items()}  # type: ignore[misc]
+        converted = candidate_fields(values, self.model.dtype, loaded_quantization(self.model))
+        return {**{name: value for name, value in self.pinned.items() if name in known}, **converted}
 
 
 def job_problems(job: Job) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Estimates and plans as pandas frames, for notebooks. Needs the [report] extra."""
 
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -41,7 +42,7 @@ def candidates(plan: Plan) -> "pd.DataFrame":
         *((other.label, other.estimate) for other in plan.alternatives),
         *((r.change, r.estimate) for r in plan.remedies),
     ]
-    return _pandas().DataFrame([_row(label, estimate) for label, estimate in labelled]).set_index("label")
+    return frame_of({"label": label, **figures(estimate)} for label, estimate in labelled).set_index("label")
 
 
 def validation_frame(validation: Validation) -> "pd.DataFrame":
@@ -53,10 +54,19 @@ def validation_frame(validation: Validation) -> "pd.DataFrame":
     return _pandas().DataFrame(csv_rows(validation))
 
 
-def _row(label: str, estimate: Estimate) -> dict[str, object]:
+def frame_of(rows: Iterable[Mapping[str, object]]) -> "pd.DataFrame":
+    """Return rows as a frame.
+
+    Raises:
+        PlanError: pandas is not installed.
+    """
+    return _pandas().DataFrame(list(rows))
+
+
+def figures(estimate: Estimate) -> dict[str, object]:
+    """Return memory, speed and settings of a candidate: a row without its label."""
     heaviest = max(estimate.gpus, key=lambda gpu: gpu.peak_bytes)
-    figures = {
-        "label": label,
+    found = {
         "fits": estimate.fits,
         "fit_probability": estimate.fit_probability,
         "evidence": estimate.evidence,
@@ -70,7 +80,7 @@ def _row(label: str, estimate: Estimate) -> dict[str, object]:
         "tokens_per_second": estimate.throughput.tokens_per_second,
         "step_seconds": estimate.throughput.step_seconds,
     }
-    return figures | settings_of(estimate.candidate)
+    return found | settings_of(estimate.candidate)
 
 
 def _pandas() -> ModuleType:

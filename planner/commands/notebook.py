@@ -1,0 +1,123 @@
+"""The command in Python, for notebooks: `plan("Qwen2.5-7B", "2xA100-40G", method="grpo", zero_stage=3)`."""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import InputError, PlanError
+from planner.gpus.cluster import Cluster
+from planner.jobs.job import Job
+from planner.plan import Plan
+from planner.plan import plan as plan_job
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WIDTH = 100  # columns of the table in a notebook
+STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer(Plan):
+    """A plan that a notebook shows as the command's table."""
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, with the colours of the notebook's theme."""
+        from rich.console import Console
+
+        from planner.report.table import plan_table
+
+        console = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False, legacy_windows=False)
+        console.print(plan_table(self, WIDTH), soft_wrap=True)
+        return console.export_html(inline_styles=True, code_format=f'<pre style="{STYLE}">{{code}}</pre>')
+
+    def to_frame(self) -> "pd.DataFrame":
+        """Return one row for the best candidate, each alternative and each remedy: memory, speed, settings.
+
+        Raises:
+            PlanError: pandas is not installed.
+        """
+        from planner.report.frame import candidates
+
+        return candidates(self)
+
+
+def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
+    """Plan a job as the command does.
+
+    Args:
+        model: as `--model`; or a `Job`, with its cluster and nothing else.
+        gpus: as `--gpus`; or a `Cluster`.
+        asked: the command's flags (`method`, `tuning`, `max_length`, `batch_size`, `effective_batch_size`, `risk`,
+            `optimize`, `config`, ...) with underscores, and settings by the libraries' names, as with `--set`.
+
+    Raises:
+        PlanError: what the command refuses, in its words.
+    """
+    if isinstance(model, Job) and isinstance(gpus, Cluster) and not asked:
+        return _answer(plan_job(model, gpus), ())
+    if not isinstance(model, str) or not isinstance(gpus, str):
+        raise InputError(
+            "plan takes two names and settings, as plan('Qwen2.5-7B', '2xA100-40G', method='grpo'), or a Job and a "
+            "Cluster without settings."
+        )
+    from planner.commands.read_options import read_options
+    from planner.measurements.own_results import apply_own_results, read_own_results
+    from planner.training_stack import complete_models
+
+    request = read_options(_options(model, gpus, asked), complete_models(lambda line: None))
+    answer = apply_own_results(plan_job(request.job, request.cluster), read_own_results())
+    return _answer(answer, request.warnings)
+
+
+def sweep(model: str, gpus: str | Sequence[str], **asked: Any) -> "pd.DataFrame":
+    """Plan every combination: an argument of `plan` that is a list is an axis. One row each, with the axes as columns.
+
+    A combination that the command refuses, or that does not fit, is a row with the reason.
+
+    Example: `sweep("Qwen2.5-7B", ["1xL4", "2xA100-40G"], method="sft", max_length=[1024, 4096, 16384])`.
+
+    Raises:
+        PlanError: pandas is not installed.
+    """
+    from planner.report.frame import frame_of
+
+    given = {"gpus": gpus, **asked}
+    axes = {name: value for name, value in given.items() if isinstance(value, list)}
+    fixed = {name: value for name, value in given.items() if name not in axes}
+    return frame_of(_row(model, fixed, dict(zip(axes, values, strict=True))) for values in product(*axes.values()))
+
+
+def _row(model: str, fixed: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
+    from planner.report.frame import figures
+    from planner.report.table import refusal
+
+    asked = {**fixed, **point}
+    try:
+        answer = plan(model, asked.pop("gpus"), **asked)
+    except PlanError as error:
+        return {**point, "fits": False, "reason": str(error)}
+    return {**point, **figures(answer.best), "reason": "" if answer.best.fits else refusal(answer)}
+
+
+def _answer(found: Plan, warnings: Sequence[str]) -> Answer:
+    own = {field.name: getattr(found, field.name) for field in fields(Plan)}
+    return replace(Answer(**own), warnings=(*warnings, *found.warnings))
+
+
+def _options(model: str, gpus: str, asked: Mapping[str, Any]) -> Any:
+    """Return the options of the command: flags by their names, every other argument as `--set name=value`."""
+    from planner.commands.options import SearchOptions
+
+    flags = {field.name for field in fields(SearchOptions)} - {"set"}
+    given = {name: value for name, value in asked.items() if name in flags}
+    return SearchOptions(model=model, gpus=gpus, set=list(_settings(asked, flags)), **given)
+
+
+def _settings(asked: Mapping[str, Any], flags: set[str]) -> Iterator[str]:
+    for name, value in asked.items():
+        if name not in flags and value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            yield f"{name}={text.lower() if isinstance(value, bool) else text}"

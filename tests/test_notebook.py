@@ -1,0 +1,72 @@
+"""The command in Python: the same answers, shown as the table, as frames, and one line for what the command refuses."""
+
+import json
+
+import pytest
+
+from planner import Job, load_model, parse_cluster, plan, sweep
+from planner.cli import run
+from planner.errors import PlanError
+from planner.report.json import json_text, plan_report
+
+JOB = "--model Qwen2.5-7B --gpus 2xA100-40G --method grpo"
+
+
+def test_it_answers_as_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*JOB.split(), "--tuning", "lora", "--set", "zero_stage=3", "--json", "--quiet"]) == 0
+    answer = plan("Qwen2.5-7B", "2xA100-40G", method="grpo", tuning="lora", zero_stage=3)
+    assert json.loads(json_text(plan_report(answer))) == json.loads(capsys.readouterr().out)
+
+
+def test_a_job_and_a_cluster_are_taken_as_they_are() -> None:
+    job = Job(model=load_model("Qwen2.5-0.5B"), method="sft", pinned={"zero_stage": 3, "lora_r": 8})
+    assert job.pinned == {"lora_r": 8, "sharding": "zero3"}
+    assert plan(job, parse_cluster("2xT4")).best.candidate.sharding == "zero3"
+
+
+def test_settings_have_the_types_of_python() -> None:
+    answer = plan(
+        "Qwen2.5-0.5B", "1xL4", method="sft", tuning="lora", packing=False, lora_target_modules=["q_proj", "v_proj"],
+        max_length=512, batch_size=None,
+    )  # fmt: skip
+    assert answer.best.candidate.lora_target_modules == ("q_proj", "v_proj")
+
+
+def test_a_notebook_shows_the_table_and_nothing_of_it_is_markup() -> None:
+    shown = plan("Qwen2.5-0.5B", "1xT4", method="sft")._repr_html_()
+    assert shown.startswith("<pre") and "recommended" in shown and "per_device_train_batch_size" in shown
+    assert "<script" not in shown
+
+
+def test_a_frame_has_a_row_for_every_alternative() -> None:
+    answer = plan("Qwen2.5-7B", "2xA100-40G", method="grpo")
+    frame = answer.to_frame()
+    assert list(frame.index) == ["best", *(other.label for other in answer.alternatives)]
+    assert frame.loc["best", "tokens_per_second"] == answer.best.throughput.tokens_per_second
+
+
+def test_lists_are_the_axes_of_a_sweep_and_what_is_refused_is_a_row() -> None:
+    lengths = [2048, 32768, "many"]
+    frame = sweep("Llama-3.1-8B", ["1xL4", "1xA100-40G"], method="sft", tuning="lora", max_length=lengths)
+    assert list(frame["gpus"]) == ["1xL4"] * 3 + ["1xA100-40G"] * 3 and list(frame["max_length"]) == lengths * 2
+    assert list(frame["fits"]) == [True, False, False, True, True, False]
+    assert frame["reason"][0] == "" and "No candidate fits" in frame["reason"][1]
+    assert frame["reason"][2] == "max_length must be a whole number, not many."
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [({"method": "grp"}, "Did you mean grpo"), ({"method": "grpo", "zerostage": 3}, "Did you mean zero_stage"),
+     ({"method": "grpo", "max_length": "x"}, "max_length must be a whole number"), ({}, "--method is missing")],
+    ids=["method", "setting", "value", "nothing"],
+)  # fmt: skip
+def test_what_the_command_refuses_is_refused_in_its_words(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan("Qwen2.5-7B", "2xA100-40G", **asked)
+
+
+def test_a_job_of_names_says_what_to_write() -> None:
+    with pytest.raises(PlanError, match="load_model"):
+        Job(model="Qwen2.5-7B", method="sft")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="two names"):
+        plan("Qwen2.5-7B", parse_cluster("1xT4"), method="sft")
