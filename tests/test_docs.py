@@ -43,8 +43,15 @@ COMMANDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One folder for all commands of the README: later ones read what earlier ones have written."""
+    return tmp_path_factory.mktemp("readme")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_the_readme_answers(command, capsys):
+def test_every_command_of_the_readme_answers_in_the_order_printed(command, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
     assert run(shlex.split(command)[1:]) in (0, 3)
     assert capsys.readouterr().out
 
