@@ -33,7 +33,7 @@ ALLOWED = {
     "basics": "",
     "files": "basics",
     "models": "basics files",
-    "gpus": "basics",
+    "gpus": "basics files",
     "words": "basics models",
     "jobs": "basics words models gpus files",
     "memory/parameters": "basics words models gpus",

@@ -188,6 +188,14 @@ class SearchOptions(JobOptions):
     optimize: Annotated[
         str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")
     ] = "throughput"
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            "--prices",
+            metavar="FILE",
+            help="With several clusters, as in --gpus 1xL4,2xA100-40G: prices of a GPU and hour (TOML: H100 = 2.5).",
+        ),
+    ] = None
 
 
 def config_paths(options: ConfigFiles) -> tuple[str | None, str | None, str | None]:

@@ -540,7 +540,24 @@ class ValidationReport(Document, frozen=True):
     left_out: tuple[LeftOutReport, ...]
 
 
-DOCUMENTS = (PlanReport, EstimateReport, DryRunReport, DiagnosisReport, ValidationReport)
+class ClusterReport(Struct, frozen=True):
+    """One of several clusters that a job was planned on."""
+
+    gpus: Annotated[str, Meta(description="As it was asked for.")]
+    plan: Annotated[PlanReport | None, Meta(description="null: the job contradicts the cluster.")]
+    why_none: Annotated[str, Meta(description="Why `plan` is null; empty if it is not.")]
+    price_per_hour: Annotated[float | None, Meta(description="Of all GPUs, from --prices; null: not given.")]
+    price_per_million_tokens: Annotated[float | None, Meta(description="null: no price, or it does not fit.")]
+
+
+class ComparisonReport(Document, frozen=True):
+    """The document of `plan --gpus A,B --json`."""
+
+    schema: Version
+    clusters: Annotated[tuple[ClusterReport, ...], Meta(description="In the order asked for.")]
+
+
+DOCUMENTS = (PlanReport, EstimateReport, DryRunReport, DiagnosisReport, ValidationReport, ComparisonReport)
 
 
 def json_schema() -> dict[str, object]:

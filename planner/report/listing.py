@@ -1,9 +1,16 @@
-"""The catalogues as text: `plan models` and `plan gpus`."""
+"""Lists: the catalogues of `plan models` and `plan gpus` as text, and the same job on several clusters."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
 
 from planner.gpus.catalogue import GpuRow
 from planner.models.catalogue import ModelRow
+from planner.plan import Plan
+from planner.report.documents import SCHEMA, ClusterReport, ComparisonReport
+from planner.report.json import plan_report
+from planner.report.words import bare_gib, describe_candidate, describe_excess, describe_probability, tightest
 from planner.units import format_gib
 
 BILLION = 1e9
@@ -41,4 +48,75 @@ def _columns(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in (heads, *lines)
+    )
+
+
+MILLION = 10**6
+HOUR = 3600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """A job on one cluster. `plan` is None where the job contradicts the cluster, as `why_none` says."""
+
+    gpus: str
+    plan: Plan | None = None
+    why_none: str = ""
+    price_per_hour: float | None = None  # of all GPUs; None: not given
+
+    @property
+    def fits(self) -> bool:
+        """Return whether there is a plan, and its best candidate fits."""
+        return self.plan is not None and self.plan.best.fits
+
+    @property
+    def price_per_million_tokens(self) -> float | None:
+        """Price of a million trained tokens: price an hour x 1e6 / (tokens a second x 3600); None: unknown."""
+        if self.plan is None or not self.fits or self.price_per_hour is None:
+            return None
+        return self.price_per_hour * MILLION / (self.plan.best.throughput.tokens_per_second * HOUR)
+
+
+def comparison_table(rows: Sequence[Compared]) -> Table:
+    """Return a row for each cluster, in the order asked for."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    priced = any(row.price_per_hour is not None for row in rows)
+    for heading in ("GPUs", "fits", "peak of", "tokens/s", *(["a million tokens"] if priced else []), "with"):
+        table.add_column(heading, justify="left", overflow="fold")
+    for row in rows:
+        table.add_row(*_cells(row, priced), style="" if row.fits else "dim")
+    return table
+
+
+def _cells(row: Compared, priced: bool) -> tuple[str, ...]:
+    price = row.price_per_million_tokens
+    cost = (("" if price is None else f"{price:,.2f}",)) if priced else ()
+    if row.plan is None:
+        return (row.gpus, "no", "", "", *cost, row.why_none)
+    best = row.plan.best
+    gpu = tightest(best)
+    peak = f"{bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}"
+    if not best.fits:
+        return (row.gpus, f"no, {describe_excess(best)}", peak, "", *cost, describe_candidate(best.candidate))
+    speed = f"{float(f'{best.throughput.tokens_per_second:.2g}'):,.0f}"
+    batch = best.candidate.per_device_train_batch_size
+    settings = f"{describe_candidate(best.candidate)} · batch {batch}"
+    probability = describe_probability(best).partition(" (")[0]  # without the runs that carry it
+    return (row.gpus, probability, peak, speed, *cost, settings)
+
+
+def comparison_report(rows: Sequence[Compared]) -> ComparisonReport:
+    """Return the document of `plan --gpus A,B --json`."""
+    return ComparisonReport(
+        schema=SCHEMA,
+        clusters=tuple(
+            ClusterReport(
+                gpus=row.gpus,
+                plan=plan_report(row.plan) if row.plan is not None else None,
+                why_none=row.why_none,
+                price_per_hour=row.price_per_hour,
+                price_per_million_tokens=row.price_per_million_tokens,
+            )
+            for row in rows
+        ),
     )
