@@ -38,6 +38,8 @@ LEAST_SIGMA_BYTES = 2**20  # so that an interval is never a single number
 # Kinds of job whose errors are alike: each GPU holds all weights, or gathers those of a layer from the others.
 Kind = Literal["whole", "gathered"]
 KINDS: tuple[Kind, ...] = ("whole", "gathered")
+Figure = Literal["need", "nvidia_smi"]  # what a published run is compared with
+NVIDIA_SMI_LEVEL = 0.9  # share of published runs below the upper end of the interval of nvidia-smi's figure
 COMPARISONS = Path(__file__).parent / "data" / "comparisons.jsonl"  # written by scripts/compare_published.py
 
 
@@ -45,12 +47,13 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """A published run beside its estimate.
 
     `score`: measured less predicted bytes, in standard deviations of the estimate. `miss`: the same over the predicted
-    bytes.
+    bytes. `figure`: "need" where probabilities rest on it, "nvidia_smi" where the interval of that figure does.
     """
 
     id: str
     source: str
     kind: Kind
+    figure: Figure
     score: float
     miss: float
 
@@ -108,8 +111,23 @@ def kind_of(candidate: Candidate) -> Kind:
 @lru_cache(maxsize=1)
 def comparisons() -> dict[Kind, tuple[Comparison, ...]]:
     """The published runs that stand behind a probability, by kind of job."""
-    found = [msgspec.json.decode(line, type=Comparison) for line in COMPARISONS.read_bytes().splitlines()]
-    return {kind: tuple(one for one in found if one.kind == kind) for kind in KINDS}
+    return {kind: _compared(kind, "need") for kind in KINDS}
+
+
+def _compared(kind: Kind, figure: Figure) -> tuple[Comparison, ...]:
+    found = (msgspec.json.decode(line, type=Comparison) for line in COMPARISONS.read_bytes().splitlines())
+    return tuple(one for one in found if one.kind == kind and one.figure == figure)
+
+
+@lru_cache(maxsize=8)
+def nvidia_smi_miss(kind: Kind) -> float:
+    """The share by which nvidia-smi may show more than computed: 90 % of the published runs of a kind stay below it.
+
+    Split-conformal, as `earned_probability`: the ceil(0.9 (n + 1))-th of n misses in order; of too few, the largest.
+    """
+    misses = sorted(run.miss for run in _compared(kind, "nvidia_smi"))
+    rank = min(math.ceil(NVIDIA_SMI_LEVEL * (len(misses) + 1)), len(misses))
+    return max(misses[rank - 1], 0.0)
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from planner.cache_keys import TrainingSettings, state_settings, training_settings
 from planner.candidate import Candidate
-from planner.confidence import fit_probability_of, interval_bytes, kind_of, quantile
+from planner.confidence import fit_probability_of, interval_bytes, kind_of, nvidia_smi_miss, quantile
 from planner.gpus.cluster import Cluster, Gpu
 from planner.memory.engine.budget import EngineMemory, engine_memory
 from planner.memory.engine.settings import engine_settings
@@ -111,7 +111,8 @@ def gpus_of(
         role = "train+vllm"
         phases, details = tuple(with_engine(phase, engine) for phase in phases), details | engine_details(engine)
     cache = cache_shares(candidate, quantile(risk))
-    gpus = [gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk, cache)]
+    train = gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk, cache)
+    gpus = [replace(train, nvidia_smi_miss=nvidia_smi_miss(kind_of(candidate)))]
     if candidate.vllm == "server" and engine is not None:
         serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})
         count = candidate.server_gpus

@@ -73,6 +73,7 @@ class GpuMemory:
     # be at the job's risk (planner/memory/slack.py).
     cache_share: float = 0.0
     cache_reach: float = 0.0
+    nvidia_smi_miss: float = 0.0  # by how much more the driver showed in published runs (planner/confidence.py)
     peak: PhaseMemory = field(init=False)  # the heaviest phase, the first of equals
 
     def __post_init__(self) -> None:
@@ -108,10 +109,14 @@ class GpuMemory:
 
     @property
     def nvidia_smi_interval_bytes(self) -> tuple[int, int]:
-        """Interval of `nvidia_smi_bytes` at the job's risk, from those of the peak and of the cache."""
+        """Interval of `nvidia_smi_bytes` from those of the peak and of the cache, at the job's risk.
+
+        The upper end is at least what nine of ten published runs stayed below; no card shows more than it has.
+        """
         shown, most = self.nvidia_smi_bytes, max(self.capacity_bytes, self.interval_bytes[1])
         reach = self.nvidia_smi_reach_bytes
-        return max(0, min(self.interval_bytes[0], shown), int(shown - reach)), min(most, int(shown + reach))
+        high = max(shown + reach, shown * (1 + self.nvidia_smi_miss))
+        return max(0, min(self.interval_bytes[0], shown), int(shown - reach)), min(most, int(high))
 
     @property
     def nvidia_smi_reach_bytes(self) -> float:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import convert
 
 from planner.candidate import DTYPE_BYTES, Candidate
-from planner.confidence import COMPARISONS, KINDS, Comparison, kind_of, quantile
+from planner.confidence import COMPARISONS, KINDS, NVIDIA_SMI_LEVEL, Comparison, Figure, Kind, kind_of, quantile
 from planner.errors import PlanError
 from planner.estimate import RISK, estimate
 from planner.gpus.cluster import Cluster
@@ -41,6 +41,8 @@ Quantity = Literal[
     "after step",  # torch.cuda.memory_allocated after an optimizer step, gradients and the model's output still there
     "over",  # the run did not fit its card
 ]
+DRIVER: tuple[Quantity, ...] = ("reserved", "process")
+LEVELS = (0.6, 0.7, 0.8, 0.9)  # of probabilities whose coverage is printed
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "gradients", "optimizer_states")
 PROBABILITIES = """A probability that a job fits is at most the share of such runs whose measured figure lay no further
 above ours, in standard deviations (`planner/confidence.py`, `earned_probability`). Held: how many runs of a source stay
@@ -224,8 +226,8 @@ def report(done: list[Compared], refused: Counter[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comparison(one: Compared) -> Comparison:
-    """A row as evidence for probabilities: its error in standard deviations of the estimate."""
+def comparison(one: Compared, figure: Figure = "need") -> Comparison:
+    """A row as evidence: its error in standard deviations of the estimate, and as a share of it."""
     memory = estimate(one.row.candidate, one.row.cluster).gpus[0]
     allocated = one.row.quantity == "allocated"
     reach = memory.interval_bytes[1] - memory.peak_bytes if allocated else memory.nvidia_smi_reach_bytes
@@ -234,20 +236,28 @@ def comparison(one: Compared) -> Comparison:
         id=one.row.id,
         source=one.row.source.partition(":")[0],
         kind=kind_of(one.row.candidate),
+        figure=figure,
         score=round(missed / (reach / quantile(RISK)), 3),
         miss=round(missed / one.computed_bytes, 4),
     )
 
 
 def evidence(done: list[Compared]) -> list[Comparison]:
-    """The rows that probabilities rest on: unquantized bases, since bitsandbytes of that time kept more.
+    """The rows that certainty rests on: unquantized bases, since bitsandbytes of that time kept more.
 
-    Allocated bytes where a kind of job has them; the driver's, which are never less than the need, where it has none.
+    The need: allocated bytes where a kind of job has them; the driver's, which are never less than the need, where it
+    has none. nvidia-smi's figure: the driver's.
     """
     found: list[Comparison] = []
-    for kind, quantities in (("whole", ("allocated",)), ("gathered", ("reserved", "process"))):
+    rests: tuple[tuple[Kind, Figure, tuple[Quantity, ...]], ...] = (
+        ("whole", "need", ("allocated",)),
+        ("gathered", "need", DRIVER),
+        ("whole", "nvidia_smi", DRIVER),
+        ("gathered", "nvidia_smi", DRIVER),
+    )
+    for kind, figure, quantities in rests:
         found += [
-            comparison(one)
+            comparison(one, figure)
             for one in done
             if one.row.quantity in quantities
             and one.row.candidate.quantization == "none"
@@ -258,18 +268,29 @@ def evidence(done: list[Compared]) -> list[Comparison]:
 
 def coverage(found: list[Comparison]) -> list[str]:
     """How often a claim holds for runs of a source that it does not rest on (leave one source out)."""
-    lines = ["| kind of job | runs | sources | claimed | held |", "|---|---|---|---|---|"]
-    for kind, level in product(KINDS, (0.6, 0.7, 0.8, 0.9)):
-        runs = [one for one in found if one.kind == kind]
+    lines = ["| kind of job | figure | runs | sources | claimed | held |", "|---|---|---|---|---|---|"]
+    claims: tuple[tuple[Figure, float], ...] = (
+        *(("need", level) for level in LEVELS),
+        ("nvidia_smi", NVIDIA_SMI_LEVEL),
+    )
+    for kind, (figure, level) in product(KINDS, claims):
+        runs = [one for one in found if one.kind == kind and one.figure == figure]
         held: list[bool] = []
         for source in {one.source for one in runs}:
-            others = sorted(one.score for one in runs if one.source != source)
+            others = sorted(_error(one) for one in runs if one.source != source)
             rank = ceil(level * (len(others) + 1))
             if rank <= len(others):
-                held += [one.score <= others[rank - 1] for one in runs if one.source == source]
+                held += [_error(one) <= others[rank - 1] for one in runs if one.source == source]
         said = f"{sum(held) / len(held):.0%} of {len(held)}" if held else "too few runs to claim it"
-        lines.append(f"| {kind} | {len(runs)} | {len({one.source for one in runs})} | {level:.0%} | {said} |")
+        lines.append(
+            f"| {kind} | {figure} | {len(runs)} | {len({one.source for one in runs})} | {level:.0%} | {said} |"
+        )
     return lines
+
+
+def _error(one: Comparison) -> float:
+    """What a claim about a figure bounds: standard deviations of a need, the share of nvidia-smi's figure."""
+    return one.score if one.figure == "need" else one.miss
 
 
 def _record(one: Compared) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from planner.candidate import Candidate
-from planner.confidence import KINDS, comparisons
+from planner.confidence import KINDS, comparisons, nvidia_smi_miss
 from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
 from planner.memory.loss import FORMULAS, Head
@@ -108,7 +108,22 @@ class TestPublishedFigures:
 
     def test_the_package_holds_the_comparisons_of_the_table(self) -> None:
         done, _ = compare_published.all_compared()
-        assert [one for kind in KINDS for one in comparisons()[kind]] == compare_published.evidence(done)
+        found = compare_published.evidence(done)
+        needs = [one for one in found if one.figure == "need"]
+        assert [one for kind in KINDS for one in comparisons()[kind]] == needs
+        for kind in KINDS:
+            misses = [one.miss for one in found if one.figure == "nvidia_smi" and one.kind == kind]
+            below = sum(miss <= nvidia_smi_miss(kind) for miss in misses)
+            assert nvidia_smi_miss(kind) in misses and below >= 0.9 * len(misses)
+
+    def test_nine_of_ten_driver_figures_lie_within_the_interval_shown(self) -> None:
+        """No card shows more than it has: a run that filled its card is within."""
+        held = []
+        for one in compare_published.all_compared()[0]:
+            if one.row.quantity in ("reserved", "process") and one.row.candidate.quantization == "none":
+                most = estimate(one.row.candidate, one.row.cluster).gpus[0].nvidia_smi_interval_bytes[1]
+                held.append(one.row.measured_bytes <= most)
+        assert sum(held) >= 0.9 * len(held) and len(held) > 25
 
     def test_the_record_holds_every_compared_row(self) -> None:
         lines = (ROOT / "results" / "published.jsonl").read_text(encoding="utf-8").splitlines()

@@ -257,7 +257,10 @@ class Gpus(Document, frozen=True):
     ]
     nvidia_smi_interval_bytes: Annotated[
         tuple[Bytes, Bytes],
-        Meta(description="Bounds of nvidia_smi_bytes at the accepted risk, batches of differing lengths included."),
+        Meta(
+            description="Bounds of nvidia_smi_bytes: the upper one is at least what nine of ten published runs of such "
+            "jobs stayed below, and at most what the card has."
+        ),
     ]
     phases: Annotated[tuple[PhaseReport, ...], Meta(min_length=1)]
     details: Annotated[
