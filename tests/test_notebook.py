@@ -35,7 +35,7 @@ def test_settings_have_the_types_of_python() -> None:
 def test_a_notebook_shows_the_table_and_nothing_of_it_is_markup() -> None:
     shown = plan("Qwen2.5-0.5B", "1xT4", method="sft")._repr_html_()
     assert shown.startswith("<pre") and "recommended" in shown and "per_device_train_batch_size" in shown
-    assert "<script" not in shown
+    assert "<script" not in shown and "color" not in shown
 
 
 def test_a_frame_has_a_row_for_every_alternative() -> None:
@@ -57,12 +57,25 @@ def test_lists_are_the_axes_of_a_sweep_and_what_is_refused_is_a_row() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [({"method": "grp"}, "Did you mean grpo"), ({"method": "grpo", "zerostage": 3}, "Did you mean zero_stage"),
-     ({"method": "grpo", "max_length": "x"}, "max_length must be a whole number"), ({}, "--method is missing")],
-    ids=["method", "setting", "value", "nothing"],
+     ({"method": "grpo", "max_length": "x"}, "max_length must be a whole number"),
+     ({"method": "grpo", "risk": "x"}, "risk must be a number"), ({}, "--method is missing")],
+    ids=["method", "setting", "value", "risk", "nothing"],
 )  # fmt: skip
 def test_what_the_command_refuses_is_refused_in_its_words(asked: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan("Qwen2.5-7B", "2xA100-40G", **asked)
+
+
+def test_tuples_and_ranges_are_axes_and_lists_of_names_are_not() -> None:
+    frame = sweep("Qwen2.5-0.5B", ("1xL4", "1xT4"), method="sft", max_length=range(512, 1025, 512))
+    assert len(frame) == 4
+    modules = {"tuning": "lora", "lora_target_modules": ["q_proj", "v_proj"]}
+    assert len(sweep("Qwen2.5-0.5B", "1xL4", method="sft", **modules)) == 1
+
+
+def test_what_every_combination_is_refused_for_is_raised_once() -> None:
+    with pytest.raises(PlanError, match="Did you mean zero_stage"):
+        sweep("Qwen2.5-0.5B", ["1xL4", "1xT4"], method="sft", zerostage=3)
 
 
 def test_a_job_of_names_says_what_to_write() -> None:

@@ -1,12 +1,12 @@
 """The command in Python, for notebooks: `plan("Qwen2.5-7B", "2xA100-40G", method="grpo", zero_stage=3)`."""
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from html import escape
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import InputError, PlanError
+from planner.errors import InputError, PlanError, shortened
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.plan import Plan
@@ -15,6 +15,7 @@ from planner.plan import plan as plan_job
 if TYPE_CHECKING:
     import pandas as pd
 
+LIST_SETTINGS = frozenset({"lora_target_modules"})
 WIDTH = 100  # columns of the table in a notebook
 STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
 
@@ -24,14 +25,10 @@ class Answer(Plan):
     """A plan that a notebook shows as the command's table."""
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML, with the colours of the notebook's theme."""
-        from rich.console import Console
-
+        """Return the table as HTML without colours of its own, so that it suits light and dark notebooks."""
         from planner.report.table import plan_table
 
-        console = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False, legacy_windows=False)
-        console.print(plan_table(self, WIDTH), soft_wrap=True)
-        return console.export_html(inline_styles=True, code_format=f'<pre style="{STYLE}">{{code}}</pre>')
+        return f'<pre style="{STYLE}">{escape(plan_table(self, WIDTH).plain)}</pre>'
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for the best candidate, each alternative and each remedy: memory, speed, settings.
@@ -56,15 +53,16 @@ def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
     Raises:
         PlanError: what the command refuses, in its words.
     """
+    from planner.measurements.own_results import apply_own_results, read_own_results
+
     if isinstance(model, Job) and isinstance(gpus, Cluster) and not asked:
-        return _answer(plan_job(model, gpus), ())
+        return _answer(apply_own_results(plan_job(model, gpus), read_own_results()), ())
     if not isinstance(model, str) or not isinstance(gpus, str):
         raise InputError(
             "plan takes two names and settings, as plan('Qwen2.5-7B', '2xA100-40G', method='grpo'), or a Job and a "
             "Cluster without settings."
         )
     from planner.commands.read_options import read_options
-    from planner.measurements.own_results import apply_own_results, read_own_results
     from planner.training_stack import complete_models
 
     request = read_options(_options(model, gpus, asked), complete_models(lambda line: None))
@@ -73,21 +71,31 @@ def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
 
 
 def sweep(model: str, gpus: str | Sequence[str], **asked: Any) -> "pd.DataFrame":
-    """Plan every combination: an argument of `plan` that is a list is an axis. One row each, with the axes as columns.
+    """Plan every combination: a list, tuple or range as an argument of `plan` is an axis, a column of the frame.
 
-    A combination that the command refuses, or that does not fit, is a row with the reason.
+    A setting that is a list itself (lora_target_modules) is no axis, but for a list of such lists. A combination that
+    the command refuses, or that does not fit, is a row with the reason.
 
     Example: `sweep("Qwen2.5-7B", ["1xL4", "2xA100-40G"], method="sft", max_length=[1024, 4096, 16384])`.
 
     Raises:
-        PlanError: pandas is not installed.
+        PlanError: pandas is not installed, or the command refuses every combination for the same reason.
     """
     from planner.report.frame import frame_of
 
     given = {"gpus": gpus, **asked}
-    axes = {name: value for name, value in given.items() if isinstance(value, list)}
+    axes = {name: value for name, value in given.items() if _is_axis(name, value)}
     fixed = {name: value for name, value in given.items() if name not in axes}
-    return frame_of(_row(model, fixed, dict(zip(axes, values, strict=True))) for values in product(*axes.values()))
+    rows = [_row(model, fixed, dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
+    refusals = {row["reason"] for row in rows if "peak_bytes" not in row}
+    if len(refusals) == 1 and not any("peak_bytes" in row for row in rows):
+        raise InputError(refusals.pop())
+    return frame_of(rows)
+
+
+def _is_axis(name: str, value: object) -> bool:
+    values = list(value) if isinstance(value, (list, tuple, range)) else []
+    return bool(values) and (name not in LIST_SETTINGS or isinstance(values[0], (list, tuple)))
 
 
 def _row(model: str, fixed: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +121,8 @@ def _options(model: str, gpus: str, asked: Mapping[str, Any]) -> Any:
 
     flags = {field.name for field in fields(SearchOptions)} - {"set"}
     given = {name: value for name, value in asked.items() if name in flags}
+    if not isinstance(given.get("risk", 0.0), (int, float)):
+        raise InputError(f"risk must be a number, not {shortened(given['risk'])}.")
     return SearchOptions(model=model, gpus=gpus, set=list(_settings(asked, flags)), **given)
 
 
