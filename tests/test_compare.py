@@ -46,10 +46,11 @@ def test_the_table_has_a_row_for_each_and_3_is_nowhere_fits(capsys: Capture) -> 
     ("more", "message"),
     [(["--gpus", "1xL4,2xNone"], "Unknown GPU 'None'"), (["--gpus", "1xL4,,1xT4"], "names no GPU"),
      (["--gpus", "1xL4,1xT4", "--probe"], "--probe is for one plan"),
+     (["--gpus", "1xL4,1xT4", "--set", "zero_stag=3"], "Did you mean zero_stage"),
      (["--gpus", "1xL4,1xT4", "--out", "x"], "--out is for one plan"),
      (["--gpus", "1xL4", "--prices", "x.toml"], "--prices compares clusters"),
      (["--gpus", "1xL4,1xT4", "--prices", "none.toml"], "none.toml cannot be read")],
-    ids=range(6),
+    ids=range(7),
 )  # fmt: skip
 def test_what_cannot_be_compared_is_one_line(more: list[str], message: str, capsys: Capture) -> None:
     assert run([*JOB, *more, "--quiet"]) == 2

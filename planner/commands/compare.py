@@ -36,6 +36,9 @@ def compare(options: SearchOptions, output: CheckOptions, study: StudyOptions) -
         parse_cluster(name, options.free_memory, options.host_memory)
     prices = read_prices(Path(options.prices)) if options.prices is not None else {}
     rows = [_planned(replace(options, gpus=name), prices) for name in names]
+    refusals = {row.why_none for row in rows}
+    if len(refusals) == 1 and all(row.plan is None for row in rows):
+        raise InputError(refusals.pop())  # the job is wrong, whatever the cluster
     if output.json:
         print(json_text(comparison_report(rows)))
     else:
