@@ -172,7 +172,9 @@ METHODS: dict[MethodName, Method] = {
 
 
 # A release as PyPI writes it: it is a line of requirements.txt and of scripts, where it must not begin another one.
-RELEASE = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.[0-9A-Za-z]{1,16}){0,3}")
+RELEASE = re.compile(
+    r"([0-9]{1,4})\.([0-9]{1,4})(?:\.[0-9A-Za-z]{1,16}){0,3}(?:\+[0-9A-Za-z.]{1,40})?"
+)  # a local part too
 
 
 @lru_cache(maxsize=64)

@@ -15,6 +15,7 @@ from planner.errors import InputError, one_line, visible
 from planner.files.write import write_all
 from planner.files.yaml import read_yaml
 from planner.launch.files import launch_files
+from planner.methods import release
 from planner.models.catalogue import load_model
 
 LLAMA = {
@@ -170,3 +171,9 @@ def test_a_closed_or_full_stream_gives_no_traceback(redirection, code, message):
 def test_a_storage_is_shown_without_its_secrets(url, shown):
     storage = pytest.importorskip("probes.study.storage")
     assert storage.hide_password(url) == shown
+
+
+@pytest.mark.parametrize("version", ["1.16.0+local", "1.16.0.dev0", "1.16.0+g1a2b3c.d20261123"])
+def test_a_release_that_somebody_built_is_a_release(version: str) -> None:
+    """The callback passes the release of the installed TRL."""
+    assert release(version) == (1, 16)
