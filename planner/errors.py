@@ -95,7 +95,7 @@ def visible(text: str) -> str:
 
 
 def printable(name: str) -> bool:
-    """Whether a name has no control characters and can be written as UTF-8."""
+    """Return True if a name has no control characters and can be written as UTF-8."""
     return visible(name) == name and not {"\n", "\t"} & set(name)
 
 

@@ -124,9 +124,6 @@ def width() -> int:
     return shutil.get_terminal_size(fallback=(PIPE_WIDTH, 0)).columns
 
 
-MAX_WORD = 200  # characters of a word in an error message, which may quote the input
-
-
 def print_error(message: str) -> None:
     """Print an error message on stderr, as one line."""
     print(f"Error: {one_line(message)}", file=sys.stderr)

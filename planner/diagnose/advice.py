@@ -8,9 +8,10 @@ from planner.diagnose.incident import Incident, Kind
 from planner.units import GIB, format_count, format_gib, format_size
 
 MENTIONED_OTHERS_BYTES = GIB // 2  # least memory of other processes to mention; a desktop and idle processes hold less
-# Least memory in no named process to mention: a CUDA context holds 0.5 GiB (OEvortex/unsloth#20), NCCL's buffers less.
+# Least memory in no named process to mention: judged, twice a CUDA context of 0.5 GiB (OEvortex/unsloth#20).
 MENTIONED_UNNAMED_BYTES = GIB
-SAME_SHARE = 1.25  # ratio of the largest to the smallest process up to which they count as ranks of one run
+# Ratio of the largest to the smallest process up to which they count as ranks of one run. Judged, not measured.
+SAME_SHARE = 1.25
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 

@@ -22,8 +22,8 @@ Kind = Literal[
     "foreign",  # an allocator that is neither PyTorch's CUDA nor its ROCm one: MPS, NPU, XPU, JAX, TensorFlow
 ]
 
-# The driver gives GPU memory in pages of this size, so that a few bytes more than the request are no room.
-# Source: CUDA driver, cuMemGetAllocationGranularity on cards from Volta on.
+# PyTorch asks the driver for at least this much, so that a few bytes more than the request are no room.
+# Source: pytorch 2.13, c10/core/AllocatorConfig.h, `kSmallBuffer`.
 DRIVER_PAGE_BYTES = 2 * MIB
 
 
@@ -75,16 +75,11 @@ class Incident:
 
     @property
     def impossible(self) -> bool:
-        """True if PyTorch's allocator says that it holds more than the GPU has."""
-        return self.held_bytes > self.sizes.get("total", self.held_bytes)
+        """True if PyTorch's allocator says that it holds more than the GPU has.
 
-    @property
-    def is_impossible(self) -> bool:
-        """True if more is said to be allocated than the GPU has.
-
-        Windows and unified memory move a part to main memory without a word.
+        Windows and unified memory move a part to main memory without an error.
         """
-        return self.sizes.get("allocated", 0) > self.sizes.get("total", self.sizes.get("allocated", 0))
+        return self.held_bytes > self.sizes.get("total", self.held_bytes)
 
     @property
     def fragmented(self) -> bool:

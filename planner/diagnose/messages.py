@@ -223,7 +223,7 @@ def _known(process_bytes: int, sizes: Mapping[str, int]) -> int:
 
 
 def _other_sizes(sizes: Mapping[str, int], others: Sequence[int]) -> dict[str, int]:
-    """What this process does not hold: "others" of the listed processes, and "unnamed" of none of them.
+    """Memory that this process does not hold: "others" by other listed processes, "unnamed" by no listed process.
 
         unnamed = total - free - this process - others
 

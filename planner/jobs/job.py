@@ -34,7 +34,7 @@ def loaded_quantization(model: ModelShape) -> Quantization:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What to train, and which settings are pinned: the search keeps them.
+    """A model, a method, and pinned settings that the search keeps.
 
     `pinned` has the libraries' names, such as zero_stage, or Candidate's fields, and is kept by field.
 

@@ -310,7 +310,7 @@ class ModelShape:
 
     @cached_property
     def supports_sdpa(self) -> bool:
-        """Whether Transformers runs the model with sdpa: not with soft caps or attention sinks.
+        """True if Transformers runs the model with sdpa. Models with soft caps or attention sinks are refused.
 
         Source: transformers 5.23, models/gemma2/modeling_gemma2.py, models/gpt_oss/modeling_gpt_oss.py,
         `_supports_sdpa`.
