@@ -15,9 +15,9 @@ from planner.memory.engine.settings import engine_settings
 from planner.methods import METHODS
 from planner.quantities import Estimate, Evidence, PhaseDifference
 from planner.search.explain import limits, notes, reasons
-from planner.search.knobs import TUNING_CLASSES, SearchProblem, TuningClass, structures
+from planner.search.knobs import TUNING_CLASSES, SearchProblem, TuningClass, problem_of_estimate, structures
 from planner.search.remedies import Remedy, offloading_note, remedies
-from planner.search.search import search
+from planner.search.search import NEAR_BEST, search
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,14 +76,44 @@ VERSIONS = {
 def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | None = None) -> Plan:
     """Search every tuning class that the job allows and return the plan.
 
-    `residuals`: for a tuning class, the share by which a dry run exceeded its estimate; its estimates are raised by it.
+    It uses all GPUs, unless fewer of them are faster or alone fit (see `on_fewer_gpus`). `residuals`: for a tuning
+    class, the share by which a dry run exceeded its estimate; its estimates are raised by it.
 
     Raises:
         InputError: the job contradicts itself or the cluster.
         NothingFits: there is no candidate, such as for an effective batch that no number of processes divides.
     """
     refuse_contradictions(job, cluster)
-    above = residuals or {}
+    return on_fewer_gpus(plan_on_all_gpus(job, cluster, residuals or {}), residuals or {})
+
+
+def on_fewer_gpus(answer: Plan, residuals: Mapping[TuningClass, float]) -> Plan:
+    """Return the plan on one node if a slow network makes several slower, or on one GPU if the job fits only there.
+
+    The first process of several costs memory: NCCL's buffers, the reducer's buckets and, on the host, one more copy of
+    what is offloaded. Pinned processes or nodes stay.
+    """
+    job, cluster, best = answer.job, answer.cluster, answer.best
+    if job.pinned.keys() & {"num_processes", "num_nodes"} or job.optimize != "throughput":
+        return answer
+    if cluster.nodes > 1:
+        smaller, used = replace(cluster, nodes=1), f"one of {cluster.nodes} nodes"
+    elif cluster.num_gpus > 1 and not best.fits:
+        smaller, used = replace(cluster, gpus_per_node=1), f"one of {cluster.num_gpus} GPUs"
+    else:
+        return answer
+    floor = best.throughput.tokens_per_second / NEAR_BEST if best.fits else 0.0
+    problem = problem_of_estimate(job, smaller, best)
+    tiers = (search(replace(problem, offload=offload, faster_than=floor)) for offload in (False, True))
+    if not any(each and each.fits and each.throughput.tokens_per_second >= floor for each in tiers):
+        return answer
+    other = plan_on_all_gpus(job, smaller, residuals)
+    reason = f"{used} is planned: all of them are slower" if best.fits else f"{used} is planned: only there it fits"
+    return replace(other, warnings=(reason, *other.warnings))
+
+
+def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, float]) -> Plan:
+    """Return the plan on every GPU of the cluster; parameters and errors as in `plan`."""
     problems = [
         SearchProblem(job=job, cluster=cluster, tuning_class=name, residual=above.get(name, 0.0))
         for name in tuning_classes(job)
