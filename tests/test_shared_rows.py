@@ -13,6 +13,7 @@ from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.jobs.spellings import Value
 from planner.launch.accelerate import accelerate_yaml
+from planner.memory.communication import row_exchange_bytes
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.plan import plan
@@ -94,3 +95,20 @@ def test_a_search_keeps_pinned_shares_and_the_effective_batch() -> None:
     assert best is not None
     assert (best.candidate.cp_size, best.candidate.attn_implementation) == (4, "sdpa")
     assert best.candidate.effective_batch_size == 16
+
+
+def test_exchanged_keys_and_values_of_a_layer_are_counted() -> None:
+    """4,096 tokens a GPU, 4,096 query elements and 2,048 of keys and values: see the formula's docstring."""
+    q, kv = 4096 * 4096, 4096 * 2048
+    ring, ulysses = replace(CONTEXT, cp_size=8), replace(ULYSSES, sp_size=8)
+    assert row_exchange_bytes(ring, "forward") == 9 * kv * 2 + 4 * q * 4
+    assert row_exchange_bytes(ring, "backward") == 9 * kv * 2 + (q + 3 * kv) * 4
+    assert row_exchange_bytes(ulysses, "forward") == (2 * q + kv) * 2
+    assert row_exchange_bytes(CONTEXT, "forward") == 0
+
+
+@pytest.mark.parametrize(("whole", "field"), [(CONTEXT, "cp_size"), (ULYSSES, "sp_size")])
+def test_sharing_a_row_costs_seconds_of_communication(whole: Candidate, field: str) -> None:
+    alone, shared = (estimate(each, CLUSTER).throughput for each in (whole, replace(whole, **{field: 8})))
+    assert shared.seconds["communication"] > alone.seconds["communication"]
+    assert shared.tokens_per_second < alone.tokens_per_second

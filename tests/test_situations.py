@@ -289,10 +289,12 @@ class TestQloraOnSeveralGpus:
 
 
 def test_rows_that_no_gpu_can_hold_are_shared(capsys: pytest.CaptureFixture[str]) -> None:
-    """Sequence and context parallel are named before shorter rows, with what they leave out."""
-    command = "--model Llama-3.1-8B --gpus 8xA100-40G --method sft --tuning lora --max-length 131072"
-    report = answered(command, capsys, EXIT_NOTHING_FITS)
-    changes = [remedy["change"] for remedy in report["remedies"]]
-    assert changes[0].startswith("--set sp_size=4") and changes[1].startswith("--set cp_size=4")
-    assert changes[2].startswith("--max-length")
-    assert answered(f"{command} {changes[0]}", capsys)["best"]["settings"]["sp_size"] == 4
+    """By the fewest GPUs; a row that one GPU can hold is not shared."""
+    command = "--model Llama-3.1-8B --gpus 8xA100-40G --method sft --tuning lora --max-length"
+    report = answered(f"{command} 131072", capsys)
+    settings = report["best"]["settings"]
+    assert settings.get("sp_size", 1) * settings.get("cp_size", 1) == 4
+    assert any(line.startswith("4 GPUs share each row") for line in report["warnings"])
+    assert "communication" in report["best"]["throughput"]["seconds"]
+    alone = answered(f"{command} 8192", capsys)["best"]["settings"]
+    assert "sp_size" not in alone and "cp_size" not in alone

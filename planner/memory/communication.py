@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import Literal
 
-from planner.cache_keys import StateInput
+from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes
@@ -16,6 +16,15 @@ from planner.models.shape import ModelShape
 from planner.units import MIB
 
 SIXTEEN_BIT_BYTES = 2
+FLOAT32_BYTES = 4
+
+# Float32 copies of a layer's attention output while context parallel merges two blocks: the sum so far, the new block,
+# their difference and its product with the weight.
+# Source: torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py, `_SDPAMerger._merge_one`.
+MERGED_OUTPUTS = 4
+# Float32 copies of the gradients of keys and values: the sum, the sum side by side to be sent, and the received one.
+# Source: the same file, `_templated_ring_attention_backward`.
+RING_GRADIENTS = 3
 
 # Device memory of one NCCL communicator with its channels, within one node and across nodes, where every network
 # interface has buffers of its own. It grows with channels and peers (NVIDIA/nccl#986, #818).
@@ -113,6 +122,38 @@ def _gathered_4bit_bytes(candidate: StateInput) -> int:
     if not shards_4bit_weights(candidate):
         return 0
     return GATHERED_LAYERS * max((kind.linear_params // 2 for kind, _ in candidate.model.layer_kinds), default=0)
+
+
+def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:
+    """Bytes on one of n GPUs that share a row, to exchange it in one attention layer; 0 without `cp_size`, `sp_size`.
+
+    With q, kv the elements of one GPU's queries, and of its keys and values together, in 16 bits unless noted:
+
+        cp_size   forward: kv side by side + n kv gathered + 4 q in float32, merged outputs
+                  backward: kv side by side + n kv gathered + (q + 3 kv) in float32, sums of gradients
+        sp_size   q + kv before the exchange, and one contiguous copy of q
+
+    Source: torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py, `_templated_ring_attention`
+    (accelerate 1.15 sets its "allgather", utils/dataclasses.py:2245); deepspeed 0.19.8,
+    runtime/sequence_parallel/ulysses_sp.py, `_combine_local_sequences`.
+
+    Example: Qwen3-4B, 32,768 tokens on 8 GPUs, cp_size 8: 419 MB forward, 319 MB backward.
+
+    Leaves out keys and values that `sp_size` repeats where it exceeds their heads.
+    """
+    n = candidate.row_gpus
+    if n == 1:
+        return 0
+    width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    layers = [kind.attention for kind, _ in candidate.model.layer_kinds]
+    q = candidate.tokens * max((layer.q_dim for layer in layers), default=0)
+    kv = candidate.tokens * max((layer.k_dim + layer.v_dim for layer in layers), default=0)
+    if candidate.sharding != "fsdp2":
+        return (2 * q + kv) * width
+    gathered = (n + 1) * kv * width
+    if pass_name == "forward":
+        return gathered + MERGED_OUTPUTS * q * FLOAT32_BYTES
+    return gathered + (q + RING_GRADIENTS * kv) * FLOAT32_BYTES
 
 
 def generation_gather_bytes(candidate: StateInput) -> int:

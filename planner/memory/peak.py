@@ -3,6 +3,7 @@
 from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import stack_memory
+from planner.memory.communication import row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.kv_cache import (
     generation_logits_bytes,
@@ -158,7 +159,7 @@ def forward(passes: Passes) -> Components:
         passes.training,
         masks,
         pass_components(passes, passes.stack.forward),
-        {"communication": passes.states.forward_gather},
+        {"communication": passes.states.forward_gather + row_exchange_bytes(passes.candidate, "forward")},
     )
 
 
@@ -207,7 +208,8 @@ def backward(passes: Passes) -> Components:
     gather: Components = {"communication": states.backward_gather}
     if gradients_exist(passes.candidate):
         gather["gradients"] = states.gradients - states.accumulated_gradients
-    layers = add_components(gather, pass_components(passes, passes.stack.backward))
+    exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
+    layers = add_components(gather, exchange, pass_components(passes, passes.stack.backward))
     return add_components(
         passes.training,
         max(layers, add_components(gather, head_backward(passes)), embedding_backward(passes), key=total_bytes),

@@ -107,8 +107,9 @@ def sharding(problem: SearchProblem) -> Changes:
     ZeRO-1 reduces gradients once a step where ZeRO-2 does so in every micro-step, but keeps them whole: in 60 random
     jobs of 64 to 256 samples a step it was never 2 % faster than the best of the others.
 
-    QLoRA has DDP. Only where that does not fit, FSDP2 shards the 4-bit weights, stored as bfloat16: every process loads
-    all of them first (see `unsharded_while_loading_bytes`), and accelerate calls its way a temporary fix (1.15,
+    QLoRA has DDP and ZeRO-2, which shards what a value model trains. Only where those do not fit, FSDP2 shards the
+    4-bit weights, stored as bfloat16: every process loads all of them first (see `unsharded_while_loading_bytes`), and
+    accelerate calls its way a temporary fix (1.15,
     utils/fsdp_utils.py:789-811).
     """
     if problem.tuning_class == "qlora" and problem.processes > 1:
@@ -122,12 +123,12 @@ def sharding(problem: SearchProblem) -> Changes:
 
 
 def _qlora_sharding(problem: SearchProblem) -> Changes:
-    """Return DDP, and FSDP2 with sharded 4-bit weights where it is asked for or DDP does not fit."""
+    """Return DDP and ZeRO-2, and FSDP2 with sharded 4-bit weights where it is asked for or those do not fit."""
     pinned = problem.job.pinned
     is_nf4 = problem.job.model.quantization in ("none", *DEQUANTIZED)
     can_shard = is_nf4 and problem.job.method in WITH_SHARDED_QLORA and problem.cluster.gpu.supports_bf16
     asked = problem.offload or pinned.get("sharding") == "fsdp2" or "bnb_4bit_quant_storage" in pinned
-    replicated: Changes = () if problem.offload else ({"sharding": "ddp"},)
+    replicated: Changes = () if problem.offload else ({"sharding": "ddp"}, {"sharding": "zero2"})
     return (*replicated, SHARDED_QLORA) if asked and can_shard else replicated
 
 

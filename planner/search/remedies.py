@@ -106,8 +106,8 @@ def search_proposal(proposal: Proposal, problem: SearchProblem) -> Estimate | No
 def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:
     """Yield changes of the job and the cluster, the cheapest for the user first.
 
-    Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, offloaded activations, rows shared by
-    several GPUs, shorter rows, more main memory, more or larger GPUs.
+    Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, offloaded activations, shorter rows, more
+    main memory, more or larger GPUs.
     """
     yield from without_one_pin(job, cluster)
     yield from cheaper_tuning(job, cluster)
@@ -127,7 +127,6 @@ def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estim
             cluster=cluster,
             note="what is saved waits in host memory",
         )
-    yield from shared_rows(job, cluster, problem)
     yield from shorter_rows(job, cluster, problem, nearest)
     yield from more_host_memory(job, cluster, nearest)
     yield from larger_clusters(job, cluster)
@@ -149,28 +148,6 @@ def cheaper_tuning(job: Job, cluster: Cluster) -> Iterator[Proposal]:
     for name in cheaper.get(job.tuning, ()):
         kept = {key: value for key, value in job.pinned.items() if key not in ("tuning", "quantization", "dtype")}
         yield Proposal(change=f"--tuning {name}", job=replace(job, tuning=name, pinned=kept), cluster=cluster)
-
-
-def shared_rows(job: Job, cluster: Cluster, problem: SearchProblem) -> Iterator[Proposal]:
-    """Yield Ulysses sequence parallel and context parallel, each over the fewest GPUs of a node with which SFT fits.
-
-    The search leaves them out: gathered keys and values and the seconds of the exchange are not counted yet.
-    """
-    if job.method != "sft" or {"cp_size", "sp_size"} & job.pinned.keys():
-        return
-    for field, sharding in (("sp_size", "zero3"), ("cp_size", "fsdp2")):
-        for size in (size for size in range(2, cluster.gpus_per_node + 1) if cluster.gpus_per_node % size == 0):
-            pins: dict[str, str | int] = {field: size, "sharding": sharding}
-            proposal = Proposal(
-                change=f"--set {settings_text(settings_of_fields(pins)).replace(' ', ' --set ')}",
-                job=with_pins(job, **pins),
-                cluster=cluster,
-                note=f"{size} GPUs share a row; keys and values that they exchange are not counted",
-            )
-            answer = search_proposal(proposal, problem)
-            if answer is not None and answer.fits:
-                yield proposal
-                break
 
 
 def shorter_rows(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:

@@ -1,7 +1,7 @@
 """Seconds that a GPU waits for its links: gradients and parameters between GPUs, and copies to the host and back."""
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import Sharding
+from planner.candidate import DTYPE_BYTES, Sharding
 from planner.gpus.cluster import Cluster
 from planner.throughput.rates import host_rate, link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
@@ -31,6 +31,7 @@ CPU_ADAM_PARAMS_PER_SECOND = 1.0e9
 # Source: transformers 5.23, models/llama/modeling_llama.py, `LlamaRMSNorm`, `LlamaAttention`, `LlamaMLP`.
 SAVED_HIDDEN_BYTES = 24
 SAVED_MLP_BYTES = 8
+FLOAT32_BYTES = 4
 
 
 def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: MicroStep) -> float:
@@ -40,6 +41,7 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
         ZeRO-1          2 (n - 1) / n x gradients / link: reduce-scatter, and all-gather of the trained parameters
         ZeRO-2          (accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step
         ZeRO-3, FSDP2   accumulation x max(0, (n - 1) / n x (gathers x stored + gradients) / link - overlap)
+        + accumulation x `row_exchange_seconds` where GPUs share a row
 
     `gradients` and `stored` are bytes of the gradients and of all parameters as stored. Gradients are counted in 16
     bits, under DDP in their own dtype.
@@ -64,11 +66,37 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
     if sharding in GATHERS:
         gathers = _gathers(candidate)
         once = portion * (gathers * stored_bytes + gradient_bytes) / link
-        return accumulation * max(0.0, once - OVERLAP[sharding] * step.elapsed)
+        exposed = max(0.0, once - OVERLAP[sharding] * step.elapsed)
+        return accumulation * (exposed + row_exchange_seconds(candidate, cluster))
     if sharding == "ddp":
         return max(0.0, 2 * portion * gradient_bytes / link - OVERLAP[sharding] * step.backward)
     reductions = accumulation if sharding == "zero2" else 1
     return portion * (reductions + 1) * gradient_bytes / link
+
+
+def row_exchange_seconds(candidate: TrainingInput, cluster: Cluster) -> float:
+    """Seconds per micro-step in which n GPUs that share a row exchange it, in all layers; 0 without them.
+
+        cp_size   forward: (n - 1) kv / link, once more to recompute; backward: ((n - 1) kv + n kv in float32) / link
+        sp_size   forward and backward: (n - 1) / n x (2 q + kv) / link, once more to recompute
+
+    q, kv and sources as in `row_exchange_bytes`, planner/memory/communication.py. Neighbours share a row: within a node
+    if n is at most its GPUs. Counted without overlap, so that it is an upper bound.
+    """
+    n = candidate.row_gpus
+    if n == 1:
+        return 0.0
+    forwards = 2 if candidate.gradient_checkpointing else 1
+    link = link_rate(cluster, candidate.num_nodes if n > cluster.gpus_per_node else 1)
+    width = 2 if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    moved = 0.0
+    for kind, count in candidate.model.layer_kinds:
+        q, kv = kind.attention.q_dim, kind.attention.k_dim + kind.attention.v_dim
+        if candidate.sharding == "fsdp2":
+            moved += count * kv * ((forwards + 1) * (n - 1) * width + n * FLOAT32_BYTES)
+        else:
+            moved += count * (forwards + 1) * (n - 1) / n * (2 * q + kv) * width
+    return candidate.tokens * moved / link
 
 
 def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batch: Batch, step: MicroStep) -> float:
