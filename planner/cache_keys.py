@@ -51,6 +51,7 @@ class StateSettings(NamedTuple):
     sharding: Sharding
     num_processes: int
     num_nodes: int
+    shard_gpus: int
     offload_optimizer: bool
     offload_param: bool
     ds3_gather_for_generation: bool
@@ -112,6 +113,7 @@ class TrainingSettings(NamedTuple):
     sharding: Sharding
     num_processes: int
     num_nodes: int
+    shard_gpus: int
     offload_optimizer: bool
     offload_param: bool
     ds3_gather_for_generation: bool

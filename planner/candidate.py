@@ -41,7 +41,8 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 POSITIVE = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_generations",
     "steps_per_generation", "num_iterations", "num_processes", "num_nodes", "lora_r", "max_completion_length",
-    "prompt_length", "checkpoint_every_n_layers", "vllm_tensor_parallel_size", "cp_size", "sp_size",
+    "prompt_length", "checkpoint_every_n_layers", "vllm_tensor_parallel_size", "dp_replicate_size", "cp_size",
+    "sp_size",
 )  # fmt: skip
 _positive = attrgetter(*POSITIVE)
 
@@ -104,6 +105,7 @@ class Candidate:
     sharding: Sharding = "none"
     num_processes: int = 1
     num_nodes: int = 1
+    dp_replicate_size: int = 1  # copies of the sharded model under FSDP2 (hybrid sharding, HSDP)
     cp_size: int = 1  # GPUs that share a row: torch's context parallel, under FSDP2
     sp_size: int = 1  # GPUs that share a row: Ulysses sequence parallel, under DeepSpeed
     offload_optimizer: bool = False
@@ -155,6 +157,11 @@ class Candidate:
     def rows(self) -> int:
         """Rows of the policy's training forward on one GPU."""
         return self.per_device_train_batch_size * self.method_row.rows_per_sample
+
+    @property
+    def shard_gpus(self) -> int:
+        """GPUs among which ZeRO-3 and FSDP2 divide one copy of the model; fewer than all with `dp_replicate_size`."""
+        return self.num_processes // self.dp_replicate_size
 
     @property
     def row_gpus(self) -> int:

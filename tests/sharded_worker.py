@@ -1,6 +1,6 @@
 """Record the bytes that each of several CPU processes keeps under ZeRO and FSDP2 between a TRL trainer's steps.
 
-    python tests/sharded_worker.py CASES.json FOLDER                       every case, in two forked processes
+    python tests/sharded_worker.py CASES.json FOLDER                       every case, in forked processes
     accelerate launch ... tests/sharded_worker.py CASES.json FOLDER        the first case, in accelerate's processes
 
 The forked processes share one import of the libraries. A case is a candidate and the environment that
@@ -41,7 +41,6 @@ from probes.step.built_trainer import WORD
 from probes.trainers import model_config
 from probes.worker.cpu_accelerators import cpu_accelerators
 
-PROCESSES = 2
 STEPS = 2
 SCALARS_BYTES = 512  # losses, norms of gradients, the rotary frequencies
 LIMIT_SECONDS = 120  # for one case, which takes 3 s on an idle core
@@ -224,19 +223,20 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
 
 
 def forked(case: dict[str, Any], folder: Path) -> list[int]:
-    """Fork the two processes of a case, with a free port."""
+    """Fork the processes of a case, with a free port."""
+    processes = candidate_of_report(case["candidate"]).num_processes
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     children = []
-    for rank in range(PROCESSES):
+    for rank in range(processes):
         child = os.fork()
         if child == 0:
             world = {
                 "RANK": rank,
                 "LOCAL_RANK": rank,
-                "WORLD_SIZE": PROCESSES,
-                "LOCAL_WORLD_SIZE": PROCESSES,
+                "WORLD_SIZE": processes,
+                "LOCAL_WORLD_SIZE": processes,
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }

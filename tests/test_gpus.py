@@ -237,3 +237,14 @@ def test_names_are_looked_up_without_torch_or_transformers() -> None:
     program += "heavy = ('torch', 'transformers', 'huggingface_hub', 'pynvml', 'pandas'); "
     program += "sys.exit(any(name in sys.modules for name in heavy))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("text", "speed"), [("400Gb", 50e9), ("8x400Gb", 400e9), ("100 Gbps", 12.5e9)])
+def test_a_network_is_read_in_gigabits_a_second(text: str, speed: float) -> None:
+    assert parse_cluster("2x8xH100", network=text).network_bytes_per_second == speed
+
+
+@pytest.mark.parametrize("text", ["400", "400GB", "0Gb", "999x999999Gb", "fast", "-1Gb"])
+def test_no_network_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="gigabits a second: 400Gb, 8x400Gb"):
+        parse_cluster("2x8xH100", network=text)

@@ -87,6 +87,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         "precision": "no",
         "padded": False,
     },
+    "hybrid FSDP2": {"num_processes": 8, "sharding": "fsdp2", "dp_replicate_size": 2},
     "context parallel": {"num_processes": 8, "sharding": "fsdp2", "cp_size": 4, "padded": False},
     "sequence parallel": {
         "num_processes": 8,
@@ -202,6 +203,7 @@ class TestTheTrainer:
                 "num_nodes",
                 "offload_optimizer",
                 "offload_param",
+                "dp_replicate_size",
                 "cp_size",
                 "sp_size",
             )

@@ -198,6 +198,7 @@ OF_LORA: dict[str, list[object]] = {
 OF_SHARDS: dict[str, list[object]] = {
     "offload_optimizer": [True, False],
     "offload_param": [True, False],
+    "dp_replicate_size": [1, 2],
     "cp_size": [1, 2],
     "sp_size": [1, 2],
     "reduce_bucket_size": ["auto", 10**6],

@@ -1,4 +1,4 @@
-"""Real ZeRO and FSDP2: a TRL trainer in two CPU processes over gloo, started by our launch files.
+"""Real ZeRO and FSDP2: a TRL trainer in two or four CPU processes over gloo, started by our launch files.
 
 Every rank's states equal the formulas, to the byte. Bytes are those of a GPU: each storage is rounded up to the blocks
 of the CUDA allocator.
@@ -75,6 +75,7 @@ CANDIDATES: dict[str, Candidate] = {
     ),
     "zero3 lora": candidate(sharding="zero3", tuning="lora", gradient_accumulation_steps=2),
     "fsdp2": candidate(sharding="fsdp2"),
+    "fsdp2 hybrid": candidate(sharding="fsdp2", num_processes=4, dp_replicate_size=2),
     "fsdp2 lora": candidate(sharding="fsdp2", tuning="lora"),
     "fsdp2 qlora": candidate(sharding="fsdp2", tuning="lora", quantization="nf4", bnb_4bit_quant_storage="bfloat16"),
     "fsdp2 float32": candidate(sharding="fsdp2", precision="no", dtype="float32", gradient_accumulation_steps=2),
@@ -141,7 +142,8 @@ def finished(command: list[str], folder: Path, settings: dict[str, str]) -> str:
 
 
 def ranks_of(name: str, folder: Path) -> tuple[Rank, ...]:
-    return tuple(Rank(parts=json.loads((folder / f"{name}.{rank}.json").read_text())) for rank in range(2))
+    ranks = range(CANDIDATES[name].num_processes)
+    return tuple(Rank(parts=json.loads((folder / f"{name}.{rank}.json").read_text())) for rank in ranks)
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,17 @@ def test_the_launch_file_says_who_shares_rows(field: str, whole: Candidate) -> N
         ("sft", {"cp_size": 3, "sharding": "fsdp2"}, "cp_size 3 does not divide num_processes 8. Use cp_size=2"),
         ("sft", {"cp_size": 2, "sp_size": 2, "sharding": "fsdp2"}, "either cp_size or sp_size above 1"),
         ("sft", {"cp_size": 2, "sharding": "fsdp2", "packing": True}, "TRL refuses packing with it"),
+        ("sft", {"dp_replicate_size": 2, "sharding": "zero3"}, "is FSDP's hybrid sharding, not zero3. Add"),
+        (
+            "sft",
+            {"dp_replicate_size": 3, "sharding": "fsdp2"},
+            "leaves no equal groups of several of the 8 processes",
+        ),
+        (
+            "sft",
+            {"dp_replicate_size": 2, "cp_size": 2, "sharding": "fsdp2"},
+            "are not planned together. Drop one",
+        ),
         ("sft", {"cp_size": 8, "sharding": "fsdp2", "max_length": 1000}, "no multiple of 16. Use --max-length 992"),
         (
             "sft",
@@ -112,3 +123,18 @@ def test_sharing_a_row_costs_seconds_of_communication(whole: Candidate, field: s
     alone, shared = (estimate(each, CLUSTER).throughput for each in (whole, replace(whole, **{field: 8})))
     assert shared.seconds["communication"] > alone.seconds["communication"]
     assert shared.tokens_per_second < alone.tokens_per_second
+
+
+def test_hybrid_sharding_is_in_the_launch_file_and_read_back() -> None:
+    hybrid = replace(CONTEXT, dp_replicate_size=2)
+    section = yaml.safe_load(accelerate_yaml(hybrid))["parallelism_config"]
+    assert (section["parallelism_config_dp_replicate_size"], section["parallelism_config_dp_shard_size"]) == (2, 4)
+    assert not {"parallelism_config_sp_backend", "parallelism_config_cp_backend"} & section.keys()
+
+
+def test_a_copy_of_the_model_on_each_node_takes_its_bytes() -> None:
+    whole, hybrid = (
+        estimate(replace(CONTEXT, dp_replicate_size=size), CLUSTER).gpus[0].phases[-1].components for size in (1, 2)
+    )
+    assert hybrid["weights"] == pytest.approx(2 * whole["weights"], rel=0.01)
+    assert hybrid["optimizer_states"] == pytest.approx(2 * whole["optimizer_states"], rel=0.01)

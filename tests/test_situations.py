@@ -298,3 +298,27 @@ def test_rows_that_no_gpu_can_hold_are_shared(capsys: pytest.CaptureFixture[str]
     assert "communication" in report["best"]["throughput"]["seconds"]
     alone = answered(f"{command} 8192", capsys)["best"]["settings"]
     assert "sp_size" not in alone and "cp_size" not in alone
+
+
+class TestSeveralNodes:
+    """Between nodes the network is the bottleneck: with a copy of the model on each only gradients cross it."""
+
+    COMMAND = "--model Qwen2.5-7B --gpus 2x8xH100 --method sft --tuning full"
+
+    def test_each_node_keeps_a_copy_of_the_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+        hybrid = answered(self.COMMAND, capsys)["best"]
+        whole = answered(f"{self.COMMAND} --set fsdp_version=2 --set dp_replicate_size=1", capsys)["best"]
+        assert hybrid["settings"]["dp_replicate_size"] == 2
+        assert hybrid["throughput"]["tokens_per_second"] > 1.2 * whole["throughput"]["tokens_per_second"]
+
+    def test_a_slower_network_makes_a_slower_plan(self, capsys: pytest.CaptureFixture[str]) -> None:
+        slow, usual, fast = (
+            answered(self.COMMAND + network, capsys)["best"]["throughput"]["tokens_per_second"]
+            for network in (" --network 100Gb", "", " --network 8x400Gb")
+        )
+        assert slow < usual < fast
+
+    def test_the_assumed_network_is_named(self, capsys: pytest.CaptureFixture[str]) -> None:
+        line = "the network of each node is taken as 400 Gb/s: give yours with --network"
+        assert line in answered(self.COMMAND, capsys)["warnings"]
+        assert line not in answered(f"{self.COMMAND} --network 100Gb", capsys)["warnings"]

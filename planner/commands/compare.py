@@ -33,7 +33,7 @@ def compare(options: SearchOptions, output: CheckOptions, study: StudyOptions) -
     if len(names) == 1:
         raise InputError("--prices compares clusters: give several, as in --gpus 1xL4,2xA100-40G.")
     for name in names:
-        parse_cluster(name, options.free_memory, options.host_memory)
+        parse_cluster(name, options.free_memory, options.host_memory, options.network)
     prices = read_prices(Path(options.prices)) if options.prices is not None else {}
     rows = [_planned(replace(options, gpus=name), prices) for name in names]
     refusals = {row.why_none for row in rows}
@@ -53,7 +53,7 @@ def _planned(options: SearchOptions, prices: Mapping[str, float]) -> "Compared":
     from planner.training_stack import complete_models
 
     assert options.gpus is not None
-    cluster = parse_cluster(options.gpus, options.free_memory, options.host_memory)
+    cluster = parse_cluster(options.gpus, options.free_memory, options.host_memory, options.network)
     price = prices.get(cluster.gpu.name)
     price_per_hour = None if price is None else price * cluster.num_gpus
     try:

@@ -124,6 +124,14 @@ class JobOptions(ConfigFiles):
             help="Main memory of each node, such as 256GiB. Default: what nodes with that GPU usually have.",
         ),
     ] = None
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--network",
+            metavar="SPEED",
+            help="Network of each node, such as 400Gb or 8x400Gb a second. Default: 400Gb.",
+        ),
+    ] = None
     method: Method = None
     tuning: Tuning = "auto"
     max_length: Annotated[

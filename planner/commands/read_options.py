@@ -68,7 +68,10 @@ def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
     assert options.gpus is not None and options.method is not None
     method = _one_of("method", options.method, tuple(METHODS))
     settings, unread = _read_by(method, settings, in_file.keys() - flags.keys())
-    model, cluster = complete(load_model(name)), parse_cluster(options.gpus, options.free_memory, options.host_memory)
+    model, cluster = (
+        complete(load_model(name)),
+        parse_cluster(options.gpus, options.free_memory, options.host_memory, options.network),
+    )
     settings = with_server_node(settings, cluster)
     pinned = _pins(settings, model, complete)
     if "tuning" not in free:

@@ -47,14 +47,19 @@ class HostMemory:
 UNLIMITED_HOST = HostMemory(total_bytes=2**62, origin="unlimited", source="")
 
 
+# Assumption without --network: 400 Gb/s a node, shared by its GPUs, as in AWS p4d. A DGX H100 has eight such links.
+USUAL_NETWORK_BYTES_PER_SECOND = 50e9
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """`nodes` nodes with `gpus_per_node` GPUs of one model each."""
+    """`nodes` nodes with `gpus_per_node` GPUs of one model each; `network_bytes_per_second` of one node, one way."""
 
     gpu: Gpu
     nodes: int
     gpus_per_node: int
     host: HostMemory = UNLIMITED_HOST
+    network_bytes_per_second: float = USUAL_NETWORK_BYTES_PER_SECOND
 
     def trainer_gpus(self, server_gpus: int) -> int:
         """The GPUs left to the trainer beside a vLLM server, at least 1. Of several nodes the server has one."""

@@ -12,10 +12,13 @@ from planner.units import format_gib, parse_bytes
 # The NVIDIA DGX-2 has 16 GPUs, the most in one node. More GPUs need several nodes, whose links are slower.
 MOST_GPUS_PER_NODE = 16
 MOST_NODES = 4096  # Llama 3 was trained on 2,000 nodes of 8 (arXiv 2407.21783, section 3.3.1)
+MOST_GIGABITS, GIGABIT_BYTES = 100_000, 125e6  # 10^9 bits of 8 to a byte
 LOCAL = "local"
 
 
-def parse_cluster(text: str, free_memory: str | None = None, host_memory: str | None = None) -> Cluster:
+def parse_cluster(
+    text: str, free_memory: str | None = None, host_memory: str | None = None, network: str | None = None
+) -> Cluster:
     """The cluster that `--gpus` names.
 
     Args:
@@ -24,10 +27,11 @@ def parse_cluster(text: str, free_memory: str | None = None, host_memory: str | 
             is free now).
         host_memory: the main memory of a node, such as `"256GiB"`; None: what nodes with that GPU usually have (for
             `local`: what this machine has).
+        network: the network of a node, all its interfaces together, such as `"400Gb"` (a second); None: 400 Gb.
 
     Raises:
-        InputError: the text is no cluster, `free_memory` is not between 1 GiB and the GPU's memory, or `host_memory`
-            is not between 1 GiB and 64 TiB.
+        InputError: the text is no cluster, `free_memory` is not between 1 GiB and the GPU's memory, `host_memory` is
+            not between 1 GiB and 64 TiB, or `network` is no speed.
         UnknownName: no GPU of the catalogue has that name.
     """
     if text.strip().lower() == LOCAL:
@@ -39,6 +43,8 @@ def parse_cluster(text: str, free_memory: str | None = None, host_memory: str | 
         cluster = Cluster(gpu=_gpu_or_capacity(name), nodes=nodes, gpus_per_node=per_node)
     if free_memory is not None:
         cluster = replace(cluster, gpu=_partly_used(cluster.gpu, free_memory))
+    if network is not None:
+        cluster = replace(cluster, network_bytes_per_second=_network_bytes_per_second(network))
     return with_usual_host(cluster) if host_memory is None else with_given_host(cluster, host_memory)
 
 
@@ -83,6 +89,21 @@ def _gpu_or_capacity(name: str) -> Gpu:
     if re.fullmatch(r"\d+(\.\d+)?", name):
         raise InputError(f"--gpus {shortened(name)!r} is no card. A capacity needs its unit: {shortened(name)}GiB.")
     return load_gpu(name)
+
+
+def _network_bytes_per_second(text: str) -> float:
+    """Bytes per second of a network's speed in Gb/s, as vendors print it: `400Gb`, or `8x400Gb` for eight interfaces.
+
+    Raises:
+        InputError: the text is no such speed, or it is not between 1 Gb/s and 100,000 Gb/s.
+    """
+    match = re.fullmatch(r"\s*(?:(\d{1,3})\s*[xX*]\s*)?(\d{1,6}(?:\.\d{1,3})?)\s*[gG](?:b|bit|bps|b/s|bit/s)\s*", text)
+    gigabits = float(match[2]) * int(match[1] or 1) if match else 0.0
+    if not 1 <= gigabits <= MOST_GIGABITS:
+        raise InputError(
+            f"--network {shortened(text)!r} is no speed of a node. Write it in gigabits a second: 400Gb, 8x400Gb."
+        )
+    return gigabits * GIGABIT_BYTES
 
 
 def _partly_used(gpu: Gpu, free_memory: str) -> Gpu:

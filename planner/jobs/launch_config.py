@@ -43,6 +43,7 @@ PROFILES: dict[str, dict[str, object]] = {
 IN_SECTIONS = {
     "fsdp_version": "fsdp_version",
     "fsdp_offload_params": "fsdp_offload_params",
+    "parallelism_config_dp_replicate_size": "dp_replicate_size",
     "parallelism_config_cp_size": "cp_size",
     "parallelism_config_sp_size": "sp_size",
 }
@@ -52,7 +53,6 @@ UNMODELLED: dict[str, tuple[object, ...]] = {
     "fsdp_activation_checkpointing": (None, False),
     "fsdp_reshard_after_forward": (None, True, "FULL_SHARD"),
     "parallelism_config_tp_size": (None, 1),
-    "parallelism_config_dp_replicate_size": (None, 1),
 }
 
 

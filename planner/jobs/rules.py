@@ -267,6 +267,28 @@ def sharding_problems(pins: PinnedJob) -> Iterator[str]:
         )
 
 
+def hybrid_sharding_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse copies of a sharded model where FSDP2 has none, or that leave no equal groups of several processes.
+
+    Source: accelerate 1.15, parallelism_config.py.
+    """
+    pinned, sharding = pins.pinned, pins.pinned.get("sharding")
+    copies, processes = pinned.get("dp_replicate_size", 1), pinned.get("num_processes", pins.cluster.num_gpus)
+    if copies == 1:
+        return
+    if sharding != "fsdp2":
+        instead = f", not {sharding}" if sharding else ""
+        yield f"dp_replicate_size {copies} is FSDP's hybrid sharding{instead}. Add --set distributed_type=FSDP."
+    if pinned.get("cp_size", 1) > 1:
+        yield "dp_replicate_size and cp_size are not planned together. Drop one of them."
+    if processes % copies or copies == processes:
+        groups = [size for size in range(1, processes // 2 + 1) if processes % size == 0 and size <= copies]
+        yield (
+            f"dp_replicate_size {copies} leaves no equal groups of several of the {processes} processes. "
+            f"Use dp_replicate_size={max(groups, default=1)}."
+        )
+
+
 def row_sharing_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse context and sequence parallel where the libraries refuse them.
 
@@ -429,6 +451,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     checkpointing_problems,
     length_problems,
     sharding_problems,
+    hybrid_sharding_problems,
     row_sharing_problems,
     engine_problems,
     batch_problems,

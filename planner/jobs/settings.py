@@ -57,6 +57,7 @@ SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
     "offload_optimizer": lambda c: c.sharding in DEEPSPEED,
     "offload_param": lambda c: c.sharding == "zero3",
     "ds3_gather_for_generation": lambda c: c.sharding == "zero3",
+    "dp_replicate_size": lambda c: c.dp_replicate_size > 1,
     "cp_size": lambda c: c.cp_size > 1,
     "sp_size": lambda c: c.sp_size > 1,
     "reduce_bucket_size": lambda c: c.sharding in DEEPSPEED,

@@ -85,6 +85,7 @@ ALIASES: dict[str, str] = {
     "offload": "checkpoint_offload",  # a key of gradient_checkpointing_kwargs
     "num_machines": "num_nodes",  # accelerate
     "mixed_precision": "precision",  # accelerate
+    "parallelism_config_dp_replicate_size": "dp_replicate_size",
     "parallelism_config_cp_size": "cp_size",  # accelerate, commands/launch.py
     "parallelism_config_sp_size": "sp_size",
     FSDP_OFFLOAD: "offload_param",

@@ -53,22 +53,23 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
 
 
 def parallelism_config(candidate: Candidate) -> dict[str, object]:
-    """The section that lets GPUs share rows, under the names of `accelerate launch`'s arguments; empty if none do.
+    """The section for copies of a sharded model and for shared rows; empty without both.
 
+    Its keys are named as the arguments of `accelerate launch`.
     Source: accelerate 1.15, commands/launch.py, utils/launch.py (`prepare_extend_env_parallelism_config`).
     """
-    if candidate.row_gpus == 1:
+    if candidate.row_gpus == candidate.dp_replicate_size == 1:
         return {}
     section: dict[str, object] = {
-        "parallelism_config_dp_replicate_size": 1,
-        "parallelism_config_dp_shard_size": candidate.num_processes // candidate.row_gpus,
+        "parallelism_config_dp_replicate_size": candidate.dp_replicate_size,
+        "parallelism_config_dp_shard_size": candidate.shard_gpus // candidate.row_gpus,
         "parallelism_config_tp_size": 1,
         "parallelism_config_cp_size": candidate.cp_size,
         "parallelism_config_sp_size": candidate.sp_size,
     }
     if candidate.cp_size > 1:
         section |= {"parallelism_config_cp_backend": "torch", "parallelism_config_cp_comm_strategy": "allgather"}
-    else:
+    elif candidate.sp_size > 1:
         section |= {
             "parallelism_config_sp_backend": "deepspeed",
             "parallelism_config_sp_seq_length_is_variable": True,

@@ -99,7 +99,7 @@ def step_gradients_bytes(candidate: StateInput) -> int:
     """
     if candidate.optim in FUSED_BACKWARD:
         return 0
-    groups, processes = learning_groups(candidate), candidate.num_processes
+    groups, processes = learning_groups(candidate), candidate.shard_gpus
     if candidate.sharding in ("zero1", "zero2"):
         return touched_gradients_bytes(candidate)
     if candidate.sharding == "zero3":

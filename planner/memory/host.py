@@ -135,7 +135,7 @@ def offloaded_parameters_bytes(candidate: StateInput) -> int:
         return 0
     found = sum(
         pinned_tensors_bytes(
-            offloaded_shards(tensors, candidate.sharding, candidate.num_processes, candidate.model.hidden_size), size
+            offloaded_shards(tensors, candidate.sharding, candidate.shard_gpus, candidate.model.hidden_size), size
         )
         for tensors, size in _offloaded_tensors(candidate)
     )

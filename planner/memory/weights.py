@@ -106,7 +106,7 @@ def _sharded_4bit_bytes(counted: Parameters, candidate: StateInput, group_size: 
     for kind in counted.quantized_tensors.kinds:
         packed, *scales = _quantized_tensor_sizes(kind.shape, candidate.quantization, group_size)
         rows = -(-packed // width)
-        piece = rounded_bytes(-(-rows // candidate.num_processes) * width)
+        piece = rounded_bytes(-(-rows // candidate.shard_gpus) * width)
         found += (piece + sum(rounded_bytes(size) for size in scales)) * kind.count
     return found
 

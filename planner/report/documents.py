@@ -111,6 +111,7 @@ class OptionalSettings(Document, frozen=True):
     gradient_checkpointing_kwargs: CheckpointingArguments | UnsetType = UNSET
     activation_offloading: bool | UnsetType = UNSET
     zero_stage: Literal[1, 2, 3] | UnsetType = UNSET
+    dp_replicate_size: Count | UnsetType = UNSET
     cp_size: Count | UnsetType = UNSET
     sp_size: Count | UnsetType = UNSET
     fsdp_version: Literal[2] | UnsetType = UNSET

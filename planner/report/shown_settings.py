@@ -26,6 +26,7 @@ LINES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("num_processes",),
         (
             "num_machines",
+            "dp_replicate_size",
             "cp_size",
             "sp_size",
             "zero_stage",

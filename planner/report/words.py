@@ -66,7 +66,8 @@ def _sharding_words(candidate: Candidate) -> str:
         for what, there in (("optimizer", candidate.offload_optimizer), ("parameters", candidate.offload_param))
         if there
     ]
-    return SHARDING_WORDS[candidate.sharding] + (f" with {' and '.join(moved)} on the host" if moved else "")
+    name = "hybrid FSDP2" if candidate.dp_replicate_size > 1 else SHARDING_WORDS[candidate.sharding]
+    return name + (f" with {' and '.join(moved)} on the host" if moved else "")
 
 
 def _generation_words(candidate: Candidate) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from planner.binary_search import largest
 from planner.candidate import BITSANDBYTES, Candidate
 from planner.estimate import estimate
+from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.methods import MethodName
@@ -217,6 +218,13 @@ def about_display(best: Estimate, problem: SearchProblem) -> Iterator[str]:
         )
 
 
+def about_network(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note the speed that is assumed between nodes."""
+    cluster = problem.cluster
+    if best.candidate.num_nodes > 1 and cluster.network_bytes_per_second == USUAL_NETWORK_BYTES_PER_SECOND:
+        yield "the network of each node is taken as 400 Gb/s: give yours with --network"
+
+
 def about_cache(best: Estimate, problem: SearchProblem) -> Iterator[str]:
     """Note that `generate` has no KV cache."""
     if best.candidate.generates_without_cache:
@@ -364,6 +372,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[str]], ...] = (
     about_dtype,
     about_precision,
     about_display,
+    about_network,
     about_cache,
     about_attention,
     about_adapters,

@@ -104,6 +104,8 @@ SHARDED_QLORA: Change = {"sharding": "fsdp2", "bnb_4bit_quant_storage": "bfloat1
 def sharding(problem: SearchProblem) -> Changes:
     """Return the kinds of data parallelism.
 
+    On several nodes FSDP2 may keep a copy of the model on each (hybrid sharding), so that only gradients cross them.
+
     ZeRO-1 reduces gradients once a step where ZeRO-2 does so in every micro-step, but keeps them whole: in 60 random
     jobs of 64 to 256 samples a step it was never 2 % faster than the best of the others.
 
@@ -119,7 +121,10 @@ def sharding(problem: SearchProblem) -> Changes:
         return (*(ONE_PROCESS if unquantized else ()), *OFFLOADING[problem.tuning_class])
     if problem.processes == 1:
         return ({"sharding": "none"},)
-    return tuple({"sharding": name} for name in ("ddp", "zero2", "zero3", "fsdp2"))
+    whole = tuple({"sharding": name} for name in ("ddp", "zero2", "zero3", "fsdp2"))
+    if problem.cluster.nodes == 1 or problem.cluster.gpus_per_node == 1:
+        return whole
+    return (*whole, {"sharding": "fsdp2", "dp_replicate_size": problem.cluster.nodes})
 
 
 def _qlora_sharding(problem: SearchProblem) -> Changes:
@@ -227,7 +232,8 @@ def server_splits(problem: SearchProblem) -> Iterator[tuple[int, int, int]]:
 # Candidate fields that a search decides unless they are pinned: those of `KNOBS`, of `with_derived_settings` and of the
 # batch (planner/search/search.py).
 SEARCHED = frozenset({
-    "tuning", "quantization", "bnb_4bit_quant_storage", "dtype", "sharding", "offload_optimizer", "offload_param",
+    "tuning", "quantization", "bnb_4bit_quant_storage", "dtype", "sharding", "dp_replicate_size",
+    "offload_optimizer", "offload_param",
     "gradient_checkpointing", "attn_implementation", "ds3_gather_for_generation", "expandable_segments",
     "num_processes", "vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
     "vllm_data_parallel_size", "vllm_enable_sleep_mode", "vllm_max_model_length",
@@ -274,7 +280,8 @@ def structures(problem: SearchProblem) -> Iterator[Candidate]:
 def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candidate:
     """Return the candidate with the settings that follow from others.
 
-    One process is not sharded. vLLM's longest sequence, `vllm_max_model_length`, is one whole row.
+    One process is not sharded. Hybrid sharding has one copy of the model on each node that trains.
+    vLLM's longest sequence, `vllm_max_model_length`, is one whole row.
     """
     changes: dict[str, Any] = {}
     if (
@@ -284,6 +291,8 @@ def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candi
         and "sharding" not in problem.job.pinned
     ):
         changes["sharding"] = "none"
+    if candidate.dp_replicate_size > 1 and "dp_replicate_size" not in problem.job.pinned:
+        changes["dp_replicate_size"] = candidate.num_processes // problem.cluster.gpus_per_node or 1  # nodes that train
     if candidate.vllm != "off" and "vllm_max_model_length" not in problem.job.pinned:
         changes["vllm_max_model_length"] = candidate.row_tokens
     return replace(candidate, **changes) if changes else candidate
@@ -308,6 +317,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and not loses_pinned_dtype
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
+        and candidate.num_processes % candidate.dp_replicate_size == 0
         and not is_duplicate(candidate, problem.job.pinned)
         and candidate.num_processes + candidate.server_gpus <= problem.cluster.num_gpus
         and not (candidate.vllm == "colocate" and candidate.num_processes % candidate.vllm_tensor_parallel_size)

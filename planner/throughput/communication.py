@@ -3,7 +3,7 @@
 from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES, Sharding
 from planner.gpus.cluster import Cluster
-from planner.throughput.rates import host_rate, link_rate
+from planner.throughput.rates import host_rate, link_rate, shard_link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
 from planner.throughput.work import Work, trained_models
 
@@ -40,11 +40,13 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
         DDP             max(0, 2 (n - 1) / n x gradients / link - last backward pass): all-reduce once per step
         ZeRO-1          2 (n - 1) / n x gradients / link: reduce-scatter, and all-gather of the trained parameters
         ZeRO-2          (accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step
-        ZeRO-3, FSDP2   accumulation x max(0, (n - 1) / n x (gathers x stored + gradients) / link - overlap)
+        ZeRO-3, FSDP2   accumulation x max(0, (s - 1) / s x (gathers x stored + gradients) / link - overlap)
+        HSDP            in that overlap also 2 (r - 1) / r x gradients / network, of r copies of the model
         + accumulation x `row_exchange_seconds` where GPUs share a row
 
-    `gradients` and `stored` are bytes of the gradients and of all parameters as stored. Gradients are counted in 16
-    bits, under DDP in their own dtype.
+    `gradients` and `stored` are bytes of the gradients and of all parameters as stored, s the GPUs that hold one copy
+    of the model (n but for HSDP). Gradients are counted in 16 bits, under DDP in their own dtype. The GPUs of a node
+    share its network: together they reduce all gradients.
 
     Example: LoRA on Qwen-72B, ZeRO-3, 4 x A100-80G: 3 x 144e9 x 3/4 / 207e9 = 1.57 s per micro-step.
 
@@ -64,8 +66,10 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
         for each in models
     )
     if sharding in GATHERS:
-        gathers = _gathers(candidate)
-        once = portion * (gathers * stored_bytes + gradient_bytes) / link
+        shard_gpus, copies = candidate.shard_gpus, n // candidate.shard_gpus
+        inner = shard_link_rate(cluster, shard_gpus, candidate.num_nodes)
+        once = (shard_gpus - 1) / shard_gpus * (_gathers(candidate) * stored_bytes + gradient_bytes) / inner
+        once += 2 * (copies - 1) / copies * gradient_bytes / link
         exposed = max(0.0, once - OVERLAP[sharding] * step.elapsed)
         return accumulation * (exposed + row_exchange_seconds(candidate, cluster))
     if sharding == "ddp":
@@ -118,7 +122,7 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
         seconds += trained / CPU_ADAM_PARAMS_PER_SECOND / max(1, min(candidate.num_nodes, n))
     if candidate.offload_param:
         stored_bytes = sum(each.stored_bytes for each in models)
-        seconds += accumulation * _gathers(candidate) * stored_bytes / n / host
+        seconds += accumulation * _gathers(candidate) * stored_bytes / candidate.shard_gpus / host
     if candidate.activation_offloading or candidate.checkpoint_offload:
         saved = _saved_bytes(candidate, work) * batch.tokens
         seconds += accumulation * max(0.0, 2 * saved / host - step.elapsed)

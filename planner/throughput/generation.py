@@ -3,7 +3,15 @@
 from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.gpus.cluster import Cluster, Gpu
-from planner.throughput.rates import attention_rate, host_rate, link_rate, matmul_rate, memory_rate, sixteen_bit_rate
+from planner.throughput.rates import (
+    attention_rate,
+    host_rate,
+    link_rate,
+    matmul_rate,
+    memory_rate,
+    shard_link_rate,
+    sixteen_bit_rate,
+)
 from planner.throughput.smooth import smooth_max
 from planner.throughput.work import Work
 
@@ -139,17 +147,13 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
     token = smooth_max(work.launch_seconds, step)
     gather = 0.0
     if candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1:
-        whole = (
-            (candidate.num_processes - 1)
-            / candidate.num_processes
-            * work.stored_bytes
-            / link_rate(cluster, candidate.num_nodes)
-        )
+        shards = candidate.shard_gpus
+        whole = (shards - 1) / shards * work.stored_bytes / shard_link_rate(cluster, shards, candidate.num_nodes)
         gather = whole * (1 if candidate.ds3_gather_for_generation and candidate.sharding == "zero3" else length)
     if candidate.offload_param:
         gather += (
             work.stored_bytes
-            / candidate.num_processes
+            / candidate.shard_gpus
             / host_rate(gpu)
             * (1 if candidate.ds3_gather_for_generation else length)
         )
@@ -202,12 +206,13 @@ def weight_sync_seconds(candidate: TrainingInput, cluster: Cluster, work: Work) 
         return 0.0
     gpu, width = cluster.gpu, min(DTYPE_BYTES[candidate.dtype], 2)
     weights = float(width * work.params)
-    link = link_rate(cluster, candidate.num_nodes)
     seconds = (
         2 * weights / memory_rate(gpu) if candidate.vllm == "colocate" else weights / link_rate(cluster, cluster.nodes)
     )
     if candidate.sharding in ("zero3", "fsdp2") and candidate.num_processes > 1:
-        seconds += (candidate.num_processes - 1) / candidate.num_processes * work.stored_bytes / link
+        shards = candidate.shard_gpus
+        link = shard_link_rate(cluster, shards, candidate.num_nodes)
+        seconds += (shards - 1) / shards * work.stored_bytes / link
     if work.adapter_only:
         seconds += MERGE_PASSES * weights / memory_rate(gpu)
     return seconds + (SLEEP_SECONDS if candidate.vllm == "colocate" and candidate.vllm_enable_sleep_mode else 0.0)

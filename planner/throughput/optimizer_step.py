@@ -46,7 +46,7 @@ def _moved_bytes(candidate: TrainingInput, trained: int, width: float) -> float:
         master = 2 * FLOAT32
     if candidate.sharding in DEEPSPEED or candidate.sharding == "fsdp2":
         width = FLOAT32
-        params /= candidate.num_processes
+        params /= candidate.shard_gpus
     states = row.buffers * width + row.float32_buffers * FLOAT32 + row.codes * row.bits / 8
     if candidate.offload_optimizer:
         states, master = 0.0, 0.0

@@ -53,8 +53,6 @@ FP32_FRACTION_ELSEWHERE = 0.5
 # all_reduce 208 of 300e9 B/s between two A100 with NVLink, 20 of 31.5e9 B/s with a third GPU behind PCIe 4.0 x16.
 NVLINK_FRACTION = 0.69
 PCIE_PEER_FRACTION = 0.63
-# Assumption: one 400 Gb/s link per node, shared by its GPUs (as in AWS p4d; DGX H100 has eight, one per GPU).
-NODE_BYTES_PER_SECOND = 50e9
 # Copies between pinned host memory and a GPU as a fraction of PCIe.
 # Source: ZaidQureshi/bam#54: 25 of 32e9 B/s, PCIe 4.0 x16, A100.
 PCIE_COPY_FRACTION = 0.78
@@ -100,7 +98,15 @@ def link_rate(cluster: Cluster, num_nodes: int) -> float:
     """
     gpu = cluster.gpu
     inside = gpu.nvlink_bytes_per_second * NVLINK_FRACTION or gpu.pcie_bytes_per_second * PCIE_PEER_FRACTION
-    return min(inside, NODE_BYTES_PER_SECOND) if num_nodes > 1 else inside
+    return min(inside, cluster.network_bytes_per_second) if num_nodes > 1 else inside
+
+
+def shard_link_rate(cluster: Cluster, shard_gpus: int, num_nodes: int) -> float:
+    """Bytes per second of one GPU in a ring over the GPUs that hold one copy of the model; in a node if they fit one.
+
+    Example: 16 H100 on two nodes: 50e9; with a copy on each node 310e9.
+    """
+    return link_rate(cluster, num_nodes if shard_gpus > cluster.gpus_per_node else 1)
 
 
 def host_rate(gpu: Gpu) -> float:

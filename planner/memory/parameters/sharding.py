@@ -15,7 +15,7 @@ START_ALIGNMENT = 2  # elements. Source: deepspeed 0.19.8, zero/stage_1_and_2.py
 
 
 def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput, trained: bool = False) -> int:
-    """Bytes of model tensors on one of G = `num_processes` GPUs while no layer uses them.
+    """Bytes of model tensors on one of G = `num_processes` GPUs (FSDP2: `shard_gpus`) while no layer uses them.
 
         ZeRO-3    ceil(n / G) elements of each tensor, and a full copy of small ones (`persistence_threshold`)
         FSDP2     ceil(rows / G) rows of each tensor
@@ -40,7 +40,7 @@ def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInpu
             else persistent + _zero3_bytes(tensors, bytes_per_param, candidate.num_processes, trained)
         )
     if candidate.sharding == "fsdp2":
-        return 0 if candidate.offload_param else _fsdp2_bytes(tensors, bytes_per_param, candidate.num_processes)
+        return 0 if candidate.offload_param else _fsdp2_bytes(tensors, bytes_per_param, candidate.shard_gpus)
     if candidate.sharding in DEEPSPEED and trained:
         return sum(
             rounded_bytes(flat_elements(group.params, candidate.num_processes) * bytes_per_param)
@@ -170,7 +170,7 @@ def optimized_tensors(tensors: TensorSet, candidate: StateInput) -> TensorSet:
     if candidate.sharding in DEEPSPEED:
         return flat_shard(tensors, candidate.sharding, candidate.num_processes)
     if candidate.sharding == "fsdp2":
-        return fsdp2_shards(tensors, candidate.num_processes)
+        return fsdp2_shards(tensors, candidate.shard_gpus)
     return tensors
 
 
