@@ -168,19 +168,17 @@ def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     """Return the recommended candidate with its problem; None if there is no candidate.
 
     It is the tuning class to prefer among those that fit without offloading (offloaded if that is 1.5 times as fast,
-    such as by room for an engine), else the candidate that fits with the least host memory, else the one of the least
-    `distance` from fitting: offloaded ones too, where the GPUs hold what is left on them. Rows that no GPU can hold
-    are shared by several.
+    such as by room for an engine), else the faster of the candidate that fits with the least host memory and of one
+    whose rows several GPUs share, else the one of the least `distance` from fitting: offloaded ones too, where the GPUs
+    hold what is left on them.
     """
     fitting = preferred_class(found)
     if fitting is not None:
         return faster_with_offloading(*fitting) or fitting
     offloaded = search_with_offloading(found)
-    fitting = least_host_memory(offloaded)
-    if fitting is None:
-        fitting = with_shared_rows(found)
-    if fitting is not None:
-        return fitting
+    ways = [way for way in (with_shared_rows(found), least_host_memory(offloaded)) if way is not None]
+    if ways:
+        return max(ways, key=lambda way: way[1].throughput.tokens_per_second)
     answers = [(problem, answer) for problem, answer in found.items() if answer is not None]
     answers += [(problem, answer) for problem, answer in offloaded.items() if answer and answer.over_bytes <= 0]
     return min(answers, key=lambda each: each[1].distance, default=None)
