@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.random_jobs import random_questions
+from benchmarks.random_jobs import UP_TO_64, random_questions
 from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.estimate import estimate
@@ -123,7 +123,7 @@ def report(rows: list[Comparison], seed: int, seconds: float) -> str:
         f"Written by `python -m benchmarks.optimality --jobs {len(rows)} --seed {seed}` on "
         f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, in {seconds / 60:.0f} min.",
         "",
-        f"{len(rows)} random jobs (models x clusters of 1 to 8 GPUs x methods x pins x goals), every candidate of each",
+        f"{len(rows)} random jobs (models x clusters of 1 to 64 GPUs x methods x pins x goals), every candidate of each",
         "estimated: all structures, batches or lengths, and every hundredth of the GPU for a colocated engine.",
         "",
         f"- {optimal} of {len(rows)} recommendations reach the best length or batch and at least 98 % of the best",
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     started, rows = time.monotonic(), []
-    for number, problem in random_questions(options.seed):
+    for number, problem in random_questions(options.seed, UP_TO_64):
         try:
             row = compare(number, problem)
         except InputError:  # a drawn length leaves no room for a prompt

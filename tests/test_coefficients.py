@@ -130,7 +130,10 @@ def from_file(folder: Path, config: dict[str, object]) -> ModelShape:
     return complete_by_measuring(load_model(str(folder)), nullcontext)
 
 
-SLOW_CONFIGS = [pytest.param(config, marks=pytest.mark.slow) for config in (BAMBA, NEXT, VISION)]
+SLOW_CONFIGS = [
+    pytest.param(NEXT, marks=(pytest.mark.slow, pytest.mark.nightly)),  # 19 s
+    *(pytest.param(config, marks=pytest.mark.slow) for config in (BAMBA, VISION)),
+]
 
 
 @pytest.mark.parametrize("config", [*SLOW_CONFIGS, BLOOM], ids=lambda config: str(config["model_type"]))

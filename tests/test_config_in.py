@@ -68,7 +68,7 @@ def test_what_is_freed_is_searched_and_the_effective_batch_stays(
         f"config per_device_train_batch_size: 8 -> {settings['per_device_train_batch_size']}",
         f"config gradient_accumulation_steps: 2 -> {settings['gradient_accumulation_steps']}",
         "config gradient_checkpointing: false -> true",
-        "config attn_implementation: not set -> flash_attention_2",
+        "config every_n_layers: not set -> 2",
         "config PYTORCH_CUDA_ALLOC_CONF: not set -> expandable_segments:True",
     ]
 
@@ -171,7 +171,7 @@ def test_the_files_of_a_plan_give_the_plan(
 
 @pytest.mark.parametrize("method", ["sft", "grpo"])
 def test_what_may_be_freed_is_what_searches_change(method: MethodName) -> None:
-    job, cluster = Job(model=load_model("Qwen2.5-0.5B"), method=method), parse_cluster("3xH100")
+    job, cluster = Job(model=load_model("Qwen2.5-0.5B"), method=method), parse_cluster("2x3xH100")
     found = [
         candidate
         for tuning_class in TUNING_CLASSES

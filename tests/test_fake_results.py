@@ -24,10 +24,12 @@ CASES = (
     {"method": "sft", "max_length": 48, "gradient_accumulation_steps": 2},
     {"method": "sft", "max_length": 48, "tuning": "full", "dtype": "float32", "attn_implementation": "eager"},
     {"method": "grpo", "prompt_length": 24, "max_completion_length": 40, "num_generations": 4, "beta": 0.1},
-    {"method": "dpo", "max_length": 48, "gradient_checkpointing": False},
     {"method": "kto", "max_length": 48, "lora_dropout": 0.1},
-    {"method": "reward", "max_length": 48},
     {"method": "sft", "max_length": 48, "quantization": "nf4-double", "optim": "adamw_torch"},
+)
+NIGHTLY_CASES = (
+    {"method": "dpo", "max_length": 48, "gradient_checkpointing": False},
+    {"method": "reward", "max_length": 48},
 )
 
 
@@ -45,7 +47,11 @@ def comparable(recipe: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("settings", CASES, ids=lambda settings: " ".join(map(str, settings.values())))
+@pytest.mark.parametrize(
+    "settings",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in NIGHTLY_CASES)],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
 def test_cached_outputs_equal_those_of_the_fake_mode(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     add = OperatorOutputs._add
     compared: set[Any] = set()

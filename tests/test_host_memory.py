@@ -4,17 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from planner.cli import run
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, InputError
 from planner.gpus.catalogue import gpu_rows
 from planner.gpus.host_memory import local_bytes
 from planner.gpus.parse import MOST_GPUS_PER_NODE, parse_cluster
-from planner.jobs.job import Job
-from planner.models.catalogue import load_model
-from planner.plan import Plan, plan
 from planner.units import GIB
 
 LARGE_ON_A_T4 = "--model Llama-3.1-70B --gpus 1xT4 --method sft --tuning lora"
@@ -135,27 +130,3 @@ class TestVerdict:
         command = [*LOADED_TWICE.removeprefix("estimate ").split(), "--json", "--quiet", "--host-memory", "20GiB"]
         assert run(command) == EXIT_PLANNED
         assert json.loads(capsys.readouterr().out)["best"]["host"]["peak_bytes"] <= 20 * GIB
-
-
-@settings(max_examples=15, deadline=None)  # tests/test_laws_of_plans.py tries the same on more kinds of jobs
-@given(
-    st.sampled_from(["Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-70B"]),
-    st.sampled_from(["1xT4", "2xRTX-3090", "4xA10G", "8xA100-40G"]),
-    st.sampled_from(["sft", "dpo", "grpo"]),
-    st.sampled_from(["full", "lora", "qlora"]),
-    st.integers(2, 400),
-    st.integers(1, 400),
-)
-def test_more_main_memory_never_makes_a_plan_slower_or_infeasible(
-    model: str, gpus: str, method: str, tuning: str, gib: int, more: int
-) -> None:
-    pinned = {"dtype": "float32"} if tuning == "full" else {}  # float32 weights go before the speed of 16-bit ones
-    job = Job(model=load_model(model), method=method, tuning=tuning, pinned=pinned)  # type: ignore[arg-type]
-    less, larger = (plan(job, parse_cluster(gpus, None, f"{size}GiB")) for size in (gib, gib + more))
-    if less.verdict == "fits":
-        assert larger.verdict == "fits"
-        assert speed(larger) >= speed(less)
-
-
-def speed(answer: Plan) -> float:
-    return answer.best.throughput.tokens_per_second

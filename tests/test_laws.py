@@ -19,6 +19,7 @@ from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.plan import plan
 from planner.quantities import Estimate
+from planner.search.search import LEANEST_MARGIN, allocated_bytes
 
 EXAMPLES = 150  # each is a few estimates of tens of microseconds; the first of a structure takes milliseconds
 CLUSTER = parse_cluster("8xH100", None)
@@ -92,6 +93,17 @@ def peak_bytes(candidate: Candidate) -> int:
 
 def estimated(candidate: Candidate) -> Estimate:
     return estimate(candidate, CLUSTER)
+
+
+@laws
+@given(candidates())
+def test_checkpointing_fewer_layers_never_needs_less(candidate: Candidate) -> None:
+    """The search leaves out structures of which the one with every layer checkpointed does not fit."""
+    every = replace(candidate, gradient_checkpointing=True, checkpoint_every_n_layers=1, activation_offloading=False)
+    assume(not every.generates_without_cache)
+    ways = (every, replace(every, checkpoint_every_n_layers=2), replace(every, checkpoint_every_n_layers=4))
+    needs = [allocated_bytes(estimated(way)) for way in (*ways, replace(every, gradient_checkpointing=False))]
+    assert all(needs[0] <= LEANEST_MARGIN * need for need in needs[1:])
 
 
 @laws

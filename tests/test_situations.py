@@ -204,8 +204,8 @@ def test_qlora_is_taken_where_lora_is_much_slower(capsys: pytest.CaptureFixture[
 
 
 def test_a_faster_alternative_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
-    report = answered("--model Llama-3.1-8B --gpus 1xRTX-4090 --method sft", capsys)
-    assert report["warnings"][0] == "QLoRA is 1.3 times as fast (--tuning qlora)"
+    report = answered("--model Llama-3.1-8B --gpus 1xA10G --method reward", capsys)
+    assert report["warnings"][0] == "QLoRA is 1.4 times as fast (--tuning qlora)"
 
 
 def test_a_server_on_several_nodes_has_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,6 +298,17 @@ def test_rows_that_no_gpu_can_hold_are_shared(capsys: pytest.CaptureFixture[str]
     assert "communication" in report["best"]["throughput"]["seconds"]
     alone = answered(f"{command} 8192", capsys)["best"]["settings"]
     assert "sp_size" not in alone and "cp_size" not in alone
+
+
+def test_only_as_many_layers_are_checkpointed_as_memory_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside vLLM, which has its own bounds on transformers, all layers or none."""
+    command = "--model Llama-3.2-1B --gpus 1xL4 --method sft --tuning lora --max-length 16384"
+    some = answered(command, capsys)["best"]
+    every = answered(f"{command} --set every_n_layers=1 --set gradient_checkpointing=true", capsys)["best"]
+    assert some["settings"]["gradient_checkpointing_kwargs"]["every_n_layers"] in (2, 4)
+    assert some["throughput"]["tokens_per_second"] > 1.1 * every["throughput"]["tokens_per_second"]
+    colocated = answered("--model Qwen2.5-7B --gpus 8xH100 --method grpo --tuning full", capsys)["best"]["settings"]
+    assert "every_n_layers" not in colocated.get("gradient_checkpointing_kwargs", {})
 
 
 class TestSeveralNodes:

@@ -72,8 +72,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 # -- killed ------------------------------------------------------------------------------------------------------------
 
 
+CI_STAGES = {"created", "before it was written", "told"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", list(STAGES))
+@pytest.mark.parametrize(
+    "stage", [stage if stage in CI_STAGES else pytest.param(stage, marks=pytest.mark.nightly) for stage in STAGES]
+)
 def test_a_study_killed_at_any_stage_goes_on_repeats_nothing_and_answers_the_same(
     stage: str, tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:

@@ -104,7 +104,7 @@ def test_a_measured_peak_is_the_dry_runs(method: MethodName, tmp_path: Path) -> 
     assert all(-SCALARS_BYTES <= extra <= generator_bytes(case) + SCALARS_BYTES for extra in more.values())
 
 
-@pytest.mark.parametrize("method", ["sft", "grpo"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("grpo", marks=pytest.mark.nightly)])
 @pytest.mark.slow
 def test_adapters_on_float32_without_checkpointing_too(method: MethodName, tmp_path: Path) -> None:
     case = candidate(

@@ -201,7 +201,7 @@ def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object
     environment = {"PYTORCH_CUDA_ALLOC_CONF": values.pop("PYTORCH_CUDA_ALLOC_CONF")}
     # Adapters under ZeRO-3 use reentrant checkpointing, everything else does not (trl/trainer/sft_trainer.py:870-895).
     kwargs: dict[str, object] = {"use_reentrant": candidate.tuning == "lora" and candidate.sharding == "zero3"}
-    every, offload = values.pop("checkpoint_every_n_layers", 1), values.pop("checkpoint_offload", False)
+    every, offload = values.pop("every_n_layers", 1), values.pop("checkpoint_offload", False)
     values["gradient_checkpointing_kwargs"] = (
         kwargs | ({"every_n_layers": every} if every != 1 else {}) | ({"offload": True} if offload else {})
     )

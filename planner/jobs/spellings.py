@@ -97,6 +97,7 @@ WRITTEN_NAMES: dict[str, str] = {
     "reward_model": "reward_model_name_or_path",
     "teacher_model": "teacher_model_name_or_path",
     "num_nodes": "num_machines",
+    "checkpoint_every_n_layers": "every_n_layers",  # of gradient_checkpointing_kwargs
 }
 # (method, Candidate field) -> the name in the config class of that method.
 METHOD_NAMES: dict[tuple[str, str], str] = {

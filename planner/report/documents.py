@@ -193,7 +193,7 @@ class PinnedSettings(OptionalSettings, frozen=True):
     distributed_type: Literal["NO", "MULTI_GPU", "DEEPSPEED", "FSDP"] | UnsetType = UNSET
     num_processes: Count | UnsetType = UNSET
     num_machines: Count | UnsetType = UNSET
-    checkpoint_every_n_layers: Count | UnsetType = UNSET
+    every_n_layers: Count | UnsetType = UNSET
     checkpoint_offload: bool | UnsetType = UNSET
     PYTORCH_CUDA_ALLOC_CONF: str | UnsetType = UNSET
 

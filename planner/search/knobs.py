@@ -98,6 +98,8 @@ OFFLOADING: dict[TuningClass, Changes] = {
 # DeepSpeed for one process shards nothing, but keeps 16-bit weights beside float32 copies of the trained ones, where
 # autocast casts float32 weights again and again. Source: planner/memory/weights.py, planner/throughput/work.py.
 ONE_PROCESS: Changes = ({"sharding": "zero2", "offload_optimizer": False},)
+# Every n-th layer is checkpointed: the larger n, the fewer layers are recomputed, and the more activations stay.
+CHECKPOINTED = (1, 2, 4)
 SHARDED_QLORA: Change = {"sharding": "fsdp2", "bnb_4bit_quant_storage": "bfloat16"}
 
 
@@ -138,8 +140,15 @@ def _qlora_sharding(problem: SearchProblem) -> Changes:
 
 
 def checkpointing(problem: SearchProblem) -> Changes:
-    """Return gradient checkpointing off and on."""
-    return ({"gradient_checkpointing": False}, {"gradient_checkpointing": True})
+    """Return gradient checkpointing off, of all layers, and of every second or fourth layer.
+
+    `every_n_layers` is new in transformers 5.23 (modeling_utils.py, `activation_checkpointing_enable`). vLLM sets its
+    own bounds on transformers, so that beside it all layers or none are checkpointed (`is_consistent`).
+    """
+    return (
+        {"gradient_checkpointing": False},
+        *({"gradient_checkpointing": True, "checkpoint_every_n_layers": each} for each in CHECKPOINTED),
+    )
 
 
 def attention(problem: SearchProblem) -> Changes:
@@ -233,9 +242,8 @@ def server_splits(problem: SearchProblem) -> Iterator[tuple[int, int, int]]:
 # batch (planner/search/search.py).
 SEARCHED = frozenset({
     "tuning", "quantization", "bnb_4bit_quant_storage", "dtype", "sharding", "dp_replicate_size",
-    "offload_optimizer", "offload_param",
-    "gradient_checkpointing", "attn_implementation", "ds3_gather_for_generation", "expandable_segments",
-    "num_processes", "vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
+    "offload_optimizer", "offload_param", "gradient_checkpointing", "checkpoint_every_n_layers", "attn_implementation",
+    "ds3_gather_for_generation", "expandable_segments", "num_processes", "vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
     "vllm_data_parallel_size", "vllm_enable_sleep_mode", "vllm_max_model_length",
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
 })  # fmt: skip
@@ -312,12 +320,14 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and problem.job.pinned.get("dtype") == "float32"
         and candidate.sharding.startswith("zero")
     )
+    beside_vllm = candidate.checkpoint_every_n_layers > 1 and candidate.vllm != "off"
     return (
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and candidate.num_processes % candidate.dp_replicate_size == 0
+        and not (beside_vllm and "checkpoint_every_n_layers" not in problem.job.pinned)
         and not is_duplicate(candidate, problem.job.pinned)
         and candidate.num_processes + candidate.server_gpus <= problem.cluster.num_gpus
         and not (candidate.vllm == "colocate" and candidate.num_processes % candidate.vllm_tensor_parallel_size)
