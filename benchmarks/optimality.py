@@ -123,8 +123,8 @@ def report(rows: list[Comparison], seed: int, seconds: float) -> str:
         f"Written by `python -m benchmarks.optimality --jobs {len(rows)} --seed {seed}` on "
         f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, in {seconds / 60:.0f} min.",
         "",
-        f"{len(rows)} random jobs (models x clusters of 1 to 64 GPUs x methods x pins x goals), every candidate of each",
-        "estimated: all structures, batches or lengths, and every hundredth of the GPU for a colocated engine.",
+        f"{len(rows)} random jobs (models x clusters of 1 to 64 GPUs x methods x pins x goals), every candidate of",
+        "each estimated: all structures, batches or lengths, and every hundredth of the GPU for a colocated engine.",
         "",
         f"- {optimal} of {len(rows)} recommendations reach the best length or batch and at least 98 % of the best",
         "  speed, after which less memory is worth more.",

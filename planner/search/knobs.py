@@ -241,10 +241,10 @@ def server_splits(problem: SearchProblem) -> Iterator[tuple[int, int, int]]:
 # Candidate fields that a search decides unless they are pinned: those of `KNOBS`, of `with_derived_settings` and of the
 # batch (planner/search/search.py).
 SEARCHED = frozenset({
-    "tuning", "quantization", "bnb_4bit_quant_storage", "dtype", "sharding", "dp_replicate_size",
-    "offload_optimizer", "offload_param", "gradient_checkpointing", "checkpoint_every_n_layers", "attn_implementation",
-    "ds3_gather_for_generation", "expandable_segments", "num_processes", "vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
-    "vllm_data_parallel_size", "vllm_enable_sleep_mode", "vllm_max_model_length",
+    "tuning", "quantization", "bnb_4bit_quant_storage", "dtype", "sharding", "dp_replicate_size", "offload_optimizer",
+    "offload_param", "gradient_checkpointing", "checkpoint_every_n_layers", "attn_implementation",
+    "ds3_gather_for_generation", "expandable_segments", "num_processes", "vllm", "vllm_gpu_memory_utilization",
+    "vllm_tensor_parallel_size", "vllm_data_parallel_size", "vllm_enable_sleep_mode", "vllm_max_model_length",
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
 })  # fmt: skip
 KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
