@@ -48,9 +48,14 @@ def test_the_table_has_a_row_for_each_and_3_is_nowhere_fits(capsys: Capture) -> 
      (["--gpus", "1xL4,1xT4", "--probe"], "--probe is for one plan"),
      (["--gpus", "1xL4,1xT4", "--set", "zero_stag=3"], "Did you mean zero_stage"),
      (["--gpus", "1xL4,1xT4", "--out", "x"], "--out is for one plan"),
-     (["--gpus", "1xL4", "--prices", "x.toml"], "--prices compares clusters"),
+     (["--gpus", "1xL4", "--optimize", "cost"], "--optimize cost needs prices"),
+     (["--gpus", "1xL4,1xT4", "--max-cost", "3"], "--max-cost needs prices"),
+     (["--gpus", "1xL4,1xT4", "--price-per-hour", "3"], "is the price of one cluster"),
+     (["--gpus", "1xL4", "--price-per-hour", "-3"], "--price-per-hour -3 is no price"),
+     (["--gpus", "1xL4", "--tokens", "many"], "is no number of tokens"),
+     (["--gpus", "1xL4", "--prices", "x.toml", "--price-per-hour", "3"], "contradict each other"),
      (["--gpus", "1xL4,1xT4", "--prices", "none.toml"], "none.toml cannot be read")],
-    ids=range(7),
+    ids=range(12),
 )  # fmt: skip
 def test_what_cannot_be_compared_is_one_line(more: list[str], message: str, capsys: Capture) -> None:
     assert run([*JOB, *more, "--quiet"]) == 2
@@ -62,3 +67,42 @@ def test_prices_that_cannot_be(text: str, tmp_path: Path, capsys: Capture) -> No
     (tmp_path / "prices.toml").write_text(text)
     assert run([*JOB, "--gpus", "1xL4,1xT4", "--prices", str(tmp_path / "prices.toml"), "--quiet"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture
+def prices(tmp_path: Path) -> str:
+    (tmp_path / "prices.toml").write_text("A100-40G = 1.5\nH100 = 3\n")
+    return f"--prices={tmp_path / 'prices.toml'}"
+
+
+def test_by_cost_the_cheapest_tokens_come_first_and_what_has_no_price_last(prices: str, capsys: Capture) -> None:
+    rows = compared("1xL4,8xA100-40G,1xH100,1xA100-40G", capsys, prices, "--optimize", "cost")
+    costs = [row["cost"] for row in rows.values()]
+    assert costs[:3] == sorted(costs[:3]) and costs[3] is None and list(rows)[3] == "1xL4"
+
+
+def test_hours_and_cost_of_a_number_of_tokens(prices: str, capsys: Capture) -> None:
+    row = compared("1xH100,1xL4", capsys, prices, "--tokens", "300M")["1xH100"]
+    plan = row["plan"]
+    assert isinstance(plan, dict) and row["tokens"] == 300_000_000
+    hours = 3e8 / plan["best"]["throughput"]["tokens_per_second"] / 3600
+    assert row["hours"] == pytest.approx(hours, rel=1e-4) and row["cost"] == pytest.approx(3 * hours, rel=1e-4)
+
+
+def test_one_cluster_with_a_price_has_its_cost_too(capsys: Capture) -> None:
+    assert run([*JOB, "--gpus", "8xH100", "--price-per-hour", "20", "--tokens", "1B", "--quiet"]) == 0
+    header = capsys.readouterr().out.splitlines()[0].split()
+    assert "hours" in header and "cost" in header
+
+
+def test_a_card_without_a_price_says_so(prices: str, capsys: Capture) -> None:
+    assert run([*JOB, "--gpus", "1xL4,1xH100", prices, "--quiet"]) == 0
+    assert "no price" in capsys.readouterr().out
+
+
+def test_more_than_the_most_ends_with_3(prices: str, capsys: Capture) -> None:
+    command = [*JOB, "--gpus", "1xH100,1xA100-40G", prices, "--tokens", "1B", "--quiet", "--max-cost"]
+    assert (run([*command, "100000"]), run([*command, "0.01"])) == (0, 3)
+    assert "more than --max-cost 0.01" in capsys.readouterr().err
+    assert run([*JOB, "--gpus", "1xL4,1xT4", prices, "--quiet", "--max-cost", "1"]) == 3
+    assert "no cluster on which the job fits has a price" in capsys.readouterr().err

@@ -333,3 +333,13 @@ class TestSeveralNodes:
         line = "the network of each node is taken as 400 Gb/s: give yours with --network"
         assert line in answered(self.COMMAND, capsys)["warnings"]
         assert line not in answered(f"{self.COMMAND} --network 100Gb", capsys)["warnings"]
+
+
+def test_a_remedy_says_what_it_saves(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--model Qwen2.5-7B --gpus 1xRTX-4090 --method sft --tuning lora --max-length 131072"
+    report = answered(command, capsys, EXIT_NOTHING_FITS)
+    shorter = next(each for each in report["remedies"] if each["change"].startswith("--max-length"))
+    peaks = [max(gpu["peak_bytes"] for gpu in each["gpus"]) for each in (report["best"], shorter)]
+    assert shorter["saves_bytes"] == peaks[0] - peaks[1] > 2**30
+    assert run([*command.split(), "--quiet"]) == EXIT_NOTHING_FITS
+    assert f", saves {shorter['saves_bytes'] / 2**30:.1f} GiB" in " ".join(capsys.readouterr().out.split())

@@ -1,6 +1,7 @@
 """`plan --gpus 1xL4,2xA100-40G,8xH100`: the same job on several clusters, and which of them is cheapest."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,10 +9,12 @@ from typing import TYPE_CHECKING
 from planner.commands.options import CheckOptions, SearchOptions, StudyOptions
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, InputError, PlanError
 from planner.gpus.parse import parse_cluster
-from planner.gpus.prices import read_prices
+from planner.gpus.prices import MILLION, parse_tokens, read_prices
 
 if TYPE_CHECKING:
     from planner.report.listing import Compared
+
+BY_COST = "cost"  # a goal of comparisons: the cheapest tokens first
 
 
 def compare(options: SearchOptions, output: CheckOptions, study: StudyOptions) -> int:
@@ -30,23 +33,69 @@ def compare(options: SearchOptions, output: CheckOptions, study: StudyOptions) -
     for flag in (flag for flag, value in one_plan.items() if value):
         raise InputError(f"{flag} is for one plan, and --gpus names several clusters.")
     names = [name.strip() for name in (options.gpus or "").split(",")]
-    if len(names) == 1:
-        raise InputError("--prices compares clusters: give several, as in --gpus 1xL4,2xA100-40G.")
+    _refuse_contradicting_prices(options, names)
     for name in names:
         parse_cluster(name, options.free_memory, options.host_memory, options.network)
     prices = read_prices(Path(options.prices)) if options.prices is not None else {}
-    rows = [_planned(replace(options, gpus=name), prices) for name in names]
+    tokens = parse_tokens(options.tokens) if options.tokens is not None else MILLION
+    by_cost = options.optimize == BY_COST
+    searched = replace(options, optimize="throughput") if by_cost else options
+    rows = [_planned(replace(searched, gpus=name), prices, tokens) for name in names]
     refusals = {row.why_none for row in rows}
     if len(refusals) == 1 and all(row.plan is None for row in rows):
         raise InputError(refusals.pop())  # the job is wrong, whatever the cluster
+    if by_cost:
+        rows.sort(key=lambda row: (not row.fits, math.inf if row.cost is None else row.cost))
     if output.json:
         print(json_text(comparison_report(rows)))
     else:
         Console(width=width(), highlight=False).print(comparison_table(rows))
-    return EXIT_PLANNED if any(row.fits for row in rows) else EXIT_NOTHING_FITS
+    if not any(row.fits for row in rows):
+        return EXIT_NOTHING_FITS
+    return EXIT_PLANNED if options.max_cost is None else _within(options.max_cost, rows)
 
 
-def _planned(options: SearchOptions, prices: Mapping[str, float]) -> "Compared":
+def compares(options: SearchOptions) -> bool:
+    """Return whether the options ask for a comparison: several clusters, or what one costs."""
+    priced = (options.prices, options.price_per_hour, options.tokens, options.max_cost)
+    return "," in (options.gpus or "") or options.optimize == BY_COST or any(each is not None for each in priced)
+
+
+def _refuse_contradicting_prices(options: SearchOptions, names: Sequence[str]) -> None:
+    """Refuse prices that are missing, of several clusters in one number, or no prices.
+
+    Raises:
+        InputError: they are.
+    """
+    if options.price_per_hour is not None and len(names) > 1:
+        raise InputError("--price-per-hour is the price of one cluster, and --gpus names several. Use --prices.")
+    if options.price_per_hour is not None and options.prices is not None:
+        raise InputError("--price-per-hour and --prices contradict each other. Drop one of them.")
+    unpriced = options.prices is None and options.price_per_hour is None
+    wanting = "--optimize cost" if options.optimize == BY_COST else "--max-cost" if options.max_cost is not None else ""
+    if unpriced and wanting:
+        raise InputError(f"{wanting} needs prices: --prices FILE, or --price-per-hour PRICE for one cluster.")
+    for flag, price in (("--price-per-hour", options.price_per_hour), ("--max-cost", options.max_cost)):
+        if price is not None and not 0 < price < math.inf:
+            raise InputError(f"{flag} {price:g} is no price, such as 2.5.")
+
+
+def _within(max_cost: float, rows: "Sequence[Compared]") -> int:
+    """Return the exit code of --max-cost; print an error if no cluster that fits is known to cost at most that."""
+    from planner.commands.printing import print_error
+
+    cheapest = min((row for row in rows if row.cost is not None), key=lambda row: row.cost or 0.0, default=None)
+    if cheapest is None:
+        print_error("no cluster on which the job fits has a price")
+        return EXIT_NOTHING_FITS
+    assert cheapest.cost is not None
+    if cheapest.cost <= max_cost:
+        return EXIT_PLANNED
+    print_error(f"the cheapest, {cheapest.gpus}, costs {cheapest.cost:,.2f}, more than --max-cost {max_cost:,.2f}")
+    return EXIT_NOTHING_FITS
+
+
+def _planned(options: SearchOptions, prices: Mapping[str, float], tokens: int) -> "Compared":
     from planner.commands.read_options import read_options
     from planner.plan import plan
     from planner.report.listing import Compared
@@ -55,9 +104,10 @@ def _planned(options: SearchOptions, prices: Mapping[str, float]) -> "Compared":
     assert options.gpus is not None
     cluster = parse_cluster(options.gpus, options.free_memory, options.host_memory, options.network)
     price = prices.get(cluster.gpu.name)
-    price_per_hour = None if price is None else price * cluster.num_gpus
+    per_hour = options.price_per_hour if price is None else price * cluster.num_gpus
     try:
         request = read_options(options, complete_models(lambda line: None))
-        return Compared(gpus=options.gpus, plan=plan(request.job, request.cluster), price_per_hour=price_per_hour)
+        answer = plan(request.job, request.cluster)
     except PlanError as error:
-        return Compared(gpus=options.gpus, why_none=str(error), price_per_hour=price_per_hour)
+        return Compared(gpus=options.gpus, why_none=str(error), price_per_hour=per_hour, tokens=tokens)
+    return Compared(gpus=options.gpus, plan=answer, price_per_hour=per_hour, tokens=tokens)

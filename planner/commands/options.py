@@ -194,14 +194,29 @@ class SearchOptions(JobOptions):
         typer.Option("--free", metavar="NAME", help="Let the search decide a setting of --config. Repeatable."),
     ] = None
     optimize: Annotated[
-        str, typer.Option("--optimize", metavar="GOAL", help="throughput, max-length or batch-size.")
+        str,
+        typer.Option("--optimize", metavar="GOAL", help="throughput, max-length, batch-size, or cost (prices)."),
     ] = "throughput"
     prices: Annotated[
         str | None,
         typer.Option(
             "--prices",
             metavar="FILE",
-            help="With several clusters, as in --gpus 1xL4,2xA100-40G: prices of a GPU and hour (TOML: H100 = 2.5).",
+            help="Prices of a GPU and hour (TOML: H100 = 2.5), to compare clusters, as in --gpus 1xL4,2xA100-40G.",
+        ),
+    ] = None
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option("--price-per-hour", metavar="PRICE", help="Price of all GPUs of one cluster for an hour."),
+    ] = None
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", metavar="COUNT", help="Tokens to train on, such as 300M: their hours and cost."),
+    ] = None
+    max_cost: Annotated[
+        float | None,
+        typer.Option(
+            "--max-cost", metavar="PRICE", help="Exit with 3 if the cheapest costs more (--tokens, else a million)."
         ),
     ] = None
 

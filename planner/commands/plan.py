@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from planner.commands.compare import compare
+from planner.commands.compare import compare, compares
 from planner.commands.options import CheckOptions, SearchOptions, StudyOptions, grouped
 from planner.commands.printing import print_error, print_plan, progress, progress_line
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, InputError
@@ -31,7 +31,7 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
 
     say = progress(output)
     _refuse_study_options_without_probe(study)
-    if "," in (options.gpus or "") or options.prices is not None:
+    if compares(options):
         return compare(options, output, study)
     request = read_options(options, complete_models(say))
     refuse_unwritable(output.out, output.html)

@@ -1,5 +1,6 @@
 """Prices of GPUs, from a file of the user's: none are shipped, since they go stale."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,22 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+MILLION = 10**6
+COUNT_UNITS = {"": 1, "k": 10**3, "m": MILLION, "b": 10**9, "t": 10**12}
+
+
+def parse_tokens(text: str) -> int:
+    """Return a number of tokens: `300000000`, `300M`, `1.5B`.
+
+    Raises:
+        InputError: the text is no such number, or it is not between 1 and 1e15.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([kKmMbBtT]?)\s*", text)
+    tokens = round(float(match[1]) * COUNT_UNITS[match[2].lower()]) if match else 0
+    if not 1 <= tokens <= 10**15:
+        raise InputError(f"--tokens {shortened(text)!r} is no number of tokens. Write it as 300M or 1.5B.")
+    return tokens
 
 
 def read_prices(path: Path) -> dict[str, float]:

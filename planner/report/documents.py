@@ -338,6 +338,7 @@ class RemedyReport(BestCandidate, frozen=True, kw_only=True):
 
     change: Annotated[str, Meta(description="The change, as options of the command.")]
     note: Annotated[str, Meta(description="The cost of the change.")]
+    saves_bytes: Annotated[Bytes, Meta(description="By how much the peak of the heaviest GPU falls.")]
 
 
 class PhaseDifferenceReport(Document, frozen=True):
@@ -550,8 +551,11 @@ class ClusterReport(Struct, frozen=True):
     gpus: Annotated[str, Meta(description="As it was asked for.")]
     plan: Annotated[PlanReport | None, Meta(description="null: the job contradicts the cluster.")]
     why_none: Annotated[str, Meta(description="Why `plan` is null; empty if it is not.")]
-    price_per_hour: Annotated[float | None, Meta(description="Of all GPUs, from --prices; null: not given.")]
+    price_per_hour: Annotated[float | None, Meta(description="Of all GPUs; null: not given.")]
     price_per_million_tokens: Annotated[float | None, Meta(description="null: no price, or it does not fit.")]
+    tokens: Annotated[Count, Meta(description="To train on: --tokens, else a million.")]
+    hours: Annotated[float | None, Meta(description="To train on them; null: it does not fit.")]
+    cost: Annotated[float | None, Meta(description="Of training on them; null: no price, or it does not fit.")]
 
 
 class ComparisonReport(Document, frozen=True):

@@ -55,7 +55,12 @@ def plan_report(plan: Plan) -> PlanReport:
             for other in plan.alternatives
         ),
         remedies=tuple(
-            RemedyReport(change=remedy.change, note=remedy.note, **structs.asdict(best_candidate(remedy.estimate)))
+            RemedyReport(
+                change=remedy.change,
+                note=remedy.note,
+                saves_bytes=remedy.saved_bytes(plan.best),
+                **structs.asdict(best_candidate(remedy.estimate)),
+            )
             for remedy in plan.remedies
         ),
         more=plan.more,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from planner.gpus.catalogue import GpuRow
+from planner.gpus.prices import MILLION
 from planner.models.catalogue import ModelRow
 from planner.plan import Plan
 from planner.report.documents import SCHEMA, ClusterReport, ComparisonReport
@@ -51,18 +52,21 @@ def _columns(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
     )
 
 
-MILLION = 10**6
 HOUR = 3600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A job on one cluster. `plan` is None where the job contradicts the cluster, as `why_none` says."""
+    """A job on one cluster. `plan` is None where the job contradicts the cluster, as `why_none` says.
+
+    `tokens`: to train on, a million if they were not given.
+    """
 
     gpus: str
     plan: Plan | None = None
     why_none: str = ""
     price_per_hour: float | None = None  # of all GPUs; None: not given
+    tokens: int = MILLION
 
     @property
     def fits(self) -> bool:
@@ -71,38 +75,58 @@ class Compared:
 
     @property
     def price_per_million_tokens(self) -> float | None:
-        """Price of a million trained tokens: price an hour x 1e6 / (tokens a second x 3600); None: unknown."""
-        if self.plan is None or not self.fits or self.price_per_hour is None:
+        """Price of a million trained tokens; None: unknown."""
+        return None if self.cost is None else self.cost * MILLION / self.tokens
+
+    @property
+    def hours(self) -> float | None:
+        """Hours to train on `tokens`: tokens / (tokens a second x 3600); None: it does not fit."""
+        if self.plan is None or not self.fits:
             return None
-        return self.price_per_hour * MILLION / (self.plan.best.throughput.tokens_per_second * HOUR)
+        return self.tokens / (self.plan.best.throughput.tokens_per_second * HOUR)
+
+    @property
+    def cost(self) -> float | None:
+        """Price of `tokens`: hours x price an hour; None: unknown."""
+        return None if self.hours is None or self.price_per_hour is None else self.hours * self.price_per_hour
 
 
 def comparison_table(rows: Sequence[Compared]) -> Table:
-    """Return a row for each cluster, in the order asked for."""
+    """Return a row for each cluster, in the given order."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    priced = any(row.price_per_hour is not None for row in rows)
-    for heading in ("GPUs", "fits", "peak of", "tokens/s", *(["a million tokens"] if priced else []), "with"):
+    columns = _columns_of(rows)
+    for heading in ("GPUs", "fits", "peak of", "tokens/s", "s a step", *columns, "with"):
         table.add_column(heading, justify="left", overflow="fold")
     for row in rows:
-        table.add_row(*_cells(row, priced), style="" if row.fits else "dim")
+        table.add_row(*_cells(row, columns), style="" if row.fits else "dim")
     return table
 
 
-def _cells(row: Compared, priced: bool) -> tuple[str, ...]:
-    price = row.price_per_million_tokens
-    cost = (("" if price is None else f"{price:,.2f}",)) if priced else ()
+def _columns_of(rows: Sequence[Compared]) -> tuple[str, ...]:
+    """Return the headings of hours and cost, where they were asked for."""
+    tokens = rows[0].tokens if rows else MILLION
+    name = "a million tokens" if tokens == MILLION else "cost"
+    priced = any(row.price_per_hour is not None for row in rows)
+    return (*(("hours",) if tokens != MILLION else ()), *((name,) if priced else ()))
+
+
+def _cells(row: Compared, columns: tuple[str, ...]) -> tuple[str, ...]:
+    cost = ["no price" if row.price_per_hour is None else "" if row.cost is None else f"{row.cost:,.2f}"]
+    hours = ["" if row.hours is None else f"{row.hours:,.1f}"]
+    asked = tuple(hours[0] if name == "hours" else cost[0] for name in columns)
     if row.plan is None:
-        return (row.gpus, "no", "", "", *cost, row.why_none)
+        return (row.gpus, "no", "", "", "", *asked, row.why_none)
     best = row.plan.best
     gpu = tightest(best)
     peak = f"{bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}"
     if not best.fits:
-        return (row.gpus, f"no, {describe_excess(best)}", peak, "", *cost, describe_candidate(best.candidate))
+        return (row.gpus, f"no, {describe_excess(best)}", peak, "", "", *asked, describe_candidate(best.candidate))
     speed = f"{float(f'{best.throughput.tokens_per_second:.2g}'):,.0f}"
+    step = f"{float(f'{best.throughput.step_seconds:.2g}'):,g}"
     batch = best.candidate.per_device_train_batch_size
     settings = f"{describe_candidate(best.candidate)} · batch {batch}"
     probability = describe_probability(best).partition(" (")[0]  # without the runs that carry it
-    return (row.gpus, probability, peak, speed, *cost, settings)
+    return (row.gpus, probability, peak, speed, step, *asked, settings)
 
 
 def comparison_report(rows: Sequence[Compared]) -> ComparisonReport:
@@ -116,6 +140,9 @@ def comparison_report(rows: Sequence[Compared]) -> ComparisonReport:
                 why_none=row.why_none,
                 price_per_hour=row.price_per_hour,
                 price_per_million_tokens=row.price_per_million_tokens,
+                tokens=row.tokens,
+                hours=row.hours,
+                cost=row.cost,
             )
             for row in rows
         ),

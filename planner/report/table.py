@@ -26,6 +26,7 @@ from planner.report.words import (
     tightest,
     tokens_per_second,
 )
+from planner.search.explain import MIN_REPORTED_BYTES
 from planner.search.remedies import Remedy
 from planner.units import GIB, format_gib
 
@@ -150,7 +151,9 @@ def _alternative(other: Alternative, best: Estimate) -> str:
 
 
 def _remedy(remedy: Remedy, best: Estimate) -> str:
-    return f"{remedy.change}: {_outcome(remedy.estimate, best)}" + (f"; {remedy.note}" if remedy.note else "")
+    saved = remedy.saved_bytes(best)
+    saves = f", saves {format_gib(saved, 1)}" if saved >= MIN_REPORTED_BYTES else ""
+    return f"{remedy.change}: {_outcome(remedy.estimate, best)}{saves}" + (f"; {remedy.note}" if remedy.note else "")
 
 
 def _outcome(estimate: Estimate, best: Estimate) -> str:

@@ -35,6 +35,11 @@ class Remedy:
     estimate: Estimate
     note: str
 
+    def saved_bytes(self, nearest: Estimate) -> int:
+        """Return by how much the peak of the heaviest GPU falls; 0 if it does not."""
+        peaks = [max(gpu.peak_bytes for gpu in answer.gpus) for answer in (nearest, self.estimate)]
+        return max(0, peaks[0] - peaks[1])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
