@@ -43,11 +43,12 @@ SLURM = """#!/usr/bin/env bash
 #SBATCH --time=24:00:00  # {fill_in}
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
-nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 {server}
 trainers=$(IFS=,; echo "${{nodes[*]:0:{train_nodes}}}")
+# shellcheck disable=SC2016 # each node's own bash expands the quoted words
 srun --nodes={train_nodes} --ntasks={train_nodes} --ntasks-per-node=1 --nodelist="$trainers" \\
-  bash -c '{command}' launch "${{nodes[0]}}"{server_host}
+  bash -c {command} launch "${{nodes[0]}}"{server_host}
 """
 SLURM_SERVER = """
 # the server runs on the last node, which it does not share
@@ -105,7 +106,7 @@ def slurm_script(candidate: Candidate) -> str:
         gpus=placed.gpus_per_node,
         train_nodes=placed.train_nodes,
         server=server,
-        command=_node_command(candidate, ranks, bool(placed.server_gpus)),
+        command=shlex.quote(_node_command(candidate, ranks, bool(placed.server_gpus))),
         server_host=f' "${{nodes[{placed.train_nodes}]}}"' if placed.server_gpus else "",
     )
 
