@@ -11,7 +11,8 @@ import pytest
 import typer
 
 from planner.cli import app
-from planner.methods import MethodName
+from planner.launch.command import Launcher
+from planner.methods import METHODS, MethodName
 
 PLAN = typer.main.get_command(app).main
 CONFIG = Path(__file__).parent / "models" / "tiny-qwen2" / "config.json"
@@ -35,6 +36,7 @@ ROWS: dict[MethodName, list[dict[str, Any]]] = {
     ],
 }
 STEPS = 2
+SAMPLED = ("--batch-size", "4", "--set", "num_generations=4", "--set", "max_completion_length=8")
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +63,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def exported(model: Path, method: MethodName, folder: Path, *options: str) -> Path:
+def exported(model: Path, method: MethodName, folder: Path, launcher: Launcher, *options: str) -> Path:
     """A folder of `plan export`, completed as its README.md says, with a dataset of 16 rows beside it."""
     data = folder / "data"
     data.mkdir()
     rows = "".join(f"{json.dumps(row)}\n" for row in ROWS[method])
     (data / "train.jsonl").write_text(rows * (16 // len(ROWS[method])), encoding="utf-8")
     saved, run = folder / "plan.json", folder / "run"
-    job = ["--model", str(model), "--method", method, "--gpus", "1xL4", "--quiet", "--out", str(saved), *options]
+    # Groups are batches, and completions are short: TRL's defaults sample 8 of 512 tokens each.
+    sampled = SAMPLED if METHODS[method].generates else ()
+    job = ["--model", str(model), "--method", method, "--quiet", "--out", str(saved), *sampled, *options]
     assert PLAN(["estimate", *job], standalone_mode=False) == 0
-    assert PLAN(["export", str(saved), str(run)], standalone_mode=False) == 0
+    assert PLAN(["export", str(saved), str(run), "--launcher", launcher], standalone_mode=False) == 0
     train = run / "train.yaml"
     completed = train.read_text(encoding="utf-8").replace("your-organisation/your-dataset", str(data))
     train.write_text(completed, encoding="utf-8")
@@ -99,13 +103,35 @@ def assert_trained(run: Path, model: Path) -> None:
     assert not before.equal(after)
 
 
-# A group is a batch, and completions are short: TRL's defaults sample 8 of 512 tokens each.
-SAMPLED = ("--batch-size", "4", "--set", "num_generations=4", "--set", "max_completion_length=8")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ROWS)
-def test_the_start_script_of_an_exported_folder_trains(method: MethodName, model: Path, tmp_path: Path) -> None:
-    run = exported(model, method, tmp_path, *(SAMPLED if method in ("grpo", "rloo") else ()))
+@pytest.mark.parametrize(
+    ("method", "launcher"),
+    [
+        ("sft", "accelerate"),
+        ("grpo", "accelerate"),
+        # Start without a second import of TRL, which takes 7 seconds of a core.
+        *((method, "torchrun") for method in ("dpo", "reward", "rloo", "kto")),
+        *(
+            pytest.param(method, launcher, marks=pytest.mark.nightly)
+            for launcher, methods in (("accelerate", ("dpo", "reward", "rloo", "kto")), ("torchrun", ("sft", "grpo")))
+            for method in methods
+        ),
+    ],
+)
+def test_the_start_script_of_an_exported_folder_trains(
+    method: MethodName, launcher: Launcher, model: Path, tmp_path: Path
+) -> None:
+    run = exported(model, method, tmp_path, launcher, "--gpus", "1xL4")
+    started(run)
+    assert_trained(run, model)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+@pytest.mark.parametrize("sharding", ["MULTI_GPU", "FSDP"])
+def test_two_processes_train(sharding: str, launcher: Launcher, model: Path, tmp_path: Path) -> None:
+    run = exported(
+        model, "sft", tmp_path, launcher, "--gpus", "2xL4", "--batch-size", "2", "--set", f"distributed_type={sharding}"
+    )
     started(run)
     assert_trained(run, model)
