@@ -1,12 +1,16 @@
 """Random exports, read by the programs that they are written for."""
 
+import os
 import random
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from test_launch import CASES, candidate, parsed
 
+from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.launch.export import export
 
@@ -26,18 +30,23 @@ CHANGES: dict[str, list[object]] = {
 }
 
 
-def random_export(seed: int, folder: Path) -> None:
-    """Export a random candidate, and let bash, TRL's parser, accelerate and DeepSpeed read it."""
+def random_export(seed: int, folder: Path) -> Candidate:
+    """Export a random candidate."""
     chosen = random.Random(seed)
-    held = None
-    while held is None:
+    while True:
         method, _, settings = chosen.choice(CASES)
         extra = {name: chosen.choice(values) for name, values in CHANGES.items() if chosen.random() < 0.4}
         try:
             held = candidate(method, **{**extra, **settings})
             export(held, folder)
+            return held
         except InputError:
-            held = None  # the settings contradict one another: nothing is written
+            continue  # the settings contradict one another: nothing is written
+
+
+def read_random_export(seed: int, folder: Path) -> None:
+    """Let bash, TRL's parser, accelerate and DeepSpeed read a random export."""
+    held = random_export(seed, folder)
     for script in folder.glob("*.sh"):
         subprocess.run(["bash", "-n", script], check=True)
     assert parsed(held, folder).per_device_train_batch_size == held.per_device_train_batch_size
@@ -65,7 +74,7 @@ def deepspeed_takes(path: Path, processes: int) -> None:
 def test_every_reader_takes_a_random_export(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # the parser sets it, and the test takes it back
-    random_export(seed, tmp_path)
+    read_random_export(seed, tmp_path)
 
 
 @pytest.mark.nightly
@@ -73,4 +82,17 @@ def test_every_reader_takes_a_random_export(seed: int, tmp_path: Path, monkeypat
 def test_every_reader_takes_many_random_exports(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
-    random_export(seed, tmp_path)
+    read_random_export(seed, tmp_path)
+
+
+def test_shellcheck_has_no_remark_on_200_random_exports(tmp_path: Path) -> None:
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=beside)
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    for seed in range(200):
+        held = random_export(seed, tmp_path / str(seed))
+        if held.row_gpus == 1:
+            export(held, tmp_path / f"{seed} torchrun", launcher="torchrun")
+    done = subprocess.run([shellcheck, *tmp_path.glob("*/*.sh")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

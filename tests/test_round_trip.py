@@ -23,6 +23,7 @@ from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
+from planner.launch.command import Launcher
 from planner.launch.export import export
 from planner.launch.files import launch_files
 from planner.memory.engine.budget import EngineDoesNotFit
@@ -70,14 +71,16 @@ ENGINES: dict[str, dict[str, object]] = {
 }
 
 
-def read_back(held: Candidate, gpus: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_back(
+    held: Candidate, gpus: str, folder: Path, launcher: Launcher = "accelerate"
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The report of a candidate, and that of `plan estimate` from the files that `plan export` makes of it.
 
     The command is the one in the README.md of the files.
     """
     before = json_text(estimate_report(estimate(held, parse_cluster(gpus))))
     (folder / "plan.json").write_text(before)
-    export(read_candidate(folder / "plan.json", lambda model: model), folder / "run")
+    export(read_candidate(folder / "plan.json", lambda model: model), folder / "run", launcher=launcher)
     (line,) = re.findall(r"^    plan (estimate .*)$", (folder / "run" / "README.md").read_text(), re.MULTILINE)
     printed = io.StringIO()
     with contextlib.chdir(folder / "run"), contextlib.redirect_stdout(printed):
@@ -100,6 +103,13 @@ def single(model: str, method: MethodName, gpus: str, **pinned: object) -> Candi
 def test_files_of_any_sharding_are_read_back(method: MethodName, sharding: str, tmp_path: Path) -> None:
     held = single(MODEL, method, "4xA100-40G", dtype="bfloat16", max_length=700, **SHARDINGS[sharding])
     before, after = read_back(held, "4xA100-40G", tmp_path)
+    assert after == before
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_files_for_torchrun_are_read_back(sharding: str, tmp_path: Path) -> None:
+    held = single(MODEL, "grpo", "4xA100-40G", dtype="bfloat16", **SHARDINGS[sharding])
+    before, after = read_back(held, "4xA100-40G", tmp_path, "torchrun")
     assert after == before
 
 

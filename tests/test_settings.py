@@ -286,6 +286,21 @@ class TestLaunchConfig:
         assert candidate_fields(read.settings, PUBLISHED) == {"sharding": "fsdp2", "offload_param": True, "cp_size": 2}
         assert read.warnings == ("the config sets what the plan does not count: parallelism_config_tp_size",)
 
+    @pytest.mark.parametrize(
+        "keys",
+        [
+            "fsdp: full_shard offload",
+            "fsdp: true\nfsdp_config: {cpu_offload: true, version: 2}",
+            "fsdp: true\nfsdp_config: {fsdp_cpu_offload: true, fsdp_activation_checkpointing: false}",
+        ],
+    )
+    def test_fsdp_of_the_trainer_itself_is_read(self, tmp_path, keys):
+        read = load_config_files(ConfigFiles(train=config(tmp_path, keys)))
+        fields = candidate_fields(read.settings, PUBLISHED)
+        assert (fields["sharding"], fields["offload_param"]) == ("fsdp2", True)
+        assert "gradient_checkpointing" not in fields
+        assert read.warnings == ()
+
     def test_a_deepspeed_file_replaces_the_one_that_accelerate_has(self, tmp_path):
         (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}')
         read = load_config_files(

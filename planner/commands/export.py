@@ -17,6 +17,6 @@ def export(options: ExportOptions) -> int:
 
     complete = complete_models(lambda line: print(line, file=sys.stderr))
     candidate = read_candidate(Path(options.saved), complete)
-    for path in write_launch_files(candidate, Path(options.folder), options.overwrite):
+    for path in write_launch_files(candidate, Path(options.folder), options.overwrite, options.launcher):
         print(path)
     return EXIT_PLANNED

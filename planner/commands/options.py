@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -393,6 +393,10 @@ class ExportOptions:
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files of the same names that say something else.")
     ] = False
+    launcher: Annotated[
+        Literal["accelerate", "torchrun"],
+        typer.Option("--launcher", help="What starts the processes. torchrun: train.yaml has the sharding."),
+    ] = "accelerate"
 
 
 def grouped(command: Callable[..., int]) -> Callable[..., int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from planner.errors import InputError
 from planner.jobs.launch_config import PROCESSES, deepspeed_settings, load_launch_config, load_mapping
 from planner.jobs.settings import setting_names
-from planner.jobs.spellings import Value
+from planner.jobs.spellings import FSDP_OFFLOAD, Value
 
 # Keys whose value is a mapping of further settings.
 # Source: trl/scripts/utils.py:332 (env), transformers/training_args.py:908-925 and :1455, trl/trainer/base_config.py
@@ -18,7 +18,6 @@ NESTED_KEYS = (
     "model_init_kwargs",
     "gradient_checkpointing_kwargs",
     "activation_checkpointing_kwargs",
-    "fsdp_config",
     "parallelism_config",
 )
 
@@ -30,6 +29,16 @@ FILE_DEFAULTS: dict[str, Value] = {
     "bf16": True,
     "fp16": False,
     "lora_dropout": 0.05,
+}
+
+# Keys of `fsdp_config` -> settings, and those with the values that the plan counts on.
+FSDP_KEYS = {"version": "fsdp_version", "cpu_offload": FSDP_OFFLOAD, "offload_params": FSDP_OFFLOAD}
+FSDP_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "transformer_based_wrap"),
+    "reshard_after_forward": (True, "full_shard"),
+    "activation_checkpointing": (False,),
+    "cpu_ram_efficient_loading": (True, False),
+    "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
 }
 
 LAUNCHER = "accelerate_config"  # a key for `trl`, not for the trainer: trl 1.16, cli/commands/training.py
@@ -143,13 +152,38 @@ def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Va
         elif name == "deepspeed" and value:
             yield from deepspeed_settings(value, folder)
         elif name == "fsdp" and value:
-            yield "distributed_type", "FSDP"
-        elif isinstance(value, (list, tuple)):
-            yield name, tuple(map(str, value))
-        elif value is None or isinstance(value, (str, int, float, bool)):
-            yield name, value
+            yield from _fsdp_settings(value)
+        elif name == "fsdp_config" and isinstance(value, Mapping):
+            yield from _fsdp_config_settings(value)
         else:
-            yield name, str(value)
+            yield name, _plain(value)
+
+
+def _plain(value: object) -> Value:
+    """Return a value of a config as a setting has it; text for what no setting is."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(str, value))
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def _fsdp_settings(value: object) -> Iterator[tuple[str, Value]]:
+    """Yield the settings of the trainer's `fsdp`: true, or words such as "full_shard offload"."""
+    yield "distributed_type", "FSDP"
+    if isinstance(value, str) and "offload" in value.split():
+        yield FSDP_OFFLOAD, True
+
+
+def _fsdp_config_settings(config: Mapping[object, object]) -> Iterator[tuple[str, Value]]:
+    """Yield the settings of the trainer's `fsdp_config`; its keys may begin with "fsdp_".
+
+    Source: transformers 5.23, training_args.py, `_process_fsdp_args`.
+    """
+    for key, value in config.items():
+        name = str(key).removeprefix("fsdp_")
+        if name in FSDP_KEYS:
+            yield FSDP_KEYS[name], _plain(value)
+        elif value not in FSDP_DEFAULTS.get(name, (None,)):
+            yield name, _plain(value)
 
 
 def _without_unread(settings: dict[str, Value], file_keys: Collection[str]) -> dict[str, Value]:

@@ -1,17 +1,21 @@
 """The commands that start the training and its vLLM server."""
 
+from typing import Literal
+
 from planner.candidate import Candidate
 from planner.jobs.job import DEQUANTIZED
 from planner.jobs.settings import settings_of
 from planner.launch import accelerate, trl_config
 from planner.launch.placement import placement
 from planner.launch.script import needs_script
+from planner.launch.torchrun import starter
 from planner.methods import NEWEST_TRL
 
 SCRIPT_FILE = "train.py"
 SERVER_PORT = 8000  # trl 1.16, scripts/vllm_serve.py and `vllm_server_port` of the configs
 
 ACCELERATE = ("accelerate", "launch")
+Launcher = Literal["accelerate", "torchrun"]
 
 
 def launch_command(candidate: Candidate, script: str = "", launcher: tuple[str, ...] = ACCELERATE) -> list[str]:
@@ -24,6 +28,15 @@ def launch_command(candidate: Candidate, script: str = "", launcher: tuple[str, 
         return ["trl", candidate.method, "--config", trl_config.FILE, "--accelerate_config", accelerate.FILE]
     launch = [*launcher, "--config_file", accelerate.FILE, "--num_processes", str(candidate.num_processes)]
     return [*launch, script] if script else [*launch, SCRIPT_FILE, "--config", trl_config.FILE]
+
+
+def torchrun_command(candidate: Candidate) -> tuple[list[str], list[str]]:
+    """The command that trains the candidate without accelerate's launcher: what starts a script, and the script.
+
+    TRL's commands are modules with the arguments of train.yaml (trl 1.16, scripts/sft.py and others).
+    """
+    script = [SCRIPT_FILE] if needs_script(candidate) else ["-m", f"trl.scripts.{candidate.method.replace('-', '_')}"]
+    return starter(candidate), [*script, "--config", trl_config.FILE]
 
 
 def server_command(candidate: Candidate) -> list[str]:
@@ -41,14 +54,18 @@ def server_command(candidate: Candidate) -> list[str]:
     return command
 
 
-def estimate_command(candidate: Candidate) -> list[str]:
+def estimate_command(candidate: Candidate, launcher: Launcher = "accelerate") -> list[str]:
     """The command that estimates the launch files, to be run in their folder with `--gpus` added.
 
     Its flags are what no file has: the method, the release, the data, a quantization that the checkpoint keeps, and the
     settings of a vLLM server.
     """
     command = ["plan", "estimate", "--method", candidate.method, "--config", trl_config.FILE]
-    command += ["--accelerate-config", accelerate.FILE, "--padded" if candidate.padded else "--no-padded"]
+    if launcher == "accelerate":
+        command += ["--accelerate-config", accelerate.FILE]
+    else:
+        command += ["--set", f"num_processes={candidate.num_processes}"]
+    command += ["--padded" if candidate.padded else "--no-padded"]
     if candidate.trl_version not in (NEWEST_TRL, candidate.method_row.last_trl):
         command += ["--trl-version", candidate.trl_version]
     if candidate.method_row.generates:

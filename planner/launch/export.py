@@ -6,16 +6,19 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.files.read import read_text
 from planner.files.write import write_all
+from planner.launch.command import Launcher
 from planner.launch.files import launch_files
 
 
-def export(candidate: Candidate, folder: Path, overwrite: bool = False) -> tuple[Path, ...]:
+def export(
+    candidate: Candidate, folder: Path, overwrite: bool = False, launcher: Launcher = "accelerate"
+) -> tuple[Path, ...]:
     """Write the launch files of `candidate` and return their paths.
 
     Raises:
         InputError: a file exists with other content and `overwrite` is False, or a file cannot be written.
     """
-    texts = {folder / name: text for name, text in launch_files(candidate).items()}
+    texts = {folder / name: text for name, text in launch_files(candidate, launcher).items()}
     changed = [path for path, text in texts.items() if not overwrite and _differs(path, text)]
     if changed:
         raise InputError(

@@ -5,7 +5,7 @@ import shlex
 from planner.candidate import Candidate
 from planner.jobs.settings import settings_of, settings_text
 from planner.launch import accelerate, requirements, trl_config
-from planner.launch.command import estimate_command
+from planner.launch.command import Launcher, estimate_command, torchrun_command
 from planner.launch.script import needs_script
 from planner.launch.shell import LAUNCH_FILE, SKY_FILE, SLURM_FILE, title
 from planner.launch.trl_config import FILL_IN
@@ -46,7 +46,7 @@ ABOUT: dict[str, str] = {
 }
 
 
-def readme(candidate: Candidate, names: list[str]) -> str:
+def readme(candidate: Candidate, names: list[str], launcher: Launcher = "accelerate") -> str:
     """The text of README.md: the commands in the order in which they are run, and one line for each file."""
     files = "\n".join(f"- `{name}`: {ABOUT[name]}" for name in names)
     settings = {
@@ -58,12 +58,12 @@ def readme(candidate: Candidate, names: list[str]) -> str:
         f"# {title(candidate)}\n\n"
         f"1. Complete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`):\n{_to_fill_in(candidate)}\n"
         f"2. Install: `pip install -r {requirements.FILE}`\n"
-        f"3. Start: {_start(candidate)}\n\n"
+        f"3. Start: {_start(candidate, launcher)}\n\n"
         f"{files}\n\n"
         f"The plan did not choose these values, which do not change memory:\n\n{_not_chosen(candidate)}\n\n"
         f"The plan counts with the data's longest rows: {_lengths(candidate)}.\n\n"
         f"The memory and speed of these files, after a change of them too, on the GPUs of `--gpus`:\n\n"
-        f"    {shlex.join(estimate_command(candidate))}\n\n"
+        f"    {shlex.join(estimate_command(candidate, launcher))}\n\n"
         f"All settings: `{settings_text(settings)}`\n"
     )
 
@@ -83,11 +83,17 @@ def _to_fill_in(candidate: Candidate) -> str:
     return "\n".join(f"   - {line}" for line in lines)
 
 
-def _start(candidate: Candidate) -> str:
+def _start(candidate: Candidate, launcher: Launcher) -> str:
     """The commands that start the training, each by itself."""
     if candidate.num_nodes > 1:
         return f"`sbatch {SLURM_FILE}`"
-    started = f"`bash {LAUNCH_FILE}`, or `sky launch {SKY_FILE}`, which installs too"
+    started = (
+        f"`bash {LAUNCH_FILE}`, or `sky launch {SKY_FILE}`, which installs too. Arguments of TRL may follow, as in "
+        f"`bash {LAUNCH_FILE} --max_steps 2`"
+    )
+    if launcher == "torchrun":
+        start, script = torchrun_command(candidate)
+        return f"{started}. {LAUNCH_FILE} runs `{shlex.join([*start, *script])}`"
     if needs_script(candidate):
         return started
     script = f"--module trl.scripts.{candidate.method} --config {trl_config.FILE}"

@@ -4,8 +4,9 @@ import shlex
 
 from planner.candidate import Candidate
 from planner.launch import accelerate
-from planner.launch.command import SERVER_PORT, launch_command, server_command
-from planner.launch.placement import placement
+from planner.launch.command import SERVER_PORT, Launcher, launch_command, server_command, torchrun_command
+from planner.launch.placement import Placement, placement
+from planner.launch.torchrun import environment, rendezvous
 from planner.launch.trl_config import FILL_IN
 
 LAUNCH_FILE, SLURM_FILE, SKY_FILE = "launch.sh", "slurm.sh", "sky.yaml"
@@ -43,12 +44,12 @@ SLURM = """#!/usr/bin/env bash
 #SBATCH --time=24:00:00  # {fill_in}
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
-nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 {server}
 trainers=$(IFS=,; echo "${{nodes[*]:0:{train_nodes}}}")
-srun --nodes={train_nodes} --ntasks={train_nodes} --ntasks-per-node=1 --nodelist="$trainers" \\
-  bash -c '{command}' launch "${{nodes[0]}}"{server_host}
+{start}
 """
+SRUN = 'srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --nodelist="$trainers" \\\n  '
 SLURM_SERVER = """
 # the server runs on the last node, which it does not share
 srun --nodes=1 --ntasks=1 --nodelist="${{nodes[{index}]}}" {command} &
@@ -59,6 +60,11 @@ until curl --silent --fail "http://${{nodes[{index}]}}:{port}/health" > /dev/nul
   sleep 2
 done
 """
+
+
+# One process that saw several GPUs would use them through DataParallel, which TRL refuses (trl 1.16,
+# trainer/sft_trainer.py:1120 and the other trainers).
+ONE_DEVICE = 'CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}" '
 
 
 def title(candidate: Candidate) -> str:
@@ -78,7 +84,7 @@ def sky_task(candidate: Candidate) -> str:
     )  # fmt: skip
 
 
-def launch_script(candidate: Candidate) -> str:
+def launch_script(candidate: Candidate, launcher: Launcher = "accelerate") -> str:
     """The text of launch.sh for one node: starts the server if there is one, then the training."""
     placed = placement(candidate)
     text = HEAD.format(title=title(candidate), fill_in=FILL_IN, file=LAUNCH_FILE)
@@ -86,17 +92,23 @@ def launch_script(candidate: Candidate) -> str:
         text += SERVER.format(
             devices=_devices(placed.server_devices), command=shlex.join(server_command(candidate)), port=SERVER_PORT
         )
-    return f'{text}\n{_devices(placed.train_devices)}{shlex.join(launch_command(candidate))} "$@"\n'
+    devices = ONE_DEVICE if candidate.sharding == "none" and not placed.server_gpus else _devices(placed.train_devices)
+    if launcher == "torchrun":
+        command = [word for part in torchrun_command(candidate) for word in part]
+        devices += "".join(f"{name}={value} " for name, value in environment(candidate).items())
+    else:
+        command = launch_command(candidate)
+    return f'{text}\n{devices}{shlex.join(command)} "$@"\n'
 
 
-def slurm_script(candidate: Candidate) -> str:
+def slurm_script(candidate: Candidate, launcher: Launcher = "accelerate") -> str:
     """The text of slurm.sh for several nodes: one SLURM task on each node starts the processes of that node."""
     placed = placement(candidate)
-    ranks = f'--machine_rank "$SLURM_PROCID" --main_process_ip "$1" --main_process_port {accelerate.PORT}'
     server = ""
     if placed.server_gpus:
         command = shlex.join(server_command(candidate))
         server = SLURM_SERVER.format(index=placed.train_nodes, command=command, port=SERVER_PORT)
+    start = _torchrun_start(candidate, placed) if launcher == "torchrun" else _accelerate_start(candidate, placed)
     return SLURM.format(
         title=title(candidate),
         fill_in=FILL_IN,
@@ -105,21 +117,40 @@ def slurm_script(candidate: Candidate) -> str:
         gpus=placed.gpus_per_node,
         train_nodes=placed.train_nodes,
         server=server,
-        command=_node_command(candidate, ranks, bool(placed.server_gpus)),
-        server_host=f' "${{nodes[{placed.train_nodes}]}}"' if placed.server_gpus else "",
+        start=start,
     )
 
 
-def _node_command(candidate: Candidate, ranks: str, server: bool) -> str:
-    """The command that one node runs.
+def _accelerate_start(candidate: Candidate, placed: Placement) -> str:
+    """The lines of slurm.sh that start accelerate's launcher on each node, in a bash that knows the node's number.
 
     accelerate's arguments `ranks` must come before the name of a script; after `trl <method>` they may come anywhere.
     """
+    ranks = f'--machine_rank "$SLURM_PROCID" --main_process_ip "$1" --main_process_port {accelerate.PORT}'
     command = launch_command(candidate)
-    host = ' --vllm_server_host "$2"' if server else ""
     split = len(command) if command[0] == "trl" else len(command) - 3  # train.py --config train.yaml
     before, after = shlex.join(command[:split]), shlex.join(command[split:])
-    return f"{before} {ranks} {after}".rstrip() + host
+    on_node = _devices("0" * (candidate.sharding == "none")) + f"{before} {ranks} {after}".rstrip()
+    host = ""
+    if placed.server_gpus:
+        on_node += ' --vllm_server_host "$2"'
+        host = f' "${{nodes[{placed.train_nodes}]}}"'
+    return (
+        "# shellcheck disable=SC2016 # each node's own bash expands the quoted words\n"
+        f'{SRUN.format(nodes=placed.train_nodes)}bash -c {shlex.quote(on_node)} launch "${{nodes[0]}}"{host}'
+    )
+
+
+def _torchrun_start(candidate: Candidate, placed: Placement) -> str:
+    """The lines of slurm.sh that start torchrun on each node; the nodes find their numbers themselves."""
+    start, script = (shlex.join(part) for part in torchrun_command(candidate))
+    variables = {**environment(candidate), **({"CUDA_VISIBLE_DEVICES": "0"} if candidate.sharding == "none" else {})}
+    prefix = "".join(f"{name}={value} " for name, value in variables.items())
+    host = f' --vllm_server_host "${{nodes[{placed.train_nodes}]}}"' if placed.server_gpus else ""
+    return (
+        f"{SRUN.format(nodes=placed.train_nodes)}{'env ' * bool(prefix)}{prefix}"
+        f"{start}{rendezvous(candidate)} {script}{host}"
+    )
 
 
 def _devices(visible: str) -> str:

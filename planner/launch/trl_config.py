@@ -1,5 +1,7 @@
 """train.yaml, the file for `trl <method> --config`: a candidate's settings under the names of TRL's arguments."""
 
+from collections.abc import Mapping
+
 from planner.candidate import ZERO_SIZES, Candidate, Optimizer
 from planner.errors import InputError
 from planner.jobs.settings import settings_of
@@ -75,8 +77,10 @@ def needs_reward_function(candidate: Candidate) -> bool:
     return candidate.method_row.reward_model == "optional" and candidate.reward_model is None
 
 
-def train_yaml(candidate: Candidate) -> str:
+def train_yaml(candidate: Candidate, sharding: Mapping[str, object] | None = None) -> str:
     """The text of train.yaml: first the lines that the user must complete, then the plan's settings.
+
+    `sharding`: the trainer's arguments that shard the model, for a launcher that does not.
 
     Raises:
         InputError: TRL has no argument for a setting.
@@ -86,7 +90,8 @@ def train_yaml(candidate: Candidate) -> str:
     filled = yaml.safe_dump(placeholders(candidate), sort_keys=False)
     marked = "".join(f"{line}  # {FILL_IN}\n" for line in filled.splitlines())
     comment = f"# Complete the lines marked {FILL_IN}. The other lines are the plan's settings; they determine memory."
-    return f"{comment}\n{marked}\n{settings_lines(candidate)}"
+    sharded = yaml.safe_dump(dict(sharding), sort_keys=False) if sharding else ""
+    return f"{comment}\n{marked}\n{settings_lines(candidate)}{sharded}"
 
 
 def settings_lines(candidate: Candidate) -> str:

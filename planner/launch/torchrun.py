@@ -1,0 +1,62 @@
+"""Start a training with torchrun alone: the sharding is in train.yaml, as the trainer's own arguments."""
+
+from planner.candidate import DEEPSPEED, Candidate
+from planner.errors import InputError
+from planner.launch import deepspeed
+from planner.launch.accelerate import FSDP2, PORT
+from planner.launch.placement import placement
+
+# transformers loads a checkpoint on the first process only where this is set, and its own `fsdp` sets it too late,
+# when the model is loaded. Source: transformers 5.23, distributed/fsdp.py, `is_fsdp_enabled`; accelerate 1.15,
+# accelerator.py:397.
+FSDP_ENVIRONMENT = {"ACCELERATE_USE_FSDP": "true"}
+
+# Key of accelerate's section fsdp_config -> key of the trainer's `fsdp_config`, where it differs by more than "fsdp_".
+# Source: transformers 5.23, training_args.py, `_process_fsdp_args`.
+OFFLOAD = "cpu_offload"
+
+
+def sharding_settings(candidate: Candidate) -> dict[str, object]:
+    """The arguments of train.yaml that shard the model; accelerate.yaml has their equivalents.
+
+    Raises:
+        InputError: GPUs share rows, which only accelerate's file can say.
+    """
+    if candidate.row_gpus > 1:
+        raise InputError(
+            "cp_size and sp_size are settings of accelerate's file, which torchrun does not read. Use --launcher "
+            "accelerate."
+        )
+    if candidate.sharding in DEEPSPEED:
+        return {"deepspeed": deepspeed.FILE}
+    if candidate.sharding == "fsdp2":
+        config = {name.removeprefix("fsdp_"): value for name, value in FSDP2.items()}
+        return {"fsdp": True, "fsdp_config": config | {OFFLOAD: candidate.offload_param}}
+    return {}
+
+
+def environment(candidate: Candidate) -> dict[str, str]:
+    """The environment variables that the processes need."""
+    return FSDP_ENVIRONMENT if candidate.sharding == "fsdp2" else {}
+
+
+def starter(candidate: Candidate) -> list[str]:
+    """The command before the name of the script: torchrun, or Python for one process that shards nothing.
+
+    One process of torchrun would be wrapped in DistributedDataParallel, whose buckets are as large as the gradients.
+    """
+    if candidate.sharding == "none":
+        return ["python"]
+    placed = placement(candidate)
+    nodes = ["--standalone"] if candidate.num_nodes == 1 else ["--nnodes", str(placed.train_nodes)]
+    return ["torchrun", *nodes, "--nproc_per_node", str(placed.processes_per_node)]
+
+
+def rendezvous(candidate: Candidate) -> str:
+    """The arguments of torchrun in slurm.sh: where the processes of all nodes meet.
+
+    Source: torch 2.13, distributed/run.py, "Multi-node".
+    """
+    if candidate.sharding == "none":
+        return ""
+    return f' --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "${{nodes[0]}}:{PORT}"'

@@ -1,0 +1,137 @@
+"""Exported folders, started on the CPU by their own script: a tiny local model, a tiny local dataset, two steps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from planner.cli import app
+from planner.launch.command import Launcher
+from planner.methods import METHODS, MethodName
+
+PLAN = typer.main.get_command(app).main
+CONFIG = Path(__file__).parent / "models" / "tiny-qwen2" / "config.json"
+CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+QUESTION = [{"role": "user", "content": "What is one plus one?"}]
+RIGHT, WRONG = [{"role": "assistant", "content": "Two."}], [{"role": "assistant", "content": "Eleven."}]
+# The columns that TRL's documentation asks for: docs/source/dataset_formats.md, "Which dataset type to use?".
+ROWS: dict[MethodName, list[dict[str, Any]]] = {
+    "sft": [{"messages": QUESTION + RIGHT}],
+    "dpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG}],
+    "reward": [{"chosen": QUESTION + RIGHT, "rejected": QUESTION + WRONG}],
+    "grpo": [{"prompt": QUESTION}],
+    "rloo": [{"prompt": QUESTION}],
+    "kto": [
+        {"prompt": QUESTION, "completion": RIGHT, "label": True},
+        {"prompt": QUESTION, "completion": WRONG, "label": False},
+    ],
+}
+STEPS = 2
+SAMPLED = ("--batch-size", "4", "--set", "num_generations=4", "--set", "max_completion_length=8")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Qwen2 of random weights, and a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokens,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    fields = json.loads(CONFIG.read_text(encoding="utf-8")) | {"vocab_size": len(tokenizer)}
+    Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(folder)
+    return folder
+
+
+def exported(model: Path, method: MethodName, folder: Path, launcher: Launcher, *options: str) -> Path:
+    """A folder of `plan export`, completed as its README.md says, with a dataset of 16 rows beside it."""
+    data = folder / "data"
+    data.mkdir()
+    rows = "".join(f"{json.dumps(row)}\n" for row in ROWS[method])
+    (data / "train.jsonl").write_text(rows * (16 // len(ROWS[method])), encoding="utf-8")
+    saved, run = folder / "plan.json", folder / "run"
+    # Groups are batches, and completions are short: TRL's defaults sample 8 of 512 tokens each.
+    sampled = SAMPLED if METHODS[method].generates else ()
+    job = ["--model", str(model), "--method", method, "--quiet", "--out", str(saved), *sampled, *options]
+    assert PLAN(["estimate", *job], standalone_mode=False) == 0
+    assert PLAN(["export", str(saved), str(run), "--launcher", launcher], standalone_mode=False) == 0
+    train = run / "train.yaml"
+    completed = train.read_text(encoding="utf-8").replace("your-organisation/your-dataset", str(data))
+    train.write_text(completed, encoding="utf-8")
+    return run
+
+
+def started(run: Path) -> None:
+    """Start the folder's script for two steps, with TRL's own argument for the CPU."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", run / "launch.sh", "--use_cpu", "--max_steps", str(STEPS)],
+        env=os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1", "HF_HOME": str(run.parent / "cache")},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def assert_trained(run: Path, model: Path) -> None:
+    """The optimizer made its steps, and the saved weights are not those it began with."""
+    from safetensors.torch import load_file
+
+    state = json.loads((run / "output" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["global_step"] == STEPS
+    name = "model.embed_tokens.weight"
+    before, after = (load_file(folder / "model.safetensors")[name] for folder in (model, run / "output"))
+    assert not before.equal(after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "launcher"),
+    [
+        ("sft", "accelerate"),
+        ("grpo", "accelerate"),
+        # Start without a second import of TRL, which takes 7 seconds of a core.
+        *((method, "torchrun") for method in ("dpo", "reward", "rloo", "kto")),
+        *(
+            pytest.param(method, launcher, marks=pytest.mark.nightly)
+            for launcher, methods in (("accelerate", ("dpo", "reward", "rloo", "kto")), ("torchrun", ("sft", "grpo")))
+            for method in methods
+        ),
+    ],
+)
+def test_the_start_script_of_an_exported_folder_trains(
+    method: MethodName, launcher: Launcher, model: Path, tmp_path: Path
+) -> None:
+    run = exported(model, method, tmp_path, launcher, "--gpus", "1xL4")
+    started(run)
+    assert_trained(run, model)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+@pytest.mark.parametrize("sharding", ["MULTI_GPU", "FSDP"])
+def test_two_processes_train(sharding: str, launcher: Launcher, model: Path, tmp_path: Path) -> None:
+    run = exported(
+        model, "sft", tmp_path, launcher, "--gpus", "2xL4", "--batch-size", "2", "--set", f"distributed_type={sharding}"
+    )
+    started(run)
+    assert_trained(run, model)

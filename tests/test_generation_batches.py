@@ -1,0 +1,80 @@
+"""Batches of the methods that sample completions: TRL takes those that the planner lets through."""
+
+import importlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.candidate import Candidate
+from planner.errors import InputError, PlanError
+from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import single_candidate
+from planner.jobs.job import Job
+from planner.launch.trl_config import trl_config
+from planner.methods import METHODS, MethodName
+from planner.models.catalogue import load_model
+from planner.plan import plan
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+MODEL = load_model("Qwen/Qwen2.5-0.5B")
+SAMPLING = [name for name, row in METHODS.items() if row.generates and row.last_trl == "current"]
+GROUPED = [name for name in SAMPLING if METHODS[name].grouped_completions]
+SIZES = st.integers(1, 12)
+BATCH = {"per_device_train_batch_size": SIZES, "gradient_accumulation_steps": SIZES, "num_processes": st.integers(1, 8)}
+GROUPS = {"num_generations": st.integers(2, 12), "steps_per_generation": SIZES, "num_iterations": st.integers(1, 3)}
+ENGINE = {"vllm": st.sampled_from(["off", "colocate", "server"])}
+
+
+def pins(method: MethodName, **others: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Any selection of the settings that a generation batch is made of."""
+    return st.fixed_dictionaries({}, optional=BATCH | (GROUPS if method in GROUPED else {}) | others)
+
+
+def read_by_trl(held: Candidate) -> None:
+    """Build the method's own config of a candidate, in as many processes as the candidate has."""
+    row = held.method_row
+    module = f"trl.experimental.{held.method.replace('-', '_')}" if row.experimental else "trl"
+    base = getattr(importlib.import_module(module), row.config)
+    config = type(row.config, (base,), {"world_size": property(lambda self: held.num_processes)})
+    written = {name: value for name, value in trl_config(held).items() if name in base.__dataclass_fields__}
+    config(output_dir="unused", use_cpu=True, **written)
+
+
+def job(method: MethodName, drawn: st.DataObject, **others: st.SearchStrategy[Any]) -> Job:
+    """A job with any batch."""
+    return Job(
+        model=MODEL,
+        method=method,
+        pinned=drawn.draw(pins(method, **others)),
+        effective_batch_size=drawn.draw(st.none() | st.integers(1, 64)),
+    )
+
+
+@pytest.mark.parametrize("method", SAMPLING)
+@settings(max_examples=60, deadline=None)
+@given(drawn=st.data(), gpus=st.integers(1, 8))
+def test_trl_takes_every_batch_of_a_single_candidate(method: MethodName, drawn: st.DataObject, gpus: int) -> None:
+    try:
+        held = single_candidate(job(method, drawn), parse_cluster(f"{gpus}xH100"))
+    except InputError:
+        return  # refused in one line
+    read_by_trl(held)
+
+
+@pytest.mark.parametrize("method", GROUPED)
+@settings(max_examples=10, deadline=None)
+@given(drawn=st.data(), gpus=st.sampled_from(["1xL4", "3xL4", "6xL4", "2x4xL4"]))
+def test_trl_takes_every_batch_that_a_search_finds(method: MethodName, drawn: st.DataObject, gpus: str) -> None:
+    try:
+        answer = plan(job(method, drawn, **ENGINE), parse_cluster(gpus))
+    except PlanError:
+        return  # refused in one line
+    for found in (answer.best, *(other.estimate for other in (*answer.alternatives, *answer.remedies))):
+        read_by_trl(found.candidate)
