@@ -92,8 +92,8 @@ def _start(candidate: Candidate, launcher: Launcher) -> str:
         f"`bash {LAUNCH_FILE} --max_steps 2`"
     )
     if launcher == "torchrun":
-        start, script = torchrun_command(candidate)
-        return f"{started}. {LAUNCH_FILE} runs `{shlex.join([*start, *script])}`"
+        start, arguments = torchrun_command(candidate)
+        return f"{started}. {LAUNCH_FILE} runs `{shlex.join([*start, *arguments])}`"
     if needs_script(candidate):
         return started
     script = f"--module trl.scripts.{candidate.method} --config {trl_config.FILE}"
