@@ -58,7 +58,7 @@ def job(method: MethodName, drawn: st.DataObject, **others: st.SearchStrategy[An
 
 
 @pytest.mark.parametrize("method", SAMPLING)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(drawn=st.data(), gpus=st.integers(1, 8))
 def test_trl_takes_every_batch_of_a_single_candidate(method: MethodName, drawn: st.DataObject, gpus: int) -> None:
     try:
@@ -69,7 +69,7 @@ def test_trl_takes_every_batch_of_a_single_candidate(method: MethodName, drawn: 
 
 
 @pytest.mark.parametrize("method", GROUPED)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(drawn=st.data(), gpus=st.sampled_from(["1xL4", "3xL4", "6xL4", "2x4xL4"]))
 def test_trl_takes_every_batch_that_a_search_finds(method: MethodName, drawn: st.DataObject, gpus: str) -> None:
     try:
