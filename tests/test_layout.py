@@ -72,7 +72,8 @@ ALLOWED = {
         "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose report "
         "training_stack"
     ),
-    "planner": "basics words models gpus jobs estimate plan commands",
+    "notebook": "basics gpus jobs plan measurements report training_stack commands",
+    "planner": "basics words models gpus jobs estimate plan notebook",
     "cli": "basics words commands",
 }  # fmt: skip
 
