@@ -15,6 +15,7 @@ from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 from planner.notebook.answer import plan
 from planner.notebook.sweep import sweep
+from planner.notebook.trainer import job_from_trainer
 from planner.plan import Plan
 from planner.quantities import Estimate
 
@@ -27,6 +28,7 @@ __all__ = [
     "ModelShape",
     "Plan",
     "estimate",
+    "job_from_trainer",
     "load_model",
     "parse_cluster",
     "plan",

@@ -66,7 +66,7 @@ ALLOWED = {
     "probes": "probes/callback",
     "training_stack": (
         "basics words models gpus files jobs memory memory/layers allocator estimate search plan measurements report "
-        "probes/dryrun probes/layers probes/runner probes/study"
+        "probes/callback probes/dryrun probes/layers probes/runner probes/study"
     ),
     "commands": (
         "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose report "
