@@ -5,12 +5,12 @@ Commands import it inside the function that needs it, since most answers need no
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.allocator.simulation import Simulation
 from planner.candidate import Candidate
@@ -25,6 +25,8 @@ from planner.errors import (
 )
 from planner.gpus.cluster import Cluster, Gpu
 from planner.jobs.job import Job
+from planner.jobs.settings import field_types, is_shown
+from planner.jobs.spellings import Value
 from planner.measurements.corrected_estimate import heaviest_rank
 from planner.measurements.corrected_plan import correct_plan, plan_contradiction
 from planner.measurements.measurement import DeviceName, Measurement
@@ -133,6 +135,26 @@ def _unmeasured(model: ModelShape, where: str, error: ImportError) -> str:
     """Return the error message for layers that cannot be measured without the extra dryrun."""
     extra = _missing("dryrun", DRY_RUN_PACKAGES, error)
     return f"{model.id} ({model.model_type}) has no formulas {where}, and measuring its layers needs {extra}"
+
+
+# -- a trainer's own settings ------------------------------------------------------------------------------------------
+
+
+def trainer_job(trainer: Any, settings: Mapping[str, Value]) -> Job:
+    """Return the job of a TRL trainer that is built, with every setting pinned that it shows.
+
+    `settings`: what a trainer does not show, such as `prompt_length` of methods that generate.
+
+    Raises:
+        InputError: a setting that memory depends on cannot be read, or the packages are not installed.
+    """
+    try:
+        from probes.callback.candidate_of_run import candidate_of_run
+    except ImportError as error:
+        raise InputError(f"Reading a trainer needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
+    candidate = candidate_of_run(trainer.args, trainer.model, settings)
+    pinned = {name: getattr(candidate, name) for name in field_types() if name != "model" and is_shown(candidate, name)}
+    return Job(model=candidate.model, method=candidate.method, pinned=pinned, trl_version=candidate.trl_version)
 
 
 # -- probes ------------------------------------------------------------------------------------------------------------

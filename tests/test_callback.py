@@ -18,6 +18,7 @@ import datasets  # noqa: E402
 import peft  # noqa: E402
 import transformers  # noqa: E402
 
+from planner import job_from_trainer  # noqa: E402
 from planner.candidate import Candidate  # noqa: E402
 from planner.errors import InputError  # noqa: E402
 from planner.estimate import estimate  # noqa: E402
@@ -301,6 +302,20 @@ class TestCandidate:
         assert (
             candidate.padded and not candidate_of_run(sft_arguments(tmp_path), small_model(), {"padded": False}).padded
         )
+
+    @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+    def test_the_job_of_a_trainer_pins_what_the_trainer_runs(self, tmp_path, lora):
+        rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4})
+        adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None
+        trainer = trl.SFTTrainer(
+            model=small_model(), args=arguments(tmp_path), train_dataset=rows, processing_class=tokenizer(64),
+            peft_config=adapters,
+        )  # fmt: skip
+        found = candidate_of_run(trainer.args, trainer.model, {})
+        job = job_from_trainer(trainer)
+        cluster = Cluster(gpu=GPU, nodes=1, gpus_per_node=1)
+        assert candidate_key(base_candidate(job, cluster)) == candidate_key(found)
+        assert job.pinned["per_device_train_batch_size"] == BATCH
 
     @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*\.(q|v)_proj"])
     def test_adapters_on_some_kinds_of_layers_are_those(self, tmp_path, targets):

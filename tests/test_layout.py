@@ -66,13 +66,14 @@ ALLOWED = {
     "probes": "probes/callback",
     "training_stack": (
         "basics words models gpus files jobs memory memory/layers allocator estimate search plan measurements report "
-        "probes/dryrun probes/layers probes/runner probes/study"
+        "probes/callback probes/dryrun probes/layers probes/runner probes/study"
     ),
     "commands": (
         "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose report "
         "training_stack"
     ),
-    "planner": "basics words models gpus jobs estimate plan commands",
+    "notebook": "basics gpus jobs plan measurements report training_stack commands",
+    "planner": "basics words models gpus jobs estimate plan notebook",
     "cli": "basics words commands",
 }  # fmt: skip
 

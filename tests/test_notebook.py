@@ -81,5 +81,18 @@ def test_what_every_combination_is_refused_for_is_raised_once() -> None:
 def test_a_job_of_names_says_what_to_write() -> None:
     with pytest.raises(PlanError, match="load_model"):
         Job(model="Qwen2.5-7B", method="sft")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"planner\.plan\('Qwen2.5-7B', .*, method='sft'\)"):
+        Job(model="Qwen2.5-7B", method="sft")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="two names"):
         plan("Qwen2.5-7B", parse_cluster("1xT4"), method="sft")
+
+
+@pytest.mark.parametrize(
+    ("pinned", "message"),
+    [({"lora_r": "x"}, "lora_r must be a whole number, not x"), ({"packing": 3}, "packing must be true or false"),
+     ({"max_length": -1}, "max_length must be at least 1"), ({"zero_stage": "x"}, "zero_stage")],
+    ids=["text", "boolean", "negative", "spelled"],
+)  # fmt: skip
+def test_a_pinned_value_of_another_type_is_refused_as_by_set(pinned: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Job(model=load_model("Qwen2.5-0.5B"), method="sft", pinned=pinned)

@@ -1,13 +1,13 @@
 """A job: the model, the method and the settings that the user asks for, before a search decides the others."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
-from planner.candidate import Candidate, Quantization
-from planner.errors import InputError, UnknownArchitecture, UnknownName
+from planner.candidate import Quantization
+from planner.errors import InputError, UnknownArchitecture, UnknownName, shortened
 from planner.gpus.cluster import Cluster
-from planner.jobs.settings import candidate_fields, setting_names
+from planner.jobs.settings import candidate_fields, field_types, setting_names, typed_value
 from planner.jobs.spellings import Value
 from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.shape import ModelShape
@@ -58,7 +58,11 @@ class Job:
         if self.method not in METHODS:
             raise UnknownName("method", self.method, METHODS)
         if not isinstance(self.model, ModelShape):
-            raise InputError(f"A Job takes a model's shape: Job(model=load_model({self.model!r}), ...).")
+            name = shortened(self.model)
+            raise InputError(
+                f"A Job takes a model's shape, not {name}: write planner.plan({name!r}, '2xA100-40G', "
+                f"method={self.method!r}), or Job(model=load_model({name!r}), ...)."
+            )
         object.__setattr__(self, "pinned", self._pinned_fields())
         for problem in job_problems(self):
             raise InputError(problem)
@@ -75,15 +79,13 @@ class Job:
 
     def _pinned_fields(self) -> Mapping[str, object]:
         """Return `pinned` by Candidate field; names of the libraries, such as zero_stage, are converted."""
-        known = {entry.name for entry in fields(Candidate)}
-        spelled = {name: self.pinned[name] for name in self.pinned if name not in known}
-        for name in spelled.keys() - set(setting_names()):
+        known = field_types().keys()
+        for name in self.pinned.keys() - known - set(setting_names()):
             raise UnknownName("setting", name, [*known, *setting_names()])
-        if not spelled:
-            return self.pinned
-        values: dict[str, Value] = {name: value for name, value in spelled.items()}  # type: ignore[misc]
-        converted = candidate_fields(values, self.model.dtype, loaded_quantization(self.model))
-        return {**{name: value for name, value in self.pinned.items() if name in known}, **converted}
+        values: dict[str, Value] = {name: typed_value(name, value) for name, value in self.pinned.items()}  # type: ignore[arg-type]
+        spelled = {name: value for name, value in values.items() if name not in known}
+        converted = candidate_fields(spelled, self.model.dtype, loaded_quantization(self.model)) if spelled else {}
+        return {**{name: value for name, value in values.items() if name in known}, **converted}
 
 
 def job_problems(job: Job) -> Iterator[str]:

@@ -124,6 +124,18 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
     return given
 
 
+def typed_value(name: str, value: Value) -> Value:
+    """Return a value of a setting or Candidate field in the setting's type, checked as by `--set`.
+
+    Raises:
+        InputError: the value has another type or is out of range.
+        UnknownName: the value is none of the setting's choices.
+    """
+    if ALIASES.get(name, name) in _MODELS or value is None:
+        return value
+    return _parse_value(name, value)
+
+
 def fields_named(names: Iterable[str]) -> set[str]:
     """Return the Candidate fields that settings of these names decide."""
     return {FIELD_OF_SETTING.get(name) or ALIASES.get(name, name) for name in names}

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import InputError, PlanError, shortened
+from planner.errors import InputError, shortened
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.plan import Plan
@@ -15,7 +14,6 @@ from planner.plan import plan as plan_job
 if TYPE_CHECKING:
     import pandas as pd
 
-LIST_SETTINGS = frozenset({"lora_target_modules"})
 WIDTH = 100  # columns of the table in a notebook
 STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
 
@@ -68,46 +66,6 @@ def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
     request = read_options(_options(model, gpus, asked), complete_models(lambda line: None))
     answer = apply_own_results(plan_job(request.job, request.cluster), read_own_results())
     return _answer(answer, request.warnings)
-
-
-def sweep(model: str, gpus: str | Sequence[str], **asked: Any) -> "pd.DataFrame":
-    """Plan every combination: a list, tuple or range as an argument of `plan` is an axis, a column of the frame.
-
-    A setting that is a list itself (lora_target_modules) is no axis, but for a list of such lists. A combination that
-    the command refuses, or that does not fit, is a row with the reason.
-
-    Example: `sweep("Qwen2.5-7B", ["1xL4", "2xA100-40G"], method="sft", max_length=[1024, 4096, 16384])`.
-
-    Raises:
-        PlanError: pandas is not installed, or the command refuses every combination for the same reason.
-    """
-    from planner.report.frame import frame_of
-
-    given = {"gpus": gpus, **asked}
-    axes = {name: value for name, value in given.items() if _is_axis(name, value)}
-    fixed = {name: value for name, value in given.items() if name not in axes}
-    rows = [_row(model, fixed, dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
-    refusals = {row["reason"] for row in rows if "peak_bytes" not in row}
-    if len(refusals) == 1 and not any("peak_bytes" in row for row in rows):
-        raise InputError(refusals.pop())
-    return frame_of(rows)
-
-
-def _is_axis(name: str, value: object) -> bool:
-    values = list(value) if isinstance(value, (list, tuple, range)) else []
-    return bool(values) and (name not in LIST_SETTINGS or isinstance(values[0], (list, tuple)))
-
-
-def _row(model: str, fixed: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    from planner.report.frame import figures
-    from planner.report.table import refusal
-
-    asked = {**fixed, **point}
-    try:
-        answer = plan(model, asked.pop("gpus"), **asked)
-    except PlanError as error:
-        return {**point, "fits": False, "reason": str(error)}
-    return {**point, **figures(answer.best), "reason": "" if answer.best.fits else refusal(answer)}
 
 
 def _answer(found: Plan, warnings: Sequence[str]) -> Answer:

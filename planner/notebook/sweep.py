@@ -1,0 +1,53 @@
+"""Plans of every combination of settings, as a frame: `sweep("Qwen2.5-7B", ["1xL4", "2xA100-40G"], method="sft")`."""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import InputError, PlanError
+from planner.notebook.answer import plan
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LIST_SETTINGS = frozenset({"lora_target_modules"})
+
+
+def sweep(model: str, gpus: str | Sequence[str], **asked: Any) -> "pd.DataFrame":
+    """Plan every combination: a list, tuple or range as an argument of `plan` is an axis, a column of the frame.
+
+    A setting that is a list itself (lora_target_modules) is no axis, but for a list of such lists. A combination that
+    the command refuses, or that does not fit, is a row with the reason.
+
+    Example: `sweep("Qwen2.5-7B", ["1xL4", "2xA100-40G"], method="sft", max_length=[1024, 4096, 16384])`.
+
+    Raises:
+        PlanError: pandas is not installed, or the command refuses every combination for the same reason.
+    """
+    from planner.report.frame import frame_of
+
+    given = {"gpus": gpus, **asked}
+    axes = {name: value for name, value in given.items() if _is_axis(name, value)}
+    fixed = {name: value for name, value in given.items() if name not in axes}
+    rows = [_row(model, fixed, dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
+    refusals = {row["reason"] for row in rows if "peak_bytes" not in row}
+    if len(refusals) == 1 and not any("peak_bytes" in row for row in rows):
+        raise InputError(refusals.pop())
+    return frame_of(rows)
+
+
+def _is_axis(name: str, value: object) -> bool:
+    values = list(value) if isinstance(value, (list, tuple, range)) else []
+    return bool(values) and (name not in LIST_SETTINGS or isinstance(values[0], (list, tuple)))
+
+
+def _row(model: str, fixed: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
+    from planner.report.frame import figures
+    from planner.report.table import refusal
+
+    asked = {**fixed, **point}
+    try:
+        answer = plan(model, asked.pop("gpus"), **asked)
+    except PlanError as error:
+        return {**point, "fits": False, "reason": str(error)}
+    return {**point, **figures(answer.best), "reason": "" if answer.best.fits else refusal(answer)}
