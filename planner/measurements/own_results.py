@@ -6,6 +6,7 @@ replaces the estimate of the same candidate on the same kind of card. Two measur
 figure: real runs, whose rows are as long as the user's data, and the memory that CUDA takes outside PyTorch.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from planner.units import MIB, format_gib
 SCHEMA: Literal[1] = 1  # of a line, `candidate_key` included
 Source = Literal["probe", "run"]
 NOTABLE_BYTES = 64 * MIB  # difference of the measured CUDA context from the estimated one
+ID_CHARACTERS = 12  # of a line's SHA-256
 NEWEST = 50  # measurements of a kind of card that its context is computed from
 
 
@@ -147,6 +149,16 @@ def result_lines(storage: str = "") -> list[str]:
 
         return team_lines(url)
     return list(lines_of(results_file()))
+
+
+def listed_results(storage: str = "") -> Iterator[tuple[str, str, OwnResult | None]]:
+    """Yield the id, the line and the result of each line; None for one that this release cannot read.
+
+    Raises:
+        PlanError: the database cannot be read.
+    """
+    for line in result_lines(storage):
+        yield hashlib.sha256(line.encode()).hexdigest()[:ID_CHARACTERS], line, read_result(line)
 
 
 def forget_results(lines: Iterable[str], storage: str = "") -> int:

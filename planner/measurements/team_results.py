@@ -28,7 +28,7 @@ VALUES (:digest, :source, :gpu, :candidate, :line, :saved_at)
 
 
 def line_digest(line: str) -> str:
-    """Return the key of a line, of which users give the first characters."""
+    """Return the key of a line."""
     return hashlib.sha256(line.encode()).hexdigest()
 
 
