@@ -1,13 +1,14 @@
 """A team's database: studies and measurements of several processes at once, a server that dies, migrations."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,22 +33,9 @@ from planner.measurements.team_results import add_lines, migrate, team_lines  # 
 from planner.units import MIB  # noqa: E402
 from probes.study.sampler import MEASUREMENT, OWNER  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
 CARD_NAME = "NVIDIA GeForce RTX 3090"
 WRITERS = 4
 LINES = [json.dumps({"gpu": "A", "key": str(number), "source": "probe"}) for number in range(12)]
-WRITE_LINES = (
-    "import json, sys\n"
-    "from planner.measurements.team_results import add_lines\n"
-    "lines = json.loads(sys.argv[2])\n"
-    "print(sum(add_lines(sys.argv[1], [line]) for line in (lines if sys.argv[3] == '0' else lines[::-1])))\n"
-)
-PROBE_STUDY = (
-    "import sys, time\n"
-    "from hidden_study import CARD, HiddenProbe, problem, proven, space\n"
-    "card = HiddenProbe(card=CARD, space=space(problem()))\n"
-    "print(proven(sys.argv[1], lambda candidate: (time.sleep(0.3), card(candidate))[1]).ending)\n"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -56,16 +44,21 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PLAN_STORAGE", raising=False)
 
 
-def processes(script: str, *arguments: list[str]) -> list[str]:
-    """Run a script in a process for each list of arguments, all at once; return what they print."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    started = [
-        subprocess.Popen([sys.executable, "-c", script, *each], env=environment, stdout=subprocess.PIPE, text=True)
-        for each in arguments
-    ]
-    answers = [process.communicate(timeout=60)[0].strip() for process in started]
-    assert [process.returncode for process in started] == [0] * len(arguments)
-    return answers
+def in_processes(function: Callable[[int], object]) -> list[object]:
+    """Call a function in four processes at once, with their numbers; return what they return."""
+    context = multiprocessing.get_context("fork")  # without the seconds of imports
+    ends = [context.Pipe(duplex=False) for _ in range(WRITERS)]
+
+    def work(number: int) -> None:
+        ends[number][1].send(function(number))
+
+    started = [context.Process(target=work, args=(number,)) for number in range(WRITERS)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(60)
+    assert [process.exitcode for process in started] == [0] * WRITERS
+    return [end.recv() for end, _ in ends]
 
 
 # -- on SQLite ---------------------------------------------------------------------------------------------------------
@@ -138,16 +131,15 @@ class Server:
 
     def __init__(self, programs: Path, folder: Path) -> None:
         self._programs, self._folder = programs, folder
-        # PostgreSQL refuses to run as root.
-        self._user = {"user": "nobody", "group": None} if os.getuid() == 0 else {}
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"postgresql+psycopg://plan:secret@/postgres?host={folder}"
 
     def create(self) -> None:
-        options = ["-D", "data", "-U", "plan", "-A", "trust", "--no-sync"]
+        options = ["-D", "data", "-U", "plan", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"]
         self._start("initdb", *options).wait(timeout=60)
 
     def _start(self, program: str, *options: str) -> "subprocess.Popen[bytes]":
+        # PostgreSQL refuses to run as root.
         user = "nobody" if os.getuid() == 0 else None
         return subprocess.Popen(
             [str(self._programs / program), *options],
@@ -178,8 +170,6 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    import tempfile
-
     pytest.importorskip("psycopg")
     found = shutil.which("postgres") or next(map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))), "")
     if not found:
@@ -211,8 +201,10 @@ def test_migrations_of_postgresql_down_and_up_keep_the_rows(url: str) -> None:
 
 
 def test_four_processes_write_the_same_measurements_and_each_is_there_once(url: str) -> None:
-    added = processes(WRITE_LINES, *([url, json.dumps(LINES), str(number % 2)] for number in range(WRITERS)))
-    assert sum(map(int, added)) == len(LINES)
+    added = in_processes(
+        lambda number: sum(add_lines(url, [line]) for line in (LINES if number % 2 else reversed(LINES)))
+    )
+    assert sum(added) == len(LINES)
     assert sorted(team_lines(url)) == sorted(LINES)
 
 
@@ -221,14 +213,28 @@ def trials(url: str) -> "list[optuna.trial.FrozenTrial]":
     return list(optuna.load_study(study_name=name, storage=url).trials)
 
 
+@pytest.mark.slow
 def test_four_processes_run_one_study_and_measure_nothing_twice(url: str) -> None:
-    assert processes(PROBE_STUDY, *[[url]] * WRITERS) == ["certified"] * WRITERS
+    card = HiddenProbe(card=CARD, space=space(problem()))
+
+    def one_probe(_: int) -> str:
+        asked: list[object] = []
+
+        def probe(candidate):
+            asked.append(candidate)
+            time.sleep(0.5)
+            return card(candidate)
+
+        return proven(url, probe, budget_seconds=1.0, clock=lambda: float(len(asked))).ending
+
+    assert set(in_processes(one_probe)) <= {"budget", "certified"}
     found = trials(url)
     assert all(MEASUREMENT in trial.user_attrs and trial.state.is_finished() for trial in found)
     assert len({str(sorted(trial.params.items())) for trial in found}) == len(found)
-    assert len({trial.user_attrs[OWNER] for trial in found}) > 1
+    assert len({trial.user_attrs[OWNER] for trial in found}) == len(found) > 1
 
 
+@pytest.mark.slow
 def test_a_study_outlasts_a_server_that_is_killed_and_repeats_nothing(
     url: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SQLITE = "sqlite:///"
 POSTGRESQL = "postgresql"
+LIBPQ = ("postgresql://", "postgresql+psycopg://", "postgresql+psycopg2://")  # URLs whose driver has libpq's settings
 HIDDEN = "***"  # as SQLAlchemy shows a password
 CONNECT_SECONDS = 10  # libpq's connect_timeout, for each address of the host; its default waits for TCP, minutes
 # Longest wait for another process to release SQLite's file; its default of 5 s is too short for slow disks.
@@ -49,11 +50,14 @@ def hide_password(url: str) -> str:
     return shown.render_as_string(hide_password=True).replace(quote_plus(HIDDEN), HIDDEN)
 
 
-def connect_settings(url: str) -> dict[str, int | float]:
-    """Return the driver's settings for a connection: how long it waits."""
+def connect_settings(url: str) -> dict[str, int | float | str]:
+    """Return the driver's settings for a connection: how long it waits, and the encoding."""
     if url.startswith(SQLITE):
         return {"timeout": LOCK_SECONDS}
-    return {"connect_timeout": CONNECT_SECONDS} if url.startswith(POSTGRESQL) else {}
+    if not url.startswith(LIBPQ):
+        return {}
+    # psycopg gives bytes instead of text from a database in SQL_ASCII, the encoding of servers in the C locale.
+    return {"connect_timeout": CONNECT_SECONDS, "client_encoding": "utf8"}
 
 
 def new_engine(url: str) -> "Engine":
