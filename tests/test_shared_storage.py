@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import tempfile
 import time
@@ -17,11 +18,13 @@ pytest.importorskip("alembic")
 optuna = pytest.importorskip("optuna", minversion="5.0")
 
 from hidden_study import CARD, HiddenProbe, problem, proven, space  # noqa: E402
+from optuna.trial import TrialState  # noqa: E402
 from test_measured import CLUSTER, EXPECTED, fake_measurement  # noqa: E402
 
 import probes.study.storage  # noqa: E402
 from planner.cli import run  # noqa: E402
 from planner.errors import EXIT_WRONG_INPUT, InputError  # noqa: E402
+from planner.files.database import make_folder  # noqa: E402
 from planner.measurements.own_results import (  # noqa: E402
     correct_by_own_probes,
     read_own_results,
@@ -32,6 +35,8 @@ from planner.measurements.own_results import (  # noqa: E402
 from planner.measurements.team_results import add_lines, migrate, team_lines  # noqa: E402
 from planner.units import MIB  # noqa: E402
 from probes.study.sampler import MEASUREMENT, OWNER  # noqa: E402
+from probes.study.storage import Heartbeats, engine_settings, open_study  # noqa: E402
+from probes.study.study import adopt  # noqa: E402
 
 CARD_NAME = "NVIDIA GeForce RTX 3090"
 WRITERS = 4
@@ -83,8 +88,6 @@ def test_migrations_down_and_up_keep_the_rows(file: str) -> None:
 
 
 def test_tables_of_a_newer_release_are_refused_in_one_line(file: str) -> None:
-    import sqlite3
-
     add_lines(file, LINES)
     with sqlite3.connect(file.removeprefix("sqlite:///")) as connection:
         connection.execute("UPDATE plan_alembic_version SET version_num = 'v99'")
@@ -123,6 +126,27 @@ def test_measurements_are_listed_exported_and_forgotten(
     assert read_own_results(storage).results == () and second
 
 
+def test_a_trial_of_another_host_is_given_up_when_its_heart_has_stopped(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes.study.storage, "HEARTBEAT_SECONDS", 1)
+    make_folder(file)
+    study = open_study(file, "study", optuna.samplers.RandomSampler())
+    dead, living = study.ask(), study.ask()
+    beats = Heartbeats(file)
+    for trial in (dead, living):
+        trial.set_user_attr(OWNER, "elsewhere:1:1")
+        beats.beat(trial)
+    with sqlite3.connect(file.removeprefix("sqlite:///")) as connection:
+        connection.execute("UPDATE trial_heartbeats SET heartbeat = '2020-01-01 00:00:00' WHERE trial_id = 1")
+    connection.close()
+    adopt(study, space(problem()), lambda _: None, beats)
+    assert [trial.state for trial in study.trials] == [TrialState.RUNNING] * 2  # its process may wait for the server
+    time.sleep(1.05)
+    adopt(study, space(problem()), lambda _: None, beats)
+    assert [trial.state for trial in study.trials] == [TrialState.FAIL, TrialState.RUNNING]
+
+
 # -- on PostgreSQL -----------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +172,12 @@ class Server:
 
     def start(self) -> None:
         options = ["-D", "data", "-k", str(self._folder), "-c", "listen_addresses=", "-c", "fsync=off"]
-        self._process = self._start("postgres", *options)
+        for _ in range(50):
+            self._process = self._start("postgres", *options)
+            try:
+                self._process.wait(timeout=0.3)  # processes of the killed server still end
+            except subprocess.TimeoutExpired:
+                return
 
     def wait(self) -> None:
         import psycopg
@@ -209,8 +238,9 @@ def test_four_processes_write_the_same_measurements_and_each_is_there_once(url: 
 
 
 def trials(url: str) -> "list[optuna.trial.FrozenTrial]":
-    (name,) = optuna.study.get_all_study_names(url)
-    return list(optuna.load_study(study_name=name, storage=url).trials)
+    storage = optuna.storages.RDBStorage(url, engine_kwargs=engine_settings(url))
+    (name,) = optuna.study.get_all_study_names(storage)
+    return list(optuna.load_study(study_name=name, storage=storage).trials)
 
 
 @pytest.mark.slow

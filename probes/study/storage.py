@@ -16,6 +16,7 @@ from time import monotonic, sleep
 from typing import TypeVar
 
 import optuna
+from sqlalchemy import NullPool
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from planner.errors import InputError, PlanError
@@ -117,8 +118,9 @@ def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> opt
 
 
 def engine_settings(url: str) -> dict[str, object]:
-    """Return SQLAlchemy's settings for a study's storage: a connection that the server has ended is opened again."""
-    return {"connect_args": connect_settings(url), "pool_pre_ping": is_shared(url)}
+    """Return SQLAlchemy's settings for a study's storage. On a server no connection outlives a transaction."""
+    settings: dict[str, object] = {"connect_args": connect_settings(url)}
+    return settings | {"poolclass": NullPool} if is_shared(url) else settings
 
 
 def is_shared(url: str) -> bool:
