@@ -34,6 +34,7 @@ app.command("export", epilog=EPILOG)(export.export)
 app.command()(lists.models)
 app.command()(lists.gpus)
 app.command()(lists.schema)
+app.command(epilog=EPILOG)(lists.measurements)
 
 
 def main() -> None:

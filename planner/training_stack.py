@@ -250,7 +250,7 @@ class ProvenPlan:
 def prove(plan: Plan, run: Probe, *, device: DeviceName, storage: str, budget_seconds: float, say: Say) -> ProvenPlan:
     """Run an Optuna study of probes and return the plan corrected by its measurements, with an exit code.
 
-    `storage`: an Optuna storage URL; empty: a file in the user's cache.
+    `storage`: a database's URL, which keeps the measurements too; empty: files in the user's cache.
 
     Raises:
         InputError: the storage cannot be used.
@@ -260,7 +260,7 @@ def prove(plan: Plan, run: Probe, *, device: DeviceName, storage: str, budget_se
 
     options = studies.StudyOptions(device=device, storage=storage, budget_seconds=budget_seconds, say=say)
     study = studies.prove(plan, run, options)
-    save_new_results(study.measurements, plan.cluster.gpu.name)
+    save_new_results(study.measurements, plan.cluster.gpu.name, storage)
     report = {
         **certificate_report(study.certificate),
         "study": study.study_name,

@@ -16,6 +16,7 @@ optuna = pytest.importorskip("optuna", minversion="5.0")
 from hidden_study import CARD, STAGES, HiddenProbe, problem, proven, space  # noqa: E402
 from optuna.trial import TrialState  # noqa: E402
 
+import planner.files.database  # noqa: E402
 import probes.study.storage  # noqa: E402
 from planner.candidate import Candidate  # noqa: E402
 from planner.errors import InputError, PlanError  # noqa: E402
@@ -143,7 +144,7 @@ def test_a_locked_storage_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_storage_that_stays_locked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes.study.storage, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(planner.files.database, "LOCK_SECONDS", 0.2)
     proven(storage(tmp_path), budget_seconds=-1.0)
     thread = locked(tmp_path / "study.db", 2.0)
     said = (

@@ -346,7 +346,8 @@ class StudyOptions(ProbeOptions):
         typer.Option(
             "--storage",
             metavar="URL",
-            help="With --probe: an Optuna storage. Default: a file in the user's cache; it is resumed.",
+            help="With --probe: the database of the study and its measurements, resumed. Default: $PLAN_STORAGE, else "
+            "files in the user's cache.",
         ),
     ] = None
 
@@ -382,6 +383,23 @@ class ValidateOptions:
         ),
     ] = None
     csv: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Also write the rows as CSV.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasurementsOptions:
+    """Which of the user's own measurements, and what is done with them."""
+
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            "--storage", metavar="URL", help="A team's database. Default: $PLAN_STORAGE, else the user's cache."
+        ),
+    ] = None
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Only those of this card.")] = None
+    export: Annotated[bool, typer.Option("--export", help="Print them as JSON lines.")] = False
+    forget: Annotated[
+        str | None, typer.Option("--forget", metavar="ID", help="Remove the one with this id, or all (of --gpu).")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

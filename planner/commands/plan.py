@@ -85,23 +85,24 @@ def _checked(answer: "Plan", output: CheckOptions) -> "Plan":
 def _proven(request: "JobRequest", study: StudyOptions, output: CheckOptions) -> "tuple[Plan, int, str]":
     """Return the plan after a study of probes, the exit code and, if that is not 0, the error message."""
     from planner.commands.probe import probe_settings
+    from planner.files.database import storage_url
     from planner.measurements.own_results import apply_own_results, read_own_results
     from planner.plan import plan
     from planner.report.table import refusal
     from planner.training_stack import open_device, prove, runnable_here
     from planner.units import parse_seconds
 
-    settings = probe_settings(study)
+    settings, storage = probe_settings(study), storage_url(study.storage)
     budget_seconds = parse_seconds(study.budget) if study.budget is not None else float("inf")
     run = open_device(request.cluster, settings, progress_line(output))
     job, changes = runnable_here(request.job, request.cluster, settings.device)
-    answer = apply_own_results(plan(job, request.cluster), read_own_results())
+    answer = apply_own_results(plan(job, request.cluster), read_own_results(storage))
     answer = replace(answer, warnings=(*changes, *answer.warnings))
     proof = prove(
         answer,
         run,
         device=settings.device,
-        storage=study.storage or "",
+        storage=storage,
         budget_seconds=budget_seconds,
         say=progress(output),
     )

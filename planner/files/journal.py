@@ -1,7 +1,8 @@
 """Files that several processes append lines to. A line that was cut off, by a full disk or a signal, is skipped."""
 
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from planner.errors import PlanError
@@ -17,7 +18,7 @@ def append_line(path: Path, line: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = _open_locked(path)
         try:
             data = (("" if _ends_with_newline(descriptor) else "\n") + line + "\n").encode()
             if os.write(descriptor, data) != len(data):
@@ -27,6 +28,48 @@ def append_line(path: Path, line: str) -> None:
             os.close(descriptor)
     except OSError as error:
         raise PlanError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def rewrite_lines(path: Path, forgotten: Set[str]) -> int:
+    """Remove lines from a file; return how many it had. Lines that others append meanwhile are kept.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
+    if not path.is_file():
+        return 0
+    try:
+        descriptor = _open_locked(path)
+        try:
+            lines = list(lines_of(path))
+            kept = [line for line in lines if line not in forgotten]
+            new = path.with_name(f"{path.name}.{os.getpid()}")
+            with new.open("w", encoding="utf-8") as file:
+                file.writelines(line + "\n" for line in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be written: {error.strerror}.") from error
+    return len(lines) - len(kept)
+
+
+def _open_locked(path: Path) -> int:
+    """Open a file for appending, and lock it until it is closed: `rewrite_lines` replaces it by another."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:
+            pass  # it was removed while we waited
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def lines_of(path: Path) -> Iterator[str]:

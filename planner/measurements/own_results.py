@@ -1,10 +1,12 @@
-"""The user's own measurements: a file of JSON lines in the cache, and the corrections that later plans take from it.
+"""The user's own measurements: a file of JSON lines in the cache, or a team's database; and the corrections that later
+plans take from them.
 
 `planner.plan.plan` does not read them: commands do, and a corrected plan says so in its notes. A probe's measurement
 replaces the estimate of the same candidate on the same kind of card. Two measurements become notes and change no
 figure: real runs, whose rows are as long as the user's data, and the memory that CUDA takes outside PyTorch.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +16,8 @@ from typing import Any, Literal
 
 from planner.errors import InputError, UnknownName
 from planner.files.cache import cache_root
-from planner.files.journal import append_line, lines_of
+from planner.files.database import hide_password, storage_url
+from planner.files.journal import append_line, lines_of, rewrite_lines
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Gpu
 from planner.measurements.corrected_estimate import correct_estimate, heaviest_rank, needed_peak_bytes, why_undecided
@@ -29,6 +32,7 @@ from planner.units import MIB, format_gib
 SCHEMA: Literal[1] = 1  # of a line, `candidate_key` included
 Source = Literal["probe", "run"]
 NOTABLE_BYTES = 64 * MIB  # difference of the measured CUDA context from the estimated one
+ID_CHARACTERS = 12  # of a line's SHA-256
 NEWEST = 50  # measurements of a kind of card that its context is computed from
 
 
@@ -58,15 +62,15 @@ class OwnResult:
         except InputError as error:
             raise InputError(
                 f"One of your own measurements of {self.gpu} cannot be read ({error}). "
-                f"Remove its line from {results_file()}."
+                f"Remove its line from {results_file()}, or forget it: plan measurements --forget."
             ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnResults:
-    """The lines of the file, oldest first. `unread`: how many this release cannot read."""
+    """The lines of the file or database, oldest first. `unread`: how many this release cannot read."""
 
-    path: Path
+    path: Path | str  # of the file; of a database the URL without its password
     results: tuple[OwnResult, ...]
     unread: int
 
@@ -79,18 +83,35 @@ def results_file() -> Path:
     return cache_root() / "measurements" / f"schema-{SCHEMA}.jsonl"
 
 
-def save_result(measurement: Measurement, gpu: str, source: Source) -> Path:
-    """Append a measurement to the file. `gpu` is the card's name, of the driver or of the catalogue.
+def save_result(measurement: Measurement, gpu: str, source: Source, storage: str = "") -> Path | str:
+    """Add a measurement to the database, or to the file if there is no database; return its path or URL.
+
+    `gpu` is the card's name, of the driver or of the catalogue. `storage`: the database; empty: $PLAN_STORAGE.
 
     Raises:
-        PlanError: the file cannot be written.
+        PlanError: the file or database cannot be written.
+        ValueError: the measurement is of a simulated card.
+    """
+    line = result_line(measurement, gpu, source)
+    if url := storage_url(storage):
+        from planner.measurements.team_results import add_lines
+
+        add_lines(url, [line])
+        return hide_password(url)
+    append_line(results_file(), line)
+    return results_file()
+
+
+def result_line(measurement: Measurement, gpu: str, source: Source) -> str:
+    """Return a measurement as one line of JSON.
+
+    Raises:
         ValueError: the measurement is of a simulated card.
     """
     from planner.measurements.documents import measurement_report
 
     if measurement.evidence != "measured":
         raise ValueError("only what was measured is kept")
-    path = results_file()
     line = {
         "schema": SCHEMA,
         "source": source,
@@ -98,32 +119,71 @@ def save_result(measurement: Measurement, gpu: str, source: Source) -> Path:
         "key": candidate_key(measurement.candidate),
         "measurement": measurement_report(measurement),
     }
-    append_line(path, json.dumps(line, sort_keys=True, allow_nan=False))
-    return path
+    return json.dumps(line, sort_keys=True, allow_nan=False)
 
 
-def save_new_results(measurements: Iterable[Measurement], gpu: str) -> int:
-    """Append a study's measurements on GPUs that the file does not have yet; return how many.
+def save_new_results(measurements: Iterable[Measurement], gpu: str, storage: str = "") -> int:
+    """Add a study's measurements on GPUs that the file or database does not have yet; return how many.
 
     Measurements that do not decide about a card are skipped: those of CPUs, of simulated cards, and of failed probes.
     """
     from planner.measurements.documents import measurement_line
 
-    saved = {json.dumps(result.measurement, sort_keys=True) for result in read_own_results().results}
+    saved = {json.dumps(result.measurement, sort_keys=True) for result in read_own_results(storage).results}
     new = [
         each for each in measurements if each.device == "cuda" and each.decided and measurement_line(each) not in saved
     ]
     for measurement in new:
-        save_result(measurement, gpu, "probe")
+        save_result(measurement, gpu, "probe", storage)
     return len(new)
 
 
-def read_own_results(path: Path | None = None) -> OwnResults:
-    """Read the file; without a file there are no results."""
-    path = results_file() if path is None else path
-    read = [_read_line(line) for line in lines_of(path)]
+def result_lines(storage: str = "") -> list[str]:
+    """Return the lines of the database, or of the file if there is no database, oldest first.
+
+    Raises:
+        PlanError: the database cannot be read.
+    """
+    if url := storage_url(storage):
+        from planner.measurements.team_results import team_lines
+
+        return team_lines(url)
+    return list(lines_of(results_file()))
+
+
+def listed_results(storage: str = "") -> Iterator[tuple[str, str, OwnResult | None]]:
+    """Yield the id, the line and the result of each line; None for one that this release cannot read.
+
+    Raises:
+        PlanError: the database cannot be read.
+    """
+    for line in result_lines(storage):
+        yield hashlib.sha256(line.encode()).hexdigest()[:ID_CHARACTERS], line, read_result(line)
+
+
+def forget_results(lines: Iterable[str], storage: str = "") -> int:
+    """Remove lines from the database, or from the file if there is no database; return how many it had.
+
+    Raises:
+        PlanError: the file or database cannot be written.
+    """
+    if url := storage_url(storage):
+        from planner.measurements.team_results import remove_lines
+
+        return remove_lines(url, lines)
+    return rewrite_lines(results_file(), set(lines))
+
+
+def read_own_results(storage: str = "") -> OwnResults:
+    """Read the database, or the file if there is no database; without a file there are no results.
+
+    Raises:
+        PlanError: the database cannot be read.
+    """
+    url = storage_url(storage)
+    read = [read_result(line) for line in result_lines(url)]
     return OwnResults(
-        path=path,
+        path=hide_password(url) if url else results_file(),
         results=tuple(result for result in read if result is not None),
         unread=sum(result is None for result in read),
     )
@@ -244,7 +304,7 @@ def _decode_gpu_results(results: Iterable[OwnResult]) -> list[Measurement]:
     return [measurement for result in results if (measurement := result.decode()).device == "cuda"]
 
 
-def _read_line(line: str) -> OwnResult | None:
+def read_result(line: str) -> OwnResult | None:
     """Read one line; None if the line is cut off, is no result, or has another schema."""
     from planner.files.decode import decode_json  # imports msgspec, which a plan without own results does not need
 

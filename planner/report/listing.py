@@ -7,6 +7,7 @@ from rich.table import Table
 
 from planner.gpus.catalogue import GpuRow
 from planner.gpus.prices import MILLION
+from planner.measurements.own_results import OwnResult
 from planner.models.catalogue import ModelRow
 from planner.plan import Plan
 from planner.report.documents import SCHEMA, ClusterReport, ComparisonReport
@@ -27,6 +28,20 @@ def models_listing(rows: Iterable[ModelRow]) -> str:
         for row in rows
     ]
     return _columns(("model", "parameters", "dtype", "model_type", "activations"), lines)
+
+
+def measurements_listing(results: Iterable[tuple[str, OwnResult | None]]) -> str:
+    """Return a line for each of the user's own measurements, with its id."""
+    lines = [
+        (digest, "", "", "unreadable", "") if result is None else (digest, *_measurement_columns(result))
+        for digest, result in results
+    ]
+    return _columns(("id", "gpu", "source", "outcome", "candidate"), lines)
+
+
+def _measurement_columns(result: OwnResult) -> tuple[str, str, str, str]:
+    measurement = result.decode()
+    return result.gpu, result.source, measurement.outcome, describe_candidate(measurement.candidate)
 
 
 def gpus_listing(rows: Iterable[GpuRow]) -> str:

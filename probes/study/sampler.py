@@ -41,7 +41,8 @@ class PlanSampler(BaseSampler):
         self._seed = seed
         self._random_sampler = RandomSampler(seed=seed)
         self._parsed: dict[str, Measurement] = {}
-        self._proposed: tuple[int, GridPoint | None] = (-1, None)
+        self.running: frozenset[GridPoint] = frozenset()  # points that other processes probe: not proposed
+        self._proposed: tuple[tuple[int, frozenset[GridPoint]], GridPoint | None] = ((-1, frozenset()), None)
 
     def knowledge(self, study: Study) -> Knowledge:
         """Return what the finished trials of a study say."""
@@ -53,8 +54,10 @@ class PlanSampler(BaseSampler):
     def propose(self, study: Study) -> GridPoint | None:
         """Return the point to probe next; None if no open point could be better than the best that ran."""
         finished = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL)))
-        if self._proposed[0] != finished:
-            self._proposed = finished, next_point(self.knowledge(study), seed=self._seed)
+        key = (finished, self.running)
+        if self._proposed[0] != key:
+            knowledge = replace(self.knowledge(study), running=self.running)
+            self._proposed = key, next_point(knowledge, seed=self._seed)
         return self._proposed[1]
 
     def knobs(self, point: GridPoint) -> dict[str, BaseDistribution]:

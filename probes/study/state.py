@@ -34,6 +34,7 @@ class Knowledge:
 
     `set_aside`: points that failed twice for another reason than memory, with the reason.
     `unavailable`: lines that cannot run on this machine, with the reason.
+    `running`: points that another process probes.
     """
 
     space: Space
@@ -41,6 +42,7 @@ class Knowledge:
     measured: Mapping[GridPoint, Measurement]
     set_aside: Mapping[GridPoint, str]
     unavailable: Mapping[int, str] = field(default_factory=dict)
+    running: frozenset[GridPoint] = frozenset()
 
     @property
     def ran(self) -> list[GridPoint]:
@@ -55,7 +57,7 @@ class Knowledge:
 
     def decided(self, point: GridPoint) -> bool:
         """Return whether a point needs no probe any more: it was measured or set aside, or its line was given up."""
-        if point in self.measured or point in self.set_aside or point.line in self.unavailable:
+        if point in self.measured or point in self.set_aside or point in self.running or point.line in self.unavailable:
             return True
         return sum(each.line == point.line for each in self.set_aside) >= FAILED_CANDIDATES
 

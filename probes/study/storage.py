@@ -5,28 +5,45 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from urllib.parse import quote_plus
+from time import monotonic, sleep
+from typing import TypeVar
 
 import optuna
-from sqlalchemy.engine import make_url
+from sqlalchemy import NullPool
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from planner.errors import InputError, PlanError
+from planner.files import database
 from planner.files.cache import cache_root
+from planner.files.database import (
+    POSTGRESQL,
+    SQLITE,
+    connect_settings,
+    error_line,
+    hide_password,
+    is_lost,
+    make_folder,
+    new_engine,
+    not_answering,
+    wait_for_turn,
+)
 from planner.measurements.measurement import DeviceName
 from planner.models.shape import ModelShape
 from planner.search.knobs import SearchProblem
+from planner.units import format_seconds
 
-SQLITE = "sqlite:///"
-LOCK_SECONDS = (
-    30.0  # longest wait for another process to release the file; SQLite's default of 5 s is too short for slow disks
-)
-HIDDEN = "***"  # as SQLAlchemy shows a password
+T = TypeVar("T")
+# Two missed heartbeats are a dead process (optuna 5.0, storages/_rdb/storage.py `_get_stale_trial_ids`).
+HEARTBEAT_SECONDS = 30
+LOST_SECONDS = 600.0  # a study waits so long for a server that does not answer: a restart with recovery, a failover
+RETRY_SECONDS = 1.0
 READABLE = 60  # characters of a study's name before its digest
 # Libraries whose releases change measurements.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "vllm")
@@ -86,43 +103,115 @@ def _model(model: ModelShape) -> dict[str, object]:
     return {"id": model.id, "config": model.config, "dtype": model.dtype, "quantization": model.quantization}
 
 
-def hide_password(url: str) -> str:
-    """Return a storage's URL with `***` instead of its password and of the values in its query.
-
-    Raises:
-        InputError: SQLAlchemy cannot parse the URL, or takes a part of its password for the host. The message does not
-            show the URL: it may hold a password.
-    """
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):
-        raise InputError(f"--storage is no URL that SQLAlchemy can parse. Try {SQLITE}probes.db.") from None
-    if "@" in (parsed.host or ""):
-        raise InputError("--storage has a password with an @. Write %40 in its place.")
-    # A query may hold more secrets, such as libpq's password and sslpassword: only its names are shown.
-    shown = parsed.set(query=dict.fromkeys(parsed.query, HIDDEN))
-    return shown.render_as_string(hide_password=True).replace(quote_plus(HIDDEN), HIDDEN)
-
-
 def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
-    """Open the study of that name, or create it.
+    """Open the study of that name, or create it. On PostgreSQL one process at a time creates tables and studies.
 
     Raises:
         PlanError: the folder of the storage's file cannot be created.
     """
-    settings = {}
-    if url.startswith(SQLITE):
-        settings = {"connect_args": {"timeout": LOCK_SECONDS}}
+    make_folder(url)
+    with turn(url, "optuna"):
+        storage = optuna.storages.RDBStorage(url, engine_kwargs=engine_settings(url))
+        return optuna.create_study(
+            study_name=name, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True
+        )
+
+
+def engine_settings(url: str) -> dict[str, object]:
+    """Return SQLAlchemy's settings for a study's storage. On a server no connection outlives a transaction."""
+    settings: dict[str, object] = {"connect_args": connect_settings(url)}
+    return settings | {"poolclass": NullPool} if is_shared(url) else settings
+
+
+def is_shared(url: str) -> bool:
+    """Whether several processes may run one study of this storage at once."""
+    return url.startswith(POSTGRESQL)
+
+
+@contextmanager
+def turn(url: str, name: str) -> Iterator[None]:
+    """Let one process at a time into the block, of those that share the storage.
+
+    The lock is that of a transaction: the server ends it with the connection of a process that dies.
+    """
+    if not is_shared(url):
+        yield
+        return
+    with new_engine(url).begin() as connection:
+        wait_for_turn(connection, name)
+        yield
+
+
+def outlast(operation: Callable[[], T], url: str, say: Callable[[str], None]) -> T:
+    """Run an operation, again and again for `LOST_SECONDS` while the server of the storage does not answer.
+
+    The operation must be one that may run twice: the server may have done what it did not confirm.
+    """
+    lost_at = 0.0
+    while True:
         try:
-            Path(url.removeprefix(SQLITE)).expanduser().resolve().parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PlanError(
-                f"The study in {hide_password(url)} cannot be read or written: {error.strerror}: {error.filename}."
-            ) from error
-    storage = optuna.storages.RDBStorage(url, engine_kwargs=settings)
-    return optuna.create_study(
-        study_name=name, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True
-    )
+            return operation()
+        except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+            if not is_lost(error, url) or (lost_at and monotonic() - lost_at > LOST_SECONDS):
+                raise
+            if not lost_at:
+                lost_at = monotonic()
+                say(f"{hide_password(url)} does not answer; trying for {format_seconds(LOST_SECONDS)}")
+        sleep(RETRY_SECONDS)
+
+
+class Heartbeats:
+    """Signs of life of the trials of a shared storage, by Optuna's table of heartbeats.
+
+    Optuna records them in `Study.optimize` only, and warns in `Study.ask` of a storage with an interval: this is a
+    second one on the same database.
+    """
+
+    def __init__(self, url: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._storage = optuna.storages.RDBStorage(
+                url,
+                engine_kwargs=engine_settings(url),
+                heartbeat_interval=HEARTBEAT_SECONDS,
+                skip_table_creation=True,
+            )
+        self._stale_since: dict[int, float] = {}
+
+    def beat(self, trial: optuna.Trial) -> None:
+        """Record that a trial's process lives."""
+        self._storage.record_heartbeat(trial._trial_id)
+
+    @contextmanager
+    def beating(self, trial: optuna.Trial) -> Iterator[None]:
+        """Record every `HEARTBEAT_SECONDS` that a trial's process lives; go on when a lost server is back."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            pause: float = HEARTBEAT_SECONDS
+            while not ended.wait(pause):
+                pause = RETRY_SECONDS
+                with suppress(optuna.exceptions.StorageInternalError, SQLAlchemyError):
+                    self.beat(trial)
+                    pause = HEARTBEAT_SECONDS
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def stopped(self, study: optuna.Study) -> set[int]:
+        """Return the ids of the running trials whose process has stopped.
+
+        They are stale by Optuna's rule (two intervals without a heartbeat), and still are one interval after they were
+        first seen so: after a restart of the server, living processes have had that time.
+        """
+        now, stale = monotonic(), self._storage._get_stale_trial_ids(study._study_id)
+        self._stale_since = {trial: self._stale_since.get(trial, now) for trial in stale}
+        return {trial for trial, since in self._stale_since.items() if now - since >= HEARTBEAT_SECONDS}
 
 
 @contextmanager
@@ -130,7 +219,7 @@ def storage_errors(url: str) -> Iterator[None]:
     """Turn the errors of a storage into one line.
 
     Raises:
-        InputError: Optuna cannot open such a storage.
+        InputError: Optuna cannot open such a storage, or its server does not answer.
         PlanError: the storage is locked, or cannot be read or written.
     """
     shown = hide_password(url)
@@ -138,25 +227,17 @@ def storage_errors(url: str) -> Iterator[None]:
         yield
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise InputError(
-            f"--storage {shown} is no storage that Optuna can open: {_line(error, url)} Try {SQLITE}probes.db."
+            f"--storage {shown} is no storage that Optuna can open: {error_line(error, url)} Try {SQLITE}probes.db."
         ) from error
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+        if is_lost(error, url):
+            raise not_answering(error, url) from error
         if "locked" in str(error.__cause__ or error):
             raise PlanError(
-                f"The study in {shown} is locked by another process, for more than {LOCK_SECONDS:.0f} s. "
+                f"The study in {shown} is locked by another process, for more than {database.LOCK_SECONDS:.0f} s. "
                 "End that one, or give another --storage."
             ) from error
-        raise PlanError(f"The study in {shown} cannot be read or written: {_line(error, url)}") from error
-
-
-def _line(error: BaseException, url: str) -> str:
-    """Return the first line of an error's cause, without the secrets of the URL, which libraries repeat."""
-    text = str(error.__cause__ or error).strip() or type(error).__name__
-    line = text.splitlines()[0].rstrip(".") + "."
-    parsed = make_url(url)
-    for secret in (url, parsed.password, *map(str, parsed.query.values())):
-        line = line.replace(str(secret), HIDDEN) if secret else line
-    return line
+        raise PlanError(f"The study in {shown} cannot be read or written: {error_line(error, url)}") from error
 
 
 # -- the process of a trial --------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from time import monotonic
+from time import monotonic, sleep
 from typing import Literal
 
 import optuna
@@ -11,6 +12,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
+from planner.files.database import hide_password
 from planner.measurements.corrected_estimate import phase_differences
 from planner.measurements.documents import measurement_line, stored_measurement
 from planner.measurements.measurement import DeviceName, Measurement, Outcome
@@ -24,14 +26,17 @@ from probes.study.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSa
 from probes.study.space import Estimator, GridPoint, Space, space_of
 from probes.study.state import Knowledge
 from probes.study.storage import (
+    Heartbeats,
     alive,
     default_storage,
-    hide_password,
+    is_shared,
     library_versions,
     open_study,
+    outlast,
     storage_errors,
     study_name,
     this_process,
+    turn,
 )
 
 Probe = Callable[[Candidate], Measurement]
@@ -42,6 +47,7 @@ Ending = Literal["certified", "nothing fits", "set aside", "budget", "interrupte
 
 BYTES_OVER = "bytes_over_budget"  # the trials' constraint: positive if the candidate ran out of memory
 ENVIRONMENT_OUTCOMES: frozenset[Outcome] = frozenset({"gpu_in_use", "disk_full"})
+WAIT_SECONDS = 1.0  # between two looks for the end of other processes' trials
 MOST_FAILURES = 6  # probes in one session that fail for another reason than memory, before it ends
 
 
@@ -98,13 +104,17 @@ def prove(target: SearchProblem | Plan, probe: Probe, options: StudyOptions | No
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with storage_errors(url):
         study = open_study(url, name, sampler)
-        adopt(study, sampler.space, options.say)
+        beats = Heartbeats(url) if is_shared(url) else None
+        with turn(url, name):
+            adopt(study, sampler.space, options.say, beats)
         if before := len(sampler.knowledge(study).measured):
             probes = "probe of this study was" if before == 1 else "probes of this study were"
             options.say(f"{format_count(before)} {probes} measured before: {hide_password(url)}")
-        session = Session(study=study, sampler=sampler, probe=probe, options=options, began=options.clock())
+        session = Session(
+            study=study, sampler=sampler, probe=probe, options=options, url=url, beats=beats, began=options.clock()
+        )
         ending, reason = session.run()
-        knowledge = sampler.knowledge(study)
+        knowledge = outlast(lambda: sampler.knowledge(study), url, options.say)
     best = best_measurement(knowledge)
     return StudyResult(
         problem=problem,
@@ -162,6 +172,8 @@ class Session:
     sampler: PlanSampler
     probe: Probe
     options: StudyOptions
+    url: str  # of the storage
+    beats: Heartbeats | None  # of a shared storage
     began: float
     count: int = 0  # probes so far
     failures: int = 0
@@ -179,12 +191,15 @@ class Session:
 
     def _run_probes(self) -> tuple[Ending, str]:
         """Run probes until no point is open, the budget is spent, or too many fail; return the ending and why."""
-        while (point := self.sampler.propose(self.study)) is not None:
-            if not self._affordable():
+        while (claimed := outlast(self._claim, self.url, self.options.say)) != "ended":
+            if claimed == "unaffordable":
                 budget = format_seconds(self.options.budget_seconds)
                 return "budget", f"{budget} are spent, or the next probe would not fit into what is left"
+            if claimed == "wait":
+                sleep(WAIT_SECONDS)
+                continue
             began = self.options.clock()
-            measurement = self._run_trial(point)
+            measurement = self._run_trial(claimed)
             self.count, self.seconds = self.count + 1, max(self.seconds, self.options.clock() - began)
             if measurement is None or measurement.decided:
                 continue
@@ -210,18 +225,47 @@ class Session:
             spent + self.seconds <= self.options.budget_seconds if self.count else spent <= self.options.budget_seconds
         )
 
-    def _run_trial(self, proposed: GridPoint) -> Measurement | None:
+    def _claim(self) -> Trial | Literal["ended", "unaffordable", "wait"]:
+        """Begin a trial, or say why there is none: other processes may still run trials that decide.
+
+        No other process of a shared storage chooses meanwhile, so that two never probe one candidate.
+        """
+        with turn(self.url, self.study.study_name):
+            self.sampler.running = self._running_elsewhere()
+            proposed = self.sampler.propose(self.study)
+            if proposed is None and not self.sampler.running:
+                return "ended"
+            if not self._affordable():
+                return "unaffordable"
+            if proposed is None:
+                return "wait"
+            trial = self.study.ask(fixed_distributions=self.sampler.knobs(proposed))
+            if self.beats is not None:
+                self.beats.beat(trial)
+            trial.set_user_attr(OWNER, this_process())
+            return trial
+
+    def _running_elsewhere(self) -> frozenset[GridPoint]:
+        """Finish the trials of processes that have stopped; return the points that other processes probe."""
+        if self.beats is None:
+            return frozenset()
+        space = self.sampler.space
+        adopt(self.study, space, self.options.say, self.beats)
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return frozenset(point for trial in running if (point := space.point(trial.params)) is not None)
+
+    def _run_trial(self, trial: Trial) -> Measurement | None:
         """Run one trial and return its measurement; None if its parameters, which users may set, are no candidate."""
         sampler, say = self.sampler, self.options.say
-        trial = self.study.ask(fixed_distributions=sampler.knobs(proposed))
-        trial.set_user_attr(OWNER, this_process())
         point = sampler.space.point(trial.params)
         if point is None or not sampler.space.starts(point):
             fail(self.study, trial, "no candidate has these settings")
             return None
-        say(f"probe {trial.number + 1}: {proposal_line(sampler.knowledge(self.study), point)}")
+        before = outlast(lambda: sampler.knowledge(self.study), self.url, say)
+        say(f"probe {trial.number + 1}: {proposal_line(before, point)}")
         try:
-            measurement = self.probe(sampler.space.candidate(point))
+            with self.beats.beating(trial) if self.beats is not None else nullcontext():
+                measurement = self.probe(sampler.space.candidate(point))
         except BaseException as error:
             fail(
                 self.study,
@@ -229,11 +273,17 @@ class Session:
                 INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}",
             )
             raise
-        record(self.study, trial, measurement, sampler.space)
+        outlast(lambda: self._record(trial, measurement), self.url, say)
         say(f"probe {trial.number + 1}: {result_line(measurement, sampler.space.estimate(point))}")
         if measurement.decided:
-            say(learned_line(learned_constants(sampler.knowledge(self.study).belief)))
+            after = outlast(lambda: sampler.knowledge(self.study), self.url, say)
+            say(learned_line(learned_constants(after.belief)))
         return measurement
+
+    def _record(self, trial: Trial, measurement: Measurement) -> None:
+        """Store a trial's measurement, unless the server did so before it was lost."""
+        if self.study.get_trials(deepcopy=False)[trial.number].state == TrialState.RUNNING:
+            record(self.study, trial, measurement, self.sampler.space)
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------
@@ -286,20 +336,26 @@ def over_bytes(measurement: Measurement, space: Space) -> int:
     return min(measurement.peak_bytes - space.problem.cluster.gpu.free_bytes, 0)
 
 
-def adopt(study: optuna.Study, space: Space, say: Say) -> None:
+def adopt(study: optuna.Study, space: Space, say: Say, beats: Heartbeats | None = None) -> None:
     """Finish the trials that an earlier process left running: completed if they have a measurement, else failed.
 
+    On a shared storage (`beats`) the trials of living processes stay. One of another host lives while its heart beats.
+
     Raises:
-        PlanError: the process that started one is still alive.
+        PlanError: the storage is not shared, and the process that started one is still alive.
     """
+    stopped = beats.stopped(study) if beats is not None else set()
     for left in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        owner = left.user_attrs.get(OWNER, "")
+        lives = owner not in ("", this_process()) and left._trial_id not in stopped and alive(owner)
+        if beats is not None and lives:
+            continue
         trial = Trial(study, left._trial_id)
         if MEASUREMENT in left.user_attrs:
             finish(study, trial, measurement_of_trial(left), space)
             say(f"probe {left.number + 1}: was measured before the last session ended")
             continue
-        owner = left.user_attrs.get(OWNER, "")
-        if owner and owner != this_process() and alive(owner):
+        if lives:
             host, process, _ = owner.split(":")
             raise PlanError(
                 f"Process {process} on {host} is at this study. Wait for it, end it, or give another --storage."
