@@ -41,7 +41,7 @@ class PlanSampler(BaseSampler):
         self._seed = seed
         self._random_sampler = RandomSampler(seed=seed)
         self._parsed: dict[str, Measurement] = {}
-        self._proposed: tuple[int, GridPoint | None] = (-1, None)
+        self._proposed: tuple[tuple[int, frozenset[GridPoint]], GridPoint | None] = ((-1, frozenset()), None)
 
     def knowledge(self, study: Study) -> Knowledge:
         """Return what the finished trials of a study say."""
@@ -51,10 +51,16 @@ class PlanSampler(BaseSampler):
         )
 
     def propose(self, study: Study) -> GridPoint | None:
-        """Return the point to probe next; None if no open point could be better than the best that ran."""
-        finished = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL)))
-        if self._proposed[0] != finished:
-            self._proposed = finished, next_point(self.knowledge(study), seed=self._seed)
+        """Return the point to probe next, beside those of the running trials.
+
+        None if no other open point could be better than the best that ran.
+        """
+        trials = study.get_trials(deepcopy=False)
+        points = {self.space.point(trial.params) for trial in trials if trial.state == TrialState.RUNNING}
+        running = frozenset(point for point in points if point is not None)
+        key = sum(trial.state.is_finished() for trial in trials), running
+        if self._proposed[0] != key:
+            self._proposed = key, next_point(self.knowledge(study), running, seed=self._seed)
         return self._proposed[1]
 
     def knobs(self, point: GridPoint) -> dict[str, BaseDistribution]:

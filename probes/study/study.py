@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from threading import Thread
 from time import monotonic
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -51,6 +53,8 @@ class StudyOptions:
 
     `storage`: an Optuna storage URL; empty for a file in the user's cache folder.
     `versions`: of the libraries that are measured; empty for the installed ones.
+    `room`: how many probes may run at a time, read again before each. The device must be safe to call from threads if
+    it is above 1.
     """
 
     device: DeviceName = "cuda"
@@ -60,6 +64,7 @@ class StudyOptions:
     say: Say = lambda _: None  # called with each line of progress
     estimator: Estimator = estimate_or_none  # estimates a candidate; None if its engine would not start
     clock: Callable[[], float] = monotonic
+    room: Callable[[], int] = lambda: 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,23 +183,63 @@ class Session:
             return "interrupted", "the same command goes on from here"
 
     def _run_probes(self) -> tuple[Ending, str]:
-        """Run probes until no point is open, the budget is spent, or too many fail; return the ending and why."""
-        while (point := self.sampler.propose(self.study)) is not None:
-            if not self._affordable():
-                budget = format_seconds(self.options.budget_seconds)
-                return "budget", f"{budget} are spent, or the next probe would not fit into what is left"
-            began = self.options.clock()
-            measurement = self._run_trial(point)
-            self.count, self.seconds = self.count + 1, max(self.seconds, self.options.clock() - began)
-            if measurement is None or measurement.decided:
-                continue
-            self.failures += 1
-            if measurement.outcome in ENVIRONMENT_OUTCOMES:
-                return "environment", f"{measurement.outcome.replace('_', ' ')}: {measurement.message}"
-            if self.failures >= MOST_FAILURES:
-                last = f"{measurement.outcome} {measurement.message}".rstrip()
-                return "failing", f"{self.failures} probes said nothing about memory; the last one: {last}"
-        return self._own_ending(), ""
+        """Run probes until no point is open, the budget is spent, or too many fail; return the ending and why.
+
+        Probes that run when the study ends for another reason are waited for, as each may decide something.
+        """
+        running: dict[Future[Measurement], _Started] = {}
+        ended: tuple[Ending, str] | None = None
+        while True:
+            while ended is None and len(running) < max(self.options.room(), 1):
+                point = self.sampler.propose(self.study)
+                if point is None:
+                    break
+                ended = self._over_budget()
+                if ended is None:
+                    self._start(point, running)
+            if not running:
+                return ended or (self._own_ending(), "")
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                failure = self._finish(running.pop(future), future)
+                ended = ended or failure
+
+    def _start(self, proposed: GridPoint, running: "dict[Future[Measurement], _Started]") -> None:
+        """Start a trial and its probe, unless the trial's parameters, which users may set, are no candidate."""
+        sampler, began = self.sampler, self.options.clock()
+        trial = self.study.ask(fixed_distributions=sampler.knobs(proposed))
+        trial.set_user_attr(OWNER, this_process())
+        point = sampler.space.point(trial.params)
+        if point is None or not sampler.space.starts(point):
+            self.count += 1
+            fail(self.study, trial, "no candidate has these settings")
+            return
+        self.options.say(f"probe {trial.number + 1}: {proposal_line(sampler.knowledge(self.study), point)}")
+        start = run_now if self.options.room() <= 1 else run_beside
+        running[start(self.probe, sampler.space.candidate(point))] = _Started(trial, point, began)
+
+    def _finish(self, started: "_Started", probe: Future[Measurement]) -> tuple[Ending, str] | None:
+        """Record the measurement of a probe that has ended; return why the study ends with it, None if it goes on."""
+        (trial, point, began), space = started, self.sampler.space
+        try:
+            measurement = probe.result()
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            fail(self.study, trial, INTERRUPTED if interrupted else f"{type(error).__name__}: {error}")
+            raise
+        record(self.study, trial, measurement, space)
+        self.count += 1
+        self.seconds = max(self.seconds, self.options.clock() - began)
+        self.options.say(f"probe {trial.number + 1}: {result_line(measurement, space.estimate(point))}")
+        if measurement.decided:
+            self.options.say(learned_line(learned_constants(self.sampler.knowledge(self.study).belief)))
+            return None
+        self.failures += 1
+        if measurement.outcome in ENVIRONMENT_OUTCOMES:
+            return "environment", f"{measurement.outcome.replace('_', ' ')}: {measurement.message}"
+        if self.failures >= MOST_FAILURES:
+            last = f"{measurement.outcome} {measurement.message}".rstrip()
+            return "failing", f"{self.failures} probes said nothing about memory; the last one: {last}"
+        return None
 
     def _own_ending(self) -> Ending:
         """Return how the study ended when no open point is left."""
@@ -203,37 +248,44 @@ class Session:
             return "set aside"
         return "certified" if knowledge.ran else "nothing fits"
 
-    def _affordable(self) -> bool:
-        """Return whether a probe as long as the longest so far would end within the budget; the first always may."""
+    def _over_budget(self) -> tuple[Ending, str] | None:
+        """Return the ending if a probe as long as the longest so far would not end within the budget; the first always
+        may."""
         spent = self.options.clock() - self.began
-        return (
-            spent + self.seconds <= self.options.budget_seconds if self.count else spent <= self.options.budget_seconds
-        )
-
-    def _run_trial(self, proposed: GridPoint) -> Measurement | None:
-        """Run one trial and return its measurement; None if its parameters, which users may set, are no candidate."""
-        sampler, say = self.sampler, self.options.say
-        trial = self.study.ask(fixed_distributions=sampler.knobs(proposed))
-        trial.set_user_attr(OWNER, this_process())
-        point = sampler.space.point(trial.params)
-        if point is None or not sampler.space.starts(point):
-            fail(self.study, trial, "no candidate has these settings")
+        needed = spent + self.seconds if self.count else spent
+        if needed <= self.options.budget_seconds:
             return None
-        say(f"probe {trial.number + 1}: {proposal_line(sampler.knowledge(self.study), point)}")
-        try:
-            measurement = self.probe(sampler.space.candidate(point))
-        except BaseException as error:
-            fail(
-                self.study,
-                trial,
-                INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}",
-            )
-            raise
-        record(self.study, trial, measurement, sampler.space)
-        say(f"probe {trial.number + 1}: {result_line(measurement, sampler.space.estimate(point))}")
-        if measurement.decided:
-            say(learned_line(learned_constants(sampler.knowledge(self.study).belief)))
-        return measurement
+        budget = format_seconds(self.options.budget_seconds)
+        return "budget", f"{budget} are spent, or the next probe would not fit into what is left"
+
+
+class _Started(NamedTuple):
+    """A trial whose probe runs."""
+
+    trial: Trial
+    point: GridPoint
+    began: float
+
+
+def run_now(probe: Probe, candidate: Candidate) -> Future[Measurement]:
+    """Run a probe in this thread, and return it as a future that is done."""
+    ended: Future[Measurement] = Future()
+    _run_into(ended, probe, candidate)
+    return ended
+
+
+def run_beside(probe: Probe, candidate: Candidate) -> Future[Measurement]:
+    """Run a probe in a thread of its own, which does not keep this process from ending."""
+    ended: Future[Measurement] = Future()
+    Thread(target=_run_into, args=(ended, probe, candidate), daemon=True).start()
+    return ended
+
+
+def _run_into(ended: Future[Measurement], probe: Probe, candidate: Candidate) -> None:
+    try:
+        ended.set_result(probe(candidate))
+    except BaseException as error:  # Ctrl-C too: it is raised where the result is read
+        ended.set_exception(error)
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------
