@@ -145,8 +145,8 @@ class ProbeSettings:
     """Settings of probes.
 
     `seconds`: time limit of one probe; `logs`: folder of the workers' logs; `hub_weights`: load real weights instead of
-    random ones; `evaluate`: also run one evaluation batch; `ray`: address of the Ray cluster whose nodes run the probes,
-    empty for this machine.
+    random ones; `evaluate`: also run one evaluation batch; `ray`: address of the Ray cluster whose nodes run
+    the probes, empty for this machine.
     """
 
     device: DeviceName
