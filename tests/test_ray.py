@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
+# Ray finds out in a second instead of 15 that a node is lost.
+QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
 NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
 SCRIPT = Path(__file__).with_name("ray_probes.py")
 SFT = replace(test_devices.SFT, model=load_model("Qwen2.5-0.5B"))
@@ -59,7 +60,7 @@ def nodes() -> Iterator[RayCluster]:
     set_environment.setenv(
         "PYTHONPATH", f"{SCRIPT.parents[1]}:{SCRIPT.parent}"
     )  # where nodes find what is not installed
-    cluster = RayCluster(initialize_head=True, head_node_args={**NODE, "num_gpus": 0})
+    cluster = RayCluster(initialize_head=True, head_node_args={**NODE, "num_gpus": 0, "_system_config": QUICK})
     for _ in range(2):
         cluster.add_node(**NODE, num_gpus=1)
     yield cluster
@@ -176,32 +177,49 @@ def probing(nodes: RayCluster, record: Path, seconds: float) -> tuple[threading.
     return thread, found
 
 
-def ancestor(process: int, wanted: Callable[[psutil.Process], bool]) -> psutil.Process:
-    return next(each for each in psutil.Process(process).parents() if wanted(each))
+def ancestor(process: int, name: str) -> psutil.Process:
+    return next(each for each in psutil.Process(process).parents() if each.name().startswith(name))
 
 
-def ray_worker(process: int) -> psutil.Process:
-    return ancestor(process, lambda each: each.name().startswith("ray::"))
+def kill_worker(process: int) -> None:
+    ancestor(process, "ray::").kill()
 
 
-def raylet(process: int) -> psutil.Process:
-    return ancestor(process, lambda each: each.name() == "raylet")
+def kill_raylet(process: int) -> None:
+    ancestor(process, "raylet").kill()
 
 
-@pytest.mark.parametrize("victim", [ray_worker, raylet])
-def test_a_probe_whose_worker_or_node_is_killed_runs_again_and_leaves_nothing(
-    victim: Callable[[int], psutil.Process], nodes: RayCluster, record: Path
+def kill_node(process: int) -> None:
+    """Kill all processes at once, as a loss of power."""
+    raylet = ancestor(process, "raylet")
+    for each in (*raylet.children(recursive=True), raylet):
+        each.kill()
+
+
+@pytest.mark.parametrize("kill", [kill_worker, kill_node])
+def test_a_probe_whose_worker_or_node_is_killed_runs_again(
+    kill: Callable[[int], None], nodes: RayCluster, record: Path
 ) -> None:
-    thread, found = probing(nodes, record, 3.0)
+    thread, found = probing(nodes, record, 2.0)
     ((_, process),) = entries(record, "start")
-    victim(process).kill()
-    wait_until(lambda: not psutil.pid_exists(process))
-    thread.join(30.0)
+    kill(process)
+    thread.join(60.0)
+    if kill is kill_node:
+        nodes.add_node(**NODE, num_gpus=1)
     assert [each.outcome for each in found] == [answer(SFT).outcome] == ["fits"]
     assert (len(entries(record, "start")), len(entries(record, "end"))) == (2, 1)
-    assert list(record.parent.glob("plan-probe-*")) == []
-    if victim is raylet:
-        nodes.add_node(**NODE, num_gpus=1)
+    assert not psutil.pid_exists(process)
+
+
+def test_a_probe_whose_raylet_is_killed_is_measured_once_and_leaves_nothing(nodes: RayCluster, record: Path) -> None:
+    thread, found = probing(nodes, record, 4.0)
+    ((_, process), *_) = entries(record, "start")
+    kill_raylet(process)
+    thread.join(60.0)
+    nodes.add_node(**NODE, num_gpus=1)
+    assert [each.outcome for each in found] == ["fits"]
+    assert len(entries(record, "end")) == 1
+    wait_until(lambda: not any(psutil.pid_exists(each) for _, each in entries(record, "start")))
 
 
 def test_a_study_that_loses_a_node_measures_nothing_twice(
@@ -209,8 +227,7 @@ def test_a_study_that_loses_a_node_measures_nothing_twice(
 ) -> None:
     def kill() -> None:
         wait_until(lambda: len(entries(record, "end")) >= 1 and len(entries(record, "start")) >= 3)
-        with suppress(psutil.Error, StopIteration):
-            raylet(entries(record, "start")[-1][1]).kill()
+        kill_node(entries(record, "start")[-1][1])
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -234,6 +251,7 @@ def test_a_study_whose_driver_is_killed_goes_on_and_measures_nothing_twice(
     driver.kill()
     driver.wait()
     wait_until(lambda: not psutil.pid_exists(entries(record, "start")[-1][1]))
+    assert list(record.parent.glob("plan-probe-*")) == []
     found = proven(nodes.address, storage(record.parent), record)
     assert certificate_report(found.certificate) == undisturbed
     ended = [name for name, _ in entries(record, "end")]
