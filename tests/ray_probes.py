@@ -1,7 +1,7 @@
 """Probes for the tests on Ray: a worker without the libraries, and as a script a study that somebody else kills.
 
 python tests/ray_probes.py worker TASK_FILE RECORD SECONDS   prints a measurement after some seconds
-python tests/ray_probes.py study ADDRESS STORAGE RECORD      runs a study on a Ray cluster
+python tests/ray_probes.py study ADDRESS STORAGE RECORD SECONDS   runs a study on a Ray cluster
 """
 
 import os
@@ -94,4 +94,4 @@ if __name__ == "__main__":
     else:
         from test_ray import proven
 
-        proven(sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+        proven(sys.argv[2], sys.argv[3], Path(sys.argv[4]), seconds=float(sys.argv[5]))

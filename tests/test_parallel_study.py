@@ -9,11 +9,12 @@ import pytest
 
 optuna = pytest.importorskip("optuna", minversion="5.0")
 
-from hidden_study import CARD, HiddenProbe, problem, proven, space  # noqa: E402
+from hidden_study import CARD, HiddenProbe, problem, proven, space  # noqa: E402, I001
+from hidden_cards import exhaustive_best, truly_fits  # noqa: E402
+from parallel_probes import study  # noqa: E402
 
 from planner.candidate import Candidate  # noqa: E402
 from planner.measurements.measurement import Measurement  # noqa: E402
-from probes.study.certificate import certificate  # noqa: E402
 from probes.study.space import GridPoint  # noqa: E402
 from probes.study.state import knowledge_of, next_point, open_points  # noqa: E402
 
@@ -41,10 +42,10 @@ class Cards:
         return self.probe(candidate)
 
 
-def test_eight_probes_at_a_time_certify_the_same_candidate_in_fewer_rounds(tmp_path: Path) -> None:
+def test_probes_at_a_time_certify_the_candidate_of_one_at_a_time_and_none_twice(tmp_path: Path) -> None:
     alone = proven(storage(tmp_path / "alone"))
     cards = Cards(together=3)
-    beside = proven(storage(tmp_path / "beside"), cards, room=lambda: 8)
+    beside = proven(storage(tmp_path / "beside"), cards, room=lambda: 3)
     assert alone.best is not None and beside.best is not None
     assert (beside.ending, beside.best.candidate) == ("certified", alone.best.candidate)
     assert len(set(cards.asked)) == len(cards.asked) == beside.probes
@@ -110,14 +111,9 @@ def test_every_open_point_is_proposed_once_before_none_is() -> None:
     assert proposed[0] == next_point(knowledge)
 
 
-def test_a_batch_of_eight_needs_fewer_rounds_than_one_at_a_time() -> None:
+def test_a_study_takes_fewer_rounds_with_eight_probes_at_a_time() -> None:
     candidates = space(problem())
-    card, measured = HiddenProbe(card=CARD, space=candidates), dict[GridPoint, Measurement]()
-    rounds = 0
-    while not certificate(knowledge := knowledge_of(candidates, measured, {})).holds:
-        batch: list[GridPoint] = []
-        while len(batch) < 8 and (point := next_point(knowledge, batch)) is not None:
-            batch.append(point)
-        measured |= {point: card.at(point) for point in batch}
-        rounds += 1
-    assert rounds <= 2  # three, one at a time
+    best = exhaustive_best(candidates, lambda point: truly_fits(CARD, candidates, point))
+    alone, beside = (study(candidates, CARD, best, room) for room in (1, 8))
+    assert alone.right and beside.right
+    assert (alone.rounds, beside.rounds) == (5, 3)

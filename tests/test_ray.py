@@ -103,7 +103,7 @@ def storage(folder: Path) -> str:
 # -- the contract of every device --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["simulated", "cpu"])
+@pytest.fixture(scope="module", params=["simulated", pytest.param("cpu", marks=pytest.mark.nightly)])
 def name(request: pytest.FixtureRequest) -> DeviceName:
     found: DeviceName = request.param
     return found
@@ -244,14 +244,14 @@ def test_a_study_whose_driver_is_killed_goes_on_and_measures_nothing_twice(
     nodes: RayCluster, record: Path, undisturbed: dict[str, object]
 ) -> None:
     driver = subprocess.Popen(
-        [sys.executable, str(SCRIPT), "study", nodes.address, storage(record.parent), str(record)],
+        [sys.executable, str(SCRIPT), "study", nodes.address, storage(record.parent), str(record), "2"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     wait_until(lambda: len(entries(record, "start")) == 2)
     driver.kill()
     driver.wait()
     wait_until(lambda: not psutil.pid_exists(entries(record, "start")[-1][1]))
-    assert list(record.parent.glob("plan-probe-*")) == []
+    wait_until(lambda: not list(record.parent.glob("plan-probe-*")))  # the guard outlived the driver
     found = proven(nodes.address, storage(record.parent), record)
     assert certificate_report(found.certificate) == undisturbed
     ended = [name for name, _ in entries(record, "end")]

@@ -23,9 +23,6 @@ from planner.measurements.measurement import DeviceName, Measurement, Outcome
 from probes.runner.devices import DeviceOptions, Probe, device, refuse_several_nodes
 
 MAX_RETRIES = 3  # after a lost worker or node, as Ray's own default for tasks
-# Ray kills the children of a worker that exits, the guard among them, which then cannot end what it has started. The
-# guard ends all of it without Ray. Source: ray 2.60, src/ray/common/ray_config_def.h; read from the environment.
-LEAVE_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 # How long a probe waits where no node is alive that has its GPUs.
 # Source: ray 2.60, autoscaler/_private/constants.py, AUTOSCALER_NODE_START_WAIT_S.
 NODE_START_SECONDS = 900.0
@@ -46,7 +43,7 @@ def ray_device(name: DeviceName, cluster: Cluster, options: DeviceOptions, addre
         refuse_several_nodes(cluster)
     _connect(address)
     _refuse_smaller_nodes(cluster)
-    remote = ray.remote(max_retries=MAX_RETRIES, num_cpus=0, runtime_env={"env_vars": LEAVE_CHILDREN})(_on_node)
+    remote = ray.remote(max_retries=MAX_RETRIES, num_cpus=0)(_on_node)
     there = replace(options, say=print)  # the phases go to the logs of Ray
 
     def probe(candidate: Candidate) -> Measurement:
