@@ -14,6 +14,7 @@ from hidden_cards import exhaustive_best, truly_fits  # noqa: E402
 from parallel_probes import study  # noqa: E402
 
 from planner.candidate import Candidate  # noqa: E402
+from planner.errors import PlanError  # noqa: E402
 from planner.measurements.measurement import Measurement  # noqa: E402
 from probes.study.space import GridPoint  # noqa: E402
 from probes.study.state import knowledge_of, next_point, open_points  # noqa: E402
@@ -100,6 +101,16 @@ def test_after_ctrl_c_the_probes_that_ran_are_repeated_and_no_others(tmp_path: P
     again = Cards(together=1)
     assert proven(storage(tmp_path), again).ending == "certified"
     assert cards.asked[0] not in again.asked
+
+
+def test_a_cluster_that_is_lost_says_nothing_about_the_candidate(tmp_path: Path) -> None:
+    def lost(candidate: Candidate) -> Measurement:
+        raise PlanError("The Ray cluster is lost.")
+
+    for _ in range(3):
+        with pytest.raises(PlanError, match=r"^The Ray cluster is lost\.$"):
+            proven(storage(tmp_path), lost)
+    assert proven(storage(tmp_path)).ending == "certified"
 
 
 def test_every_open_point_is_proposed_once_before_none_is() -> None:

@@ -33,7 +33,7 @@ from planner.measurements.measurement import DeviceName, Measurement  # noqa: E4
 from planner.models.catalogue import load_model  # noqa: E402
 from planner.search.knobs import SearchProblem  # noqa: E402
 from probes.runner.devices import DeviceOptions, Probe, device  # noqa: E402
-from probes.runner.ray_device import ray_device, room  # noqa: E402
+from probes.runner.ray_device import ray_device, refuse_other_releases, room  # noqa: E402
 from probes.study.certificate import certificate_report  # noqa: E402
 from probes.study.study import StudyOptions, StudyResult, prove  # noqa: E402
 
@@ -100,6 +100,14 @@ def storage(folder: Path) -> str:
     return f"sqlite:///{folder / 'study.db'}"
 
 
+# -- no cluster --------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_without_a_cluster_is_one_line(record: Path) -> None:
+    with pytest.raises(InputError, match=r"^--ray nowhere is no Ray cluster that can be joined \(.*ray start --head"):
+        ray_device("cpu", CLUSTER, device_options(record, 0.0), "nowhere")
+
+
 # -- the contract of every device --------------------------------------------------------------------------------------
 
 
@@ -153,6 +161,13 @@ def test_a_plan_for_more_gpus_than_a_node_has_names_what_it_has(nodes: RayCluste
         r"Plan with --gpus 1xA100-40G\.$",
     ):
         ray_device("cpu", parse_cluster("4xA100-40G", None), device_options(record, 0.0), nodes.address)
+
+
+def test_a_node_with_another_release_is_refused() -> None:
+    versions = {"psutil": f"{psutil.__version__}+local", "cuda": "13.0"}
+    refuse_other_releases(replace(answer(SFT), versions=versions))
+    with pytest.raises(InputError, match=r"^A node of the Ray cluster has psutil 1\.0, this machine \S+\. Install one"):
+        refuse_other_releases(replace(answer(SFT), versions={"psutil": "1.0"}))
 
 
 def test_the_command_line_reaches_the_cluster(

@@ -6,27 +6,31 @@ the device of devices.py as it is: a process of its own, its limits, its verdict
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayError, RayTaskError, WorkerCrashedError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from planner.candidate import Candidate
-from planner.errors import InputError, one_line
+from planner.errors import InputError, PlanError, one_line
 from planner.gpus.cluster import Cluster
 from planner.launch.placement import placement
 from planner.measurements.measurement import DeviceName, Measurement, Outcome
+from planner.units import format_seconds
 from probes.runner.devices import DeviceOptions, Probe, device, refuse_several_nodes
+from probes.runner.verdict import MESSAGE_CHARACTERS
 
 MAX_RETRIES = 3  # after a lost worker or node, as Ray's own default for tasks
 # How long a probe waits where no node is alive that has its GPUs.
 # Source: ray 2.60, autoscaler/_private/constants.py, AUTOSCALER_NODE_START_WAIT_S.
 NODE_START_SECONDS = 900.0
-NO_NODE = "for 15 minutes no node was alive that has {gpus} GPUs"
+GOES_ON = "The same command goes on when it is back."
 LOOK_SECONDS = 5.0  # between two looks at the nodes
 THREADS = "OMP_NUM_THREADS"  # Ray sets it to a task's CPUs (_private/utils.py, set_omp_num_threads_if_unset)
 
@@ -44,7 +48,7 @@ def ray_device(name: DeviceName, cluster: Cluster, options: DeviceOptions, addre
     _connect(address)
     _refuse_smaller_nodes(cluster)
     remote = ray.remote(max_retries=MAX_RETRIES, num_cpus=0)(_on_node)
-    there = replace(options, say=print)  # the phases go to the logs of Ray
+    there = replace(options, say=_say_nothing)
 
     def probe(candidate: Candidate) -> Measurement:
         gpus = placement(candidate).gpus_per_node
@@ -58,18 +62,36 @@ def ray_device(name: DeviceName, cluster: Cluster, options: DeviceOptions, addre
             name, candidate, cluster, there, os.environ.get(THREADS)
         )
         try:
-            found = ray.get(task) if _ends(task, gpus) else lost("gpu_in_use", NO_NODE.format(gpus=gpus))
+            _wait(task, gpus)
+            found: Measurement = ray.get(task)
         except RayTaskError as error:  # raised on the node
             raise error.cause from None
         except OutOfMemoryError as error:  # the main memory of the node
             found = lost("host_out_of_memory", str(error))
+        except (NodeDiedError, WorkerCrashedError) as error:
+            found = lost("killed", f"{MAX_RETRIES + 1} times {error}")
         except RayError as error:
-            found = lost("killed", f"{type(error).__name__}: {error}")
+            raise PlanError(f"The Ray cluster is lost ({_reason(error)}). {GOES_ON}") from error
         finally:
             remove_placement_group(group)  # ends the task if it still runs
+        refuse_other_releases(found)
         return replace(found, candidate=candidate)
 
     return probe
+
+
+def refuse_other_releases(found: Measurement) -> None:
+    """Raise InputError if a node measured another release of a library than is installed here, which the study is about.
+
+    Builds of one release, such as 2.13.0+cpu, count as the same.
+    """
+    for name, there in found.versions.items():
+        with suppress(PackageNotFoundError):  # no library: CUDA, the GPU
+            here = version(name)
+            if here.partition("+")[0] != there.partition("+")[0]:
+                raise InputError(
+                    f"A node of the Ray cluster has {name} {there}, this machine {here}. Install one release on all."
+                )
 
 
 def room(cluster: Cluster) -> int:
@@ -88,6 +110,10 @@ def _on_node(
     return replace(found, log=f"{get_node_ip_address()}:{found.log}") if found.log else found
 
 
+def _say_nothing(phase: str) -> None:
+    """Drop the name of a phase: a node does not reach the driver's terminal."""
+
+
 def _connect(address: str) -> None:
     """Connect to a Ray cluster, unless this process is connected to one."""
     if ray.is_initialized():
@@ -96,8 +122,8 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"--ray {address} is no Ray cluster that can be joined: {one_line(str(error))[:200]} "
-            "Start one with ray start --head, and --ray auto."
+            f"--ray {address} is no Ray cluster that can be joined ({_reason(error)}). "
+            "Start one with ray start --head, and give --ray auto."
         ) from error
 
 
@@ -119,15 +145,24 @@ def _gpus_of_nodes() -> list[float]:
     return [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
 
 
-def _ends(task: "ray.ObjectRef[Measurement]", gpus: int) -> bool:
-    """Wait for a task's end; return False if for `NODE_START_SECONDS` no node was alive that has its GPUs."""
+def _wait(task: "ray.ObjectRef[Measurement]", gpus: int) -> None:
+    """Wait for a task's end.
+
+    Raises:
+        PlanError: for `NODE_START_SECONDS` no node was alive that has the task's GPUs.
+    """
     last_node = time.monotonic()
     while not ray.wait([task], timeout=LOOK_SECONDS)[0]:
         if any(each >= gpus for each in _gpus_of_nodes()):
             last_node = time.monotonic()
         elif time.monotonic() - last_node > NODE_START_SECONDS:
-            return False
-    return True
+            waited = format_seconds(NODE_START_SECONDS)
+            raise PlanError(f"For {waited} no node of the Ray cluster was alive that has {gpus} GPUs. {GOES_ON}")
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's name and the beginning of its text, in one line."""
+    return f"{type(error).__name__}: {one_line(str(error))}"[:MESSAGE_CHARACTERS]
 
 
 def _lost(candidate: Candidate, name: DeviceName, outcome: Outcome, message: str) -> Measurement:
@@ -141,7 +176,7 @@ def _lost(candidate: Candidate, name: DeviceName, outcome: Outcome, message: str
         step_seconds=0.0,
         tokens_per_second=0.0,
         wall_seconds=0.0,
-        message=one_line(f"Ray: {message}"),
+        message=one_line(f"Ray: {message}")[:MESSAGE_CHARACTERS],
         log="",
         versions={},
     )

@@ -223,8 +223,8 @@ class Session:
         try:
             measurement = probe.result()
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            fail(self.study, trial, INTERRUPTED if interrupted else f"{type(error).__name__}: {error}")
+            elsewhere = isinstance(error, KeyboardInterrupt | PlanError)  # PlanError: the Ray cluster is lost
+            fail(self.study, trial, INTERRUPTED if elsewhere else f"{type(error).__name__}: {error}")
             raise
         record(self.study, trial, measurement, space)
         self.count += 1
