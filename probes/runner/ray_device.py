@@ -81,7 +81,7 @@ def ray_device(name: DeviceName, cluster: Cluster, options: DeviceOptions, addre
 
 
 def refuse_other_releases(found: Measurement) -> None:
-    """Raise InputError if a node measured another release of a library than is installed here, which the study is about.
+    """Raise InputError if a node measured another release of a library than is installed here.
 
     Builds of one release, such as 2.13.0+cpu, count as the same.
     """
