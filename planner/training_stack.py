@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from planner.allocator.simulation import Simulation
@@ -46,6 +47,7 @@ Probe = Callable[[Candidate], Measurement]  # runs a candidate on a device
 
 DRY_RUN_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 PROBE_PACKAGES = (*DRY_RUN_PACKAGES, "optuna", "psutil")
+RAY_PACKAGES = (*PROBE_PACKAGES, "ray")
 # Endings of a study (probes/study/study.py) on which the user has to act.
 BROKEN_OFF = frozenset({"interrupted", "environment", "failing", "set aside"})
 SET_ASIDE = "probes of better candidates failed for another reason than memory; the proof names them"
@@ -165,7 +167,8 @@ class ProbeSettings:
     """Settings of probes.
 
     `seconds`: time limit of one probe; `logs`: folder of the workers' logs; `hub_weights`: load real weights instead of
-    random ones; `evaluate`: also run one evaluation batch.
+    random ones; `evaluate`: also run one evaluation batch; `ray`: address of the Ray cluster whose nodes run
+    the probes, empty for this machine.
     """
 
     device: DeviceName
@@ -173,6 +176,7 @@ class ProbeSettings:
     logs: Path
     hub_weights: bool = False
     evaluate: bool = False
+    ray: str = ""
 
 
 def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, tuple[str, ...]]:
@@ -197,7 +201,8 @@ def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) ->
     The function calls `report_phase` with each phase that a worker enters.
 
     Raises:
-        InputError: this machine has not the GPUs of the cluster, or the packages are not installed.
+        InputError: this machine, or the Ray cluster, has not the GPUs of the cluster, or the packages are not
+            installed.
     """
     with _silent_libraries():
         try:
@@ -212,6 +217,9 @@ def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) ->
             evaluate=settings.evaluate,
             say=report_phase,
         )
+        if settings.ray:
+            on_ray: Probe = _ray().ray_device(settings.device, cluster, options, settings.ray)
+            return on_ray
         run = device(settings.device, cluster, options)
 
     def silent(candidate: Candidate) -> Measurement:
@@ -220,6 +228,24 @@ def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) ->
             return run(candidate)
 
     return silent if settings.device == "simulated" else run
+
+
+def probe_room(cluster: Cluster, settings: ProbeSettings) -> Callable[[], int]:
+    """Return a function that returns how many probes may run at a time, on the device that `open_device` opened."""
+    return partial(_ray().room, cluster) if settings.ray else lambda: 1
+
+
+def _ray() -> ModuleType:
+    """Import the device on Ray's nodes.
+
+    Raises:
+        InputError: the packages are not installed.
+    """
+    try:
+        from probes.runner import ray_device
+    except ImportError as error:
+        raise InputError(f"--ray needs {_missing('ray', RAY_PACKAGES, error)}") from error
+    return ray_device
 
 
 def probe(candidate: Candidate, run: Probe, gpu: str) -> Measurement:
@@ -247,10 +273,20 @@ class ProvenPlan:
     reason: str
 
 
-def prove(plan: Plan, run: Probe, *, device: DeviceName, storage: str, budget_seconds: float, say: Say) -> ProvenPlan:
+def prove(
+    plan: Plan,
+    run: Probe,
+    *,
+    device: DeviceName,
+    storage: str,
+    budget_seconds: float,
+    say: Say,
+    room: Callable[[], int] = lambda: 1,
+) -> ProvenPlan:
     """Run an Optuna study of probes and return the plan corrected by its measurements, with an exit code.
 
-    `storage`: a database's URL, which keeps the measurements too; empty: files in the user's cache.
+    `storage`: a database's URL, which keeps the measurements too; empty: files in the user's cache. `room`: how many
+    probes may run at a time.
 
     Raises:
         InputError: the storage cannot be used.
@@ -258,7 +294,7 @@ def prove(plan: Plan, run: Probe, *, device: DeviceName, storage: str, budget_se
     from probes.study import study as studies
     from probes.study.certificate import certificate_lines, certificate_report
 
-    options = studies.StudyOptions(device=device, storage=storage, budget_seconds=budget_seconds, say=say)
+    options = studies.StudyOptions(device=device, storage=storage, budget_seconds=budget_seconds, say=say, room=room)
     study = studies.prove(plan, run, options)
     save_new_results(study.measurements, plan.cluster.gpu.name, storage)
     report = {

@@ -71,9 +71,15 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> DeviceOptions:
 
 
 @pytest.fixture(scope="module")
-def measured(name: DeviceName, options: DeviceOptions) -> Callable[[], Measurement]:
+def opened(name: DeviceName, options: DeviceOptions) -> Callable[[Cluster], Probe]:
+    """Opens the device with the GPUs of a cluster."""
+    return lambda cluster: device(name, cluster, options)
+
+
+@pytest.fixture(scope="module")
+def measured(opened: Callable[[Cluster], Probe]) -> Callable[[], Measurement]:
     """The measurement of a candidate that fits, taken once for all tests of a device."""
-    probe = device(name, CLUSTER, options)
+    probe = opened(CLUSTER)
     return cache(lambda: probe(SFT))
 
 
@@ -95,9 +101,9 @@ class TestContract:
         assert 2 * states["weights"] <= states["optimizer_states"] + 64 * 1024 <= 2 * states["weights"] + 128 * 1024
 
     def test_the_same_candidate_needs_the_same_bytes_again(
-        self, name: DeviceName, options: DeviceOptions, measured: Callable[[], Measurement]
+        self, opened: Callable[[Cluster], Probe], measured: Callable[[], Measurement]
     ) -> None:
-        again = device(name, CLUSTER, options)(SFT)
+        again = opened(CLUSTER)(SFT)
         assert [replace(phase, seconds=0.0) for phase in again.ranks[0].phases] == [
             replace(phase, seconds=0.0) for phase in measured().ranks[0].phases
         ]
@@ -114,8 +120,10 @@ class TestContract:
         read = measurement_of(json.loads(measurement_line(measured())))
         assert replace(read, candidate=SFT) == measured()
 
-    def test_a_card_that_is_too_small_runs_out_of_memory(self, name: DeviceName, options: DeviceOptions) -> None:
-        short = device(name, with_cards_of(TOO_SMALL_BYTES), options)(SFT)
+    def test_a_card_that_is_too_small_runs_out_of_memory(
+        self, name: DeviceName, opened: Callable[[Cluster], Probe]
+    ) -> None:
+        short = opened(with_cards_of(TOO_SMALL_BYTES))(SFT)
         assert (short.outcome, short.decided, short.evidence) == ("out_of_memory", True, EVIDENCE[name])
         assert short.shortage is not None
         assert short.shortage.phase == "load"

@@ -1,6 +1,7 @@
 """`plan probe`, `plan --probe`, `plan validate` and `plan export`, on a device that returns at once."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,6 +104,14 @@ class TestProbe:
         assert run(["probe", *ONE, *arguments]) == EXIT_WRONG_INPUT
         err = capsys.readouterr().err
         assert words in err
+        assert err.count("\n") == 1
+
+    def test_without_ray_its_extra_is_named(self, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "ray", None)
+        monkeypatch.delitem(sys.modules, "probes.runner.ray_device", raising=False)
+        assert run(["probe", *ONE, "--ray", "auto"]) == EXIT_WRONG_INPUT
+        err = capsys.readouterr().err
+        assert err.startswith("Error: --ray needs the extra ray (pip install 'finetune-plan[ray]'): ")
         assert err.count("\n") == 1
 
 

@@ -125,7 +125,7 @@ def test_a_trials_parameters_are_the_settings_of_its_candidate(tmp_path: Path) -
     params = optuna.load_study(study_name=answer.study_name, storage=answer.storage).trials[0].params
     assert set(params) == {
         "gradient_checkpointing", "attn_implementation", "sharding", "per_device_train_batch_size",
-        "gradient_accumulation_steps", "max_length",
+        "gradient_accumulation_steps", "max_length", "checkpoint_every_n_layers",
     }  # fmt: skip
 
 

@@ -325,6 +325,14 @@ class ProbeOptions:
         str | None,
         typer.Option("--logs", metavar="DIR", help="Where the workers' logs are kept. Default: the user's cache."),
     ] = None
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Probe on the nodes of a Ray cluster, as many at a time as have room. auto: this machine's.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def _proven(request: "JobRequest", study: StudyOptions, output: CheckOptions) ->
     from planner.measurements.own_results import apply_own_results, read_own_results
     from planner.plan import plan
     from planner.report.table import refusal
-    from planner.training_stack import open_device, prove, runnable_here
+    from planner.training_stack import open_device, probe_room, prove, runnable_here
     from planner.units import parse_seconds
 
     settings, storage = probe_settings(study), storage_url(study.storage)
@@ -105,6 +105,7 @@ def _proven(request: "JobRequest", study: StudyOptions, output: CheckOptions) ->
         storage=storage,
         budget_seconds=budget_seconds,
         say=progress(output),
+        room=probe_room(request.cluster, settings),
     )
     if proof.exit_code != EXIT_PLANNED:
         return proof.plan, proof.exit_code, proof.reason

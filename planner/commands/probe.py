@@ -62,4 +62,5 @@ def probe_settings(options: ProbeOptions) -> "ProbeSettings":
         logs=Path(options.logs) if options.logs else cache_root() / "logs",
         hub_weights=options.hub_weights,
         evaluate=options.evaluate,
+        ray=options.ray or "",
     )

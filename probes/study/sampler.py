@@ -41,7 +41,6 @@ class PlanSampler(BaseSampler):
         self._seed = seed
         self._random_sampler = RandomSampler(seed=seed)
         self._parsed: dict[str, Measurement] = {}
-        self.running: frozenset[GridPoint] = frozenset()  # points that other processes probe: not proposed
         self._proposed: tuple[tuple[int, frozenset[GridPoint]], GridPoint | None] = ((-1, frozenset()), None)
 
     def knowledge(self, study: Study) -> Knowledge:
@@ -52,12 +51,16 @@ class PlanSampler(BaseSampler):
         )
 
     def propose(self, study: Study) -> GridPoint | None:
-        """Return the point to probe next; None if no open point could be better than the best that ran."""
-        finished = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL)))
-        key = (finished, self.running)
+        """Return the point to probe next, beside those of the running trials.
+
+        None if no other open point could be better than the best that ran.
+        """
+        trials = study.get_trials(deepcopy=False)
+        points = {self.space.point(trial.params) for trial in trials if trial.state == TrialState.RUNNING}
+        running = frozenset(point for point in points if point is not None)
+        key = sum(trial.state.is_finished() for trial in trials), running
         if self._proposed[0] != key:
-            knowledge = replace(self.knowledge(study), running=self.running)
-            self._proposed = key, next_point(knowledge, seed=self._seed)
+            self._proposed = key, next_point(self.knowledge(study), running, seed=self._seed)
         return self._proposed[1]
 
     def knobs(self, point: GridPoint) -> dict[str, BaseDistribution]:

@@ -84,7 +84,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Space:
-    """All candidates of one tuning class. Each is estimated when it is first needed, and the estimate is cached."""
+    """All candidates of one tuning class. Estimates and points of settings are cached."""
 
     problem: SearchProblem
     device: DeviceName
@@ -94,6 +94,7 @@ class Space:
     estimates: dict[GridPoint, Estimate | None] = field(default_factory=dict)
     models: dict[GridPoint, tuple[PhaseModel, ...]] = field(default_factory=dict)
     ranges: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    points: dict[frozenset[tuple[str, bool | int | float | str]], GridPoint | None] = field(default_factory=dict)
 
     def candidate(self, point: GridPoint) -> Candidate:
         """Return the candidate at a point."""
@@ -196,6 +197,12 @@ class Space:
 
     def point(self, knobs: Knobs) -> GridPoint | None:
         """Return the point with these settings; None if there is none."""
+        key = frozenset(knobs.items())
+        if key not in self.points:
+            self.points[key] = self._point(knobs)
+        return self.points[key]
+
+    def _point(self, knobs: Knobs) -> GridPoint | None:
         for line, each in enumerate(self.lines):
             if all(getattr(each.structure, name) == knobs.get(name) for name in self.structure_knobs):
                 return next(

@@ -1,6 +1,6 @@
 """The state of a study: which candidates ran, which cannot run, and which could be better than the best that ran."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +34,6 @@ class Knowledge:
 
     `set_aside`: points that failed twice for another reason than memory, with the reason.
     `unavailable`: lines that cannot run on this machine, with the reason.
-    `running`: points that another process probes.
     """
 
     space: Space
@@ -42,7 +41,6 @@ class Knowledge:
     measured: Mapping[GridPoint, Measurement]
     set_aside: Mapping[GridPoint, str]
     unavailable: Mapping[int, str] = field(default_factory=dict)
-    running: frozenset[GridPoint] = frozenset()
 
     @property
     def ran(self) -> list[GridPoint]:
@@ -57,7 +55,7 @@ class Knowledge:
 
     def decided(self, point: GridPoint) -> bool:
         """Return whether a point needs no probe any more: it was measured or set aside, or its line was given up."""
-        if point in self.measured or point in self.set_aside or point in self.running or point.line in self.unavailable:
+        if point in self.measured or point in self.set_aside or point.line in self.unavailable:
             return True
         return sum(each.line == point.line for each in self.set_aside) >= FAILED_CANDIDATES
 
@@ -197,15 +195,19 @@ def thinned(values: Sequence[int], most: int) -> Sequence[int]:
 # -- what to probe next ------------------------------------------------------------------------------------------------
 
 
-def next_point(knowledge: Knowledge, samples: int = SAMPLES, seed: int = SEED) -> GridPoint | None:
-    """Return the open point whose probe decides most; None if none is open.
+def next_point(
+    knowledge: Knowledge, running: Collection[GridPoint] = (), samples: int = SAMPLES, seed: int = SEED
+) -> GridPoint | None:
+    """Return the open point whose probe decides most; None if none is open that is not `running` already.
 
     In each sample of the belief one open point is the best that fits. Returned is the point whose merit the best one
-    reaches in `TARGET_SHARE` of the samples in which any fits.
+    reaches in `TARGET_SHARE` of the samples in which any fits; beside running probes the one of `next_beside`.
     """
     points = open_points(knowledge)
-    if not points:
+    if set(points) <= set(running):
         return None
+    if running:
+        return next_beside(knowledge, points, running, draw_samples(knowledge.belief, samples, seed))
     best = count_best(knowledge, points, draw_samples(knowledge.belief, samples, seed))
     total = sum(best)
     if total < DOUBTFUL_SHARE * samples:
@@ -223,3 +225,47 @@ def count_best(knowledge: Knowledge, points: Sequence[GridPoint], samples: Sampl
         counts.append(int(fitting.sum()))
         left &= ~fitting
     return counts
+
+
+def next_beside(
+    knowledge: Knowledge, points: Sequence[GridPoint], running: Collection[GridPoint], samples: Samples
+) -> GridPoint:
+    """Return the open point to probe beside running probes: the one that leaves least to probe after all of them.
+
+    The outcomes of the running probes and of one more divide the samples into groups. A group in which one and the same
+    point is the best that fits, and which has run by then, needs no further probe; any other needs more of them, the
+    more bits it takes to tell its best points apart. If no point leaves less than the running ones, the likeliest is
+    probed of which no running one needs as much or less, as all open points must be excluded in the end.
+    """
+    fitting = np.array([samples.fit(knowledge.space.heavy_phases(point)) for point in points])
+    best = np.where(fitting.any(axis=0), fitting.argmax(axis=0), len(points))
+    ran = np.array([*(point in running for point in points), True])  # the last: nothing fits
+    groups: Vector = np.zeros(samples.count, dtype=int)
+    for outcome in fitting[ran[:-1]]:
+        groups = np.unique(2 * groups + outcome, return_inverse=True)[1]
+    left = [index for index, point in enumerate(points) if point not in running]
+    costs = {
+        index: _left_to_probe(2 * groups + fitting[index], best, ran | (np.arange(len(ran)) == index)) for index in left
+    }
+    least = min(left, key=lambda index: costs[index])
+    if costs[least] < _left_to_probe(groups, best, ran):
+        return points[least]
+    likely = sorted((points[index] for index in reversed(left)), key=knowledge.chance, reverse=True)
+    return next(
+        (point for point in likely if not any(knowledge.space.needs_no_more(each, point) for each in running)),
+        likely[0],
+    )
+
+
+def _left_to_probe(groups: Vector, best: Vector, ran: Vector) -> float:
+    """Return, in the mean of all samples, 0 for a sample that is decided, else 1 and the bits that its group lacks.
+
+    Args:
+        groups: the number of each sample's group.
+        best: the index of each sample's best point.
+        ran: whether the point of an index will have run.
+    """
+    cells, counts = np.unique(groups * len(ran) + best, return_counts=True)
+    totals = np.bincount(cells // len(ran), counts)[cells // len(ran)]
+    decided = (counts == totals) & ran[cells % len(ran)]
+    return float((counts * np.where(decided, 0.0, 1.0 + np.log2(totals / counts))).sum() / counts.sum())

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from threading import Thread
 from time import monotonic, sleep
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -40,6 +41,7 @@ from probes.study.storage import (
 )
 
 Probe = Callable[[Candidate], Measurement]
+NoTrial = Literal["ended", "unaffordable", "wait"]  # why a session begins no trial
 Say = Callable[[str], None]
 # Why a study ended. "environment": an error that every other candidate would meet too, such as a full disk; "failing":
 # too many probes that failed for another reason than memory.
@@ -57,6 +59,8 @@ class StudyOptions:
 
     `storage`: an Optuna storage URL; empty for a file in the user's cache folder.
     `versions`: of the libraries that are measured; empty for the installed ones.
+    `room`: how many probes may run at a time, read again before each. The device must be safe to call from threads if
+    it is above 1.
     """
 
     device: DeviceName = "cuda"
@@ -66,6 +70,7 @@ class StudyOptions:
     say: Say = lambda _: None  # called with each line of progress
     estimator: Estimator = estimate_or_none  # estimates a candidate; None if its engine would not start
     clock: Callable[[], float] = monotonic
+    room: Callable[[], int] = lambda: 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,12 +177,13 @@ class Session:
     sampler: PlanSampler
     probe: Probe
     options: StudyOptions
-    url: str  # of the storage
-    beats: Heartbeats | None  # of a shared storage
     began: float
+    url: str = ""  # of the storage; empty: in memory
+    beats: Heartbeats | None = None  # of a shared storage
     count: int = 0  # probes so far
     failures: int = 0
     seconds: float = 0.0  # duration of the longest probe
+    own: set[int] = field(default_factory=set)  # numbers of the trials that this session began
 
     def run(self) -> tuple[Ending, str]:
         """Run probes until the study ends; return why it ended.
@@ -190,26 +196,112 @@ class Session:
             return "interrupted", "the same command goes on from here"
 
     def _run_probes(self) -> tuple[Ending, str]:
-        """Run probes until no point is open, the budget is spent, or too many fail; return the ending and why."""
-        while (claimed := outlast(self._claim, self.url, self.options.say)) != "ended":
-            if claimed == "unaffordable":
-                budget = format_seconds(self.options.budget_seconds)
-                return "budget", f"{budget} are spent, or the next probe would not fit into what is left"
-            if claimed == "wait":
+        """Run probes until no point is open, the budget is spent, or too many fail; return the ending and why.
+
+        Probes that run when the study ends for another reason are waited for, as each may decide something.
+        """
+        running: dict[Future[Measurement], _Started] = {}
+        ended: tuple[Ending, str] | None = None
+        while True:
+            none_left = "ended" if ended else self._fill(running)
+            if none_left == "unaffordable":
+                ended = self._over_budget()
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                failure = self._finish(running.pop(future), future)
+                ended = ended or failure
+            if not running and (ended or none_left == "ended"):
+                return ended or (self._own_ending(), "")
+            if not running and none_left == "wait":
                 sleep(WAIT_SECONDS)
-                continue
-            began = self.options.clock()
-            measurement = self._run_trial(claimed)
-            self.count, self.seconds = self.count + 1, max(self.seconds, self.options.clock() - began)
-            if measurement is None or measurement.decided:
-                continue
-            self.failures += 1
-            if measurement.outcome in ENVIRONMENT_OUTCOMES:
-                return "environment", f"{measurement.outcome.replace('_', ' ')}: {measurement.message}"
-            if self.failures >= MOST_FAILURES:
-                last = f"{measurement.outcome} {measurement.message}".rstrip()
-                return "failing", f"{self.failures} probes said nothing about memory; the last one: {last}"
-        return self._own_ending(), ""
+
+    def _fill(self, running: "dict[Future[Measurement], _Started]") -> "NoTrial | Literal['']":
+        """Start probes while there is room; return why there is no more trial, empty if there is no more room."""
+        while len(running) < max(self.options.room(), 1):
+            claimed = outlast(self._claim, self.url, self.options.say)
+            if not isinstance(claimed, Trial):
+                return claimed
+            self._start(claimed, running)
+        return ""
+
+    def _claim(self) -> "Trial | NoTrial":
+        """Begin a trial, or say why there is none: other processes may still run trials that decide.
+
+        No other process of a shared storage chooses meanwhile, so that two never probe one candidate.
+        """
+        with turn(self.url, self.study.study_name):
+            if self.beats is not None:
+                adopt(self.study, self.sampler.space, self.options.say, self.beats, frozenset(self.own))
+            proposed = self.sampler.propose(self.study)
+            elsewhere = self._runs_elsewhere()
+            if proposed is None and not elsewhere:
+                return "ended"
+            if self._over_budget() is not None:
+                return "unaffordable"
+            if proposed is None:
+                return "wait"
+            trial = self.study.ask(fixed_distributions=self.sampler.knobs(proposed))
+            if self.beats is not None:
+                self.beats.beat(trial)
+            trial.set_user_attr(OWNER, this_process())
+            self.own.add(trial.number)
+            return trial
+
+    def _runs_elsewhere(self) -> bool:
+        """Return whether other processes of a shared storage run trials."""
+        if self.beats is None:
+            return False
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return any(trial.number not in self.own for trial in running)
+
+    def _start(self, trial: Trial, running: "dict[Future[Measurement], _Started]") -> None:
+        """Start the probe of a trial, unless the trial's parameters, which users may set, are no candidate."""
+        sampler, began = self.sampler, self.options.clock()
+        point = sampler.space.point(trial.params)
+        if point is None or not sampler.space.starts(point):
+            self.count += 1
+            fail(self.study, trial, "no candidate has these settings")
+            return
+        before = outlast(lambda: sampler.knowledge(self.study), self.url, self.options.say)
+        self.options.say(f"probe {trial.number + 1}: {proposal_line(before, point)}")
+        start = run_now if self.options.room() <= 1 else run_beside
+        running[start(self._with_heartbeat(trial), sampler.space.candidate(point))] = _Started(trial, point, began)
+
+    def _with_heartbeat(self, trial: Trial) -> Probe:
+        """Return the probe with a heartbeat of its trial while it runs, on a shared storage."""
+        beats, probe = self.beats, self.probe
+        if beats is None:
+            return probe
+
+        def beating(candidate: Candidate) -> Measurement:
+            with beats.beating(trial):
+                return probe(candidate)
+
+        return beating
+
+    def _finish(self, started: "_Started", probe: Future[Measurement]) -> tuple[Ending, str] | None:
+        """Record the measurement of a probe that has ended; return why the study ends with it, None if it goes on."""
+        (trial, point, began), space = started, self.sampler.space
+        try:
+            measurement = probe.result()
+        except BaseException as error:
+            elsewhere = isinstance(error, KeyboardInterrupt | PlanError)  # PlanError: the Ray cluster is lost
+            fail(self.study, trial, INTERRUPTED if elsewhere else f"{type(error).__name__}: {error}")
+            raise
+        outlast(lambda: self._record(trial, measurement), self.url, self.options.say)
+        self.count += 1
+        self.seconds = max(self.seconds, self.options.clock() - began)
+        self.options.say(f"probe {trial.number + 1}: {result_line(measurement, space.estimate(point))}")
+        if measurement.decided:
+            after = outlast(lambda: self.sampler.knowledge(self.study), self.url, self.options.say)
+            self.options.say(learned_line(learned_constants(after.belief)))
+            return None
+        self.failures += 1
+        if measurement.outcome in ENVIRONMENT_OUTCOMES:
+            return "environment", f"{measurement.outcome.replace('_', ' ')}: {measurement.message}"
+        if self.failures >= MOST_FAILURES:
+            last = f"{measurement.outcome} {measurement.message}".rstrip()
+            return "failing", f"{self.failures} probes said nothing about memory; the last one: {last}"
+        return None
 
     def _own_ending(self) -> Ending:
         """Return how the study ended when no open point is left."""
@@ -218,72 +310,49 @@ class Session:
             return "set aside"
         return "certified" if knowledge.ran else "nothing fits"
 
-    def _affordable(self) -> bool:
-        """Return whether a probe as long as the longest so far would end within the budget; the first always may."""
+    def _over_budget(self) -> tuple[Ending, str] | None:
+        """Return the ending if a probe as long as the longest so far would not end within the budget; the first always
+        may."""
         spent = self.options.clock() - self.began
-        return (
-            spent + self.seconds <= self.options.budget_seconds if self.count else spent <= self.options.budget_seconds
-        )
-
-    def _claim(self) -> Trial | Literal["ended", "unaffordable", "wait"]:
-        """Begin a trial, or say why there is none: other processes may still run trials that decide.
-
-        No other process of a shared storage chooses meanwhile, so that two never probe one candidate.
-        """
-        with turn(self.url, self.study.study_name):
-            self.sampler.running = self._running_elsewhere()
-            proposed = self.sampler.propose(self.study)
-            if proposed is None and not self.sampler.running:
-                return "ended"
-            if not self._affordable():
-                return "unaffordable"
-            if proposed is None:
-                return "wait"
-            trial = self.study.ask(fixed_distributions=self.sampler.knobs(proposed))
-            if self.beats is not None:
-                self.beats.beat(trial)
-            trial.set_user_attr(OWNER, this_process())
-            return trial
-
-    def _running_elsewhere(self) -> frozenset[GridPoint]:
-        """Finish the trials of processes that have stopped; return the points that other processes probe."""
-        if self.beats is None:
-            return frozenset()
-        space = self.sampler.space
-        adopt(self.study, space, self.options.say, self.beats)
-        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        return frozenset(point for trial in running if (point := space.point(trial.params)) is not None)
-
-    def _run_trial(self, trial: Trial) -> Measurement | None:
-        """Run one trial and return its measurement; None if its parameters, which users may set, are no candidate."""
-        sampler, say = self.sampler, self.options.say
-        point = sampler.space.point(trial.params)
-        if point is None or not sampler.space.starts(point):
-            fail(self.study, trial, "no candidate has these settings")
+        needed = spent + self.seconds if self.count else spent
+        if needed <= self.options.budget_seconds:
             return None
-        before = outlast(lambda: sampler.knowledge(self.study), self.url, say)
-        say(f"probe {trial.number + 1}: {proposal_line(before, point)}")
-        try:
-            with self.beats.beating(trial) if self.beats is not None else nullcontext():
-                measurement = self.probe(sampler.space.candidate(point))
-        except BaseException as error:
-            fail(
-                self.study,
-                trial,
-                INTERRUPTED if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}",
-            )
-            raise
-        outlast(lambda: self._record(trial, measurement), self.url, say)
-        say(f"probe {trial.number + 1}: {result_line(measurement, sampler.space.estimate(point))}")
-        if measurement.decided:
-            after = outlast(lambda: sampler.knowledge(self.study), self.url, say)
-            say(learned_line(learned_constants(after.belief)))
-        return measurement
+        budget = format_seconds(self.options.budget_seconds)
+        return "budget", f"{budget} are spent, or the next probe would not fit into what is left"
 
     def _record(self, trial: Trial, measurement: Measurement) -> None:
         """Store a trial's measurement, unless the server did so before it was lost."""
         if self.study.get_trials(deepcopy=False)[trial.number].state == TrialState.RUNNING:
             record(self.study, trial, measurement, self.sampler.space)
+
+
+class _Started(NamedTuple):
+    """A trial whose probe runs."""
+
+    trial: Trial
+    point: GridPoint
+    began: float
+
+
+def run_now(probe: Probe, candidate: Candidate) -> Future[Measurement]:
+    """Run a probe in this thread, and return it as a future that is done."""
+    ended: Future[Measurement] = Future()
+    _run_into(ended, probe, candidate)
+    return ended
+
+
+def run_beside(probe: Probe, candidate: Candidate) -> Future[Measurement]:
+    """Run a probe in a thread of its own, which does not keep this process from ending."""
+    ended: Future[Measurement] = Future()
+    Thread(target=_run_into, args=(ended, probe, candidate), daemon=True).start()
+    return ended
+
+
+def _run_into(ended: Future[Measurement], probe: Probe, candidate: Candidate) -> None:
+    try:
+        ended.set_result(probe(candidate))
+    except BaseException as error:  # Ctrl-C too: it is raised where the result is read
+        ended.set_exception(error)
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------
@@ -336,16 +405,21 @@ def over_bytes(measurement: Measurement, space: Space) -> int:
     return min(measurement.peak_bytes - space.problem.cluster.gpu.free_bytes, 0)
 
 
-def adopt(study: optuna.Study, space: Space, say: Say, beats: Heartbeats | None = None) -> None:
+def adopt(
+    study: optuna.Study, space: Space, say: Say, beats: Heartbeats | None = None, own: frozenset[int] = frozenset()
+) -> None:
     """Finish the trials that an earlier process left running: completed if they have a measurement, else failed.
 
     On a shared storage (`beats`) the trials of living processes stay. One of another host lives while its heart beats.
+    `own`: numbers of the trials that this session runs.
 
     Raises:
         PlanError: the storage is not shared, and the process that started one is still alive.
     """
     stopped = beats.stopped(study) if beats is not None else set()
     for left in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        if left.number in own:
+            continue
         owner = left.user_attrs.get(OWNER, "")
         lives = owner not in ("", this_process()) and left._trial_id not in stopped and alive(owner)
         if beats is not None and lives:

@@ -1,0 +1,273 @@
+"""Probes on a Ray cluster of three nodes on this machine, with logical GPUs; killed nodes, workers and drivers.
+
+Needs the extra `ray`, which is not in the extra `test`.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("psutil")
+pytest.importorskip("trl")
+pytest.importorskip("optuna", minversion="5.0")
+ray = pytest.importorskip("ray")
+
+import psutil  # noqa: E402
+import test_devices  # noqa: E402
+from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
+from ray_probes import CLUSTER, VERSIONS, answer, device_options, entries  # noqa: E402
+
+from planner.cli import run  # noqa: E402
+from planner.errors import EXIT_WRONG_INPUT, InputError  # noqa: E402
+from planner.gpus.cluster import Cluster  # noqa: E402
+from planner.gpus.parse import parse_cluster  # noqa: E402
+from planner.jobs.job import Job  # noqa: E402
+from planner.measurements.measurement import DeviceName, Measurement  # noqa: E402
+from planner.models.catalogue import load_model  # noqa: E402
+from planner.search.knobs import SearchProblem  # noqa: E402
+from probes.runner.devices import DeviceOptions, Probe, device  # noqa: E402
+from probes.runner.ray_device import ray_device, refuse_other_releases, room  # noqa: E402
+from probes.study.certificate import certificate_report  # noqa: E402
+from probes.study.study import StudyOptions, StudyResult, prove  # noqa: E402
+
+# The libraries' own warnings are not errors; Ray leaves sockets and processes to the interpreter's end.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+# Ray finds out in a second instead of 15 that a node is lost.
+QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
+NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+SCRIPT = Path(__file__).with_name("ray_probes.py")
+SFT = replace(test_devices.SFT, model=load_model("Qwen2.5-0.5B"))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayCluster]:
+    """The driver's node without GPUs, and two nodes with one GPU each."""
+    set_environment = pytest.MonkeyPatch()
+    set_environment.setenv(
+        "PYTHONPATH", f"{SCRIPT.parents[1]}:{SCRIPT.parent}"
+    )  # where nodes find what is not installed
+    cluster = RayCluster(initialize_head=True, head_node_args={**NODE, "num_gpus": 0, "_system_config": QUICK})
+    for _ in range(2):
+        cluster.add_node(**NODE, num_gpus=1)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    set_environment.undo()
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    return tmp_path / "record"
+
+
+def wait_until(true: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def problem() -> SearchProblem:
+    pinned = {"lora_r": 16, "gradient_checkpointing": True}
+    job = Job(model=load_model("Qwen2.5-7B"), method="sft", pinned=pinned, optimize="max-length")
+    return SearchProblem(job=job, cluster=CLUSTER, tuning_class="lora")
+
+
+def proven(address: str, storage: str, record: Path, at_a_time: int = 1, seconds: float = 0.3) -> StudyResult:
+    """A study on the Ray cluster at an address; without one on this machine."""
+    options = device_options(record, seconds)
+    probe = ray_device("cpu", CLUSTER, options, address) if address else device("cpu", CLUSTER, options)
+    return prove(
+        problem(), probe, StudyOptions(device="cpu", storage=storage, versions=VERSIONS, room=lambda: at_a_time)
+    )
+
+
+def storage(folder: Path) -> str:
+    return f"sqlite:///{folder / 'study.db'}"
+
+
+# -- no cluster --------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_without_a_cluster_is_one_line(record: Path) -> None:
+    with pytest.raises(InputError, match=r"^--ray nowhere is no Ray cluster that can be joined \(.*ray start --head"):
+        ray_device("cpu", CLUSTER, device_options(record, 0.0), "nowhere")
+
+
+# -- the contract of every device --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["simulated", pytest.param("cpu", marks=pytest.mark.nightly)])
+def name(request: pytest.FixtureRequest) -> DeviceName:
+    found: DeviceName = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def opened(name: DeviceName, options: DeviceOptions, nodes: RayCluster) -> Callable[[Cluster], Probe]:
+    return lambda cluster: ray_device(name, cluster, options, nodes.address)
+
+
+options, measured = test_devices.options, test_devices.measured
+
+
+class TestContract(test_devices.TestContract):
+    """That of the local devices."""
+
+
+# -- one node ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    answer = proven("", storage(folder), folder / "record", seconds=0.0)
+    assert (answer.ending, answer.probes > 2) == ("certified", True)
+    return certificate_report(answer.certificate)
+
+
+def test_the_answer_with_ray_is_the_answer_without(
+    nodes: RayCluster, record: Path, undisturbed: dict[str, object]
+) -> None:
+    found = proven(nodes.address, storage(record.parent), record, seconds=0.0)
+    assert certificate_report(found.certificate) == undisturbed
+
+
+def test_there_is_room_for_as_many_probes_as_nodes_have_their_gpus(nodes: RayCluster, record: Path) -> None:
+    ray_device("cpu", CLUSTER, device_options(record, 0.0), nodes.address)
+    assert room(CLUSTER) == 2
+    assert room(parse_cluster("2x1xA100-40G", None)) == 1
+    assert room(parse_cluster("2xA100-40G", None)) == 0
+
+
+def test_a_plan_for_more_gpus_than_a_node_has_names_what_it_has(nodes: RayCluster, record: Path) -> None:
+    with pytest.raises(
+        InputError,
+        match=r"^The plan is for 1 node of 4 GPUs, the largest of the \d nodes of the Ray cluster has 1\. "
+        r"Plan with --gpus 1xA100-40G\.$",
+    ):
+        ray_device("cpu", parse_cluster("4xA100-40G", None), device_options(record, 0.0), nodes.address)
+
+
+def test_a_node_with_another_release_is_refused() -> None:
+    versions = {"psutil": f"{psutil.__version__}+local", "cuda": "13.0"}
+    refuse_other_releases(replace(answer(SFT), versions=versions))
+    with pytest.raises(InputError, match=r"^A node of the Ray cluster has psutil 1\.0, this machine \S+\. Install one"):
+        refuse_other_releases(replace(answer(SFT), versions={"psutil": "1.0"}))
+
+
+def test_the_command_line_reaches_the_cluster(
+    nodes: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLAN_CACHE", str(tmp_path))
+    job = ["--model", "Qwen2.5-0.5B", "--gpus", "2xA100-40G", "--method", "sft", "--probe", "--device", "simulated"]
+    assert run([*job, "--ray", nodes.address]) == EXIT_WRONG_INPUT
+    assert "Plan with --gpus 1xA100-40G." in capsys.readouterr().err
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def probing(nodes: RayCluster, record: Path, seconds: float) -> tuple[threading.Thread, list[Measurement]]:
+    """A probe that has started, and the list that its measurement will be in."""
+    found: list[Measurement] = []
+    probe = ray_device("cpu", CLUSTER, device_options(record, seconds), nodes.address)
+    thread = threading.Thread(target=lambda: found.append(probe(SFT)), daemon=True)
+    thread.start()
+    wait_until(lambda: entries(record, "start"))
+    return thread, found
+
+
+def ancestor(process: int, name: str) -> psutil.Process:
+    return next(each for each in psutil.Process(process).parents() if each.name().startswith(name))
+
+
+def kill_worker(process: int) -> None:
+    ancestor(process, "ray::").kill()
+
+
+def kill_raylet(process: int) -> None:
+    ancestor(process, "raylet").kill()
+
+
+def kill_node(process: int) -> None:
+    """Kill all processes at once, as a loss of power."""
+    raylet = ancestor(process, "raylet")
+    for each in (*raylet.children(recursive=True), raylet):
+        each.kill()
+
+
+@pytest.mark.parametrize("kill", [kill_worker, kill_node])
+def test_a_probe_whose_worker_or_node_is_killed_runs_again(
+    kill: Callable[[int], None], nodes: RayCluster, record: Path
+) -> None:
+    thread, found = probing(nodes, record, 2.0)
+    ((_, process),) = entries(record, "start")
+    kill(process)
+    thread.join(60.0)
+    if kill is kill_node:
+        nodes.add_node(**NODE, num_gpus=1)
+    assert [each.outcome for each in found] == [answer(SFT).outcome] == ["fits"]
+    assert (len(entries(record, "start")), len(entries(record, "end"))) == (2, 1)
+    assert not psutil.pid_exists(process)
+
+
+def test_a_probe_whose_raylet_is_killed_is_measured_once_and_leaves_nothing(nodes: RayCluster, record: Path) -> None:
+    thread, found = probing(nodes, record, 4.0)
+    ((_, process), *_) = entries(record, "start")
+    kill_raylet(process)
+    thread.join(60.0)
+    nodes.add_node(**NODE, num_gpus=1)
+    assert [each.outcome for each in found] == ["fits"]
+    assert len(entries(record, "end")) == 1
+    wait_until(lambda: not any(psutil.pid_exists(each) for _, each in entries(record, "start")))
+
+
+def test_a_study_that_loses_a_node_measures_nothing_twice(
+    nodes: RayCluster, record: Path, undisturbed: dict[str, object]
+) -> None:
+    def kill() -> None:
+        wait_until(lambda: len(entries(record, "end")) >= 1 and len(entries(record, "start")) >= 3)
+        kill_node(entries(record, "start")[-1][1])
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = proven(nodes.address, storage(record.parent), record, at_a_time=2, seconds=1.0)
+    killer.join()
+    nodes.add_node(**NODE, num_gpus=1)
+    assert certificate_report(found.certificate)["best"] == undisturbed["best"]
+    ended = [name for name, _ in entries(record, "end")]
+    assert len(set(ended)) == len(ended) == found.probes
+    assert found.certificate.holds
+
+
+def test_a_study_whose_driver_is_killed_goes_on_and_measures_nothing_twice(
+    nodes: RayCluster, record: Path, undisturbed: dict[str, object]
+) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "study", nodes.address, storage(record.parent), str(record), "2"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_until(lambda: len(entries(record, "start")) == 2)
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: not psutil.pid_exists(entries(record, "start")[-1][1]))
+    wait_until(lambda: not list(record.parent.glob("plan-probe-*")))  # the guard outlived the driver
+    found = proven(nodes.address, storage(record.parent), record)
+    assert certificate_report(found.certificate) == undisturbed
+    ended = [name for name, _ in entries(record, "end")]
+    assert len(set(ended)) == len(ended)
