@@ -12,7 +12,19 @@ from planner.cli import EPILOG, run
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HELP_PAGE = ROOT / "docs" / "command.md"
-SUBCOMMANDS = ("", "estimate", "dry-run", "probe", "diagnose", "validate", "export", "models", "gpus", "schema")
+SUBCOMMANDS = (
+    "",
+    "estimate",
+    "dry-run",
+    "probe",
+    "diagnose",
+    "validate",
+    "export",
+    "serve",
+    "models",
+    "gpus",
+    "schema",
+)
 REWRITE = os.environ.get("PLAN_REWRITE_GOLDEN") == "1"
 
 

@@ -48,7 +48,7 @@ ALLOWED = {
     "plan": "basics words gpus jobs memory/engine estimate search",
     "measurements": "basics words models gpus files jobs memory allocator estimate plan",
     "diagnose": "basics words gpus files jobs estimate search plan",
-    "report": "basics words models gpus files jobs allocator estimate search plan measurements diagnose",
+    "report": "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose",
     "probes/substitution": "",
     "probes/task": "basics words measurements",
     "probes/step": "basics words allocator probes/substitution",
@@ -72,8 +72,11 @@ ALLOWED = {
         "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose report "
         "training_stack"
     ),
+    "serve": (
+        "basics words models gpus files jobs estimate plan diagnose report training_stack commands"
+    ),
     "planner": "basics words models gpus jobs estimate plan commands",
-    "cli": "basics words commands",
+    "cli": "basics words commands serve",
 }  # fmt: skip
 
 
