@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 
 from planner.commands.options import ServeOptions, grouped
 from planner.errors import EXIT_PLANNED, InputError, PlanError
@@ -88,10 +89,12 @@ def _listening(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.socket(family)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last connections just ended
-        listening.bind(address)
-        listening.listen(BACKLOG)
+        with ExitStack() as closing:
+            listening = closing.enter_context(socket.socket(family))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last connections just ended
+            listening.bind(address)
+            listening.listen(BACKLOG)
+            closing.pop_all()
         return listening
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
