@@ -9,6 +9,7 @@ import typer
 from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, validate
 from planner.commands.printing import print_error
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
+from planner.serve import command as serve
 
 EPILOG = """\
 Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts the plan, 1 anything else.
@@ -31,6 +32,7 @@ app.command("probe", epilog=EPILOG)(probe.probe)
 app.command("diagnose", epilog=EPILOG)(diagnose.diagnose)
 app.command("validate", epilog=EPILOG)(validate.validate)
 app.command("export", epilog=EPILOG)(export.export)
+app.command("serve", epilog=EPILOG)(serve.serve)
 app.command()(lists.models)
 app.command()(lists.gpus)
 app.command()(lists.schema)

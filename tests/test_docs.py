@@ -20,6 +20,7 @@ SUBCOMMANDS = (
     "diagnose",
     "validate",
     "export",
+    "serve",
     "models",
     "gpus",
     "schema",

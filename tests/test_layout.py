@@ -48,7 +48,7 @@ ALLOWED = {
     "plan": "basics words gpus jobs memory/engine estimate search",
     "measurements": "basics words models gpus files jobs memory allocator estimate plan",
     "diagnose": "basics words gpus files jobs estimate search plan",
-    "report": "basics words models gpus files jobs allocator estimate search plan measurements diagnose",
+    "report": "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose",
     "probes/substitution": "",
     "probes/task": "basics words measurements",
     "probes/step": "basics words allocator probes/substitution",
@@ -73,8 +73,11 @@ ALLOWED = {
         "training_stack"
     ),
     "notebook": "basics gpus jobs plan measurements report training_stack commands",
+    "serve": (
+        "basics words models gpus files jobs estimate plan diagnose report training_stack commands"
+    ),
     "planner": "basics words models gpus jobs estimate plan notebook",
-    "cli": "basics words commands",
+    "cli": "basics words commands serve",
 }  # fmt: skip
 
 

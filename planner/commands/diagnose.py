@@ -17,8 +17,7 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     from planner.training_stack import complete_models
 
     incidents = read_incidents(logged.log)
-    given = (options.model, options.gpus, options.method, *config_paths(options))
-    if any(option is not None for option in given):
+    if names_a_job(options):
         request = read_options(options, complete_models(progress(output)))
         diagnosis = diagnose_job(incidents, request.job, request.cluster)
     else:
@@ -28,3 +27,9 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     else:
         print_table(diagnosis_table(diagnosis, width()))
     return EXIT_PLANNED
+
+
+def names_a_job(options: CandidateOptions) -> bool:
+    """Whether the options say which job wrote the log."""
+    given = (options.model, options.gpus, options.method, *config_paths(options))
+    return any(option is not None for option in given)

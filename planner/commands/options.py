@@ -425,6 +425,49 @@ class ExportOptions:
     ] = "accelerate"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where the server listens, and what requests may cost and reach."""
+
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on. Beyond loopback it needs a token.")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="Port to listen on; 0: a free one.")
+    ] = 8642
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            metavar="TOKEN",
+            envvar="PLAN_TOKEN",
+            help="Requests must send Authorization: Bearer TOKEN; browsers ask for it as a password.",
+        ),
+    ] = None
+    max_body: Annotated[
+        str, typer.Option("--max-body", metavar="SIZE", help="Largest body of a request, such as a log.")
+    ] = "4MiB"
+    time_limit: Annotated[
+        str, typer.Option("--time-limit", metavar="DURATION", help="A request that takes longer is ended (503).")
+    ] = "30s"
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, max=10_000, metavar="REQUESTS", help="Most requests at once (503).")
+    ] = 64
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", min=1, max=1024, metavar="PROCESSES", help="Processes that plan. Default: one for each core."
+        ),
+    ] = None
+    allow_paths: Annotated[
+        bool, typer.Option("--allow-paths", help="Requests may name files of this machine, as --config and --model do.")
+    ] = False
+    allow_hub: Annotated[
+        bool, typer.Option("--allow-hub", help="Requests may name models that are read from the Hub.")
+    ] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")] = False
+
+
 def grouped(command: Callable[..., int]) -> Callable[..., int]:
     """Return a command as Typer reads it: each parameter that is a group is replaced by the group's fields.
 

@@ -23,8 +23,6 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
         return EXIT_PLANNED
     from planner.commands.read_options import read_options
     from planner.files.write import refuse_unwritable
-    from planner.measurements.own_results import apply_own_results, read_own_results
-    from planner.plan import plan
     from planner.report.table import refusal
     from planner.report.words import DRY_RUN_HINT
     from planner.training_stack import complete_models, dry_run_installed
@@ -38,17 +36,29 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
     if study.probe:
         answer, exit_code, error = _proven(request, study, output)
     else:
-        answer = apply_own_results(plan(request.job, request.cluster), read_own_results())
+        answer = planned(request)
         if output.dry_run:
             answer = _checked(answer, output)
         elif dry_run_installed() and answer.verdict == "fits" and not output.json:
             say(DRY_RUN_HINT)
         exit_code, error = (EXIT_PLANNED, "") if answer.verdict == "fits" else (EXIT_NOTHING_FITS, refusal(answer))
-    answer = replace(answer, warnings=(*request.warnings, *_changes(request, answer), *answer.warnings))
-    print_plan(output, answer)
+    print_plan(output, with_notes(request, answer))
     if exit_code != EXIT_PLANNED:
         print_error(error)
     return exit_code
+
+
+def planned(request: "JobRequest") -> "Plan":
+    """Return the plan of a job, corrected by this machine's own probes."""
+    from planner.measurements.own_results import apply_own_results, read_own_results
+    from planner.plan import plan
+
+    return apply_own_results(plan(request.job, request.cluster), read_own_results())
+
+
+def with_notes(request: "JobRequest", answer: "Plan") -> "Plan":
+    """Return the plan with the warnings about the options and the changes to the config files."""
+    return replace(answer, warnings=(*request.warnings, *_changes(request, answer), *answer.warnings))
 
 
 def _changes(request: "JobRequest", answer: "Plan") -> tuple[str, ...]:

@@ -20,6 +20,8 @@ from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
 from planner.models.shape import ModelShape
 
+# Returns the model of a name (planner/models/catalogue.py).
+LoadModel = Callable[[str], ModelShape]
 # Completes a model whose layers have no formulas (planner/training_stack.py).
 CompleteModel = Callable[[ModelShape], ModelShape]
 
@@ -47,10 +49,10 @@ class JobRequest:
     in_files: Mapping[str, Any]
 
 
-def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
+def read_options(options: JobOptions, complete: CompleteModel, load: LoadModel = load_model) -> JobRequest:
     """Return the job and the cluster that the options of a command describe.
 
-    `complete` adds the layers of a model that has no formulas.
+    `complete` adds the layers of a model that has no formulas; `load` returns the model of a name.
 
     Raises:
         InputError: an option is missing, empty, or contradicts another one.
@@ -69,11 +71,11 @@ def read_options(options: JobOptions, complete: CompleteModel) -> JobRequest:
     method = _one_of("method", options.method, tuple(METHODS))
     settings, unread = _read_by(method, settings, in_file.keys() - flags.keys())
     model, cluster = (
-        complete(load_model(name)),
+        complete(load(name)),
         parse_cluster(options.gpus, options.free_memory, options.host_memory, options.network),
     )
     settings = with_server_node(settings, cluster)
-    pinned = _pins(settings, model, complete)
+    pinned = _pins(settings, model, lambda role: complete(load(role)))
     if "tuning" not in free:
         pinned = _with_adapters(pinned, tuning, model, options.config is not None)
     settled = {**METHODS[method].defaults, **TUNING_PINS[tuning], **pinned}
@@ -173,12 +175,12 @@ def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[s
     return flag
 
 
-def _pins(settings: Mapping[str, Value], model: ModelShape, complete: CompleteModel) -> dict[str, Any]:
+def _pins(settings: Mapping[str, Value], model: ModelShape, load: LoadModel) -> dict[str, Any]:
     """Return the settings as Candidate fields, without the policy. Names of other models become their shapes."""
     pinned: dict[str, Any] = candidate_fields(settings, model.dtype, loaded_quantization(model))
     for role in ("reward_model", "teacher_model"):
         if role in pinned:
-            pinned[role] = complete(load_model(pinned[role]))
+            pinned[role] = load(pinned[role])
     return {field: value for field, value in pinned.items() if field != "model"}
 
 

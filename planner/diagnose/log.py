@@ -69,9 +69,18 @@ def read_incidents(path: str) -> tuple[Incident, ...]:
         InputError: the file cannot be read, is no regular file, or reports no out-of-memory error.
     """
     found = _read(path)
+    return refuse_none(found, "stdin" if path == "-" else path)
+
+
+def refuse_none(found: tuple[Incident, ...], source: str) -> tuple[Incident, ...]:
+    """Return the incidents of a log.
+
+    Raises:
+        InputError: there are none.
+    """
     if not found:
         raise InputError(
-            f"{'stdin' if path == '-' else path} reports no out-of-memory error. "
+            f"{source} reports no out-of-memory error. "
             "The messages of PyTorch, vLLM, NCCL, launchers and the kernel are known."
         )
     return found

@@ -295,8 +295,9 @@ def _probes(answer: Estimate, gpu: Gpu, own: OwnResults) -> tuple[list[Measureme
 
 
 def _measurements_of(answer: Estimate, gpu: Gpu, own: OwnResults, source: Source) -> list[Measurement]:
-    key = candidate_key(answer.candidate)
-    return _decode_gpu_results(result for result in own.of_gpu(gpu) if result.source == source and result.key == key)
+    of_source = [result for result in own.of_gpu(gpu) if result.source == source]
+    key = candidate_key(answer.candidate) if of_source else ""
+    return _decode_gpu_results(result for result in of_source if result.key == key)
 
 
 def _decode_gpu_results(results: Iterable[OwnResult]) -> list[Measurement]:

@@ -38,8 +38,10 @@ class ModelRow:
 
 
 @lru_cache(maxsize=1024)  # shapes are compared by identity: more than the catalogue has
-def load_model(name: str) -> ModelShape:
+def load_model(name: str, paths: bool = True, hub: bool = True) -> ModelShape:
     """Return the model that `--model` names: a path, a name of the catalogue, or a name on the Hub.
+
+    `paths`: paths are names, and the file system is asked; `hub`: names on the Hub are, and the Hub is asked.
 
     A model without formulas (`known` is False) has no layers, and no `params` if the catalogue does not have it;
     `planner.training_stack.complete_models` completes it.
@@ -55,9 +57,12 @@ def load_model(name: str) -> ModelShape:
         raise InputError("--model is empty. Give a name such as Qwen2.5-7B, or a path.")
     if not printable(name):
         raise InputError(f"--model {shortened(name)} has characters that are not printable. Rename the folder.")
-    if _is_path(name):
+    if paths and _is_path(name):
         return _from_path(Path(name).expanduser())
-    return _from_catalogue(name.strip()) or _from_hub(name.strip())
+    shape = _from_catalogue(name.strip())
+    if shape is None and not hub:
+        raise UnknownName("model", name, _names(), "Only the models of the catalogue are known here.")
+    return shape or _from_hub(name.strip())
 
 
 def model_rows() -> tuple[ModelRow, ...]:

@@ -4,8 +4,9 @@ The bars are plain HTML: plotly would put 4.5 MB of script into every file, and 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
@@ -29,6 +30,9 @@ from planner.report.words import (
 )
 from planner.units import format_count, format_gib
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 # The colour of each component; neighbours in a bar have different colours.
 COLOURS: dict[str, str] = {
     "weights": "#3b6fb6",
@@ -49,8 +53,8 @@ COLOURS: dict[str, str] = {
 }
 
 
-def plan_html(plan: Plan) -> str:
-    """Return a plan as a page.
+def plan_html(plan: Plan, form: str = "") -> str:
+    """Return a plan as a page; `form`: the HTML that stands above it.
 
     Raises:
         PlanError: Jinja2 is not installed.
@@ -64,7 +68,7 @@ def plan_html(plan: Plan) -> str:
         (remedy.change, describe_candidate(remedy.estimate.candidate), remedy.estimate, remedy.note)
         for remedy in plan.remedies
     ]
-    return _page(plan.best, plan.cluster, report | {"estimate": report["best"]}, others + changes)
+    return _page(plan.best, plan.cluster, report | {"estimate": report["best"]}, others + changes, form)
 
 
 def estimate_html(estimate: Estimate, cluster: Cluster, warnings: Sequence[str]) -> str:
@@ -78,23 +82,12 @@ def estimate_html(estimate: Estimate, cluster: Cluster, warnings: Sequence[str])
 
 
 def _page(
-    best: Estimate, cluster: Cluster, report: dict[str, Any], others: list[tuple[str, str, Estimate, str]]
+    best: Estimate,
+    cluster: Cluster,
+    report: dict[str, Any],
+    others: list[tuple[str, str, Estimate, str]],
+    form: str = "",
 ) -> str:
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise PlanError(
-            "--html needs Jinja2, which is in the report extra: pip install 'finetune-plan[report]'."
-        ) from error
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.globals["counts"] = COUNTS
-    environment.filters |= {
-        "gib": lambda size: format_gib(size, 1),
-        "count": format_count,
-        "words": readable,
-        "per_second": tokens_per_second,
-    }
-    template = environment.from_string(files("planner.report").joinpath("page.html").read_text(encoding="utf-8"))
     present = {
         name
         for gpu in best.gpus
@@ -113,7 +106,53 @@ def _page(
         "evidence": describe_evidence(best),
         "host": " · ".join(describe_host(best, cluster.host)),
     }
-    text: str = template.render(
-        title=title, cluster=describe_cluster(cluster), texts=texts, report=report, others=others, colours=colours
+    text: str = template("planner.report", "page.html").render(
+        title=title,
+        cluster=describe_cluster(cluster),
+        texts=texts,
+        report=report,
+        others=others,
+        colours=colours,
+        form=form,
     )
     return text
+
+
+def form_only_html(form: str) -> str:
+    """Return the page with a form and without a report.
+
+    Raises:
+        PlanError: Jinja2 is not installed.
+    """
+    text: str = template("planner.report", "page.html").render(title="plan", report={}, form=form)
+    return text
+
+
+@lru_cache(maxsize=1)
+def page_script() -> str:
+    """Return the script of the page, which a server allows by its digest."""
+    return files("planner.report").joinpath("page.js").read_text(encoding="utf-8").strip()
+
+
+@lru_cache(maxsize=2)
+def template(package: str, name: str) -> "Template":
+    """Return a template of a package.
+
+    Raises:
+        PlanError: Jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError as error:
+        raise PlanError(
+            "--html needs Jinja2, which is in the report extra: pip install 'finetune-plan[report]'."
+        ) from error
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {"counts": COUNTS, "script": page_script()}
+    environment.filters |= {
+        "gib": lambda size: format_gib(size, 1),
+        "count": format_count,
+        "words": readable,
+        "per_second": tokens_per_second,
+    }
+    return environment.from_string(files(package).joinpath(name).read_text(encoding="utf-8"))

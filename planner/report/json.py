@@ -34,12 +34,12 @@ from planner.report.proof import proof_lines
 DECIMALS = 6
 
 
-def json_text(report: Struct) -> str:
-    """Return a document as text: keys sorted, indented by two spaces; the same document gives the same text.
+def json_text(report: Struct, indent: int | None = 2) -> str:
+    """Return a document as text: keys sorted, indented; the same document gives the same text. None: on one line.
 
     Python's `json` writes the text: msgspec formats floats otherwise, such as 312e12.
     """
-    return json.dumps(to_builtins(report), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return json.dumps(to_builtins(report), indent=indent, sort_keys=True, ensure_ascii=False, allow_nan=False)
 
 
 def plan_report(plan: Plan) -> PlanReport:

@@ -1,0 +1,152 @@
+"""The work of a request, in a process of its own: a body in, a status and a document out."""
+
+import logging
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+from msgspec import DecodeError, Struct, ValidationError
+
+from planner.commands.diagnose import names_a_job
+from planner.commands.estimate import corrected, formula_estimate
+from planner.commands.options import CandidateOptions, JobOptions, SearchOptions
+from planner.commands.plan import planned, with_notes
+from planner.commands.read_options import JobRequest, read_options
+from planner.diagnose.job import Diagnosis, diagnose_job
+from planner.diagnose.log import incidents, refuse_none
+from planner.errors import PlanError, one_line
+from planner.files.decode import decode_json
+from planner.models.catalogue import load_model
+from planner.report.diagnosis import diagnosis_report
+from planner.report.documents import Document
+from planner.report.json import estimate_report, json_text, plan_report
+from planner.serve.form import form_page, read_form
+from planner.serve.requests import Allowed, DiagnoseRequest, EstimateRequest, PlanRequest, read_request
+from planner.training_stack import complete_models
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+Task = Literal["plan", "estimate", "diagnose", "form"]
+OK, BAD_REQUEST, UNPROCESSABLE, INTERNAL_ERROR, UNAVAILABLE = 200, 400, 422, 500, 503
+
+MALFORMED = (DecodeError, UnicodeDecodeError)  # causes of errors about a body that is no JSON
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The status and the content of a response."""
+
+    status: int
+    content: bytes
+
+
+class ErrorReport(Document, frozen=True):
+    """Why a request has no answer, in the words of the command."""
+
+    error: str
+
+
+class TimeIsUp(BaseException):
+    """Raised by the timer in the midst of the work; no `except Exception` on its way keeps it."""
+
+
+def error_answer(status: int, message: str) -> Answer:
+    """Return an error as a response."""
+    return Answer(status=status, content=json_text(ErrorReport(error=one_line(message)), indent=None).encode())
+
+
+def start_worker() -> None:
+    """Prepare a worker process: Ctrl-C is for the server, which ends its workers; a timer ends work that is late."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, _time_is_up)
+    logging.basicConfig()
+
+
+def answer(task: Task, body: bytes, deadline: float, allowed: Allowed) -> Answer:
+    """Do a task and return its response.
+
+    `deadline`: by the clock `time.monotonic`, after which the work stops; an error for which nobody planned is logged
+    here and told without details.
+    """
+    try:
+        # Late already, it ends at once: a timer of 0 seconds would be none.
+        signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-3))
+        try:
+            return TASKS[task](body, allowed)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except TimeIsUp:
+        return error_answer(UNAVAILABLE, "The answer takes longer than --time-limit allows.")
+    except PlanError as error:
+        cause = error.__cause__
+        malformed = isinstance(cause, MALFORMED) and not isinstance(cause, ValidationError)
+        return error_answer(BAD_REQUEST if malformed else UNPROCESSABLE, str(error))
+    except Exception:
+        logging.getLogger(__name__).error("a request failed:\n%s", traceback.format_exc())
+        return error_answer(INTERNAL_ERROR, "The server failed. Its log says why.")
+
+
+def _time_is_up(number: int, frame: FrameType | None) -> None:
+    raise TimeIsUp
+
+
+def _requested(options: JobOptions, allowed: Allowed) -> JobRequest:
+    load = partial(load_model, paths=allowed.paths, hub=allowed.hub)
+    return read_options(options, complete_models(lambda line: None), load)
+
+
+def _document(report: Struct) -> Answer:
+    return Answer(status=OK, content=json_text(report, indent=None).encode())
+
+
+def _plan(options: SearchOptions, allowed: Allowed) -> "Plan":
+    request = _requested(options, allowed)
+    return with_notes(request, planned(request))
+
+
+def _answer_plan(body: bytes, allowed: Allowed) -> Answer:
+    options = read_request(decode_json(body, PlanRequest, "body"), SearchOptions, allowed)
+    return _document(plan_report(_plan(options, allowed)))
+
+
+def _answer_estimate(body: bytes, allowed: Allowed) -> Answer:
+    options = read_request(decode_json(body, EstimateRequest, "body"), CandidateOptions, allowed)
+    request = _requested(options, allowed)
+    estimate, notes = corrected(request, formula_estimate(request))
+    return _document(estimate_report(estimate, (*request.warnings, *notes)))
+
+
+def _answer_diagnose(body: bytes, allowed: Allowed) -> Answer:
+    asked = decode_json(body, DiagnoseRequest, "body")
+    options = read_request(asked, CandidateOptions, allowed)
+    log: str = getattr(asked, "log")  # noqa: B009 (the type is made at run time)
+    found = refuse_none(incidents(log), "The log")
+    if not names_a_job(options):
+        return _document(diagnosis_report(Diagnosis(incidents=found)))
+    request = _requested(options, allowed)
+    return _document(diagnosis_report(diagnose_job(found, request.job, request.cluster)))
+
+
+def _answer_form(query: bytes, allowed: Allowed) -> Answer:
+    """Return the front page, with the report if a job was asked for; an error stands above the form."""
+    given = read_form(query)
+    try:
+        options = given.options()
+        plan = None if options is None else _plan(options, allowed)
+    except PlanError as error:
+        return Answer(status=UNPROCESSABLE, content=form_page(given, None, one_line(str(error))).encode())
+    return Answer(status=OK, content=form_page(given, plan, "").encode())
+
+
+TASKS: dict[Task, Callable[[bytes, Allowed], Answer]] = {
+    "plan": _answer_plan,
+    "estimate": _answer_estimate,
+    "diagnose": _answer_diagnose,
+    "form": _answer_form,
+}

@@ -1,0 +1,224 @@
+"""The application: limits, headers and the token around the work, which is done in other processes."""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import multiprocessing
+import re
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from msgspec.json import encode
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from planner.report.html import page_script
+from planner.serve.answers import UNAVAILABLE, Answer, Task, answer, error_answer, start_worker
+from planner.serve.openapi import openapi
+from planner.serve.requests import Allowed
+
+JSON, HTML = "application/json", "text/html; charset=utf-8"
+BODY_SECONDS = 10  # in which a body must have arrived
+MOST_QUERY = 8192  # characters of the form's fields
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits of requests. `concurrency`: requests that are worked on or wait for a worker."""
+
+    body_bytes: int
+    seconds: float
+    concurrency: int
+    workers: int
+
+
+class Workers:
+    """The processes that plan. Planning holds the interpreter's lock, so that threads would share one core."""
+
+    def __init__(self, limits: Limits, allowed: Allowed) -> None:
+        self._limits, self._allowed = limits, allowed
+        self._active = 0
+        self._pool = self._new_pool()
+
+    async def answer(self, task: Task, body: bytes) -> Answer:
+        """Do a task in a worker; refuse it if there are too many."""
+        if self._active >= self._limits.concurrency:
+            return error_answer(UNAVAILABLE, "The server has more requests than --concurrency allows. Ask again later.")
+        self._active += 1
+        pool = self._pool
+        try:
+            deadline = time.monotonic() + self._limits.seconds
+            return await asyncio.wrap_future(pool.submit(answer, task, body, deadline, self._allowed))
+        except BrokenProcessPool:
+            # A worker was killed, such as for its memory, and its pool takes no more work.
+            if pool is self._pool:
+                self._pool = self._new_pool()
+            return error_answer(UNAVAILABLE, "The process that worked on this was ended. Ask for less.")
+        finally:
+            self._active -= 1
+
+    def start(self) -> None:
+        """Start every process and wait until one has imported what it needs."""
+        self._pool.submit(start_worker).result()
+
+    def stop(self) -> None:
+        """End the processes, whatever they do."""
+        for process in multiprocessing.active_children():
+            process.terminate()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _new_pool(self) -> ProcessPoolExecutor:
+        # Not forked: this process has threads.
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self._limits.workers, mp_context=context, initializer=start_worker)
+
+
+def application(workers: Workers, limits: Limits, token: str, hosts: frozenset[str]) -> ASGIApp:
+    """Return the ASGI application.
+
+    Args:
+        token: what requests must present; "": none.
+        hosts: names that a `Host` header may have; empty: any.
+    """
+    document = encode(openapi(bool(token)))
+
+    async def show_form(request: Request) -> Response:
+        query = request.scope["query_string"]
+        if len(query) > MOST_QUERY:
+            raise HTTPException(414, "The form's fields are too long.")
+        return _response(await workers.answer("form", query))
+
+    async def show_openapi(request: Request) -> Response:
+        return Response(document, media_type=JSON)
+
+    def posted(task: Task) -> Route:
+        async def post(request: Request) -> Response:
+            return _response(await workers.answer(task, await _body(request, limits.body_bytes)))
+
+        return Route(f"/{task}", post, methods=["POST"])
+
+    app = Starlette(
+        routes=[
+            Route("/", show_form),
+            Route("/openapi.json", show_openapi),
+            posted("plan"),
+            posted("estimate"),
+            posted("diagnose"),
+        ],
+        exception_handlers={HTTPException: _refusal},
+    )
+    return Guard(app, token, hosts)
+
+
+class Guard:
+    """Checks the token and the host before a request is read, and adds the security headers to every response."""
+
+    def __init__(self, app: ASGIApp, token: str, hosts: frozenset[str]) -> None:
+        self._app, self._token, self._hosts = app, token.encode(), hosts
+        self._headers = security_headers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(self._headers)
+            await send(message)
+
+        refused = self._refused(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (refused or self._app)(scope, receive, send_with_headers)
+
+    def _refused(self, headers: Headers) -> Response | None:
+        """Return the response to a request that may not be read; None: it may."""
+        # A page of another site could have its own name point to the loopback address and read the answers.
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+        if self._hosts and host not in self._hosts:
+            return _response(error_answer(400, f"The host {host!r} is not this server's."))
+        if self._token and not hmac.compare_digest(_presented(headers.get("authorization", "")), self._token):
+            refused = _response(error_answer(401, "The token is missing or wrong: send Authorization: Bearer TOKEN."))
+            refused.headers["www-authenticate"] = 'Basic realm="plan: the token is the password", charset="UTF-8"'
+            return refused
+        return None
+
+
+def security_headers() -> dict[str, str]:
+    """Return the headers of every response: a page may run its own script only, and load nothing."""
+    digest = base64.b64encode(hashlib.sha256(page_script().encode()).digest()).decode()
+    policy = (
+        "default-src 'none'",
+        "style-src 'unsafe-inline'",
+        f"script-src 'sha256-{digest}'",
+        "form-action 'self'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
+    )
+    return {
+        "content-security-policy": "; ".join(policy),
+        "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",
+        "referrer-policy": "no-referrer",
+        "cross-origin-resource-policy": "same-origin",
+        "cache-control": "no-store",
+    }
+
+
+def _presented(authorization: str) -> bytes:
+    """Return the token of a header: Bearer, or Basic with the token as password, which browsers ask for."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode()
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2] if scheme.lower() == "basic" else b""
+    except (binascii.Error, ValueError):
+        return b""
+
+
+async def _body(request: Request, most_bytes: int) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        HTTPException: it is no JSON by its type, too large, too slow, or cut off.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+        raise HTTPException(415, "The body must be sent as application/json.")
+    too_large = HTTPException(413, f"The body has more than {most_bytes:,} bytes, which --max-body allows.")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and (len(length) > 18 or int(length) > most_bytes):
+        raise too_large
+    parts = bytearray()
+
+    async def read() -> None:
+        async for part in request.stream():
+            parts.extend(part)
+            if len(parts) > most_bytes:
+                raise too_large
+
+    try:
+        await asyncio.wait_for(read(), BODY_SECONDS)
+    except asyncio.TimeoutError as error:  # in Python 3.10 it is no TimeoutError
+        raise HTTPException(408, f"The body did not arrive in {BODY_SECONDS} seconds.") from error
+    except ClientDisconnect as error:
+        raise HTTPException(400, "The body is cut off.") from error
+    return bytes(parts)
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    """Return an HTTP error, such as of an unknown path, as a document."""
+    assert isinstance(error, HTTPException)
+    response = _response(error_answer(error.status_code, error.detail))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _response(found: Answer) -> Response:
+    retry = {"retry-after": "1"} if found.status == UNAVAILABLE else {}
+    kind = HTML if found.content.startswith(b"<!doctype") else JSON
+    return Response(found.content, found.status, retry, media_type=kind)

@@ -1,0 +1,301 @@
+"""`plan serve`: a real server in a process of its own, with answers that are the command's and limits that hold."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+
+from planner.cli import run
+from planner.commands.options import SearchOptions
+from planner.report.html import page_script
+from planner.serve.openapi import OPERATIONS, openapi
+from planner.serve.requests import Allowed, PlanRequest, read_request
+
+START = "from planner.cli import main\nif __name__ == '__main__': main()"
+JOB = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft", "tuning": "lora"}
+TOKEN = "a-token-of-the-tests"
+OUT_OF_MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB "
+    "of which 1.00 GiB is free. Including non-PyTorch memory, this process has 22.69 GiB memory in use. Of the "
+    "allocated memory 21.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> str:
+        return str(json.loads(self.body)["error"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    process: "subprocess.Popen[str]"
+    port: int
+
+    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        given = {"Content-Type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
+        connection.request(method, path, body, given)
+        response = connection.getresponse()
+        found = {name.lower(): text for name, text in response.getheaders()}
+        reply = Reply(status=response.status, headers=found, body=response.read())
+        connection.close()
+        return reply
+
+    def post(self, path: str, job: object) -> Reply:
+        return self.ask("POST", path, json.dumps(job).encode())
+
+
+def started(folder: Path, *options: str) -> Server:
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, "serve", "--port", "0", "--workers", "1", *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert line.startswith("plan answers at http://127.0.0.1:"), line
+    return Server(process=process, port=int(line.split(":")[2].split("/")[0]))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    found = started(tmp_path_factory.mktemp("server"))
+    yield found
+    found.process.send_signal(signal.SIGTERM)
+    found.process.communicate(timeout=20)
+    assert found.process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory) -> Iterator[Server]:
+    """A server with a token, small bodies and one second for a request; Ctrl-C ends it."""
+    folder = tmp_path_factory.mktemp("guarded")
+    found = started(folder, "--token", TOKEN, "--max-body", "4kib", "--time-limit", "1s", "--allow-paths")
+    yield found
+    found.process.send_signal(signal.SIGINT)
+    _, err = found.process.communicate(timeout=20)
+    assert (found.process.returncode, err) == (0, "")
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("command", ["", "estimate"])
+    def test_the_answer_is_the_commands(self, server, command, capsys):
+        reply = server.post(f"/{command or 'plan'}", {**JOB, "set": {"lora_r": 32, "gradient_checkpointing": True}})
+        flags = [f"--{name}={value}" for name, value in JOB.items()]
+        settings = ["--set", "lora_r=32", "--set", "gradient_checkpointing=true"]
+        assert run([*command.split(), *flags, *settings, "--json", "--quiet"]) == 0
+        assert (reply.status, json.loads(reply.body)) == (200, json.loads(capsys.readouterr().out))
+
+    def test_a_log_is_diagnosed_and_its_job_planned_anew(self, server):
+        reply = server.post("/diagnose", {**JOB, "log": OUT_OF_MEMORY})
+        document = json.loads(reply.body)
+        assert document["incidents"][0]["bytes"]["tried"] == 2 * 2**30
+        assert document["instead"]["fits"]
+
+    def test_a_log_alone_is_enough(self, server):
+        assert json.loads(server.post("/diagnose", {"log": OUT_OF_MEMORY}).body)["expected"] is None
+
+    def test_a_job_that_does_not_fit_is_an_answer(self, server):
+        reply = server.post("/plan", {"model": "Llama-3.1-70B", "gpus": "1xT4", "method": "sft", "tuning": "full"})
+        assert (reply.status, json.loads(reply.body)["verdict"]) == (200, "does_not_fit")
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("body", "status", "message"),
+        [
+            (b"", 400, "body: Input data was truncated"),
+            (b'{"model": "Qwen2.5-0.5B"', 400, "body: Input data was truncated"),
+            (b'{"model": "\xff"}', 400, "body: "),
+            (b"[" * 100_000 + b"]" * 100_000, 422, "body: Expected `object`, got `array`"),
+            (b'{"set":' * 100_000, 422, "body: "),
+            (b"null", 422, "body: Expected `object`, got `null`"),
+            (b'{"max_length": 0}', 422, "body: Expected `int` >= 1 - at `$.max_length`"),
+            (b'{"max_length": 1e999}', 422, "body: "),
+            (b'{"effective_batch_size": ' + b"9" * 5000 + b"}", 422, "body: "),
+            (b'{"set": {"lora_r": ' + b"9" * 5000 + b"}}", 422, ""),
+            (b'{"modell": "x"}', 422, "body: Object contains unknown field `modell`"),
+            (b"{}", 422, "--model, --gpus and --method are missing."),
+            (b'{"model": "Qwen2.5-0.6B", "gpus": "1xT4", "method": "sft"}', 422, "Unknown model 'Qwen2.5-0.6B'. Did"),
+            (b'{"model": "\\ud800", "gpus": "1xT4", "method": "sft"}', 400, "body: "),
+        ],
+    )
+    def test_a_hostile_body_gets_one_line(self, server, body, status, message):
+        for path in ("/plan", "/estimate", "/diagnose"):
+            reply = server.ask("POST", path, body)
+            assert reply.status == status
+            assert len(reply.error) < 1100 and "\n" not in reply.error
+            assert path == "/diagnose" or reply.error.startswith(message)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"model": "/etc/passwd"},
+            {"model": "."},
+            {"model": "some-org/some-model"},
+            {"set": {"reward_model": "./folder"}, "method": "ppo", "tuning": "auto"},
+            {"config": "train.yaml"},
+            {"accelerate_config": "zero3"},
+            {"deepspeed_config": "/dev/zero"},
+        ],
+    )
+    def test_files_and_the_hub_are_out_of_reach(self, server, changes):
+        reply = server.post("/plan", {**JOB, **changes})
+        assert reply.status == 422
+        assert "without --allow-paths" in reply.error or "Only the models of the catalogue are known" in reply.error
+
+    @pytest.mark.parametrize(
+        ("method", "path", "status"), [("GET", "/plan", 405), ("POST", "/", 405), ("GET", "/x", 404)]
+    )
+    def test_other_paths_and_methods_are_refused(self, server, method, path, status):
+        assert server.ask(method, path, b"{}").status == status
+
+    def test_a_body_must_be_sent_as_json(self, server):
+        assert server.ask("POST", "/plan", b"{}", Content_Type="text/plain").status == 415
+
+    def test_ten_megabytes_are_too_large(self, server):
+        reply = server.ask("POST", "/plan", b" " * 10 * 2**20)
+        assert (reply.status, reply.error) == (
+            413,
+            "The body has more than 4,194,304 bytes, which --max-body allows.",
+        )
+
+    def test_a_name_that_points_here_is_not_this_server(self, server):
+        assert server.ask("GET", "/", Host="evil.example").status == 400
+
+
+class TestGuard:
+    @pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer wrong", "Basic !", f"Basic {TOKEN}", "Bearer é"])
+    def test_without_the_token_nothing_is_answered(self, guarded, authorization):
+        for path in ("/", "/openapi.json", "/nowhere"):
+            reply = guarded.ask("GET", path, Authorization=authorization)
+            assert (reply.status, reply.headers["www-authenticate"].split()[0]) == (401, "Basic")
+            assert TOKEN not in reply.body.decode()
+
+    def test_the_token_is_taken_as_a_password_too(self, guarded):
+        for authorization in (f"Bearer {TOKEN}", "Basic OmEtdG9rZW4tb2YtdGhlLXRlc3Rz"):
+            assert guarded.ask("GET", "/openapi.json", Authorization=authorization).status == 200
+
+    def test_a_body_without_a_length_is_counted_as_it_arrives(self, guarded):
+        connection = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=30)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
+        connection.request("POST", "/plan", iter([b" " * 1024] * 9), headers, encode_chunked=True)
+        assert connection.getresponse().status == 413
+        connection.close()
+
+    def test_a_path_may_be_named_where_that_is_allowed(self, guarded):
+        body = json.dumps({**JOB, "model": "./nowhere"}).encode()
+        reply = guarded.ask("POST", "/estimate", body, Authorization=f"Bearer {TOKEN}")
+        assert (reply.status, "nowhere/config.json does not exist" in reply.error) == (422, True)
+
+    def test_every_response_has_the_security_headers(self, guarded):
+        for reply in (guarded.ask("GET", "/"), guarded.ask("GET", "/", Authorization=f"Bearer {TOKEN}")):
+            assert reply.headers["content-security-policy"].startswith("default-src 'none'; ")
+            assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+class TestLimits:
+    def test_a_late_answer_is_given_up(self):
+        from planner.serve.answers import answer, start_worker
+
+        old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
+        start_worker()
+        reply = answer("plan", json.dumps(JOB).encode(), 0.0, Allowed(paths=False, hub=False))
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        assert (reply.status, b"--time-limit" in reply.content) == (503, True)
+
+    def test_an_error_of_ours_is_logged_and_not_told(self, monkeypatch, caplog):
+        from planner.serve import answers
+
+        def fail(body: bytes, allowed: Allowed) -> Any:
+            raise ZeroDivisionError("a secret")
+
+        monkeypatch.setitem(answers.TASKS, "plan", fail)
+        old = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        reply = answers.answer("plan", b"", time.monotonic() + 60, Allowed(paths=False, hub=False))
+        signal.signal(signal.SIGALRM, old)
+        assert (reply.status, b"secret" in reply.content) == (500, False)
+        assert "a secret" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--host", "0.0.0.0"], "Error: --host 0.0.0.0 opens the server to the network. Give a --token too.\n"),
+            (["--port", "{taken}"], "Error: Cannot listen on 127.0.0.1 port {taken}: Address already in use. Give "),
+            (["--max-body", "many"], "Error: 'many' is not a size."),
+            (["--time-limit", "0"], "Error: '0' is not a duration."),
+            (["--time-limit", "2h"], "Error: --time-limit 2h is more than an hour. Give 1h or less.\n"),
+        ],
+    )
+    def test_a_server_that_cannot_start_says_so_in_one_line(self, options, message, capsys):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = str(taken.getsockname()[1])
+            assert run(["serve", *(option.format(taken=port) for option in options)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(message.format(taken=port)) and err.count("\n") == 1
+
+
+class TestForm:
+    def test_the_front_page_asks_and_answers(self, server):
+        empty = server.ask("GET", "/").body.decode()
+        assert "<form" in empty and "Memory by phase" not in empty
+        full = server.ask(
+            "GET", "/?model=Qwen2.5-0.5B&gpus=1xRTX-3090&method=sft&settings=lora_r%3D32%0D%0A"
+        ).body.decode()
+        assert "Memory by phase" in full and 'value="1xRTX-3090"' in full and "lora_r=32" in full
+
+    def test_an_error_stands_above_the_form_that_keeps_its_fields(self, server):
+        reply = server.ask("GET", "/?model=%3Cb%3E&gpus=1xT4&max_length=x&method=nothing")
+        page = reply.body.decode()
+        assert reply.status == 422
+        assert "max_length is no number from 1 on: x." in page
+        assert "<b>" not in page and "&lt;b&gt;" in page
+
+    def test_an_endless_query_is_refused(self, server):
+        assert server.ask("GET", "/?" + "a=1&" * 30).status == 422
+        assert server.ask("GET", "/?model=" + "a" * 9000).status == 414
+
+    def test_the_page_has_the_one_script_that_the_headers_allow(self, server):
+        reply = server.ask("GET", "/")
+        assert reply.body.decode().count("<script") == 1
+        assert f"<script>{page_script()}</script>" in reply.body.decode()
+
+
+class TestOpenApi:
+    def test_every_operation_is_described_by_the_types_of_the_documents(self, server):
+        document = json.loads(server.ask("GET", "/openapi.json").body)
+        assert set(document["paths"]) == set(OPERATIONS)
+        assert "security" not in document and openapi(with_token=True)["security"] == [{"token": []}]
+        properties = document["components"]["schemas"]["PlanRequest"]["properties"]
+        assert properties["max_length"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 10**9}
+
+    def test_every_option_of_a_job_is_a_field_of_the_body(self):
+        wanted = {entry.name for entry in fields(SearchOptions)} - {"prices"}
+        assert {*PlanRequest.__struct_fields__} == wanted
+
+    def test_settings_become_the_texts_of_set(self):
+        request = PlanRequest(set={"lora_target_modules": ["q_proj", "v_proj"], "packing": True, "lora_r": None})
+        options = read_request(request, SearchOptions, Allowed(paths=False, hub=False))
+        assert options.set == ["lora_target_modules=q_proj,v_proj", "packing=true"]
