@@ -96,3 +96,13 @@ def test_a_job_of_names_says_what_to_write() -> None:
 def test_a_pinned_value_of_another_type_is_refused_as_by_set(pinned: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Job(model=load_model("Qwen2.5-0.5B"), method="sft", pinned=pinned)
+
+
+def test_every_structure_that_was_considered_has_a_reason() -> None:
+    answer = plan("Qwen2.5-7B", "2xA100-40G", method="sft")
+    frame = answer.considered()
+    assert set(frame.index) == {"full fine-tuning", "LoRA", "QLoRA"}
+    assert (frame["reason"] != "").all() and len(frame) > 50
+    same = frame[frame["tokens_per_second"] == answer.best.throughput.tokens_per_second]
+    assert (same["reason"] == "within 2 % of the best speed").any()
+    assert frame["reason"].str.startswith("at most ").any()

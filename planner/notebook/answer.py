@@ -38,6 +38,16 @@ class Answer(Plan):
 
         return candidates(self)
 
+    def considered(self) -> "pd.DataFrame":
+        """Return one row for each structure that the search considers, with why it was not recommended (`reason`).
+
+        Raises:
+            PlanError: pandas is not installed.
+        """
+        from planner.report.frame import considered
+
+        return considered(self)
+
 
 def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
     """Plan a job as the command does.

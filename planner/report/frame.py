@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 from planner.errors import PlanError
 from planner.jobs.settings import settings_of
 from planner.measurements.validate import Validation
-from planner.plan import Plan
+from planner.plan import CLASS_LABELS, Plan, tuning_classes
 from planner.quantities import Estimate
 from planner.report.validation import csv_rows
+from planner.report.words import describe_excess
+from planner.search.knobs import SearchProblem
+from planner.search.search import NEAR_BEST, examined
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,6 +46,35 @@ def candidates(plan: Plan) -> "pd.DataFrame":
         *((r.change, r.estimate) for r in plan.remedies),
     ]
     return frame_of({"label": label, **figures(estimate)} for label, estimate in labelled).set_index("label")
+
+
+def considered(plan: Plan) -> "pd.DataFrame":
+    """Return one row for each structure that a search of the job considers, with why it was not recommended.
+
+    Searches every tuning class of the job again, without offloading, which takes as long as the plan did. A structure
+    that was not estimated has its settings and the reason alone.
+
+    Raises:
+        PlanError: pandas is not installed.
+    """
+    speed, rows = plan.best.throughput.tokens_per_second, list[dict[str, object]]()
+    for name in tuning_classes(plan.job):
+        for each in examined(SearchProblem(job=plan.job, cluster=plan.cluster, tuning_class=name)):
+            shown = settings_of(each.structure) if each.answer is None else figures(each.answer)
+            rows.append({"label": CLASS_LABELS[name], "reason": each.reason or _lost(each.answer, speed), **shown})
+    return frame_of(rows).set_index("label")
+
+
+def _lost(answer: Estimate | None, best_speed: float) -> str:
+    """Return why a structure that was examined was not recommended."""
+    if answer is None:
+        return "no batch is allowed, or the vLLM engine does not start"
+    if not answer.fits:
+        return f"does not fit, {describe_excess(answer)}"
+    share = answer.throughput.tokens_per_second / best_speed if best_speed else 1.0
+    if share < NEAR_BEST:
+        return f"{share:.2f} times the speed of the best"
+    return "within 2 % of the best speed" if share <= 1 / NEAR_BEST else "faster; another tuning class is preferred"
 
 
 def validation_frame(validation: Validation) -> "pd.DataFrame":

@@ -4,7 +4,7 @@ Each structure of `knobs.py` is a candidate without its sizes. By binary search 
 that fits, and a colocated vLLM engine the largest `vllm_gpu_memory_utilization`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf, isqrt
 from typing import Any
@@ -282,28 +282,22 @@ def search(problem: SearchProblem) -> Estimate | None:
     return answer
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Considered:
+    """A structure that a search looked at. `answer`: at its best size; None: not estimated, as `reason` says."""
+
+    structure: Candidate
+    answer: Estimate | None
+    reason: str = ""
+
+
 def best_of_class(problem: SearchProblem) -> Estimate | None:
     """Return the best estimate over all structures, or the one of the least `distance` from fitting if none fits.
 
     Full fine-tuning gets 16-bit weights only if no candidate with float32 weights fits, because 16-bit weights round
-    small updates away. Branch and bound: structures are examined fastest first, by an upper bound of their speed, and
-    left out once the bound is more than 2 % below the best that fits (see `leanest_of`), or if the same structure does
-    not fit with every layer checkpointed (`LeanestFits`).
+    small updates away.
     """
-    answers: list[Estimate] = []
-    leanest_fits = LeanestFits(problem)
-    best_speed = {True: 0.0, False: 0.0}  # of what fits, by `is_precise`
-    bounds = ((speed_bound(structure, problem), structure) for structure in structures(problem))
-    for bound, structure in sorted(bounds, key=lambda each: -each[0]):
-        precise = is_precise(structure)
-        if bound < max(NEAR_BEST * best_speed[precise], problem.faster_than) or (not precise and best_speed[True]):
-            continue
-        answer = best_of_structure(structure, problem) if leanest_fits(structure) else None
-        if answer is None:
-            continue
-        answers.append(answer)
-        if answer.fits:
-            best_speed[precise] = max(best_speed[precise], answer.throughput.tokens_per_second)
+    answers = [each.answer for each in examined(problem) if each.answer is not None]
     that_fit = [answer for answer in answers if answer.fits]
     if not that_fit:
         return min(
@@ -312,6 +306,31 @@ def best_of_class(problem: SearchProblem) -> Estimate | None:
             default=None,
         )
     return leanest_of([each for each in that_fit if is_precise(each.candidate)] or that_fit, problem)
+
+
+def examined(problem: SearchProblem) -> Iterator[Considered]:
+    """Yield every structure, estimated at its best size where it may be the best one.
+
+    Branch and bound: structures are examined fastest first, by an upper bound of their speed, and left out once the
+    bound is more than 2 % below the best that fits (see `leanest_of`), or if the same structure does not fit with every
+    layer checkpointed (`LeanestFits`).
+    """
+    leanest_fits = LeanestFits(problem)
+    best_speed = {True: 0.0, False: 0.0}  # of what fits, by `is_precise`
+    bounds = ((speed_bound(structure, problem), structure) for structure in structures(problem))
+    for bound, structure in sorted(bounds, key=lambda each: -each[0]):
+        precise, answer, reason = is_precise(structure), None, ""
+        if bound < max(NEAR_BEST * best_speed[precise], problem.faster_than):
+            reason = f"at most {bound:,.0f} tokens/s"
+        elif not precise and best_speed[True]:
+            reason = "16-bit weights, and float32 ones fit"
+        elif not leanest_fits(structure):
+            reason = "does not fit with every layer checkpointed either"
+        else:
+            answer = best_of_structure(structure, problem)
+        if answer is not None and answer.fits:
+            best_speed[precise] = max(best_speed[precise], answer.throughput.tokens_per_second)
+        yield Considered(structure=structure, answer=answer, reason=reason)
 
 
 class LeanestFits:
