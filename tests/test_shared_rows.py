@@ -13,6 +13,7 @@ from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.jobs.spellings import Value
 from planner.launch.accelerate import accelerate_yaml
+from planner.launch.torchrun import sharding_settings
 from planner.memory.communication import row_exchange_bytes
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
@@ -138,3 +139,9 @@ def test_a_copy_of_the_model_on_each_node_takes_its_bytes() -> None:
     )
     assert hybrid["weights"] == pytest.approx(2 * whole["weights"], rel=0.01)
     assert hybrid["optimizer_states"] == pytest.approx(2 * whole["optimizer_states"], rel=0.01)
+
+
+@pytest.mark.parametrize("changes", [{"cp_size": 2}, {"dp_replicate_size": 2}])
+def test_torchrun_has_no_file_for_shared_rows_and_copies(changes: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="Use --launcher accelerate"):
+        sharding_settings(replace(CONTEXT, **changes))

@@ -20,12 +20,12 @@ def sharding_settings(candidate: Candidate) -> dict[str, object]:
     """The arguments of train.yaml that shard the model; accelerate.yaml has their equivalents.
 
     Raises:
-        InputError: GPUs share rows, which only accelerate's file can say.
+        InputError: GPUs share rows or copies of the model, which only accelerate's file can say.
     """
-    if candidate.row_gpus > 1:
+    if candidate.row_gpus > 1 or candidate.dp_replicate_size > 1:
         raise InputError(
-            "cp_size and sp_size are settings of accelerate's file, which torchrun does not read. Use --launcher "
-            "accelerate."
+            "cp_size, sp_size and dp_replicate_size are settings of accelerate's file, which torchrun does not read. "
+            "Use --launcher accelerate."
         )
     if candidate.sharding in DEEPSPEED:
         return {"deepspeed": deepspeed.FILE}
