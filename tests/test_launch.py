@@ -468,7 +468,7 @@ class TestCommands:
 
 
 class TestTorchrun:
-    @pytest.mark.parametrize("name", [name for name in VARIANTS if "parallel" not in name])
+    @pytest.mark.parametrize("name", [name for name in VARIANTS if "parallel" not in name and "hybrid" not in name])
     def test_train_yaml_has_the_sharding(self, name: str) -> None:
         held = candidate("sft", **VARIANTS[name])
         files = launch_files(held, "torchrun")
@@ -521,7 +521,9 @@ class TestTorchrun:
 
     @pytest.mark.parametrize("name", ["context parallel", "sequence parallel"])
     def test_shared_rows_need_accelerate(self, name: str) -> None:
-        with pytest.raises(InputError, match=r"^cp_size and sp_size .* Use --launcher accelerate\.$"):
+        with pytest.raises(
+            InputError, match=r"^cp_size, sp_size and dp_replicate_size .* Use --launcher accelerate\.$"
+        ):
             launch_files(candidate("sft", **VARIANTS[name]), "torchrun")
 
 
