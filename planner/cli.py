@@ -1,14 +1,16 @@
 """The `plan` command: its subcommands, and the conversion of errors to exit codes."""
 
+import codecs
 import os
 import sys
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from io import StringIO
 
 import typer
 
 from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, validate
 from planner.commands.printing import print_error
-from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
+from planner.errors import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
 from planner.serve import command as serve
 
 EPILOG = """\
@@ -41,20 +43,37 @@ app.command(epilog=EPILOG)(lists.measurements)
 
 def main() -> None:
     """Run the command with the arguments of the process and exit; the console script `plan`."""
+    codecs.register_error(ASCII, _in_ascii)
     with ExitStack() as null:
         # Where the shell has closed a stream (`>&-`), Python has None.
-        if sys.stdout is None:
-            null.enter_context(redirect_stdout(null.enter_context(open(os.devnull, "w"))))
         if sys.stderr is None:
             null.enter_context(redirect_stderr(null.enter_context(open(os.devnull, "w"))))
-        sys.exit(_run_and_flush())
+        if sys.stdout is not None:
+            sys.exit(_run_and_flush())
+        lost = null.enter_context(redirect_stdout(StringIO()))
+        code = run(sys.argv[1:])
+        if lost.getvalue() and code in (EXIT_PLANNED, EXIT_NOTHING_FITS):
+            print_error("The answer cannot be written: stdout is closed.")
+            code = EXIT_OTHER
+        sys.exit(code)
+
+
+# Characters of tables for streams that have no others, such as under LC_ALL=C and code page 1252.
+ASCII = "ascii-tables"
+ASCII_CHARACTERS = {"█": "#", "▓": "=", "▒": "-", "▚": "%", "░": ":", "·": ".", "▏": "|", "◂": "<", "…": "~"}
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Return the ASCII characters for those that a stream cannot encode: an error handler of `codecs`."""
+    assert isinstance(error, UnicodeEncodeError)
+    found = error.object[error.start : error.end]
+    return "".join(ASCII_CHARACTERS.get(character, "?") for character in found), error.end
 
 
 def _run_and_flush() -> int:
     """Run the command with the arguments of the process; return its exit code, `EXIT_OTHER` if stdout takes no text."""
     for stream in (sys.stdout, sys.stderr):
-        # A terminal without the characters of a bar still gets the numbers.
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        stream.reconfigure(errors=ASCII)  # type: ignore[union-attr]
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

@@ -143,9 +143,9 @@ def test_a_device_or_a_folder_is_never_replaced_by_an_answer(path):
 @pytest.mark.parametrize(
     ("redirection", "code", "message"),
     [
-        (">&-", 0, ""),
+        (">&-", 1, "Error: The answer cannot be written: stdout is closed.\n"),
         ("2>&-", 0, ""),
-        (">&- 2>&-", 0, ""),
+        (">&- 2>&-", 1, ""),
         (">/dev/full", 1, "Error: The answer cannot be written: No space left on device.\n"),
         (">/dev/full 2>/dev/full", 1, ""),
     ],
@@ -177,3 +177,19 @@ def test_a_storage_is_shown_without_its_secrets(url, shown):
 def test_a_release_that_somebody_built_is_a_release(version: str) -> None:
     """The callback passes the release of the installed TRL."""
     assert release(version) == (1, 16)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_bars_are_ascii_where_the_stream_has_nothing_else(encoding):
+    ended = subprocess.run(
+        [sys.executable, "-c", "import planner.cli; planner.cli.main()", *ASKED, "--model", "gpt2", "--quiet"],
+        capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
+    )  # fmt: skip
+    said = ended.stdout.decode(encoding)
+    assert "===" in said and "?" not in said and "<" in said
+
+
+def test_a_named_pipe_is_no_missing_file(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(InputError, match="is no regular file"):
+        load_model(str(tmp_path / "config.json"))

@@ -1,6 +1,7 @@
 """Models by name: from the catalogue in `data/models.jsonl`, a folder or config.json, or the Hub."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -103,6 +104,8 @@ def _is_file(path: Path) -> bool:
 def _from_path(path: Path) -> ModelShape:
     file = path if path.suffix == ".json" or _is_file(path) else path / "config.json"
     if not _is_file(file):
+        if os.path.exists(file):  # False for what is no path, where Path.exists raises
+            raise InputError(f"{file} is no regular file. --model takes a folder with a config.json, or such a file.")
         raise InputError(f"{file} does not exist. --model takes a folder with a config.json, such a file, or a name.")
     config = read_json(file)
     if not isinstance(config, dict):
