@@ -203,6 +203,7 @@ class TestEveryRankKeepsWhatTheFormulasSay:
             assert rank.parts["others"] == []
 
 
+@pytest.mark.nightly  # 30 s; tests/test_exported_runs.py starts launch.sh, and the runs above read our files
 class TestTheCommand:
     def test_accelerate_launch_starts_it_with_our_files(
         self, runs: dict[str, tuple[Rank, ...]], tmp_path: Path

@@ -204,7 +204,7 @@ def test_models_that_do_not_fit_run_out_of_memory_while_loading(tmp_path: Path) 
     assert short.shortage.phase == "load"
 
 
-@pytest.mark.parametrize("method", ["dpo", "grpo"])
+@pytest.mark.parametrize("method", [pytest.param("dpo", marks=pytest.mark.nightly), "grpo"])
 @pytest.mark.slow
 def test_a_probe_saves_evaluates_and_goes_on_from_its_checkpoint(method: MethodName, tmp_path: Path) -> None:
     case = candidate(method, tuning="lora")

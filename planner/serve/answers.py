@@ -61,6 +61,9 @@ def error_answer(status: int, message: str) -> Answer:
     return Answer(status=status, content=json_text(ErrorReport(error=one_line(message)), indent=None).encode())
 
 
+REPEAT_SECONDS = 0.05
+
+
 def start_worker() -> None:
     """Prepare a worker process: Ctrl-C is for the server, which ends its workers; a timer ends work that is late."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -75,8 +78,9 @@ def answer(task: Task, body: bytes, deadline: float, allowed: Allowed) -> Answer
     here and told without details.
     """
     try:
-        # Late already, it ends at once: a timer of 0 seconds would be none.
-        signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-3))
+        # Late already, it ends at once: a timer of 0 seconds would be none. It rings again, as Python drops an exception
+        # that is raised in a callback of the garbage collector.
+        signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-3), REPEAT_SECONDS)
         try:
             return TASKS[task](body, allowed)
         finally:
