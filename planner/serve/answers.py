@@ -78,8 +78,8 @@ def answer(task: Task, body: bytes, deadline: float, allowed: Allowed) -> Answer
     here and told without details.
     """
     try:
-        # Late already, it ends at once: a timer of 0 seconds would be none. It rings again, as Python drops an exception
-        # that is raised in a callback of the garbage collector.
+        # Late already, it ends at once: a timer of 0 seconds would be none. It rings again, as Python drops exceptions
+        # that are raised in a callback of the garbage collector.
         signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-3), REPEAT_SECONDS)
         try:
             return TASKS[task](body, allowed)
