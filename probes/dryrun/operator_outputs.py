@@ -19,7 +19,7 @@ _NUMBERS = (bool, int, float, complex)
 
 aten = torch.ops.aten
 # Operators whose output has the shape of the input tensors, or is one number; PyTorch's pointwise operators do so too.
-# tests/test_fake_results.py compares them with FakeTensorMode.
+# tests/test_operator_outputs.py compares them with FakeTensorMode.
 SAME_SHAPE_OPERATORS = frozenset(
     {
         aten._to_copy.default,
