@@ -414,3 +414,9 @@ class TestProcess:
         )
         assert (process.returncode, process.stdout) == (2, "")
         assert process.stderr.startswith("Error: No such option: --wrong")
+
+
+@pytest.mark.parametrize("name", ["gpus", "models"])
+def test_a_list_is_at_most_100_columns_wide(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100

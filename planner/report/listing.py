@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from rich.table import Table
 
@@ -16,6 +17,7 @@ from planner.report.words import bare_gib, describe_candidate, describe_excess, 
 from planner.units import format_gib
 
 BILLION = 1e9
+GAP = "  "
 
 
 def models_listing(rows: Iterable[ModelRow]) -> str:
@@ -45,13 +47,13 @@ def _measurement_columns(result: OwnResult) -> tuple[str, str, str, str]:
 
 
 def gpus_listing(rows: Iterable[GpuRow]) -> str:
-    """Return a line for each card. Memory from: `driver`, a driver's log; else how it was derived."""
+    """Return a line for each card. Memory from: `driver`, a driver's log; `derived`, as planner/data/gpus.toml says."""
     lines = [
         (
             row.gpu.name,
             format_gib(row.gpu.total_bytes),
             "yes" if row.gpu.supports_bf16 else "no",
-            "driver" if row.reported else row.derived,
+            "driver" if row.reported else "derived",
             ", ".join(row.aliases),
         )
         for row in rows
@@ -59,12 +61,17 @@ def gpus_listing(rows: Iterable[GpuRow]) -> str:
     return _columns(("gpu", "memory", "bf16", "memory from", "also called"), lines)
 
 
+LISTING_WIDTH = 100  # columns, beyond which the last one is folded
+
+
 def _columns(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(line[column]) for line in (heads, *lines)) for column in range(len(heads))]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in (heads, *lines)
-    )
+    widths = [max(len(line[column]) for line in (heads, *lines)) for column in range(len(heads) - 1)]
+    room = LISTING_WIDTH - sum(widths) - len(GAP) * len(widths)
+    found = []
+    for *first, last in (heads, *lines):
+        start = "".join(text.ljust(width) + GAP for text, width in zip(first, widths, strict=True))
+        found.append(start + ("\n" + " " * len(start)).join(wrap(last, room) or [""]))
+    return "\n".join(line.rstrip() for line in found)
 
 
 HOUR = 3600
