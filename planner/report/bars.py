@@ -30,7 +30,7 @@ def bars(estimate: Estimate, host: HostMemory, width: int) -> Iterator[Text]:
     """Yield a row for each phase of each GPU role, a bar and the total; the components of the peak; the node."""
     bar_width = width - LABEL_WIDTH - PHASE_WIDTH - NUMBER_WIDTH
     first = 0
-    yield _legend(estimate)
+    yield from _legend(estimate, width)
     for gpu in estimate.gpus:
         labels = [_gpu_range(first, gpu.count), gpu.role, format_gib(gpu.capacity_bytes, 1)]
         first += gpu.count
@@ -76,13 +76,18 @@ def _bar(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
     return bar[:card_end] + Text("▏", style="bold") + bar[card_end:]
 
 
-def _legend(estimate: Estimate) -> Text:
+def _legend(estimate: Estimate, width: int) -> Iterator[Text]:
     present = {component for gpu in estimate.gpus for phase in gpu.phases for component in phase.components}
-    legend = Text(f"{'GiB':<{LABEL_WIDTH}}", style="dim")
+    line = Text(f"{'GiB':<{LABEL_WIDTH}}", style="dim")
     for name, glyph, colour, components in GROUPS:
-        if present.intersection(components):
-            legend += Text.assemble((glyph, colour), f" {name}  ")
-    return legend
+        entry = Text.assemble((glyph, colour), f" {name}  ")
+        if not present.intersection(components):
+            continue
+        if len(line.plain) + len(entry.plain.rstrip()) > width:
+            yield line
+            line = Text(" " * LABEL_WIDTH)
+        line += entry
+    yield line
 
 
 def _parts(phase: PhaseMemory) -> list[str]:

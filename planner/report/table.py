@@ -30,7 +30,8 @@ from planner.search.explain import MIN_REPORTED_BYTES
 from planner.search.remedies import Remedy
 from planner.units import GIB, format_gib
 
-MIN_WIDTH, MAX_WIDTH = 80, 120  # columns; wider lines are hard to follow back
+# Columns: the longest setting beside its label, PYTORCH_CUDA_ALLOC_CONF, takes 61; wider lines are hard to follow back.
+MIN_WIDTH, MAX_WIDTH = 62, 120
 
 
 def plan_table(plan: Plan, width: int) -> Text:
@@ -110,7 +111,7 @@ def _header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
     evidence = f"{describe_evidence(estimate)}"
     room = width - len(evidence) - 2
     first = f"{job} · {hardware}" if len(f"{job} · {hardware}") <= room else job
-    yield Text.assemble((first, "bold"), " " * (room + 2 - len(first)), (evidence, "italic"))
+    yield Text.assemble((first, "bold"), " " * max(room + 2 - len(first), 2), (evidence, "italic"))
     if first == job:
         yield Text(hardware, style="bold")
 
