@@ -1,6 +1,7 @@
 """The reports of an estimate written by hand: JSON, table, frames and page."""
 
 import json
+import re
 from dataclasses import replace
 from typing import get_args
 
@@ -10,7 +11,11 @@ from report_samples import CLUSTER, COLOCATED, ESTIMATE, JOB, MODEL, NOTHING_FIT
 
 from planner.candidate import Candidate
 from planner.errors import InputError
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
 from planner.methods import METHODS
+from planner.models.catalogue import load_model
+from planner.plan import plan
 from planner.quantities import Component, Estimate
 from planner.report.documents import COMPONENT_DESCRIPTIONS, PinnedSettings, Settings, json_schema
 from planner.report.frame import breakdown, candidates
@@ -19,6 +24,8 @@ from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.read_json import read_plan
 from planner.report.table import MAX_WIDTH, MIN_WIDTH, estimate_table, plan_table, refusal
 from planner.report.words import describe_candidate
+from planner.search.knobs import problem_of_estimate
+from planner.search.what_if import what_if
 from planner.units import GIB
 
 SCHEMA = json_schema()
@@ -304,9 +311,24 @@ class TestFrames:
 class TestHtml:
     def test_the_page_needs_nothing_beside_it(self):
         page = plan_html(PLAN)
-        assert "<script src" not in page
-        assert "http" not in page
+        loaded = re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]+)|url\(([^)]+)|@import""", page)
+        assert all(target.startswith("#way-") for target, _ in loaded)
         assert "<link" not in page
+
+    def test_the_page_plots_speed_against_need_and_has_the_launch_files(self):
+        answer = plan(Job(model=load_model("Qwen2.5-7B"), method="grpo"), parse_cluster("2xA100-40G"))
+        page = plan_html(answer)
+        assert page.count('<a href="#way-') == 1 + len(answer.alternatives)
+        assert "<summary><code>train.yaml</code>" in page and 'data-copy="file-1"' in page
+        assert page.count('class="best"') == 1  # the plan in the what-if table
+
+    def test_what_if_keeps_the_effective_batch_and_holds_the_plan_itself(self):
+        answer = plan(Job(model=load_model("Qwen2.5-0.5B"), method="sft", tuning="lora"), parse_cluster("1xL4"))
+        found = what_if(answer.best, problem_of_estimate(answer.job, answer.cluster, answer.best))
+        cells = [each for _, row in found.rows for each in row if each is not None]
+        assert {each.candidate.effective_batch_size for each in cells} == {answer.best.candidate.effective_batch_size}
+        assert answer.best.gpus[0].peak_bytes in {each.gpus[0].peak_bytes for each in cells}
+        assert found.lengths == (256, 512, 1024, 2048, 4096)
 
     def test_the_page_names_the_peak_and_the_card(self):
         page = plan_html(PLAN)

@@ -1,6 +1,7 @@
-"""The report as one HTML file without scripts and links. Needs the [report] extra.
+"""The report as one HTML file that loads nothing. Needs the [report] extra.
 
-The bars are plain HTML: plotly would put 4.5 MB of script into every file, and a `title` shows the same numbers.
+The charts are HTML and CSS, some 40 kB: plotly would put 4.5 MB of script into every file. Text keeps its size on a
+phone, every figure can be reached by keyboard, and the page is read aloud as lists and tables. The one script copies.
 """
 
 from collections.abc import Sequence
@@ -10,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 from planner.gpus.cluster import Cluster
+from planner.launch.files import launch_files
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.report.bars import COUNTS, SMALLEST_BYTES
 from planner.report.json import estimate_report, plan_report
 from planner.report.shown_settings import shown_settings
 from planner.report.words import (
+    bare_gib,
     describe_candidate,
     describe_cluster,
     describe_driver,
@@ -26,8 +29,11 @@ from planner.report.words import (
     describe_host,
     describe_speed,
     readable,
+    tightest,
     tokens_per_second,
 )
+from planner.search.knobs import problem_of_estimate
+from planner.search.what_if import WhatIf, what_if
 from planner.units import format_count, format_gib
 
 if TYPE_CHECKING:
@@ -68,7 +74,9 @@ def plan_html(plan: Plan, form: str = "") -> str:
         (remedy.change, describe_candidate(remedy.estimate.candidate), remedy.estimate, remedy.note)
         for remedy in plan.remedies
     ]
-    return _page(plan.best, plan.cluster, report | {"estimate": report["best"]}, others + changes, form)
+    grid = what_if(plan.best, problem_of_estimate(plan.job, plan.cluster, plan.best))
+    report |= {"estimate": report["best"], "grid": _grid(grid, plan.best)}
+    return _page(plan.best, plan.cluster, report, others + changes, form)
 
 
 def estimate_html(estimate: Estimate, cluster: Cluster, warnings: Sequence[str]) -> str:
@@ -106,16 +114,70 @@ def _page(
         "evidence": describe_evidence(best),
         "host": " · ".join(describe_host(best, cluster.host)),
     }
+    ways = [("recommended", describe_candidate(best.candidate), best, ""), *others]
     text: str = template("planner.report", "page.html").render(
         title=title,
         cluster=describe_cluster(cluster),
         texts=texts,
         report=report,
-        others=others,
+        ways=[_way(*way) for way in ways],
+        fastest=max(way[2].throughput.tokens_per_second for way in ways),
+        files=_files(best),
         colours=colours,
         form=form,
     )
     return text
+
+
+def _way(label: str, candidate: str, estimate: Estimate, note: str) -> dict[str, Any]:
+    """Return a candidate as a row of the table and a point of the chart."""
+    gpu = tightest(estimate)
+    return {
+        "label": label,
+        "candidate": candidate,
+        "fits": estimate.fits,
+        "over_bytes": max(estimate.over_bytes, estimate.host_over_bytes),
+        "note": note,
+        "rate": estimate.throughput.tokens_per_second,
+        "need": gpu.peak_bytes / gpu.capacity_bytes,
+        "interval": [bound / gpu.capacity_bytes for bound in gpu.interval_bytes],
+        "need_text": f"{bare_gib(gpu.peak_bytes)} ({bare_gib(gpu.interval_bytes[0])} to "
+        f"{format_gib(gpu.interval_bytes[1], 1)})",
+    }
+
+
+def _grid(found: WhatIf, best: Estimate) -> dict[str, Any]:
+    """Return the what-if table: each cell has the need, its share of the card, and whether it fits and is the best."""
+    chosen = best.candidate.per_device_train_batch_size, getattr(best.candidate, found.length_name)
+    return {
+        "name": found.length_name,
+        "lengths": found.lengths,
+        "rows": [
+            (batch, [_cell(each, (batch, length) == chosen) for length, each in zip(found.lengths, row, strict=True)])
+            for batch, row in found.rows
+        ],
+    }
+
+
+def _cell(estimate: Estimate | None, is_best: bool) -> dict[str, Any]:
+    if estimate is None:
+        return {"text": "no engine", "fits": False, "best": is_best, "share": 1.0, "rate": ""}
+    gpu = tightest(estimate)
+    return {
+        "text": bare_gib(gpu.peak_bytes),
+        "fits": estimate.fits,
+        "best": is_best,
+        "share": min(1.0, gpu.peak_bytes / gpu.capacity_bytes),
+        "rate": tokens_per_second(estimate.throughput.tokens_per_second),
+    }
+
+
+def _files(estimate: Estimate) -> dict[str, str]:
+    """Return the launch files by name; empty where the candidate has none, as `plan export` says."""
+    try:
+        return launch_files(estimate.candidate)
+    except InputError:
+        return {}
 
 
 def form_only_html(form: str) -> str:
