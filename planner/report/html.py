@@ -114,7 +114,8 @@ def _page(
         "evidence": describe_evidence(best),
         "host": " · ".join(describe_host(best, cluster.host)),
     }
-    ways = [("recommended", describe_candidate(best.candidate), best, ""), *others]
+    chosen = "recommended" if best.fits else "nearest"
+    ways = [(chosen, describe_candidate(best.candidate), best, ""), *others]
     text: str = template("planner.report", "page.html").render(
         title=title,
         cluster=describe_cluster(cluster),
