@@ -92,7 +92,7 @@ def test_shellcheck_has_no_remark_on_200_random_exports(tmp_path: Path) -> None:
         pytest.skip("shellcheck is not installed")
     for seed in range(200):
         held = random_export(seed, tmp_path / str(seed))
-        if held.row_gpus == 1:
+        if held.row_gpus == held.dp_replicate_size == 1:
             export(held, tmp_path / f"{seed} torchrun", launcher="torchrun")
     done = subprocess.run([shellcheck, *tmp_path.glob("*/*.sh")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
