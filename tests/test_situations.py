@@ -343,3 +343,10 @@ def test_a_remedy_says_what_it_saves(capsys: pytest.CaptureFixture[str]) -> None
     assert shorter["saves_bytes"] == peaks[0] - peaks[1] > 2**30
     assert run([*command.split(), "--quiet"]) == EXIT_NOTHING_FITS
     assert f", saves {shorter['saves_bytes'] / 2**30:.1f} GiB" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_vision_models_plan_says_that_images_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--gpus 1xA100-80G --method sft --tuning lora --model"
+    line = "rows of text are planned: images, their tokens and the passes of the vision tower are not counted"
+    assert line in answered(f"{command} gemma-3-4b-it", capsys)["warnings"]
+    assert line not in answered(f"{command} gemma-3-1b-it", capsys)["warnings"]

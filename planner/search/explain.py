@@ -218,6 +218,12 @@ def about_display(best: Estimate, problem: SearchProblem) -> Iterator[str]:
         )
 
 
+def about_images(best: Estimate, problem: SearchProblem) -> Iterator[str]:
+    """Note that rows of text are planned for a model that takes images, too."""
+    if problem.job.model.vision_params:
+        yield "rows of text are planned: images, their tokens and the passes of the vision tower are not counted"
+
+
 def about_network(best: Estimate, problem: SearchProblem) -> Iterator[str]:
     """Note the speed that is assumed between nodes."""
     cluster = problem.cluster
@@ -372,6 +378,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[str]], ...] = (
     about_dtype,
     about_precision,
     about_display,
+    about_images,
     about_network,
     about_cache,
     about_attention,
