@@ -125,10 +125,27 @@ class Measurement:
 
     @property
     def decided(self) -> bool:
-        """Whether the probe decides if the candidate fits."""
+        """Return whether the probe decides if the candidate fits."""
         return self.outcome in ("fits", "out_of_memory")
 
     @property
     def peak_bytes(self) -> int:
         """Return the peak of the heaviest rank."""
         return max((rank.peak_bytes for rank in self.ranks), default=0)
+
+
+def without_memory(candidate: Candidate, device: DeviceName, outcome: Outcome, message: str) -> Measurement:
+    """Return the measurement of a probe that measured no memory: an outcome and a message only."""
+    return Measurement(
+        candidate=candidate,
+        device=device,
+        outcome=outcome,
+        ranks=(),
+        shortage=None,
+        step_seconds=0.0,
+        tokens_per_second=0.0,
+        wall_seconds=0.0,
+        message=message,
+        log="",
+        versions={},
+    )

@@ -21,7 +21,7 @@ from planner.candidate import Candidate
 from planner.errors import InputError, PlanError, one_line
 from planner.gpus.cluster import Cluster
 from planner.launch.placement import placement
-from planner.measurements.measurement import DeviceName, Measurement, Outcome
+from planner.measurements.measurement import DeviceName, Measurement, Outcome, without_memory
 from planner.units import format_seconds
 from probes.runner.devices import DeviceOptions, Probe, device, refuse_several_nodes
 from probes.runner.verdict import MESSAGE_CHARACTERS
@@ -167,16 +167,4 @@ def _reason(error: Exception) -> str:
 
 def _lost(candidate: Candidate, name: DeviceName, outcome: Outcome, message: str) -> Measurement:
     """Return the measurement of a probe that Ray could not run to its end."""
-    return Measurement(
-        candidate=candidate,
-        device=name,
-        outcome=outcome,
-        ranks=(),
-        shortage=None,
-        step_seconds=0.0,
-        tokens_per_second=0.0,
-        wall_seconds=0.0,
-        message=one_line(f"Ray: {message}")[:MESSAGE_CHARACTERS],
-        log="",
-        versions={},
-    )
+    return without_memory(candidate, name, outcome, one_line(f"Ray: {message}")[:MESSAGE_CHARACTERS])

@@ -19,7 +19,7 @@ from planner.candidate import SHARDED, Candidate
 from planner.errors import NothingFits, PlanError
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster, Gpu
-from planner.measurements.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage
+from planner.measurements.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage, without_memory
 from planner.quantities import Component, Phase, PhaseMemory
 from planner.units import format_size
 from probes.dryrun.simulate import kernels_of, simulate
@@ -40,9 +40,9 @@ def simulated_probe(candidate: Candidate, cluster: Cluster) -> Measurement:
     try:
         found = on_card(simulate(estimate(candidate, cluster), kernels_of(cluster.gpu)), cluster.gpu)
     except NothingFits as error:  # a vLLM engine that would refuse to start does not say how much it lacks
-        found = _without_memory(candidate, "out_of_memory", str(error))
+        found = without_memory(candidate, "simulated", "out_of_memory", str(error))
     except PlanError as error:
-        found = _without_memory(candidate, "crashed", str(error))
+        found = without_memory(candidate, "simulated", "crashed", str(error))
     return replace(found, wall_seconds=time.monotonic() - started)
 
 
@@ -69,7 +69,8 @@ def on_card(simulation: Simulation, gpu: Gpu) -> Measurement:
     if shortage is not None:
         over, phase = format_size(shortage.over_bytes), shortage.phase.replace("_", " ")
         message = f"a dry run needs at least {over} more in the {phase}"
-    found = _without_memory(simulation.candidate, "fits" if shortage is None else "out_of_memory", message)
+    outcome: Outcome = "fits" if shortage is None else "out_of_memory"
+    found = without_memory(simulation.candidate, "simulated", outcome, message)
     return replace(found, ranks=(rank,), shortage=shortage, versions=dict(simulation.trace.versions))
 
 
@@ -231,20 +232,3 @@ def _heavier(before: PhasePeak | None, now: PhasePeak) -> PhasePeak:
 def _sum_without(components: Components, left_out: frozenset[Component]) -> int:
     """Return the sum of the components, without those left out."""
     return sum(size for name, size in components.items() if name not in left_out)
-
-
-def _without_memory(candidate: Candidate, outcome: Outcome, message: str) -> Measurement:
-    """Return a measurement with an outcome and a message only."""
-    return Measurement(
-        candidate=candidate,
-        device="simulated",
-        outcome=outcome,
-        ranks=(),
-        shortage=None,
-        step_seconds=0.0,
-        tokens_per_second=0.0,
-        wall_seconds=0.0,
-        message=message,
-        log="",
-        versions={},
-    )

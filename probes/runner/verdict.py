@@ -10,7 +10,7 @@ from pathlib import Path
 
 from planner.errors import InputError
 from planner.measurements.documents import candidate_report, measurement_of
-from planner.measurements.measurement import Measurement, Outcome
+from planner.measurements.measurement import Measurement, Outcome, without_memory
 from planner.units import MIB
 from probes.task import ANSWER_PREFIX, Task
 
@@ -83,19 +83,8 @@ def verdict(task: Task, worker_exit: WorkerExit) -> Measurement:
 
 def nothing_measured(task: Task, stop: Stop, wall_seconds: float, log: str) -> Measurement:
     """Return a measurement without memory: its outcome and message only."""
-    return Measurement(
-        candidate=task.candidate,
-        device=task.device,
-        outcome=stop.outcome,
-        ranks=(),
-        shortage=None,
-        step_seconds=0.0,
-        tokens_per_second=0.0,
-        wall_seconds=wall_seconds,
-        message=stop.message,
-        log=log,
-        versions={},
-    )
+    found = without_memory(task.candidate, task.device, stop.outcome, stop.message)
+    return replace(found, wall_seconds=wall_seconds, log=log)
 
 
 def answer(task: Task, worker_exit: WorkerExit) -> Measurement | str:
