@@ -22,19 +22,10 @@ from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.quantities import Estimate
 from planner.search import search as searching
+from planner.search.fit import estimate_or_none, utilization_range, with_utilization
 from planner.search.knobs import SearchProblem, structures
-from planner.search.search import (
-    NEAR_BEST,
-    batch_sizes,
-    estimate_or_none,
-    is_precise,
-    length_sizes,
-    merit,
-    search,
-    trainer_peak_bytes,
-    utilization_range,
-    with_utilization,
-)
+from planner.search.search import NEAR_BEST, is_precise, merit, search, trainer_peak_bytes
+from planner.search.sizes import batch_sizes, length_sizes
 from planner.units import GIB
 from probes.substitution import substituted
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.errors import InputError, NothingFits, NotMeasured
+from planner.errors import NothingFits, NotMeasured
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEQUANTIZED, Job
@@ -18,6 +18,7 @@ from planner.search.explain import limits, notes, reasons
 from planner.search.knobs import TUNING_CLASSES, SearchProblem, TuningClass, problem_of_estimate, structures
 from planner.search.remedies import Remedy, offloading_note, remedies
 from planner.search.search import NEAR_BEST, search
+from planner.search.shared_rows import search_with_shared_rows, shared_rows_note
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +177,7 @@ def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     if fitting is not None:
         return faster_with_offloading(*fitting) or fitting
     offloaded = search_with_offloading(found)
-    ways = [way for way in (with_shared_rows(found), least_host_memory(offloaded)) if way is not None]
+    ways = [way for way in (search_with_shared_rows(found), least_host_memory(offloaded)) if way is not None]
     if ways:
         return max(ways, key=lambda way: way[1].throughput.tokens_per_second)
     answers = [(problem, answer) for problem, answer in found.items() if answer is not None]
@@ -214,50 +215,6 @@ def least_host_memory(found: BestByProblem) -> tuple[SearchProblem, Estimate] | 
     """Return the candidate that fits with the least host memory."""
     fitting = [(problem, answer) for problem, answer in found.items() if answer is not None and answer.fits]
     return min(fitting, key=lambda each: each[1].host_peak_bytes, default=None)
-
-
-def with_shared_rows(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
-    """Return the fastest candidate whose rows the fewest GPUs of a node share; None if none fits.
-
-    Ulysses sequence parallel needs ZeRO-3 and divides the heads, context parallel needs FSDP2.
-    """
-    for problem in found:
-        for size in (size for size in range(2, problem.cluster.gpus_per_node + 1)):
-            shared = [
-                sharing for pins in SHARED_ROWS if (sharing := with_allowed_pins(problem, {**pins[1], pins[0]: size}))
-            ]
-            answers = [(sharing, answer) for sharing in shared if (answer := search(sharing)) and answer.fits]
-            if answers:
-                return max(answers, key=lambda each: each[1].throughput.tokens_per_second)
-    return None
-
-
-# Settings whose value is the number of GPUs that share a row, and what they need.
-SHARED_ROWS: tuple[tuple[str, Mapping[str, object]], ...] = (
-    ("sp_size", {"sharding": "zero3"}),
-    ("cp_size", {"sharding": "fsdp2"}),
-)
-
-
-def with_allowed_pins(problem: SearchProblem, pins: Mapping[str, object]) -> SearchProblem | None:
-    """Return the problem with more pinned settings; None if the job pins one of them or they contradict it."""
-    if pins.keys() & problem.job.pinned.keys():
-        return None
-    try:
-        job = replace(problem.job, pinned={**problem.job.pinned, **pins})
-        refuse_contradictions(job, problem.cluster)
-    except InputError:
-        return None
-    return replace(problem, job=job)
-
-
-def shared_rows_note(best: Estimate, job: Job) -> tuple[str, ...]:
-    """Return one line about rows that several GPUs share though the job does not pin it."""
-    candidate = best.candidate
-    if candidate.row_gpus == 1 or job.pinned.keys() & {"cp_size", "sp_size"}:
-        return ()
-    samples = f"{candidate.effective_batch_size} samples a step"
-    return (f"{candidate.row_gpus} GPUs share each row, which none can hold alone: {samples}",)
 
 
 def search_with_offloading(found: BestByProblem) -> BestByProblem:

@@ -19,7 +19,7 @@ from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.plan import plan
 from planner.quantities import Estimate
-from planner.search.search import LEANEST_MARGIN, allocated_bytes
+from planner.search.bounds import LEANEST_MARGIN, allocated_bytes
 
 EXAMPLES = 150  # each is a few estimates of tens of microseconds; the first of a structure takes milliseconds
 CLUSTER = parse_cluster("8xH100", None)

@@ -9,8 +9,10 @@ from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
+from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, structures
-from planner.search.search import batch_sizes, estimate_or_none, search
+from planner.search.search import search
+from planner.search.sizes import batch_sizes
 from planner.units import GIB
 
 Report = dict  # type: ignore[type-arg]

@@ -11,8 +11,9 @@ from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.methods import MethodName
 from planner.quantities import Estimate
+from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, attention
-from planner.search.search import LENGTH_STEP, batch_sizes, estimate_or_none, length_field, length_limit, with_length
+from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length
 from planner.units import GIB, format_count, format_gib
 
 # Smaller differences are left out of reasons and notes.

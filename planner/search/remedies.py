@@ -13,7 +13,8 @@ from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields, settings_text
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, TuningClass
-from planner.search.search import LENGTH_STEP, length_field, search
+from planner.search.search import search
+from planner.search.sizes import LENGTH_STEP, length_field
 from planner.units import GIB, format_count, format_gib
 
 MAX_REMEDIES = 4  # a report with more is not read

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 
 from planner.quantities import Estimate
+from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem
-from planner.search.search import batch_sizes, estimate_or_none, length_field, length_limit, with_length
+from planner.search.sizes import batch_sizes, length_field, length_limit, with_length
 
 MOST_BATCHES = 6  # rows, up to one beyond that of the best candidate where there are more
 SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")

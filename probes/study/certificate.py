@@ -8,7 +8,7 @@ from typing import Literal
 from planner.binary_search import largest
 from planner.measurements.measurement import DeviceName
 from planner.quantities import Phase
-from planner.search.search import length_field
+from planner.search.sizes import length_field
 from planner.units import format_count, format_size
 from probes.study.posterior import PRIORS, Belief, PhaseModel
 from probes.study.space import FEW_SIZES, SHARE_KNOB, GridPoint

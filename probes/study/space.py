@@ -10,17 +10,10 @@ from planner.jobs.settings import settings_of_fields, settings_text
 from planner.measurements.measurement import DeviceName
 from planner.memory.communication import nccl_bytes
 from planner.quantities import Estimate
+from planner.search.fit import estimate_or_none, utilization_range, with_utilization
 from planner.search.knobs import SearchProblem, structures
-from planner.search.search import (
-    CandidateSizes,
-    batch_sizes,
-    estimate_or_none,
-    length_field,
-    length_sizes,
-    merit,
-    utilization_range,
-    with_utilization,
-)
+from planner.search.search import merit
+from planner.search.sizes import CandidateSizes, batch_sizes, length_field, length_sizes
 from probes.study.posterior import PhaseModel, heavy_phases, phase_models
 
 Estimator = Callable[[Candidate, SearchProblem], Estimate | None]

@@ -19,8 +19,8 @@ from planner.measurements.documents import measurement_line, stored_measurement
 from planner.measurements.measurement import DeviceName, Measurement, Outcome
 from planner.plan import Plan
 from planner.quantities import Estimate
+from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, TuningClass
-from planner.search.search import estimate_or_none
 from planner.units import format_count, format_seconds, format_size
 from probes.study.certificate import Certificate, certificate, learned_constants, learned_line
 from probes.study.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler

@@ -1,0 +1,55 @@
+"""Rows that several GPUs share (context and sequence parallel), planned where no candidate without them fits."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from planner.errors import InputError
+from planner.jobs.job import Job
+from planner.jobs.rules import refuse_contradictions
+from planner.quantities import Estimate
+from planner.search.knobs import SearchProblem
+from planner.search.search import search
+
+# Settings whose value is the number of GPUs that share a row, and the sharding that they need: Ulysses sequence
+# parallel (`sp_size`) divides the heads, context parallel (`cp_size`) the tokens.
+SHARED_ROWS: tuple[tuple[str, str], ...] = (("sp_size", "zero3"), ("cp_size", "fsdp2"))
+
+
+def search_with_shared_rows(problems: Iterable[SearchProblem]) -> tuple[SearchProblem, Estimate] | None:
+    """Return the fastest candidate whose rows the fewest GPUs of a node share; None if none fits.
+
+    The tuning classes are tried in the order of `problems`.
+    """
+    for problem in problems:
+        for size in range(2, problem.cluster.gpus_per_node + 1):
+            ways = [
+                (way, answer)
+                for setting, sharding in SHARED_ROWS
+                if (way := with_allowed_pins(problem, {setting: size, "sharding": sharding}))
+                and (answer := search(way))
+                and answer.fits
+            ]
+            if ways:
+                return max(ways, key=lambda each: each[1].throughput.tokens_per_second)
+    return None
+
+
+def with_allowed_pins(problem: SearchProblem, pins: Mapping[str, object]) -> SearchProblem | None:
+    """Return the problem with more pinned settings; None if the job pins one of them or they contradict it."""
+    if pins.keys() & problem.job.pinned.keys():
+        return None
+    try:
+        job = replace(problem.job, pinned={**problem.job.pinned, **pins})
+        refuse_contradictions(job, problem.cluster)
+    except InputError:
+        return None
+    return replace(problem, job=job)
+
+
+def shared_rows_note(best: Estimate, job: Job) -> tuple[str, ...]:
+    """Return one line about rows that several GPUs share though the job does not pin it."""
+    candidate = best.candidate
+    if candidate.row_gpus == 1 or job.pinned.keys() & {"cp_size", "sp_size"}:
+        return ()
+    samples = f"{candidate.effective_batch_size} samples a step"
+    return (f"{candidate.row_gpus} GPUs share each row, which none can hold alone: {samples}",)

@@ -1,0 +1,138 @@
+"""The sizes of a structure: every batch and every length that the job allows, smallest first."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isqrt
+from typing import Any
+
+from planner.candidate import Candidate
+from planner.jobs.job import DEFAULT_BATCH_SIZE, Job
+from planner.search.knobs import SearchProblem, with_derived_settings
+
+LENGTH_STEP = 256  # tokens
+LARGEST_BATCH = 1024  # samples per process
+
+
+def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapping[str, object]) -> Candidate:
+    """Return the candidate with a micro-batch size and gradient accumulation steps.
+
+    Unless pinned, `steps_per_generation` is the accumulation (TRL's default, trl 1.16, grpo_config.py:1098): one
+    generation batch serves one optimizer step.
+    """
+    steps = candidate.steps_per_generation if "steps_per_generation" in pinned else accumulation
+    return replace(
+        candidate,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=steps,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateSizes:
+    """A lazy sequence of candidates that differ in one size (batch or length), smallest first.
+
+    A candidate is built by `build(value)` when it is indexed.
+    """
+
+    values: Sequence[Any]  # (micro-batch, accumulation) or lengths in tokens
+    build: Callable[[Any], Candidate]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Candidate:
+        return self.build(self.values[index])
+
+
+def batch_sizes(candidate: Candidate, job: Job) -> CandidateSizes:
+    """Return the candidate with every micro-batch size that the job allows, smallest first.
+
+    Each keeps the effective batch size (unless the job maximizes the batch), holds whole groups of `num_generations`
+    completions, and is not below the method's smallest batch.
+    """
+    if (
+        job.optimize == "batch-size"
+        and job.effective_batch_size is None
+        and "per_device_train_batch_size" not in job.pinned
+    ):
+        sizes = [(batch, candidate.gradient_accumulation_steps) for batch in range(1, LARGEST_BATCH + 1)]
+    else:
+        sizes = micro_batches(candidate, job)
+
+    def whole_groups(batch: int, accumulation: int) -> bool:
+        steps = candidate.steps_per_generation if "steps_per_generation" in job.pinned else accumulation
+        return (
+            not candidate.method_row.grouped_completions
+            or batch * candidate.num_processes * steps % candidate.num_generations == 0
+        )
+
+    kept = [size for size in sizes if whole_groups(*size) and size[0] >= candidate.method_row.smallest_batch]
+    return CandidateSizes(kept, lambda size: with_batch(candidate, size[0], size[1], job.pinned))
+
+
+def micro_batches(candidate: Candidate, job: Job) -> list[tuple[int, int]]:
+    """Return every (micro-batch, accumulation) whose product is one process's part of the effective batch.
+
+    A pinned micro-batch or accumulation stays as it is. Without an effective batch size, the part of a process is
+    TRL's default of 8 samples. Example: 8 samples give (1, 8), (2, 4), (4, 2), (8, 1).
+    """
+    batch, accumulation = job.pinned.get("per_device_train_batch_size"), job.pinned.get("gradient_accumulation_steps")
+    if isinstance(batch, int) and isinstance(accumulation, int):
+        return [(batch, accumulation)]
+    share = (batch if isinstance(batch, int) else DEFAULT_BATCH_SIZE) * (
+        accumulation if isinstance(accumulation, int) else 1
+    )
+    if job.effective_batch_size is not None:
+        share, rest = divmod(job.effective_batch_size * candidate.row_gpus, candidate.num_processes)
+        if rest:
+            return []
+    if isinstance(batch, int):
+        return [(batch, share // batch)] if share % batch == 0 else []
+    if isinstance(accumulation, int):
+        return [(share // accumulation, accumulation)] if share % accumulation == 0 else []
+    small = [size for size in range(1, isqrt(share) + 1) if share % size == 0]
+    return [(size, share // size) for size in sorted({*small, *(share // size for size in small)})]
+
+
+def sizes_of(candidate: Candidate, problem: SearchProblem) -> CandidateSizes:
+    """Return the candidate in every length or batch of the job, smallest first."""
+    if problem.job.optimize == "max-length":
+        return length_sizes(candidate, problem)
+    return batch_sizes(candidate, problem.job)
+
+
+def length_sizes(candidate: Candidate, problem: SearchProblem) -> CandidateSizes:
+    """Return the candidate at its smallest micro-batch with every length up to the model's, in steps of 256 tokens."""
+    smallest = batch_sizes(candidate, problem.job)
+    if not smallest or length_field(candidate) in problem.job.pinned:
+        return CandidateSizes(smallest.values[:1], smallest.build)
+    lengths = range(LENGTH_STEP, max(length_limit(candidate), LENGTH_STEP) + 1, LENGTH_STEP)
+    return CandidateSizes(lengths, lambda length: with_length(smallest[0], length, problem))
+
+
+def length_field(candidate: Candidate) -> str:
+    """Return the Candidate field that makes rows longer: `max_completion_length` or `max_length`, by the method."""
+    return (
+        "max_completion_length"
+        if candidate.method_row.generates and not candidate.method_row.bounded_rows
+        else "max_length"
+    )
+
+
+def length_limit(candidate: Candidate) -> int:
+    """Return the largest value of `length_field` in tokens: the model's positions, less the prompt if it is extra."""
+    return candidate.model.max_position_embeddings - (
+        candidate.prompt_length if length_field(candidate) == "max_completion_length" else 0
+    )
+
+
+def with_length(candidate: Candidate, length: int, problem: SearchProblem) -> Candidate:
+    """Return the candidate with `length_field` set to `length` tokens.
+
+    If `max_length` bounds prompt and completion together, the prompt gets what the completion leaves.
+    """
+    changes: dict[str, Any] = {length_field(candidate): length}
+    if candidate.method_row.bounded_rows:
+        changes["prompt_length"] = max(1, length - candidate.max_completion_length)
+    return with_derived_settings(replace(candidate, **changes), problem)
