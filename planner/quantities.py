@@ -89,7 +89,7 @@ class GpuMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """What PyTorch's allocator reserves on a card with room, `torch.cuda.max_memory_reserved`.
+        """Return the memory that PyTorch's allocator reserves on a card with room, `torch.cuda.max_memory_reserved`.
 
         A colocated engine lies in the same process and allocator.
         """
@@ -98,7 +98,7 @@ class GpuMemory:
 
     @property
     def nvidia_smi_bytes(self) -> int:
-        """What the driver shows for the process: the allocator keeps cached blocks as long as there is room."""
+        """Return the process's memory as the driver shows it: the allocator keeps cached blocks while there is room."""
         return min(
             max(self.capacity_bytes, self.peak_bytes),
             max(

@@ -289,7 +289,7 @@ def coverage(found: list[Comparison]) -> list[str]:
 
 
 def _error(one: Comparison) -> float:
-    """What a claim about a figure bounds: standard deviations of a need, the share of nvidia-smi's figure."""
+    """Bounds of a claim about a figure: standard deviations of a need, the share of nvidia-smi's figure."""
     return one.score if one.figure == "need" else one.miss
 
 

@@ -1,4 +1,4 @@
-"""What the allocator reserves beyond the tensors, in replays of whole dry runs: on the smallest card, and on any.
+"""Slack of PyTorch's allocator beyond the tensors, in replays of whole dry runs: on the smallest card, and on any.
 
     python -m scripts.replay_slack [--limit N]      writes results/replay_slack.jsonl and .md
 
@@ -190,7 +190,7 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 
 def share(row: Row, key: str) -> float:
-    """What a row reserves beyond the tensors, over what comes and goes."""
+    """Return the slack of a row as a share of the memory that is allocated and freed within a step."""
     reserved, allocated, resident = (int(str(row[name])) for name in (key, "allocated_bytes", "resident_bytes"))
     return (reserved - allocated) / (allocated - resident)
 

@@ -30,6 +30,6 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
 
 
 def names_a_job(options: CandidateOptions) -> bool:
-    """Whether the options say which job wrote the log."""
+    """Return whether the options say which job wrote the log."""
     given = (options.model, options.gpus, options.method, *config_paths(options))
     return any(option is not None for option in given)

@@ -94,7 +94,7 @@ class ConfigFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(ConfigFiles):
-    """What to train, and on which GPUs."""
+    """The job: model, method and GPUs."""
 
     model: Annotated[
         str | None,
@@ -362,7 +362,7 @@ class StudyOptions(ProbeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions:
-    """Which predictions are compared with measurements, and what is measured first."""
+    """The predictions to compare with measurements, and the measurements to make first."""
 
     cases: Annotated[
         str,
@@ -395,7 +395,7 @@ class ValidateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementsOptions:
-    """Which of the user's own measurements, and what is done with them."""
+    """The user's own measurements to list, export or forget."""
 
     storage: Annotated[
         str | None,
@@ -412,7 +412,7 @@ class MeasurementsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Which plan is exported, and where to."""
+    """The plan to export, and the folder."""
 
     saved: Annotated[str, typer.Argument(metavar="PLAN.json", help="A saved report of plan or plan estimate.")]
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder for the files.")]
@@ -427,7 +427,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where the server listens, and what requests may cost and reach."""
+    """The server's address, and the limits of a request."""
 
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on. Beyond loopback it needs a token.")

@@ -97,7 +97,7 @@ def wait_for_turn(connection: "Connection", name: str) -> None:
 
 
 def is_lost(error: BaseException, url: str) -> bool:
-    """Whether an error says that the database's server does not answer or has ended the connection."""
+    """Return whether an error says that the database's server does not answer or has ended the connection."""
     from sqlalchemy.exc import DBAPIError, OperationalError
 
     cause = error if isinstance(error, DBAPIError) else error.__cause__

@@ -254,7 +254,7 @@ def _engine_bytes(peak: PhasePeak, expected: PhaseMemory) -> int:
 
 
 def _larger_card(gpu: GpuMemory, measurement: Measurement) -> bool:
-    """Whether the probe's card was larger, so that its allocator may have kept memory that it would give back here."""
+    """Return whether the probe's card was larger, so that its allocator may have kept memory that it must free here."""
     return any(rank.capacity_bytes - gpu.capacity_bytes > _tolerance_bytes(gpu) for rank in measurement.ranks)
 
 

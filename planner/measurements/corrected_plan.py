@@ -21,7 +21,7 @@ from planner.units import format_size
 
 
 def contradicts(plan: Plan, measurements: Sequence[Measurement]) -> bool:
-    """Whether a probe of the recommended candidate contradicts the plan: exit code 4."""
+    """Return whether a probe of the recommended candidate contradicts the plan: exit code 4."""
     return bool(plan_contradiction(plan, measurements))
 
 

@@ -137,7 +137,7 @@ class LayerPart:
 
 
 def layer_inputs(model: ModelShape, stack: StackRecipe, parts: list[LayerPart], index: int) -> LiveBytes:
-    """What is alive of other layers in a forward pass without gradients: a layer's input, and the embedding's output.
+    """Return the bytes of other layers in a forward pass without gradients: a layer's input, the embedding's output.
 
     A variable of the model's forward pass holds the embedding's output to its end (`inputs_embeds`).
     """

@@ -45,7 +45,7 @@ class Head:
 
     @property
     def saved_hidden_bytes(self) -> int:
-        """What a plain nn.Linear head saves of its input, in the compute dtype: all of it, if the head is trained."""
+        """Return the bytes of its input that a plain nn.Linear head saves in the compute dtype: all, if trained."""
         return self.compute_width * self.tokens * self.hidden_size if self.trainable else 0
 
     @property

@@ -1,4 +1,4 @@
-"""What PyTorch's allocator reserves beyond the tensors: what a step needs, and what it keeps where there is room.
+"""Slack: the memory that PyTorch's allocator reserves beyond the tensors, needed or kept because there is room.
 
 *Slack* is part of the need: on a smaller card the step runs out of memory. *Cache* is not: the allocator keeps every
 block that it once got from the driver, which `torch.cuda.max_memory_reserved` and nvidia-smi show, and returns it

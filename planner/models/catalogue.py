@@ -94,7 +94,7 @@ def _is_path(name: str) -> bool:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether the file exists; False for texts that the system does not accept as a path."""
+    """Return whether the file exists; False for texts that the system does not accept as a path."""
     try:
         return path.is_file()
     except (OSError, ValueError):

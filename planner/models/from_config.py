@@ -264,7 +264,7 @@ def _position_params(fields: Fields) -> int:
 
 
 def _tied(config: dict[str, object], fields: Fields) -> bool:
-    """Whether the head shares the embedding's weight.
+    """Return whether the head shares the embedding's weight.
 
     For a multimodal model the outer config decides (modeling_gemma3.py `_tied_weights_keys` of the outer class).
     """

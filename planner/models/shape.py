@@ -143,7 +143,7 @@ class Attention:
 
     @property
     def shares_cache(self) -> bool:
-        """Whether the block projects queries only and reads another layer's keys and values (the last of gemma 4)."""
+        """Return whether the block projects queries only and reads another layer's keys and values (gemma 4)."""
         names = {linear.name for linear in self.linears}
         return "q_proj" in names and "k_proj" not in names and not self.kv_latent_dim
 
@@ -319,13 +319,13 @@ class ModelShape:
 
     @property
     def known(self) -> bool:
-        """Whether the activations of this architecture have formulas."""
+        """Return whether the activations of this architecture have formulas."""
         return bool(self.layers)
 
 
 @lru_cache(maxsize=1024)
 def cache_is_known(model: ModelShape) -> bool:
-    """Whether every layer caches keys and values or a latent; False for state spaces, linear attention and indexers."""
+    """Return whether each layer caches keys and values or a latent, not a state space, linear attention or indexer."""
     return all(layer_elements(layer.attention) > 0 for layer, _ in model.layer_kinds)
 
 

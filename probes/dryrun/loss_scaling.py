@@ -1,4 +1,4 @@
-"""What fp16's GradScaler refuses; a dry run has no GradScaler, as accelerate allows none on the CPU."""
+"""The checks of fp16's GradScaler; a dry run has no GradScaler, as accelerate allows none on the CPU."""
 
 from typing import Any
 

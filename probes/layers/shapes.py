@@ -239,7 +239,7 @@ def _feeds_forward(path: str) -> bool:
 
 
 def _is_expert(parameter: torch.nn.Parameter, config: Config) -> bool:
-    """Whether a 3-D parameter is a fused expert matrix, not the kernel of a convolution ([channels, 1, width])."""
+    """Return whether a 3-D parameter is a fused expert matrix, not a convolution's kernel ([channels, 1, width])."""
     return parameter.size(1) > 1 and parameter.size(0) in {
         config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     }

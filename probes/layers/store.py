@@ -78,7 +78,7 @@ def _syntax(value: object) -> object:
 
 
 def _is_docstring(item: object) -> bool:
-    """Whether a statement is a string alone."""
+    """Return whether a statement is a string alone."""
     return isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) and isinstance(item.value.value, str)
 
 

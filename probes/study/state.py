@@ -30,7 +30,7 @@ DOUBTFUL_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Knowledge:
-    """What the trials of one study have shown.
+    """The results of the trials of one study.
 
     `set_aside`: points that failed twice for another reason than memory, with the reason.
     `unavailable`: lines that cannot run on this machine, with the reason.

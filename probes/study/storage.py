@@ -124,7 +124,7 @@ def engine_settings(url: str) -> dict[str, object]:
 
 
 def is_shared(url: str) -> bool:
-    """Whether several processes may run one study of this storage at once."""
+    """Return whether several processes may run one study of this storage at once."""
     return url.startswith(POSTGRESQL)
 
 
@@ -249,7 +249,7 @@ def this_process() -> str:
 
 
 def alive(owner: str) -> bool:
-    """Whether the process that started a trial still runs; a process of another host counts as running."""
+    """Return whether the process that started a trial still runs; a process of another host counts as running."""
     process, _, start_time = owner.rpartition(":")
     host, _, pid = process.rpartition(":")
     if host != socket.gethostname():

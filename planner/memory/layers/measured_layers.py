@@ -111,7 +111,7 @@ class ShippedLayers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """What the shipped files were measured with: library versions, and a hash of our measuring code (`source_hash`)."""
+    """The environment of the shipped measurements: library versions and a hash of our measuring code."""
 
     libraries: dict[str, str]
     source_hash: str
@@ -159,7 +159,7 @@ def save_shipped(model: ModelShape, layers: ShippedLayers) -> None:
 
 
 def load_release() -> Release:
-    """What the shipped files were measured with."""
+    """Return the environment of the shipped measurements."""
     return msgspec.json.decode((SHIPPED_FOLDER / RELEASE_FILE).read_bytes(), type=Release)
 
 

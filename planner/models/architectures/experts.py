@@ -24,7 +24,7 @@ PROJECTIONS = 3  # gate, up, down: hidden_size x moe_intermediate_size elements 
 
 
 def is_sparse(fields: Fields, index: int) -> bool:
-    """Whether a layer has experts. In families other than qwen2_moe and qwen3_moe every layer has.
+    """Return whether a layer has experts. In families other than qwen2_moe and qwen3_moe every layer has.
 
     Source: modeling_qwen2_moe.py `Qwen2MoeDecoderLayer`.
     """

@@ -21,7 +21,7 @@ class Fields:
     values: dict[str, object]
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Return whether the key is there and not null."""
         return self.values.get(key) is not None
 
     def integer(self, key: str) -> int:

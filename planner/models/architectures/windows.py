@@ -57,7 +57,7 @@ def without_rotary(fields: Fields, index: int) -> bool:
 
 
 def _from_layer_types(fields: Fields, index: int, otherwise: bool) -> bool:
-    """Whether the config's `layer_types` gives the layer a window; `otherwise` if the config has no such list."""
+    """Return whether the config's `layer_types` gives the layer a window; `otherwise` without such a list."""
     layer_types = fields.sequence("layer_types")
     return layer_types[index] == "sliding_attention" if index < len(layer_types) else otherwise
 
