@@ -1,5 +1,6 @@
 """Arguments, output and exit codes of the command, with a fake planner; tests/test_golden.py has the real one."""
 
+import io
 import json
 import subprocess
 import sys
@@ -420,3 +421,25 @@ class TestProcess:
 def test_a_list_is_at_most_100_columns_wide(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([name]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shown"), [("1xL4", "searching"), ("1xL4,1xA10G", "1xA10G, 2 of 2")], ids=["plan", "compare"]
+)
+def test_a_terminal_shows_the_work_in_progress_with_the_elapsed_time(
+    gpus: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert run(["--model", "Qwen2.5-0.5B", "--gpus", gpus, "--method", "sft"]) == 0
+    assert shown in terminal.getvalue() and "0:00:0" in terminal.getvalue()
+
+
+def test_without_a_terminal_no_progress_line_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--model", "Qwen2.5-0.5B", "--gpus", "1xL4,1xA10G", "--method", "sft"]) == 0
+    assert "0:00:0" not in capsys.readouterr().err

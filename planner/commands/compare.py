@@ -25,7 +25,7 @@ def compare(options: SearchOptions, output: CheckOptions, study: StudyOptions) -
     """
     from rich.console import Console
 
-    from planner.commands.printing import width
+    from planner.commands.printing import live_line, width
     from planner.report.json import json_text
     from planner.report.listing import comparison_report, comparison_table
 
@@ -40,7 +40,11 @@ def compare(options: SearchOptions, output: CheckOptions, study: StudyOptions) -
     tokens = parse_tokens(options.tokens) if options.tokens is not None else MILLION
     by_cost = options.optimize == BY_COST
     searched = replace(options, optimize="throughput") if by_cost else options
-    rows = [_planned(replace(searched, gpus=name), prices, tokens) for name in names]
+    with live_line(output, "searching") as line:
+        rows = []
+        for number, name in enumerate(names, 1):
+            line.phase(f"{name}, {number} of {len(names)}")
+            rows.append(_planned(replace(searched, gpus=name), prices, tokens))
     refusals = {row.why_none for row in rows}
     if len(refusals) == 1 and all(row.plan is None for row in rows):
         raise InputError(refusals.pop())  # the job is wrong, whatever the cluster

@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from planner.commands.options import CandidateOptions, OutputOptions, SavedPlan, grouped
-from planner.commands.printing import elapsed_time, print_table, progress
+from planner.commands.printing import live_line, print_table
 from planner.errors import EXIT_PLANNED, DryRunUnsupported
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) 
     from planner.training_stack import dry_run as run_dry
 
     candidate, cluster = saved_or_single_candidate(saved, options, output)
-    with elapsed_time(output) as say:
-        traced = run_dry(estimate(candidate, cluster), cluster.gpu, say)
+    with live_line(output) as live:
+        traced = run_dry(estimate(candidate, cluster), cluster.gpu, live.say)
     simulation = with_reserved(traced, cluster.gpu)
     if output.json:
         print(json_text(dry_run_report(simulation)))
@@ -47,11 +47,12 @@ def saved_or_single_candidate(
     from planner.report.read_json import read_plan
     from planner.training_stack import complete_models
 
-    complete = complete_models(progress(output))
-    if saved.saved is not None:
-        candidate, cluster = read_plan(Path(saved.saved), options.gpus, options.free_memory, complete)
-        return candidate, cluster if options.host_memory is None else with_given_host(cluster, options.host_memory)
-    request = read_options(options, complete)
+    with live_line(output) as line:
+        complete = complete_models(line.say)
+        if saved.saved is not None:
+            candidate, cluster = read_plan(Path(saved.saved), options.gpus, options.free_memory, complete)
+            return candidate, cluster if options.host_memory is None else with_given_host(cluster, options.host_memory)
+        request = read_options(options, complete)
     return single_candidate(request.job, request.cluster), request.cluster
 
 
@@ -66,8 +67,8 @@ def check_by_dry_run(answer: "Estimate", cluster: "Cluster", output: OutputOptio
     from planner.training_stack import dry_run as run_dry
 
     try:
-        with elapsed_time(output) as say:
-            traced = run_dry(answer, cluster.gpu, say)
+        with live_line(output) as line:
+            traced = run_dry(answer, cluster.gpu, line.say)
     except DryRunUnsupported as error:
         return f"no dry run: {error}", 0.0
     simulation = with_reserved(traced, cluster.gpu)

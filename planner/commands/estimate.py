@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from planner.commands.options import CandidateOptions, CheckOptions, grouped
-from planner.commands.printing import print_error, print_estimate, progress
+from planner.commands.printing import live_line, print_error, print_estimate
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ def estimate(options: CandidateOptions, output: CheckOptions) -> int:
     from planner.report.table import shortfall
     from planner.training_stack import complete_models
 
-    request = read_options(options, complete_models(progress(output)))
     refuse_unwritable(output.out, output.html)
+    with live_line(output) as line:
+        request = read_options(options, complete_models(line.say))
     expected = formula_estimate(request)
     checked = (check_by_dry_run(expected, request.cluster, output)[0],) if output.dry_run else ()
     answer, notes = corrected(request, expected)

@@ -7,7 +7,7 @@ import typer
 
 from planner.commands.compare import compare, compares
 from planner.commands.options import CheckOptions, SearchOptions, StudyOptions, grouped
-from planner.commands.printing import print_error, print_plan, progress, progress_line
+from planner.commands.printing import live_line, print_error, print_plan, progress
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, InputError
 
 if TYPE_CHECKING:
@@ -27,20 +27,21 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
     from planner.report.words import DRY_RUN_HINT
     from planner.training_stack import complete_models, dry_run_installed
 
-    say = progress(output)
     _refuse_study_options_without_probe(study)
     if compares(options):
         return compare(options, output, study)
-    request = read_options(options, complete_models(say))
     refuse_unwritable(output.out, output.html)
+    with live_line(output, "reading the job") as line:
+        request = read_options(options, complete_models(line.say))
     if study.probe:
         answer, exit_code, error = _proven(request, study, output)
     else:
-        answer = planned(request)
+        with live_line(output, "searching"):
+            answer = planned(request)
         if output.dry_run:
             answer = _checked(answer, output)
         elif dry_run_installed() and answer.verdict == "fits" and not output.json:
-            say(DRY_RUN_HINT)
+            progress(output)(DRY_RUN_HINT)
         exit_code, error = (EXIT_PLANNED, "") if answer.verdict == "fits" else (EXIT_NOTHING_FITS, refusal(answer))
     print_plan(output, with_notes(request, answer))
     if exit_code != EXIT_PLANNED:
@@ -85,9 +86,10 @@ def _checked(answer: "Plan", output: CheckOptions) -> "Plan":
     note, residual = check_by_dry_run(answer.best, answer.cluster, output)
     notes = [note]
     if residual:
-        progress(output)(f"{note}; searching again")
         residuals = {tuning_class_of(answer.best.candidate): residual}
-        answer = apply_own_results(plan(answer.job, answer.cluster, residuals), read_own_results())
+        with live_line(output) as line:
+            line.say(f"{note}; searching again")
+            answer = apply_own_results(plan(answer.job, answer.cluster, residuals), read_own_results())
         notes.append(second_search_note(residual))
     return replace(answer, warnings=(*notes, *answer.warnings))
 
@@ -104,19 +106,22 @@ def _proven(request: "JobRequest", study: StudyOptions, output: CheckOptions) ->
 
     settings, storage = probe_settings(study), storage_url(study.storage)
     budget_seconds = parse_seconds(study.budget) if study.budget is not None else float("inf")
-    run = open_device(request.cluster, settings, progress_line(output))
-    job, changes = runnable_here(request.job, request.cluster, settings.device)
-    answer = apply_own_results(plan(job, request.cluster), read_own_results(storage))
-    answer = replace(answer, warnings=(*changes, *answer.warnings))
-    proof = prove(
-        answer,
-        run,
-        device=settings.device,
-        storage=storage,
-        budget_seconds=budget_seconds,
-        say=progress(output),
-        room=probe_room(request.cluster, settings),
-    )
+    limit = f", at most {study.budget}" if study.budget is not None else ""
+    with live_line(output, f"probing{limit}") as line:
+        run = open_device(request.cluster, settings, line.phase)
+        line.phase("search")
+        job, changes = runnable_here(request.job, request.cluster, settings.device)
+        answer = apply_own_results(plan(job, request.cluster), read_own_results(storage))
+        answer = replace(answer, warnings=(*changes, *answer.warnings))
+        proof = prove(
+            answer,
+            run,
+            device=settings.device,
+            storage=storage,
+            budget_seconds=budget_seconds,
+            say=progress(output),
+            room=probe_room(request.cluster, settings),
+        )
     if proof.exit_code != EXIT_PLANNED:
         return proof.plan, proof.exit_code, proof.reason
     if proof.plan.verdict != "fits":

@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from planner.plan import Plan
     from planner.quantities import Estimate
 
-PHASE_WIDTH = 20  # columns, so that a phase overwrites the name of the one before
 PIPE_WIDTH = 100  # columns of the table if stdout is no terminal
 
 
@@ -28,27 +28,40 @@ def progress(output: OutputOptions) -> Callable[[str], None]:
     return (lambda line: None) if output.quiet else (lambda line: print(visible(line), file=sys.stderr))
 
 
-def progress_line(output: OutputOptions) -> Callable[[str], None]:
-    """Return a function that shows the current phase on one line of a terminal, overwritten by the next phase."""
-    if output.quiet or not sys.stderr.isatty():
-        return lambda phase: None
-    return lambda phase: print(f"  {phase.replace('_', ' '):<{PHASE_WIDTH}}", end="\r", file=sys.stderr, flush=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveLine:
+    """A line at the bottom of a terminal: the work in progress, its phase, and the elapsed time."""
+
+    say: Callable[[str], None]  # set the work; without a terminal: print it as a line
+    phase: Callable[[str], None]  # set the phase; without a terminal: nothing
 
 
 @contextmanager
-def elapsed_time(output: OutputOptions) -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports progress; on a terminal the elapsed time stands beside it until the block ends."""
+def live_line(output: OutputOptions, work: str = "") -> Iterator[LiveLine]:
+    """Show a line with the elapsed time on stderr until the block ends, if stderr is a terminal.
+
+    Lines that are printed on stderr meanwhile stand above it.
+    """
     if output.quiet or not sys.stderr.isatty():
-        yield progress(output)
+        yield LiveLine(say=progress(output), phase=lambda phase: None)
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(file=sys.stderr)  # this stream, whatever sys.stderr is while the libraries' output is dropped
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as line:
-        task = line.add_task("", total=None)
-        yield lambda text: line.update(task, description=text)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[phase]}"),
+    )
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as line:
+        task = line.add_task(work, total=None, phase="")
+        yield LiveLine(
+            say=lambda text: line.update(task, description=escape(visible(text)), phase=""),
+            phase=lambda phase: line.update(task, phase=escape(phase.replace("_", " "))),
+        )
 
 
 def print_plan(output: ReportOptions, plan: "Plan") -> None:

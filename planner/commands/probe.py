@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, get_args
 
 from planner.commands.dry_run import saved_or_single_candidate
 from planner.commands.options import CandidateOptions, ProbeOptions, ReportOptions, SavedPlan, grouped
-from planner.commands.printing import print_error, print_estimate, progress, progress_line
+from planner.commands.printing import live_line, print_error, print_estimate
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, InputError
 
 if TYPE_CHECKING:
@@ -28,10 +28,11 @@ def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, pr
     candidate, cluster = saved_or_single_candidate(saved, options, output)
     refuse_unwritable(output.out, output.html)
     expected = estimate(candidate, cluster, options.risk)
-    run = open_device(cluster, probe_settings(probing), progress_line(output))
-    measurement = run_probe(candidate, run, cluster.gpu.name)
+    with live_line(output, "probing") as line:
+        run = open_device(cluster, probe_settings(probing), line.phase)
+        measurement = run_probe(candidate, run, cluster.gpu.name)
+        compared = compare_with_dry_run(expected, measurement, line.say)
     answer = correct_estimate(expected, measurement, options.risk)
-    compared = compare_with_dry_run(expected, measurement, progress(output))
     print_estimate(output, answer, cluster, (*probe_lines(expected, measurement), *compared.lines))
     if wrong := contradiction(expected, measurement) or compared.contradiction:
         print_error(wrong)

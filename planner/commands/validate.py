@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from planner.commands.options import OutputOptions, ProbeOptions, ValidateOptions, grouped
-from planner.commands.printing import print_table, progress, progress_line
+from planner.commands.printing import live_line, print_table
 from planner.errors import EXIT_OTHER, EXIT_PLANNED, InputError
 
 
@@ -20,22 +20,21 @@ def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOpti
     from planner.report.validation import validation_csv, validation_report, validation_table
     from planner.training_stack import complete_models, dry_run, open_device
 
-    say, settings = progress(output), probe_settings(probing)
+    settings = probe_settings(probing)
     _refuse_unmeasurable(options, settings.device)
     cluster = parse_cluster(options.gpus, options.free_memory) if options.gpus is not None else None
-    cases = read_cases(Path(options.cases), complete_models(say))
-    found = compare(
-        cases,
-        cluster,
-        probe=open_device(cluster, settings, progress_line(output))
-        if options.measure and cluster is not None
-        else None,
-        dry_run=(lambda answer, gpu: dry_run(answer, None if settings.device == "cpu" else gpu, say))
-        if options.dry_run
-        else None,
-        record=Path(options.record) if options.record is not None else None,
-        say=say,
-    )
+    with live_line(output) as line:
+        cases = read_cases(Path(options.cases), complete_models(line.say))
+        found = compare(
+            cases,
+            cluster,
+            probe=open_device(cluster, settings, line.phase) if options.measure and cluster is not None else None,
+            dry_run=(lambda answer, gpu: dry_run(answer, None if settings.device == "cpu" else gpu, line.say))
+            if options.dry_run
+            else None,
+            record=Path(options.record) if options.record is not None else None,
+            say=line.say,
+        )
     if options.csv is not None:
         write_all({Path(options.csv): validation_csv(found)})
     if output.json:
