@@ -74,7 +74,7 @@ def test_what_is_freed_is_searched_and_the_effective_batch_stays(
 
 
 def test_with_the_sharding_its_sizes_are_freed(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*files, *free("zero_stage", "gradient_checkpointing", "use_peft")]) == 0
+    assert run([*files, "--free=zero_stage,gradient_checkpointing", *free("use_peft")]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["best"]["settings"]["lora_r"] == 32
     assert "full fine-tuning" in {other["label"] for other in report["alternatives"]}

@@ -191,7 +191,7 @@ class SearchOptions(JobOptions):
 
     free: Annotated[
         list[str] | None,
-        typer.Option("--free", metavar="NAME", help="Let the search decide a setting of --config. Repeatable."),
+        typer.Option("--free", metavar="NAME,...", help="Let the search decide settings of --config. Repeatable."),
     ] = None
     optimize: Annotated[
         str,

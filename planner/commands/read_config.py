@@ -50,7 +50,7 @@ def freed(options: JobOptions) -> set[str]:
     """
     if not isinstance(options, SearchOptions) or not options.free:
         return set()
-    names = options.free
+    names = [name.strip() for given in options.free for name in given.split(",")]
     from planner.search.knobs import SEARCHED
 
     if not any(config_paths(options)):
