@@ -27,6 +27,7 @@ Optimizer = Literal[
 
 DEEPSPEED: tuple[Sharding, ...] = ("zero1", "zero2", "zero3")
 SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # a rank keeps a piece of states that DDP repeats on each rank
+MODEL_FIELDS = ("model", "reward_model", "teacher_model")  # fields of Candidate that are a ModelShape
 # DeepSpeed's sizes, and those of them that only stage 3 reads.
 STAGE_3_SIZES = (
     "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",

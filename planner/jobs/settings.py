@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from planner.candidate import DEEPSPEED, STAGE_3_SIZES, Candidate, Elements
+from planner.candidate import DEEPSPEED, MODEL_FIELDS, STAGE_3_SIZES, Candidate, Elements
 from planner.errors import InputError, UnknownName, shortened
 from planner.jobs.spellings import (
     ALIASES,
@@ -78,7 +78,6 @@ OWN_FLAGS = ("method", "trl_version")  # Candidate fields that have a flag and c
 AUTO = "auto"  # as `dtype`: the dtype of the published weights (transformers/modeling_utils.py:4177)
 NAMING_HINT = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
 MAX_LISTED_CHOICES = 10  # an error lists all choices up to this number, else the most similar one
-_MODELS = ("model", "reward_model", "teacher_model")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -87,7 +86,7 @@ def field_types() -> dict[str, object]:
     """Return every Candidate field that `--set` can set, with its type; a model is set by its name."""
     hints = get_type_hints(Candidate)
     return {
-        field.name: str if field.name in _MODELS else hints[field.name]
+        field.name: str if field.name in MODEL_FIELDS else hints[field.name]
         for field in fields(Candidate)
         if field.name not in OWN_FLAGS
     }
@@ -131,7 +130,7 @@ def typed_value(name: str, value: Value) -> Value:
         InputError: the value has another type or is out of range.
         UnknownName: the value is none of the setting's choices.
     """
-    if ALIASES.get(name, name) in _MODELS or value is None:
+    if ALIASES.get(name, name) in MODEL_FIELDS or value is None:
         return value
     return _parse_value(name, value)
 
@@ -181,7 +180,7 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
             values.update(SPELLINGS[field.name][value])
         else:
             values[_library_name(candidate, field.name)] = (
-                (value.path or value.id) if field.name in _MODELS else _library_value(field.name, value)
+                (value.path or value.id) if field.name in MODEL_FIELDS else _library_value(field.name, value)
             )
     if candidate.sharding == "fsdp2":
         values[FSDP_OFFLOAD] = candidate.offload_param
@@ -303,6 +302,8 @@ def _parse_value(name: str, value: Value) -> Value:
         return _number(name, text, field, whole=kind is not float)
     if get_origin(kind) is tuple:
         return tuple(part for part in text.replace(",", " ").split() if part)
+    if field in MODEL_FIELDS and not text:
+        raise InputError(f"{name} has no value. Give the name of a model.")
     return text
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, structs
 
-from planner.candidate import Candidate
+from planner.candidate import MODEL_FIELDS, Candidate
 from planner.errors import InputError, PlanError, UnknownName
 from planner.files.decode import convert_json, decode_json
 from planner.files.read import MAX_LINES_BYTES, read_text
@@ -98,10 +98,11 @@ def label_of(candidate: Candidate) -> str:
 
 def _complete(case: Case, complete_model: Callable[[ModelShape], ModelShape] | None) -> Case:
     candidate = case.candidate
-    if complete_model is None or candidate.model.known:
+    if complete_model is None:
         return case
-    teacher = complete_model(candidate.teacher_model) if candidate.teacher_model is not None else None
-    return replace(case, candidate=replace(candidate, model=complete_model(candidate.model), teacher_model=teacher))
+    others = {field: getattr(candidate, field) for field in MODEL_FIELDS}
+    completed: dict[str, Any] = {name: complete_model(model) for name, model in others.items() if model is not None}
+    return replace(case, candidate=replace(candidate, **completed))
 
 
 def _read_line(path: Path, number: int, text: str) -> Case | LeftOut:

@@ -11,15 +11,13 @@ from typing import Any, Literal, get_type_hints
 
 from msgspec import UNSET, Struct, UnsetType, defstruct, structs, to_builtins
 
-from planner.candidate import Candidate
+from planner.candidate import MODEL_FIELDS, Candidate
 from planner.errors import InputError
 from planner.files.decode import convert_json, decode_json
 from planner.measurements.measurement import SCHEMA, Measurement
 from planner.models.architectures.published import Published, Quantization
 from planner.models.from_config import Counts, shape_of
 from planner.models.shape import ModelShape
-
-MODEL_FIELDS = ("model", "reward_model", "teacher_model")
 
 
 class PublishedDocument(Struct, frozen=True):

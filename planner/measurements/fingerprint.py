@@ -5,20 +5,18 @@ import json
 from dataclasses import replace
 from functools import lru_cache
 
-from planner.candidate import Candidate
+from planner.candidate import MODEL_FIELDS, Candidate
 from planner.jobs.settings import settings_of
 from planner.jobs.spellings import WRITTEN_NAMES
 from planner.models.shape import ModelShape
 
-MODEL_NAMES = {field: WRITTEN_NAMES[field] for field in ("model", "reward_model", "teacher_model")}
+MODEL_NAMES = {field: WRITTEN_NAMES[field] for field in MODEL_FIELDS}
 
 
 def candidate_key(candidate: Candidate) -> str:
     """Return a text that is equal for candidates that run alike; a part of lines in files and of a study's trials."""
-    models = (candidate.model, candidate.reward_model, candidate.teacher_model)
-    settings = settings_of(candidate) | {
-        name: model and model_key(model) for name, model in zip(MODEL_NAMES.values(), models, strict=True)
-    }
+    models = {name: getattr(candidate, field) for field, name in MODEL_NAMES.items()}
+    settings = settings_of(candidate) | {name: model and model_key(model) for name, model in models.items()}
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=list).encode()).hexdigest()[:24]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from planner.candidate import Candidate
+from planner.candidate import MODEL_FIELDS, Candidate
 from planner.errors import InputError, UnknownName
 from planner.files.decode import convert_json
 from planner.jobs.settings import candidate_fields, setting_names
@@ -84,6 +84,8 @@ def point_candidate(row: Mapping[str, Any]) -> Candidate:
     }
     settings |= _lengths(point, method.generates)
     chosen: dict[str, Any] = {**method.defaults, **candidate_fields(settings, model.dtype)}
+    for field in chosen.keys() & MODEL_FIELDS:
+        chosen[field] = load_model(chosen[field])
     if method.grouped_completions:
         chosen["num_generations"] = point.num_generations
         chosen.setdefault("steps_per_generation", point.gradient_accumulation_steps)
