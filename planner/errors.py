@@ -119,10 +119,15 @@ def without_middle(text: str, most: int) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most similar to `name`, best first, ignoring case and organisation prefixes."""
+    """The known names most similar to `name`, best first: those that it begins, shortest first, then other similar ones.
+
+    Case and organisation prefixes are ignored.
+    """
     by_key: dict[str, str] = {}
     for candidate in known:
         by_key.setdefault(candidate.lower(), candidate)
         by_key.setdefault(candidate.lower().rsplit("/", 1)[-1], candidate)
-    found = difflib.get_close_matches(name.lower().rsplit("/", 1)[-1], by_key, n=2 * count, cutoff=0.5)
+    own = name.lower().rsplit("/", 1)[-1]
+    begun = sorted((key for key in by_key if own and key.startswith(own)), key=len)
+    found = begun + difflib.get_close_matches(own, by_key, n=2 * count, cutoff=0.5)
     return list(dict.fromkeys(by_key[key] for key in found))[:count]

@@ -293,6 +293,10 @@ class TestNames:
         ):
             load_model("Qwen2.5-8B")
 
+    def test_the_names_that_an_unknown_name_begins_come_first(self) -> None:
+        with pytest.raises(UnknownName, match=r"Did you mean Qwen/Qwen2\.5-VL-7B-Instruct or "):
+            load_model("Qwen2.5-VL-7B")
+
     def test_without_the_hub_an_unknown_name_points_at_the_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("planner.models.catalogue.hub_config", lambda name: "the Hub is not reachable")
         with pytest.raises(UnknownName, match=r"not in the catalogue, and the Hub is not reachable\. Or give the path"):
