@@ -43,6 +43,7 @@ NOT_TRAINER_ARGUMENTS = frozenset(
         "environment",
         "prompt_length",
         "padded",
+        "images_per_row",
         "vllm_data_parallel_size",
         "autocast_adapter_dtype",
         "quant_method",

@@ -32,6 +32,7 @@ SHORTHANDS = {
     "max_completion_length": "max_completion_length",
     "batch_size": "per_device_train_batch_size",
     "padded": "padded",
+    "images_per_row": "images_per_row",
 }
 EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
 
