@@ -13,6 +13,7 @@ from planner.plan import plan as plan_job
 
 if TYPE_CHECKING:
     import pandas as pd
+    from plotly.graph_objects import Figure
 
 WIDTH = 100  # columns of the table in a notebook
 STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
@@ -47,6 +48,36 @@ class Answer(Plan):
         from planner.report.frame import considered
 
         return considered(self)
+
+    def plot_memory(self) -> "Figure":
+        """Return a bar of memory for each phase of the step, with the card's end and the interval of the peak.
+
+        Raises:
+            PlanError: plotly is not installed.
+        """
+        from planner.notebook.figures import memory_figure
+
+        return memory_figure(self.best)
+
+    def plot_candidates(self) -> "Figure":
+        """Return speed against memory of the candidates that the search estimated; takes as long as the plan did.
+
+        Raises:
+            PlanError: plotly is not installed.
+        """
+        from planner.notebook.figures import candidates_figure
+
+        return candidates_figure(self)
+
+    def plot_what_if(self) -> "Figure":
+        """Return a heat map of what the best candidate needs at other lengths and micro-batches.
+
+        Raises:
+            PlanError: plotly is not installed.
+        """
+        from planner.notebook.figures import what_if_figure
+
+        return what_if_figure(self)
 
 
 def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
