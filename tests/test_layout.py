@@ -72,7 +72,7 @@ ALLOWED = {
         "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose report "
         "training_stack"
     ),
-    "notebook": "basics words models gpus jobs search plan measurements report training_stack commands",
+    "notebook": "basics words models gpus jobs estimate search plan measurements report training_stack commands",
     "serve": (
         "basics words models gpus files jobs estimate plan diagnose report training_stack commands"
     ),

@@ -1,9 +1,9 @@
 """The command in Python, for notebooks: `plan("Qwen2.5-7B", "2xA100-40G", method="grpo", zero_stage=3)`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.errors import InputError, shortened
 from planner.gpus.cluster import Cluster
@@ -14,7 +14,11 @@ from planner.plan import plan as plan_job
 if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
+    from rich.text import Text
 
+    from planner.commands.options import JobOptions
+
+Options = TypeVar("Options", bound="JobOptions")
 WIDTH = 100  # columns of the table in a notebook
 STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
 
@@ -27,7 +31,7 @@ class Answer(Plan):
         """Return the table as HTML without colours of its own, so that it suits light and dark notebooks."""
         from planner.report.table import plan_table
 
-        return f'<pre style="{STYLE}">{escape(plan_table(self, WIDTH).plain)}</pre>'
+        return table_html(lambda width: plan_table(self, width))
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for the best candidate, each alternative and each remedy: memory, speed, settings.
@@ -101,10 +105,12 @@ def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
             "plan takes two names and settings, as plan('Qwen2.5-7B', '2xA100-40G', method='grpo'), or a Job and a "
             "Cluster without settings."
         )
+    from planner.commands.options import SearchOptions
     from planner.commands.read_options import read_options
     from planner.training_stack import complete_models
 
-    request = read_options(_options(model, gpus, asked), complete_models(lambda line: None))
+    options = options_of(SearchOptions, {"model": model, "gpus": gpus}, asked)
+    request = read_options(options, complete_models(lambda line: None))
     answer = apply_own_results(plan_job(request.job, request.cluster), read_own_results())
     return _answer(answer, request.warnings)
 
@@ -114,15 +120,22 @@ def _answer(found: Plan, warnings: Sequence[str]) -> Answer:
     return replace(Answer(**own), warnings=(*warnings, *found.warnings))
 
 
-def _options(model: str, gpus: str, asked: Mapping[str, Any]) -> Any:
-    """Return the options of the command: flags by their names, every other argument as `--set name=value`."""
-    from planner.commands.options import SearchOptions
+def table_html(table: "Callable[[int], Text]") -> str:
+    """Return a table of the command as HTML; `table`: returns it for a number of columns."""
+    return f'<pre style="{STYLE}">{escape(table(WIDTH).plain)}</pre>'
 
-    flags = {field.name for field in fields(SearchOptions)} - {"set"}
-    given = {name: value for name, value in asked.items() if name in flags}
-    if not isinstance(given.get("risk", 0.0), (int, float)):
-        raise InputError(f"risk must be a number, not {shortened(given['risk'])}.")
-    return SearchOptions(model=model, gpus=gpus, set=list(_settings(asked, flags)), **given)
+
+def options_of(kind: type[Options], given: Mapping[str, Any], asked: Mapping[str, Any]) -> Options:
+    """Return the options of a command: flags by their names, every other argument as `--set name=value`.
+
+    Raises:
+        InputError: the risk is no number.
+    """
+    flags = {field.name for field in fields(kind)} - {"set"}
+    named = {**given, **{name: value for name, value in asked.items() if name in flags}}
+    if not isinstance(named.get("risk", 0.0), (int, float)):
+        raise InputError(f"risk must be a number, not {shortened(named['risk'])}.")
+    return kind(set=list(_settings(asked, flags)), **named)
 
 
 def _settings(asked: Mapping[str, Any], flags: set[str]) -> Iterator[str]:
