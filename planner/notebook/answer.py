@@ -1,6 +1,6 @@
 """The command in Python, for notebooks: `plan("Qwen2.5-7B", "2xA100-40G", method="grpo", zero_stage=3)`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +14,6 @@ from planner.plan import plan as plan_job
 if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
-    from rich.text import Text
 
     from planner.commands.options import JobOptions
 
@@ -27,11 +26,15 @@ STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',C
 class Answer(Plan):
     """A plan that a notebook shows as the command's table."""
 
-    def _repr_html_(self) -> str:
-        """Return the table as HTML without colours of its own, so that it suits light and dark notebooks."""
+    def __repr__(self) -> str:
+        """Return the command's table."""
         from planner.report.table import plan_table
 
-        return table_html(lambda width: plan_table(self, width))
+        return plan_table(self, WIDTH).plain
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML without colours of its own, so that it suits light and dark notebooks."""
+        return table_html(repr(self))
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for the best candidate, each alternative and each remedy: memory, speed, settings.
@@ -120,9 +123,9 @@ def _answer(found: Plan, warnings: Sequence[str]) -> Answer:
     return replace(Answer(**own), warnings=(*warnings, *found.warnings))
 
 
-def table_html(table: "Callable[[int], Text]") -> str:
-    """Return a table of the command as HTML; `table`: returns it for a number of columns."""
-    return f'<pre style="{STYLE}">{escape(table(WIDTH).plain)}</pre>'
+def table_html(table: str) -> str:
+    """Return a table of the command as HTML."""
+    return f'<pre style="{STYLE}">{escape(table)}</pre>'
 
 
 def options_of(kind: type[Options], given: Mapping[str, Any], asked: Mapping[str, Any]) -> Options:

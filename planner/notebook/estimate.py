@@ -17,7 +17,7 @@ from planner.methods import METHOD_OF, MethodName, has_setting, method_of_config
 from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
 from planner.models.shape import ModelShape
-from planner.notebook.answer import options_of, table_html
+from planner.notebook.answer import WIDTH, options_of, table_html
 from planner.quantities import Estimate
 
 if TYPE_CHECKING:
@@ -53,11 +53,15 @@ class EstimateAnswer(Estimate):
     cluster: Cluster
     warnings: tuple[str, ...] = ()
 
-    def _repr_html_(self) -> str:
-        """Return the table as HTML without colours of its own, so that it suits light and dark notebooks."""
+    def __repr__(self) -> str:
+        """Return the command's table."""
         from planner.report.table import estimate_table
 
-        return table_html(lambda width: estimate_table(self, self.cluster, self.warnings, width))
+        return estimate_table(self, self.cluster, self.warnings, WIDTH).plain
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML without colours of its own, so that it suits light and dark notebooks."""
+        return table_html(repr(self))
 
     def plot_memory(self) -> "Figure":
         """Return a bar of memory for each phase of the step, with the card's end and the interval of the peak.

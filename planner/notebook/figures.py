@@ -56,7 +56,7 @@ def memory_figure(estimate: Estimate) -> "Figure":
             "type": "bar",
             "name": readable(component),
             "x": labels,
-            "y": [phase.components.get(component, 0) / GIB for _, phase, _ in bars],
+            "y": [_gib(phase.components.get(component, 0)) for _, phase, _ in bars],
             "marker": {"color": COLOURS[component]},
             "hovertemplate": "%{fullData.name}: %{y:.2f} GiB",
         }
@@ -68,8 +68,8 @@ def memory_figure(estimate: Estimate) -> "Figure":
         "hovermode": "x unified",
         "xaxis": {"title": {"text": "phase of the step"}, "showgrid": False},
         "yaxis": {"title": {"text": "GiB"}},
-        "shapes": [_line("y", capacity / GIB)],
-        "annotations": [_note(f"the card: {format_gib(capacity, 1)}", x=1, y=capacity / GIB, xref="paper")],
+        "shapes": [_line("y", _gib(capacity))],
+        "annotations": [_note(f"the card: {format_gib(capacity, 1)}", x=1, y=_gib(capacity), xref="paper")],
         "legend": {"traceorder": "reversed"},
     }
     traces.append(_peaks(estimate))
@@ -84,10 +84,10 @@ def _peaks(estimate: Estimate) -> Trace:
         "mode": "markers",
         "name": "peak, with its interval",
         "x": [_phase_label(estimate, gpu, gpu.peak_phase) for gpu, _, _ in peaks],
-        "y": [peak / GIB for _, peak, _ in peaks],
+        "y": [_gib(peak) for _, peak, _ in peaks],
         "error_y": {
-            "array": [(high - peak) / GIB for _, peak, (_, high) in peaks],
-            "arrayminus": [(peak - low) / GIB for _, peak, (low, _) in peaks],
+            "array": [_gib(high - peak) for _, peak, (_, high) in peaks],
+            "arrayminus": [_gib(peak - low) for _, peak, (low, _) in peaks],
             "color": CHOSEN,
             "thickness": 2,
             "width": 8,
@@ -127,10 +127,10 @@ def candidates_figure(plan: Plan) -> "Figure":
     traces.append(_points(_chosen(plan), [plan.best], {"color": CHOSEN, "symbol": "star", "size": 16}))
     capacity = tightest(plan.best).capacity_bytes
     layout = {
-        "xaxis": {"title": {"text": "need of the fullest GPU (GiB)"}} | _shown_needs(traces, capacity / GIB),
+        "xaxis": {"title": {"text": "need of the fullest GPU (GiB)"}} | _shown_needs(traces, _gib(capacity)),
         "yaxis": {"title": {"text": "tokens/s"}, "rangemode": "tozero", "tickformat": ","},
-        "shapes": [_line("x", capacity / GIB)],
-        "annotations": [_note(f"the card: {format_gib(capacity, 1)}", x=capacity / GIB, y=1, yref="paper")],
+        "shapes": [_line("x", _gib(capacity))],
+        "annotations": [_note(f"the card: {format_gib(capacity, 1)}", x=_gib(capacity), y=0, yref="paper")],
     }
     title = (
         f"{_job(plan.best)} on {describe_cluster(plan.cluster)}: speed against memory",
@@ -143,7 +143,7 @@ def _shown_needs(traces: Sequence[Trace], capacity_gib: float) -> dict[str, Any]
     """Return the range of needs to show first: what fits, and what is up to half a card beyond it."""
     needs = [need for trace in traces for need in trace["x"]]
     near = [need for need in needs if need <= 1.5 * capacity_gib]
-    return {"range": [0.95 * min(near), 1.05 * max(*near, capacity_gib)]} if near else {}
+    return {"range": [_shown(0.95 * min(near)), _shown(1.05 * max(*near, capacity_gib))]} if near else {}
 
 
 def frontier(estimates: Iterable[Estimate]) -> list[Estimate]:
@@ -160,8 +160,8 @@ def _points(name: str, estimates: Sequence[Estimate], marker: Mapping[str, Any])
         "type": "scatter",
         "mode": "markers",
         "name": name,
-        "x": [_need(each) / GIB for each in estimates],
-        "y": [each.throughput.tokens_per_second for each in estimates],
+        "x": [_gib(_need(each)) for each in estimates],
+        "y": [_shown(each.throughput.tokens_per_second) for each in estimates],
         "text": [
             f"{describe_candidate(each.candidate)}<br>micro-batch {each.candidate.per_device_train_batch_size}, "
             f"{describe_fit(each)}"
@@ -223,7 +223,7 @@ def _share(estimate: Estimate | None) -> float:
     if estimate is None:
         return LARGEST_SHARE
     gpus = max(gpu.interval_bytes[1] / gpu.capacity_bytes for gpu in estimate.gpus)
-    return min(LARGEST_SHARE, max(gpus, estimate.host_peak_bytes / estimate.host_capacity_bytes))
+    return _shown(min(LARGEST_SHARE, max(gpus, estimate.host_peak_bytes / estimate.host_capacity_bytes)))
 
 
 def _cell(estimate: Estimate | None) -> str:
@@ -252,7 +252,7 @@ def cards_figure(frame: "pd.DataFrame", value: str, by: str) -> "Figure":
             "type": "bar",
             "name": f"{by} {name}",
             "x": rows["gpus"].tolist(),
-            "y": rows[value].where(rows["fits"], 0).tolist(),
+            "y": [_shown(number) for number in rows[value].where(rows["fits"], 0).tolist()],
             "text": [_bar_text(fits, number) for fits, number in zip(rows["fits"], rows[value], strict=True)],
             "textposition": "outside",
             "cliponaxis": False,
@@ -273,12 +273,21 @@ def cards_figure(frame: "pd.DataFrame", value: str, by: str) -> "Figure":
 
 def _bar_text(fits: bool, number: float) -> str:
     if not fits:
-        return "does not fit"
+        return "does<br>not fit"
     return f"{number:,.0f}" if number >= 100 else f"{number:,.3g}"
 
 
 def _chosen(plan: Plan) -> str:
     return "recommended" if plan.best.fits else "nearest"
+
+
+def _gib(size_bytes: float) -> float:
+    return _shown(size_bytes / GIB)
+
+
+def _shown(number: float) -> float:
+    """Return a figure with the digits that a plot can show, so that a stored plot is the same in every process."""
+    return float(f"{number:.6g}")
 
 
 def _job(estimate: Estimate) -> str:
