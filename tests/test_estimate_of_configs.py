@@ -118,6 +118,9 @@ def test_a_candidate_and_a_cluster_are_taken_as_they_are_and_shown_as_the_table(
     candidate = single_candidate(Job(model=load_model("Qwen2.5-0.5B"), method="sft"), cluster)
     found = estimate(candidate, cluster, risk=0.1)
     assert found.gpus == estimate_candidate(candidate, cluster, 0.1).gpus
+    with pytest.raises(PlanError, match="no setting but risk"):
+        estimate(candidate, cluster, 0.1)  # type: ignore[arg-type]
+    assert repr(found).splitlines()[0].startswith("Qwen/Qwen2.5-0.5B · sft · 1 x L4")
     assert found._repr_html_().startswith("<pre") and "per_device_train_batch_size" in found._repr_html_()
 
 

@@ -93,7 +93,9 @@ def estimate(
     Raises:
         PlanError: what the command refuses, in its words; or `args` is no config of a TRL method.
     """
-    if isinstance(args, Candidate) and isinstance(model, Cluster):
+    if isinstance(args, Candidate):
+        if not isinstance(model, Cluster) or gpus is not None or asked.keys() - {"risk"}:
+            raise InputError("estimate takes a Candidate with its Cluster, and no setting but risk=0.01 beside them.")
         return _answer(estimate_candidate(args, model, asked.get("risk", RISK)), model, ())
     from planner.commands.estimate import corrected, formula_estimate
     from planner.commands.options import CandidateOptions
