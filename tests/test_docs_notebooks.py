@@ -23,6 +23,7 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_cells_run_in_order_and_give_the_outputs_that_are_stored(path: Path) -> None:
     notebook = read(path)

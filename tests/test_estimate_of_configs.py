@@ -83,6 +83,12 @@ def test_lora_and_4_bit_weights_are_read_from_their_own_configs(
     assert args.model_init_kwargs["quantization_config"] is quantized  # the caller's object is left as it is
 
 
+def test_the_default_of_bitsandbytes_is_refused_by_its_name(tmp_path: Path) -> None:
+    unset = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    with pytest.raises(PlanError, match=r"bnb_4bit_quant_type=fp4 is not supported\. bnb_4bit_quant_type can be nf4"):
+        estimate(SFTConfig(output_dir=str(tmp_path), **CPU, model_init_kwargs=unset), "Qwen2.5-7B", "1xH100")
+
+
 def test_a_models_own_config_and_trls_model_config_say_the_same_as_a_name(tmp_path: Path) -> None:
     args = SFTConfig(output_dir=str(tmp_path), **CPU)
     published = dict(load_model("Qwen2.5-7B").config)
