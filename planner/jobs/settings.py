@@ -263,11 +263,16 @@ def _value_spelled(field: str, names: Mapping[str, Value]) -> str | bool:
     for value, row in SPELLINGS[field].items():
         if all((row.get(name) or None) == (given or None) for name, given in names.items()):
             return value
-    words = [f"{name}={_as_text(given)}" for name, given in names.items()]
-    if len(words) > 1:
-        raise InputError(f"{' and '.join(words)} contradict each other.")
-    (name,) = names
-    raise InputError(f"{words[0]} is not supported. {name} can be {', '.join(_spelled_values(name))}.")
+    words = {name: f"{name}={_as_text(given)}" for name, given in names.items()}
+    alone = [
+        name
+        for name, given in names.items()
+        if all((row.get(name) or None) != (given or None) for row in SPELLINGS[field].values())
+    ]
+    if not alone:
+        raise InputError(f"{' and '.join(words.values())} contradict each other.")
+    name = alone[0]
+    raise InputError(f"{words[name]} is not supported. {name} can be {', '.join(_spelled_values(name))}.")
 
 
 def _spelled_values(name: str) -> list[str]:
