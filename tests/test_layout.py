@@ -54,7 +54,7 @@ ALLOWED = {
     "probes/step": "basics words allocator probes/substitution",
     "probes/trainers": "basics words models jobs probes/step probes/substitution",
     "probes/dryrun": "basics words models gpus allocator probes/substitution probes/step probes/trainers",
-    "probes/layers": "basics words models files memory/layers allocator probes/step probes/dryrun",
+    "probes/layers": "basics words models files memory/layers allocator probes/step probes/trainers probes/dryrun",
     "probes/worker": (
         "basics words models jobs launch measurements probes/task probes/substitution probes/step probes/trainers"
     ),
