@@ -20,6 +20,7 @@ from planner.candidate import ZERO_SIZES, Candidate
 from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.settings import settings_of
 from planner.methods import MethodName
+from planner.models.architectures.vision import image_tower
 from probes.step.built_trainer import DTYPES, BuiltTrainer
 
 # Settings that are not arguments of a trainer: read by accelerate, DeepSpeed, FSDP, the environment or the vLLM server,
@@ -51,6 +52,8 @@ NOT_TRAINER_ARGUMENTS = frozenset(
         *ZERO_SIZES,
     }
 )
+
+GEMMA3_IMAGE_TOKEN = 262144  # `image_token_index` of Gemma3Config
 
 TokenSource = Callable[[int], list[int]]  # from a count: that many token ids, at least one
 # A row of the dataset from: the candidate, the source of its tokens, its index, and by how many tokens it is shorter
@@ -101,6 +104,8 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     if method.teacher:
         settings["teacher_model"] = inputs.teacher
     trainer = _class_of_trl(candidate, method.trainer)(**settings)
+    if candidate.images_per_row:
+        trainer.data_collator = with_images(trainer.data_collator, candidate)
     if candidate.method == "gkd":  # GKDConfig has no `generation_kwargs`
         trainer.generation_config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
     if candidate.tuning == "lora" and not candidate.autocast_adapter_dtype:
@@ -142,6 +147,33 @@ def _class_of_trl(candidate: Candidate, name: str) -> Any:
     """Return a class of the installed TRL, by its name in `METHODS`."""
     module = f"trl.experimental.{candidate.method.replace('-', '_')}" if candidate.method_row.experimental else "trl"
     return getattr(importlib.import_module(module), name)
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def with_images(collate: Callable[[Any], Any], candidate: Candidate) -> Callable[[Any], Any]:
+    """Return a collator whose batches of text hold images, too, at the beginning of each row.
+
+    There is no processor without the model's files: the batch gets what Gemma3Processor returns for a row (transformers
+    5.23, models/gemma3/processing_gemma3.py).
+    """
+    tower = image_tower(candidate.model)
+    if tower is None:
+        return collate
+    image_token = candidate.model.config.get("image_token_index", GEMMA3_IMAGE_TOKEN)
+    shown = candidate.images_per_row * tower.text_tokens
+
+    def collate_images(examples: Any) -> Any:
+        batch = collate(examples)
+        tokens = batch["input_ids"]
+        tokens[:, :shown] = image_token
+        types = torch.zeros_like(tokens)
+        types[:, :shown] = 1
+        pixels = torch.zeros(len(tokens) * candidate.images_per_row, tower.channels, tower.side, tower.side)
+        return {**batch, "token_type_ids": types, "pixel_values": pixels}
+
+    return collate_images
 
 
 # -- how models are loaded ---------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Rows with images: the formulas of Gemma 3's vision tower against the trainer's step on fake tensors, and refusals."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,17 @@ def test_a_plan_keeps_its_images_and_an_export_says_them(tmp_path: Path) -> None
     assert not any("images" in warning for warning in report["warnings"])
     assert run(["export", folder, str(tmp_path / "run")]) == 0
     assert "--images-per-row 1" in (tmp_path / "run" / "README.md").read_text()
+
+
+@pytest.mark.nightly
+def test_a_real_trainer_with_images_peaks_where_its_dry_run_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((Path(__file__).parent / "models" / "tiny-gemma3-vision" / "config.json").read_text())
+    config["vision_config"] |= {"vision_use_head": False, "image_size": 224}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mm_tokens_per_image": 64}))
+    asked = ["--gpus=1xA100-40G", "--method=sft", "--tuning=lora", "--images-per-row=2", "--max-length=256"]
+    assert run(["probe", f"--model={tmp_path}", *asked, "--batch-size=2", "--device=cpu", "--json"]) == 0
+    note = next(line for line in json.loads(capsys.readouterr().out)["warnings"] if "the probe at" in line)
+    dry, real = map(float, re.findall(r"at (\d+\.\d+) MiB", note))
+    assert real == pytest.approx(dry, rel=0.002)

@@ -143,9 +143,10 @@ def describe_probability(estimate: Estimate) -> str:
     Example: `> 92 % (13 comparable runs, worst miss 12.6 %)`: the runs carry no higher figure.
     """
     kind = kind_of(estimate.candidate)
-    over = "> " if estimate.fit_probability >= most_earned(kind) else ""
+    earned = most_earned(kind)
+    over = "> " if estimate.fit_probability >= earned else ""
     runs = f"{len(comparisons()[kind])} comparable runs, worst miss {worst_miss(kind):.1%}".replace("%", " %")
-    return f"{over}{_percent(estimate.fit_probability)} ({runs})"
+    return f"{over}{_percent(min(estimate.fit_probability, earned))} ({runs})"
 
 
 def describe_driver(estimate: Estimate) -> str:
