@@ -3,6 +3,8 @@
 import http.client
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +27,7 @@ from planner.report.html import page_script
 from planner.serve.openapi import OPERATIONS, openapi
 from planner.serve.requests import Allowed, PlanRequest, read_request
 
+README = Path(__file__).parents[1] / "README.md"
 START = "from planner.cli import main\nif __name__ == '__main__': main()"
 JOB = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft", "tuning": "lora"}
 TOKEN = "a-token-of-the-tests"
@@ -130,6 +133,17 @@ class TestAnswers:
     def test_a_job_that_does_not_fit_is_an_answer(self, server):
         reply = server.post("/plan", {"model": "Llama-3.1-70B", "gpus": "1xT4", "method": "sft", "tuning": "full"})
         assert (reply.status, json.loads(reply.body)["verdict"]) == (200, "does_not_fit")
+
+    @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+    def test_the_requests_of_the_readme_are_answered(self, server):
+        lines = [
+            line.strip() for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("    curl ")
+        ]
+        assert len(lines) == 2
+        for line in lines:
+            command = [*shlex.split(line.replace(":8642/", f":{server.port}/")), "--silent", "--fail", "--noproxy", "*"]
+            report = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=30).stdout)
+            assert report.get("best", report)["fits"]
 
 
 class TestErrors:
