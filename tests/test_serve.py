@@ -336,10 +336,12 @@ class TestHostileClients:
         assert (answer.startswith(status), seconds < 6) == (True, True)
 
     def test_more_requests_than_the_concurrency_are_told_to_come_again(self, small):
-        with ThreadPoolExecutor(8) as pool:
+        with ThreadPoolExecutor(9) as pool:
+            health = pool.submit(small.ask, "GET", "/openapi.json")
             replies = list(pool.map(lambda _: small.post("/plan", {**JOB, "method": "grpo"}), range(8)))
         refused = [reply for reply in replies if reply.status == 503]
         assert {reply.status for reply in replies} == {200, 503}
+        assert health.result().status == 200  # needs no worker
         assert {reply.headers["retry-after"] for reply in refused} == {"1"}
         assert "--concurrency" in refused[0].error
 
