@@ -26,9 +26,10 @@ test:
 nightly:
 	$(PYTEST)
 
-# Rewrites the golden files; commit them alone, and say which formula moved them.
+# Rewrites the golden files and the outputs of the notebooks; commit them alone, and say which formula moved them.
 golden:
 	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py
+	python -m scripts.notebooks
 
 bench:
 	python benchmarks/estimator.py

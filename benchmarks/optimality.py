@@ -21,7 +21,7 @@ from planner.errors import InputError
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.quantities import Estimate
-from planner.search import search as searching
+from planner.search import fit
 from planner.search.fit import estimate_or_none, utilization_range, with_utilization
 from planner.search.knobs import SearchProblem, structures
 from planner.search.search import NEAR_BEST, is_precise, merit, search, trainer_peak_bytes
@@ -87,7 +87,7 @@ def compare(number: int, problem: SearchProblem) -> Comparison | None:
         estimated[0] += 1
         return estimate(candidate, cluster, risk)
 
-    with substituted(searching, "estimate", counting):
+    with substituted(fit, "estimate", counting):
         found = search(problem)
     job, gpu = problem.job, problem.cluster.gpu
     words = f"{job.model.id} · {job.method} {problem.tuning_class} · {problem.cluster.num_gpus} x {gpu.name}"

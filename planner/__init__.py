@@ -7,14 +7,14 @@ answer.best.candidate.per_device_train_batch_size
 """
 
 from planner.candidate import Candidate
-from planner.estimate import estimate
 from planner.gpus.cluster import Cluster, Gpu
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 from planner.notebook.answer import plan
-from planner.notebook.sweep import sweep
+from planner.notebook.estimate import estimate
+from planner.notebook.sweep import plot_cards, sweep
 from planner.notebook.trainer import job_from_trainer
 from planner.plan import Plan
 from planner.quantities import Estimate
@@ -32,5 +32,6 @@ __all__ = [
     "load_model",
     "parse_cluster",
     "plan",
+    "plot_cards",
     "sweep",
 ]

@@ -44,6 +44,7 @@ class StateSettings(NamedTuple):
     quantization: Quantization
     bnb_4bit_quant_storage: QuantStorage
     separate_reference: bool
+    images_per_row: int
     accumulates: bool
     gradient_checkpointing: bool
     use_liger_kernel: bool
@@ -92,6 +93,7 @@ class TrainingSettings(NamedTuple):
     tokens: int
     scores: int
     labelled_tokens: int
+    images_per_row: int
     row_gpus: int
     flattened: bool
     pads: bool

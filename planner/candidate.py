@@ -86,6 +86,7 @@ class Candidate:
     steps_per_generation: int = 1
     num_iterations: int = 1
     padded: bool = True  # rows differ in length, so batches hold padding (see `pads`)
+    images_per_row: int = 0  # images in each row, for vision-language models
     packing: bool = False
     padding_free: bool = False
     beta: float = 0.0

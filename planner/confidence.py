@@ -6,7 +6,8 @@ independent. Each has a standard deviation proportional to its bytes:
     sigma^2 = (0.05 x pass)^2 + sum over the others of (share x bytes)^2
     P(fits) = Phi((capacity - peak) / sigma), with the normal distribution function Phi
 
-but never more than published runs of the same kind carry (`earned_probability`).
+but never more than published runs of the same kind carry (`earned_probability`), and the interval reaches at least as
+far as those runs but the worst (`reach`).
 """
 
 import math
@@ -76,13 +77,12 @@ def quantile(risk: float) -> float:
     return NormalDist().inv_cdf(1 - risk)
 
 
-def interval_bytes(phases: Iterable[PhaseMemory], risk: float) -> tuple[int, int]:
+def interval_bytes(phases: Iterable[PhaseMemory], reach: float) -> tuple[int, int]:
     """Interval of the peak over phases: each end is the largest of the phases' ends.
 
-    A phase is below its interval with probability `risk`, and above it with probability `risk`. A lighter phase that is
-    less certain than the heaviest one can reach higher: a backward pass beside a vLLM engine's fixed budget.
+    The interval of a phase is `reach` standard deviations to both sides. A lighter phase that is less certain than the
+    heaviest one can reach higher: a backward pass beside a vLLM engine's fixed budget.
     """
-    reach = quantile(risk)
     ends = [(phase.total_bytes, reach * sigma_bytes(phase)) for phase in phases]
     return max(0, int(max(total - sigma for total, sigma in ends))), int(max(total + sigma for total, sigma in ends))
 
@@ -93,8 +93,8 @@ def fit_probability(phase: PhaseMemory, capacity_bytes: int) -> float:
 
 
 def fit_probability_of(gpu: GpuMemory, risk: float, kind: Kind) -> float:
-    """Probability that a GPU's peak fits, from its interval: the upper end is `quantile(risk)` sigma above the peak."""
-    sigma = (gpu.interval_bytes[1] - gpu.peak_bytes) / quantile(risk)
+    """Probability that a GPU's peak fits, from its interval: the upper end is `reach(kind, risk)` sigma above it."""
+    sigma = (gpu.interval_bytes[1] - gpu.peak_bytes) / reach(kind, risk)
     score = (gpu.capacity_bytes - gpu.peak_bytes) / sigma
     return min(NormalDist().cdf(score), earned_probability(kind, score))
 
@@ -141,6 +141,18 @@ def earned_probability(kind: Kind, score: float) -> float:
     """
     runs = comparisons()[kind]
     return sum(run.score <= score for run in runs) / (len(runs) + 1)
+
+
+@lru_cache(maxsize=64)
+def reach(kind: Kind, risk: float) -> float:
+    """Standard deviations from a peak to the ends of its interval.
+
+    Those of a normal distribution, or those within which published runs stayed, if that is more: the share 1 - risk of
+    them, but never the worst one alone (split-conformal: the ceil((1 - risk)(n + 1))-th of n scores in order).
+    """
+    scores = sorted(run.score for run in comparisons()[kind])
+    rank = min(math.ceil((1 - risk) * (len(scores) + 1)), len(scores) - 1)
+    return max(quantile(risk), scores[rank - 1])
 
 
 def most_earned(kind: Kind) -> float:

@@ -119,7 +119,7 @@ def without_middle(text: str, most: int) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most similar to `name`, best first: those that it begins, shortest first, then other similar ones.
+    """The known names most similar to `name`, best first: those that it begins, shortest first, then others.
 
     Case and organisation prefixes are ignored.
     """

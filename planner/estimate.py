@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from planner.cache_keys import TrainingSettings, state_settings, training_settings
 from planner.candidate import Candidate
-from planner.confidence import fit_probability_of, interval_bytes, kind_of, nvidia_smi_miss, quantile
+from planner.confidence import fit_probability_of, interval_bytes, kind_of, nvidia_smi_miss, reach
 from planner.gpus.cluster import Cluster, Gpu
 from planner.memory.engine.budget import EngineMemory, engine_memory
 from planner.memory.engine.settings import engine_settings
@@ -76,7 +76,9 @@ def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
         replace(phase, components={**phase.components, "unexplained": round(residual * phase.total_bytes)})
         for phase in train.phases
     )
-    corrected = replace(train, phases=phases, interval_bytes=interval_bytes(phases, risk))
+    corrected = replace(
+        train, phases=phases, interval_bytes=interval_bytes(phases, reach(kind_of(answer.candidate), risk))
+    )
     gpus, host_fits = (corrected, *others), answer.host_over_bytes <= 0
     return replace(
         answer,
@@ -110,13 +112,14 @@ def gpus_of(
     if candidate.vllm == "colocate" and engine is not None:
         role = "train+vllm"
         phases, details = tuple(with_engine(phase, engine) for phase in phases), details | engine_details(engine)
-    cache = cache_shares(candidate, quantile(risk))
-    train = gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, risk, cache)
+    deviations = reach(kind_of(candidate), risk)
+    cache = cache_shares(candidate, deviations)
+    train = gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, deviations, cache)
     gpus = [replace(train, nvidia_smi_miss=nvidia_smi_miss(kind_of(candidate)))]
     if candidate.vllm == "server" and engine is not None:
         serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})
         count = candidate.server_gpus
-        gpus.append(gpu_memory("vllm", count, cluster.gpu, (serving,), engine_details(engine), risk))
+        gpus.append(gpu_memory("vllm", count, cluster.gpu, (serving,), engine_details(engine), deviations))
     return tuple(gpus)
 
 
@@ -126,16 +129,19 @@ def gpu_memory(
     gpu: Gpu,
     phases: tuple[PhaseMemory, ...],
     details: dict[str, dict[str, int]],
-    risk: float,
+    deviations: float,
     cache: tuple[float, float] = (0.0, 0.0),
 ) -> GpuMemory:
-    """Memory of the GPUs of one role. `cache`: see `cache_shares`, planner/memory/slack.py."""
+    """Memory of the GPUs of one role.
+
+    `deviations`: standard deviations to the ends of its interval; `cache`: see `cache_shares`, planner/memory/slack.py.
+    """
     return GpuMemory(
         role=role,
         count=count,
         capacity_bytes=gpu.free_bytes,
         phases=phases,
-        interval_bytes=interval_bytes(phases, risk),
+        interval_bytes=interval_bytes(phases, deviations),
         details=details,
         cache_share=cache[0],
         cache_reach=cache[1],

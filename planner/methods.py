@@ -171,6 +171,24 @@ METHODS: dict[MethodName, Method] = {
 }  # fmt: skip
 
 
+# The method of each TRL config class, by the class's name.
+METHOD_OF = {row.config: name for name, row in METHODS.items()}
+
+
+def method_of_config(config: type, advice: str) -> MethodName:
+    """Return the method of a class of configs: TRL's own, or one that inherits from it.
+
+    Raises:
+        InputError: it is no config of a TRL method. The message ends with the advice.
+    """
+    for ancestor in config.__mro__:
+        if ancestor.__name__ in METHOD_OF:
+            return METHOD_OF[ancestor.__name__]
+    raise InputError(
+        f"{config.__name__} is no config of a TRL method, so the loss and the passes are not known. {advice}"
+    )
+
+
 # A release as PyPI writes it: it is a line of requirements.txt and of scripts, where it must not begin another one.
 RELEASE = re.compile(
     r"([0-9]{1,4})\.([0-9]{1,4})(?:\.[0-9A-Za-z]{1,16}){0,3}(?:\+[0-9A-Za-z.]{1,40})?"

@@ -6,17 +6,18 @@ differs between the two.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import datasets
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from planner.candidate import ZERO_SIZES, Candidate
-from planner.errors import InputError
+from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.settings import settings_of
 from planner.methods import MethodName
 from probes.step.built_trainer import DTYPES, BuiltTrainer
@@ -43,6 +44,7 @@ NOT_TRAINER_ARGUMENTS = frozenset(
         "environment",
         "prompt_length",
         "padded",
+        "images_per_row",
         "vllm_data_parallel_size",
         "autocast_adapter_dtype",
         "quant_method",
@@ -143,6 +145,32 @@ def _class_of_trl(candidate: Candidate, name: str) -> Any:
 
 
 # -- how models are loaded ---------------------------------------------------------------------------------------------
+
+
+def transformers_config(config: Mapping[str, object]) -> PreTrainedConfig:
+    """Return the config object of Transformers that the fields of a config.json stand for, read as it reads that file.
+
+    Raises:
+        UnknownArchitecture: Transformers does not know the model type, or refuses a field.
+    """
+    model_type = str(config["model_type"])
+    try:
+        fields = {key: _with_infinities(value) for key, value in config.items() if key != "model_type"}
+        return AutoConfig.for_model(model_type, **fields)
+    except (StrictDataclassError, ValueError) as error:
+        raise UnknownArchitecture(f"Transformers refuses the config.json of type {model_type}: {error}") from error
+
+
+def _with_infinities(value: object) -> object:
+    """Return a value of a config.json with its infinities, which JSON does not have, as numbers.
+
+    Source: transformers 5.23, configuration_utils.py, `_encode_special_floats`: {"__float__": "Infinity"}.
+    """
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_infinities(each) for key, each in value.items()}
+    return [_with_infinities(each) for each in value] if isinstance(value, list) else value
 
 
 def model_config(candidate: Candidate) -> ModelConfig:

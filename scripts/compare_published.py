@@ -6,7 +6,7 @@ python scripts/compare_published.py            writes results/published.md and p
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -17,7 +17,17 @@ import msgspec
 from msgspec import convert
 
 from planner.candidate import DTYPE_BYTES, Candidate
-from planner.confidence import COMPARISONS, KINDS, NVIDIA_SMI_LEVEL, Comparison, Figure, Kind, kind_of, quantile
+from planner.confidence import (
+    COMPARISONS,
+    KINDS,
+    NVIDIA_SMI_LEVEL,
+    Comparison,
+    Figure,
+    Kind,
+    interval_bytes,
+    kind_of,
+    quantile,
+)
 from planner.errors import PlanError
 from planner.estimate import RISK, estimate
 from planner.gpus.cluster import Cluster
@@ -26,6 +36,7 @@ from planner.measurements.cases import PublishedFigure, published_candidate
 from planner.memory.communication import nccl_bytes
 from planner.memory.kv_cache import kv_cache_bytes
 from planner.memory.runtime import context_bytes
+from planner.memory.slack import cache_shares
 from planner.quantities import Component, PhaseMemory
 from planner.units import GIB
 
@@ -228,7 +239,13 @@ def report(done: list[Compared], refused: Counter[str]) -> str:
 
 def comparison(one: Compared, figure: Figure = "need") -> Comparison:
     """A row as evidence: its error in standard deviations of the estimate, and as a share of it."""
+    deviations = quantile(RISK)
     memory = estimate(one.row.candidate, one.row.cluster).gpus[0]
+    memory = replace(
+        memory,
+        interval_bytes=interval_bytes(memory.phases, deviations),
+        cache_reach=cache_shares(one.row.candidate, deviations)[1],
+    )
     allocated = one.row.quantity == "allocated"
     reach = memory.interval_bytes[1] - memory.peak_bytes if allocated else memory.nvidia_smi_reach_bytes
     missed = one.row.measured_bytes - one.computed_bytes
@@ -237,7 +254,7 @@ def comparison(one: Compared, figure: Figure = "need") -> Comparison:
         source=one.row.source.partition(":")[0],
         kind=kind_of(one.row.candidate),
         figure=figure,
-        score=round(missed / (reach / quantile(RISK)), 3),
+        score=round(missed / (reach / deviations), 3),
         miss=round(missed / one.computed_bytes, 4),
     )
 

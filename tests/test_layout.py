@@ -54,7 +54,7 @@ ALLOWED = {
     "probes/step": "basics words allocator probes/substitution",
     "probes/trainers": "basics words models jobs probes/step probes/substitution",
     "probes/dryrun": "basics words models gpus allocator probes/substitution probes/step probes/trainers",
-    "probes/layers": "basics words models files memory/layers allocator probes/step probes/dryrun",
+    "probes/layers": "basics words models files memory/layers allocator probes/step probes/trainers probes/dryrun",
     "probes/worker": (
         "basics words models jobs launch measurements probes/task probes/substitution probes/step probes/trainers"
     ),
@@ -72,7 +72,7 @@ ALLOWED = {
         "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose report "
         "training_stack"
     ),
-    "notebook": "basics gpus jobs plan measurements report training_stack commands",
+    "notebook": "basics words models gpus jobs estimate search plan measurements report training_stack commands",
     "serve": (
         "basics words models gpus files jobs estimate plan diagnose report training_stack commands"
     ),
@@ -143,6 +143,18 @@ def test_only_the_training_stack_imports_the_probes() -> None:
         if module.startswith("planner") and any(name.startswith("probes") for name in imported)
     }
     assert importers == {"planner.training_stack"}
+
+
+# Libraries of extras that a notebook alone needs: the one module that imports each, inside a function.
+OF_NOTEBOOKS = {"plotly": "planner.notebook.figures", "pandas": "planner.report.frame"}
+
+
+def test_libraries_of_notebooks_are_imported_by_one_module_each_when_called() -> None:
+    for library, only in OF_NOTEBOOKS.items():
+        called = {module for module, path in PATHS.items() if f'import_module("{library}' in path.read_text()}
+        typed = re.compile(rf"^(?:from|import) {library}\b", re.MULTILINE)  # inside `if TYPE_CHECKING` it is indented
+        assert called == {only}
+        assert {module for module, path in PATHS.items() if typed.search(path.read_text())} == set()
 
 
 def test_no_folder_holds_more_modules_than_one_sees_at_a_glance() -> None:

@@ -106,3 +106,8 @@ def test_every_structure_that_was_considered_has_a_reason() -> None:
     same = frame[frame["tokens_per_second"] == answer.best.throughput.tokens_per_second]
     assert (same["reason"] == "within 2 % of the best speed").any()
     assert frame["reason"].str.startswith("at most ").any()
+
+
+def test_a_job_without_a_method_names_the_methods() -> None:
+    with pytest.raises(PlanError, match=r"A Job needs a method: sft, dpo, .*ppo"):
+        Job(model=load_model("Qwen2.5-0.5B"))

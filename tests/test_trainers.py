@@ -2,6 +2,7 @@
 arguments.
 """
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.candidate import Candidate
-from planner.errors import InputError
+from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.settings import settings_of
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
@@ -20,7 +21,7 @@ pytest.importorskip("trl")
 
 from probes.dryrun.fake_trainer import trainer_inputs as dry_run_inputs
 from probes.task import Task
-from probes.trainers import TRAINERS, model_config, training_arguments
+from probes.trainers import TRAINERS, model_config, training_arguments, transformers_config
 from probes.worker.workload import trainer_inputs as probe_inputs
 
 pytestmark = [
@@ -137,3 +138,10 @@ def test_a_setting_that_the_config_has_no_field_for_is_refused(monkeypatch: pyte
 def test_target_modules_are_names_and_not_a_regular_expression(targets: tuple[str, ...], given_to_peft: object) -> None:
     candidate = Candidate(model=MODEL, method="sft", tuning="lora", lora_target_modules=targets)
     assert model_config(candidate).lora_target_modules == given_to_peft
+
+
+def test_a_config_with_an_infinity_is_read_as_transformers_reads_it() -> None:
+    config = {"model_type": "granitemoehybrid", "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert tuple(transformers_config(config).time_step_limit) == (0.0, math.inf)
+    with pytest.raises(UnknownArchitecture, match=r"^Transformers refuses the config\.json of type granitemoehybrid"):
+        transformers_config(config | {"time_step_limit": "long"})

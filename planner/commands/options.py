@@ -164,6 +164,10 @@ class JobOptions(ConfigFiles):
     effective_batch_size: EffectiveBatchSize = None
     lora_r: LoraR = None
     set: Set = None
+    images_per_row: Annotated[
+        int | None,
+        typer.Option("--images-per-row", min=0, metavar="N", help="Images in each row of a vision-language model."),
+    ] = None
     padded: Annotated[
         bool | None, typer.Option("--padded/--no-padded", help="Do batches hold padding? Default: yes, real data does.")
     ] = None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.candidate import ZERO_SIZES, Candidate
 from planner.commands.options import JobOptions, SearchOptions, config_paths
@@ -14,6 +14,9 @@ from planner.jobs.rules import CHECKPOINTING_DETAILS, ENGINE_FIELDS, LORA_FIELDS
 from planner.jobs.settings import NAMING_HINT, fields_named, is_shown, setting_names
 from planner.jobs.spellings import Value
 from planner.methods import LENGTH_SETTINGS
+
+if TYPE_CHECKING:
+    from planner.jobs.train_config import TrainConfig
 
 # Field of `ConfigFiles` -> field of the options.
 CONFIG_FLAGS = {"train": "config", "accelerate": "accelerate_config", "deepspeed": "deepspeed_config"}
@@ -29,15 +32,18 @@ SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of on
 BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fields that the effective batch is made of
 
 
-def config_files(options: JobOptions) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """Return the settings of the config files, and the warnings about keys that the plan does not use."""
+def config_files(options: JobOptions, train: "TrainConfig | None") -> tuple[dict[str, Value], tuple[str, ...]]:
+    """Return the settings of the config files, and the warnings about keys that the plan does not use.
+
+    `train`: a TRL config that was read already, instead of a file.
+    """
     paths = {name: Path(path) for name, flag in CONFIG_FLAGS.items() if (path := getattr(options, flag)) is not None}
-    if not paths:
+    if not paths and train is None:
         return {}, ()
     from planner.jobs.train_config import FILE_DEFAULTS, SEARCH_DEFAULTS, ConfigFiles, load_config_files
 
     defaults = SEARCH_DEFAULTS if isinstance(options, SearchOptions) else FILE_DEFAULTS
-    config = load_config_files(ConfigFiles(**paths), defaults)
+    config = load_config_files(ConfigFiles(**paths), defaults, train)
     return config.settings, config.warnings
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from planner.candidate import Candidate
 from planner.commands.options import JobOptions, SearchOptions
@@ -20,6 +20,9 @@ from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
 from planner.models.shape import ModelShape
 
+if TYPE_CHECKING:
+    from planner.jobs.train_config import TrainConfig
+
 # Returns the model of a name (planner/models/catalogue.py).
 LoadModel = Callable[[str], ModelShape]
 # Completes a model whose layers have no formulas (planner/training_stack.py).
@@ -32,6 +35,7 @@ SHORTHANDS = {
     "max_completion_length": "max_completion_length",
     "batch_size": "per_device_train_batch_size",
     "padded": "padded",
+    "images_per_row": "images_per_row",
 }
 EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
 
@@ -49,10 +53,13 @@ class JobRequest:
     in_files: Mapping[str, Any]
 
 
-def read_options(options: JobOptions, complete: CompleteModel, load: LoadModel = load_model) -> JobRequest:
+def read_options(
+    options: JobOptions, complete: CompleteModel, load: LoadModel = load_model, train: "TrainConfig | None" = None
+) -> JobRequest:
     """Return the job and the cluster that the options of a command describe.
 
-    `complete` adds the layers of a model that has no formulas; `load` returns the model of a name.
+    `complete` adds the layers of a model that has no formulas; `load` returns the model of a name; `train` is a TRL
+    config that was read already, instead of a file.
 
     Raises:
         InputError: an option is missing, empty, or contradicts another one.
@@ -60,7 +67,7 @@ def read_options(options: JobOptions, complete: CompleteModel, load: LoadModel =
     """
     _refuse_empty(options)
     flags, ranks = _flags(options), _ranks(options)
-    in_file, warnings = config_files(options)
+    in_file, warnings = config_files(options, train)
     tuning = _one_of("tuning class", options.tuning, get_args(TuningOption))
     decided = fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})
     free = freed(options)
@@ -77,7 +84,7 @@ def read_options(options: JobOptions, complete: CompleteModel, load: LoadModel =
     settings = with_server_node(settings, cluster)
     pinned = _pins(settings, model, lambda role: complete(load(role)))
     if "tuning" not in free:
-        pinned = _with_adapters(pinned, tuning, model, options.config is not None)
+        pinned = _with_adapters(pinned, tuning, model, options.config is not None or train is not None)
     settled = {**METHODS[method].defaults, **TUNING_PINS[tuning], **pinned}
     pinned = without_unread(pinned, decided, Candidate(model=model, method=method, **settled))
     version, older = _trl_version(options.trl_version)

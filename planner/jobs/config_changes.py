@@ -9,7 +9,16 @@ from planner.jobs.settings import is_shown, settings_of_fields
 
 NOT_SET = "not set"
 # Fields that only the user decides.
-NOT_SEARCHED = ("model", "method", "trl_version", "reward_model", "teacher_model", "prompt_length", "padded")
+NOT_SEARCHED = (
+    "model",
+    "method",
+    "trl_version",
+    "reward_model",
+    "teacher_model",
+    "prompt_length",
+    "padded",
+    "images_per_row",
+)
 
 
 def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[str]:

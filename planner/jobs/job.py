@@ -45,7 +45,7 @@ class Job:
     """
 
     model: ModelShape
-    method: MethodName
+    method: MethodName = ""  # type: ignore[assignment]  # refused in one line, where Python would raise TypeError
     tuning: TuningOption = "auto"
     pinned: Mapping[str, object] = field(default_factory=dict)
     optimize: Goal = "throughput"
@@ -55,6 +55,8 @@ class Job:
     lora_ranks: tuple[int, ...] = ()  # the search takes the largest that fits; empty: lora_r is not searched
 
     def __post_init__(self) -> None:
+        if not self.method:
+            raise InputError(f"A Job needs a method: {', '.join(METHODS)}.")
         if self.method not in METHODS:
             raise UnknownName("method", self.method, METHODS)
         if not isinstance(self.model, ModelShape):

@@ -13,9 +13,11 @@ from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
 from planner.methods import LENGTH_SETTINGS, METHOD_SETTINGS, METHODS, has_setting
+from planner.models.architectures.vision import image_tower
 from planner.models.catalogue import model_rows
 from planner.units import format_count
 
+DEFAULT_MAX_LENGTH = 1024  # trl 1.16, trainer/sft_config.py
 LORA_FIELDS = ("lora_r", "lora_target_modules", "lora_dropout", "autocast_adapter_dtype")
 ENGINE_FIELDS = tuple(field for field in METHOD_SETTINGS if field.startswith("vllm_"))
 # Details of gradient checkpointing: their value without it, and their key in gradient_checkpointing_kwargs.
@@ -106,6 +108,34 @@ def classifier_problems(pins: PinnedJob) -> Iterator[str]:
                 f"{model.id} cannot be a reward model: Transformers has no sequence classifier of type "
                 f"{model.model_type}. Use another model, such as {near.id}."
             )
+
+
+def image_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse rows with images for a model, a method or rows that they are not counted for.
+
+    Source: trl 1.16, trainer/sft_trainer.py:779-785 (packing, padding-free), :1631 (image tokens that are cut).
+    """
+    job, pinned = pins.job, pins.pinned
+    images = pinned.get("images_per_row", 0)
+    if not images:
+        return
+    tower = image_tower(job.model)
+    if tower is None:
+        what = "a vision tower without formulas" if job.model.vision_params else "no vision tower"
+        yield f"images_per_row={images}: {job.model.id} has {what}. Use Gemma 3, such as google/gemma-3-4b-it."
+        return
+    if job.method != "sft":
+        yield f"images_per_row={images}: images are counted for sft, not for {job.method} yet. Drop it."
+    for field in ("packing", "padding_free", "cp_size", "sp_size"):
+        if pinned.get(field, False) is True or pinned.get(field, 1) > 1:
+            yield f"{field} is not there for rows with images. Drop it."
+    length = pinned.get("max_length", 0 if job.optimize == "max-length" else DEFAULT_MAX_LENGTH)
+    needed = images * tower.text_tokens
+    if 0 < length < needed:
+        yield (
+            f"max_length {length} cuts the {needed} tokens of {format_count(images)} images. "
+            f"Use --max-length {needed + DEFAULT_MAX_LENGTH}."
+        )
 
 
 def tuning_problems(pins: PinnedJob) -> Iterator[str]:
@@ -443,6 +473,7 @@ def _process_counts(pins: PinnedJob) -> list[int]:
 RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     method_problems,
     classifier_problems,
+    image_problems,
     tuning_problems,
     quantization_problems,
     quant_storage_problems,

@@ -31,6 +31,7 @@ MAX_BATCH_SIZE, MAX_ELEMENTS, MAX_NUMBER = 10**6, 10**15, 10**9
 RANGES: dict[str, tuple[float, float]] = {
     "vllm_gpu_memory_utilization": (0.01, 1.0),
     "vllm_max_model_length": (0, MAX_NUMBER),
+    "images_per_row": (0, MAX_NUMBER),
     "lora_dropout": (0.0, 1.0),
     "beta": (0.0, MAX_NUMBER),
     "reduce_bucket_size": (1, MAX_ELEMENTS),
@@ -47,6 +48,7 @@ RANGES: dict[str, tuple[float, float]] = {
 # Conditions under which a candidate's setting has an effect and is shown; settings that are not listed are always
 # shown, if the method has them (planner/methods.py).
 SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
+    "images_per_row": lambda c: c.images_per_row > 0,
     "checkpoint_every_n_layers": lambda c: c.gradient_checkpointing,
     "checkpoint_offload": lambda c: c.gradient_checkpointing,
     "bnb_4bit_quant_storage": lambda c: c.bnb_4bit_quant_storage != "uint8",
@@ -261,11 +263,16 @@ def _value_spelled(field: str, names: Mapping[str, Value]) -> str | bool:
     for value, row in SPELLINGS[field].items():
         if all((row.get(name) or None) == (given or None) for name, given in names.items()):
             return value
-    words = [f"{name}={_as_text(given)}" for name, given in names.items()]
-    if len(words) > 1:
-        raise InputError(f"{' and '.join(words)} contradict each other.")
-    (name,) = names
-    raise InputError(f"{words[0]} is not supported. {name} can be {', '.join(_spelled_values(name))}.")
+    words = {name: f"{name}={_as_text(given)}" for name, given in names.items()}
+    alone = [
+        name
+        for name, given in names.items()
+        if all((row.get(name) or None) != (given or None) for row in SPELLINGS[field].values())
+    ]
+    if not alone:
+        raise InputError(f"{' and '.join(words.values())} contradict each other.")
+    name = alone[0]
+    raise InputError(f"{words[name]} is not supported. {name} can be {', '.join(_spelled_values(name))}.")
 
 
 def _spelled_values(name: str) -> list[str]:

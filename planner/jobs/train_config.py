@@ -41,6 +41,16 @@ FSDP_DEFAULTS: dict[str, tuple[object, ...]] = {
     "state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
 }
 
+# Keys of `BitsAndBytesConfig` in `model_init_kwargs` -> settings of TRL's ModelConfig.
+# Source: transformers 5.23, utils/quantization_config.py; trl 1.16, trainer/utils.py, `get_quantization_config`.
+QUANTIZATION_KEYS = {
+    "load_in_4bit": "load_in_4bit",
+    "load_in_8bit": "load_in_8bit",
+    "bnb_4bit_quant_type": "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+    "bnb_4bit_quant_storage": "bnb_4bit_quant_storage",
+}
+
 LAUNCHER = "accelerate_config"  # a key for `trl`, not for the trainer: trl 1.16, cli/commands/training.py
 
 # Of these, the ones that a search keeps: it decides the others itself.
@@ -87,17 +97,19 @@ class ConfigFiles:
     deepspeed: Path | None = None
 
 
-def load_config_files(files: ConfigFiles, defaults: Mapping[str, Value] = FILE_DEFAULTS) -> TrainConfig:
+def load_config_files(
+    files: ConfigFiles, defaults: Mapping[str, Value] = FILE_DEFAULTS, train: TrainConfig | None = None
+) -> TrainConfig:
     """Load a TRL config, accelerate's launch file and a DeepSpeed config, as one set of settings.
 
-    `defaults`: settings of a TRL config that leaves them out.
+    `defaults`: settings of a TRL config that leaves them out. `train`: one that was read already, instead of a file.
 
     Raises:
         InputError: a file cannot be read, or two of them give a setting different values.
     """
-    train = TrainConfig(settings={}, ignored=(), unmodelled=())
     if files.train:
         train = load_train_config(files.train, defaults)
+    train = train or TrainConfig(settings={}, ignored=(), unmodelled=())
     launcher = files.accelerate or train.accelerate
     launch = load_launch_config(launcher, files.deepspeed)
     zero = launch.settings.keys() if files.deepspeed else ()
@@ -112,9 +124,8 @@ def load_config_files(files: ConfigFiles, defaults: Mapping[str, Value] = FILE_D
         if sharded and (name, value) in UNSHARDED:
             continue  # the trainer's own arguments shard what the launcher has only started
         if settings.setdefault(name, value) != value and name not in PROCESSES:
-            raise InputError(
-                f"{name} is {settings[name]} in {files.train} and {value} in {launcher}. Drop one of them."
-            )
+            where = files.train or "the config"
+            raise InputError(f"{name} is {settings[name]} in {where} and {value} in {launcher}. Drop one of them.")
     return TrainConfig(settings=settings, ignored=train.ignored, unmodelled=(*train.unmodelled, *launch.unmodelled))
 
 
@@ -125,22 +136,33 @@ def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS)
         InputError: the file cannot be read, or does not map keys to values.
     """
     keys = load_mapping(path, "TRL config", "model_name_or_path: Qwen/Qwen2.5-7B")
-    pairs = dict(_flatten(keys, path.parent))
+    return train_config(keys, path.parent, defaults)
+
+
+def train_config(
+    keys: Mapping[str, object], folder: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS
+) -> TrainConfig:
+    """Return the settings of TRL's keys; files that they name are in the working directory or in `folder`.
+
+    Raises:
+        InputError: a DeepSpeed config that the keys name cannot be read.
+    """
+    pairs = dict(_flatten(keys, folder))
     known = set(setting_names())
     settings = {**defaults} | {name: value for name, value in pairs.items() if name in known and value is not None}
     launcher = pairs.pop(LAUNCHER, None)
     unknown = sorted(name for name in pairs if name not in known)
     return TrainConfig(
-        accelerate=_beside(path, str(launcher)) if launcher else None,
+        accelerate=_beside(folder, str(launcher)) if launcher else None,
         settings=_without_unread(settings, pairs),
         ignored=tuple(name for name in unknown if name not in UNMODELLED),
         unmodelled=tuple(name for name in unknown if name in UNMODELLED and pairs[name] not in (None, False)),
     )
 
 
-def _beside(path: Path, named: str) -> Path:
+def _beside(folder: Path, named: str) -> Path:
     """Return the path that a config file names: from the working directory, as in TRL, or from the file's folder."""
-    return path.parent / named if isfile(path.parent / named) and not isfile(named) else Path(named)
+    return folder / named if isfile(folder / named) and not isfile(named) else Path(named)
 
 
 def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Value]]:
@@ -151,6 +173,8 @@ def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Va
             yield from _flatten(value, folder)
         elif name == "deepspeed" and value:
             yield from deepspeed_settings(value, folder)
+        elif name == "quantization_config" and isinstance(value, Mapping):
+            yield from ((QUANTIZATION_KEYS[key], _plain(value[key])) for key in value.keys() & QUANTIZATION_KEYS.keys())
         elif name == "fsdp" and value:
             yield from _fsdp_settings(value)
         elif name == "fsdp_config" and isinstance(value, Mapping):

@@ -8,7 +8,7 @@ from msgspec import Struct, structs
 from planner.candidate import MODEL_FIELDS, Candidate
 from planner.errors import InputError, UnknownName
 from planner.files.decode import convert_json
-from planner.jobs.settings import candidate_fields, setting_names
+from planner.jobs.settings import candidate_fields, fields_named, setting_names
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
@@ -124,5 +124,6 @@ def _with_layers(model: ModelShape, layers: int | None) -> ModelShape:
 
 
 def known_keys() -> tuple[str, ...]:
-    """Return all keys that a point may have: its own, then every setting."""
-    return (*POINT_KEYS, *(name for name in setting_names() if name not in POINT_KEYS))
+    """Return all keys that a point may have: its own, then every setting but other names of its own keys."""
+    others = (name for name in setting_names() if name not in POINT_KEYS and fields_named([name]).isdisjoint({"model"}))
+    return (*POINT_KEYS, *others)

@@ -97,7 +97,7 @@ def embedded(model: ModelShape, stack: StackRecipe) -> LiveBytes:
     size = model.hidden_size * embedding_width(model, stack)
     if model.embed_norm is not None and (stack.recipe.trainable or stack.gradient_checkpointing):
         size += embedding_bytes(model, stack) + NORM_STATISTICS * FLOAT32_BYTES
-    elif model.embedding_changed and stack.gradient_checkpointing and not stack.recipe.trainable:
+    elif (model.embedding_changed or stack.merged) and stack.gradient_checkpointing and not stack.recipe.trainable:
         size += embedding_bytes(model, stack)
     return per_token(size)
 

@@ -40,14 +40,15 @@ def learning_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
     """Trained tensors that get gradients and optimizer states, with bytes per parameter.
 
         DeepSpeed   all trained tensors: its flat buffers have room for each of them
-        else        those that batches of text pass: `.grad` of a vision tower stays None, and optimizers skip it
+        else        those that the batches pass: without images `.grad` of a vision tower stays None, and optimizers
+                    skip it
 
     Source: torch 2.13, optim/adam.py `_init_group` (`if p.grad is not None`); deepspeed 0.19.8,
     zero/stage_1_and_2.py:492.
     Example: Qwen2.5-VL-3B in full, float32: its tower's 668,684,288 parameters need no 4 + 8 bytes each, 7.5 GiB.
     """
     groups = trained_groups(candidate)
-    if candidate.sharding in DEEPSPEED:
+    if candidate.sharding in DEEPSPEED or candidate.images_per_row:
         return groups
     return tuple((tensors.passed, size) for tensors, size in groups if tensors.passed.kinds)
 

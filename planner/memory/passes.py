@@ -1,11 +1,11 @@
-"""Inputs of all phases of one training GPU: layers, head and loss, states, and the sizes of the batch."""
+"""Inputs of all phases of one training GPU: layers, head and loss, states, images, and the sizes of the batch."""
 
 from dataclasses import dataclass, replace
 
 from planner.cache_keys import TrainingInput, state_settings
 from planner.candidate import SHARDED
 from planner.gpus.cluster import Gpu
-from planner.memory.activations import StackMemory, stack_memory
+from planner.memory.activations import StackMemory, stack_memory, trained_bytes
 from planner.memory.layers.autograd import NOTHING, LiveBytes
 from planner.memory.layers.one_layer import NormMemory, PassPeak, norm_memory
 from planner.memory.layers.recipe import Recipe
@@ -13,6 +13,7 @@ from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, policy_stack
 from planner.memory.states import StateMemory, state_memory
+from planner.models.architectures.vision import ImageTower, image_tower
 from planner.models.shape import Norm
 from planner.quantities import Component
 
@@ -37,6 +38,7 @@ class Passes:
     masks: Components  # that all layers share, during a forward pass
     # alive during a micro-step: `idle`, gradients of earlier ones, masks under checkpointing, PPO's value graph
     training: Components
+    images: "ImagePasses | None"  # None: rows of text
 
 
 def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
@@ -55,6 +57,7 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
         # a checkpoint keeps the mask as an argument of its layer; without one, variables of the forward pass hold it
         "attention_scores": recipe.mask_widths * scores if candidate.gradient_checkpointing else 0,
     }
+    images = image_passes(candidate, recipe, stay)
     return Passes(
         candidate=candidate,
         tokens=head.tokens,
@@ -67,7 +70,10 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
         loss=FORMULAS[loss_of(candidate)](head),
         idle=idle,
         masks={"attention_scores": recipe.mask_widths * scores},
-        training=add_components(idle, training, value_graph(candidate, recipe, head.tokens, scores)),
+        training=add_components(
+            idle, training, value_graph(candidate, recipe, head.tokens, scores), images.resident if images else {}
+        ),
+        images=images,
     )
 
 
@@ -85,6 +91,98 @@ def value_graph(candidate: TrainingInput, recipe: StackRecipe, tokens: int, scor
         return {}
     stack = stack_memory(candidate.reward_model or candidate.model, frozen_recipe(candidate, recipe.flash), True, 0)
     return component_bytes(stack.saved, tokens, scores)
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagePasses:
+    """The passes of a vision tower over the images of one micro-batch, with the projector behind it.
+
+    `resident`: the pixels of all micro-batches of an optimizer step; `saved`: alive until the tower's backward pass;
+    `held`: besides, until the language model's forward pass ends; `copies`: the part of `saved` that autocast drops
+    then; `forward` and `backward`: at the tower's heaviest layer, without the other entries.
+    """
+
+    resident: Components
+    saved: Components
+    held: Components
+    copies: int
+    forward: Components
+    backward: Components
+    gradient_bytes: int  # of the tower's layers that `backward` counts, at its end
+
+
+def image_passes(candidate: TrainingInput, stack: StackRecipe, gradients_exist: bool) -> ImagePasses | None:
+    """Compute the passes of a candidate's images; None for rows of text.
+
+    The tower has no mask, dropout or windows. It saves nothing where no weight or input of it requires a gradient: with
+    LoRA on other modules, without checkpointing (`enable_input_require_grads` reaches its patches, too). The batches of
+    an optimizer step are all on the GPU before its first micro-step (transformers 5.23, trainer.py,
+    `get_batch_samples`; accelerate 1.15, data_loader.py, `DataLoaderShard.__iter__`).
+
+    Leaves out the workspace of cuDNN's convolution.
+    Source: transformers 5.23, models/siglip/modeling_siglip.py, `SiglipVisionModel`; models/gemma3/modeling_gemma3.py,
+    `Gemma3MultiModalProjector`, `Gemma3Model.forward`.
+    """
+    tower = image_tower(candidate.model) if candidate.images_per_row else None
+    if tower is None:
+        return None
+    images = candidate.rows * candidate.images_per_row
+    patches, scores = images * tower.patches, images * tower.patches**2
+    recipe = replace(
+        stack,
+        recipe=replace(stack.recipe, liger=False),
+        masked=False,
+        merged=False,
+        unpads=False,
+        windows_active=False,
+        mask_widths=0,
+    )
+    memory = stack_memory(tower.stack, recipe, gradients_exist, 0)
+    norm = norm_memory(tower.stack.final_norm, replace(recipe.recipe, input_width=memory.output_width))
+    output = patches * tower.stack.hidden_size * norm.output_width
+    pooled = pooled_bytes(tower, images, recipe.recipe)
+    pixels = images * tower.pixels
+    resident: Components = {"activations": candidate.gradient_accumulation_steps * pixels * FLOAT32_BYTES}
+    if not learns(tower, recipe):
+        forward = peak_components(memory.inference, patches, scores)
+        held: Components = {"activations": output + pooled}
+        return ImagePasses(
+            resident=resident, saved={}, held=held, copies=0, forward=forward, backward={}, gradient_bytes=0
+        )
+    cast = pixels * recipe.recipe.compute_width if recipe.recipe.trainable else 0
+    # average pooling saves a contiguous copy of the features
+    behind: Components = {"activations": norm.saved[0] * patches + output + pooled + cast}
+    return ImagePasses(
+        resident=resident,
+        saved=add_components(component_bytes(memory.saved, patches, scores), behind),
+        held={"activations": output},
+        copies=memory.copies[2],
+        forward=add_components(peak_components(memory.forward, patches, scores), {"activations": cast}),
+        backward=add_components(peak_components(memory.backward, patches, scores), {"activations": cast}),
+        gradient_bytes=0 if gradients_exist else tower_gradient_bytes(tower, recipe),
+    )
+
+
+def learns(tower: ImageTower, stack: StackRecipe) -> bool:
+    """Return whether the tower's forward pass builds a graph."""
+    adapted = any(linear.name in stack.recipe.lora_targets for linear in tower.stack.layers[0].linears)
+    return stack.recipe.trainable or adapted or stack.gradient_checkpointing
+
+
+def pooled_bytes(tower: ImageTower, images: int, recipe: Recipe) -> int:
+    """Bytes behind the pooling: features that the norm and the projection save, and the projected features."""
+    features = images * tower.text_tokens
+    norm = norm_memory(Norm(kind="rms_gemma", features=tower.stack.hidden_size, params=0), recipe)
+    saved = norm.saved[0] + tower.stack.hidden_size * norm.output_width
+    return features * (saved + tower.text_hidden_size * recipe.compute_width)
+
+
+def tower_gradient_bytes(tower: ImageTower, stack: StackRecipe) -> int:
+    """Bytes of the gradients of the tower's layers."""
+    return sum(trained_bytes(layer, stack.recipe) * count for layer, count in tower.stack.layer_kinds)
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------

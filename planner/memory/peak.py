@@ -16,6 +16,7 @@ from planner.memory.loss import LINEAR_HEAD, loss_of
 from planner.memory.passes import (
     FLOAT32_BYTES,
     Components,
+    ImagePasses,
     Passes,
     add_components,
     component_bytes,
@@ -153,12 +154,15 @@ def score(passes: Passes) -> Components:
 
 
 def forward(passes: Passes) -> Components:
-    """Forward pass at its heaviest layer."""
+    """Forward pass at its heaviest layer, of the vision tower or of the language model after it."""
     masks = {} if passes.candidate.gradient_checkpointing else passes.masks  # else among `training`
+    layers = add_components(masks, pass_components(passes, passes.stack.forward))
+    if passes.images:
+        seen = add_components(layers, passes.images.saved, passes.images.held)
+        layers = max(seen, passes.images.forward, key=total_bytes)
     return add_components(
         passes.training,
-        masks,
-        pass_components(passes, passes.stack.forward),
+        layers,
         {"communication": passes.states.forward_gather + row_exchange_bytes(passes.candidate, "forward")},
     )
 
@@ -173,7 +177,7 @@ def loss(passes: Passes) -> Components:
         dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
         beside: Components = {"loss": passes.loss.beside_bytes, "communication": passes.states.forward_gather}
         own = max(own, add_components(beside, other, dropped), key=total_bytes)
-    return add_components(passes.training, kept, own)
+    return add_components(passes.training, kept, own, passes.images.saved if passes.images else {})
 
 
 def frozen_forward(passes: Passes) -> Components:
@@ -200,7 +204,7 @@ def frozen_forward(passes: Passes) -> Components:
 
 
 def backward(passes: Passes) -> Components:
-    """The heaviest of: the head's backward pass, one layer's, the embedding's.
+    """The heaviest of: the head's backward pass, one layer's, the vision tower's, the embedding's.
 
     ZeRO-1 and ZeRO-2 with accumulation allocate the buffer for the new gradients with the first of them.
     """
@@ -210,10 +214,21 @@ def backward(passes: Passes) -> Components:
         gather["gradients"] = states.gradients - states.accumulated_gradients
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
     layers = add_components(gather, exchange, pass_components(passes, passes.stack.backward))
-    return add_components(
-        passes.training,
-        max(layers, add_components(gather, head_backward(passes)), embedding_backward(passes), key=total_bytes),
-    )
+    moments = [layers, add_components(gather, head_backward(passes))]
+    if passes.images:
+        tower: Components = {"autocast_copies": -passes.images.copies}
+        moments = [add_components(moment, passes.images.saved, tower) for moment in moments]
+        moments.append(add_components(gather, tower_backward(passes, passes.images)))
+    return add_components(passes.training, max(*moments, embedding_backward(passes), key=total_bytes))
+
+
+def tower_backward(passes: Passes, images: ImagePasses) -> Components:
+    """Backward pass of a vision tower: the last, beside the gradients of the language model."""
+    if not images.backward:
+        return {}
+    gradients = passes.states.gradients - passes.training.get("gradients", 0) - images.gradient_bytes
+    done: Components = {} if gradients_exist(passes.candidate) else {"gradients": gradients}
+    return add_components(images.backward, done)
 
 
 def head_backward(passes: Passes) -> Components:
@@ -248,5 +263,7 @@ def embedding_backward(passes: Passes) -> Components:
 def optimizer_step(passes: Passes) -> Components:
     """The optimizer's step, with its temporaries."""
     return add_components(
-        passes.idle, {"gradients": passes.states.step_gradients, "transients": passes.states.step_temporaries}
+        passes.idle,
+        {"gradients": passes.states.step_gradients, "transients": passes.states.step_temporaries},
+        passes.images.resident if passes.images else {},
     )

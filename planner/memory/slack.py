@@ -64,16 +64,16 @@ def fragmentation_bytes(components: dict[Component, int], candidate: TrainingInp
     return max(slack, EXPANDABLE_SLACK_BYTES) if candidate.expandable_segments else slack
 
 
-def cache_shares(candidate: TrainingInput, quantile: float) -> tuple[float, float]:
+def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, float]:
     """Cache of a run with room to spare, as a share of what comes and goes; by how much more it may be.
 
     The share is that of equal batches, which is what a step needs again and again; blocks of batches of other lengths
-    may lie beside it. `quantile`: standard deviations to the accepted risk.
+    may lie beside it. `deviations`: standard deviations to the ends of an interval.
     """
     shares = shares_of(candidate)
-    most = shares.cache + quantile * shares.cache_deviation
+    most = shares.cache + deviations * shares.cache_deviation
     if candidate.pads:
-        most = max(most, shares.varied_cache + quantile * shares.varied_cache_deviation)
+        most = max(most, shares.varied_cache + deviations * shares.varied_cache_deviation)
     return shares.cache / 1000, (most - shares.cache) / 1000
 
 

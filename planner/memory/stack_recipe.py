@@ -60,6 +60,7 @@ class StackRecipe:
     flash: bool  # the GPU has FlashAttention's kernels (compute capability 8.0)
     mask_widths: int  # bytes per score of the masks that all layers share
     embedding_width: int  # bytes of one element of the embedding's output
+    merged: bool = False  # the features of images are put in place of embeddings of their tokens
 
 
 def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
@@ -150,7 +151,9 @@ def without_adapters(stack: StackRecipe) -> StackRecipe:
 def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:
     """Add masks and checkpointing to a recipe, as the candidate's rows need them."""
     shortest = shortest_window(candidate.model)
-    masked = candidate.pads or candidate.flattened
+    # gemma 3's masks are made from `token_type_ids`, which rows with images have: image tokens see one another
+    # (transformers 5.23, models/gemma3/modeling_gemma3.py, `create_masks_for_vision_model`)
+    masked = candidate.pads or candidate.flattened or candidate.images_per_row > 0
     windows_active = shortest is not None and candidate.row_tokens >= shortest
     implementation = loaded_attention(candidate.model, candidate.attn_implementation)
     return StackRecipe(
@@ -164,6 +167,7 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
         gradient_checkpointing=candidate.gradient_checkpointing,
         every_n_layers=candidate.checkpoint_every_n_layers,
         flash=flash,
+        merged=candidate.images_per_row > 0,
     )
 
 

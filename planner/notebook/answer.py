@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.errors import InputError, shortened
 from planner.gpus.cluster import Cluster
@@ -13,7 +13,11 @@ from planner.plan import plan as plan_job
 
 if TYPE_CHECKING:
     import pandas as pd
+    from plotly.graph_objects import Figure
 
+    from planner.commands.options import JobOptions
+
+Options = TypeVar("Options", bound="JobOptions")
 WIDTH = 100  # columns of the table in a notebook
 STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
 
@@ -22,11 +26,15 @@ STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',C
 class Answer(Plan):
     """A plan that a notebook shows as the command's table."""
 
-    def _repr_html_(self) -> str:
-        """Return the table as HTML without colours of its own, so that it suits light and dark notebooks."""
+    def __repr__(self) -> str:
+        """Return the command's table."""
         from planner.report.table import plan_table
 
-        return f'<pre style="{STYLE}">{escape(plan_table(self, WIDTH).plain)}</pre>'
+        return plan_table(self, WIDTH).plain
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML without colours of its own, so that it suits light and dark notebooks."""
+        return table_html(repr(self))
 
     def to_frame(self) -> "pd.DataFrame":
         """Return one row for the best candidate, each alternative and each remedy: memory, speed, settings.
@@ -47,6 +55,36 @@ class Answer(Plan):
         from planner.report.frame import considered
 
         return considered(self)
+
+    def plot_memory(self) -> "Figure":
+        """Return a bar of memory for each phase of the step, with the card's end and the interval of the peak.
+
+        Raises:
+            PlanError: plotly is not installed.
+        """
+        from planner.notebook.figures import memory_figure
+
+        return memory_figure(self.best)
+
+    def plot_candidates(self) -> "Figure":
+        """Return speed against memory of the candidates that the search estimated; takes as long as the plan did.
+
+        Raises:
+            PlanError: plotly is not installed.
+        """
+        from planner.notebook.figures import candidates_figure
+
+        return candidates_figure(self)
+
+    def plot_what_if(self) -> "Figure":
+        """Return a heat map of what the best candidate needs at other lengths and micro-batches.
+
+        Raises:
+            PlanError: plotly is not installed.
+        """
+        from planner.notebook.figures import what_if_figure
+
+        return what_if_figure(self)
 
 
 def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
@@ -70,10 +108,12 @@ def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
             "plan takes two names and settings, as plan('Qwen2.5-7B', '2xA100-40G', method='grpo'), or a Job and a "
             "Cluster without settings."
         )
+    from planner.commands.options import SearchOptions
     from planner.commands.read_options import read_options
     from planner.training_stack import complete_models
 
-    request = read_options(_options(model, gpus, asked), complete_models(lambda line: None))
+    options = options_of(SearchOptions, {"model": model, "gpus": gpus}, asked)
+    request = read_options(options, complete_models(lambda line: None))
     answer = apply_own_results(plan_job(request.job, request.cluster), read_own_results())
     return _answer(answer, request.warnings)
 
@@ -83,15 +123,22 @@ def _answer(found: Plan, warnings: Sequence[str]) -> Answer:
     return replace(Answer(**own), warnings=(*warnings, *found.warnings))
 
 
-def _options(model: str, gpus: str, asked: Mapping[str, Any]) -> Any:
-    """Return the options of the command: flags by their names, every other argument as `--set name=value`."""
-    from planner.commands.options import SearchOptions
+def table_html(table: str) -> str:
+    """Return a table of the command as HTML."""
+    return f'<pre style="{STYLE}">{escape(table)}</pre>'
 
-    flags = {field.name for field in fields(SearchOptions)} - {"set"}
-    given = {name: value for name, value in asked.items() if name in flags}
-    if not isinstance(given.get("risk", 0.0), (int, float)):
-        raise InputError(f"risk must be a number, not {shortened(given['risk'])}.")
-    return SearchOptions(model=model, gpus=gpus, set=list(_settings(asked, flags)), **given)
+
+def options_of(kind: type[Options], given: Mapping[str, Any], asked: Mapping[str, Any]) -> Options:
+    """Return the options of a command: flags by their names, every other argument as `--set name=value`.
+
+    Raises:
+        InputError: the risk is no number.
+    """
+    flags = {field.name for field in fields(kind)} - {"set"}
+    named = {**given, **{name: value for name, value in asked.items() if name in flags}}
+    if not isinstance(named.get("risk", 0.0), (int, float)):
+        raise InputError(f"risk must be a number, not {shortened(named['risk'])}.")
+    return kind(set=list(_settings(asked, flags)), **named)
 
 
 def _settings(asked: Mapping[str, Any], flags: set[str]) -> Iterator[str]:

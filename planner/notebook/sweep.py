@@ -9,6 +9,7 @@ from planner.notebook.answer import plan
 
 if TYPE_CHECKING:
     import pandas as pd
+    from plotly.graph_objects import Figure
 
 LIST_SETTINGS = frozenset({"lora_target_modules"})
 
@@ -34,6 +35,24 @@ def sweep(model: str, gpus: str | Sequence[str], **asked: Any) -> "pd.DataFrame"
     if len(refusals) == 1 and not any("peak_bytes" in row for row in rows):
         raise InputError(refusals.pop())
     return frame_of(rows)
+
+
+def plot_cards(frame: "pd.DataFrame", value: str = "tokens_per_second", by: str = "") -> "Figure":
+    """Return a plot with a bar for each cluster of a sweep, or one for each value of another axis of it.
+
+    Args:
+        frame: what `sweep` returned, with `gpus` as an axis.
+        value: the column to compare, such as tokens_per_second, max_length or one that you added.
+        by: another column that was an axis of the sweep, such as max_length.
+
+    Example: `plot_cards(sweep("Qwen2.5-7B", ["1xL4", "1xT4"], method="sft", max_length=[512, 2048]), by="max_length")`
+
+    Raises:
+        PlanError: plotly is not installed, or the frame has several rows for a bar, or no such column.
+    """
+    from planner.notebook.figures import cards_figure
+
+    return cards_figure(frame, value, by)
 
 
 def _is_axis(name: str, value: object) -> bool:

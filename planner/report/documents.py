@@ -67,6 +67,9 @@ class OptionalSettings(Document, frozen=True):
         ]
         | UnsetType
     ) = UNSET
+    images_per_row: (
+        Annotated[Count, Meta(description="Images in each row: a fact of the data, not a TRL setting.")] | UnsetType
+    ) = UNSET
     lora_dropout: Share | UnsetType = UNSET
     autocast_adapter_dtype: (
         Annotated[bool, Meta(description="PEFT keeps adapters in float32 on a 16-bit base (get_peft_model).")]

@@ -1,6 +1,6 @@
 """Estimates and plans as pandas frames, for notebooks. Needs the [report] extra."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from planner.quantities import Estimate
 from planner.report.validation import csv_rows
 from planner.report.words import describe_excess
 from planner.search.knobs import SearchProblem
-from planner.search.search import NEAR_BEST, examined
+from planner.search.search import NEAR_BEST, Considered, examined
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,11 +58,17 @@ def considered(plan: Plan) -> "pd.DataFrame":
         PlanError: pandas is not installed.
     """
     speed, rows = plan.best.throughput.tokens_per_second, list[dict[str, object]]()
+    for label, each in examined_structures(plan):
+        shown = settings_of(each.structure) if each.answer is None else figures(each.answer)
+        rows.append({"label": label, "reason": each.reason or _lost(each.answer, speed), **shown})
+    return frame_of(rows).set_index("label")
+
+
+def examined_structures(plan: Plan) -> Iterator[tuple[str, Considered]]:
+    """Yield every structure that a search of the job considers, with the words for its tuning class."""
     for name in tuning_classes(plan.job):
         for each in examined(SearchProblem(job=plan.job, cluster=plan.cluster, tuning_class=name)):
-            shown = settings_of(each.structure) if each.answer is None else figures(each.answer)
-            rows.append({"label": CLASS_LABELS[name], "reason": each.reason or _lost(each.answer, speed), **shown})
-    return frame_of(rows).set_index("label")
+            yield CLASS_LABELS[name], each
 
 
 def _lost(answer: Estimate | None, best_speed: float) -> str:

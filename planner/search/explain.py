@@ -10,6 +10,7 @@ from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.methods import MethodName
+from planner.models.architectures.vision import image_tower
 from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, attention
@@ -221,8 +222,11 @@ def about_display(best: Estimate, problem: SearchProblem) -> Iterator[str]:
 
 def about_images(best: Estimate, problem: SearchProblem) -> Iterator[str]:
     """Note that rows of text are planned for a model that takes images, too."""
-    if problem.job.model.vision_params:
-        yield "rows of text are planned: images, their tokens and the passes of the vision tower are not counted"
+    if not problem.job.model.vision_params or best.candidate.images_per_row:
+        return
+    counted = image_tower(problem.job.model) is not None and problem.job.method == "sft"
+    flag = ": --images-per-row 1" if counted else ""
+    yield f"rows of text are planned: images, their tokens and the passes of the vision tower are not counted{flag}"
 
 
 def about_network(best: Estimate, problem: SearchProblem) -> Iterator[str]:

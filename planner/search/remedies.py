@@ -25,7 +25,9 @@ LARGEST_CARDS = ("H100", "B200")
 WHOLE_NODES = (1, 2, 4, 8, 16, 32, 64)
 PAGED_OPTIMIZER = "paged_adamw_8bit"
 # Pinned settings that describe the data: dropping them would answer another job.
-DATA_SETTINGS = frozenset({"max_length", "prompt_length", "max_completion_length", "padded", "num_generations"})
+DATA_SETTINGS = frozenset(
+    {"max_length", "prompt_length", "max_completion_length", "padded", "images_per_row", "num_generations"}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """Seconds of one micro-step on one GPU: forward, loss, recomputation and backward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.cache_keys import TrainingInput
@@ -8,6 +8,7 @@ from planner.candidate import FLASH
 from planner.gpus.cluster import Gpu
 from planner.memory.loss import loss_of
 from planner.methods import Loss
+from planner.models.architectures.vision import image_tower
 from planner.models.shape import ModelShape
 from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, memory_rate
 from planner.throughput.smooth import smooth_max
@@ -78,6 +79,7 @@ class Batch:
     flattened: bool
     kernel: str
     row_gpus: int = 1  # that share each row
+    causal: bool = True  # a token sees the tokens before it; the patches of an image see all others
 
     @property
     def tokens(self) -> int:
@@ -187,7 +189,7 @@ def backward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
 def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
     """Seconds of attention in one forward pass on one GPU, all layers: 4 x pairs x width FLOP for its two products.
 
-        pairs in a row of S tokens = S^2 / 2 (causal) | w S - w^2 / 2 (window w < S) | S^2 (kernels that get a mask)
+        pairs in a row of S tokens = S^2 / 2 (causal) | w S - w^2 / 2 (window w < S) | S^2 (given masks, images)
 
     Eager attention and masked sdpa also move scores and masks through memory. GPUs that share a row share its pairs
     equally: a part of the queries each (context parallel), or of the heads (Ulysses).
@@ -202,7 +204,7 @@ def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
     seconds = 0.0
     for window, flops, heads in work.attention:
         pairs = float(length * length)
-        if not masked:
+        if batch.causal and not masked:
             pairs = window * length - window * window / 2 if 0 < window < length else pairs / 2
         seconds += rows * pairs * flops / rate
         if batch.kernel == "eager":
@@ -239,19 +241,19 @@ def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> 
         elapsed = smooth_max(products + recomputation + attention + head, launches)
 
     Checkpointing runs the forward pass of every n-th layer again (`checkpoint_every_n_layers`). PPO trains its value
-    model in full beside the policy.
+    model in full beside the policy; images pass a vision tower.
     """
     rate = matmul_rate(gpu, candidate)
     cost = HEAD_COSTS[loss_of(candidate)]
-    models = trained_models(candidate, work)
+    models = [(each, batch) for each in trained_models(candidate, work)] + image_batches(candidate, batch)
     again = 1 / candidate.checkpoint_every_n_layers if candidate.gradient_checkpointing else 0.0
-    forward = sum(forward_seconds(each, gpu, rate, batch) for each in models)
-    attention = sum(attention_seconds(each, gpu, batch) for each in models)
+    forward = sum(forward_seconds(each, gpu, rate, rows) for each, rows in models)
+    attention = sum(attention_seconds(each, gpu, rows) for each, rows in models)
     attention_back = attention * (EAGER_BACKWARD if batch.kernel == "eager" else FLASH_BACKWARD)
     products = cost.forward + cost.backward + (0 if work.adapter_only else cost.backward_trainable)
     head = head_seconds(work, gpu, rate, cost, batch.tokens if cost.all_tokens else batch.scored, products)
-    compute = forward + sum(backward_seconds(each, gpu, rate, batch) for each in models) + head
-    launch, attention_all = sum(each.launch_seconds for each in models), attention * (1 + again) + attention_back
+    compute = forward + sum(backward_seconds(each, gpu, rate, rows) for each, rows in models) + head
+    launch, attention_all = sum(each.launch_seconds for each, _ in models), attention * (1 + again) + attention_back
     frozen = _gradient_free(candidate, work, gpu, rate, batch)
     before = smooth_max(forward + attention + frozen.compute + frozen.attention, launch + frozen.launch)
     busy = compute + again * forward + attention_all + frozen.compute + frozen.attention
@@ -263,6 +265,27 @@ def micro_step(candidate: TrainingInput, work: Work, gpu: Gpu, batch: Batch) -> 
         elapsed=elapsed,
         backward=elapsed - before,
     )
+
+
+def image_batches(candidate: TrainingInput, batch: Batch) -> list[tuple[Work, Batch]]:
+    """The work of a vision tower with its batch: a row of patches for each image; empty for rows of text.
+
+    Leaves out the tower's adapters, and that a tower without adapters may have no backward pass.
+    """
+    tower = image_tower(candidate.model) if candidate.images_per_row else None
+    if tower is None:
+        return []
+    kernel = "sdpa" if batch.kernel == "sdpa-masked" else batch.kernel
+    rows = Batch(
+        rows=candidate.rows * candidate.images_per_row,
+        length=tower.patches,
+        scored=0,
+        flattened=False,
+        kernel=kernel,
+        causal=False,
+    )
+    own = replace(frozen_work(tower.stack, candidate), adapter_only=candidate.tuning == "lora")
+    return [(own, rows)]
 
 
 def _gradient_free(candidate: TrainingInput, work: Work, gpu: Gpu, rate: float, batch: Batch) -> Pass:

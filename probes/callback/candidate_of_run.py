@@ -18,13 +18,11 @@ from planner.errors import InputError
 from planner.jobs.launch_config import deepspeed_sizes
 from planner.jobs.settings import candidate_fields, setting_names
 from planner.jobs.spellings import Value
-from planner.methods import METHODS, NEWEST_TRL, MethodName, release
+from planner.methods import METHODS, NEWEST_TRL, MethodName, method_of_config, release
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 
 GIVE_A_PLAN = "Give the callback a plan: MemoryPlanCallback('plan.json')."
-# The method of each TRL config class, by the class's name (planner/methods.py).
-METHOD_OF = {row.config: name for name, row in METHODS.items()}
 # Arguments that are read from the model and the accelerator instead, which show what really runs.
 READ_ELSEWHERE = frozenset(
     {
@@ -93,12 +91,7 @@ def method_of(args: TrainingArguments) -> MethodName:
     Raises:
         InputError: it is no config of a TRL method.
     """
-    for ancestor in type(args).__mro__:
-        if ancestor.__name__ in METHOD_OF:
-            return METHOD_OF[ancestor.__name__]
-    raise InputError(
-        f"{type(args).__name__} is no config of a TRL method, so the loss and the passes are not known. {GIVE_A_PLAN}"
-    )
+    return method_of_config(type(args), GIVE_A_PLAN)
 
 
 def _arguments(args: TrainingArguments) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from peft.tuners.tuners_utils import BaseTuner
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from planner.candidate import Candidate
 from planner.models.shape import ModelShape
 from probes.step.built_trainer import DTYPES, EOS, PAD, WORD
 from probes.substitution import substituted
+from probes.trainers import transformers_config
 
 Device = Literal["fake", "real"]  # "real": models have weights on the CPU, for tests
 
@@ -74,8 +75,7 @@ def build_model(
 
     `settings`: attributes of the config that are set before, such as `num_labels`.
     """
-    fields = dict(shape.config)
-    config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    config = transformers_config(shape.config)
     for name, value in settings.items():
         setattr(config, name, value)
     config.pad_token_id = PAD

@@ -4,15 +4,20 @@ full length.
 
 import contextlib
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import datasets
+import torch
 
 from planner.candidate import Candidate
+from planner.models.architectures.vision import image_tower
 from probes.dryrun.fake_models import Device, policy, reference_without_weights, reward_model, teacher, tokenizer
 from probes.step.built_trainer import WORD, BuiltTrainer
 from probes.trainers import Row, TrainerInputs, build_trainer
 
+GEMMA3_IMAGE_TOKEN = 262144  # `image_token_index` of Gemma3Config
 STEPS = 2  # the first step makes the optimizer's states, the second runs beside them
 
 
@@ -26,7 +31,10 @@ def fake_trainer(candidate: Candidate, device: Device) -> BuiltTrainer:
     row = candidate.method_row
     loads_reference = row.reference != "never" and not row.experimental
     with reference_without_weights(candidate, device) if loads_reference else contextlib.nullcontext():
-        return build_trainer(trainer_inputs(candidate, device))
+        built = build_trainer(trainer_inputs(candidate, device))
+    if candidate.images_per_row:
+        built.trainer.data_collator = with_images(built.trainer.data_collator, candidate)
+    return built
 
 
 def trainer_inputs(candidate: Candidate, device: Device) -> TrainerInputs:
@@ -56,6 +64,30 @@ def trainer_inputs(candidate: Candidate, device: Device) -> TrainerInputs:
             "dataloader_pin_memory": False,  # there is no GPU to pin for
         },
     )
+
+
+def with_images(collate: Callable[[Any], Any], candidate: Candidate) -> Callable[[Any], Any]:
+    """Wrap the trainer's collator so that its batches of text hold images, too, at the beginning of each row.
+
+    There is no processor without the model's files: the batch gets what Gemma3Processor returns for a row (transformers
+    5.23, models/gemma3/processing_gemma3.py).
+    """
+    tower = image_tower(candidate.model)
+    if tower is None:
+        return collate
+    image_token = candidate.model.config.get("image_token_index", GEMMA3_IMAGE_TOKEN)
+    shown = candidate.images_per_row * tower.text_tokens
+
+    def collate_images(examples: Any) -> Any:
+        batch = collate(examples)
+        tokens = batch["input_ids"]
+        tokens[:, :shown] = image_token
+        types = torch.zeros_like(tokens)
+        types[:, :shown] = 1
+        pixels = torch.zeros(len(tokens) * candidate.images_per_row, tower.channels, tower.side, tower.side)
+        return {**batch, "token_type_ids": types, "pixel_values": pixels}
+
+    return collate_images
 
 
 def equal_rows(candidate: Candidate, row: Row) -> datasets.Dataset:

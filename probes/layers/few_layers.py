@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoConfig
-
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
+from probes.trainers import transformers_config
 
 Config = dict[str, Any]
 LAYERS_OF_A_KIND = 2  # the second layer of a kind shows the bytes that each further one adds
@@ -61,8 +60,7 @@ def keep_layers(config: Config, kept: list[int]) -> Config:
 
 def described(config: Config) -> Config:
     """The language model's config with the defaults of its transformers config class, under the usual names."""
-    fields = {key: value for key, value in config.items() if key != "model_type"}
-    text = AutoConfig.for_model(config["model_type"], **fields).get_text_config()
+    text = transformers_config(config).get_text_config()
     mapped = {usual: text.__dict__[name] for usual, name in text.attribute_map.items() if name in text.__dict__}
     return {**text.__dict__, **mapped, "num_hidden_layers": text.num_hidden_layers}
 

@@ -17,11 +17,12 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from planner.models.shape import ModelShape
 from probes.step.built_trainer import EOS, PAD, WORD
 from probes.substitution import substituted
+from probes.trainers import transformers_config
 
 UNKNOWN = "<unknown>"
 SPREAD = 0.02  # standard deviation of the weights: `initializer_range`, as most configs have it
@@ -47,8 +48,7 @@ def model_folder(shape: ModelShape, parent: Path) -> Path:
     """Write a folder from which a model can be loaded by path, but for its weights; return the folder."""
     folder = parent / shape.id.replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
-    fields = dict(shape.config)
-    config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    config = transformers_config(shape.config)
     written = config.to_dict() | {"pad_token_id": PAD}
     written.pop("quantization_config", None)  # random weights are not quantized like a published checkpoint
     written["architectures"] = [_architecture(shape, config)]

@@ -265,6 +265,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "hidden_size": 768,
         "intermediate_size": 3072,
         "num_hidden_layers": 12,
+        "num_attention_heads": 12,
         "num_channels": 3,
         "image_size": 224,
         "patch_size": 16,
