@@ -18,7 +18,8 @@ from planner.search.explain import limits, notes, reasons
 from planner.search.knobs import TUNING_CLASSES, SearchProblem, TuningClass, problem_of_estimate, structures
 from planner.search.remedies import Remedy, offloading_note, remedies
 from planner.search.search import NEAR_BEST, search
-from planner.search.shared_rows import search_with_shared_rows, shared_rows_note
+from planner.search.shared_rows import longest_shared_rows, search_with_shared_rows, shared_rows_note
+from planner.search.sizes import length_field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +127,7 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
         raise NothingFits(next(unmeasured, "") or no_candidate_reason(problems[-1]))
     problem, best = recommended
     best = replace(best, reasons=reasons(best, problem))
-    others = alternatives(found, problem) + alternative_without_pins(best, problem)
+    others = alternatives(found, problem) + longer_rows(best, problem) + alternative_without_pins(best, problem)
     return Plan(
         job=job,
         cluster=cluster,
@@ -246,6 +247,30 @@ def alternatives(found: BestByProblem, chosen: SearchProblem) -> tuple[Alternati
                 Alternative(label=f"{label} {'with offloading' if note else 'sharded'}", estimate=offloaded, note=note)
             )
     return tuple(rest)
+
+
+def longer_rows(best: Estimate, problem: SearchProblem) -> tuple[Alternative, ...]:
+    """Return the longest rows with offloading, and shared by several GPUs, where the job asks for long rows.
+
+    They are of the recommended tuning class, and only those that are longer than the recommended ones.
+    """
+    job = problem.job
+    if job.optimize != "max-length" or not best.fits or problem.offload or best.candidate.row_gpus > 1:
+        return ()
+    offloaded = search(replace(problem, offload=True))
+    ways = (("with offloading", offloaded), ("with shared rows", longest_shared_rows(problem)))
+    return tuple(
+        Alternative(label=label, estimate=answer, note=note_of_longer(answer))
+        for label, answer in ways
+        if answer and answer.fits and answer.candidate.row_tokens > best.candidate.row_tokens
+    )
+
+
+def note_of_longer(answer: Estimate) -> str:
+    """Return the length of an alternative with longer rows, and what it takes."""
+    candidate = answer.candidate
+    takes = offloading_note(answer) or f"{candidate.row_gpus} GPUs share each row"
+    return f"{length_field(candidate)} {getattr(candidate, length_field(candidate)):,}; {takes}"
 
 
 def faster_alternative(best: Estimate, others: tuple[Alternative, ...]) -> tuple[str, ...]:

@@ -111,6 +111,7 @@ def test_a_plan_keeps_its_images_and_an_export_says_them(tmp_path: Path) -> None
     assert run([*asked, "--out", folder, "--quiet"]) == 0
     report = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert report["best"]["settings"]["images_per_row"] == 1
+    assert report["best"]["settings"]["attn_implementation"] == "sdpa"  # FlashAttention drops the mask of images
     assert not any("images" in warning for warning in report["warnings"])
     assert run(["export", folder, str(tmp_path / "run")]) == 0
     assert "--images-per-row 1" in (tmp_path / "run" / "README.md").read_text()

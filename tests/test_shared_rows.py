@@ -1,11 +1,13 @@
 """Rows that several GPUs share: context parallel (`cp_size`) and Ulysses sequence parallel (`sp_size`)."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from planner.candidate import Candidate
+from planner.cli import run
 from planner.errors import InputError
 from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
@@ -145,3 +147,11 @@ def test_a_copy_of_the_model_on_each_node_takes_its_bytes() -> None:
 def test_torchrun_has_no_file_for_shared_rows_and_copies(changes: dict[str, int]) -> None:
     with pytest.raises(InputError, match="Use --launcher accelerate"):
         sharding_settings(replace(CONTEXT, **changes))
+
+
+def test_longer_rows_that_take_several_gpus_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model=Llama-3.1-8B", "--gpus=4xA100-40G", "--method=sft", "--tuning=lora", "--optimize=max-length"]
+    assert run([*asked, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    lengths = {other["label"]: other["settings"]["max_length"] for other in report["alternatives"]}
+    assert lengths["with shared rows"] > lengths["with offloading"] > report["best"]["settings"]["max_length"]

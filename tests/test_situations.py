@@ -323,7 +323,7 @@ class TestSeveralNodes:
         hybrid = answered(self.COMMAND, capsys)["best"]
         whole = answered(f"{self.COMMAND} --set fsdp_version=2 --set dp_replicate_size=1", capsys)["best"]
         assert hybrid["settings"]["dp_replicate_size"] == 2
-        assert hybrid["throughput"]["tokens_per_second"] > 1.2 * whole["throughput"]["tokens_per_second"]
+        assert hybrid["throughput"]["tokens_per_second"] > 1.1 * whole["throughput"]["tokens_per_second"]
 
     def test_a_slower_network_makes_a_slower_plan(self, capsys: pytest.CaptureFixture[str]) -> None:
         slow, usual, fast = (
@@ -352,6 +352,6 @@ def test_a_remedy_says_what_it_saves(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_a_vision_models_plan_says_that_images_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     command = "--gpus 1xA100-80G --method sft --tuning lora --model"
-    line = "rows of text are planned: images, their tokens and the passes of the vision tower are not counted"
+    line = "rows of text are planned: images and the passes of the vision tower are not counted: --images-per-row 1"
     assert line in answered(f"{command} gemma-3-4b-it", capsys)["warnings"]
     assert line not in answered(f"{command} gemma-3-1b-it", capsys)["warnings"]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner.binary_search import largest
-from planner.candidate import BITSANDBYTES, Candidate
+from planner.candidate import BITSANDBYTES, FLASH, Candidate
 from planner.estimate import estimate
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
@@ -221,12 +221,15 @@ def about_display(best: Estimate, problem: SearchProblem) -> Iterator[str]:
 
 
 def about_images(best: Estimate, problem: SearchProblem) -> Iterator[str]:
-    """Note that rows of text are planned for a model that takes images, too."""
+    """Note that rows of text are planned for a model that takes images, too, or that their mask is dropped."""
+    if best.candidate.images_per_row and best.candidate.attn_implementation in FLASH:
+        name = best.candidate.attn_implementation
+        yield f"with {name} the tokens of an image see only those before them; sdpa keeps their mask"
     if not problem.job.model.vision_params or best.candidate.images_per_row:
         return
     counted = image_tower(problem.job.model) is not None and problem.job.method == "sft"
     flag = ": --images-per-row 1" if counted else ""
-    yield f"rows of text are planned: images, their tokens and the passes of the vision tower are not counted{flag}"
+    yield f"rows of text are planned: images and the passes of the vision tower are not counted{flag}"
 
 
 def about_network(best: Estimate, problem: SearchProblem) -> Iterator[str]:

@@ -155,7 +155,8 @@ def attention(problem: SearchProblem) -> Changes:
     """Return the attention implementations that the model and the GPU support.
 
     FlashAttention 2 needs no mask; sdpa needs one of rows x length squared for padded batches. Models with softcaps
-    have no sdpa, those with attention sinks eager attention only.
+    have no sdpa, those with attention sinks eager attention only. FlashAttention 2 drops the mask with which the tokens
+    of an image see one another (transformers 5.23, masking_utils.py, `flash_attention_mask`), so it is not offered.
     Source: planner/memory/stack_recipe.py, `loaded_attention`.
     """
     layers = [layer.attention for layer, _ in problem.job.model.layer_kinds]
@@ -166,6 +167,7 @@ def attention(problem: SearchProblem) -> Changes:
     flash = (
         problem.cluster.gpu.supports_flash_attention_2
         and not context_parallel
+        and not problem.job.pinned.get("images_per_row")
         and all(layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers)
     )
     return tuple({"attn_implementation": name} for name in ((other, "flash_attention_2") if flash else (other,)))

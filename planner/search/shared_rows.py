@@ -22,16 +22,28 @@ def search_with_shared_rows(problems: Iterable[SearchProblem]) -> tuple[SearchPr
     """
     for problem in problems:
         for size in range(2, problem.cluster.gpus_per_node + 1):
-            ways = [
-                (way, answer)
-                for setting, sharding in SHARED_ROWS
-                if (way := with_allowed_pins(problem, {setting: size, "sharding": sharding}))
-                and (answer := search(way))
-                and answer.fits
-            ]
+            ways = shared_by(size, problem)
             if ways:
                 return max(ways, key=lambda each: each[1].throughput.tokens_per_second)
     return None
+
+
+def longest_shared_rows(problem: SearchProblem) -> Estimate | None:
+    """Return the candidate with the longest rows that several GPUs of a node share; None if none fits."""
+    sizes = range(2, problem.cluster.gpus_per_node + 1)
+    answers = [answer for size in sizes for _, answer in shared_by(size, problem)]
+    return max(answers, key=lambda each: (each.candidate.row_tokens, each.throughput.tokens_per_second), default=None)
+
+
+def shared_by(size: int, problem: SearchProblem) -> list[tuple[SearchProblem, Estimate]]:
+    """Return the best candidates whose rows `size` GPUs share, one for each way that the job allows and that fits."""
+    return [
+        (way, answer)
+        for setting, sharding in SHARED_ROWS
+        if (way := with_allowed_pins(problem, {setting: size, "sharding": sharding}))
+        and (answer := search(way))
+        and answer.fits
+    ]
 
 
 def with_allowed_pins(problem: SearchProblem, pins: Mapping[str, object]) -> SearchProblem | None:
