@@ -3,12 +3,15 @@
 import http.client
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from planner.report.html import page_script
 from planner.serve.openapi import OPERATIONS, openapi
 from planner.serve.requests import Allowed, PlanRequest, read_request
 
+README = Path(__file__).parents[1] / "README.md"
 START = "from planner.cli import main\nif __name__ == '__main__': main()"
 JOB = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft", "tuning": "lora"}
 TOKEN = "a-token-of-the-tests"
@@ -98,6 +102,16 @@ def guarded(tmp_path_factory) -> Iterator[Server]:
     assert (found.process.returncode, err) == (0, "")
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Iterator[Server]:
+    """A server that works on one request at a time and refuses others."""
+    found = started(tmp_path_factory.mktemp("small"), "--concurrency", "1")
+    yield found
+    found.process.terminate()
+    _, err = found.process.communicate(timeout=20)
+    assert (found.process.returncode, err) == (0, "a worker process was ended; new ones start\n")
+
+
 class TestAnswers:
     @pytest.mark.parametrize("command", ["", "estimate"])
     def test_the_answer_is_the_commands(self, server, command, capsys):
@@ -119,6 +133,17 @@ class TestAnswers:
     def test_a_job_that_does_not_fit_is_an_answer(self, server):
         reply = server.post("/plan", {"model": "Llama-3.1-70B", "gpus": "1xT4", "method": "sft", "tuning": "full"})
         assert (reply.status, json.loads(reply.body)["verdict"]) == (200, "does_not_fit")
+
+    @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+    def test_the_requests_of_the_readme_are_answered(self, server):
+        lines = [
+            line.strip() for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("    curl ")
+        ]
+        assert len(lines) == 2
+        for line in lines:
+            command = [*shlex.split(line.replace(":8642/", f":{server.port}/")), "--silent", "--fail", "--noproxy", "*"]
+            report = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=30).stdout)
+            assert report.get("best", report)["fits"]
 
 
 class TestErrors:
@@ -164,6 +189,20 @@ class TestErrors:
         reply = server.post("/plan", {**JOB, **changes})
         assert reply.status == 422
         assert "without --allow-paths" in reply.error or "Only the models of the catalogue are known" in reply.error
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"price_per_hour": 3.0}, "unknown field `price_per_hour`"),
+            ({"tokens": "300M"}, "unknown field `tokens`"),
+            ({"max_cost": 500.0}, "unknown field `max_cost`"),
+            ({"optimize": "cost"}, "Unknown goal 'cost'. It can be throughput, max-length, batch-size."),
+            ({"gpus": "1xL4,1xT4"}, "Unknown GPU 'L4,1xT4'."),
+        ],
+    )
+    def test_a_comparison_of_clusters_or_prices_is_refused_by_name(self, server, change, named):
+        reply = server.post("/plan", {**JOB, **change})
+        assert (reply.status, named in reply.error) == (422, True)
 
     @pytest.mark.parametrize(
         ("method", "path", "status"), [("GET", "/plan", 405), ("POST", "/", 405), ("GET", "/x", 404)]
@@ -257,6 +296,83 @@ class TestLimits:
         assert err.startswith(message.format(taken=port)) and err.count("\n") == 1
 
 
+class TestHostileClients:
+    """The server `guarded` gives a body one second, and two to the head of a request."""
+
+    def sent_slowly(self, port: int, head: bytes) -> tuple[float, bytes]:
+        """Send a head and then a byte every 0.2 seconds; return the seconds until the server closes, and its answer."""
+        begin, answer = time.monotonic(), b""
+        with socket.create_connection(("127.0.0.1", port), timeout=0.2) as connection:
+            connection.sendall(head)
+            while time.monotonic() - begin < 15:
+                try:
+                    if not (part := connection.recv(65536)):
+                        break
+                    answer += part
+                except TimeoutError:
+                    connection.sendall(b"G")
+                except ConnectionError:
+                    break
+        return time.monotonic() - begin, answer
+
+    def test_a_body_that_comes_byte_by_byte_is_cut_at_the_time_limit(self, guarded):
+        head = f"POST /plan HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+        body = "Content-Type: application/json\r\nContent-Length: 4000\r\n\r\n"
+        seconds, answer = self.sent_slowly(guarded.port, (head + body).encode())
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"The body did not arrive in 1 seconds." in answer
+        assert 1 <= seconds < 4
+
+    @pytest.mark.parametrize(
+        ("head", "status"),
+        [
+            (b"", b""),
+            (b"GET / HTTP/1.1\r\nHost: localhost\r\nX:", b""),
+            # Without the token it is answered at once, and its body would come later.
+            (b"POST /plan HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000\r\n\r\n", b"HTTP/1.1 401 "),
+        ],
+    )
+    def test_a_client_that_sends_a_byte_now_and_then_loses_its_connection(self, guarded, head, status):
+        seconds, answer = self.sent_slowly(guarded.port, head)
+        assert (answer.startswith(status), seconds < 6) == (True, True)
+
+    def test_more_requests_than_the_concurrency_are_told_to_come_again(self, small):
+        with ThreadPoolExecutor(9) as pool:
+            health = pool.submit(small.ask, "GET", "/openapi.json")
+            replies = list(pool.map(lambda _: small.post("/plan", {**JOB, "method": "grpo"}), range(8)))
+        refused = [reply for reply in replies if reply.status == 503]
+        assert {reply.status for reply in replies} == {200, 503}
+        assert health.result().status == 200  # needs no worker
+        assert {reply.headers["retry-after"] for reply in refused} == {"1"}
+        assert "--concurrency" in refused[0].error
+
+    def test_a_worker_that_is_killed_is_replaced(self, small):
+        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(small.process.pid)], capture_output=True)
+        (worker,) = [line.split()[0] for line in listed.stdout.splitlines() if b"spawn_main" in line]
+        os.kill(int(worker), signal.SIGKILL)
+        time.sleep(0.5)  # the server is told of its end
+        assert small.post("/estimate", JOB).status == 200
+
+    @pytest.mark.parametrize(
+        ("body", "status"),
+        [
+            (b'{"model": ' + b"[" * 5000 + b"]" * 5000 + b"}", 422),
+            (b'{"risk": NaN}', 400),
+            (b'{"risk": Infinity}', 400),
+            (b'{"risk": 1e400}', 422),
+            (b'{"max_length": 1.5}', 422),
+            (b'{"batch_size": true}', 422),
+            (b'{"set": []}', 422),
+            (b'{"set": {"lora_target_modules": [1]}}', 422),
+            (b'{"model": 7}', 422),
+            (b"\xff\xfe{\x00}\x00", 400),
+            (b"\x00", 400),
+        ],
+    )
+    def test_bodies_of_the_wrong_kind_are_the_clients_errors(self, server, body, status):
+        for path in ("/plan", "/estimate", "/diagnose"):
+            assert server.ask("POST", path, body).status == status
+
+
 class TestForm:
     def test_the_front_page_asks_and_answers(self, server):
         empty = server.ask("GET", "/").body.decode()
@@ -292,7 +408,7 @@ class TestOpenApi:
         assert properties["max_length"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 10**9}
 
     def test_every_option_of_a_job_is_a_field_of_the_body(self):
-        wanted = {entry.name for entry in fields(SearchOptions)} - {"prices"}
+        wanted = {entry.name for entry in fields(SearchOptions)} - {"prices", "price_per_hour", "tokens", "max_cost"}
         assert {*PlanRequest.__struct_fields__} == wanted
 
     def test_settings_become_the_texts_of_set(self):

@@ -1,6 +1,7 @@
 """Five situations that users described, each with the command that answers it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -337,14 +338,16 @@ class TestSeveralNodes:
         assert line not in answered(f"{self.COMMAND} --network 100Gb", capsys)["warnings"]
 
 
-def test_a_remedy_says_what_it_saves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_remedy_says_what_it_saves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = "--model Qwen2.5-7B --gpus 1xRTX-4090 --method sft --tuning lora --max-length 131072"
     report = answered(command, capsys, EXIT_NOTHING_FITS)
     shorter = next(each for each in report["remedies"] if each["change"].startswith("--max-length"))
     peaks = [max(gpu["peak_bytes"] for gpu in each["gpus"]) for each in (report["best"], shorter)]
     assert shorter["saves_bytes"] == peaks[0] - peaks[1] > 2**30
-    assert run([*command.split(), "--quiet"]) == EXIT_NOTHING_FITS
-    assert f", saves {shorter['saves_bytes'] / 2**30:.1f} GiB" in " ".join(capsys.readouterr().out.split())
+    page, saves = tmp_path / "page.html", f"saves {shorter['saves_bytes'] / 2**30:.1f} GiB"
+    assert run([*command.split(), "--quiet", "--html", str(page)]) == EXIT_NOTHING_FITS
+    assert f", {saves}" in " ".join(capsys.readouterr().out.split())
+    assert f"; {saves}" in page.read_text(encoding="utf-8")
 
 
 def test_a_vision_models_plan_says_that_images_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from planner.report.words import (
     describe_evidence,
     describe_fit,
     describe_host,
+    describe_saving,
     describe_speed,
     readable,
     tightest,
@@ -71,7 +72,12 @@ def plan_html(plan: Plan, form: str = "") -> str:
         for other in plan.alternatives
     ]
     changes = [
-        (remedy.change, describe_candidate(remedy.estimate.candidate), remedy.estimate, remedy.note)
+        (
+            remedy.change,
+            describe_candidate(remedy.estimate.candidate),
+            remedy.estimate,
+            "; ".join(filter(None, (describe_saving(remedy, plan.best), remedy.note))),
+        )
         for remedy in plan.remedies
     ]
     grid = what_if(plan.best, problem_of_estimate(plan.job, plan.cluster, plan.best))

@@ -20,13 +20,13 @@ from planner.report.words import (
     describe_excess,
     describe_fit,
     describe_host_shortage,
+    describe_saving,
     describe_speed,
     describe_step,
     readable,
     tightest,
     tokens_per_second,
 )
-from planner.search.explain import MIN_REPORTED_BYTES
 from planner.search.remedies import Remedy
 from planner.units import GIB, format_gib
 
@@ -152,8 +152,8 @@ def _alternative(other: Alternative, best: Estimate) -> str:
 
 
 def _remedy(remedy: Remedy, best: Estimate) -> str:
-    saved = remedy.saved_bytes(best)
-    saves = f", saves {format_gib(saved, 1)}" if saved >= MIN_REPORTED_BYTES else ""
+    saving = describe_saving(remedy, best)
+    saves = f", {saving}" if saving else ""
     return f"{remedy.change}: {_outcome(remedy.estimate, best)}{saves}" + (f"; {remedy.note}" if remedy.note else "")
 
 

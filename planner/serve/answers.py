@@ -62,6 +62,12 @@ def error_answer(status: int, message: str) -> Answer:
 
 
 REPEAT_SECONDS = 0.05
+WARM_UP_SECONDS = 60.0
+# The methods whose memory differs most: a vLLM engine, a reference model.
+WARM_UP: tuple[tuple[Task, bytes], ...] = (
+    ("form", b"model=Qwen2.5-0.5B&gpus=1xL4&method=grpo"),
+    ("estimate", b'{"model": "Qwen2.5-0.5B", "gpus": "1xL4", "method": "dpo", "tuning": "lora"}'),
+)
 
 
 def start_worker() -> None:
@@ -69,6 +75,14 @@ def start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, _time_is_up)
     logging.basicConfig()
+    warm_up()
+
+
+def warm_up() -> None:
+    """Do some work once, so that no request waits for imports, the catalogue and the page's template."""
+    catalogue = Allowed(paths=False, hub=False)
+    for task, body in WARM_UP:
+        answer(task, body, time.monotonic() + WARM_UP_SECONDS, catalogue)
 
 
 def answer(task: Task, body: bytes, deadline: float, allowed: Allowed) -> Answer:

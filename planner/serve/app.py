@@ -5,10 +5,12 @@ import base64
 import binascii
 import hashlib
 import hmac
+import logging
 import multiprocessing
+import os
 import re
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
@@ -27,7 +29,7 @@ from planner.serve.openapi import openapi
 from planner.serve.requests import Allowed
 
 JSON, HTML = "application/json", "text/html; charset=utf-8"
-BODY_SECONDS = 10  # in which a body must have arrived
+BODY_SECONDS = 10  # in which a body must have arrived, or in --time-limit if that is less
 MOST_QUERY = 8192  # characters of the form's fields
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
@@ -55,27 +57,40 @@ class Workers:
         if self._active >= self._limits.concurrency:
             return error_answer(UNAVAILABLE, "The server has more requests than --concurrency allows. Ask again later.")
         self._active += 1
-        pool = self._pool
         try:
-            deadline = time.monotonic() + self._limits.seconds
-            return await asyncio.wrap_future(pool.submit(answer, task, body, deadline, self._allowed))
+            return await asyncio.wrap_future(self._submit(task, body))
         except BrokenProcessPool:
-            # A worker was killed, such as for its memory, and its pool takes no more work.
-            if pool is self._pool:
-                self._pool = self._new_pool()
+            # A worker was killed during the work, such as for its memory.
             return error_answer(UNAVAILABLE, "The process that worked on this was ended. Ask for less.")
         finally:
             self._active -= 1
 
     def start(self) -> None:
-        """Start every process and wait until one has imported what it needs."""
-        self._pool.submit(start_worker).result()
+        """Start every process and wait until as many tasks are done.
+
+        Raises:
+            BrokenProcessPool: a process ended before that.
+        """
+        # A pool starts a process for each task that finds none idle. Without this, the first requests would start them,
+        # and wait for their imports.
+        for started in [self._pool.submit(os.getpid) for _ in range(self._limits.workers)]:
+            started.result()
 
     def stop(self) -> None:
         """End the processes, whatever they do."""
         for process in multiprocessing.active_children():
             process.terminate()
         self._pool.shutdown(cancel_futures=True)
+
+    def _submit(self, task: Task, body: bytes) -> Future[Answer]:
+        deadline = time.monotonic() + self._limits.seconds
+        try:
+            return self._pool.submit(answer, task, body, deadline, self._allowed)
+        except BrokenProcessPool:
+            # A worker was killed, and its pool takes no more work.
+            logging.getLogger(__name__).warning("a worker process was ended; new ones start")
+            self._pool = self._new_pool()
+            return self._pool.submit(answer, task, body, deadline, self._allowed)
 
     def _new_pool(self) -> ProcessPoolExecutor:
         # Not forked: this process has threads.
@@ -103,7 +118,7 @@ def application(workers: Workers, limits: Limits, token: str, hosts: frozenset[s
 
     def posted(task: Task) -> Route:
         async def post(request: Request) -> Response:
-            return _response(await workers.answer(task, await _body(request, limits.body_bytes)))
+            return _response(await workers.answer(task, await _body(request, limits)))
 
         return Route(f"/{task}", post, methods=["POST"])
 
@@ -181,7 +196,7 @@ def _presented(authorization: str) -> bytes:
         return b""
 
 
-async def _body(request: Request, most_bytes: int) -> bytes:
+async def _body(request: Request, limits: Limits) -> bytes:
     """Return the body of a request.
 
     Raises:
@@ -189,6 +204,7 @@ async def _body(request: Request, most_bytes: int) -> bytes:
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         raise HTTPException(415, "The body must be sent as application/json.")
+    most_bytes, most_seconds = limits.body_bytes, min(BODY_SECONDS, limits.seconds)
     too_large = HTTPException(413, f"The body has more than {most_bytes:,} bytes, which --max-body allows.")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and (len(length) > 18 or int(length) > most_bytes):
@@ -202,9 +218,10 @@ async def _body(request: Request, most_bytes: int) -> bytes:
                 raise too_large
 
     try:
-        await asyncio.wait_for(read(), BODY_SECONDS)
+        await asyncio.wait_for(read(), most_seconds)
     except asyncio.TimeoutError as error:  # in Python 3.10 it is no TimeoutError
-        raise HTTPException(408, f"The body did not arrive in {BODY_SECONDS} seconds.") from error
+        message = f"The body did not arrive in {most_seconds:g} seconds."
+        raise HTTPException(408, message, {"connection": "close"}) from error
     except ClientDisconnect as error:
         raise HTTPException(400, "The body is cut off.") from error
     return bytes(parts)

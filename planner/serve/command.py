@@ -1,6 +1,7 @@
 """`plan serve`: the command's answers over HTTP, and a form."""
 
 import ipaddress
+import math
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from planner.commands.options import ServeOptions, grouped
 from planner.errors import EXIT_PLANNED, InputError, PlanError
 from planner.units import parse_bytes, parse_seconds
 
+KEEP_ALIVE_SECONDS = 5  # in which a client begins its next request
 SHUTDOWN_SECONDS = 5  # in which open requests may end
 BACKLOG = 512  # connections that wait to be accepted
 MOST_SECONDS = 3600  # for a request
@@ -24,6 +26,7 @@ def serve(options: ServeOptions) -> int:
         import uvicorn
 
         from planner.serve.app import LOOPBACK_NAMES, Limits, Workers, application
+        from planner.serve.protocol import TimedProtocol
     except ImportError as error:
         raise PlanError(
             f"plan serve needs {error.name}, which is in the serve extra: pip install 'finetune-plan[serve]'."
@@ -50,6 +53,8 @@ def serve(options: ServeOptions) -> int:
         workers.start()
         config = uvicorn.Config(
             application(workers, limits, token, hosts),
+            http=TimedProtocol,
+            timeout_keep_alive=math.ceil(min(KEEP_ALIVE_SECONDS, limits.seconds)),
             log_level="warning",
             server_header=False,
             lifespan="off",

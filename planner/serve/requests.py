@@ -17,8 +17,8 @@ from planner.errors import InputError
 Setting = str | int | float | bool | list[str] | None
 # Options that name a file on the server.
 FILE_OPTIONS = ("config", "accelerate_config", "deepspeed_config")
-# Options of a comparison of several clusters, which is not served.
-NOT_SERVED = ("prices",)
+# Options of a comparison of clusters or prices (`planner.commands.compare`), which is not served: unknown fields.
+NOT_SERVED = ("prices", "price_per_hour", "tokens", "max_cost")
 # Options that a command line gives as text and a body as a number too.
 NUMBERS = ("lora_r", "max_completion_length")
 
@@ -27,7 +27,10 @@ Options = TypeVar("Options", bound=JobOptions)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allowed:
-    """What requests may reach beside the catalogue: files of the server, and the Hub."""
+    """Permissions of requests, which may always name a model of the catalogue.
+
+    paths: they may name files and folders of this machine. hub: they may name models that are read from the Hub.
+    """
 
     paths: bool
     hub: bool
