@@ -195,14 +195,20 @@ def trainer_of(candidate: Candidate, folder: Path) -> Any:
 def run(candidate: Candidate, folder: Path) -> dict[str, list[int]]:
     with cpu_accelerators():
         trainer = trainer_of(candidate, folder)
-        watch = Watch(trainer)
-        trainer.add_callback(watch)
-        for optimizer in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
-            optimizer.step = watched(optimizer.step, watch.before_deepspeed_steps)
-        reduce_last = DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue
-        DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue = watched(reduce_last, watch.backward_ends)
+        watch = watch_of(trainer)
         trainer.train()
     return watch.parts
+
+
+def watch_of(trainer: Any) -> Watch:
+    """The record of a trainer whose training has not begun."""
+    watch = Watch(trainer)
+    trainer.add_callback(watch)
+    for optimizer in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer.step = watched(optimizer.step, watch.before_deepspeed_steps)
+    reduce_last = DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue
+    DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue = watched(reduce_last, watch.backward_ends)
+    return watch
 
 
 def watched(method: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:

@@ -34,18 +34,32 @@ ROWS: dict[MethodName, list[dict[str, Any]]] = {
         {"prompt": QUESTION, "completion": RIGHT, "label": True},
         {"prompt": QUESTION, "completion": WRONG, "label": False},
     ],
+    "orpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG}],
+    "cpo": [{"prompt": QUESTION, "chosen": RIGHT, "rejected": WRONG}],
+    "gkd": [{"messages": QUESTION + RIGHT}],
+    "online-dpo": [{"prompt": QUESTION}],
 }
 STEPS = 2
-SAMPLED = ("--batch-size", "4", "--set", "num_generations=4", "--set", "max_completion_length=8")
+GROUPS = ("--batch-size", "4", "--set", "num_generations=4", "--set", "max_completion_length=8")
+# Groups are batches, and completions are short: TRL's defaults sample 8 of 512 tokens each.
+SAMPLED: dict[MethodName, tuple[str, ...]] = {
+    "grpo": GROUPS,
+    "rloo": GROUPS,
+    "online-dpo": ("--set", "max_new_tokens=8"),
+    "gkd": ("--set", "max_new_tokens=8"),
+}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), json.loads(CONFIG.read_text(encoding="utf-8")))
+
+
+def tiny_model(folder: Path, config: dict[str, Any]) -> Path:
     """A folder with a tiny Qwen2 of random weights, and a tokenizer of single bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    folder = tmp_path_factory.mktemp("model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,8 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
-    fields = json.loads(CONFIG.read_text(encoding="utf-8")) | {"vocab_size": len(tokenizer)}
-    Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**config | {"vocab_size": len(tokenizer)})).save_pretrained(folder)
     return folder
 
 
@@ -70,9 +83,11 @@ def exported(model: Path, method: MethodName, folder: Path, launcher: Launcher, 
     rows = "".join(f"{json.dumps(row)}\n" for row in ROWS[method])
     (data / "train.jsonl").write_text(rows * (16 // len(ROWS[method])), encoding="utf-8")
     saved, run = folder / "plan.json", folder / "run"
-    # Groups are batches, and completions are short: TRL's defaults sample 8 of 512 tokens each.
-    sampled = SAMPLED if METHODS[method].generates else ()
-    job = ["--model", str(model), "--method", method, "--quiet", "--out", str(saved), *sampled, *options]
+    chosen = [*SAMPLED.get(method, ()), *options]
+    if METHODS[method].teacher:  # the plan's own teacher is the model itself, from which it has nothing to learn
+        teacher = tiny_model(folder / "teacher", json.loads(CONFIG.read_text(encoding="utf-8")))
+        chosen += ["--set", f"teacher_model_name_or_path={teacher}"]
+    job = ["--model", str(model), "--method", method, "--quiet", "--out", str(saved), *chosen]
     assert PLAN(["estimate", *job], standalone_mode=False) == 0
     assert PLAN(["export", str(saved), str(run), "--launcher", launcher], standalone_mode=False) == 0
     train = run / "train.yaml"
@@ -113,7 +128,7 @@ IN_CI = {("grpo", "accelerate"), ("dpo", "torchrun")}
         # CI starts two, of 15 to 20 seconds; the nightly run starts every method by both launchers.
         pytest.param(method, launcher, marks=() if (method, launcher) in IN_CI else pytest.mark.nightly)
         for launcher in ("accelerate", "torchrun")
-        for method in ("sft", "dpo", "reward", "grpo", "rloo", "kto")
+        for method in ROWS
     ],
 )
 def test_the_start_script_of_an_exported_folder_trains(
@@ -126,6 +141,7 @@ def test_the_start_script_of_an_exported_folder_trains(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+# accelerate shards on accelerators only: here FSDP's files start copies of the model; test_nodes.py shards.
 @pytest.mark.parametrize("sharding", ["MULTI_GPU", "FSDP"])
 def test_two_processes_train(sharding: str, launcher: Launcher, model: Path, tmp_path: Path) -> None:
     run = exported(
