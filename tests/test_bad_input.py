@@ -49,7 +49,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (asked(gpus=""), "--gpus is empty."),
         (asked(gpus="0xH100"), "--gpus '0xH100' has 0 GPUs"),
         (asked(gpus="3xFoo"), "Unknown GPU 'Foo'."),
-        (asked(gpus="2xA100"), "Unknown GPU 'A100'. Did you mean A100-80G or A100-40G?"),
+        (asked(gpus="2xA100"), "Unknown GPU 'A100'. Did you mean A100-40G or A100-80G"),
         (asked(gpus="2x"), "--gpus '2x' names no GPU. Write it as 2xA100-40G"),
         (asked(gpus="99999999999xH100"), "--gpus '99999999999xH100' puts 99999999999 GPUs in one node."),
         (asked(gpus="1x24"), "--gpus '24' is no card. A capacity needs its unit: 24GiB."),

@@ -18,6 +18,7 @@ from planner.quantities import Estimate
 CLUSTER = parse_cluster("4xA100-80G", None)
 MODEL = load_model("Qwen2.5-0.5B")
 TEACHER = load_model("Qwen2.5-1.5B")
+SEEING = load_model("google/gemma-3-4b-it")
 COLOCATED = {"vllm": "colocate", "vllm_max_model_length": 2048, "num_processes": 2}
 
 BASES: dict[str, dict[str, Any]] = {
@@ -44,6 +45,7 @@ BASES: dict[str, dict[str, Any]] = {
     },
     "distillation": {"method": "distillation", "teacher_model": TEACHER},
     "ppo": {"method": "ppo", "tuning": "lora"},
+    "sft of images": {"method": "sft", "model": SEEING, "images_per_row": 1},
 }  # fmt: skip
 
 # Two valid values of every field: the second is tried where a base candidate has the first.
@@ -69,6 +71,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "steps_per_generation": (4, 1),
     "num_iterations": (2, 1),
     "padded": (False, True),
+    "images_per_row": (2, 1),
     "packing": (True, False),
     "padding_free": (True, False),
     "beta": (0.2, 0.0),

@@ -346,7 +346,9 @@ class TestHostileClients:
         assert "--concurrency" in refused[0].error
 
     def test_a_worker_that_is_killed_is_replaced(self, small):
-        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(small.process.pid)], capture_output=True)
+        listed = subprocess.run(
+            ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(small.process.pid)], capture_output=True
+        )
         (worker,) = [line.split()[0] for line in listed.stdout.splitlines() if b"spawn_main" in line]
         os.kill(int(worker), signal.SIGKILL)
         time.sleep(0.5)  # the server is told of its end
