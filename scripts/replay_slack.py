@@ -16,7 +16,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, islice, product
 from pathlib import Path
 from statistics import median, stdev
 
@@ -31,6 +31,7 @@ from planner.errors import PlanError
 from planner.estimate import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.parse import parse_cluster
+from planner.memory.slack import Checkpointing, checkpointing_of
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from planner.quantities import Component
@@ -45,6 +46,8 @@ METHODS_DRAWN = ("sft", "sft", "dpo", "reward", "grpo", "kto", "orpo", "distilla
 CLUSTER = parse_cluster("1xH200", None)
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "optimizer_states")
 SEED, COUNT = 20261123, 120
+PARTLY_COUNT = 28  # of the draw, with only some layers checkpointed
+LARGE = ("Qwen/Qwen2.5-7B",)
 SHARES = (0.6, 0.85, 0.7, 1.0)  # of the longest batch, in the order of the run; the longest comes last
 STEP_MIB = 20  # a page of an expandable segment: budgets are not told apart more finely
 Row = dict[str, object]
@@ -71,6 +74,13 @@ def candidates() -> Iterator[Candidate]:
         defaults = dict(METHODS[method].defaults)
         teacher = {"teacher_model": model} if METHODS[method].teacher else {}
         yield Candidate(model=model, method=method, **(defaults | settings | teacher))  # type: ignore[arg-type]
+
+
+def partly_checkpointed() -> Iterator[Candidate]:
+    """Of that draw the first checkpointed candidates of up to 2 B parameters, every second or fourth layer of them."""
+    small = (each for each in candidates() if each.gradient_checkpointing and each.model.id not in LARGE)
+    for number, candidate in enumerate(islice(small, PARTLY_COUNT)):
+        yield replace(candidate, checkpoint_every_n_layers=(2, 4)[number % 2])
 
 
 def smallest_budget_bytes(trace: Trace, expandable: bool, warm_up: int) -> int:
@@ -101,7 +111,7 @@ def measured(candidate: Candidate) -> Row:
     return {
         "candidate": label(candidate),
         "tuning": candidate.tuning if candidate.quantization == "none" else "qlora",
-        "checkpointing": candidate.gradient_checkpointing,
+        "checkpointing": checkpointing_of(candidate),
         "allocated_bytes": trace.peak_bytes,
         "resident_bytes": resident_bytes(candidate),
         "budget_bytes": smallest_budget_bytes(trace, False, warm_up),
@@ -145,10 +155,14 @@ def label(candidate: Candidate) -> str:
     return (
         f"{candidate.model.id.split('/')[-1]} {candidate.method} {candidate.tuning} {candidate.quantization} "
         f"{candidate.dtype} {candidate.attn_implementation} batch {candidate.per_device_train_batch_size} "
-        f"length {candidate.row_tokens}{' checkpointing' if candidate.gradient_checkpointing else ''}"
+        f"length {candidate.row_tokens}{CHECKPOINTING[checkpointing_of(candidate)]}"
+        f"{f' every {candidate.checkpoint_every_n_layers}' if candidate.checkpoint_every_n_layers > 1 else ''}"
         f"{' padded' if candidate.padded else ''}"
     )
 
+
+# How a candidate's layers are checkpointed (planner/memory/slack.py), in labels.
+CHECKPOINTING: dict[Checkpointing, str] = {"none": "", "some": " checkpointing", "all": " checkpointing"}
 
 # Columns of the table: title, key of the row's bytes.
 COLUMNS = (
@@ -173,9 +187,9 @@ def table(rows: list[Row]) -> Iterator[str]:
     yield "only of candidates with padding.\n"
     yield "| recipe | rows | allocator | smallest | median | 90th percentile | largest | standard deviation |"
     yield "|---|---|---|---|---|---|---|---|"
-    for full, checkpointing in product((True, False), (False, True)):
+    for full, checkpointing in product((True, False), CHECKPOINTING):
         of_kind = [row for row in rows if (row["tuning"] == "full", row["checkpointing"]) == (full, checkpointing)]
-        recipe = f"{'full' if full else 'adapters'}, {'' if checkpointing else 'no '}checkpointing"
+        recipe = f"{'full' if full else 'adapters'}, {checkpointing} layers checkpointed"
         for title, key in COLUMNS:
             found = sorted(share(row, key) for row in of_kind if key in row)
             if len(found) > 1:
@@ -197,11 +211,11 @@ def share(row: Row, key: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--limit", type=int, default=COUNT)
+    parser.add_argument("--limit", type=int, default=COUNT + PARTLY_COUNT)
     limit = parser.parse_args().limit
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
     known: dict[object, Row] = {row["candidate"]: row for row in rows}
-    for number, candidate in enumerate(candidates(), 1):
+    for number, candidate in enumerate(chain(candidates(), partly_checkpointed()), 1):
         name = label(candidate)
         if number > limit or (name in known and ("varied_reserved_bytes" in known[name] or not candidate.padded)):
             continue

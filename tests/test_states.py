@@ -353,7 +353,7 @@ class TestRuntime:
         assert [round(1000 * ratio) for ratio in ratios] == [SLACK_THOUSANDTHS, GATHERED_SLACK]
 
     @pytest.mark.parametrize(("full", "checkpointing", "expandable"), SHARES)
-    def test_shares_are_those_of_the_replays(self, full: bool, checkpointing: bool, expandable: bool) -> None:
+    def test_shares_are_those_of_the_replays(self, full: bool, checkpointing: str, expandable: bool) -> None:
         lines = replay_slack.ROWS.read_text(encoding="utf-8").splitlines()
         kind = [
             row

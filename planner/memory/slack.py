@@ -5,7 +5,7 @@ block that it once got from the driver, which `torch.cuda.max_memory_reserved` a
 before it raises an out-of-memory error.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from planner.cache_keys import TrainingInput
 from planner.quantities import Component, coming_and_going_bytes
@@ -23,16 +23,21 @@ class Shares(NamedTuple):
     varied_cache_deviation: int
 
 
-# By full fine-tuning, gradient checkpointing, expandable segments. Source: results/replay_slack.md.
-SHARES: dict[tuple[bool, bool, bool], Shares] = {
-    (True, False, False): Shares(23, 24, 91, 80, 234, 240),
-    (True, False, True): Shares(4, 3, 18, 26, 18, 37),
-    (True, True, False): Shares(172, 146, 363, 297, 312, 845),
-    (True, True, True): Shares(68, 45, 111, 78, 130, 90),
-    (False, False, False): Shares(16, 20, 28, 66, 434, 226),
-    (False, False, True): Shares(7, 13, 11, 29, 10, 26),
-    (False, True, False): Shares(123, 68, 182, 171, 395, 564),
-    (False, True, True): Shares(31, 49, 98, 66, 109, 56),
+Checkpointing = Literal["none", "some", "all"]  # how many of the layers are checkpointed
+# By full fine-tuning, checkpointed layers, expandable segments. Source: results/replay_slack.md.
+SHARES: dict[tuple[bool, Checkpointing, bool], Shares] = {
+    (True, "none", False): Shares(23, 24, 91, 80, 234, 240),
+    (True, "none", True): Shares(4, 3, 18, 26, 18, 37),
+    (True, "some", False): Shares(73, 50, 130, 95, 307, 118),
+    (True, "some", True): Shares(21, 20, 36, 46, 52, 37),
+    (True, "all", False): Shares(172, 146, 363, 297, 312, 845),
+    (True, "all", True): Shares(68, 45, 111, 78, 130, 90),
+    (False, "none", False): Shares(16, 20, 28, 66, 434, 226),
+    (False, "none", True): Shares(7, 13, 11, 29, 10, 26),
+    (False, "some", False): Shares(32, 37, 53, 153, 290, 315),
+    (False, "some", True): Shares(16, 22, 51, 50, 37, 48),
+    (False, "all", False): Shares(123, 68, 182, 171, 395, 564),
+    (False, "all", True): Shares(31, 49, 98, 66, 109, 56),
 }
 # With layers gathered from other GPUs (ZeRO-3) and the default allocator, in thousandths: median of out-of-memory
 # messages, results/allocator_slack.md.
@@ -79,4 +84,11 @@ def cache_shares(candidate: TrainingInput, deviations: float) -> tuple[float, fl
 
 def shares_of(candidate: TrainingInput) -> Shares:
     """The row of `SHARES` for a candidate."""
-    return SHARES[candidate.tuning == "full", candidate.gradient_checkpointing, candidate.expandable_segments]
+    return SHARES[candidate.tuning == "full", checkpointing_of(candidate), candidate.expandable_segments]
+
+
+def checkpointing_of(candidate: TrainingInput) -> Checkpointing:
+    """Return how many of a candidate's layers are checkpointed."""
+    if not candidate.gradient_checkpointing:
+        return "none"
+    return "all" if candidate.checkpoint_every_n_layers == 1 else "some"
