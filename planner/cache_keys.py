@@ -94,6 +94,7 @@ class TrainingSettings(NamedTuple):
     scores: int
     labelled_tokens: int
     images_per_row: int
+    image_size: str
     row_gpus: int
     flattened: bool
     pads: bool

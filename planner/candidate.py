@@ -87,6 +87,7 @@ class Candidate:
     num_iterations: int = 1
     padded: bool = True  # rows differ in length, so batches hold padding (see `pads`)
     images_per_row: int = 0  # images in each row, for vision-language models
+    image_size: str = ""  # WIDTHxHEIGHT in pixels, for models whose tokens of an image depend on it
     packing: bool = False
     padding_free: bool = False
     beta: float = 0.0

@@ -287,9 +287,9 @@ def faster_alternative(best: Estimate, others: tuple[Alternative, ...]) -> tuple
 
 # Pinned settings about the data or about what is learned: a plan without them would answer another job.
 JOB_PINS = frozenset(
-    {"max_length", "prompt_length", "max_completion_length", "padded", "images_per_row", "num_generations", "tuning",
-     "quantization", "lora_r", "lora_target_modules", "lora_dropout", "beta", "reward_model", "teacher_model", "optim",
-     "dtype", "packing", "padding_free"}
+    {"max_length", "prompt_length", "max_completion_length", "padded", "images_per_row", "image_size",
+     "num_generations", "tuning", "quantization", "lora_r", "lora_target_modules", "lora_dropout", "beta",
+     "reward_model", "teacher_model", "optim", "dtype", "packing", "padding_free"}
 )  # fmt: skip
 NOTABLY_FASTER = 1.3  # an alternative that the plan points at
 MUCH_FASTER = 1.5  # QLoRA over LoRA, or offloading over none, to be recommended instead

@@ -8,6 +8,7 @@ differs between the two.
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from math import isqrt
 from typing import Any
 
 import datasets
@@ -20,7 +21,7 @@ from planner.candidate import ZERO_SIZES, Candidate
 from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.settings import settings_of
 from planner.methods import MethodName
-from planner.models.architectures.vision import image_tower
+from planner.models.architectures.image_tower import ImageTower, image_tower
 from probes.step.built_trainer import DTYPES, BuiltTrainer
 
 # Settings that are not arguments of a trainer: read by accelerate, DeepSpeed, FSDP, the environment or the vLLM server,
@@ -46,6 +47,7 @@ NOT_TRAINER_ARGUMENTS = frozenset(
         "prompt_length",
         "padded",
         "images_per_row",
+        "image_size",
         "vllm_data_parallel_size",
         "autocast_adapter_dtype",
         "quant_method",
@@ -53,7 +55,7 @@ NOT_TRAINER_ARGUMENTS = frozenset(
     }
 )
 
-GEMMA3_IMAGE_TOKEN = 262144  # `image_token_index` of Gemma3Config
+RGB = 3  # channels of an image
 
 TokenSource = Callable[[int], list[int]]  # from a count: that many token ids, at least one
 # A row of the dataset from: the candidate, the source of its tokens, its index, and by how many tokens it is shorter
@@ -105,7 +107,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         settings["teacher_model"] = inputs.teacher
     trainer = _class_of_trl(candidate, method.trainer)(**settings)
     if candidate.images_per_row:
-        trainer.data_collator = with_images(trainer.data_collator, candidate)
+        trainer.data_collator = with_images(trainer.data_collator, candidate, trainer.model.config)
     if candidate.method == "gkd":  # GKDConfig has no `generation_kwargs`
         trainer.generation_config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
     if candidate.tuning == "lora" and not candidate.autocast_adapter_dtype:
@@ -152,28 +154,42 @@ def _class_of_trl(candidate: Candidate, name: str) -> Any:
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
-def with_images(collate: Callable[[Any], Any], candidate: Candidate) -> Callable[[Any], Any]:
-    """Return a collator whose batches of text hold images, too, at the beginning of each row.
+def with_images(collate: Callable[[Any], Any], candidate: Candidate, config: Any) -> Callable[[Any], Any]:
+    """Return a collator whose batches of text hold images, too, at the beginning of each row; a token follows each.
 
-    There is no processor without the model's files: the batch gets what Gemma3Processor returns for a row (transformers
-    5.23, models/gemma3/processing_gemma3.py).
+    There is no processor without the model's files: the batch gets what the model's processor returns for a row
+    (transformers 5.23, models/gemma3/processing_gemma3.py, models/qwen2_5_vl/processing_qwen2_5_vl.py). `config`: the
+    model's, of Transformers.
     """
-    tower = image_tower(candidate.model)
+    tower = image_tower(candidate.model, candidate.image_size)
     if tower is None:
         return collate
-    image_token = candidate.model.config.get("image_token_index", GEMMA3_IMAGE_TOKEN)
-    shown = candidate.images_per_row * tower.text_tokens
 
     def collate_images(examples: Any) -> Any:
         batch = collate(examples)
         tokens = batch["input_ids"]
-        tokens[:, :shown] = image_token
         types = torch.zeros_like(tokens)
-        types[:, :shown] = 1
-        pixels = torch.zeros(len(tokens) * candidate.images_per_row, tower.channels, tower.side, tower.side)
-        return {**batch, "token_type_ids": types, "pixel_values": pixels}
+        for image in range(candidate.images_per_row):
+            first = image * (tower.text_tokens + 1)
+            types[:, first : first + tower.text_tokens] = 1
+        tokens[tokens == config.image_token_id] = 0  # the text of a probe is any tokens
+        tokens[types == 1] = config.image_token_id
+        return {**batch, **_shown_images(tower, len(tokens) * candidate.images_per_row, types)}
 
     return collate_images
+
+
+def _shown_images(tower: ImageTower, images: int, types: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a batch's pixels, and where they belong: as squares (gemma 3), or as patches with their grid (qwen)."""
+    if tower.merger is None:
+        side = isqrt(tower.pixels // RGB)
+        return {"token_type_ids": types, "pixel_values": torch.zeros(images, RGB, side, side)}
+    height, width = tower.grid
+    return {
+        "mm_token_type_ids": types,
+        "pixel_values": torch.zeros(images * tower.patches, tower.pixels // tower.patches),
+        "image_grid_thw": torch.tensor([[1, height, width]] * images),
+    }
 
 
 # -- how models are loaded ---------------------------------------------------------------------------------------------

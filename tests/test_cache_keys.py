@@ -72,6 +72,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "num_iterations": (2, 1),
     "padded": (False, True),
     "images_per_row": (2, 1),
+    "image_size": ("1024x768", ""),
     "packing": (True, False),
     "padding_free": (True, False),
     "beta": (0.2, 0.0),

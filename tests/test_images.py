@@ -1,7 +1,8 @@
-"""Rows with images: the formulas of Gemma 3's vision tower against the trainer's step on fake tensors, and refusals."""
+"""Rows with images: the formulas of vision towers against the trainer's step on fake tensors, and refusals."""
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from planner.candidate import Candidate
 from planner.cli import run
 from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
+from planner.models.architectures.image_tower import image_sides, image_tower
 from planner.models.catalogue import load_model
-from planner.models.from_config import shape_of
+from planner.models.from_config import NOT_COUNTED, shape_of
+from planner.training_stack import complete_models
 
 GEMMA = load_model("google/gemma-3-4b-it")
 CLUSTER = parse_cluster("1xA100-80G")
@@ -71,6 +74,67 @@ def test_a_step_with_images_needs_what_the_trainer_allocates(settings: dict[str,
             assert mine.total_bytes == pytest.approx(theirs.total_bytes, rel=0.02), mine.name
 
 
+def few_of_qwen(name: str) -> Candidate:
+    """A candidate of one of Qwen's models with three layers in both stacks; of the tower, one sees whole images."""
+    config = json.loads(json.dumps(load_model(name).config))
+    config["text_config"]["num_hidden_layers"] = config["vision_config"]["depth"] = LAYERS
+    config["text_config"].pop("layer_types", None)
+    config["vision_config"]["fullatt_block_indexes"] = [1]
+    few = shape_of(
+        config, id=f"{name}-few-layers", dtype="bfloat16", counts=NOT_COUNTED, auto_class="AutoModelForImageTextToText"
+    )
+    complete = complete_models(lambda _: None)
+    return candidate(model=complete(few), image_size="1024x768", max_length=2048, padded=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", {}),
+        (
+            "Qwen/Qwen2.5-VL-3B-Instruct",
+            {"gradient_checkpointing": False, "images_per_row": 3, "image_size": "504x280"},
+        ),
+        *(
+            pytest.param(name, settings, marks=pytest.mark.nightly)
+            for name in ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen3.5-0.8B")
+            for settings in (
+                {},
+                {"gradient_checkpointing": False},
+                {"gradient_checkpointing": False, "attn_implementation": "flash_attention_2"},
+                {"tuning": "full", "gradient_accumulation_steps": 2},
+                {"tuning": "full", "dtype": "float32", "gradient_checkpointing": False},
+            )
+        ),
+    ],
+)
+def test_a_step_with_images_of_qwen_needs_what_the_trainer_allocates(name: str, settings: dict[str, object]) -> None:
+    """On fake tensors the next batch lies on the GPU, too, which waits on the host: its pixels are added."""
+    pytest.importorskip("trl")
+    from probes.dryrun.simulate import simulate
+
+    case = replace(few_of_qwen(name), **settings)  # type: ignore[arg-type]
+    tower = image_tower(case.model, case.image_size)
+    assert tower is not None
+    waiting = case.rows * case.images_per_row * tower.pixels * 4
+    simulated = simulate(estimate(case, CLUSTER))
+    for mine, theirs in zip(simulated.estimated, simulated.simulated, strict=True):
+        if mine.name in ("forward", "backward", "optimizer_step"):
+            assert mine.total_bytes + waiting == pytest.approx(theirs.total_bytes, rel=0.01), mine.name
+
+
+@pytest.mark.parametrize(("size", "tokens"), [("1024x768", 37 * 27), ("28x28", 1), ("20x2000", 71), ("504x280", 180)])
+def test_an_image_has_the_tokens_that_the_processor_makes(size: str, tokens: int) -> None:
+    tower = image_tower(load_model("Qwen/Qwen2.5-VL-3B-Instruct"), size)
+    assert tower is not None
+    assert tower.text_tokens == tokens
+    resize = pytest.importorskip("transformers.models.qwen2_vl.image_processing_qwen2_vl").smart_resize
+    width, height = image_sides(size)
+    rows, columns = resize(height, width, factor=28, min_pixels=1, max_pixels=10**8)
+    assert tower.grid == (rows // 14, columns // 14)
+
+
 def test_images_cost_memory_and_time() -> None:
     text, images = (estimate(candidate(model=GEMMA, images_per_row=count), CLUSTER) for count in (0, 2))
     assert images.gpus[0].peak_bytes > text.gpus[0].peak_bytes
@@ -89,8 +153,15 @@ def test_a_tower_that_images_pass_learns() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model=Qwen2.5-7B", "--method=sft"], "Qwen/Qwen2.5-7B has no vision tower. Use Gemma 3, such as"),
-        (["--model=Qwen2.5-VL-7B-Instruct", "--method=sft"], "has a vision tower without formulas. Use Gemma 3"),
+        (
+            ["--model=Qwen2.5-7B", "--method=sft"],
+            "no vision tower. Use Qwen2-VL, Qwen2.5-VL, Qwen3.5 or Gemma 3",
+        ),
+        (["--model=llava-1.5-7b-hf", "--method=sft"], "has a vision tower without formulas. Use Qwen2-VL"),
+        (["--model=Qwen2.5-VL-7B-Instruct", "--method=sft"], "add it in pixels, such as --image-size 1024x768"),
+        (["--model=Qwen2.5-VL-7B-Instruct", "--method=sft", "--image-size=big"], "An image size is WIDTHxHEIGHT"),
+        (["--model=Qwen2.5-VL-7B-Instruct", "--method=sft", "--image-size=9x99999"], "No processor takes"),
+        (["--model=gemma-3-4b-it", "--method=sft", "--image-size=640x480"], "resizes every image to one size"),
         (["--model=gemma-3-4b-it", "--method=dpo"], "images are counted for sft, not for dpo yet"),
         (
             ["--model=gemma-3-4b-it", "--method=sft", "--max-length=500"],
@@ -118,15 +189,27 @@ def test_a_plan_keeps_its_images_and_an_export_says_them(tmp_path: Path) -> None
     assert "--images-per-row 1" in (tmp_path / "run" / "README.md").read_text()
 
 
+def tiny(name: str, folder: Path, **outer: object) -> str:
+    """A folder with the config of a tiny model of tests/models, changed."""
+    config = json.loads((Path(__file__).parent / "models" / name / "config.json").read_text())
+    config["vision_config"] |= outer.pop("vision_config", {})
+    (folder / "config.json").write_text(json.dumps(config | outer))
+    return str(folder)
+
+
 @pytest.mark.nightly
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+@pytest.mark.parametrize("name", ["tiny-gemma3-vision", "tiny-qwen2_5_vl"])
 def test_a_real_trainer_with_images_peaks_where_its_dry_run_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tuning: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = json.loads((Path(__file__).parent / "models" / "tiny-gemma3-vision" / "config.json").read_text())
-    config["vision_config"] |= {"vision_use_head": False, "image_size": 224}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"mm_tokens_per_image": 64}))
-    asked = ["--gpus=1xA100-40G", "--method=sft", "--tuning=lora", "--images-per-row=2", "--max-length=256"]
-    assert run(["probe", f"--model={tmp_path}", *asked, "--batch-size=2", "--device=cpu", "--json"]) == 0
+    asked = ["--gpus=1xA100-40G", "--method=sft", f"--tuning={tuning}", "--images-per-row=2", "--batch-size=2"]
+    if name == "tiny-gemma3-vision":
+        changes = {"vision_use_head": False, "image_size": 224}
+        model, size = tiny(name, tmp_path, vision_config=changes, mm_tokens_per_image=64), ["--max-length=256"]
+    else:
+        model, size = tiny(name, tmp_path), ["--max-length=512", "--image-size=336x336"]
+    assert run(["probe", f"--model={model}", *asked, *size, "--device=cpu", "--json"]) == 0
     note = next(line for line in json.loads(capsys.readouterr().out)["warnings"] if "the probe at" in line)
     dry, real = map(float, re.findall(r"at (\d+\.\d+) MiB", note))
     assert real == pytest.approx(dry, rel=0.002)

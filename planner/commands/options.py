@@ -168,6 +168,14 @@ class JobOptions(ConfigFiles):
         int | None,
         typer.Option("--images-per-row", min=0, metavar="N", help="Images in each row of a vision-language model."),
     ] = None
+    image_size: Annotated[
+        str | None,
+        typer.Option(
+            "--image-size",
+            metavar="WIDTHxHEIGHT",
+            help="Pixels of an image, as the processor resizes it; models of Qwen need it.",
+        ),
+    ] = None
     padded: Annotated[
         bool | None, typer.Option("--padded/--no-padded", help="Do batches hold padding? Default: yes, real data does.")
     ] = None

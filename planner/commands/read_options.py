@@ -36,6 +36,7 @@ SHORTHANDS = {
     "batch_size": "per_device_train_batch_size",
     "padded": "padded",
     "images_per_row": "images_per_row",
+    "image_size": "image_size",
 }
 EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
 

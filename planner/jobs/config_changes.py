@@ -18,6 +18,7 @@ NOT_SEARCHED = (
     "prompt_length",
     "padded",
     "images_per_row",
+    "image_size",
 )
 
 

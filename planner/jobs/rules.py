@@ -13,7 +13,7 @@ from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
 from planner.methods import LENGTH_SETTINGS, METHOD_SETTINGS, METHODS, has_setting
-from planner.models.architectures.vision import image_tower
+from planner.models.architectures.image_tower import ImageTower, has_image_tower, image_tower, needs_image_size
 from planner.models.catalogue import model_rows
 from planner.units import format_count
 
@@ -111,26 +111,38 @@ def classifier_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def image_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse rows with images for a model, a method or rows that they are not counted for.
+    """Refuse rows with images for a model that they are not counted for, and sizes that are missing or without use."""
+    model, images, image_size = pins.job.model, pins.pinned.get("images_per_row", 0), pins.pinned.get("image_size", "")
+    if not images:
+        if image_size:
+            yield f"image_size={image_size} is for rows with images. Add --images-per-row 1."
+        return
+    if not has_image_tower(model):
+        what = "a vision tower without formulas" if model.vision_params else "no vision tower"
+        yield f"images_per_row={images}: {model.id} has {what}. Use Qwen2-VL, Qwen2.5-VL, Qwen3.5 or Gemma 3."
+    elif needs_image_size(model) != (image_size != ""):
+        yield (
+            f"image_size={image_size}: {model.id} resizes every image to one size. Drop it."
+            if image_size
+            else f"An image's tokens depend on its size in {model.id}: add it in pixels, such as --image-size 1024x768."
+        )
+    else:
+        yield from _image_row_problems(pins, images, image_tower(model, image_size))
+
+
+def _image_row_problems(pins: PinnedJob, images: int, tower: ImageTower | None) -> Iterator[str]:
+    """Refuse rows with images for a method that they are not counted for, and rows that TRL refuses or cuts.
 
     Source: trl 1.16, trainer/sft_trainer.py:779-785 (packing, padding-free), :1631 (image tokens that are cut).
     """
     job, pinned = pins.job, pins.pinned
-    images = pinned.get("images_per_row", 0)
-    if not images:
-        return
-    tower = image_tower(job.model)
-    if tower is None:
-        what = "a vision tower without formulas" if job.model.vision_params else "no vision tower"
-        yield f"images_per_row={images}: {job.model.id} has {what}. Use Gemma 3, such as google/gemma-3-4b-it."
-        return
     if job.method != "sft":
         yield f"images_per_row={images}: images are counted for sft, not for {job.method} yet. Drop it."
     for field in ("packing", "padding_free", "cp_size", "sp_size"):
         if pinned.get(field, False) is True or pinned.get(field, 1) > 1:
             yield f"{field} is not there for rows with images. Drop it."
     length = pinned.get("max_length", 0 if job.optimize == "max-length" else DEFAULT_MAX_LENGTH)
-    needed = images * tower.text_tokens
+    needed = images * tower.text_tokens if tower else 0
     if 0 < length < needed:
         yield (
             f"max_length {length} cuts the {needed} tokens of {format_count(images)} images. "

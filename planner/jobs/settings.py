@@ -21,6 +21,7 @@ from planner.jobs.spellings import (
     Value,
 )
 from planner.methods import has_setting
+from planner.models.architectures.image_tower import image_sides
 from planner.models.shape import ModelShape
 
 MAX_DIGITS = 20  # of any whole number that a user can mean
@@ -49,6 +50,7 @@ RANGES: dict[str, tuple[float, float]] = {
 # shown, if the method has them (planner/methods.py).
 SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
     "images_per_row": lambda c: c.images_per_row > 0,
+    "image_size": lambda c: c.image_size != "",
     "checkpoint_every_n_layers": lambda c: c.gradient_checkpointing,
     "checkpoint_offload": lambda c: c.gradient_checkpointing,
     "bnb_4bit_quant_storage": lambda c: c.bnb_4bit_quant_storage != "uint8",
@@ -309,6 +311,13 @@ def _parse_value(name: str, value: Value) -> Value:
         return _number(name, text, field, whole=kind is not float)
     if get_origin(kind) is tuple:
         return tuple(part for part in text.replace(",", " ").split() if part)
+    return _checked_text(name, field, text)
+
+
+def _checked_text(name: str, field: str, text: str) -> str:
+    """Return the text of a setting that is none of a few choices: a model's name, or the size of an image."""
+    if field == "image_size":
+        return "x".join(map(str, image_sides(text)))
     if field in MODEL_FIELDS and not text:
         raise InputError(f"{name} has no value. Give the name of a model.")
     return text

@@ -66,8 +66,8 @@ def estimate_command(candidate: Candidate, launcher: Launcher = "accelerate") ->
     else:
         command += ["--set", f"num_processes={candidate.num_processes}"]
     command += ["--padded" if candidate.padded else "--no-padded"]
-    if candidate.images_per_row:
-        command += ["--images-per-row", str(candidate.images_per_row)]
+    for flag, value in (("--images-per-row", candidate.images_per_row), ("--image-size", candidate.image_size)):
+        command += [flag, str(value)] if value else []
     if candidate.trl_version not in (NEWEST_TRL, candidate.method_row.last_trl):
         command += ["--trl-version", candidate.trl_version]
     if candidate.method_row.generates:

@@ -18,7 +18,7 @@ REWARD_MODULE, REWARD_FUNCTION = "rewards", "reward"
 NOT_IN_TRAIN_YAML = frozenset({
     "distributed_type", "zero_stage", "fsdp_version", "num_processes", "num_machines", "offload_optimizer_device",
     "offload_param_device", "fsdp_offload_params", "vllm_data_parallel_size", "quant_method", "padded", "prompt_length",
-    "images_per_row",
+    "images_per_row", "image_size",
     "dp_replicate_size", "cp_size", "sp_size", "autocast_adapter_dtype", "environment", "method", "trl_version",
     *ZERO_SIZES,
 })  # fmt: skip

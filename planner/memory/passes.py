@@ -3,18 +3,19 @@
 from dataclasses import dataclass, replace
 
 from planner.cache_keys import TrainingInput, state_settings
-from planner.candidate import SHARDED
+from planner.candidate import FLASH, SHARDED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import StackMemory, stack_memory, trained_bytes
 from planner.memory.layers.autograd import NOTHING, LiveBytes
+from planner.memory.layers.merger import merger_memory
 from planner.memory.layers.one_layer import NormMemory, PassPeak, norm_memory
 from planner.memory.layers.recipe import Recipe
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, policy_stack
 from planner.memory.states import StateMemory, state_memory
-from planner.models.architectures.vision import ImageTower, image_tower
-from planner.models.shape import Norm
+from planner.models.architectures.image_tower import ImageTower, image_tower
+from planner.models.shape import ModelShape, Norm
 from planner.quantities import Component
 
 Components = dict[Component, int]
@@ -117,52 +118,162 @@ class ImagePasses:
 def image_passes(candidate: TrainingInput, stack: StackRecipe, gradients_exist: bool) -> ImagePasses | None:
     """Compute the passes of a candidate's images; None for rows of text.
 
-    The tower has no mask, dropout or windows. It saves nothing where no weight or input of it requires a gradient: with
-    LoRA on other modules, without checkpointing (`enable_input_require_grads` reaches its patches, too). The batches of
-    an optimizer step are all on the GPU before its first micro-step (transformers 5.23, trainer.py,
-    `get_batch_samples`; accelerate 1.15, data_loader.py, `DataLoaderShard.__iter__`).
+    The tower has no mask or dropout. It saves nothing where no weight or input of it requires a gradient: with LoRA on
+    other modules, without checkpointing (`enable_input_require_grads` reaches its patches, too). The batches of an
+    optimizer step are all on the GPU before its first micro-step (transformers 5.23, trainer.py, `get_batch_samples`;
+    accelerate 1.15, data_loader.py, `DataLoaderShard.__iter__`).
 
-    Leaves out the workspace of cuDNN's convolution.
-    Source: transformers 5.23, models/siglip/modeling_siglip.py, `SiglipVisionModel`; models/gemma3/modeling_gemma3.py,
-    `Gemma3MultiModalProjector`, `Gemma3Model.forward`.
+    Leaves out the workspace of cuDNN's convolution, and windows under eager attention.
     """
-    tower = image_tower(candidate.model) if candidate.images_per_row else None
+    tower = image_tower(candidate.model, candidate.image_size) if candidate.images_per_row else None
     if tower is None:
         return None
     images = candidate.rows * candidate.images_per_row
-    patches, scores = images * tower.patches, images * tower.patches**2
     recipe = replace(
         stack,
         recipe=replace(stack.recipe, liger=False),
         masked=False,
-        merged=False,
+        merged=tower.merger is not None and tower.merger.reordered,
         unpads=False,
         windows_active=False,
         mask_widths=0,
     )
-    memory = stack_memory(tower.stack, recipe, gradients_exist, 0)
-    norm = norm_memory(tower.stack.final_norm, replace(recipe.recipe, input_width=memory.output_width))
-    output = patches * tower.stack.hidden_size * norm.output_width
-    pooled = pooled_bytes(tower, images, recipe.recipe)
-    pixels = images * tower.pixels
-    resident: Components = {"activations": candidate.gradient_accumulation_steps * pixels * FLOAT32_BYTES}
-    if not learns(tower, recipe):
-        forward = peak_components(memory.inference, patches, scores)
-        held: Components = {"activations": output + pooled}
+    size = TowerInput(
+        tower=tower,
+        layers=tower.joined_stack if stack.attn_implementation in FLASH else tower.stack,
+        recipe=recipe,
+        images=images,
+        learns=learns(tower, recipe),
+        gradients_exist=gradients_exist,
+    )
+    resident: Components = {"activations": candidate.gradient_accumulation_steps * size.pixels * FLOAT32_BYTES}
+    return (pooled_passes if tower.merger is None else merged_passes)(size, resident)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerInput:
+    """A vision tower with the images of a micro-batch. `learns`: its forward pass builds a graph."""
+
+    tower: ImageTower
+    layers: ModelShape
+    recipe: StackRecipe
+    images: int
+    learns: bool
+    gradients_exist: bool
+
+    @property
+    def pixels(self) -> int:
+        return self.images * self.tower.pixels
+
+    @property
+    def patches(self) -> int:
+        return self.images * self.tower.patches
+
+    @property
+    def scores(self) -> int:
+        return self.images * self.tower.patches**2
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of the pixels in the dtype of the weights, which a convolution that is trained saves."""
+        return self.pixels * self.recipe.recipe.compute_width if self.recipe.recipe.trainable else 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that the backward pass of the layers leaves, unless they exist."""
+        layers = self.layers.layer_kinds
+        return 0 if self.gradients_exist else sum(trained_bytes(one, self.recipe.recipe) * n for one, n in layers)
+
+    def components(self, snapshot: LiveBytes) -> Components:
+        return component_bytes(snapshot, self.patches, self.scores)
+
+    def peak(self, peaks: PassPeak) -> Components:
+        return peak_components(peaks, self.patches, self.scores)
+
+
+def pooled_passes(size: TowerInput, resident: Components) -> ImagePasses:
+    """Passes of a tower whose patches are pooled, then projected to tokens.
+
+    Source: transformers 5.23, models/gemma3/modeling_gemma3.py, `Gemma3MultiModalProjector`, `Gemma3Model.forward`.
+    """
+    tower, recipe = size.tower, size.recipe
+    memory = stack_memory(size.layers, recipe, size.gradients_exist, 0)
+    norm = norm_memory(size.layers.final_norm, replace(recipe.recipe, input_width=memory.output_width))
+    output = size.patches * size.layers.hidden_size * norm.output_width
+    pooled = pooled_bytes(tower, size.images, recipe.recipe)
+    if not size.learns:
         return ImagePasses(
-            resident=resident, saved={}, held=held, copies=0, forward=forward, backward={}, gradient_bytes=0
+            resident=resident,
+            saved={},
+            held={"activations": output + pooled},
+            copies=0,
+            forward=size.peak(memory.inference),
+            backward={},
+            gradient_bytes=0,
         )
-    cast = pixels * recipe.recipe.compute_width if recipe.recipe.trainable else 0
     # average pooling saves a contiguous copy of the features
-    behind: Components = {"activations": norm.saved[0] * patches + output + pooled + cast}
+    behind: Components = {"activations": norm.saved[0] * size.patches + output + pooled + size.cast_bytes}
+    cast: Components = {"activations": size.cast_bytes}
     return ImagePasses(
         resident=resident,
-        saved=add_components(component_bytes(memory.saved, patches, scores), behind),
+        saved=add_components(size.components(memory.saved), behind),
         held={"activations": output},
         copies=memory.copies[2],
-        forward=add_components(peak_components(memory.forward, patches, scores), {"activations": cast}),
-        backward=add_components(peak_components(memory.backward, patches, scores), {"activations": cast}),
-        gradient_bytes=0 if gradients_exist else tower_gradient_bytes(tower, recipe),
+        forward=add_components(size.peak(memory.forward), cast),
+        backward=add_components(size.peak(memory.backward), cast),
+        gradient_bytes=size.gradient_bytes,
+    )
+
+
+def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
+    """Passes of a tower behind which squares of patches are merged to tokens.
+
+    The model's output holds the tower's output and the tokens of each image, beside all tokens in one tensor, to the
+    end of the forward pass. Cos and sin of the patches live as long as the layers.
+    Source: transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py, `Qwen2VLModel.forward`.
+    """
+    tower, recipe = size.tower, size.recipe
+    assert tower.merger is not None
+    memory = stack_memory(size.layers, recipe, size.gradients_exist, 0)
+    below = replace(recipe.recipe, input_width=memory.output_width)
+    merger = merger_memory(tower.merger, below, size.learns, size.gradients_exist)
+    merged = size.patches // tower.merger.patches
+    angles: Components = {"activations": size.patches * tower.angles * FLOAT32_BYTES}
+    output: Components = {"activations": size.patches * size.layers.hidden_size * memory.output_width}
+    in_merger = peak_components(merger.forward, merged, 0)
+    kept = component_bytes(merger.kept, merged, 0)
+    if not size.learns:
+        forward = max(
+            add_components(size.peak(memory.inference), angles), add_components(output, in_merger), key=total_bytes
+        )
+        return ImagePasses(
+            resident=resident,
+            saved={},
+            held=add_components(output, kept),
+            copies=0,
+            forward=forward,
+            backward={},
+            gradient_bytes=0,
+        )
+    assert merger.backward is not None
+    below_all: Components = add_components(angles, {"activations": size.cast_bytes})
+    layers = add_components(size.components(memory.saved), below_all)
+    saved = component_bytes(merger.saved, merged, 0)
+    back = peak_components(merger.backward, merged, 0)
+    # their gradients are counted as those of the language model, which exist by then
+    back["gradients"] = 0
+    return ImagePasses(
+        resident=resident,
+        saved=add_components(layers, saved),
+        held=add_components(kept, {kind: -bytes_ for kind, bytes_ in saved.items()}),
+        copies=memory.copies[2],
+        forward=max(
+            add_components(size.peak(memory.forward), below_all), add_components(layers, in_merger), key=total_bytes
+        ),
+        backward=max(
+            add_components(size.peak(memory.backward), below_all), add_components(layers, back), key=total_bytes
+        ),
+        gradient_bytes=size.gradient_bytes,
     )
 
 
@@ -178,11 +289,6 @@ def pooled_bytes(tower: ImageTower, images: int, recipe: Recipe) -> int:
     norm = norm_memory(Norm(kind="rms_gemma", features=tower.stack.hidden_size, params=0), recipe)
     saved = norm.saved[0] + tower.stack.hidden_size * norm.output_width
     return features * (saved + tower.text_hidden_size * recipe.compute_width)
-
-
-def tower_gradient_bytes(tower: ImageTower, stack: StackRecipe) -> int:
-    """Bytes of the gradients of the tower's layers."""
-    return sum(trained_bytes(layer, stack.recipe) * count for layer, count in tower.stack.layer_kinds)
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------

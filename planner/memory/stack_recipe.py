@@ -11,6 +11,7 @@ from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.policy import SUBCLASSED_LINEARS
 from planner.methods import WITHOUT_AUTOCAST
+from planner.models.architectures.image_tower import image_tower
 from planner.models.shape import FLASH_HEAD_DIM, Attention, ModelShape
 
 # How quantized projections compute. Source: planner/memory/layers/linear.py.
@@ -60,7 +61,8 @@ class StackRecipe:
     flash: bool  # the GPU has FlashAttention's kernels (compute capability 8.0)
     mask_widths: int  # bytes per score of the masks that all layers share
     embedding_width: int  # bytes of one element of the embedding's output
-    merged: bool = False  # the features of images are put in place of embeddings of their tokens
+    # the features of images are put in place of embeddings of their tokens, or patches in the order of windows
+    merged: bool = False
 
 
 def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
@@ -151,9 +153,8 @@ def without_adapters(stack: StackRecipe) -> StackRecipe:
 def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRecipe:
     """Add masks and checkpointing to a recipe, as the candidate's rows need them."""
     shortest = shortest_window(candidate.model)
-    # gemma 3's masks are made from `token_type_ids`, which rows with images have: image tokens see one another
-    # (transformers 5.23, models/gemma3/modeling_gemma3.py, `create_masks_for_vision_model`)
-    masked = candidate.pads or candidate.flattened or candidate.images_per_row > 0
+    tower = image_tower(candidate.model, candidate.image_size) if candidate.images_per_row else None
+    masked = candidate.pads or candidate.flattened or (tower is not None and tower.masks_text)
     windows_active = shortest is not None and candidate.row_tokens >= shortest
     implementation = loaded_attention(candidate.model, candidate.attn_implementation)
     return StackRecipe(

@@ -23,7 +23,7 @@ NormKind = Literal[
     "layer_unweighted",  # OlmoLayerNorm: F.layer_norm in fp32 without weight
     "none",
 ]
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_new", "quick_gelu", "relu"]
 RotaryStyle = Literal[
     "half",  # llama: x * cos + rotate_half(x) * sin
     "half_cast_back",  # olmo 2: the same, cast back to the projection's dtype
@@ -45,6 +45,7 @@ QkvLayout = Literal[
     "heads_selected",  # falcon with as many keys as queries
     "multi_query",  # falcon-7b: one key and value head, taken by a list of indices
     "grouped_repeated",  # falcon-40b: keys and values repeated for every query head
+    "unbound",  # vision towers of qwen: one projection, unbound along a dimension of three
 ]
 RouterStyle = Literal[
     "softmax",  # mixtral: float32 weights
@@ -120,6 +121,7 @@ class Attention:
     softmax_float32: bool = True  # eager attention's softmax
     softcap: bool = False
     dropout: float = 0.0  # of attention probabilities while training
+    in_pieces: bool = False  # vision towers of qwen: each image or window runs the kernel apart
     sink_params: int = 0
     kv_latent_dim: int = 0
 

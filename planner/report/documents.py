@@ -70,6 +70,13 @@ class OptionalSettings(Document, frozen=True):
     images_per_row: (
         Annotated[Count, Meta(description="Images in each row: a fact of the data, not a TRL setting.")] | UnsetType
     ) = UNSET
+    image_size: (
+        Annotated[
+            str,
+            Meta(pattern="^[0-9]{1,6}x[0-9]{1,6}$", description="WIDTHxHEIGHT of an image: a fact of the data, too."),
+        ]
+        | UnsetType
+    ) = UNSET
     lora_dropout: Share | UnsetType = UNSET
     autocast_adapter_dtype: (
         Annotated[bool, Meta(description="PEFT keeps adapters in float32 on a 16-bit base (get_peft_model).")]

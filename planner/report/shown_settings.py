@@ -17,7 +17,7 @@ LINES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (
         "lengths",
         ("max_length", "prompt_length", "max_completion_length", "max_new_tokens", "response_length"),
-        ("images_per_row", "packing", "padding_free", "padded"),
+        ("images_per_row", "image_size", "packing", "padding_free", "padded"),
     ),
     ("model", ("dtype", "gradient_checkpointing", "attn_implementation"), ()),
     ("adapters", ("lora_r", "lora_target_modules", "lora_dropout"), ("use_peft", "autocast_adapter_dtype")),

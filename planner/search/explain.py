@@ -10,7 +10,7 @@ from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
 from planner.methods import MethodName
-from planner.models.architectures.vision import image_tower
+from planner.models.architectures.image_tower import has_image_tower, image_tower, needs_image_size
 from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, attention
@@ -222,13 +222,15 @@ def about_display(best: Estimate, problem: SearchProblem) -> Iterator[str]:
 
 def about_images(best: Estimate, problem: SearchProblem) -> Iterator[str]:
     """Note that rows of text are planned for a model that takes images, too, or that their mask is dropped."""
-    if best.candidate.images_per_row and best.candidate.attn_implementation in FLASH:
+    tower = image_tower(problem.job.model, best.candidate.image_size) if best.candidate.images_per_row else None
+    if tower is not None and tower.masks_text and best.candidate.attn_implementation in FLASH:
         name = best.candidate.attn_implementation
         yield f"with {name} the tokens of an image see only those before them; sdpa keeps their mask"
     if not problem.job.model.vision_params or best.candidate.images_per_row:
         return
-    counted = image_tower(problem.job.model) is not None and problem.job.method == "sft"
-    flag = ": --images-per-row 1" if counted else ""
+    counted = has_image_tower(problem.job.model) and problem.job.method == "sft"
+    size = " --image-size 1024x768" if needs_image_size(problem.job.model) else ""
+    flag = f": --images-per-row 1{size}" if counted else ""
     yield f"rows of text are planned: images and the passes of the vision tower are not counted{flag}"
 
 

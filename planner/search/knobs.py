@@ -16,6 +16,7 @@ from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
 from planner.jobs.rules import WITH_SHARDED_QLORA
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import METHODS
+from planner.models.architectures.image_tower import image_tower
 from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Estimate
 
@@ -151,12 +152,21 @@ def checkpointing(problem: SearchProblem) -> Changes:
     )
 
 
+def masks_images(job: Job) -> bool:
+    """Return whether the rows of a job have images whose tokens see one another in the language model."""
+    if not job.pinned.get("images_per_row"):
+        return False
+    tower = image_tower(job.model, job.pinned.get("image_size", ""))
+    return tower is not None and tower.masks_text
+
+
 def attention(problem: SearchProblem) -> Changes:
     """Return the attention implementations that the model and the GPU support.
 
     FlashAttention 2 needs no mask; sdpa needs one of rows x length squared for padded batches. Models with softcaps
     have no sdpa, those with attention sinks eager attention only. FlashAttention 2 drops the mask with which the tokens
-    of an image see one another (transformers 5.23, masking_utils.py, `flash_attention_mask`), so it is not offered.
+    of an image see one another in gemma 3 (transformers 5.23, masking_utils.py, `flash_attention_mask`), so it is not
+    offered there.
     Source: planner/memory/stack_recipe.py, `loaded_attention`.
     """
     layers = [layer.attention for layer, _ in problem.job.model.layer_kinds]
@@ -167,7 +177,7 @@ def attention(problem: SearchProblem) -> Changes:
     flash = (
         problem.cluster.gpu.supports_flash_attention_2
         and not context_parallel
-        and not problem.job.pinned.get("images_per_row")
+        and not masks_images(problem.job)
         and all(layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers)
     )
     return tuple({"attn_implementation": name} for name in ((other, "flash_attention_2") if flash else (other,)))

@@ -26,8 +26,9 @@ WHOLE_NODES = (1, 2, 4, 8, 16, 32, 64)
 PAGED_OPTIMIZER = "paged_adamw_8bit"
 # Pinned settings that describe the data: dropping them would answer another job.
 DATA_SETTINGS = frozenset(
-    {"max_length", "prompt_length", "max_completion_length", "padded", "images_per_row", "num_generations"}
-)
+    {"max_length", "prompt_length", "max_completion_length", "padded", "images_per_row", "image_size",
+     "num_generations"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

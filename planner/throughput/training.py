@@ -8,7 +8,7 @@ from planner.candidate import FLASH
 from planner.gpus.cluster import Gpu
 from planner.memory.loss import loss_of
 from planner.methods import Loss
-from planner.models.architectures.vision import image_tower
+from planner.models.architectures.image_tower import image_tower
 from planner.models.shape import ModelShape
 from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, memory_rate
 from planner.throughput.smooth import smooth_max
@@ -190,6 +190,7 @@ def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
     """Seconds of attention in one forward pass on one GPU, all layers: 4 x pairs x width FLOP for its two products.
 
         pairs in a row of S tokens = S^2 / 2 (causal) | w S - w^2 / 2 (window w < S) | S^2 (given masks, images)
+                                   | w S (windows of w patches of an image)
 
     Eager attention and masked sdpa also move scores and masks through memory. GPUs that share a row share its pairs
     equally: a part of the queries each (context parallel), or of the heads (Ulysses).
@@ -206,6 +207,8 @@ def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
         pairs = float(length * length)
         if batch.causal and not masked:
             pairs = window * length - window * window / 2 if 0 < window < length else pairs / 2
+        elif not batch.causal and 0 < window < length:
+            pairs = float(window * length)
         seconds += rows * pairs * flops / rate
         if batch.kernel == "eager":
             seconds += rows * pairs * heads * ATTENTION_SCORE_BYTES / bandwidth
@@ -272,7 +275,7 @@ def image_batches(candidate: TrainingInput, batch: Batch) -> list[tuple[Work, Ba
 
     Leaves out the tower's adapters, and that a tower without adapters may have no backward pass.
     """
-    tower = image_tower(candidate.model) if candidate.images_per_row else None
+    tower = image_tower(candidate.model, candidate.image_size) if candidate.images_per_row else None
     if tower is None:
         return []
     kernel = "sdpa" if batch.kernel == "sdpa-masked" else batch.kernel

@@ -23,7 +23,10 @@ FALCON_TWO_NORMS: QkvLayout = "grouped_repeated"
 def feed_forward(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:
     """The layer's MLP or its experts."""
     block = layer.feed_forward
-    return experts(tape, recipe, block, x) if isinstance(block, Experts) else mlp(tape, recipe, block, x)
+    if isinstance(block, Experts):
+        return experts(tape, recipe, block, x)
+    # the patches of a vision tower of qwen have no dimension for rows
+    return mlp(tape, recipe, block, x, flat=layer.attention.qkv_layout == "unbound")
 
 
 def block_dropout(tape: Tape, recipe: Recipe, layer: Layer, x: Tensor) -> Tensor:

@@ -15,6 +15,10 @@ def activate(tape: Tape, recipe: Recipe, activation: Activation, x: Tensor) -> T
     """Activation function: silu and gelu save their input, relu its result; gelu_new is several operators."""
     if activation == "gelu_new":
         return gelu_new(tape, recipe, x)
+    if activation == "quick_gelu":  # x * sigmoid(1.702 * x) (activations.py, `QuickGELUActivation`)
+        gate = op.scale(tape, x)
+        gate = op.unary(tape, gate, "output")
+        return op.mul(tape, x, gate)
     return op.unary(tape, x, "output" if activation == "relu" else "input")
 
 
@@ -44,7 +48,7 @@ def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool = False) -
     down = block.linears[-1]
     held: list[Tensor] = []  # phi3's local variable: a view of the gate, which keeps the fused projection alive
     if not block.gated:
-        h = linear(tape, recipe, block.linears[0], x)
+        h = linear(tape, recipe, block.linears[0], x, flat)
         h = activate(tape, recipe, block.activation, h)
     elif recipe.liger:
         h = liger_gate(tape, recipe, block, x)

@@ -26,8 +26,25 @@ def self_attention(tape: Tape, recipe: Recipe, block: Attention, x: Tensor) -> t
     if block.rotary:
         rotated = rotary(tape, recipe, block, q, k)
         q, k = rotated[:2]
+    if block.in_pieces:
+        mixed, pieces = attend_in_pieces(tape, recipe, block, q, k, v)
+        result = linear(tape, recipe, block.linears[-1], mixed, flat=True)
+        del pieces
+        return result, None
     mixed, weights = attend(tape, recipe, block, q, k, v)
-    return linear(tape, recipe, block.linears[-1], mixed), weights
+    return linear(tape, recipe, block.linears[-1], mixed, flat=block.qkv_layout == "unbound"), weights
+
+
+def attend_in_pieces(
+    tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+    """Attention of each image or window apart; the outputs are joined, and lists of the model's code hold the parts.
+
+    Source: transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py, `VisionAttention.forward`.
+    """
+    parts = [op.split(tape, each, (each.elements[0],))[0] for each in (q, k, v)]
+    pieces = attend(tape, recipe, block, *parts)
+    return op.cat(tape, (pieces[0],)), pieces
 
 
 def query_key_value_heads(tape: Tape, recipe: Recipe, block: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,9 +90,11 @@ def fused_heads(tape: Tape, recipe: Recipe, block: Attention, x: Tensor) -> tupl
     Falcon with a single key and value head ("multi_query") indexes them, which copies; with several
     ("grouped_repeated") it repeats them for every query head.
     """
-    joined = linear(tape, recipe, block.linears[0], x)
+    joined = linear(tape, recipe, block.linears[0], x, flat=block.qkv_layout == "unbound")
     sizes = (block.q_dim, block.k_dim, block.v_dim)
-    if block.qkv_layout in ("split", "heads_chunked"):
+    if block.qkv_layout == "unbound":  # the backward pass stacks three gradients, then puts them side by side
+        joined = op.view_with_copied_gradient(tape, joined)
+    if block.qkv_layout in ("split", "heads_chunked", "unbound"):
         q, k, v = op.split(tape, joined, sizes)
         return q, k, v
     q = op.slice_view(tape, joined, tokens(sizes[0]))

@@ -9,7 +9,7 @@ from planner.errors import InputError, shortened
 # positions of Llama-4-Scout; products of a few sizes up to 2**40 are floats still, which end at 2**1024.
 MAX_LAYERS = 1_000
 MAX_SIZE = 2**40
-LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "depth")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_new",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
 }
 
