@@ -80,7 +80,10 @@ CANDIDATES: dict[str, Candidate] = {
     "fsdp2 qlora": candidate(sharding="fsdp2", tuning="lora", quantization="nf4", bnb_4bit_quant_storage="bfloat16"),
     "fsdp2 float32": candidate(sharding="fsdp2", precision="no", dtype="float32", gradient_accumulation_steps=2),
 }
-each = pytest.mark.parametrize("name", CANDIDATES)
+NIGHTLY = frozenset({"zero1 accumulating", "fsdp2 hybrid", "fsdp2 float32"})  # CI runs one of each kind
+each = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in CANDIDATES]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,18 +150,24 @@ def ranks_of(name: str, folder: Path) -> tuple[Rank, ...]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Rank, ...]]:
-    """Run every candidate once, all with one import of the libraries."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Rank, ...]]:
+    """Run every candidate of the selected tests once, all with one import of the libraries."""
+    selected = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
     folder = tmp_path_factory.mktemp("sharded")
     cases = []
-    for name, held in CANDIDATES.items():
+    for name in selected:
+        held = CANDIDATES[name]
         export(held, folder / name)
         cases.append(
             {"name": name, "candidate": candidate_report(held), "environment": environment(held, folder / name)}
         )
     (folder / "cases.json").write_text(json.dumps(cases))
     finished([sys.executable, str(WORKER), "cases.json", str(folder)], folder, {})
-    return {name: ranks_of(name, folder) for name in CANDIDATES}
+    return {name: ranks_of(name, folder) for name in selected}
 
 
 class TestEveryRankKeepsWhatTheFormulasSay:
