@@ -80,6 +80,8 @@ def few_of_qwen(name: str) -> Candidate:
     config["text_config"]["num_hidden_layers"] = config["vision_config"]["depth"] = LAYERS
     config["text_config"].pop("layer_types", None)
     config["vision_config"]["fullatt_block_indexes"] = [1]
+    if config["vision_config"].get("deepstack_visual_indexes"):
+        config["vision_config"]["deepstack_visual_indexes"] = [0, 1]
     few = shape_of(
         config, id=f"{name}-few-layers", dtype="bfloat16", counts=NOT_COUNTED, auto_class="AutoModelForImageTextToText"
     )
@@ -98,11 +100,17 @@ def few_of_qwen(name: str) -> Candidate:
         ),
         *(
             pytest.param(name, settings, marks=pytest.mark.nightly)
-            for name in ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen3.5-0.8B")
+            for name in (
+                "Qwen/Qwen2.5-VL-3B-Instruct",
+                "Qwen/Qwen2-VL-2B-Instruct",
+                "Qwen/Qwen3-VL-2B-Instruct",
+                "Qwen/Qwen3.5-0.8B",
+            )
             for settings in (
                 {},
                 {"gradient_checkpointing": False},
                 {"gradient_checkpointing": False, "attn_implementation": "flash_attention_2"},
+                {"lora_target_modules": ("out_proj" if "3.5" in name else "k_proj",)},
                 {"tuning": "full", "gradient_accumulation_steps": 2},
                 {"tuning": "full", "dtype": "float32", "gradient_checkpointing": False},
             )
@@ -155,7 +163,7 @@ def test_a_tower_that_images_pass_learns() -> None:
     [
         (
             ["--model=Qwen2.5-7B", "--method=sft"],
-            "no vision tower. Use Qwen2-VL, Qwen2.5-VL, Qwen3.5 or Gemma 3",
+            "no vision tower. Use Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 or Gemma 3",
         ),
         (["--model=llava-1.5-7b-hf", "--method=sft"], "has a vision tower without formulas. Use Qwen2-VL"),
         (["--model=Qwen2.5-VL-7B-Instruct", "--method=sft"], "add it in pixels, such as --image-size 1024x768"),

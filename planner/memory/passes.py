@@ -14,7 +14,7 @@ from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, policy_stack
 from planner.memory.states import StateMemory, state_memory
-from planner.models.architectures.image_tower import ImageTower, image_tower
+from planner.models.architectures.image_tower import ImageTower, Merger, image_tower
 from planner.models.shape import ModelShape, Norm
 from planner.quantities import Component
 
@@ -229,58 +229,94 @@ def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
     """Passes of a tower behind which squares of patches are merged to tokens.
 
     The model's output holds the tower's output and the tokens of each image, beside all tokens in one tensor, to the
-    end of the forward pass. Cos and sin of the patches live as long as the layers.
+    end of the forward pass; so it does with the tokens of deepstack, whose gradients are alive in the tower's backward
+    pass. Cos and sin of the patches live as long as the layers.
     Source: transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py, `Qwen2VLModel.forward`.
     """
     tower, recipe = size.tower, size.recipe
-    assert tower.merger is not None
     memory = stack_memory(size.layers, recipe, size.gradients_exist, 0)
-    below = replace(recipe.recipe, input_width=memory.output_width)
-    merger = merger_memory(tower.merger, below, size.learns, size.gradients_exist)
-    merged = size.patches // tower.merger.patches
+    last, inner = (merger_passes(each, size, memory.output_width) for each in (tower.merger, tower.inner_merger))
     angles: Components = {"activations": size.patches * tower.angles * FLOAT32_BYTES}
     output: Components = {"activations": size.patches * size.layers.hidden_size * memory.output_width}
-    in_merger = peak_components(merger.forward, merged, 0)
-    kept = component_bytes(merger.kept, merged, 0)
+    many = tower.deepstack
+    kept = add_components(last.kept, *(inner.kept,) * many)
     if not size.learns:
-        forward = max(
-            add_components(size.peak(memory.inference), angles), add_components(output, in_merger), key=total_bytes
-        )
+        before = add_components(angles, *(inner.kept,) * many)
+        forward = (add_components(size.peak(memory.inference), before), add_components(output, before, last.forward))
         return ImagePasses(
             resident=resident,
             saved={},
             held=add_components(output, kept),
             copies=0,
-            forward=forward,
+            forward=max(*forward, key=total_bytes),
             backward={},
             gradient_bytes=0,
         )
-    assert merger.backward is not None
-    below_all: Components = add_components(angles, {"activations": size.cast_bytes})
-    layers = add_components(size.components(memory.saved), below_all)
-    saved = component_bytes(merger.saved, merged, 0)
-    back = peak_components(merger.backward, merged, 0)
-    # their gradients are counted as those of the language model, which exist by then
-    back["gradients"] = 0
+    cast: Components = {"activations": size.cast_bytes}
+    before = add_components(angles, cast, *(inner.kept,) * many)
+    saved = add_components(last.saved, *(inner.saved,) * many)
+    layers = add_components(size.components(memory.saved), angles, cast)
+    # gradients of weights are counted as those of the language model, which exist by then
+    after = add_components(angles, cast, *(inner.saved, inner.gradient) * many)
     return ImagePasses(
         resident=resident,
         saved=add_components(layers, saved),
-        held=add_components(kept, {kind: -bytes_ for kind, bytes_ in saved.items()}),
+        held=add_components(kept, negative(saved)),
         copies=memory.copies[2],
         forward=max(
-            add_components(size.peak(memory.forward), below_all), add_components(layers, in_merger), key=total_bytes
+            add_components(size.peak(memory.forward), before),
+            add_components(size.components(memory.saved), before, last.forward),
+            key=total_bytes,
         ),
         backward=max(
-            add_components(size.peak(memory.backward), below_all), add_components(layers, back), key=total_bytes
+            add_components(size.peak(memory.backward), after),
+            add_components(size.components(memory.saved), after, last.backward),
+            key=total_bytes,
         ),
         gradient_bytes=size.gradient_bytes,
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergerPasses:
+    """A merger's passes over the patches of a micro-batch, see `MergerMemory`. `gradient`: of the tokens it makes."""
+
+    kept: Components
+    saved: Components
+    forward: Components
+    backward: Components
+    gradient: Components
+
+
+def merger_passes(merger: Merger | None, size: TowerInput, input_width: int) -> MergerPasses:
+    """Compute a merger's passes; without a merger they take nothing."""
+    if merger is None:
+        return MergerPasses(kept={}, saved={}, forward={}, backward={}, gradient={})
+    recipe = replace(size.recipe.recipe, input_width=input_width)
+    memory = merger_memory(merger, recipe, size.learns, size.gradients_exist)
+    tokens = size.patches // merger.patches
+    backward = peak_components(memory.backward, tokens, 0) if memory.backward else {}
+    return MergerPasses(
+        kept=component_bytes(memory.kept, tokens, 0),
+        saved=component_bytes(memory.saved, tokens, 0),
+        forward=peak_components(memory.forward, tokens, 0),
+        backward={kind: size_bytes for kind, size_bytes in backward.items() if kind != "gradients"},
+        gradient={"activations": tokens * merger.linears[1].out_features * recipe.compute_width},
+    )
+
+
+def negative(components: Components) -> Components:
+    """The components with the opposite sign."""
+    return {kind: -size_bytes for kind, size_bytes in components.items()}
+
+
 def learns(tower: ImageTower, stack: StackRecipe) -> bool:
-    """Return whether the tower's forward pass builds a graph."""
+    """Return whether the tower's forward pass builds a graph.
+
+    Source: transformers 5.23, modeling_utils.py, `enable_input_require_grads` and `get_input_embeddings`.
+    """
     adapted = any(linear.name in stack.recipe.lora_targets for linear in tower.stack.layers[0].linears)
-    return stack.recipe.trainable or adapted or stack.gradient_checkpointing
+    return stack.recipe.trainable or adapted or (stack.gradient_checkpointing and tower.patches_learn)
 
 
 def pooled_bytes(tower: ImageTower, images: int, recipe: Recipe) -> int:

@@ -35,18 +35,20 @@ class MergerMemory:
 def merger_memory(merger: Merger, recipe: Recipe, learns: bool, gradients_exist: bool) -> MergerMemory:
     """Run both passes of a merger. `learns`: the tower below builds a graph; `recipe.input_width`: of its output."""
     tape = Tape(grad_enabled=learns, gradients_exist=gradients_exist)
-    x = tape.leaf(tokens(merger.patches * merger.norm.features), recipe.input_width or recipe.weight_width)
+    x = tape.leaf(tokens(merger.linears[0].in_features), recipe.input_width or recipe.weight_width)
     before = tape.snapshot()
     joined, parts = _tokens(tape, recipe, merger, x)
     kept, forward = above(tape.snapshot(), before), take_peak(tape, before)
     tape.autocast_cache.clear()
     last, elements, width = joined.node, joined.elements, joined.width
+    stays = x if merger.inside else None  # the next layer's input
     del x, joined, parts
     saved, tape.snapshots = above(tape.snapshot(), before), []
     backward = None
     if isinstance(last, Node):
         tape.run_backward({last: [tape.empty(elements, width)]})
         backward = take_peak(tape, before)
+    del stays
     tape.close()
     return MergerMemory(kept, saved, forward, backward)
 

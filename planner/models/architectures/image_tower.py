@@ -1,7 +1,8 @@
 """Vision towers as stacks of layers: what the images of a row pass, in memory and time.
 
 Sources: transformers 5.23, models/siglip/modeling_siglip.py, models/gemma3/modeling_gemma3.py,
-models/qwen2_vl/modeling_qwen2_vl.py, models/qwen2_5_vl/modeling_qwen2_5_vl.py, models/qwen3_5/modeling_qwen3_5.py.
+models/qwen2_vl/modeling_qwen2_vl.py, models/qwen2_5_vl/modeling_qwen2_5_vl.py, models/qwen3_vl/modeling_qwen3_vl.py,
+models/qwen3_5/modeling_qwen3_5.py.
 """
 
 from collections.abc import Callable
@@ -21,12 +22,16 @@ MOST_STRETCHED = 200  # the longer side over the shorter. Source: qwen2_vl/image
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Merger:
-    """Joins the patches of a square to one token: a norm of each patch, then two projections of the square."""
+    """Joins the patches of a square to one token: a norm of patches or squares, then two projections of the square.
+
+    `inside`: it reads a layer's output, which the next layer reads, too (deepstack).
+    """
 
     norm: Norm
     linears: tuple[Linear, Linear]
     patches: int  # in a square
     reordered: bool  # its outputs are put back into the order of the image (windows)
+    inside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,13 +50,25 @@ class ImageTower:
     text_tokens: int
     text_hidden_size: int
     merger: Merger | None
+    deepstack: int  # layers inside the tower behind which another merger makes as many tokens
     angles: int  # numbers of cos and sin for each patch, in float32
     masks_text: bool  # the tokens of an image see one another in the language model
+    patches_learn: bool  # `enable_input_require_grads` finds the module that makes the patches (`_input_embed_layer`)
 
     @property
     def patches(self) -> int:
         """Return the number of patches of an image."""
         return self.grid[0] * self.grid[1]
+
+    @property
+    def inner_merger(self) -> Merger | None:
+        """Return the merger behind layers inside the tower, which normalises whole squares; None: there is none.
+
+        Source: transformers 5.23, models/qwen3_vl/modeling_qwen3_vl.py, `deepstack_merger_list`.
+        """
+        if self.merger is None or not self.deepstack:
+            return None
+        return replace(self.merger, norm=norm(self.merger.norm.kind, self.merger.linears[0].in_features), inside=True)
 
 
 def has_image_tower(model: ModelShape) -> bool:
@@ -141,8 +158,10 @@ def _gemma3(model: ModelShape, _: str) -> ImageTower:
         text_tokens=tokens,
         text_hidden_size=model.hidden_size,
         merger=None,
+        deepstack=0,
         angles=0,
         masks_text=True,
+        patches_learn=True,
     )
 
 
@@ -177,8 +196,8 @@ def _qwen2_5_vl(model: ModelShape, image_size: str) -> ImageTower:
     )
 
 
-def _qwen3_5(model: ModelShape, image_size: str) -> ImageTower:
-    """`Qwen3_5VisionBlock`: LayerNorms and a plain MLP; learned positions are added to the patches."""
+def _qwen3_vl(model: ModelShape, image_size: str) -> ImageTower:
+    """`Qwen3VLVisionBlock`, `Qwen3_5VisionBlock`: LayerNorms and a plain MLP; learned positions are added."""
     fields = _vision_fields(
         model, "qwen3_5_vision", _QWEN_DEFAULTS | {"hidden_act": "gelu_pytorch_tanh", "patch_size": 16}
     )
@@ -191,11 +210,8 @@ def _qwen3_5(model: ModelShape, image_size: str) -> ImageTower:
         bias=True,
     )
     blocks = _Blocks(fields, hidden_size, norm("layer", hidden_size), feed_forward)
-    positions = fields.positive("num_position_embeddings") * hidden_size
     names = ("linear_fc1", "linear_fc2")
-    return _qwen(
-        model, blocks, image_size, merger=names, out=fields.positive("out_hidden_size"), position_params=positions
-    )
+    return _qwen(model, blocks, image_size, merger=names, out=fields.positive("out_hidden_size"), patches_learn=False)
 
 
 _QWEN_DEFAULTS: dict[str, object] = {
@@ -221,7 +237,7 @@ def _qwen(
     merger: tuple[str, str],
     out: int,
     reordered: bool = False,
-    position_params: int = 0,
+    patches_learn: bool = True,
 ) -> ImageTower:
     """A tower of one of the Qwen families: one projection for queries, keys and values, rotary positions in float32.
 
@@ -259,8 +275,8 @@ def _qwen(
     joined = replace(layer, attention=replace(attention, in_pieces=False))
     depth, no_norm = fields.positive("depth"), norm("none", 0)
     return ImageTower(
-        stack=_stack(model, (layer,) * depth, no_norm, position_params),
-        joined_stack=_stack(model, (joined,) * depth, no_norm, position_params),
+        stack=_stack(model, (layer,) * depth, no_norm, 0),
+        joined_stack=_stack(model, (joined,) * depth, no_norm, 0),
         pixels=width * height * fields.positive("in_channels") * fields.positive("temporal_patch_size") * patch**2,
         grid=(height, width),
         text_tokens=width * height // square,
@@ -274,8 +290,10 @@ def _qwen(
             patches=square,
             reordered=reordered,
         ),
+        deepstack=len(fields.sequence("deepstack_visual_indexes")),
         angles=2 * (hidden_size // heads),
         masks_text=False,
+        patches_learn=patches_learn,
     )
 
 
@@ -326,6 +344,8 @@ _TOWERS: dict[str, Callable[[ModelShape, str], ImageTower]] = {
     "gemma3": _gemma3,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_5": _qwen3_5,
-    "qwen3_5_moe": _qwen3_5,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl,
+    "qwen3_5": _qwen3_vl,
+    "qwen3_5_moe": _qwen3_vl,
 }
