@@ -255,6 +255,8 @@ OPTIONS = (
     "--trl-version",
     "--prompt-length",
     "--max-completion-length",
+    "--images-per-row",
+    "--image-size",
     "--set",
     "--config",
     "--accelerate-config",
@@ -262,6 +264,7 @@ OPTIONS = (
     "--out",
     "--html",
 )
+IMAGES = ((), (), ("--images-per-row", "1"), ("--images-per-row", "2", "--image-size", "90x60"))
 
 
 def _given(text: str) -> str:
@@ -292,7 +295,8 @@ def arguments(draw: st.DrawFn) -> FuzzCase:
 def configs(draw: st.DrawFn) -> FuzzCase:
     config = draw(st.sampled_from(CONFIGS))
     text = draw(texts_of(changed(config, tuple(config))))
-    return FuzzCase(arguments=("estimate", "--model", "./m", *JOB), files=(("m/config.json", text),))
+    images = draw(st.sampled_from(IMAGES))
+    return FuzzCase(arguments=("estimate", "--model", "./m", *JOB, *images), files=(("m/config.json", text),))
 
 
 @st.composite

@@ -599,6 +599,12 @@ class TestExport:
         assert "10 times" in launch_files(candidate("dpo", tuning="lora"))["README.md"]
         assert "10 times" not in launch_files(candidate("dpo", tuning="full"))["README.md"]
 
+    def test_a_teacher_that_nobody_named_is_said(self):
+        said = "no teacher was named"
+        student = candidate("gkd").model
+        assert said in launch_files(candidate("gkd", teacher_model=student))["README.md"]
+        assert said not in launch_files(candidate("gkd", teacher_model=load_model("Qwen2.5-1.5B")))["README.md"]
+
     def test_the_readme_is_in_start_order(self) -> None:
         page = launch_files(candidate("grpo"))["README.md"]
         steps = ["FILL IN", "dataset_name", "rewards.py", "pip install -r requirements.txt", "bash launch.sh"]

@@ -157,6 +157,10 @@ class TestProof:
         assert run([*ONE, option, value]) == EXIT_WRONG_INPUT
         assert capsys.readouterr().err == f"Error: {option} says how to probe: give --probe too.\n"
 
+    def test_a_dry_run_beside_a_probe_is_refused(self, capsys):
+        assert run([*ONE, "--probe", "--dry-run"]) == EXIT_WRONG_INPUT
+        assert capsys.readouterr().err == "Error: --probe measures what --dry-run simulates: give one of them.\n"
+
 
 class TestValidate:
     GRID = (

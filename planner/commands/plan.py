@@ -28,6 +28,8 @@ def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, stu
     from planner.training_stack import complete_models, dry_run_installed
 
     _refuse_study_options_without_probe(study)
+    if study.probe and output.dry_run:
+        raise InputError("--probe measures what --dry-run simulates: give one of them.")
     if compares(options):
         return compare(options, output, study)
     refuse_unwritable(output.out, output.html)

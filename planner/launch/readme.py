@@ -106,6 +106,11 @@ def _not_chosen(candidate: Candidate) -> str:
     rate_line = f"- `learning_rate`: TRL's default{f', {rate}' if rate else ''}."
     if candidate.tuning == "lora":
         rate_line += f" {LORA_RATE}"
+    if candidate.teacher_model is candidate.model:
+        rate_line += (
+            "\n- `teacher_model_name_or_path`: no teacher was named, so that the student's own model stands there; "
+            "`plan --set teacher_model_name_or_path=...` plans for another."
+        )
     return (
         f"{rate_line}\n- `num_train_epochs` or `max_steps`, the schedule and warm-up, `weight_decay`, `seed`: TRL's "
         "defaults.\n- `save_steps`, `logging_steps`, `report_to`: TRL's defaults."
