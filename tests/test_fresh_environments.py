@@ -1,0 +1,137 @@
+"""The README's commands, each in a fresh environment with nothing but the extra that the README names for it."""
+
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from test_docs import README, shown_commands
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 900  # to install an environment, or for one command
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # each environment is installed from the package index
+
+Installed = Callable[[str], Path]
+
+
+def extra_of(command: str) -> str:
+    """The extra that a command needs, "" for a core install."""
+    words = shlex.split(command)
+    if "--probe" in words or words[1] in ("probe", "validate"):
+        return "probe"
+    if "--dry-run" in words or words[1] == "dry-run":
+        return "dryrun"
+    return "report" if "--html" in words else ""
+
+
+COMMANDS = shown_commands(README)
+PROVEN = [command for command in COMMANDS if extra_of(command) == "probe"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Returns the programs of a fresh environment with one extra."""
+
+    @cache
+    def install(extra: str) -> Path:
+        folder = tmp_path_factory.mktemp(extra or "core")
+        finished([sys.executable, "-m", "venv", str(folder)], folder)
+        project = f"{ROOT}[{extra}]" if extra else str(ROOT)
+        pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
+        finished([*pip, project], folder)
+        return folder / "bin"
+
+    return install
+
+
+def finished(command: list[str], folder: Path, codes: tuple[int, ...] = (0,)) -> str:
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert ran.returncode in codes, (command, ran.returncode, ran.stderr[-2000:])
+    return ran.stdout
+
+
+def test_the_readme_names_every_extra_that_it_needs() -> None:
+    named = {extra for line in re.findall(r"pip install '\.\[([\w,]+)\]'", README) for extra in line.split(",")}
+    assert {"probe", "dryrun", "report", "serve", "notebook"} <= named
+
+
+def test_the_commands_run_in_the_order_printed_after_a_core_install(installed: Installed, tmp_path: Path) -> None:
+    programs = installed("")
+    for command in COMMANDS:
+        if not extra_of(command):
+            words = shlex.split(command)
+            assert finished([str(programs / words[0]), *words[1:]], tmp_path, (0, 3)), command
+
+
+def test_a_command_without_its_extra_names_it(installed: Installed, tmp_path: Path) -> None:
+    plan = str(installed("") / "plan")
+    job = ["--model", "Qwen2.5-0.5B", "--gpus", "1xT4", "--method", "sft"]
+    for asked, extra in (
+        ([*job, "--html", "page.html"], "report"),
+        ([*job, "--probe", "--device", "simulated"], "probe"),
+        (["serve"], "serve"),
+    ):
+        ran = subprocess.run([plan, *asked], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert ran.returncode in (1, 2), (asked, ran.stderr)
+        assert f"finetune-plan[{extra}]" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+
+def test_a_page_is_written_with_its_extra(installed: Installed, tmp_path: Path) -> None:
+    plan = str(installed("report") / "plan")
+    finished([*(plan, *shlex.split(COMMANDS[0])[1:]), "--html", "page.html"], tmp_path)
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_notebook_runs_the_lines_of_the_readme(installed: Installed, tmp_path: Path) -> None:
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "sweep" in block]
+    finished([str(installed("notebook") / "python"), "-c", code], tmp_path)
+
+
+@contextmanager
+def served(plan: Path, folder: Path) -> Iterator[int]:
+    """A running server; yields its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([str(plan), "serve", "--port", str(port)], cwd=folder, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(300):
+                try:
+                    urlopen(f"http://127.0.0.1:{port}/openapi.json", timeout=5).close()
+                    break
+                except URLError:
+                    time.sleep(0.1)
+            yield port
+        finally:
+            server.terminate()
+
+
+def test_a_server_answers_the_requests_of_the_readme(installed: Installed, tmp_path: Path) -> None:
+    requests = re.findall(r"^ {4}(curl .*)$", README, flags=re.MULTILINE)
+    assert len(requests) == 2
+    with served(installed("serve") / "plan", tmp_path) as port:
+        for request in requests:
+            answer = finished(["curl", "--silent", *shlex.split(request.replace(":8642", f":{port}"))[1:]], tmp_path)
+            assert "error" not in json.loads(answer)
+
+
+@pytest.mark.parametrize("command", PROVEN)
+def test_a_probe_runs_with_its_extra(command: str, installed: Installed, tmp_path: Path) -> None:
+    words = shlex.split(command)
+    assert finished([str(installed("probe") / words[0]), *words[1:]], tmp_path, (0, 3, 4))
+
+
+def test_a_dry_run_runs_with_its_extra(installed: Installed, tmp_path: Path) -> None:
+    job = ["--model", "Qwen2.5-0.5B", "--gpus", "1xT4", "--method", "sft", "--tuning", "lora", "--dry-run"]
+    assert "simulated" in finished([str(installed("dryrun") / "plan"), *job], tmp_path)
