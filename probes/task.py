@@ -4,8 +4,9 @@ It is stored as a JSON file, so that it can be run again by hand.
 """
 
 import json
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,15 @@ from planner.measurements.documents import candidate_of_report, candidate_report
 ANSWER_PREFIX = "@plan-measurement "
 # File in the worker's folder with the name of the running phase: where a worker was that ended without a measurement.
 PHASE_FILE = "phase"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendezvous:
+    """One of several nodes that run a probe, and where their launchers meet. Named as in `accelerate launch`."""
+
+    machine_rank: int
+    main_process_ip: str
+    main_process_port: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +43,7 @@ class Task:
     capacity_bytes: int = 0  # memory of each device that may be used; 0: all of it
     card_bytes: int = 0  # memory of the planned GPU, of which vLLM takes a share; 0: of the GPU that is installed
     seed: int = 0
+    rendezvous: Rendezvous | None = None  # None: one node runs it
 
 
 def write_task(task: Task, path: Path) -> None:
@@ -40,7 +51,15 @@ def write_task(task: Task, path: Path) -> None:
     values: dict[str, object] = {field.name: getattr(task, field.name) for field in fields(Task)}
     part = path.with_name(f"{path.name}.part")
     part.write_text(
-        json.dumps({**values, "candidate": candidate_report(task.candidate)}, sort_keys=True), encoding="utf-8"
+        json.dumps(
+            {
+                **values,
+                "candidate": candidate_report(task.candidate),
+                "rendezvous": asdict(task.rendezvous) if task.rendezvous else None,
+            },
+            sort_keys=True,
+        ),
+        encoding="utf-8",
     )
     part.replace(path)
 
@@ -48,4 +67,18 @@ def write_task(task: Task, path: Path) -> None:
 def read_task(path: Path) -> Task:
     """Read a task that `write_task` has written."""
     values: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return Task(**{**values, "candidate": candidate_of_report(values["candidate"])})
+    meeting = values["rendezvous"]
+    return Task(
+        **{
+            **values,
+            "candidate": candidate_of_report(values["candidate"]),
+            "rendezvous": Rendezvous(**meeting) if meeting else None,
+        }
+    )
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a TCP port of an address of this machine that no process listens on."""
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        return int(listener.getsockname()[1])

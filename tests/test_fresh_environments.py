@@ -1,11 +1,14 @@
-"""The README's commands, each in a fresh environment with nothing but the extra that the README names for it."""
+"""The commands of the README and of docs/, each in a fresh environment with nothing but the extra named for it."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +39,8 @@ def extra_of(command: str) -> str:
 
 COMMANDS = shown_commands(README)
 PROVEN = [command for command in COMMANDS if extra_of(command) == "probe"]
+CLUSTER_PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+CLUSTER_COMMANDS = shown_commands(CLUSTER_PAGE)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +59,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return install
 
 
-def finished(command: list[str], folder: Path, codes: tuple[int, ...] = (0,)) -> str:
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+def finished(
+    command: list[str], folder: Path, codes: tuple[int, ...] = (0,), environment: dict[str, str] | None = None
+) -> str:
+    ran = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False,
+        env=os.environ | (environment or {}),
+    )  # fmt: skip
     assert ran.returncode in codes, (command, ran.returncode, ran.stderr[-2000:])
     return ran.stdout
 
@@ -136,3 +146,68 @@ def test_a_dry_run_runs_with_its_extra(installed: Installed, tmp_path: Path) -> 
     job = ["--model", "Qwen2.5-0.5B", "--gpus", "1xT4", "--method", "sft", "--tuning", "lora", "--dry-run"]
     said = finished([str(installed("dryrun") / "plan"), *job], tmp_path)
     assert "a dry run with the installed trl" in " ".join(said.split())
+
+
+# -- docs/cluster.md ---------------------------------------------------------------------------------------------------
+
+
+def on_a_simulated_card(command: str, gpus: str) -> list[str]:
+    """The words of a command behind `plan`, with a small model and simulated cards in place of its own."""
+    words = shlex.split(command)[1:]
+    for name, value in (("--gpus", gpus), ("--model", "Qwen2.5-0.5B"), ("--method", "sft")):
+        words[words.index(name) + 1] = value
+    return [*words, "--device", "simulated"]
+
+
+def test_the_page_about_clusters_names_the_extras_of_its_commands() -> None:
+    named = re.findall(r"pip install ['\"]finetune-plan\[([\w,]+)\]['\"]", CLUSTER_PAGE)
+    assert {"probe,storage", "ray"} <= set(named)
+
+
+def test_a_plan_for_several_nodes_runs_after_a_core_install(installed: Installed, tmp_path: Path) -> None:
+    (command,) = [each for each in CLUSTER_COMMANDS if "--network" in each]
+    assert finished([str(installed("") / "plan"), *shlex.split(command)[1:]], tmp_path)
+
+
+def test_a_team_shares_a_study_and_its_measurements(installed: Installed, tmp_path: Path) -> None:
+    """On SQLite; a PostgreSQL server is started in test_shared_storage.py."""
+    plan = str(installed("probe,storage") / "plan")
+    team = {"PLAN_STORAGE": f"sqlite:///{tmp_path / 'plans.db'}"}
+    (probe,) = [each for each in CLUSTER_COMMANDS if "--probe" in each and "--ray" not in each]
+    finished([plan, *on_a_simulated_card(probe, "1xA100-80G")], tmp_path, environment=team)
+    shown = [shlex.split(each) for each in CLUSTER_COMMANDS if each.startswith("plan measurements")]
+    assert len(shown) == 4
+    for words in shown:
+        kept = words[1 : words.index(">")] if ">" in words else words[1:]
+        unknown = (0, 2) if "3f0c9a1b2d4e" in kept else (0,)  # an id that is only an example
+        finished([plan, *kept], tmp_path, unknown, team)
+
+
+@contextmanager
+def ray_cluster(programs: Path) -> Iterator[dict[str, str]]:
+    """A cluster of one node with one logical GPU; yields the environment in which `auto` finds it and no other."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # short: sockets lie in it
+        own = {"RAY_TMPDIR": folder}
+        head = ["--head", "--port=0", "--num-cpus=1", "--num-gpus=1", "--include-dashboard=false", "--block"]
+        cluster = subprocess.Popen(
+            [str(programs / "ray"), "start", *head],
+            env=os.environ | own, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            for _ in range(120):
+                status = [str(programs / "ray"), "status"]
+                if not subprocess.run(status, env=os.environ | own, capture_output=True, check=False).returncode:
+                    break
+                assert cluster.poll() is None
+                time.sleep(0.5)
+            yield own
+        finally:
+            os.killpg(cluster.pid, signal.SIGTERM)
+            cluster.wait(60)
+
+
+def test_a_probe_runs_on_a_cluster_that_ray_start_has_begun(installed: Installed, tmp_path: Path) -> None:
+    programs = installed("ray")
+    (probe,) = [each for each in CLUSTER_COMMANDS if "--ray auto" in each]
+    with ray_cluster(programs) as own:
+        finished([str(programs / "plan"), *on_a_simulated_card(probe, "1xA100-80G")], tmp_path, environment=own)

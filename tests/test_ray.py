@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -24,16 +24,18 @@ import test_devices  # noqa: E402
 from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
 from ray_probes import CLUSTER, VERSIONS, answer, device_options, entries  # noqa: E402
 
+from planner.candidate import Sharding  # noqa: E402
 from planner.cli import run  # noqa: E402
 from planner.errors import EXIT_WRONG_INPUT, InputError  # noqa: E402
 from planner.gpus.cluster import Cluster  # noqa: E402
 from planner.gpus.parse import parse_cluster  # noqa: E402
 from planner.jobs.job import Job  # noqa: E402
-from planner.measurements.measurement import DeviceName, Measurement  # noqa: E402
+from planner.measurements.measurement import DeviceName, Measurement, Outcome  # noqa: E402
 from planner.models.catalogue import load_model  # noqa: E402
 from planner.search.knobs import SearchProblem  # noqa: E402
 from probes.runner.devices import DeviceOptions, Probe, device  # noqa: E402
-from probes.runner.ray_device import ray_device, refuse_other_releases, room  # noqa: E402
+from probes.runner.ray_device import decisive, ray_device, refuse_other_releases, room  # noqa: E402
+from probes.runner.runner import Limits  # noqa: E402
 from probes.study.certificate import certificate_report  # noqa: E402
 from probes.study.study import StudyOptions, StudyResult, prove  # noqa: E402
 
@@ -179,6 +181,61 @@ def test_the_command_line_reaches_the_cluster(
     assert "Plan with --gpus 1xA100-40G." in capsys.readouterr().err
 
 
+# -- several nodes -----------------------------------------------------------------------------------------------------
+
+TWO = parse_cluster("2x1xA100-40G", None)
+OVER_TWO = replace(test_devices.SFT, num_nodes=2, num_processes=2, sharding="ddp")
+
+
+def real_options(folder: Path, **settings: Any) -> DeviceOptions:
+    limits = Limits(seconds=300.0, grace_seconds=0.5, host_reserve_share=0.0, disk_reserve_bytes=0)
+    folder.mkdir(exist_ok=True)
+    return DeviceOptions(logs=folder / "logs", folder=str(folder), limits=limits, resume=False, save=False, **settings)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3"])
+def test_a_candidate_over_two_nodes_is_one_training_of_both(
+    sharding: Sharding, nodes: RayCluster, tmp_path: Path
+) -> None:
+    candidate = replace(OVER_TWO, sharding=sharding)
+    found = ray_device("cpu", TWO, real_options(tmp_path), nodes.address)(candidate)
+    assert (found.outcome, found.message) == ("fits", "")
+    on_one = device("cpu", parse_cluster("2xA100-40G", None), real_options(tmp_path / "one"))
+    alone = on_one(replace(candidate, num_nodes=1))
+    assert [rank.rank for rank in found.ranks] == [0, 1]
+    assert [rank.state_bytes for rank in found.ranks] == [rank.state_bytes for rank in alone.ranks]
+    logs = sorted(path.name.rpartition("-")[2] for path in (tmp_path / "logs").glob("*.json"))
+    assert len(logs) == 2  # one launcher on each node
+    assert not list(tmp_path.glob("plan-probe-*"))
+
+
+@pytest.mark.nightly
+def test_a_shortage_on_one_of_two_nodes_decides_for_both(nodes: RayCluster, tmp_path: Path) -> None:
+    small = replace(TWO, gpu=replace(TWO.gpu, free_bytes=test_devices.TOO_SMALL_BYTES))
+    found = ray_device("cpu", small, real_options(tmp_path), nodes.address)(OVER_TWO)
+    assert found.outcome == "out_of_memory"
+    assert found.shortage is not None
+
+
+def test_a_server_on_a_node_of_its_own_is_said_not_to_be_probed(nodes: RayCluster, tmp_path: Path) -> None:
+    candidate = replace(
+        OVER_TWO, method="grpo", vllm="server", vllm_tensor_parallel_size=1, num_processes=1, sharding="none"
+    )
+    found = ray_device("cpu", TWO, real_options(tmp_path), nodes.address)(candidate)
+    assert (found.outcome, found.decided) == ("crashed", False)
+    assert found.message.startswith("A vLLM server on a node of its own is not probed")
+
+
+def test_a_shortage_decides_then_what_a_node_found_itself() -> None:
+    fits = answer(SFT)
+    ends = {name: replace(fits, outcome=name) for name in get_args(Outcome)}
+    assert decisive([fits, fits]) is fits
+    assert decisive([ends["crashed"], fits]) is ends["crashed"]
+    assert decisive([ends["crashed"], ends["out_of_memory"]]) is ends["out_of_memory"]
+    assert decisive([ends["crashed"], ends["host_out_of_memory"], ends["killed"]]) is ends["host_out_of_memory"]
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -271,3 +328,26 @@ def test_a_study_whose_driver_is_killed_goes_on_and_measures_nothing_twice(
     assert certificate_report(found.certificate) == undisturbed
     ended = [name for name, _ in entries(record, "end")]
     assert len(set(ended)) == len(ended)
+
+
+@pytest.mark.parametrize("kill", [kill_worker, kill_node])
+def test_a_probe_over_two_nodes_that_loses_one_runs_again_on_both(
+    kill: Callable[[int], None], nodes: RayCluster, record: Path
+) -> None:
+    found: list[Measurement] = []
+    probe = ray_device("cpu", TWO, device_options(record, 3.0), nodes.address)
+    thread = threading.Thread(target=lambda: found.append(probe(OVER_TWO)), daemon=True)
+    thread.start()
+    wait_until(lambda: len(entries(record, "start")) == 2)
+    first = entries(record, "start")
+    kill(first[0][1])
+    if kill is kill_node:
+        nodes.add_node(**NODE, num_gpus=1)
+    thread.join(90.0)
+    assert [each.outcome for each in found] == ["fits"]
+    again = entries(record, "start")[2:]
+    assert len(again) == 2
+    assert {process for _, process in again} <= {process for _, process in entries(record, "end")}
+    wait_until(lambda: not any(psutil.pid_exists(process) for _, process in first))
+    if kill is kill_worker:  # a node that lost its power does not remove its folder
+        wait_until(lambda: not list(record.parent.glob("plan-probe-*")))

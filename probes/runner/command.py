@@ -1,6 +1,7 @@
 """The command line of a worker: this Python for one process, `accelerate launch` with its files for several."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from planner.launch import accelerate, deepspeed
@@ -10,12 +11,12 @@ from probes.task import Task
 
 WORKER = "probes.worker.worker"
 READ_BY_LAUNCHER = frozenset({accelerate.FILE, deepspeed.FILE})
-# Port 0: any free port.
-LAUNCHER = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0")
+LAUNCHER = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch")
+ANY_PORT = ("--main_process_port", "0")
 
 
 def worker_command(task: Task, task_file: Path) -> list[str]:
-    """Return the command that runs a task on this machine, in the task's folder.
+    """Return the command that runs a task's processes of this machine, in the task's folder.
 
     If it needs a launcher, this writes the launcher's files into that folder.
     """
@@ -25,5 +26,10 @@ def worker_command(task: Task, task_file: Path) -> list[str]:
     for name, text in launch_files(candidate).items():
         if name in READ_BY_LAUNCHER:
             Path(task.folder, name).write_text(text, encoding="utf-8")
-    *command, module = launch_command(candidate, WORKER, LAUNCHER)
+    meeting = (
+        tuple(word for name, value in asdict(task.rendezvous).items() for word in (f"--{name}", str(value)))
+        if task.rendezvous
+        else ANY_PORT
+    )
+    *command, module = launch_command(candidate, WORKER, (*LAUNCHER, *meeting))
     return [*command, "-m", module, str(task_file)]

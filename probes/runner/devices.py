@@ -16,7 +16,7 @@ from probes.runner.command import worker_command
 from probes.runner.gpus_in_use import Card, tolerated_bytes, visible_cards
 from probes.runner.runner import Command, Limits, no_cards, run_probe
 from probes.runner.verdict import Stop, nothing_measured
-from probes.task import Task
+from probes.task import Rendezvous, Task
 
 # accelerate uses `fsdp_plugin` with several accelerators only; on the CPU every process would hold the whole model.
 # Source: accelerate 1.15, state.py:986-1013.
@@ -47,6 +47,7 @@ class DeviceOptions:
     seed: int = 0
     say: Callable[[str], None] = lambda _: None  # called with each phase that a worker enters
     command: Command = worker_command
+    rendezvous: Rendezvous | None = None  # of several nodes that run one probe
 
 
 def device(name: DeviceName, cluster: Cluster, options: DeviceOptions) -> Probe:
@@ -115,10 +116,8 @@ def refuse_several_nodes(cluster: Cluster) -> None:
     """Raise InputError for a cluster of several nodes."""
     if cluster.nodes > 1:
         raise InputError(
-            f"A probe runs on one machine, the cluster has {cluster.nodes}. "
-            f"Probe one node with --gpus {cluster.gpus_per_node}x{cluster.gpu.name}, or write "
-            "the launch files with plan export and run its slurm.sh for a few steps: "
-            "it gives each node its --machine_rank."
+            f"A probe runs on one machine, the cluster has {cluster.nodes}. Probe all of them as nodes of a Ray "
+            f"cluster with --ray auto, or one with --gpus {cluster.gpus_per_node}x{cluster.gpu.name}."
         )
 
 
@@ -160,4 +159,5 @@ def _task(candidate: Candidate, name: Literal["cuda", "cpu"], capacity_bytes: in
         resume=options.resume,
         capacity_bytes=capacity_bytes,
         seed=options.seed,
+        rendezvous=options.rendezvous,
     )

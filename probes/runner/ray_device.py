@@ -1,15 +1,19 @@
-"""Run probes on the nodes of a Ray cluster. Each is a Ray task, on GPUs that a placement group holds for it alone.
+"""Run probes on the nodes of a Ray cluster. Each is a Ray task on each of its nodes, on GPUs that a placement group
+holds for it alone.
 
-Ray chooses the node, waits for its GPUs, and runs a task again whose worker or node is lost. On the node the task runs
-the device of devices.py as it is: a process of its own, its limits, its verdict, and nothing left of it.
+Ray chooses the nodes and waits for their GPUs. On a node the task runs the device of devices.py as it is: a process of
+its own, its limits, its verdict, and nothing left of it. On several nodes the launchers of the tasks meet, as those of
+slurm.sh do. A probe that loses a worker or a node runs again, on all its nodes.
 """
 
+import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeAlias
 
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayError, RayTaskError, WorkerCrashedError
@@ -23,16 +27,26 @@ from planner.gpus.cluster import Cluster
 from planner.launch.placement import placement
 from planner.measurements.measurement import DeviceName, Measurement, Outcome, without_memory
 from planner.units import format_seconds
-from probes.runner.devices import DeviceOptions, Probe, device, refuse_several_nodes
+from probes.runner.devices import DeviceOptions, Probe, device
 from probes.runner.verdict import MESSAGE_CHARACTERS
+from probes.task import Rendezvous, free_port
 
-MAX_RETRIES = 3  # after a lost worker or node, as Ray's own default for tasks
+ATTEMPTS = 4  # of a probe that loses a worker or node, as a Ray task's by default (`max_retries` 3)
 # How long a probe waits where no node is alive that has its GPUs.
 # Source: ray 2.60, autoscaler/_private/constants.py, AUTOSCALER_NODE_START_WAIT_S.
 NODE_START_SECONDS = 900.0
 GOES_ON = "The same command goes on when it is back."
 LOOK_SECONDS = 5.0  # between two looks at the nodes
+# How long the other nodes of a probe may run on when one has failed: torchrun gives its processes 30 s to end, and Ray
+# finds out in 25 s that a node is lost. Source: torch 2.13, distributed/elastic/multiprocessing/api.py, `close`; ray
+# 2.60, RayConfig: health_check_period_ms x health_check_failure_threshold + health_check_timeout_ms.
+LAST_WORDS_SECONDS = 60.0
+END_SECONDS = 10.0  # how long to wait for the end of a task whose placement group is gone
+SERVER_APART = "A vLLM server on a node of its own is not probed: probe one node, or run slurm.sh of plan export."
 THREADS = "OMP_NUM_THREADS"  # Ray sets it to a task's CPUs (_private/utils.py, set_omp_num_threads_if_unset)
+
+
+Started: TypeAlias = "ray.ObjectRef[Any]"  # of a task that runs on a node
 
 
 def ray_device(name: DeviceName, cluster: Cluster, options: DeviceOptions, address: str) -> Probe:
@@ -43,41 +57,108 @@ def ray_device(name: DeviceName, cluster: Cluster, options: DeviceOptions, addre
     Raises:
         InputError: there is no Ray cluster at this address, or none of its nodes has the GPUs of one node of `cluster`.
     """
-    if name != "simulated":
-        refuse_several_nodes(cluster)
     _connect(address)
     _refuse_smaller_nodes(cluster)
-    remote = ray.remote(max_retries=MAX_RETRIES, num_cpus=0)(_on_node)
     there = replace(options, say=_say_nothing)
 
     def probe(candidate: Candidate) -> Measurement:
-        gpus = placement(candidate).gpus_per_node
-        lost = partial(_lost, candidate, name)
-        group = placement_group(
-            [{"GPU": gpus}] * candidate.num_nodes,
-            strategy="STRICT_PACK" if candidate.num_nodes == 1 else "STRICT_SPREAD",
-        )
-        where = PlacementGroupSchedulingStrategy(group, 0)
-        task = remote.options(num_gpus=gpus, scheduling_strategy=where).remote(
-            name, candidate, cluster, there, os.environ.get(THREADS)
-        )
-        try:
-            _wait(task, gpus)
-            found: Measurement = ray.get(task)
-        except RayTaskError as error:  # raised on the node
-            raise error.cause from None
-        except OutOfMemoryError as error:  # the main memory of the node
-            found = lost("host_out_of_memory", str(error))
-        except (NodeDiedError, WorkerCrashedError) as error:
-            found = lost("killed", f"{MAX_RETRIES + 1} times {error}")
-        except RayError as error:
-            raise PlanError(f"The Ray cluster is lost ({_reason(error)}). {GOES_ON}") from error
-        finally:
-            remove_placement_group(group)  # ends the task if it still runs
+        if placement(candidate).server_apart and name != "simulated":
+            return without_memory(candidate, name, "crashed", SERVER_APART)
+        found = _measured(name, candidate, cluster, there)
         refuse_other_releases(found)
         return replace(found, candidate=candidate)
 
     return probe
+
+
+def _measured(name: DeviceName, candidate: Candidate, cluster: Cluster, options: DeviceOptions) -> Measurement:
+    """Run a probe, again after a lost worker or node.
+
+    Raises:
+        PlanError: Ray itself is lost, or the nodes are for too long.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            return _measured_once(name, candidate, cluster, options)
+        except RayTaskError as error:  # raised on the node
+            raise error.cause from None
+        except OutOfMemoryError as error:  # the main memory of the node
+            return _lost(candidate, name, "host_out_of_memory", str(error))
+        except (NodeDiedError, WorkerCrashedError) as error:
+            if attempt + 1 == ATTEMPTS:
+                return _lost(candidate, name, "killed", f"{ATTEMPTS} times {error}")
+        except RayError as error:
+            raise PlanError(f"The Ray cluster is lost ({_reason(error)}). {GOES_ON}") from error
+    raise AssertionError
+
+
+def _measured_once(name: DeviceName, candidate: Candidate, cluster: Cluster, options: DeviceOptions) -> Measurement:
+    """Run a probe on the nodes that a placement group holds for it. Nothing of it is left when this returns or raises.
+
+    A simulated card plays all nodes on one.
+    """
+    needed = _Nodes(gpus=placement(candidate).gpus_per_node, count=candidate.num_nodes)
+    group = placement_group(
+        [{"GPU": needed.gpus}] * needed.count, strategy="STRICT_PACK" if needed.count == 1 else "STRICT_SPREAD"
+    )
+
+    def start(function: Callable[..., Any], gpus: int, node: int, *arguments: object) -> Started:
+        where = PlacementGroupSchedulingStrategy(group, node)
+        options = {"num_cpus": 0, "num_gpus": gpus, "max_retries": 0, "scheduling_strategy": where}
+        started: Started = ray.remote(**options)(function).remote(*arguments)
+        return started
+
+    tasks: list[Started] = []
+    try:
+        meetings: list[Rendezvous | None] = [None]
+        if needed.count > 1 and name != "simulated":
+            address = start(_free_address, 0, 0)
+            _wait([address], needed)
+            ip, port = ray.get(address)
+            meetings = [
+                Rendezvous(machine_rank=rank, main_process_ip=ip, main_process_port=port)
+                for rank in range(needed.count)
+            ]
+        threads = os.environ.get(THREADS)
+        tasks = [
+            start(_on_node, needed.gpus, node, name, candidate, cluster, replace(options, rendezvous=meeting), threads)
+            for node, meeting in enumerate(meetings)
+        ]
+        return decisive(_ended(tasks, needed))
+    finally:
+        remove_placement_group(group)  # ends what still runs
+        for task in tasks:  # Ray prints errors that nobody asked for
+            with suppress(RayError):
+                ray.get(task, timeout=END_SECONDS)
+
+
+def _ended(tasks: list[Started], needed: "_Nodes") -> list[Measurement]:
+    """Return the measurements of a probe's nodes, in the order in which they ended.
+
+    After one that does not fit, the others have a moment to say why themselves: of processes that wait for one another
+    the first to end is not always the one that failed.
+    """
+    found: list[Measurement] = []
+    waiting, until = tasks, math.inf
+    while waiting:
+        done, waiting = _wait(waiting, needed, until)
+        if not done:
+            break
+        found += ray.get(done)
+        if found[-1].outcome != "fits":
+            until = min(until, time.monotonic() + LAST_WORDS_SECONDS)
+    return found
+
+
+def decisive(found: list[Measurement]) -> Measurement:
+    """Return the measurement that decides of those of a probe's nodes, of which the first to end is the first.
+
+    Each has the memory of all ranks, unless one ran out of memory. A shortage decides, then what the node itself found;
+    processes that lost another one only crash.
+    """
+    shortages = [each for each in found if each.outcome == "out_of_memory"]
+    causes = [each for each in found if each.outcome not in ("fits", "crashed")]
+    return (*shortages, *causes, *(each for each in found if each.outcome != "fits"), *found)[0]
 
 
 def refuse_other_releases(found: Measurement) -> None:
@@ -102,12 +183,21 @@ def room(cluster: Cluster) -> int:
 def _on_node(
     name: DeviceName, candidate: Candidate, cluster: Cluster, options: DeviceOptions, threads: str | None
 ) -> Measurement:
-    """Run a probe on this node. `threads`: the driver's OMP_NUM_THREADS."""
+    """Run this node's part of a probe. `threads`: the driver's OMP_NUM_THREADS."""
     os.environ.pop(THREADS, None)
     if threads is not None:
         os.environ[THREADS] = threads
-    found = device(name, cluster, options)(candidate)
+    found = device(name, cluster if name == "simulated" else replace(cluster, nodes=1), options)(candidate)
     return replace(found, log=f"{get_node_ip_address()}:{found.log}") if found.log else found
+
+
+def _free_address() -> tuple[str, int]:
+    """Return the address of this node and a free port of it, as Ray Train does for PyTorch.
+
+    Source: ray 2.60, train/_internal/utils.py, `get_address_and_port`.
+    """
+    address = get_node_ip_address()
+    return address, free_port(address)
 
 
 def _say_nothing(phase: str) -> None:
@@ -145,19 +235,38 @@ def _gpus_of_nodes() -> list[float]:
     return [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
 
 
-def _wait(task: "ray.ObjectRef[Measurement]", gpus: int) -> None:
-    """Wait for a task's end.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Nodes:
+    """What a probe needs: `count` nodes with `gpus` GPUs each."""
+
+    gpus: int
+    count: int
+
+    @property
+    def alive(self) -> bool:
+        return sum(each >= self.gpus for each in _gpus_of_nodes()) >= self.count
+
+
+def _wait(tasks: list[Started], needed: _Nodes, until: float = math.inf) -> tuple[list[Started], list[Started]]:
+    """Wait for the end of one task, at most until a moment of the monotonic clock; return the ended and the others.
 
     Raises:
-        PlanError: for `NODE_START_SECONDS` no node was alive that has the task's GPUs.
+        PlanError: for `NODE_START_SECONDS` not enough nodes were alive.
     """
     last_node = time.monotonic()
-    while not ray.wait([task], timeout=LOOK_SECONDS)[0]:
-        if any(each >= gpus for each in _gpus_of_nodes()):
+    while time.monotonic() < until:
+        done, others = ray.wait(tasks, timeout=LOOK_SECONDS)
+        if done:
+            return done, others
+        if needed.alive:
             last_node = time.monotonic()
         elif time.monotonic() - last_node > NODE_START_SECONDS:
             waited = format_seconds(NODE_START_SECONDS)
-            raise PlanError(f"For {waited} no node of the Ray cluster was alive that has {gpus} GPUs. {GOES_ON}")
+            raise PlanError(
+                f"For {waited} fewer than {needed.count} nodes of the Ray cluster were alive that have {needed.gpus} "
+                f"GPUs. {GOES_ON}"
+            )
+    return [], tasks
 
 
 def _reason(error: Exception) -> str:

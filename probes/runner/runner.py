@@ -295,6 +295,7 @@ def _name(task: Task) -> str:
         task.capacity_bytes,
         task.card_bytes,
         task.seed,
+        task.rendezvous.machine_rank if task.rendezvous else 0,
     ]
     text = json.dumps([values, candidate_report(task.candidate)], sort_keys=True)
     return f"{task.candidate.method}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

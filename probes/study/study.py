@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from planner.candidate import Candidate
 from planner.errors import PlanError
 from planner.files.database import hide_password
-from planner.measurements.corrected_estimate import phase_differences
+from planner.measurements.corrected_estimate import heaviest_rank, phase_differences
 from planner.measurements.documents import measurement_line, stored_measurement
 from planner.measurements.measurement import DeviceName, Measurement, Outcome
 from planner.plan import Plan
@@ -463,9 +463,16 @@ def result_line(measurement: Measurement, answer: Estimate | None) -> str:
         rate = (
             f", {format_count(round(measurement.tokens_per_second))} tokens/s" if measurement.device == "cuda" else ""
         )
-        return f"fits, needed {format_size(needed or measurement.peak_bytes)}{rate} ({took})"
+        where = _on_rank(measurement, heaviest_rank(measurement).rank)
+        return f"fits, needed {format_size(needed or measurement.peak_bytes)}{where}{rate} ({took})"
     if measurement.shortage is not None:
         phase = measurement.shortage.phase.replace("_", " ")
-        over = format_size(measurement.shortage.over_bytes)
-        return f"out of memory in the {phase} phase, {over} too much at least ({took})"
+        over, where = format_size(measurement.shortage.over_bytes), _on_rank(measurement, measurement.shortage.rank)
+        return f"out of memory in the {phase} phase{where}, {over} too much at least ({took})"
     return f"{measurement.outcome.replace('_', ' ')}: {measurement.message} ({took})"
+
+
+def _on_rank(measurement: Measurement, rank: int) -> str:
+    """Name the process that decided, of several that ran; a simulated card plays one of them."""
+    several = measurement.candidate.num_processes > 1 and measurement.device != "simulated"
+    return f" on rank {rank}" if several else ""

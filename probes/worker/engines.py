@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from probes.step.built_trainer import BuiltTrainer
 from probes.step.listener import PhaseListener
 from probes.step.rollouts import short_row
 from probes.substitution import substituted
+from probes.task import free_port
 
 START_SECONDS = 900.0  # a server may compile for minutes; the runner has a limit of its own
 LOOK_SECONDS = 1.0
@@ -55,7 +55,7 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
     else:
         if candidate.num_nodes > 1:
             raise InputError(
-                "A server on another node is started by launch.sh, not by a probe: probe with num_machines=1."
+                "A vLLM server on another node is started by slurm.sh, not by a probe: probe with num_machines=1."
             )
         state, server, group = PartialState(), free_port(), free_port()
         with (
@@ -173,13 +173,6 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
             os.killpg(process.pid, kind)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
-
-
-def free_port() -> int:
-    """Return a TCP port that no process listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ def main(task_file: str) -> int:
             for left in ("checkpoints", "models"):
                 shutil.rmtree(Path(task.folder) / left, ignore_errors=True)
         short = measurement.outcome == "out_of_memory"
-        if short or PartialState().is_main_process:
+        if short or PartialState().is_local_main_process:  # one on each node
             os.write(answer, f"{ANSWER_PREFIX}{measurement_line(measurement)}\n".encode())
     sys.stderr.flush()
     if short and PartialState().num_processes > 1:
