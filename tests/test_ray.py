@@ -1,7 +1,4 @@
-"""Probes on a Ray cluster of three nodes on this machine, with logical GPUs; killed nodes, workers and drivers.
-
-Needs the extra `ray`, which is not in the extra `test`.
-"""
+"""Probes on a Ray cluster of three nodes on this machine, with logical GPUs; killed nodes, workers and drivers."""
 
 import subprocess
 import sys
@@ -113,7 +110,7 @@ def test_an_address_without_a_cluster_is_one_line(record: Path) -> None:
 # -- the contract of every device --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["simulated", pytest.param("cpu", marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=["simulated", "cpu"])
 def name(request: pytest.FixtureRequest) -> DeviceName:
     found: DeviceName = request.param
     return found
@@ -127,6 +124,7 @@ def opened(name: DeviceName, options: DeviceOptions, nodes: RayCluster) -> Calla
 options, measured = test_devices.options, test_devices.measured
 
 
+@pytest.mark.nightly
 class TestContract(test_devices.TestContract):
     """That of the local devices."""
 
@@ -268,7 +266,7 @@ def kill_node(process: int) -> None:
         each.kill()
 
 
-@pytest.mark.parametrize("kill", [kill_worker, kill_node])
+@pytest.mark.parametrize("kill", [pytest.param(kill_worker, marks=pytest.mark.nightly), kill_node])
 def test_a_probe_whose_worker_or_node_is_killed_runs_again(
     kill: Callable[[int], None], nodes: RayCluster, record: Path
 ) -> None:
@@ -330,7 +328,7 @@ def test_a_study_whose_driver_is_killed_goes_on_and_measures_nothing_twice(
     assert len(set(ended)) == len(ended)
 
 
-@pytest.mark.parametrize("kill", [kill_worker, kill_node])
+@pytest.mark.parametrize("kill", [kill_worker, pytest.param(kill_node, marks=pytest.mark.nightly)])
 def test_a_probe_over_two_nodes_that_loses_one_runs_again_on_both(
     kill: Callable[[int], None], nodes: RayCluster, record: Path
 ) -> None:
