@@ -171,7 +171,7 @@ def with_images(collate: Callable[[Any], Any], candidate: Candidate, config: Any
         types = torch.zeros_like(tokens)
         for image in range(candidate.images_per_row):
             first = image * (tower.text_tokens + 1)
-            types[:, first : first + tower.text_tokens] = 1
+            types[:, first : first + tower.feature_tokens] = 1
         tokens[tokens == config.image_token_id] = 0  # the text of a probe is any tokens
         tokens[types == 1] = config.image_token_id
         return {**batch, **_shown_images(tower, len(tokens) * candidate.images_per_row, types)}
@@ -180,11 +180,17 @@ def with_images(collate: Callable[[Any], Any], candidate: Candidate, config: Any
 
 
 def _shown_images(tower: ImageTower, images: int, types: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a batch's pixels, and where they belong: as squares (gemma 3), or as patches with their grid (qwen)."""
+    """Return a batch's pixels, and where they belong: as squares (gemma 3), with their sizes (mistral 3), or as patches
+    with their grid (qwen).
+    """
     if tower.merger is None:
         side = isqrt(tower.pixels // RGB)
         return {"token_type_ids": types, "pixel_values": torch.zeros(images, RGB, side, side)}
     height, width = tower.grid
+    if tower.one_row:
+        side = isqrt(tower.pixels // tower.patches // RGB)
+        size = (height * side, width * side)
+        return {"pixel_values": torch.zeros(images, RGB, *size), "image_sizes": torch.tensor([size] * images)}
     return {
         "mm_token_type_ids": types,
         "pixel_values": torch.zeros(images * tower.patches, tower.pixels // tower.patches),

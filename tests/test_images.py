@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from planner.candidate import Candidate
@@ -74,10 +75,11 @@ def test_a_step_with_images_needs_what_the_trainer_allocates(settings: dict[str,
             assert mine.total_bytes == pytest.approx(theirs.total_bytes, rel=0.02), mine.name
 
 
-def few_of_qwen(name: str) -> Candidate:
-    """A candidate of one of Qwen's models with three layers in both stacks; of the tower, one sees whole images."""
+def few_layers_of(name: str) -> Candidate:
+    """A candidate with three layers in both stacks; of a tower with windows, one layer sees whole images."""
     config = json.loads(json.dumps(load_model(name).config))
-    config["text_config"]["num_hidden_layers"] = config["vision_config"]["depth"] = LAYERS
+    depth = "depth" if "depth" in config["vision_config"] else "num_hidden_layers"
+    config["text_config"]["num_hidden_layers"] = config["vision_config"][depth] = LAYERS
     config["text_config"].pop("layer_types", None)
     config["vision_config"]["fullatt_block_indexes"] = [1]
     if config["vision_config"].get("deepstack_visual_indexes"):
@@ -98,6 +100,7 @@ def few_of_qwen(name: str) -> Candidate:
             "Qwen/Qwen2.5-VL-3B-Instruct",
             {"gradient_checkpointing": False, "images_per_row": 3, "image_size": "504x280"},
         ),
+        ("mistralai/Ministral-3-3B-Instruct-2512", {}),
         *(
             pytest.param(name, settings, marks=pytest.mark.nightly)
             for name in (
@@ -105,6 +108,7 @@ def few_of_qwen(name: str) -> Candidate:
                 "Qwen/Qwen2-VL-2B-Instruct",
                 "Qwen/Qwen3-VL-2B-Instruct",
                 "Qwen/Qwen3.5-0.8B",
+                "mistralai/Ministral-3-3B-Instruct-2512",
             )
             for settings in (
                 {},
@@ -117,12 +121,12 @@ def few_of_qwen(name: str) -> Candidate:
         ),
     ],
 )
-def test_a_step_with_images_of_qwen_needs_what_the_trainer_allocates(name: str, settings: dict[str, object]) -> None:
+def test_a_step_with_images_of_a_size_needs_what_the_trainer_allocates(name: str, settings: dict[str, object]) -> None:
     """On fake tensors the next batch lies on the GPU, too, which waits on the host: its pixels are added."""
     pytest.importorskip("trl")
     from probes.dryrun.simulate import simulate
 
-    case = replace(few_of_qwen(name), **settings)  # type: ignore[arg-type]
+    case = replace(few_layers_of(name), **settings)  # type: ignore[arg-type]
     tower = image_tower(case.model, case.image_size)
     assert tower is not None
     waiting = case.rows * case.images_per_row * tower.pixels * 4
@@ -141,6 +145,18 @@ def test_an_image_has_the_tokens_that_the_processor_makes(size: str, tokens: int
     width, height = image_sides(size)
     rows, columns = resize(height, width, factor=28, min_pixels=1, max_pixels=10**8)
     assert tower.grid == (rows // 14, columns // 14)
+
+
+@pytest.mark.parametrize(("size", "rows", "columns"), [("1024x768", 28, 37), ("28x28", 1, 1), ("300x20", 1, 11)])
+def test_an_image_of_mistral_3_has_a_token_after_each_row(size: str, rows: int, columns: int) -> None:
+    tower = image_tower(load_model("mistralai/Ministral-3-3B-Instruct-2512"), size)
+    assert tower is not None
+    assert (tower.text_tokens, tower.feature_tokens) == (rows * (columns + 1), rows * columns)
+    processing = pytest.importorskip("transformers.models.pixtral.image_processing_pixtral")
+    width, height = image_sides(size)
+    image = np.zeros((3, height, width), dtype=np.uint8)
+    resized = processing.get_resize_output_image_size(image, size=(10**5, 10**5), patch_size=(28, 28))
+    assert resized == (28 * rows, 28 * columns)
 
 
 def test_images_cost_memory_and_time() -> None:
@@ -163,7 +179,7 @@ def test_a_tower_that_images_pass_learns() -> None:
     [
         (
             ["--model=Qwen2.5-7B", "--method=sft"],
-            "no vision tower. Use Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 or Gemma 3",
+            "no vision tower. Use Qwen2-VL, 2.5-VL, 3-VL, 3.5, Gemma 3 or Mistral 3",
         ),
         (["--model=llava-1.5-7b-hf", "--method=sft"], "has a vision tower without formulas. Use Qwen2-VL"),
         (["--model=Qwen2.5-VL-7B-Instruct", "--method=sft"], "add it in pixels, such as --image-size 1024x768"),
@@ -207,7 +223,7 @@ def tiny(name: str, folder: Path, **outer: object) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tuning", ["lora", "full"])
-@pytest.mark.parametrize("name", ["tiny-gemma3-vision", "tiny-qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["tiny-gemma3-vision", "tiny-mistral3", "tiny-qwen2_5_vl"])
 def test_a_real_trainer_with_images_peaks_where_its_dry_run_does(
     name: str, tuning: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,7 +119,7 @@ def image_problems(pins: PinnedJob) -> Iterator[str]:
         return
     if not has_image_tower(model):
         what = "a vision tower without formulas" if model.vision_params else "no vision tower"
-        yield f"images_per_row={images}: {model.id} has {what}. Use Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 or Gemma 3."
+        yield f"images_per_row={images}: {model.id} has {what}. Use Qwen2-VL, 2.5-VL, 3-VL, 3.5, Gemma 3 or Mistral 3."
     elif needs_image_size(model) != (image_size != ""):
         yield (
             f"image_size={image_size}: {model.id} resizes every image to one size. Drop it."

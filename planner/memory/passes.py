@@ -129,14 +129,17 @@ def image_passes(candidate: TrainingInput, stack: StackRecipe, gradients_exist: 
     if tower is None:
         return None
     images = candidate.rows * candidate.images_per_row
+    weights = stack.recipe
     recipe = replace(
         stack,
-        recipe=replace(stack.recipe, liger=False),
-        masked=False,
-        merged=tower.merger is not None and tower.merger.reordered,
+        recipe=replace(weights, liger=False),
+        # a mask in another dtype than that of autocast is cast in every layer
+        masked=tower.one_row and weights.autocast_width not in (0, weights.weight_width),
+        flash=stack.flash and not tower.one_row,  # PyTorch's own flash kernel takes no mask
+        merged=tower.first_norm is not None or (tower.merger is not None and tower.merger.reordered),
         unpads=False,
         windows_active=False,
-        mask_widths=0,
+        mask_widths=weights.weight_width if tower.one_row and stack.attn_implementation not in FLASH else 0,
     )
     size = TowerInput(
         tower=tower,
@@ -171,7 +174,31 @@ class TowerInput:
 
     @property
     def scores(self) -> int:
-        return self.images * self.tower.patches**2
+        return self.patches**2 if self.tower.one_row else self.images * self.tower.patches**2
+
+    @property
+    def shared(self) -> Components:
+        """What all layers read: cos and sin of the patches, and the mask."""
+        width = self.recipe.recipe.weight_width if self.tower.one_row else FLOAT32_BYTES
+        return {
+            "activations": self.patches * self.tower.angles * width,
+            "attention_scores": self.recipe.mask_widths * self.scores,
+        }
+
+    @property
+    def shared_backward(self) -> Components:
+        """The same in the backward pass: autocast has cast the mask for each layer, and a checkpoint keeps the mask."""
+        cast = self.recipe.masked and not self.recipe.gradient_checkpointing
+        return self.shared | ({"attention_scores": 0} if cast else {})
+
+    @property
+    def first(self) -> Components:
+        """What the norm before the layers saves, where its input needs a gradient."""
+        recipe = self.recipe.recipe
+        if self.tower.first_norm is None or not (recipe.trainable or self.recipe.gradient_checkpointing):
+            return {}
+        saved = norm_memory(self.tower.first_norm, replace(recipe, input_width=recipe.compute_width)).saved
+        return {"activations": self.patches * (saved[0] + self.layers.hidden_size * recipe.compute_width)}
 
     @property
     def cast_bytes(self) -> int:
@@ -230,18 +257,18 @@ def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
 
     The model's output holds the tower's output and the tokens of each image, beside all tokens in one tensor, to the
     end of the forward pass; so it does with the tokens of deepstack, whose gradients are alive in the tower's backward
-    pass. Cos and sin of the patches live as long as the layers.
+    pass. Cos and sin of the patches, and a mask, live as long as the layers.
     Source: transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py, `Qwen2VLModel.forward`.
     """
     tower, recipe = size.tower, size.recipe
     memory = stack_memory(size.layers, recipe, size.gradients_exist, 0)
     last, inner = (merger_passes(each, size, memory.output_width) for each in (tower.merger, tower.inner_merger))
-    angles: Components = {"activations": size.patches * tower.angles * FLOAT32_BYTES}
+    shared = size.shared
     output: Components = {"activations": size.patches * size.layers.hidden_size * memory.output_width}
     many = tower.deepstack
     kept = add_components(last.kept, *(inner.kept,) * many)
     if not size.learns:
-        before = add_components(angles, *(inner.kept,) * many)
+        before = add_components(shared, *(inner.kept,) * many)
         forward = (add_components(size.peak(memory.inference), before), add_components(output, before, last.forward))
         return ImagePasses(
             resident=resident,
@@ -252,12 +279,12 @@ def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
             backward={},
             gradient_bytes=0,
         )
-    cast: Components = {"activations": size.cast_bytes}
-    before = add_components(angles, cast, *(inner.kept,) * many)
+    cast = add_components({"activations": size.cast_bytes}, size.first)
+    before = add_components(shared, cast, *(inner.kept,) * many)
     saved = add_components(last.saved, *(inner.saved,) * many)
-    layers = add_components(size.components(memory.saved), angles, cast)
+    layers = add_components(size.components(memory.saved), size.shared_backward, cast)
     # gradients of weights are counted as those of the language model, which exist by then
-    after = add_components(angles, cast, *(inner.saved, inner.gradient) * many)
+    after = add_components(size.shared_backward, cast, *(inner.saved, inner.gradient) * many)
     return ImagePasses(
         resident=resident,
         saved=add_components(layers, saved),
@@ -301,7 +328,7 @@ def merger_passes(merger: Merger | None, size: TowerInput, input_width: int) -> 
         saved=component_bytes(memory.saved, tokens, 0),
         forward=peak_components(memory.forward, tokens, 0),
         backward={kind: size_bytes for kind, size_bytes in backward.items() if kind != "gradients"},
-        gradient={"activations": tokens * merger.linears[1].out_features * recipe.compute_width},
+        gradient={"activations": tokens * merger.linears[-1].out_features * recipe.compute_width},
     )
 
 

@@ -278,10 +278,11 @@ def image_batches(candidate: TrainingInput, batch: Batch) -> list[tuple[Work, Ba
     tower = image_tower(candidate.model, candidate.image_size) if candidate.images_per_row else None
     if tower is None:
         return []
-    kernel = "sdpa" if batch.kernel == "sdpa-masked" else batch.kernel
+    images = candidate.rows * candidate.images_per_row
+    kernel = "sdpa" if batch.kernel == "sdpa-masked" and not tower.one_row else batch.kernel
     rows = Batch(
-        rows=candidate.rows * candidate.images_per_row,
-        length=tower.patches,
+        rows=1 if tower.one_row else images,
+        length=tower.patches * (images if tower.one_row else 1),
         scored=0,
         flattened=False,
         kernel=kernel,

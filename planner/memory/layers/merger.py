@@ -1,7 +1,7 @@
 """Memory of the module that joins the patches of an image to tokens of the language model.
 
 Source: transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py, `PatchMerger`; models/qwen2_5_vl/modeling_qwen2_5_vl.py
-(puts the tokens of windows back into the order of the image).
+(puts the tokens of windows back into the order of the image); models/mistral3/modeling_mistral3.py.
 """
 
 from dataclasses import dataclass
@@ -55,11 +55,26 @@ def merger_memory(merger: Merger, recipe: Recipe, learns: bool, gradients_exist:
 
 def _tokens(tape: Tape, recipe: Recipe, merger: Merger, x: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens of all images in one tensor, and those in one for each image, which the model's output holds."""
+    *first, last = merger.linears
     h = norm(tape, recipe, merger.norm, x)
-    h = linear(tape, recipe, merger.linears[0], h, flat=True)
+    squares = _unfolded(tape, h) if merger.unfolded else (h,)
+    h = linear(tape, recipe, first[0], squares[-1], flat=True)
+    del squares
+    for each in first[1:]:
+        h = linear(tape, recipe, each, h, flat=True)
     h = activate(tape, recipe, "gelu", h)
-    h = linear(tape, recipe, merger.linears[1], h, flat=True)
+    h = linear(tape, recipe, last, h, flat=True)
     if merger.reordered:
         h = op.index(tape, h, None, h.elements)
     parts = op.split(tape, h, (h.elements[0],))[0]
     return op.cat(tape, (parts,)), parts
+
+
+def _unfolded(tape: Tape, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The squares of all images, last, and what lives beside them until they are projected.
+
+    Each image's squares are copied out of its grid (`unfold`, whose backward pass makes a new grid), then all are
+    joined. Source: transformers 5.23, models/mistral3/modeling_mistral3.py, `Mistral3PatchMerger`.
+    """
+    each = op.index(tape, h, None, h.elements)
+    return h, each, op.cat(tape, (each,))

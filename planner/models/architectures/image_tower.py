@@ -2,7 +2,7 @@
 
 Sources: transformers 5.23, models/siglip/modeling_siglip.py, models/gemma3/modeling_gemma3.py,
 models/qwen2_vl/modeling_qwen2_vl.py, models/qwen2_5_vl/modeling_qwen2_5_vl.py, models/qwen3_vl/modeling_qwen3_vl.py,
-models/qwen3_5/modeling_qwen3_5.py.
+models/qwen3_5/modeling_qwen3_5.py, models/mistral3/modeling_mistral3.py, models/pixtral/modeling_pixtral.py.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,16 @@ MOST_STRETCHED = 200  # the longer side over the shorter. Source: qwen2_vl/image
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Merger:
-    """Joins the patches of a square to one token: a norm of patches or squares, then two projections of the square.
+    """Joins the patches of a square to one token: a norm of patches or squares, then projections of the square.
 
-    `inside`: it reads a layer's output, which the next layer reads, too (deepstack).
+    The last projection follows a GELU. `inside`: it reads a layer's output, which the next one reads, too (deepstack).
     """
 
     norm: Norm
-    linears: tuple[Linear, Linear]
+    linears: tuple[Linear, ...]
     patches: int  # in a square
-    reordered: bool  # its outputs are put back into the order of the image (windows)
+    reordered: bool = False  # its outputs are put back into the order of the image (windows)
+    unfolded: bool = False  # squares are copied out of a grid, image by image
     inside: bool = False
 
 
@@ -40,7 +41,9 @@ class ImageTower:
 
     `stack`: its layers; "tokens" of this stack are patches. `joined_stack`: the same where one attention kernel takes
     all images of a batch (FlashAttention), not each image or window apart. `text_tokens`: tokens that one image takes
-    in a row. `merger`: None for gemma 3, which pools the patches.
+    in a row; of them `feature_tokens` are made of its patches, the others are ordinary ones between them. `merger`:
+    None for gemma 3, which pools the patches. `one_row`: the patches of all images of a batch are one row, with a mask
+    in the dtype of the weights that keeps the images apart; `first_norm` makes the row of them.
     """
 
     stack: ModelShape
@@ -48,12 +51,15 @@ class ImageTower:
     pixels: int  # numbers that the processor makes of an image
     grid: tuple[int, int]  # patches of an image: rows, columns
     text_tokens: int
+    feature_tokens: int
     text_hidden_size: int
     merger: Merger | None
     deepstack: int  # layers inside the tower behind which another merger makes as many tokens
-    angles: int  # numbers of cos and sin for each patch, in float32
+    angles: int  # numbers of cos and sin for each patch, in float32, or of `one_row` in the dtype of the weights
     masks_text: bool  # the tokens of an image see one another in the language model
     patches_learn: bool  # `enable_input_require_grads` finds the module that makes the patches (`_input_embed_layer`)
+    one_row: bool = False
+    first_norm: Norm | None = None
 
     @property
     def patches(self) -> int:
@@ -77,7 +83,7 @@ def has_image_tower(model: ModelShape) -> bool:
 
 
 def needs_image_size(model: ModelShape) -> bool:
-    """Return whether an image's tokens depend on its size: Qwen's processors keep it, gemma 3's resizes every image."""
+    """Return whether an image's tokens depend on its size: most processors keep it, gemma 3's resizes every image."""
     return has_image_tower(model) and model.model_type != "gemma3"
 
 
@@ -156,6 +162,7 @@ def _gemma3(model: ModelShape, _: str) -> ImageTower:
         pixels=fields.positive("num_channels") * side**2,
         grid=(side // patch, side // patch),
         text_tokens=tokens,
+        feature_tokens=tokens,
         text_hidden_size=model.hidden_size,
         merger=None,
         deepstack=0,
@@ -245,12 +252,8 @@ def _qwen(
     limits on the number of pixels are not applied: `image_size` is what it makes of the image.
     """
     fields, hidden_size = blocks.fields, blocks.hidden_size
-    if not image_size:
-        raise InputError(
-            f"An image's tokens depend on its size in {model.id}. Give it in pixels, such as --image-size 1024x768."
-        )
     patch, merge = fields.positive("patch_size"), fields.positive("spatial_merge_size")
-    width, height = (max(1, round(side / (patch * merge))) * merge for side in image_sides(image_size))
+    width, height = (max(1, round(side / (patch * merge))) * merge for side in _sides(model, image_size))
     heads, square = fields.positive("num_heads"), merge**2
     attention = Attention(
         num_attention_heads=heads,
@@ -280,6 +283,7 @@ def _qwen(
         pixels=width * height * fields.positive("in_channels") * fields.positive("temporal_patch_size") * patch**2,
         grid=(height, width),
         text_tokens=width * height // square,
+        feature_tokens=width * height // square,
         text_hidden_size=model.hidden_size,
         merger=Merger(
             norm=blocks.norm,
@@ -304,6 +308,76 @@ def _with_windows(stack: ModelShape, window: int, whole: list[object]) -> ModelS
     return replace(stack, layers=tuple(seeing_all if i in whole else narrow for i in range(len(stack.layers))))
 
 
+# -- mistral 3 ---------------------------------------------------------------------------------------------------------
+
+
+def _mistral3(model: ModelShape, image_size: str) -> ImageTower:
+    """`PixtralAttentionLayer` is a layer of llama without biases; all images of a batch are one row of patches.
+
+    The processor makes both sides whole squares of merged patches, upwards; a token follows each row of squares
+    (processing_pixtral.py, `num_image_tokens`). Its limit on the longest side is not applied: `image_size` is what it
+    makes of the image.
+    """
+    fields = _vision_fields(model, "pixtral", _PIXTRAL_DEFAULTS)
+    hidden_size, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    projector = Fields(
+        id=model.id,
+        model_type="mistral3",
+        values={"spatial_merge_size": 2, "multimodal_projector_bias": False, **model.config},
+    )
+    patch, merge = fields.positive("patch_size"), projector.positive("spatial_merge_size")
+    columns, rows = (-(-side // (patch * merge)) for side in _sides(model, image_size))
+    layer = Layer(
+        program="llama",
+        hidden_size=hidden_size,
+        attention=Attention(
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=hidden_size // heads,
+            v_head_dim=hidden_size // heads,
+            linears=tuple(
+                Linear(name=name, in_features=hidden_size, out_features=hidden_size, bias=False)
+                for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+            ),
+        ),
+        feed_forward=gated_mlp(hidden_size, fields.positive("intermediate_size"), _activation(fields)),
+        norms=(norm("rms", hidden_size),) * 2,
+    )
+    stack = _stack(model, (layer,) * fields.positive("num_hidden_layers"), norm("none", 0), 0)
+    bias, inner, outer = projector.flag("multimodal_projector_bias"), merge**2 * hidden_size, model.hidden_size
+    return ImageTower(
+        stack=stack,
+        joined_stack=stack,
+        pixels=fields.positive("num_channels") * rows * columns * (patch * merge) ** 2,
+        grid=(rows * merge, columns * merge),
+        text_tokens=rows * (columns + 1),
+        feature_tokens=rows * columns,
+        text_hidden_size=model.hidden_size,
+        merger=Merger(
+            norm=norm("rms", hidden_size),
+            linears=(
+                Linear(name="merging_layer", in_features=inner, out_features=hidden_size, bias=False),
+                Linear(name="linear_1", in_features=hidden_size, out_features=outer, bias=bias),
+                Linear(name="linear_2", in_features=outer, out_features=outer, bias=bias),
+            ),
+            patches=merge**2,
+            unfolded=True,
+        ),
+        deepstack=0,
+        angles=2 * (hidden_size // heads),
+        masks_text=False,
+        patches_learn=True,
+        one_row=True,
+        first_norm=norm("rms", hidden_size),
+    )
+
+
+_PIXTRAL_DEFAULTS: dict[str, object] = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_channels": 3, "patch_size": 16, "hidden_act": "gelu",
+}  # fmt: skip
+
+
 # -- parts of all towers -----------------------------------------------------------------------------------------------
 
 
@@ -311,6 +385,14 @@ def _vision_fields(model: ModelShape, model_type: str, defaults: dict[str, objec
     inner = model.config["vision_config"]
     assert isinstance(inner, dict)
     return Fields(id=model.id, model_type=model_type, values={**defaults, **inner})
+
+
+def _sides(model: ModelShape, image_size: str) -> tuple[int, int]:
+    if not image_size:
+        raise InputError(
+            f"An image's tokens depend on its size in {model.id}. Give it in pixels, such as --image-size 1024x768."
+        )
+    return image_sides(image_size)
 
 
 def _activation(fields: Fields) -> Activation:
@@ -342,6 +424,7 @@ def _stack(model: ModelShape, layers: tuple[Layer, ...], final_norm: Norm, posit
 
 _TOWERS: dict[str, Callable[[ModelShape, str], ImageTower]] = {
     "gemma3": _gemma3,
+    "mistral3": _mistral3,
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
