@@ -15,6 +15,7 @@ from planner.gpus.parse import parse_cluster
 from planner.models.architectures.image_tower import image_sides, image_tower
 from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
+from planner.search.explain import NOT_MEASURED, describe_shortage
 from planner.training_stack import complete_models
 
 GEMMA = load_model("google/gemma-3-4b-it")
@@ -157,6 +158,11 @@ def test_an_image_of_mistral_3_has_a_token_after_each_row(size: str, rows: int, 
     image = np.zeros((3, height, width), dtype=np.uint8)
     resized = processing.get_resize_output_image_size(image, size=(10**5, 10**5), patch_size=(28, 28))
     assert resized == (28 * rows, 28 * columns)
+
+
+def test_a_batch_that_is_not_measured_is_not_said_to_want_an_engine() -> None:
+    assert describe_shortage(None, candidate()) == NOT_MEASURED
+    assert "vLLM" in describe_shortage(None, replace(candidate(), method="grpo", vllm="colocate"))
 
 
 def test_images_cost_memory_and_time() -> None:

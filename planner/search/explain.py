@@ -135,13 +135,13 @@ def length_limit_line(best: Estimate, problem: SearchProblem) -> str:
 
     steps = largest(-(-length // LENGTH_STEP), room // LENGTH_STEP, fits)
     if steps * LENGTH_STEP <= length:
-        longer = describe_shortage(at(-(-length // LENGTH_STEP) + 1))
+        longer = describe_shortage(at(-(-length // LENGTH_STEP) + 1), best.candidate)
         return f"{name} {format_count(length)} is as long as this batch allows; beyond that {longer}"
     reached = f"{name} up to {format_count(steps * LENGTH_STEP)} at this batch{evidence_suffix(at(steps), best)}"
     return (
         f"{reached}, which is as far as the model goes"
         if (steps + 1) * LENGTH_STEP > room
-        else f"{reached}; beyond that {describe_shortage(at(steps + 1))}"
+        else f"{reached}; beyond that {describe_shortage(at(steps + 1), best.candidate)}"
     )
 
 
@@ -157,7 +157,9 @@ def batch_limit_line(best: Estimate, problem: SearchProblem) -> str:
     batch = f"per_device_train_batch_size {following.per_device_train_batch_size}"
     if answer is not None and answer.fits:
         return f"{batch} fits too and is no faster{evidence_suffix(answer, best)}"
-    return f"{batch} does not fit: {describe_shortage(answer)}{evidence_suffix(answer, best)}"
+    if answer is None and following.vllm == "off":
+        return f"{batch} is not estimated: {NOT_MEASURED}"
+    return f"{batch} does not fit: {describe_shortage(answer, following)}{evidence_suffix(answer, best)}"
 
 
 def evidence_suffix(answer: Estimate | None, best: Estimate) -> str:
@@ -165,10 +167,13 @@ def evidence_suffix(answer: Estimate | None, best: Estimate) -> str:
     return "" if answer is None or answer.evidence == best.evidence else f" ({answer.evidence})"
 
 
-def describe_shortage(answer: Estimate | None) -> str:
+NOT_MEASURED = "this model's layers have no formulas, and are not measured with these settings"
+
+
+def describe_shortage(answer: Estimate | None, candidate: Candidate) -> str:
     """Describe why an answer does not fit: the heaviest phase of the fullest GPU, the node, or the engine."""
     if answer is None:
-        return "the vLLM engine would not start"
+        return NOT_MEASURED if candidate.vllm == "off" else "the vLLM engine would not start"
     if answer.over_bytes <= 0 < answer.host_over_bytes:
         return f"a node needs {format_gib(answer.host_peak_bytes, 1)} of main memory"
     tightest = max(answer.gpus, key=lambda gpu: gpu.interval_bytes[1] - gpu.capacity_bytes)
