@@ -88,7 +88,7 @@ def part(module: str) -> str:
         return package
     if package == "probes":
         return f"probes/{inside[0]}"
-    if inside[0] == "memory" and len(inside) == 3:
+    if inside[0] == "memory" and len(inside) == 3 and inside[1] != "images":  # its passes are formulas of `memory`
         return f"memory/{inside[1]}"
     return ROOT_PARTS.get(inside[0], inside[0])
 

@@ -2,9 +2,10 @@
 
 from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Gpu
-from planner.memory.activations import stack_memory
+from planner.memory.activations import FLOAT32_BYTES, stack_memory
 from planner.memory.communication import row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
+from planner.memory.images.passes import ImagePasses
 from planner.memory.kv_cache import (
     generation_logits_bytes,
     kv_cache_dtype_bytes,
@@ -12,22 +13,9 @@ from planner.memory.kv_cache import (
     mla_expansion_bytes,
     prefill_cache_bytes,
 )
+from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
 from planner.memory.loss import LINEAR_HEAD, loss_of
-from planner.memory.passes import (
-    FLOAT32_BYTES,
-    Components,
-    ImagePasses,
-    Passes,
-    add_components,
-    component_bytes,
-    gradients_exist,
-    head_elements,
-    pass_components,
-    passes_of,
-    peak_components,
-    total_bytes,
-    without_offloaded,
-)
+from planner.memory.passes import Passes, gradients_exist, head_elements, pass_components, passes_of, without_offloaded
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import frozen_recipe, generation_stack, without_adapters
 from planner.quantities import Phase, PhaseMemory
