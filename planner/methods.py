@@ -83,6 +83,7 @@ class Method:
     packs: bool = False  # packing exists
     padding_free: bool = False  # padding_free exists
     offloads_activations: bool = False  # activation_offloading exists
+    counts_images: bool = False  # images in its rows are counted (TRL's GRPO and RLOO take images, too)
 
     experimental: bool = False  # in trl.experimental: no `trl` command, no quantization_config argument
     last_trl: str = "current"  # the last TRL release that has it
@@ -101,13 +102,13 @@ METHODS: dict[MethodName, Method] = {
             name="sft", trainer="SFTTrainer", config="SFTConfig",
             loss="fused", earlier_losses=(((1, 4), "logits_cross_entropy"), ((1, 14), "chunked_nll")), liger_loss=True,
             rows_per_sample=1, reference="never", has_beta=False, generates=False,
-            packs=True, padding_free=True, offloads_activations=True,
+            packs=True, padding_free=True, offloads_activations=True, counts_images=True,
         ),
         Method(
             name="dpo", trainer="DPOTrainer", config="DPOConfig",
             loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
             rows_per_sample=2, reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
-            generates=False, padding_free=True, offloads_activations=True, defaults={"beta": 0.1},
+            generates=False, padding_free=True, offloads_activations=True, counts_images=True, defaults={"beta": 0.1},
         ),
         Method(
             name="kto", trainer="KTOTrainer", config="KTOConfig",

@@ -100,6 +100,7 @@ class TestContract:
         assert 2 * MODEL.params <= states["weights"] <= 2 * MODEL.params + 64 * 1024
         assert 2 * states["weights"] <= states["optimizer_states"] + 64 * 1024 <= 2 * states["weights"] + 128 * 1024
 
+    @pytest.mark.nightly
     def test_the_same_candidate_needs_the_same_bytes_again(
         self, opened: Callable[[Cluster], Probe], measured: Callable[[], Measurement]
     ) -> None:

@@ -102,6 +102,16 @@ def few_layers_of(name: str) -> Candidate:
             {"gradient_checkpointing": False, "images_per_row": 3, "image_size": "504x280"},
         ),
         ("mistralai/Ministral-3-3B-Instruct-2512", {}),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", {"method": "dpo", "per_device_train_batch_size": 1}),
+        *(
+            pytest.param(
+                name,
+                {"method": "dpo", "beta": 0.1, "per_device_train_batch_size": 1, **settings},
+                marks=pytest.mark.nightly,
+            )
+            for name in ("Qwen/Qwen3-VL-2B-Instruct", "mistralai/Ministral-3-3B-Instruct-2512")
+            for settings in ({"gradient_checkpointing": False}, {"tuning": "full", "gradient_accumulation_steps": 2})
+        ),
         *(
             pytest.param(name, settings, marks=pytest.mark.nightly)
             for name in (
@@ -192,7 +202,11 @@ def test_a_tower_that_images_pass_learns() -> None:
         (["--model=Qwen2.5-VL-7B-Instruct", "--method=sft", "--image-size=big"], "An image size is WIDTHxHEIGHT"),
         (["--model=Qwen2.5-VL-7B-Instruct", "--method=sft", "--image-size=9x99999"], "No processor takes"),
         (["--model=gemma-3-4b-it", "--method=sft", "--image-size=640x480"], "resizes every image to one size"),
-        (["--model=gemma-3-4b-it", "--method=dpo"], "images are counted for sft, not for dpo yet"),
+        (["--model=gemma-3-4b-it", "--method=kto"], "images are counted for sft and dpo, not for kto yet"),
+        (
+            ["--model=gemma-3-4b-it", "--method=dpo", "--set=precompute_ref_log_probs=true"],
+            "precompute_ref_log_probs is not there for rows with images",
+        ),
         (
             ["--model=gemma-3-4b-it", "--method=sft", "--max-length=500"],
             "max_length 500 cuts the 512 tokens of 2 images",

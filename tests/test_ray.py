@@ -266,7 +266,8 @@ def kill_node(process: int) -> None:
         each.kill()
 
 
-@pytest.mark.parametrize("kill", [pytest.param(kill_worker, marks=pytest.mark.nightly), kill_node])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kill", [kill_worker, kill_node])
 def test_a_probe_whose_worker_or_node_is_killed_runs_again(
     kill: Callable[[int], None], nodes: RayCluster, record: Path
 ) -> None:
@@ -281,6 +282,7 @@ def test_a_probe_whose_worker_or_node_is_killed_runs_again(
     assert not psutil.pid_exists(process)
 
 
+@pytest.mark.nightly
 def test_a_probe_whose_raylet_is_killed_is_measured_once_and_leaves_nothing(nodes: RayCluster, record: Path) -> None:
     thread, found = probing(nodes, record, 4.0)
     ((_, process), *_) = entries(record, "start")

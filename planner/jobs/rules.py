@@ -133,12 +133,14 @@ def image_problems(pins: PinnedJob) -> Iterator[str]:
 def _image_row_problems(pins: PinnedJob, images: int, tower: ImageTower | None) -> Iterator[str]:
     """Refuse rows with images for a method that they are not counted for, and rows that TRL refuses or cuts.
 
-    Source: trl 1.16, trainer/sft_trainer.py:779-785 (packing, padding-free), :1631 (image tokens that are cut).
+    Source: trl 1.16, trainer/sft_trainer.py:779-785 (packing, padding-free), :1631 (image tokens that are cut);
+    trainer/dpo_trainer.py:764 (precompute_ref_log_probs).
     """
     job, pinned = pins.job, pins.pinned
-    if job.method != "sft":
-        yield f"images_per_row={images}: images are counted for sft, not for {job.method} yet. Drop it."
-    for field in ("packing", "padding_free", "cp_size", "sp_size"):
+    if not METHODS[job.method].counts_images:
+        counted = " and ".join(name for name, method in METHODS.items() if method.counts_images)
+        yield f"images_per_row={images}: images are counted for {counted}, not for {job.method} yet. Drop it."
+    for field in ("packing", "padding_free", "cp_size", "sp_size", "precompute_ref_log_probs"):
         if pinned.get(field, False) is True or pinned.get(field, 1) > 1:
             yield f"{field} is not there for rows with images. Drop it."
     length = pinned.get("max_length", 0 if job.optimize == "max-length" else DEFAULT_MAX_LENGTH)

@@ -5,7 +5,7 @@ from planner.gpus.cluster import Gpu
 from planner.memory.activations import FLOAT32_BYTES, stack_memory
 from planner.memory.communication import row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
-from planner.memory.images.passes import ImagePasses
+from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.kv_cache import (
     generation_logits_bytes,
     kv_cache_dtype_bytes,
@@ -183,6 +183,9 @@ def frozen_forward(passes: Passes) -> Components:
     recipe = frozen_recipe(candidate, passes.recipe.flash) if apart else without_adapters(passes.recipe)
     stack = stack_memory(other, recipe, True, 0)
     layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
+    images = image_passes(candidate, recipe, True, graph=False)
+    if images:
+        layers = max(add_components(layers, images.held), images.forward, key=total_bytes)
     # the formula of the loss counts a teacher's logits itself
     head: Components = {"loss": passes.loss.frozen_bytes if compares else 0}
     if candidate.method_row.experimental_reference and apart and not candidate.gradient_checkpointing:

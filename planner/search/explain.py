@@ -9,7 +9,7 @@ from planner.estimate import estimate
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
-from planner.methods import MethodName
+from planner.methods import METHODS, MethodName
 from planner.models.architectures.image_tower import has_image_tower, image_tower, needs_image_size
 from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none
@@ -233,7 +233,7 @@ def about_images(best: Estimate, problem: SearchProblem) -> Iterator[str]:
         yield f"with {name} the tokens of an image see only those before them; sdpa keeps their mask"
     if not problem.job.model.vision_params or best.candidate.images_per_row:
         return
-    counted = has_image_tower(problem.job.model) and problem.job.method == "sft"
+    counted = has_image_tower(problem.job.model) and METHODS[problem.job.method].counts_images
     size = " --image-size 1024x768" if needs_image_size(problem.job.model) else ""
     flag = f": --images-per-row 1{size}" if counted else ""
     yield f"rows of text are planned: images and the passes of the vision tower are not counted{flag}"

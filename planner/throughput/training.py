@@ -300,6 +300,7 @@ def _gradient_free(candidate: TrainingInput, work: Work, gpu: Gpu, rate: float, 
     passes = []
     if count := extra_forwards(candidate):
         passes.append(scoring(work, gpu, rate, batch, count))
+        passes += [scoring(tower, gpu, rate, rows, count) for tower, rows in image_batches(candidate, batch)]
     if candidate.method_row.teacher:
         passes.append(scoring(frozen_work(candidate.teacher_model or candidate.model, candidate), gpu, rate, batch, 1))
     if candidate.reward_model is not None or candidate.method_row.reward_model == "always":

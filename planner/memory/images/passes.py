@@ -40,8 +40,10 @@ class ImagePasses:
     gradient_bytes: int  # of the tower's layers that `backward` counts, at its end
 
 
-def image_passes(candidate: TrainingInput, stack: StackRecipe, gradients_exist: bool) -> ImagePasses | None:
-    """Compute the passes of a candidate's images; None for rows of text.
+def image_passes(
+    candidate: TrainingInput, stack: StackRecipe, gradients_exist: bool, graph: bool = True
+) -> ImagePasses | None:
+    """Compute the passes of a candidate's images; None for rows of text. Without `graph`: a forward pass under no_grad.
 
     The tower has no mask or dropout. It saves nothing where no weight or input of it requires a gradient: with LoRA on
     other modules, without checkpointing (`enable_input_require_grads` reaches its patches, too). The batches of an
@@ -71,7 +73,7 @@ def image_passes(candidate: TrainingInput, stack: StackRecipe, gradients_exist: 
         layers=tower.joined_stack if stack.attn_implementation in FLASH else tower.stack,
         recipe=recipe,
         images=images,
-        learns=learns(tower, recipe),
+        learns=graph and learns(tower, recipe),
         gradients_exist=gradients_exist,
     )
     resident: Components = {"activations": candidate.gradient_accumulation_steps * size.pixels * FLOAT32_BYTES}
