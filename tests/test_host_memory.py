@@ -101,7 +101,7 @@ class TestVerdict:
         assert run([*LARGE_ON_A_T4.split(), "--host-memory", "200GiB", "--json", "--quiet"]) == EXIT_PLANNED
         report = json.loads(capsys.readouterr().out)
         assert report["best"]["host"]["capacity_bytes"] == 200 * GIB
-        assert report["best"]["host"]["peak_bytes"] < 154 * GIB
+        assert report["best"]["host"]["peak_bytes"] < 200 * GIB
         assert report["cluster"]["host"] == {
             "total_bytes": 200 * GIB,
             "origin": "given",

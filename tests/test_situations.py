@@ -10,6 +10,7 @@ from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
+from planner.plan import plan
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, structures
 from planner.search.search import search
@@ -218,10 +219,26 @@ def test_a_server_on_several_nodes_has_one_of_them(capsys: pytest.CaptureFixture
     assert settings["vllm_tensor_parallel_size"] * settings["vllm_data_parallel_size"] == 8
 
 
-def test_there_is_no_offloading_of_4_bit_weights() -> None:
+def test_of_4_bit_weights_only_checkpoints_are_offloaded() -> None:
     job = Job(model=load_model("gemma-3-4b-it"), method="orpo", tuning="qlora", pinned={"max_length": 512})
     cluster = parse_cluster("4xL4")
-    assert not [*structures(SearchProblem(job=job, cluster=cluster, tuning_class="qlora", offload=True))]
+    offloaded = [*structures(SearchProblem(job=job, cluster=cluster, tuning_class="qlora", offload=True))]
+    assert offloaded
+    assert all(each.checkpoint_offload and not each.offload_optimizer | each.offload_param for each in offloaded)
+
+
+def test_long_rows_on_a_small_card_fit_with_checkpoints_on_the_host() -> None:
+    job = Job(model=load_model("Qwen2.5-14B"), method="kto", pinned={"max_length": 8192})
+    answer = plan(job, parse_cluster("1xRTX4090"))
+    assert answer.verdict == "fits"
+    assert answer.best.candidate.checkpoint_offload
+    assert not answer.best.candidate.offload_param
+
+
+def test_checkpoints_stay_on_the_gpu_where_they_fit() -> None:
+    answer = plan(Job(model=load_model("Llama-3.1-70B"), method="sft", tuning="full"), parse_cluster("8xH100"))
+    assert answer.best.candidate.offload_optimizer
+    assert not answer.best.candidate.checkpoint_offload
 
 
 def test_a_gpu_that_no_engine_can_use_is_left_idle() -> None:

@@ -265,7 +265,18 @@ def loss_scaling_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse a detail of gradient checkpointing while gradient_checkpointing is false."""
+    """Refuse a detail of gradient checkpointing while gradient_checkpointing is false, and offloading without it.
+
+    TRL keeps on the GPU what several operators save (trl 1.16, models/activation_offloading.py, "Storage already
+    offloaded"), which is most of what layers without checkpoints save.
+    """
+    pinned = pins.pinned
+    fewer = pinned.get("gradient_checkpointing") is False or pinned.get("checkpoint_every_n_layers", 1) != 1
+    if pinned.get("activation_offloading") and fewer:
+        yield (
+            "activation_offloading is planned where every layer is checkpointed: TRL keeps on the GPU what several "
+            "operators save. Use --set gradient_checkpointing=true."
+        )
     for field, (off, key) in CHECKPOINTING_DETAILS.items():
         if pins.pinned.get("gradient_checkpointing") is False and pins.pinned.get(field, off) != off:
             yield (

@@ -17,6 +17,7 @@ from planner.models.shape import Experts, Layer, ModelShape
 # Source: pytorch 2.13, aten/src/ATen/native/layer_norm.cpp.
 NORM_STATISTICS = 2
 FLOAT32_BYTES = 4
+NO_BYTES = LiveBytes(NOTHING, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,6 @@ class StackMemory:
     forward: PassPeak
     backward: PassPeak
     inference: PassPeak
-    one_layer: LiveBytes  # saved by the layer that saves most: offloading keeps it on the GPU
     output_width: int  # bytes of one element of the last layer's output
 
 
@@ -51,20 +51,23 @@ def stack_memory(
     """
     width = stack.recipe.weight_width
     parts = layer_parts(model, stack, gradients_exist)
-    embedding = embedded(model, stack)
-    left = [embedding]
-    for part in parts:
-        left.append(plus(left[-1], part.left))
+    moved = Moved(model, stack, [part.output_width for part in parts])
+    left = [plus(embedded(model, stack), moved.from_start)]
+    for i, part in enumerate(parts):
+        left.append(plus(left[-1], part.left, moved.output_of(i)))
     learned = [0] * (len(parts) + 1)
     learned[-1] = 0 if gradients_exist or not stack.recipe.trainable else head_gradient_elements * width
     for i in range(len(parts) - 1, -1, -1):
         learned[i] = learned[i + 1] + parts[i].gradient_bytes
     ends = first_and_last(parts)
     copies = sum(part.copies for part in parts)
-    held = per_token(0 if stack.gradient_checkpointing else embedding_bytes(model, stack))
-    forward = [plus(left[i], moment, *((held,) if i else ())) for i in ends for moment in parts[i].forward.snapshots]
+    forward = [
+        plus(left[i], moment, moved.beside_forward(i), *((held_embedding(model, stack),) if i else ()))
+        for i in ends
+        for moment in parts[i].forward.snapshots
+    ]
     backward = [
-        plus(without_copies(left[i], parts[:i]), moment, gradients(learned[i + 1]))
+        plus(without_copies(left[i], parts[:i]), moment, moved.beside_backward(i), gradients(learned[i + 1]))
         for i in ends
         for moment in parts[i].backward.snapshots
     ]
@@ -73,16 +76,63 @@ def stack_memory(
         for i in ends
         for moment in parts[i].memory.inference.snapshots
     ]
-    heaviest = max((part.left for part in parts), key=lambda moment: moment.total)
     return StackMemory(
         left[-1],
         (0, 0, copies),
         upper_envelope(forward),
         upper_envelope(backward),
         upper_envelope(inference),
-        heaviest,
         parts[-1].output_width,
     )
+
+
+# Checkpoints on the GPU at a time with TRL's `activation_offloading`: in the forward pass those that may still be in
+# copying (`max_fwd_stash_size`), in the backward pass the running layer's and that of the layer that ran before it,
+# freed after the next node that needs one. Source: trl 1.16, models/activation_offloading.py.
+STASHED_FORWARD = 5
+STASHED_BACKWARD = 2
+
+
+class Moved:
+    """What offloading changes in a stack: inputs of checkpointed layers lie on the host until their backward pass.
+
+    A layer's input belongs to what the layer before it left, from whose bytes it is taken. transformers copies on the
+    compute stream, so that only the running layer's input is on the GPU.
+    Source: transformers 5.23, modeling_utils.py:3110, `offload`; pytorch 2.13, autograd/graph.py, `save_on_cpu`.
+    """
+
+    def __init__(self, model: ModelShape, stack: StackRecipe, output_widths: list[int]) -> None:
+        widths = [embedding_width(model, stack), *output_widths]
+        self.inputs = [model.hidden_size * width for width in widths]  # bytes for each token
+        offloads = stack.offloads != "nothing"
+        self.layers = [*(offloads and is_checkpointed(stack, i) for i in range(len(output_widths))), False]
+        self.stashes = stack.offloads == "activations"
+        self.from_start = NO_BYTES
+        if self.layers[0]:
+            # PEFT makes the embedding's output a leaf that requires a gradient: the graph keeps it besides
+            stays = 0 if stack.recipe.trainable or is_embedding_saved(model, stack) else embedding_bytes(model, stack)
+            self.from_start = per_token(stays - self.inputs[0])
+
+    def output_of(self, layer: int) -> LiveBytes:
+        """Return what a layer's output takes less than in its `left`: all of it, if the next layer offloads it."""
+        return per_token(-self.inputs[layer + 1]) if self.layers[layer + 1] else NO_BYTES
+
+    def beside_forward(self, layer: int) -> LiveBytes:
+        """Return the offloaded inputs that are on the GPU while a layer runs forward: its own, and those in copying."""
+        first = max(0, layer - (STASHED_FORWARD if self.stashes else 1) + 1)
+        return per_token(sum(self.inputs[i] for i in range(first, layer + 1) if self.layers[i]))
+
+    def beside_backward(self, layer: int) -> LiveBytes:
+        """Return the inputs that were brought back when a layer runs backward."""
+        last = layer + (STASHED_BACKWARD if self.stashes else 1)
+        return per_token(sum(self.inputs[i] for i in range(layer, last) if self.layers[i]))
+
+
+def held_embedding(model: ModelShape, stack: StackRecipe) -> LiveBytes:
+    """Return the embedding's output, a variable of the model's forward pass, where nothing else keeps it."""
+    by_checkpoint = stack.gradient_checkpointing and stack.offloads == "nothing"
+    by_graph = stack.gradient_checkpointing and not stack.recipe.trainable
+    return NO_BYTES if by_checkpoint or by_graph else per_token(embedding_bytes(model, stack))
 
 
 def embedded(model: ModelShape, stack: StackRecipe) -> LiveBytes:
@@ -95,11 +145,17 @@ def embedded(model: ModelShape, stack: StackRecipe) -> LiveBytes:
     aten/src/ATen/autocast_mode.h (`layer_norm` in float32).
     """
     size = model.hidden_size * embedding_width(model, stack)
-    if model.embed_norm is not None and (stack.recipe.trainable or stack.gradient_checkpointing):
-        size += embedding_bytes(model, stack) + NORM_STATISTICS * FLOAT32_BYTES
-    elif (model.embedding_changed or stack.merged) and stack.gradient_checkpointing and not stack.recipe.trainable:
-        size += embedding_bytes(model, stack)
+    if is_embedding_saved(model, stack):
+        size += embedding_bytes(model, stack) + (NORM_STATISTICS * FLOAT32_BYTES if model.embed_norm else 0)
     return per_token(size)
+
+
+def is_embedding_saved(model: ModelShape, stack: StackRecipe) -> bool:
+    """Return whether the graph keeps the embedding's output besides the first layer's input, see `embedded`."""
+    if model.embed_norm is not None:
+        return stack.recipe.trainable or stack.gradient_checkpointing
+    changed = model.embedding_changed or stack.merged
+    return changed and stack.gradient_checkpointing and not stack.recipe.trainable
 
 
 def embedding_bytes(model: ModelShape, stack: StackRecipe) -> int:
@@ -172,7 +228,7 @@ def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: i
         input_learns=index > 0 or stack.gradient_checkpointing or not starts_with_adapters(layer, stack.recipe),
     )
     memory = layer_memory(layer, recipe, gradients_exist)
-    checkpointed = stack.gradient_checkpointing and index % stack.every_n_layers == 0
+    checkpointed = is_checkpointed(stack, index)
     left = memory.checkpoint if checkpointed else memory.saved
     copied = dict(left.kinds).get("autocast_copies", NOTHING)[2]
     cached = dict(memory.checkpoint.kinds).get("autocast_copies", NOTHING)[2]
@@ -186,6 +242,11 @@ def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: i
         inference_copies=cached if recipe.trainable else 0,
         output_width=memory.output_width or width,
     )
+
+
+def is_checkpointed(stack: StackRecipe, index: int) -> bool:
+    """Return whether the layer at a position is checkpointed: layers 0, n, 2n, .. are."""
+    return stack.gradient_checkpointing and index % stack.every_n_layers == 0
 
 
 def starts_with_adapters(layer: Layer, recipe: Recipe) -> bool:

@@ -1,6 +1,7 @@
 """Host: main memory of one node while its training processes load and train."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Dtype
@@ -167,9 +168,10 @@ def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> in
 
     Leaves out that each tensor takes a power of two (`pinned_bytes`), less than twice its size.
     """
-    if not (candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)):
-        return 0
     recipe = stack_recipe(candidate, cluster.gpu.supports_flash_attention_2)
+    if recipe.offloads == "nothing":
+        return 0
+    recipe = replace(recipe, offloads="nothing")  # all of them
     per_token, per_score, fixed = dict(stack_memory(candidate.model, recipe, True, 0).saved.kinds).get(
         "activations", (0, 0, 0)
     )

@@ -7,9 +7,8 @@ from planner.candidate import SHARDED
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import StackMemory, stack_memory
 from planner.memory.images.passes import ImagePasses, image_passes
-from planner.memory.layers.autograd import NOTHING, LiveBytes
-from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
-from planner.memory.layers.one_layer import NormMemory, PassPeak, norm_memory
+from planner.memory.layers.components import Components, add_components, component_bytes
+from planner.memory.layers.one_layer import NormMemory, norm_memory
 from planner.memory.layers.recipe import Recipe
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.parameters.kbit_preparation import prepared_bytes
@@ -128,45 +127,3 @@ def final_norm(candidate: TrainingInput, recipe: Recipe, stream_width: int) -> N
     if any(layer.measure for layer, _ in model.layer_kinds):
         module = Norm(kind="rms", features=model.hidden_size, params=model.hidden_size)
     return norm_memory(module, replace(recipe, input_width=stream_width))
-
-
-# -- components of live bytes ------------------------------------------------------------------------------------------
-
-
-def pass_components(passes: Passes, peaks: PassPeak) -> Components:
-    """Components of the heaviest snapshot of a pass; with offloading, without the bytes that the host holds then."""
-    if not offloads(passes.candidate):
-        return peak_components(peaks, passes.tokens, passes.scores)
-    return max(
-        (
-            component_bytes(without_offloaded(passes, snapshot), passes.tokens, passes.scores)
-            for snapshot in peaks.snapshots
-        ),
-        key=total_bytes,
-    )
-
-
-def without_offloaded(passes: Passes, snapshot: LiveBytes) -> LiveBytes:
-    """The snapshot without the bytes that offloading has copied to the host: of saved activations one layer's stay.
-
-    Source: trl 1.16, models/activation_offloading.py (up to five tensors wait for their copy); transformers 5.23,
-    modeling_utils.py:3110, `offload` of activation_checkpointing_kwargs.
-    """
-    if not offloads(passes.candidate):
-        return snapshot
-    kinds = dict(snapshot.kinds)
-    for kind in ("activations", "attention_scores"):
-        held, saved, layer = (
-            dict(each.kinds).get(kind, NOTHING) for each in (snapshot, passes.stack.saved, passes.stack.one_layer)
-        )
-        kinds[kind] = (
-            max(held[0] - saved[0], 0) + min(held[0], layer[0]),
-            max(held[1] - saved[1], 0) + min(held[1], layer[1]),
-            held[2],
-        )
-    return LiveBytes(snapshot.total, tuple(kinds.items()))
-
-
-def offloads(candidate: TrainingInput) -> bool:
-    """Return whether saved activations or checkpoints are copied to the host."""
-    return candidate.activation_offloading or (candidate.checkpoint_offload and candidate.gradient_checkpointing)

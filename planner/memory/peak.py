@@ -15,7 +15,7 @@ from planner.memory.kv_cache import (
 )
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
 from planner.memory.loss import LINEAR_HEAD, loss_of
-from planner.memory.passes import Passes, gradients_exist, head_elements, pass_components, passes_of, without_offloaded
+from planner.memory.passes import Passes, gradients_exist, head_elements, passes_of
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import frozen_recipe, generation_stack, without_adapters
 from planner.quantities import Phase, PhaseMemory
@@ -144,7 +144,7 @@ def score(passes: Passes) -> Components:
 def forward(passes: Passes) -> Components:
     """Forward pass at its heaviest layer, of the vision tower or of the language model after it."""
     masks = {} if passes.candidate.gradient_checkpointing else passes.masks  # else among `training`
-    layers = add_components(masks, pass_components(passes, passes.stack.forward))
+    layers = add_components(masks, peak_components(passes.stack.forward, passes.tokens, passes.scores))
     if passes.images:
         seen = add_components(layers, passes.images.saved, passes.images.held)
         layers = max(seen, passes.images.forward, key=total_bytes)
@@ -157,7 +157,7 @@ def forward(passes: Passes) -> Components:
 
 def loss(passes: Passes) -> Components:
     """Head and loss after the last layer, or the forward pass of a frozen model while the policy's graph is alive."""
-    kept = component_bytes(without_offloaded(passes, passes.stack.saved), passes.tokens, passes.scores)
+    kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     own: Components = {"loss": passes.loss.forward, "communication": passes.states.forward_gather}
     other = frozen_forward(passes)
     if other:
@@ -204,7 +204,7 @@ def backward(passes: Passes) -> Components:
     if gradients_exist(passes.candidate):
         gather["gradients"] = states.gradients - states.accumulated_gradients
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
-    layers = add_components(gather, exchange, pass_components(passes, passes.stack.backward))
+    layers = add_components(gather, exchange, peak_components(passes.stack.backward, passes.tokens, passes.scores))
     moments = [layers, add_components(gather, head_backward(passes))]
     if passes.images:
         tower: Components = {"autocast_copies": -passes.images.copies}
@@ -224,7 +224,7 @@ def tower_backward(passes: Passes, images: ImagePasses) -> Components:
 
 def head_backward(passes: Passes) -> Components:
     """Backward pass of loss and head, then of the final norm, while the saved activations of all layers are alive."""
-    kept = component_bytes(without_offloaded(passes, passes.stack.saved), passes.tokens, passes.scores)
+    kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     candidate = passes.candidate
     norm_bytes = passes.norm.backward.at(passes.tokens, passes.scores)[0]
     if candidate.tuning == "full" and not gradients_exist(candidate):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, SHARDED, AttentionImplementation, Quantization
@@ -47,6 +48,11 @@ FALCON_KERNELS: dict[str, Kernel] = {
 }
 
 
+# What the forward pass copies to the host: the inputs of checkpointed layers (`checkpoint_offload` of transformers), or
+# all that TRL's `activation_offloading` copies, which under checkpointing are the same tensors.
+Offloads = Literal["nothing", "checkpoints", "activations"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackRecipe:
     """How a stack of layers computes, without the size of the batch: the key of the cache of its passes."""
@@ -63,6 +69,7 @@ class StackRecipe:
     embedding_width: int  # bytes of one element of the embedding's output
     # the features of images are put in place of embeddings of their tokens, or patches in the order of windows
     merged: bool = False
+    offloads: Offloads = "nothing"
 
 
 def stack_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
@@ -169,7 +176,15 @@ def with_data(recipe: Recipe, candidate: TrainingInput, flash: bool) -> StackRec
         every_n_layers=candidate.checkpoint_every_n_layers,
         flash=flash,
         merged=candidate.images_per_row > 0,
+        offloads=offloads(candidate),
     )
+
+
+def offloads(candidate: TrainingInput) -> Offloads:
+    """Return what the forward pass copies to the host."""
+    if candidate.activation_offloading:
+        return "activations"
+    return "checkpoints" if candidate.checkpoint_offload and candidate.gradient_checkpointing else "nothing"
 
 
 def autocast_width(candidate: StateInput) -> int:

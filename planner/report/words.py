@@ -63,13 +63,15 @@ def _tuning_words(candidate: Candidate) -> str:
 
 
 def _sharding_words(candidate: Candidate) -> str:
-    moved = [
-        what
-        for what, there in (("optimizer", candidate.offload_optimizer), ("parameters", candidate.offload_param))
-        if there
-    ]
+    offloaded = {
+        "optimizer": candidate.offload_optimizer,
+        "parameters": candidate.offload_param,
+        "checkpoints": candidate.checkpoint_offload,
+    }
+    moved = [what for what, there in offloaded.items() if there]
+    listed = f"{', '.join(moved[:-1])} and {moved[-1]}" if len(moved) > 1 else "".join(moved)
     name = "hybrid FSDP2" if candidate.dp_replicate_size > 1 else SHARDING_WORDS[candidate.sharding]
-    return name + (f" with {' and '.join(moved)} on the host" if moved else "")
+    return name + (f" with {listed} on the host" if moved else "")
 
 
 def _generation_words(candidate: Candidate) -> str:

@@ -6,13 +6,12 @@ from math import inf
 from planner.candidate import Candidate
 from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none, with_smallest_utilization
-from planner.search.knobs import SearchProblem
+from planner.search.knobs import CHECKPOINTING, SearchProblem
 from planner.search.sizes import batch_sizes, sizes_of
 from planner.throughput.step import throughput
 
 ALL_SEQUENCES = 1e9  # concurrency of an engine without a limit
 LEANEST_MARGIN = 1.01  # tests/test_laws.py, `test_checkpointing_fewer_layers_never_needs_less`
-CHECKPOINTING = {"gradient_checkpointing", "checkpoint_every_n_layers", "checkpoint_offload"}
 
 
 def speed_bound(structure: Candidate, problem: SearchProblem) -> float:

@@ -30,10 +30,10 @@ Changes = tuple[Change, ...]
 class SearchProblem:
     """One tuning class of a job on a cluster. Compared by identity.
 
-    `offload`: what needs more than the GPUs or another launcher: offload the optimizer or the parameters to the host,
-    DeepSpeed for one process; QLoRA shards its 4-bit weights instead. `residual`: the share by which a dry run exceeded
-    the estimate of this tuning class; estimates are raised by it. `faster_than`: tokens per second below which a
-    candidate is of no interest.
+    `offload`: what needs more than the GPUs or another launcher: offload the optimizer, the parameters or checkpoints
+    to the host, DeepSpeed for one process, shards of QLoRA's 4-bit weights. `residual`: the share by which a dry run
+    exceeded the estimate of this tuning class; estimates are raised by it. `faster_than`: tokens per second below which
+    a candidate is of no interest.
     """
 
     job: Job
@@ -87,57 +87,72 @@ def load_dtype(problem: SearchProblem) -> Changes:
 
 # Ways to offload to the host, the smallest first. Optimizer states of adapters are too small to be worth it, and ZeRO-1
 # differs from ZeRO-2 by gradients that stay on the GPU.
-OFFLOADING: dict[TuningClass, Changes] = {
+OFFLOADING: dict[str, Changes] = {
     "full": (
         {"sharding": "zero2", "offload_optimizer": True},
         {"sharding": "zero3", "offload_optimizer": True},
         {"sharding": "zero3", "offload_optimizer": True, "offload_param": True},
     ),
     "lora": ({"sharding": "zero3", "offload_optimizer": True, "offload_param": True},),
-    "qlora": (),
 }
 # DeepSpeed for one process shards nothing, but keeps 16-bit weights beside float32 copies of the trained ones, where
 # autocast casts float32 weights again and again. Source: planner/memory/weights.py, planner/throughput/work.py.
 ONE_PROCESS: Changes = ({"sharding": "zero2", "offload_optimizer": False},)
 # Every n-th layer is checkpointed: the larger n, the fewer layers are recomputed, and the more activations stay.
 CHECKPOINTED = (1, 2, 4)
+CHECKPOINTING = {"gradient_checkpointing", "checkpoint_every_n_layers", "checkpoint_offload"}
 SHARDED_QLORA: Change = {"sharding": "fsdp2", "bnb_4bit_quant_storage": "bfloat16"}
 
 
 def sharding(problem: SearchProblem) -> Changes:
-    """Return the kinds of data parallelism.
+    """Return the kinds of data parallelism, with what each offloads to the host.
+
+    `checkpoint_offload` of transformers 5.23 keeps the inputs of checkpointed layers there. `activation_offloading` of
+    older releases, TRL's, leaves more on the GPU (planner/memory/activations.py, `Moved`).
+    """
+    if not problem.offload:
+        return _on_gpus(problem)
+    offloaded = _offloaded(problem)
+    return (*offloaded, *({**change, "checkpoint_offload": True} for change in (*_on_gpus(problem), *offloaded)))
+
+
+def _on_gpus(problem: SearchProblem) -> Changes:
+    """Return the kinds of data parallelism without offloading.
 
     On several nodes FSDP2 may keep a copy of the model on each (hybrid sharding), so that only gradients cross them.
 
     ZeRO-1 reduces gradients once a step where ZeRO-2 does so in every micro-step, but keeps them whole: in 60 random
     jobs of 64 to 256 samples a step it was never 2 % faster than the best of the others.
 
-    QLoRA has DDP and ZeRO-2, which shards what a value model trains. Only where those do not fit, FSDP2 shards the
-    4-bit weights, stored as bfloat16: every process loads all of them first (see `unsharded_while_loading_bytes`), and
-    accelerate calls its way a temporary fix (1.15,
-    utils/fsdp_utils.py:789-811).
+    QLoRA has DDP and ZeRO-2, which shards what a value model trains.
     """
-    if problem.tuning_class == "qlora" and problem.processes > 1:
-        return _qlora_sharding(problem)
-    if problem.offload:
-        unquantized = problem.processes == 1 and problem.tuning_class != "qlora"
-        return (*(ONE_PROCESS if unquantized else ()), *OFFLOADING[problem.tuning_class])
     if problem.processes == 1:
         return ({"sharding": "none"},)
+    if problem.tuning_class == "qlora":
+        asked = problem.job.pinned.get("sharding") == "fsdp2" or "bnb_4bit_quant_storage" in problem.job.pinned
+        return ({"sharding": "ddp"}, {"sharding": "zero2"}, *(_sharded_qlora(problem) if asked else ()))
     whole = tuple({"sharding": name} for name in ("ddp", "zero2", "zero3", "fsdp2"))
     if problem.cluster.nodes == 1 or problem.cluster.gpus_per_node == 1:
         return whole
     return (*whole, {"sharding": "fsdp2", "dp_replicate_size": problem.cluster.nodes})
 
 
-def _qlora_sharding(problem: SearchProblem) -> Changes:
-    """Return DDP and ZeRO-2, and FSDP2 with sharded 4-bit weights where it is asked for or those do not fit."""
-    pinned = problem.job.pinned
+def _offloaded(problem: SearchProblem) -> Changes:
+    """Return the ways to offload the optimizer or the parameters; QLoRA shards its weights instead."""
+    if problem.tuning_class == "qlora":
+        return _sharded_qlora(problem)
+    return (*(ONE_PROCESS if problem.processes == 1 else ()), *OFFLOADING[problem.tuning_class])
+
+
+def _sharded_qlora(problem: SearchProblem) -> Changes:
+    """Return FSDP2 with sharded 4-bit weights, stored as bfloat16, where method and GPU can.
+
+    It is for jobs that do not fit without: every process loads all weights first (see
+    `unsharded_while_loading_bytes`), and accelerate calls its way a temporary fix (1.15, utils/fsdp_utils.py:789-811).
+    """
     is_nf4 = problem.job.model.quantization in ("none", *DEQUANTIZED)
     can_shard = is_nf4 and problem.job.method in WITH_SHARDED_QLORA and problem.cluster.gpu.supports_bf16
-    asked = problem.offload or pinned.get("sharding") == "fsdp2" or "bnb_4bit_quant_storage" in pinned
-    replicated: Changes = () if problem.offload else ({"sharding": "ddp"}, {"sharding": "zero2"})
-    return (*replicated, SHARDED_QLORA) if asked and can_shard else replicated
+    return (SHARDED_QLORA,) if can_shard and problem.processes > 1 else ()
 
 
 def checkpointing(problem: SearchProblem) -> Changes:
@@ -254,7 +269,7 @@ def server_splits(problem: SearchProblem) -> Iterator[tuple[int, int, int]]:
 # batch (planner/search/search.py).
 SEARCHED = frozenset({
     "tuning", "quantization", "bnb_4bit_quant_storage", "dtype", "sharding", "dp_replicate_size", "offload_optimizer",
-    "offload_param", "gradient_checkpointing", "checkpoint_every_n_layers", "attn_implementation",
+    "offload_param", "checkpoint_offload", "gradient_checkpointing", "checkpoint_every_n_layers", "attn_implementation",
     "ds3_gather_for_generation", "expandable_segments", "num_processes", "vllm", "vllm_gpu_memory_utilization",
     "vllm_tensor_parallel_size", "vllm_data_parallel_size", "vllm_enable_sleep_mode", "vllm_max_model_length",
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
@@ -332,14 +347,15 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and problem.job.pinned.get("dtype") == "float32"
         and candidate.sharding.startswith("zero")
     )
-    beside_vllm = candidate.checkpoint_every_n_layers > 1 and candidate.vllm != "off"
+    newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
+    beside_vllm = newest and candidate.vllm != "off"
     return (
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and candidate.num_processes % candidate.dp_replicate_size == 0
-        and not (beside_vllm and "checkpoint_every_n_layers" not in problem.job.pinned)
+        and not (beside_vllm and not problem.job.pinned.keys() & {"checkpoint_every_n_layers", "checkpoint_offload"})
         and not is_duplicate(candidate, problem.job.pinned)
         and candidate.num_processes + candidate.server_gpus <= problem.cluster.num_gpus
         and not (candidate.vllm == "colocate" and candidate.num_processes % candidate.vllm_tensor_parallel_size)
@@ -351,7 +367,14 @@ def is_duplicate(candidate: Candidate, pinned: Mapping[str, object]) -> bool:
 
     - Sharded full fine-tuning keeps float32 weights whatever `dtype` it loads.
     - `ds3_gather_for_generation` has an effect under ZeRO-3 with the trainer's `generate` only.
+    - TRL's `activation_offloading` offloads checkpoints already, and without them is not estimated (`rules.py`).
+    - Checkpoints are offloaded where every layer is one: fewer checkpoints need more memory and save less time.
     """
+    every_layer = candidate.gradient_checkpointing and candidate.checkpoint_every_n_layers == 1
+    if candidate.checkpoint_offload and not every_layer and not pinned.keys() & CHECKPOINTING:
+        return True
+    if candidate.activation_offloading and (candidate.checkpoint_offload or not every_layer):
+        return True
     sharded = candidate.tuning == "full" and candidate.sharding.startswith(("zero", "fsdp"))
     if sharded and candidate.dtype != "float32" and "dtype" not in pinned:
         return True

@@ -90,7 +90,7 @@ def first_node_that_fits(job: Job, cluster: Cluster, problem: SearchProblem) -> 
 def offloading_note(answer: Estimate) -> str:
     """Return the host memory of a candidate that offloads to the host; empty for others."""
     candidate = answer.candidate
-    offloads = candidate.offload_optimizer or candidate.offload_param
+    offloads = candidate.offload_optimizer or candidate.offload_param or candidate.checkpoint_offload
     return f"{format_gib(answer.host_peak_bytes, 0)} of host memory a node" if offloads else ""
 
 
@@ -115,8 +115,8 @@ def search_proposal(proposal: Proposal, problem: SearchProblem) -> Estimate | No
 def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:
     """Yield changes of the job and the cluster, the cheapest for the user first.
 
-    Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, offloaded activations, shorter rows, more
-    main memory, more or larger GPUs.
+    Order: drop a pinned setting, a cheaper tuning class, an 8-bit optimizer, shorter rows, more main memory, more or
+    larger GPUs.
     """
     yield from without_one_pin(job, cluster)
     yield from cheaper_tuning(job, cluster)
@@ -127,14 +127,6 @@ def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estim
             job=with_pins(job, optim=PAGED_OPTIMIZER),
             cluster=cluster,
             note=note,
-        )
-    if nearest.candidate.method_row.offloads_activations and "activation_offloading" not in job.pinned:
-        change = with_pins(job, activation_offloading=True)
-        yield Proposal(
-            change="--set activation_offloading=true",
-            job=change,
-            cluster=cluster,
-            note="what is saved waits in host memory",
         )
     yield from shorter_rows(job, cluster, problem, nearest)
     yield from more_host_memory(job, cluster, nearest)

@@ -110,6 +110,8 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
                             + trained / (1e9 x nodes), Adam on the CPU, which the GPUs of a node share
         offload_param       gathers x stored bytes / n / host, in every micro-step
         activations         max(0, 2 x saved bytes / host - the micro-step), in every micro-step: down and up, beside it
+        checkpoints         2 x checkpoints / host, in every micro-step: the copies run on the compute stream
+                            (transformers 5.23, modeling_utils.py, `activation_checkpointing_enable`)
 
     Example: Qwen2.5-7B, full, ZeRO-2 on 8 GPUs of one node: 7.6 s for Adam and 0.15 s for copies.
     """
@@ -123,9 +125,11 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
     if candidate.offload_param:
         stored_bytes = sum(each.stored_bytes for each in models)
         seconds += accumulation * _gathers(candidate) * stored_bytes / candidate.shard_gpus / host
-    if candidate.activation_offloading or candidate.checkpoint_offload:
-        saved = _saved_bytes(candidate, work) * batch.tokens
-        seconds += accumulation * max(0.0, 2 * saved / host - step.elapsed)
+    copies = 2 * _saved_bytes(candidate, work) * batch.tokens / host
+    if candidate.activation_offloading:
+        seconds += accumulation * max(0.0, copies - step.elapsed)
+    elif candidate.checkpoint_offload and candidate.gradient_checkpointing:
+        seconds += accumulation * copies
     return seconds
 
 
