@@ -296,6 +296,16 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "every_n_layers is a detail of gradient_checkpointing, which is false.",
         ),
         (
+            asked(method="sft"),
+            "activation_offloading=true gradient_checkpointing=false",
+            "activation_offloading is planned where every layer is checkpointed: TRL keeps on the GPU what several",
+        ),
+        (
+            asked(method="sft"),
+            "activation_offloading=true every_n_layers=2",
+            "activation_offloading is planned where every layer is checkpointed: TRL keeps on the GPU what several",
+        ),
+        (
             asked("gpt2", method="sft"),
             "max_length=4096",
             "max_length 4,096 is longer than the 1,024 positions that openai-community/gpt2 has learned.",

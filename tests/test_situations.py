@@ -224,7 +224,7 @@ def test_of_4_bit_weights_only_checkpoints_are_offloaded() -> None:
     cluster = parse_cluster("4xL4")
     offloaded = [*structures(SearchProblem(job=job, cluster=cluster, tuning_class="qlora", offload=True))]
     assert offloaded
-    assert all(each.checkpoint_offload and not each.offload_optimizer | each.offload_param for each in offloaded)
+    assert all(each.checkpoint_offload and not (each.offload_optimizer or each.offload_param) for each in offloaded)
 
 
 def test_long_rows_on_a_small_card_fit_with_checkpoints_on_the_host() -> None:

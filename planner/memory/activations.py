@@ -51,10 +51,10 @@ def stack_memory(
     """
     width = stack.recipe.weight_width
     parts = layer_parts(model, stack, gradients_exist)
-    moved = Moved(model, stack, [part.output_width for part in parts])
-    left = [plus(embedded(model, stack), moved.from_start)]
+    offloaded = OffloadedInputs(model, stack, [part.output_width for part in parts])
+    left = [plus(embedded(model, stack), offloaded.at_start)]
     for i, part in enumerate(parts):
-        left.append(plus(left[-1], part.left, moved.output_of(i)))
+        left.append(plus(left[-1], part.left, offloaded.at_output(i)))
     learned = [0] * (len(parts) + 1)
     learned[-1] = 0 if gradients_exist or not stack.recipe.trainable else head_gradient_elements * width
     for i in range(len(parts) - 1, -1, -1):
@@ -62,12 +62,12 @@ def stack_memory(
     ends = first_and_last(parts)
     copies = sum(part.copies for part in parts)
     forward = [
-        plus(left[i], moment, moved.beside_forward(i), *((held_embedding(model, stack),) if i else ()))
+        plus(left[i], moment, offloaded.in_forward(i), *((held_embedding(model, stack),) if i else ()))
         for i in ends
         for moment in parts[i].forward.snapshots
     ]
     backward = [
-        plus(without_copies(left[i], parts[:i]), moment, moved.beside_backward(i), gradients(learned[i + 1]))
+        plus(without_copies(left[i], parts[:i]), moment, offloaded.in_backward(i), gradients(learned[i + 1]))
         for i in ends
         for moment in parts[i].backward.snapshots
     ]
@@ -93,11 +93,12 @@ STASHED_FORWARD = 5
 STASHED_BACKWARD = 2
 
 
-class Moved:
-    """What offloading changes in a stack: inputs of checkpointed layers lie on the host until their backward pass.
+class OffloadedInputs:
+    """Layer inputs that the host holds from a checkpointed layer's forward pass to its backward pass, and their bytes.
 
-    A layer's input belongs to what the layer before it left, from whose bytes it is taken. transformers copies on the
-    compute stream, so that only the running layer's input is on the GPU.
+    The layer before counts each of them in what it leaves on the GPU: `at_start` and `at_output` take them off again,
+    `in_forward` and `in_backward` add those that are on the GPU while a layer runs. transformers copies on the compute
+    stream, so that this is the running layer's input only.
     Source: transformers 5.23, modeling_utils.py:3110, `offload`; pytorch 2.13, autograd/graph.py, `save_on_cpu`.
     """
 
@@ -107,23 +108,23 @@ class Moved:
         offloads = stack.offloads != "nothing"
         self.layers = [*(offloads and is_checkpointed(stack, i) for i in range(len(output_widths))), False]
         self.stashes = stack.offloads == "activations"
-        self.from_start = NO_BYTES
+        self.at_start = NO_BYTES
         if self.layers[0]:
-            # PEFT makes the embedding's output a leaf that requires a gradient: the graph keeps it besides
+            # with PEFT the embedding's output is a leaf that requires a gradient: the graph keeps it on the GPU, too
             stays = 0 if stack.recipe.trainable or is_embedding_saved(model, stack) else embedding_bytes(model, stack)
-            self.from_start = per_token(stays - self.inputs[0])
+            self.at_start = per_token(stays - self.inputs[0])
 
-    def output_of(self, layer: int) -> LiveBytes:
-        """Return what a layer's output takes less than in its `left`: all of it, if the next layer offloads it."""
+    def at_output(self, layer: int) -> LiveBytes:
+        """Return minus the bytes of a layer's output if it is the offloaded input of the next layer, else nothing."""
         return per_token(-self.inputs[layer + 1]) if self.layers[layer + 1] else NO_BYTES
 
-    def beside_forward(self, layer: int) -> LiveBytes:
-        """Return the offloaded inputs that are on the GPU while a layer runs forward: its own, and those in copying."""
+    def in_forward(self, layer: int) -> LiveBytes:
+        """Return the offloaded inputs on the GPU while a layer runs forward: its own, and those being copied."""
         first = max(0, layer - (STASHED_FORWARD if self.stashes else 1) + 1)
         return per_token(sum(self.inputs[i] for i in range(first, layer + 1) if self.layers[i]))
 
-    def beside_backward(self, layer: int) -> LiveBytes:
-        """Return the inputs that were brought back when a layer runs backward."""
+    def in_backward(self, layer: int) -> LiveBytes:
+        """Return the offloaded inputs that are back on the GPU while a layer runs backward."""
         last = layer + (STASHED_BACKWARD if self.stashes else 1)
         return per_token(sum(self.inputs[i] for i in range(layer, last) if self.layers[i]))
 

@@ -171,7 +171,7 @@ def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> in
     recipe = stack_recipe(candidate, cluster.gpu.supports_flash_attention_2)
     if recipe.offloads == "nothing":
         return 0
-    recipe = replace(recipe, offloads="nothing")  # all of them
+    recipe = replace(recipe, offloads="nothing")  # the bytes that the GPU would hold without offloading
     per_token, per_score, fixed = dict(stack_memory(candidate.model, recipe, True, 0).saved.kinds).get(
         "activations", (0, 0, 0)
     )

@@ -108,15 +108,16 @@ def sharding(problem: SearchProblem) -> Changes:
     """Return the kinds of data parallelism, with what each offloads to the host.
 
     `checkpoint_offload` of transformers 5.23 keeps the inputs of checkpointed layers there. `activation_offloading` of
-    older releases, TRL's, leaves more on the GPU (planner/memory/activations.py, `Moved`).
+    older releases, TRL's, leaves more on the GPU (planner/memory/activations.py, `OffloadedInputs`).
     """
     if not problem.offload:
-        return _on_gpus(problem)
-    offloaded = _offloaded(problem)
-    return (*offloaded, *({**change, "checkpoint_offload": True} for change in (*_on_gpus(problem), *offloaded)))
+        return _without_offloading(problem)
+    offloaded = _with_offloading(problem)
+    all_kinds = (*_without_offloading(problem), *offloaded)
+    return (*offloaded, *({**change, "checkpoint_offload": True} for change in all_kinds))
 
 
-def _on_gpus(problem: SearchProblem) -> Changes:
+def _without_offloading(problem: SearchProblem) -> Changes:
     """Return the kinds of data parallelism without offloading.
 
     On several nodes FSDP2 may keep a copy of the model on each (hybrid sharding), so that only gradients cross them.
@@ -137,7 +138,7 @@ def _on_gpus(problem: SearchProblem) -> Changes:
     return (*whole, {"sharding": "fsdp2", "dp_replicate_size": problem.cluster.nodes})
 
 
-def _offloaded(problem: SearchProblem) -> Changes:
+def _with_offloading(problem: SearchProblem) -> Changes:
     """Return the ways to offload the optimizer or the parameters; QLoRA shards its weights instead."""
     if problem.tuning_class == "qlora":
         return _sharded_qlora(problem)
