@@ -17,43 +17,15 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from planner.candidate import ZERO_SIZES, Candidate
+from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
-from planner.jobs.settings import settings_of
+from planner.jobs.settings import settings_of, trl_arguments
 from planner.methods import MethodName
 from planner.models.architectures.image_tower import ImageTower, image_tower
 from probes.step.built_trainer import DTYPES, BuiltTrainer
 
-# Settings that are not arguments of a trainer: read by accelerate, DeepSpeed, FSDP, the environment or the vLLM server,
-# names of models that are passed as models, and facts about the data.
-NOT_TRAINER_ARGUMENTS = frozenset(
-    {
-        "model_name_or_path",
-        "reward_model_name_or_path",
-        "teacher_model_name_or_path",
-        "method",
-        "trl_version",
-        "distributed_type",
-        "zero_stage",
-        "num_processes",
-        "num_machines",
-        "cp_size",
-        "sp_size",
-        "fsdp_version",
-        "fsdp_offload_params",
-        "offload_optimizer_device",
-        "offload_param_device",
-        "environment",
-        "prompt_length",
-        "padded",
-        "images_per_row",
-        "image_size",
-        "vllm_data_parallel_size",
-        "autocast_adapter_dtype",
-        "quant_method",
-        *ZERO_SIZES,
-    }
-)
+# Settings with the name of a model, which the trainer gets as a model.
+MODEL_NAMES = ("model_name_or_path", "reward_model_name_or_path", "teacher_model_name_or_path")
 
 RGB = 3  # channels of an image
 
@@ -132,7 +104,7 @@ def training_arguments(inputs: TrainerInputs) -> Any:
     candidate = inputs.candidate
     config = _class_of_trl(candidate, candidate.method_row.config)
     names, model_names = ({field.name for field in fields(each)} for each in (config, ModelConfig))
-    settings = {name: value for name, value in settings_of(candidate).items() if name not in NOT_TRAINER_ARGUMENTS}
+    settings = {name: value for name, value in trl_arguments(candidate).items() if name not in MODEL_NAMES}
     if candidate.method_row.needs_beta and not candidate.beta:
         settings.pop("beta", None)  # 0 stands for "not set": the method has no loss at a beta of 0
     lost = {name for name, value in settings.items() if value} - names - model_names

@@ -28,7 +28,12 @@ from planner.gpus.cluster import Cluster  # noqa: E402
 from planner.gpus.parse import parse_cluster  # noqa: E402
 from planner.jobs.job import Job  # noqa: E402
 from planner.measurements.measurement import DeviceName, Measurement, Outcome  # noqa: E402
+from planner.memory.gradients import step_gradients_bytes  # noqa: E402
+from planner.memory.optimizer import optimizer_states_bytes  # noqa: E402
+from planner.memory.parameters.policy import policy_parameters  # noqa: E402
+from planner.memory.weights import policy_weights_bytes  # noqa: E402
 from planner.models.catalogue import load_model  # noqa: E402
+from planner.quantities import CUDA_BLOCK_BYTES  # noqa: E402
 from planner.search.knobs import SearchProblem  # noqa: E402
 from probes.runner.devices import DeviceOptions, Probe, device  # noqa: E402
 from probes.runner.ray_device import decisive, ray_device, refuse_other_releases, room  # noqa: E402
@@ -192,20 +197,50 @@ def real_options(folder: Path, **settings: Any) -> DeviceOptions:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_a_candidate_over_two_nodes_is_one_training_of_both(
     sharding: Sharding, nodes: RayCluster, tmp_path: Path
 ) -> None:
     candidate = replace(OVER_TWO, sharding=sharding)
     found = ray_device("cpu", TWO, real_options(tmp_path), nodes.address)(candidate)
-    assert (found.outcome, found.message) == ("fits", "")
+    keeps_what_the_formulas_say(found, tmp_path)
     on_one = device("cpu", parse_cluster("2xA100-40G", None), real_options(tmp_path / "one"))
     alone = on_one(replace(candidate, num_nodes=1))
-    assert [rank.rank for rank in found.ranks] == [0, 1]
     assert [rank.state_bytes for rank in found.ranks] == [rank.state_bytes for rank in alone.ranks]
-    logs = sorted(path.name.rpartition("-")[2] for path in (tmp_path / "logs").glob("*.json"))
-    assert len(logs) == 2  # one launcher on each node
-    assert not list(tmp_path.glob("plan-probe-*"))
+
+
+@pytest.mark.nightly
+def test_hybrid_sharding_keeps_a_copy_of_the_model_on_each_of_two_nodes(nodes: RayCluster, tmp_path: Path) -> None:
+    candidate = replace(OVER_TWO, num_processes=4, sharding="fsdp2", dp_replicate_size=2)
+    pair = [nodes.add_node(**NODE, num_gpus=2) for _ in range(2)]
+    try:
+        cluster = parse_cluster("2x2xA100-40G", None)
+        found = ray_device("cpu", cluster, real_options(tmp_path), nodes.address)(candidate)
+    finally:
+        for node in pair:
+            nodes.remove_node(node)
+    keeps_what_the_formulas_say(found, tmp_path)
+    # float32 weights, divided among the two processes of a node
+    assert {rank.state_bytes["weights"] for rank in found.ranks} == {4 * candidate.model.params // 2}
+
+
+def keeps_what_the_formulas_say(found: Measurement, folder: Path) -> None:
+    """Check the states of the heaviest rank, and that one launcher ran on each of two nodes."""
+    candidate = found.candidate
+    assert (found.outcome, found.message) == ("fits", "")
+    assert [rank.rank for rank in found.ranks] == [*range(candidate.num_processes)]
+    tensors = policy_parameters(candidate).tensor_count
+    for component, formula, copies in (
+        ("weights", policy_weights_bytes, 1),
+        ("gradients", step_gradients_bytes, 1),
+        ("optimizer_states", optimizer_states_bytes, 2),
+    ):
+        heaviest = max(rank.state_bytes[component] for rank in found.ranks)
+        # the formulas round every tensor up to the allocator's blocks
+        assert 0 <= formula(candidate) - heaviest < copies * tensors * CUDA_BLOCK_BYTES, component
+    logs = sorted(path.name.rpartition("-")[2] for path in (folder / "logs").glob("*.json"))
+    assert len(logs) == 2
+    assert not list(folder.glob("plan-probe-*"))
 
 
 @pytest.mark.nightly

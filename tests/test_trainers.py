@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
-from planner.jobs.settings import settings_of
+from planner.jobs.settings import trl_arguments
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 
@@ -120,10 +120,26 @@ def test_there_is_a_trainer_for_every_method_of_the_newest_trl() -> None:
 
 def test_a_setting_that_the_config_has_no_field_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = Candidate(model=MODEL, method="grpo", num_generations=2)
-    settings_later = settings_of(candidate) | {"setting_of_a_later_trl": 1}
-    monkeypatch.setattr("probes.trainers.settings_of", lambda candidate: settings_later)
+    settings_later = trl_arguments(candidate) | {"setting_of_a_later_trl": 1}
+    monkeypatch.setattr("probes.trainers.trl_arguments", lambda candidate: settings_later)
     with pytest.raises(InputError, match=r"^GRPOConfig of the installed TRL has no setting setting_of_a_later_trl\.$"):
         training_arguments(dry_run_inputs(candidate, "fake"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sharding": "fsdp2", "num_nodes": 2, "num_processes": 4, "dp_replicate_size": 2},
+        {"method": "online-dpo", "vllm": "server", "vllm_max_model_length": 96},
+        *({"method": method, "vllm": "server"} for method in ("grpo", "rloo", "gkd", "distillation")),
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)
+def test_a_candidate_that_the_search_offers_has_training_arguments(changes: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"method": "sft", "tuning": "full", "max_length": 64, "prompt_length": 8, "max_completion_length": 8}
+    candidate = Candidate(model=MODEL, **(settings | changes))
+    task = Task(candidate=candidate, device="cpu", folder=str(tmp_path))
+    assert training_arguments(probe_inputs(task, {})).per_device_train_batch_size == 8
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from planner.candidate import DEEPSPEED, MODEL_FIELDS, STAGE_3_SIZES, Candidate, Elements
+from planner.candidate import DEEPSPEED, MODEL_FIELDS, STAGE_3_SIZES, ZERO_SIZES, Candidate, Elements
 from planner.errors import InputError, UnknownName, shortened
 from planner.jobs.spellings import (
     ALIASES,
@@ -20,7 +20,7 @@ from planner.jobs.spellings import (
     WRITTEN_NAMES,
     Value,
 )
-from planner.methods import has_setting
+from planner.methods import MethodName, has_setting
 from planner.models.architectures.image_tower import image_sides
 from planner.models.shape import ModelShape
 
@@ -189,6 +189,31 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
     if candidate.sharding == "fsdp2":
         values[FSDP_OFFLOAD] = candidate.offload_param
     return _nested(candidate, values)
+
+
+# Settings that no config class of TRL has a field for: they are set in the launch file, in the DeepSpeed file, on the
+# vLLM server, in the environment, by the checkpoint, by the data, or by the choice of the command.
+NOT_TRL_ARGUMENTS = frozenset({
+    "distributed_type", "zero_stage", "fsdp_version", "num_processes", "num_machines", "offload_optimizer_device",
+    "offload_param_device", "fsdp_offload_params", "vllm_data_parallel_size", "quant_method", "padded", "prompt_length",
+    "images_per_row", "image_size",
+    "dp_replicate_size", "cp_size", "sp_size", "autocast_adapter_dtype", "environment", "method", "trl_version",
+    *ZERO_SIZES,
+})  # fmt: skip
+
+# Settings for which the config class of a method has no field, though other methods' have one.
+# Source: trl 1.16, experimental/online_dpo/online_dpo_config.py (its engine has max_length + max_new_tokens,
+# online_dpo_trainer.py:496); trl 1.12, experimental/ppo/ppo_config.py.
+MISSING_FIELDS: dict[MethodName, frozenset[str]] = {
+    "online-dpo": frozenset({"vllm_max_model_length"}),
+    "ppo": frozenset({"reward_model_name_or_path"}),
+}
+
+
+def trl_arguments(candidate: Candidate) -> dict[str, object]:
+    """Return the settings that the config class of the candidate's method or TRL's `ModelConfig` has a field for."""
+    missing = NOT_TRL_ARGUMENTS | MISSING_FIELDS.get(candidate.method, frozenset())
+    return {name: value for name, value in settings_of(candidate).items() if name not in missing}
 
 
 def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:

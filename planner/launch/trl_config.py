@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-from planner.candidate import ZERO_SIZES, Candidate, Optimizer
+from planner.candidate import Candidate, Optimizer
 from planner.errors import InputError
-from planner.jobs.settings import settings_of
-from planner.methods import MethodName
+from planner.jobs.settings import settings_of, trl_arguments
 
 FILE = "train.yaml"
 FILL_IN = "FILL IN"  # mark of a line that the user must complete
@@ -13,23 +12,6 @@ DATASET = "your-organisation/your-dataset"
 OUTPUT = "output"
 REWARD_MODULE, REWARD_FUNCTION = "rewards", "reward"
 
-# Settings that do not belong in train.yaml: they are set in the launch file, in the DeepSpeed file, on the vLLM
-# server, by the checkpoint, by the data, or by the choice of the command.
-NOT_IN_TRAIN_YAML = frozenset({
-    "distributed_type", "zero_stage", "fsdp_version", "num_processes", "num_machines", "offload_optimizer_device",
-    "offload_param_device", "fsdp_offload_params", "vllm_data_parallel_size", "quant_method", "padded", "prompt_length",
-    "images_per_row", "image_size",
-    "dp_replicate_size", "cp_size", "sp_size", "autocast_adapter_dtype", "environment", "method", "trl_version",
-    *ZERO_SIZES,
-})  # fmt: skip
-
-# Settings for which the config class of a method has no field, though other methods' have one.
-# Source: trl 1.16, experimental/online_dpo/online_dpo_config.py (its engine has max_length + max_new_tokens,
-# online_dpo_trainer.py:496); trl 1.12, experimental/ppo/ppo_config.py.
-MISSING_FIELDS: dict[MethodName, frozenset[str]] = {
-    "online-dpo": frozenset({"vllm_max_model_length"}),
-    "ppo": frozenset({"reward_model_name_or_path"}),
-}
 PPO_REWARD_MODEL = "reward_model_path"  # trl 1.12, experimental/ppo/ppo_config.py
 
 # Optimizers that require `optim_target_modules`. Source: transformers 5.23, trainer_optimizer.py:121.
@@ -47,19 +29,13 @@ def trl_config(candidate: Candidate) -> dict[str, object]:
             "TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it. Use --set "
             "autocast_adapter_dtype=true."
         )
-    settings = settings_of(candidate)
-    missing = MISSING_FIELDS.get(candidate.method, frozenset())
-    config = {
-        name: value
-        for name, value in settings.items()
-        if name not in NOT_IN_TRAIN_YAML and name not in missing and value is not None
-    }
+    config = {name: value for name, value in trl_arguments(candidate).items() if value is not None}
     if candidate.optim in PROJECTING_OPTIMIZERS:
         config["optim_target_modules"] = "all-linear"
     if candidate.method == "ppo" and candidate.reward_model is not None:
         config[PPO_REWARD_MODEL] = candidate.reward_model.path or candidate.reward_model.id
-    if settings["environment"]:
-        config["env"] = settings["environment"]
+    if environment := settings_of(candidate)["environment"]:
+        config["env"] = environment
     return config
 
 

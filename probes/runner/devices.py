@@ -15,15 +15,7 @@ from planner.units import format_gib
 from probes.runner.command import worker_command
 from probes.runner.gpus_in_use import Card, tolerated_bytes, visible_cards
 from probes.runner.runner import Command, Limits, no_cards, run_probe
-from probes.runner.verdict import Stop, nothing_measured
 from probes.task import Rendezvous, Task
-
-# accelerate uses `fsdp_plugin` with several accelerators only; on the CPU every process would hold the whole model.
-# Source: accelerate 1.15, state.py:986-1013.
-NOT_SHARDED = Stop(
-    outcome="crashed",
-    message="accelerate shards with FSDP2 on accelerators only, not on the CPU: probe zero3 instead, or on the GPUs",
-)
 
 Probe = Callable[[Candidate], Measurement]
 
@@ -90,8 +82,6 @@ def cpu(cluster: Cluster, options: DeviceOptions) -> Probe:
 
     def probe(candidate: Candidate) -> Measurement:
         task = _task(candidate, "cpu", cluster.gpu.free_bytes, options)
-        if candidate.sharding == "fsdp2":
-            return nothing_measured(task, NOT_SHARDED, 0.0, "")
         return run_probe(task, options.limits, options.logs, options.command, no_cards, options.say)
 
     return probe

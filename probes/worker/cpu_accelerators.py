@@ -14,13 +14,13 @@ import transformers
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from planner.candidate import SHARDED, Candidate
 from probes.substitution import substituted
+from probes.task import Task
 
 
-def needs_accelerators(candidate: Candidate) -> bool:
-    """Return True if the candidate is sharded: accelerate 1.15 knows only DDP on CPUs (state.py:922-990)."""
-    return candidate.sharding in SHARDED
+def needs_accelerators(task: Task) -> bool:
+    """Return True for FSDP2 on the CPU: accelerate 1.15 knows DDP and DeepSpeed there only (state.py:922-990)."""
+    return task.device == "cpu" and task.candidate.sharding == "fsdp2"
 
 
 @contextlib.contextmanager

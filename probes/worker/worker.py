@@ -31,6 +31,7 @@ from probes.step.phases import mark_phases
 from probes.step.rollouts import whole_rollout
 from probes.substitution import substituted
 from probes.task import ANSWER_PREFIX, Task, read_task
+from probes.worker.cpu_accelerators import cpu_accelerators, needs_accelerators
 from probes.worker.engines import engine, keep_own_gpus, mark_engine_phases, with_share_of_this_card
 from probes.worker.random_weights import random_weights
 from probes.worker.shortage import lacks_memory
@@ -54,7 +55,11 @@ def measure(task: Task) -> Measurement:
     probe = _Probe(task, watch)
     shortage = None
     try:
-        with random_weights() if task.weights == "random" else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if needs_accelerators(task):
+                stack.enter_context(cpu_accelerators())
+            if task.weights == "random":
+                stack.enter_context(random_weights())
             probe.run()
     except Exception as error:
         if not lacks_memory(error):
