@@ -287,6 +287,36 @@ class TestLaunchConfig:
         assert read.warnings == ("the config sets what the plan does not count: parallelism_config_tp_size",)
 
     @pytest.mark.parametrize(
+        ("zero", "named"),
+        [
+            ('{"stage": 3, "zero_hpz_partition_size": 8}', "zero_optimization.zero_hpz_partition_size"),
+            ('{"stage": 2, "overlap_comm": true}', "zero_optimization.overlap_comm"),
+            ('{"stage": 3, "offload_optimizer": {"ratio": 0.4}}', "zero_optimization.offload_optimizer.ratio"),
+            ('{"stage": 3, "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": "auto"}', ""),
+        ],
+    )
+    def test_keys_of_deepspeed_that_are_not_counted_are_named(self, tmp_path, zero, named):
+        file = tmp_path / "zero.json"
+        file.write_text(f'{{"zero_optimization": {zero}}}')
+        launcher = accelerate(
+            tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero.json}"
+        )
+        warnings = (f"the config sets what the plan does not count: {named}",) if named else ()
+        for files in (
+            ConfigFiles(deepspeed=file),
+            ConfigFiles(accelerate=launcher),
+            ConfigFiles(train=config(tmp_path, "deepspeed: zero.json")),
+        ):
+            assert load_config_files(files).warnings == warnings
+
+    def test_a_deepspeed_config_that_another_replaces_is_not_read(self, tmp_path):
+        (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
+        other = tmp_path / "other.json"
+        other.write_text('{"zero_optimization": {"stage": 2}}')
+        files = ConfigFiles(train=config(tmp_path, "deepspeed: zero.json"), deepspeed=other)
+        assert load_config_files(files).warnings == ()
+
+    @pytest.mark.parametrize(
         "keys",
         [
             "fsdp: full_shard offload",

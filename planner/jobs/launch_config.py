@@ -54,6 +54,29 @@ UNMODELLED: dict[str, tuple[object, ...]] = {
     "fsdp_reshard_after_forward": (None, True, "FULL_SHARD"),
     "parallelism_config_tp_size": (None, 1),
 }
+# In stages 1 and 2 it has a second bucket; stage 3 is planned with it.
+# Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py:1425.
+OVERLAP_COMM = "zero_optimization.overlap_comm"
+# Keys of a DeepSpeed config that change memory or speed and are not modelled, with the values that change nothing.
+# Source: deepspeed 0.19.8, runtime/zero/config.py, runtime/zero/offload_config.py, runtime/precision_config.py,
+# runtime/constants.py (`GRAD_ACCUM_DTYPE`, `TORCH_AUTOCAST`, `COMMUNICATION_DATA_TYPE`).
+DEEPSPEED_UNMODELLED: dict[str, tuple[object, ...]] = {
+    "zero_optimization.zero_hpz_partition_size": (None, 0, 1),
+    "zero_optimization.zero_quantized_weights": (None, False),
+    "zero_optimization.zero_quantized_nontrainable_weights": (None, False),
+    "zero_optimization.zero_quantized_gradients": (None, False),
+    "zero_optimization.contiguous_gradients": (None, True),
+    "zero_optimization.memory_efficient_linear": (None, True),
+    "zero_optimization.zenflow": (None,),
+    "zero_optimization.offload_optimizer.ratio": (None, 1.0),
+    "zero_optimization.offload_optimizer.super_offload": (None, False),
+    "bf16.bf16_master_weights_and_grads": (None, False),
+    "fp16.fp16_master_weights_and_grads": (None, False),
+    "data_types.grad_accum_dtype": (None,),
+    "torch_autocast.enabled": (None, False),
+    "communication_data_type": (None,),
+    OVERLAP_COMM: (None, False),
+}
 
 
 def load_mapping(path: Path, kind: str, example: str) -> dict[str, object]:
@@ -93,7 +116,7 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
     """
     zero = _load_deepspeed_config(str(deepspeed), Path()) if deepspeed else None
     if accelerate is None:
-        return LaunchConfig(settings={} if zero is None else dict(deepspeed_settings(zero, Path())))
+        return LaunchConfig(settings={}) if zero is None else deepspeed_config(zero, Path())
     keys = PROFILES.get(str(accelerate), {})
     if not keys or isfile(accelerate):
         keys = load_mapping(accelerate, "accelerate config", "distributed_type: MULTI_GPU")
@@ -108,9 +131,12 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
     if kind == "NO":
         settings["num_processes"] = 1  # accelerate 1.15, commands/launch.py, `simple_launcher`
     fsdp, parallel = (_section(keys, name) for name in ("fsdp_config", "parallelism_config"))
+    unmodelled: tuple[str, ...] = ()
     if kind == "DEEPSPEED":
         section = _section(keys, "deepspeed_config")
-        settings |= _plugin_settings(section if zero is None else {CONFIG_FILE: zero}, accelerate.parent)
+        plugin = _plugin_config(section if zero is None else {CONFIG_FILE: zero}, accelerate.parent)
+        settings |= plugin.settings
+        unmodelled = plugin.unmodelled
     if kind != "FSDP":
         fsdp = {}
     named = fsdp | parallel
@@ -121,7 +147,7 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
     return LaunchConfig(
         settings=settings,
         mixed_precision=precision if isinstance(precision, str) else "",
-        unmodelled=tuple(name for name, harmless in UNMODELLED.items() if named.get(name, harmless[0]) not in harmless),
+        unmodelled=(*unmodelled, *(name for name, harmless in UNMODELLED.items() if named.get(name) not in harmless)),
     )
 
 
@@ -131,31 +157,47 @@ def _section(keys: Mapping[str, object], name: str) -> dict[str, object]:
     return {str(key): value for key, value in section.items()} if isinstance(section, Mapping) else {}
 
 
-def _plugin_settings(section: Mapping[str, object], folder: Path) -> dict[str, Value]:
-    """Return the settings of accelerate's section `deepspeed_config`: of the file that it names, or its own.
+def _plugin_config(section: Mapping[str, object], folder: Path) -> LaunchConfig:
+    """Return the config of accelerate's section `deepspeed_config`: of the file that it names, or its own.
 
     Without a file, accelerate writes no bucket sizes, so that DeepSpeed's defaults count.
     Source: accelerate 1.15, utils/dataclasses.py, `DeepSpeedPlugin.__post_init__`.
     """
     if section.get(CONFIG_FILE):
-        return dict(deepspeed_settings(section[CONFIG_FILE], folder))
+        return deepspeed_config(section[CONFIG_FILE], folder)
     zero: dict[str, object] = {"stage": section.get("zero_stage", DEFAULT_STAGE)}
     zero |= {part: {"device": section.get(f"{part}_device", "none")} for part in OFFLOADED}
-    return dict(deepspeed_settings({"zero_optimization": zero}, folder))
+    return deepspeed_config({"zero_optimization": zero}, folder)
 
 
-def deepspeed_settings(value: object, folder: Path) -> Iterator[tuple[str, Value]]:
-    """Yield the ZeRO stage, sizes and offloading of a DeepSpeed config: a mapping, or the path of a JSON file."""
-    zero = _load_deepspeed_config(value, folder).get("zero_optimization", {})
+def deepspeed_config(value: object, folder: Path) -> LaunchConfig:
+    """Return the ZeRO stage, sizes and offloading of a DeepSpeed config: a mapping, or the path of a JSON file.
+
+    Raises:
+        InputError: the file cannot be read, or does not map keys to values.
+    """
+    keys = _load_deepspeed_config(value, folder)
+    zero = keys.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
         raise InputError("zero_optimization in the DeepSpeed config should hold keys and values, such as stage: 3.")
     stage = zero.get("stage", 0)
     # Stage 0 replicates everything, as DDP does.
-    yield ("zero_stage", stage) if stage else ("distributed_type", "MULTI_GPU")
-    yield from deepspeed_sizes(zero).items()
+    settings: dict[str, Value] = {"zero_stage": stage} if stage else {"distributed_type": "MULTI_GPU"}
+    settings |= deepspeed_sizes(zero)
     for part in OFFLOADED:
         offload = zero.get(part)
-        yield f"{part}_device", offload.get("device", "none") if isinstance(offload, Mapping) else "none"
+        settings[f"{part}_device"] = offload.get("device", "none") if isinstance(offload, Mapping) else "none"
+    return LaunchConfig(settings=settings, unmodelled=tuple(_unmodelled(keys, stage)))
+
+
+def _unmodelled(keys: Mapping[str, object], stage: object) -> Iterator[str]:
+    """Yield the keys of a DeepSpeed config whose values change memory or speed and are not modelled."""
+    for name, harmless in DEEPSPEED_UNMODELLED.items():
+        value: object = keys
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value not in (*harmless, "auto") and (name, stage) != (OVERLAP_COMM, 3):
+            yield name
 
 
 def deepspeed_sizes(zero: Mapping[str, Any]) -> dict[str, Value]:

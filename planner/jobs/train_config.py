@@ -6,7 +6,13 @@ from os.path import isfile
 from pathlib import Path
 
 from planner.errors import InputError
-from planner.jobs.launch_config import PROCESSES, deepspeed_settings, load_launch_config, load_mapping
+from planner.jobs.launch_config import (
+    DEEPSPEED_UNMODELLED,
+    PROCESSES,
+    deepspeed_config,
+    load_launch_config,
+    load_mapping,
+)
 from planner.jobs.settings import setting_names
 from planner.jobs.spellings import FSDP_OFFLOAD, Value
 
@@ -112,8 +118,9 @@ def load_config_files(
     train = train or TrainConfig(settings={}, ignored=(), unmodelled=())
     launcher = files.accelerate or train.accelerate
     launch = load_launch_config(launcher, files.deepspeed)
-    zero = launch.settings.keys() if files.deepspeed else ()
-    settings = {name: value for name, value in train.settings.items() if name not in zero}
+    replaced = {*launch.settings, *DEEPSPEED_UNMODELLED} if files.deepspeed else set()
+    settings = {name: value for name, value in train.settings.items() if name not in replaced}
+    unmodelled = (*(name for name in train.unmodelled if name not in replaced), *launch.unmodelled)
     if launch.mixed_precision and settings.get("bf16") is False and not settings.get("fp16"):
         # A training without a precision of its own takes accelerate's.
         # Source: transformers 5.23, training_args.py, `ACCELERATE_MIXED_PRECISION`.
@@ -126,7 +133,7 @@ def load_config_files(
         if settings.setdefault(name, value) != value and name not in PROCESSES:
             where = files.train or "the config"
             raise InputError(f"{name} is {settings[name]} in {where} and {value} in {launcher}. Drop one of them.")
-    return TrainConfig(settings=settings, ignored=train.ignored, unmodelled=(*train.unmodelled, *launch.unmodelled))
+    return TrainConfig(settings=settings, ignored=train.ignored, unmodelled=unmodelled)
 
 
 def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS) -> TrainConfig:
@@ -152,11 +159,12 @@ def train_config(
     settings = {**defaults} | {name: value for name, value in pairs.items() if name in known and value is not None}
     launcher = pairs.pop(LAUNCHER, None)
     unknown = sorted(name for name in pairs if name not in known)
+    unmodelled = {*UNMODELLED, *DEEPSPEED_UNMODELLED}
     return TrainConfig(
         accelerate=_beside(folder, str(launcher)) if launcher else None,
         settings=_without_unread(settings, pairs),
-        ignored=tuple(name for name in unknown if name not in UNMODELLED),
-        unmodelled=tuple(name for name in unknown if name in UNMODELLED and pairs[name] not in (None, False)),
+        ignored=tuple(name for name in unknown if name not in unmodelled),
+        unmodelled=tuple(name for name in unknown if name in unmodelled and pairs[name] not in (None, False)),
     )
 
 
@@ -172,7 +180,9 @@ def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Va
         if name in NESTED_KEYS and isinstance(value, Mapping):
             yield from _flatten(value, folder)
         elif name == "deepspeed" and value:
-            yield from deepspeed_settings(value, folder)
+            launch = deepspeed_config(value, folder)
+            yield from launch.settings.items()
+            yield from ((unmodelled, True) for unmodelled in launch.unmodelled)
         elif name == "quantization_config" and isinstance(value, Mapping):
             yield from ((QUANTIZATION_KEYS[key], _plain(value[key])) for key in value.keys() & QUANTIZATION_KEYS.keys())
         elif name == "fsdp" and value:
