@@ -5,7 +5,7 @@ Commands import it inside the function that needs it, since most answers need no
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from planner.errors import (
     EXIT_PROBE_CONTRADICTS,
     DryRunUnsupported,
     InputError,
+    PlanError,
     ProbeFailed,
     UnknownArchitecture,
 )
@@ -248,8 +249,8 @@ def _ray() -> ModuleType:
     return ray_device
 
 
-def probe(candidate: Candidate, run: Probe, gpu: str) -> Measurement:
-    """Run one probe and keep its measurement among the user's own results.
+def probe(candidate: Candidate, run: Probe, gpu: str, say: Say) -> Measurement:
+    """Run one probe and keep its measurement among the user's own results; if that fails, `say` why.
 
     Raises:
         ProbeFailed: the probe measured no memory; the message says why.
@@ -260,8 +261,16 @@ def probe(candidate: Candidate, run: Probe, gpu: str) -> Measurement:
         raise ProbeFailed(
             f"The probe says nothing about memory: {measurement.outcome.replace('_', ' ')}. {measurement.message}{log}"
         )
-    save_new_results([measurement], gpu)
+    _keep([measurement], gpu, "", say)
     return measurement
+
+
+def _keep(measurements: Iterable[Measurement], gpu: str, storage: str, say: Say) -> None:
+    """Add measurements to the user's own results; a full disk or a lost server costs later plans, not this answer."""
+    try:
+        save_new_results(measurements, gpu, storage)
+    except PlanError as error:
+        say(f"not kept for later plans: {error}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,7 +305,7 @@ def prove(
 
     options = studies.StudyOptions(device=device, storage=storage, budget_seconds=budget_seconds, say=say, room=room)
     study = studies.prove(plan, run, options)
-    save_new_results(study.measurements, plan.cluster.gpu.name, storage)
+    _keep(study.measurements, plan.cluster.gpu.name, storage, say)
     report = {
         **certificate_report(study.certificate),
         "study": study.study_name,

@@ -10,7 +10,7 @@ import pytest
 import planner.training_stack
 from planner.candidate import Candidate
 from planner.cli import run
-from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, EXIT_WRONG_INPUT
+from planner.errors import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, EXIT_WRONG_INPUT, PlanError
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
@@ -88,6 +88,19 @@ class TestProbe:
         report = json.loads(capsys.readouterr().out)
         assert report["evidence"] == "measured"
         assert any("probe of your own" in line for line in report["warnings"])
+
+    @pytest.mark.parametrize("command", [["probe", *ONE], [*ONE, "--probe"]])
+    def test_a_full_disk_costs_no_answer(self, command, device, monkeypatch, capsys):
+        def fail(path, line):
+            raise PlanError(f"{path} cannot be written: No space left on device.")
+
+        pytest.importorskip("optuna")
+        device(measured)
+        monkeypatch.setattr("planner.measurements.own_results.append_line", fail)
+        assert run([*command, "--json"]) == EXIT_PLANNED
+        captured = capsys.readouterr()
+        assert (json.loads(captured.out).get("best") or json.loads(captured.out))["evidence"] == "measured"
+        assert "not kept for later plans: " in captured.err
 
     @pytest.mark.parametrize(
         ("arguments", "words"),

@@ -30,7 +30,7 @@ def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, pr
     expected = estimate(candidate, cluster, options.risk)
     with live_line(output, "probing") as line:
         run = open_device(cluster, probe_settings(probing), line.phase)
-        measurement = run_probe(candidate, run, cluster.gpu.name)
+        measurement = run_probe(candidate, run, cluster.gpu.name, line.say)
         compared = compare_with_dry_run(expected, measurement, line.say)
     answer = correct_estimate(expected, measurement, options.risk)
     print_estimate(output, answer, cluster, (*probe_lines(expected, measurement), *compared.lines))
