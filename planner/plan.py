@@ -237,7 +237,8 @@ def alternatives(found: BestByProblem, chosen: SearchProblem) -> tuple[Alternati
         if answer is None or problem.tuning_class == chosen.tuning_class:
             continue
         label = CLASS_LABELS[problem.tuning_class]
-        rest.append(Alternative(label=label, estimate=answer, note=""))
+        longest = length_note(answer) if problem.job.optimize == "max-length" and answer.fits else ""
+        rest.append(Alternative(label=label, estimate=answer, note=longest))
         if answer.fits or chosen.offload:
             continue
         offloaded = search(replace(problem, offload=True))
@@ -268,9 +269,14 @@ def longer_rows(best: Estimate, problem: SearchProblem) -> tuple[Alternative, ..
 
 def note_of_longer(answer: Estimate) -> str:
     """Return the length of an alternative with longer rows, and what it takes."""
-    candidate = answer.candidate
-    takes = offloading_note(answer) or f"{candidate.row_gpus} GPUs share each row"
-    return f"{length_field(candidate)} {getattr(candidate, length_field(candidate)):,}; {takes}"
+    takes = offloading_note(answer) or f"{answer.candidate.row_gpus} GPUs share each row"
+    return f"{length_note(answer)}; {takes}"
+
+
+def length_note(answer: Estimate) -> str:
+    """Return the setting for the length of a candidate's rows and its value."""
+    field = length_field(answer.candidate)
+    return f"{field} {getattr(answer.candidate, field):,}"
 
 
 def faster_alternative(best: Estimate, others: tuple[Alternative, ...]) -> tuple[str, ...]:

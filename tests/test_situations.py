@@ -241,6 +241,13 @@ def test_checkpoints_stay_on_the_gpu_where_they_fit() -> None:
     assert not answer.best.candidate.checkpoint_offload
 
 
+def test_the_longest_rows_of_other_tuning_classes_are_named() -> None:
+    answer = plan(Job(model=load_model("Qwen2.5-7B"), method="dpo", optimize="max-length"), parse_cluster("1xA100-40G"))
+    qlora = next(other for other in answer.alternatives if other.label == "QLoRA")
+    assert qlora.estimate.candidate.max_length > answer.best.candidate.max_length
+    assert qlora.note == f"max_length {qlora.estimate.candidate.max_length:,}"
+
+
 def test_a_gpu_that_no_engine_can_use_is_left_idle() -> None:
     """Five A100 were a third slower than four: engines of two or four GPUs do not divide five processes."""
     job = Job(model=load_model("Qwen2.5-7B"), method="grpo", tuning="lora", pinned={"max_completion_length": 1024})
