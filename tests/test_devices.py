@@ -238,10 +238,16 @@ def test_several_nodes_are_refused(name: DeviceName) -> None:
         device(name, parse_cluster("2x8xA100-40G", None), DeviceOptions(logs=Path()))
 
 
-def test_what_accelerate_does_not_shard_on_the_cpu_is_not_measured_there() -> None:
-    refused = device("cpu", CLUSTER, DeviceOptions(logs=Path()))(replace(SFT, sharding="fsdp2", num_processes=2))
-    assert (refused.outcome, refused.decided) == ("crashed", False)
-    assert "FSDP2" in refused.message
+@pytest.mark.slow
+def test_fsdp2_shards_float32_weights_and_two_states_on_the_cpu_too(tmp_path: Path) -> None:
+    options = DeviceOptions(
+        logs=tmp_path, limits=Limits(host_reserve_share=0.0, disk_reserve_bytes=0), resume=False, save=False
+    )
+    found = device("cpu", CLUSTER, options)(replace(SFT, sharding="fsdp2", num_processes=2))
+    assert (found.outcome, found.message) == ("fits", "")
+    for rank in found.ranks:
+        assert rank.state_bytes["weights"] == 4 * MODEL.params // 2
+        assert rank.state_bytes["optimizer_states"] == 2 * rank.state_bytes["weights"]
 
 
 def test_on_larger_cards_a_worker_is_told_of_what_an_engine_takes_its_share(

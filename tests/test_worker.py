@@ -51,10 +51,15 @@ SHORTENED_BYTES = 1024
 
 @pytest.fixture(autouse=True)
 def one_thread() -> object:
-    """Run on one thread: operators as small as these only wait for other threads."""
+    """Run on one thread: operators as small as these only wait for other threads.
+
+    Run without oneDNN, too: its matrix products take scratch memory from PyTorch's allocator, which is as large as the
+    tensors here and differs between CPUs. Source: pytorch 2.13, aten/src/ATen/native/mkldnn/IDeepRegistration.cpp.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
     torch.set_num_threads(threads)
 
 
