@@ -102,6 +102,8 @@ def few_layers_of(name: str) -> Candidate:
             {"gradient_checkpointing": False, "images_per_row": 3, "image_size": "504x280"},
         ),
         ("mistralai/Ministral-3-3B-Instruct-2512", {}),
+        ("mistralai/Ministral-3-3B-Instruct-2512", {"checkpoint_offload": True}),
+        pytest.param("Qwen/Qwen2.5-VL-3B-Instruct", {"checkpoint_offload": True}, marks=pytest.mark.nightly),
         ("Qwen/Qwen2.5-VL-3B-Instruct", {"method": "dpo", "per_device_train_batch_size": 1}),
         *(
             pytest.param(

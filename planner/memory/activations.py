@@ -130,9 +130,12 @@ class OffloadedInputs:
 
 
 def held_embedding(model: ModelShape, stack: StackRecipe) -> LiveBytes:
-    """Return the embedding's output, a variable of the model's forward pass, where nothing else keeps it."""
+    """Return the embedding's output, a variable of the model's forward pass, where nothing else keeps it.
+
+    With images the variable is the embeddings with the features of images in their places, which PEFT's leaf is not.
+    """
     by_checkpoint = stack.gradient_checkpointing and stack.offloads == "nothing"
-    by_graph = stack.gradient_checkpointing and not stack.recipe.trainable
+    by_graph = stack.gradient_checkpointing and not stack.recipe.trainable and not stack.merged
     return NO_BYTES if by_checkpoint or by_graph else per_token(embedding_bytes(model, stack))
 
 

@@ -119,6 +119,14 @@ class TowerInput:
         return self.shared | ({"attention_scores": 0} if cast else {})
 
     @property
+    def shared_between(self) -> Components:
+        """The same between the passes: the mask is an argument of a checkpointed layer, which offloading copies away.
+
+        Source: transformers 5.23, models/pixtral/modeling_pixtral.py, `PixtralTransformer.forward`.
+        """
+        return self.shared_backward | ({} if self.recipe.offloads == "nothing" else {"attention_scores": 0})
+
+    @property
     def first(self) -> Components:
         """What the norm before the layers saves, where its input needs a gradient."""
         recipe = self.recipe.recipe
@@ -209,7 +217,7 @@ def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
     cast = add_components({"activations": size.cast_bytes}, size.first)
     before = add_components(shared, cast, *(inner.kept,) * many)
     saved = add_components(last.saved, *(inner.saved,) * many)
-    layers = add_components(size.components(memory.saved), size.shared_backward, cast)
+    layers = add_components(size.components(memory.saved), size.shared_between, cast)
     # gradients of weights are counted as those of the language model, which exist by then
     after = add_components(size.shared_backward, cast, *(inner.saved, inner.gradient) * many)
     return ImagePasses(
