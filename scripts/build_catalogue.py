@@ -80,6 +80,20 @@ DESKTOP = "desktops: 47 % have 16 GB and 29 % have 32 GB in Steam's hardware sur
 WORKSTATION = "as RunComfy's machines with cards of that size: A5000 32 GB, A6000 48 GB"
 P4DE = "AWS p4de.24xlarge"
 A3 = "Google Cloud a3-highgpu"
+# Multiprocessors. Source: NVIDIA's data sheets and architecture whitepapers, CUDA cores divided by those of a
+# multiprocessor (64 on Pascal's and Ampere's data centre cards, Volta and Turing; 128 elsewhere).
+MULTIPROCESSORS = {
+    **dict.fromkeys(("A100-40G", "A100-80G", "A100-PCIe-80G", "A800-80G"), 108),
+    **dict.fromkeys(("H100-SXM", "H100-NVL", "H800", "H200", "GH200-96G"), 132),
+    **{"H100-PCIe": 114, "H20": 78, "B200": 148, "B300": 148, "GB200": 152, "GB300": 152},
+    **{"L4": 58, "L40S": 142, "L40": 142, "L20": 92, "A40": 84, "A30": 56, "A10G": 80, "A10": 72, "T4": 40},
+    **{"V100-16G": 80, "V100-32G": 80, "P100": 56, "RTX-A6000": 84, "RTX-6000-Ada": 142, "RTX-PRO-6000": 188},
+    **{"RTX-A5000": 64, "RTX-A4000": 48, "Quadro-RTX-8000": 72, "Titan-RTX": 72, "RTX-5090": 170, "RTX-5080": 84},
+    **{"RTX-5070-Ti": 70, "RTX-5070": 48, "RTX-5060-Ti-16G": 36, "RTX-4090": 128, "RTX-4080": 76, "RTX-4070-Ti": 60},
+    **{"RTX-4070": 46, "RTX-4060-Ti-16G": 34, "RTX-4060-Ti-8G": 34, "RTX-4060-Laptop": 24, "RTX-4050-Laptop": 20},
+    **{"RTX-3090": 82, "RTX-3090-Ti": 84, "RTX-3080-10G": 68, "RTX-3080-12G": 70, "RTX-3070": 46, "RTX-3060-12G": 28},
+    **{"RTX-3050-Laptop-4G": 16, "RTX-2080-Ti": 68, "GTX-1080-Ti": 28},
+}
 HOST_MEMORY: dict[str, tuple[tuple[tuple[int, int], ...], str]] = {
     "A100-40G": (((1, 85),), "Google Cloud a2-highgpu"),
     "A100-80G": (((1, 144),), P4DE),
@@ -190,6 +204,7 @@ def gpu_table(row: dict, absolute: int, share: float) -> str:
         "nvlink_bytes_per_second": 0.0 if name in BRIDGED else link,
         "pcie_bytes_per_second": pcie_bytes_per_second(row["interconnect"]["pcie"]),
         "compute_capability": [int(part) for part in row["compute_capability"].split(".")],
+        "multiprocessors": MULTIPROCESSORS[name],
         "source": row["source"],
     }
     values["host_gib"], values["host_source"] = host_memory(row)

@@ -21,6 +21,7 @@ A100 = Gpu(
     nvlink_bytes_per_second=600e9,
     pcie_bytes_per_second=32e9,
     compute_capability=(8, 0),
+    multiprocessors=108,
     source="a data sheet",
 )
 HOST = HostMemory(total_bytes=64 * GIB, origin="assumed", source="a cloud's instances")

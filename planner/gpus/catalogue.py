@@ -70,6 +70,7 @@ def _row(name: str, table: dict[str, Any]) -> GpuRow:
         nvlink_bytes_per_second=float(table["nvlink_bytes_per_second"]),
         pcie_bytes_per_second=float(table["pcie_bytes_per_second"]),
         compute_capability=(major, minor),
+        multiprocessors=table["multiprocessors"],
         source=table["source"],
     )
     return GpuRow(
@@ -161,6 +162,7 @@ def bare_gpu(capacity_bytes: int) -> Gpu:
         nvlink_bytes_per_second=0.0,
         pcie_bytes_per_second=min(gpu.pcie_bytes_per_second for gpu in peers),
         compute_capability=min(gpu.compute_capability for gpu in peers),
+        multiprocessors=min(gpu.multiprocessors for gpu in peers),
         source=(
             "capacity as given; speeds assumed: the slowest of the catalogue's bf16 cards of that size or more "
             f"(flops of {slowest.name}), no NVLink"

@@ -19,6 +19,7 @@ class Gpu:
     nvlink_bytes_per_second: float  # 0: no NVLink, GPUs communicate over PCIe
     pcie_bytes_per_second: float
     compute_capability: tuple[int, int]
+    multiprocessors: int
     source: str
 
     @property
