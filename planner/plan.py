@@ -13,7 +13,7 @@ from planner.jobs.settings import settings_of_fields, settings_text
 from planner.memory.engine.budget import EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
 from planner.methods import METHODS
-from planner.quantities import Estimate, Evidence, PhaseDifference
+from planner.quantities import Estimate, Evidence, PhaseDifference, ProbedOn
 from planner.search.explain import limits, notes, reasons
 from planner.search.knobs import TUNING_CLASSES, SearchProblem, TuningClass, problem_of_estimate, structures
 from planner.search.remedies import Remedy, offloading_note, remedies
@@ -35,8 +35,8 @@ class Alternative:
 class Proof:
     """The evidence of the probes for a plan. `lines`: as text; `report`: the study's certificate as a JSON object."""
 
-    evidence: Evidence  # "measured", or "simulated" by probes on the simulated device
-    device: Literal["none", "cuda", "cpu", "simulated"]  # of the best candidate's probe; "none": it was not probed
+    evidence: Evidence  # that of the probes' device, such as "measured"
+    device: ProbedOn  # of the best candidate's probe
     lines: tuple[str, ...]
     report: Mapping[str, object]
     expected: Evidence  # of the estimate that the probe is compared with (`PhaseDifference.expected_bytes`)

@@ -7,7 +7,9 @@ from typing import Literal
 
 from planner.candidate import Candidate
 
-Evidence = Literal["estimated", "simulated", "measured"]
+# The device of a probe that decided; "none": it was not probed.
+ProbedOn = Literal["none", "cuda", "cpu", "simulated", "emulated"]
+Evidence = Literal["estimated", "simulated", "emulated", "measured"]
 Phase = Literal["load", "rollout", "score", "forward", "loss", "backward", "optimizer_step", "weight_sync", "save"]
 Component = Literal[
     "weights",  # of every model on the GPU, as stored
@@ -157,7 +159,7 @@ class Estimate:
     throughput: Throughput
     reasons: tuple[str, ...]
     versions: tuple[tuple[str, str], ...] = ()  # of the libraries in a dry run or probe
-    device: Literal["none", "cuda", "cpu", "simulated"] = "none"  # that a probe of it ran on
+    device: ProbedOn = "none"  # that a probe of it ran on
 
     @property
     def over_bytes(self) -> int:

@@ -186,7 +186,9 @@ def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, 
     FlashAttention 2 has no CPU kernels; on GPUs it needs flash-attn, or the Hub's kernels for it
     (transformers 5.23, modeling_flash_attention_utils.py).
     """
-    installed = device == "cuda" and any(find_spec(name) is not None for name in ("flash_attn", "kernels"))
+    installed = device in ("cuda", "emulated") and any(
+        find_spec(name) is not None for name in ("flash_attn", "kernels")
+    )
     if device == "simulated" or installed or "attn_implementation" in job.pinned:
         return job, ()
     if FLASH not in attention(SearchProblem(job=job, cluster=cluster, tuning_class="lora")):

@@ -6,17 +6,20 @@ It is stored as a JSON file, so that it can be run again by hand.
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.candidate import Candidate
+from planner.candidate import DEEPSPEED, Candidate
 from planner.measurements.documents import candidate_of_report, candidate_report
 
 # The last line of a worker's stdout that starts with this is its measurement; everything else is only logged.
 ANSWER_PREFIX = "@plan-measurement "
 # File in the worker's folder with the name of the running phase: where a worker was that ended without a measurement.
 PHASE_FILE = "phase"
+
+
+WorkerDevice = Literal["cuda", "cpu", "emulated"]  # "emulated": `cuda` on another driver (probes/emulated_gpu)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,17 +36,41 @@ class Task:
     """One probe. Checkpoints and caches go to `folder`, which belongs to this worker and which the runner removes."""
 
     candidate: Candidate
-    device: Literal["cuda", "cpu"]
+    device: WorkerDevice
     folder: str
     steps: int = 2  # optimizer steps: the first one creates the optimizer's states, the second runs beside them
     weights: Literal["random", "hub"] = "random"
     save: bool = True  # write a checkpoint after the last step
     evaluate: bool = False  # evaluate one batch after the last step
     resume: bool = True  # train one more step from the checkpoint
+    from_checkpoint: str = ""  # folder of the checkpoint to begin with; empty: the models' weights
+    one_of_many: bool = False  # only rank 0 runs; its peers do not exist (probes/emulated_gpu/peers.py)
     capacity_bytes: int = 0  # memory of each device that may be used; 0: all of it
     card_bytes: int = 0  # memory of the planned GPU, of which vLLM takes a share; 0: of the GPU that is installed
     seed: int = 0
     rendezvous: Rendezvous | None = None  # None: one node runs it
+
+    @property
+    def resumes(self) -> bool:
+        """Return whether a step from the checkpoint follows; a process cannot start a second vLLM engine."""
+        return self.save and self.resume and self.candidate.vllm == "off"
+
+    @property
+    def resumes_apart(self) -> bool:
+        """Return whether that step has a process of its own: DeepSpeed's engine outlives its trainer."""
+        return self.resumes and self.candidate.sharding in DEEPSPEED
+
+    @property
+    def checkpoint(self) -> str:
+        """The folder of the checkpoint that the last step writes."""
+        return str(Path(self.folder) / "checkpoints" / f"checkpoint-{self.steps}")
+
+
+def resumed(task: Task) -> Task:
+    """Return the task that trains one more step from a task's checkpoint."""
+    return replace(
+        task, steps=task.steps + 1, from_checkpoint=task.checkpoint, save=False, evaluate=False, resume=False
+    )
 
 
 def write_task(task: Task, path: Path) -> None:

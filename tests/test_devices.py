@@ -275,6 +275,7 @@ def test_a_device_gives_its_options_to_the_worker(tmp_path: Path) -> None:
     )
     found = device("cpu", with_cards_of(GIB), options)(SFT)
     assert Path(found.log).with_suffix(".out").read_text().strip() == str({
-        "capacity_bytes": GIB, "card_bytes": 0, "device": "cpu", "evaluate": True,
-        "rendezvous": None, "resume": True, "save": True, "seed": 7, "steps": 3, "weights": "random",
+        "capacity_bytes": GIB, "card_bytes": 0, "device": "cpu", "evaluate": True, "from_checkpoint": "",
+        "one_of_many": False, "rendezvous": None, "resume": True, "save": True, "seed": 7, "steps": 3,
+        "weights": "random",
     })  # fmt: skip

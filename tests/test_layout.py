@@ -51,15 +51,18 @@ ALLOWED = {
     "report": "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose",
     "probes/substitution": "",
     "probes/task": "basics words measurements",
+    "probes/emulated_gpu": "basics gpus files memory probes/substitution probes/task",
     "probes/step": "basics words allocator probes/substitution",
     "probes/trainers": "basics words models jobs probes/step probes/substitution",
     "probes/dryrun": "basics words models gpus allocator probes/substitution probes/step probes/trainers",
     "probes/layers": "basics words models files memory/layers allocator probes/step probes/trainers probes/dryrun",
     "probes/worker": (
-        "basics words models jobs launch measurements probes/task probes/substitution probes/step probes/trainers"
+        "basics words models jobs launch measurements probes/task probes/substitution probes/emulated_gpu probes/step "
+        "probes/trainers"
     ),
     "probes/runner": (
-        "basics words gpus jobs memory allocator launch estimate measurements probes/task probes/dryrun"
+        "basics words gpus jobs memory allocator launch estimate measurements probes/task probes/emulated_gpu "
+        "probes/dryrun"
     ),
     "probes/study": "basics words models gpus files jobs memory estimate search plan measurements",
     "probes/callback": "basics words models gpus jobs estimate plan measurements report probes/runner",

@@ -105,7 +105,7 @@ class TestProbe:
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            (["--device", "tpu"], "--device tpu is none of cuda, cpu, simulated."),
+            (["--device", "tpu"], "--device tpu is none of cuda, cpu, simulated, emulated."),
             (
                 ["--time-limit", "soon"],
                 "'soon' is not a duration. Write it in seconds, minutes or hours, such as 90s, 10m or 1h.",

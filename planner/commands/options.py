@@ -317,7 +317,8 @@ class ProbeOptions:
         typer.Option(
             "--device",
             metavar="DEVICE",
-            help="cuda: the GPUs here. cpu: real runs of small models. simulated: dry runs on such cards.",
+            help="cuda: the GPUs here. emulated: the CUDA stack without a GPU. cpu: real runs of small models. "
+            "simulated: dry runs on such cards.",
         ),
     ] = "cuda"
     time_limit: Annotated[

@@ -2,7 +2,7 @@
 
 A measured phase has its own total and the components of the estimate (or of the dry run) for that phase:
 
-    total on cuda      = the driver's figure
+    total on cuda, emulated = the driver's figure
     total on simulated = reserved + runtime
     total on cpu       = allocated + fragmentation + runtime
     fragmentation      = reserved - allocated, if the device reserves
@@ -10,7 +10,8 @@ A measured phase has its own total and the components of the estimate (or of the
 
 Runtime on simulated cards, and fragmentation and runtime on CPUs, are the estimate's. If less was measured than the
 components sum up to, components are cut in the order of `LEAST_SURE_FIRST`. Nothing is scaled.
-Probes of simulated cards give a simulated answer, never a measured one.
+Probes of simulated and of emulated cards give such an answer, never a measured one: the CUDA context, NCCL's memory and
+the order in which the memory of other streams becomes free are assumed there.
 """
 
 from collections.abc import Iterator
@@ -30,11 +31,13 @@ from planner.units import MIB, format_gib
 # `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB). Derived, not yet measured on a GPU.
 RUN_TO_RUN_BYTES = 22 * MIB
 
-# Components that a device does not measure. A simulated card replays the allocator and so measures fragmentation.
+# Components that a device does not measure. A simulated card replays the allocator and so measures fragmentation; on an
+# emulated card it depends on how long kernels take, too.
 UNMEASURED: dict[DeviceName, tuple[Component, ...]] = {
     "cuda": (),
     "cpu": ("fragmentation", "runtime"),
     "simulated": ("runtime",),
+    "emulated": ("runtime", "communication"),
 }
 # The order in which components are cut: those that estimates are least sure of first (planner/confidence.py).
 LEAST_SURE_FIRST: tuple[Component, ...] = (
@@ -56,7 +59,12 @@ LEAST_SURE_FIRST: tuple[Component, ...] = (
 )
 # Components of a measured phase that the estimate does not have: they stay through the whole run.
 STAYS: tuple[Component, ...] = ("weights", "adapters", "optimizer_states", "runtime")
-DEVICE_WORDS = {"cuda": "on the GPU", "cpu": "on the CPU", "simulated": "in a simulated card"}
+DEVICE_WORDS = {
+    "cuda": "on the GPU",
+    "cpu": "on the CPU",
+    "simulated": "in a simulated card",
+    "emulated": "on an emulated card",
+}
 CPU_REASON = (
     "the probe ran on the CPU, where tensors' bytes are counted: "
     "what CUDA takes besides ({}) and the speed are still {}"

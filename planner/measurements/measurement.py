@@ -1,7 +1,7 @@
 """A measurement: the memory and speed that a probe of one candidate measured. Its JSON is in documents.py.
 
 A probe runs on a device: `cuda`, the GPUs; `cpu`, which counts the bytes of tensors; `simulated`, a dry run in an
-allocator with a card's capacity.
+allocator with a card's capacity; `emulated`, the CUDA stack on a driver that counts memory and runs no kernel.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from planner.candidate import Candidate
 from planner.quantities import Component, Evidence, Phase
 
 SCHEMA = 1
-DeviceName = Literal["cuda", "cpu", "simulated"]
+DeviceName = Literal["cuda", "cpu", "simulated", "emulated"]
 # Ends of a probe. Only the first two decide whether the candidate fits; the others are no measurement of memory.
 Outcome = Literal[
     "fits",
@@ -31,7 +31,12 @@ Quantity = Literal[
     "reserved",  # torch.cuda.max_memory_reserved: with the allocator's cache
     "driver",  # memory of the process as the driver counts it: with the CUDA context and NCCL
 ]
-EVIDENCE: dict[DeviceName, Evidence] = {"cuda": "measured", "cpu": "measured", "simulated": "simulated"}
+EVIDENCE: dict[DeviceName, Evidence] = {
+    "cuda": "measured",
+    "cpu": "measured",
+    "simulated": "simulated",
+    "emulated": "emulated",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.job import Goal, TuningOption
 from planner.measurements.measurement import Quantity
 from planner.methods import MethodName
-from planner.quantities import Component, Evidence, GpuRole, Phase, Throughput
+from planner.quantities import Component, Evidence, GpuRole, Phase, ProbedOn, Throughput
 
 SCHEMA: Literal[1] = 1
 
@@ -30,7 +30,7 @@ Elements = Annotated[
 Share = Annotated[float, Meta(ge=0, le=1)]
 Probability = Annotated[float, Meta(ge=0, le=1, description="Probability that no GPU runs out of memory.")]
 Interval = Annotated[tuple[Bytes, Bytes], Meta(description="Lower and upper bound of the peak at the accepted risk.")]
-ProbeDevice = Literal["cuda", "cpu", "simulated"]
+ProbeDevice = Literal["cuda", "cpu", "simulated", "emulated"]
 Warnings = Annotated[tuple[str, ...], Meta(description="Notes for the reader, one line each.")]
 Versions = Annotated[dict[str, str], Meta(description="Releases of the libraries that the figures stand for.")]
 
@@ -364,8 +364,8 @@ class PhaseDifferenceReport(Document, frozen=True):
 class ProofReport(Document, frozen=True):
     """The result of the probes."""
 
-    evidence: Annotated[Evidence, Meta(description="measured, or simulated for probes of simulated cards.")]
-    device: Annotated[Literal["none", "cuda", "cpu", "simulated"], Meta(description="none: no probe decided.")]
+    evidence: Annotated[Evidence, Meta(description="measured; simulated or emulated for probes of such cards.")]
+    device: Annotated[ProbedOn, Meta(description="none: no probe decided.")]
     expected: Annotated[Evidence, Meta(description="The evidence of the best candidate before its probes.")]
     lines: Annotated[tuple[str, ...], Meta(description="The certificate as text.")]
     differences: tuple[PhaseDifferenceReport, ...]

@@ -10,6 +10,7 @@ from planner.units import MIB, format_size
 LEAST_SPARE_BYTES = 5 * MIB  # a smaller difference is the rounding of two figures in GiB
 FIRST_LINES = {
     "simulated": ("nothing here was measured: the probes ran in simulated cards",),
+    "emulated": ("no GPU was measured: the probes ran the CUDA stack on emulated cards, which count memory only",),
     "cpu": ("no GPU was measured: the probes ran on the CPU, where the bytes of tensors are counted",),
 }
 

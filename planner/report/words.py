@@ -13,7 +13,12 @@ MOST_SECONDS = 600  # a longer step is printed in minutes
 
 DRY_RUN_HINT = "add --dry-run to check this with the installed trl, in about 15 s"
 STACK = ("torch", "trl")  # libraries whose releases are printed beside a measurement
-DEVICE_WORDS = {"cuda": "", "cpu": " on the CPU", "simulated": " by probes of a simulated card"}
+DEVICE_WORDS = {
+    "cuda": "",
+    "cpu": " on the CPU",
+    "simulated": " by probes of a simulated card",
+    "emulated": " by probes of an emulated card",
+}
 
 SHARDING_WORDS = {
     "none": "one GPU",

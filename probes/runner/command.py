@@ -12,6 +12,7 @@ from probes.task import Task
 WORKER = "probes.worker.worker"
 READ_BY_LAUNCHER = frozenset({accelerate.FILE, deepspeed.FILE})
 LAUNCHER = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch")
+ONE_RANK = (sys.executable, "-m", "probes.emulated_gpu.one_rank")  # accelerate's launcher, for rank 0 alone
 ANY_PORT = ("--main_process_port", "0")
 
 
@@ -31,5 +32,6 @@ def worker_command(task: Task, task_file: Path) -> list[str]:
         if task.rendezvous
         else ANY_PORT
     )
-    *command, module = launch_command(candidate, WORKER, (*LAUNCHER, *meeting))
+    launcher = ONE_RANK if task.one_of_many else LAUNCHER
+    *command, module = launch_command(candidate, WORKER, (*launcher, *meeting))
     return [*command, "-m", module, str(task_file)]

@@ -11,13 +11,19 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.local import NAME_A_CARD
 from planner.launch.placement import placement
 from planner.measurements.measurement import DeviceName, Measurement
-from planner.units import format_gib
+from planner.memory.gradients import trained_groups
+from planner.units import GIB, format_gib
 from probes.runner.command import worker_command
 from probes.runner.gpus_in_use import Card, tolerated_bytes, visible_cards
 from probes.runner.runner import Command, Limits, no_cards, run_probe
-from probes.task import Rendezvous, Task
+from probes.task import Rendezvous, Task, WorkerDevice
 
 Probe = Callable[[Candidate], Measurement]
+
+# Processes that an emulated probe starts: as many as the cores of a small machine. Of more, the first stands for all.
+REAL_PROCESSES = 2
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # a weight and two states of AdamW in float32
+LARGEST_CHECKPOINT_BYTES = 4 * GIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +51,8 @@ class DeviceOptions:
 def device(name: DeviceName, cluster: Cluster, options: DeviceOptions) -> Probe:
     """Return the probe function of a device, with the GPUs of a cluster.
 
-    `cuda` uses this machine's GPUs, `cpu` its main memory with a GPU's capacity as limit, `simulated` no device at all.
+    `cuda` uses this machine's GPUs, `emulated` the same programs on a driver without a GPU, `cpu` this machine's main
+    memory with a GPU's capacity as limit, `simulated` no device at all.
 
     Raises:
         InputError: this machine has fewer or smaller GPUs than the cluster.
@@ -76,6 +83,43 @@ def cuda(cluster: Cluster, options: DeviceOptions) -> Probe:
     return probe
 
 
+def emulated(cluster: Cluster, options: DeviceOptions) -> Probe:
+    """Return a probe on emulated GPUs of the cluster: the CUDA stack, with a driver that counts and runs no kernel.
+
+    Of more than `REAL_PROCESSES` processes only rank 0 runs, unless they have a vLLM engine, which waits for the
+    others. A checkpoint above `LARGEST_CHECKPOINT_BYTES` is not written: its bytes are real.
+
+    Raises:
+        InputError: the libraries cannot be built here; the message names the reason.
+    """
+    from probes.emulated_gpu.build import built_libraries
+    from probes.emulated_gpu.machine import Machine
+    from probes.emulated_gpu.start import machine_environment
+
+    built_libraries()  # so that what is lacking is said now
+
+    def variables(task: Task) -> dict[str, str]:
+        machine = Machine(gpu=cluster.gpu, cards=placement(task.candidate).gpus_per_node, one_of_many=task.one_of_many)
+        return machine_environment(machine, Path(task.folder))
+
+    def probe(candidate: Candidate) -> Measurement:
+        saves = options.save and checkpoint_bytes(candidate) <= LARGEST_CHECKPOINT_BYTES
+        task = replace(
+            _task(candidate, "emulated", 0, options),
+            save=saves,
+            one_of_many=candidate.num_processes > REAL_PROCESSES and candidate.vllm == "off",
+        )
+        return run_probe(task, options.limits, options.logs, options.command, no_cards, options.say, variables)
+
+    return probe
+
+
+def checkpoint_bytes(candidate: Candidate) -> int:
+    """Return about the bytes of a checkpoint: trained parameters and two optimizer states, in float32 at most."""
+    parameters = sum(tensors.params for tensors, _ in trained_groups(candidate))
+    return parameters * CHECKPOINT_BYTES_PER_PARAMETER
+
+
 def cpu(cluster: Cluster, options: DeviceOptions) -> Probe:
     """Return a probe on the CPU: real training steps whose tensors may not exceed the capacity of the cluster's GPU."""
     refuse_several_nodes(cluster)
@@ -99,6 +143,7 @@ DEVICES: dict[DeviceName, Callable[[Cluster, DeviceOptions], Probe]] = {
     "cuda": cuda,
     "cpu": cpu,
     "simulated": simulated,
+    "emulated": emulated,
 }
 
 
@@ -137,7 +182,7 @@ def capacity_limit_bytes(cluster: Cluster, cards: tuple[Card, ...]) -> int:
     return wanted if larger else 0
 
 
-def _task(candidate: Candidate, name: Literal["cuda", "cpu"], capacity_bytes: int, options: DeviceOptions) -> Task:
+def _task(candidate: Candidate, name: WorkerDevice, capacity_bytes: int, options: DeviceOptions) -> Task:
     return Task(
         candidate=candidate,
         device=name,

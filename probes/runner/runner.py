@@ -28,8 +28,8 @@ from probes.runner import guard
 from probes.runner.command import worker_command
 from probes.runner.gpus_in_use import Card, in_use, wait_until_free
 from probes.runner.host import available_bytes, family, held_bytes, kernel_kills, with_environment
-from probes.runner.verdict import Stop, WorkerExit, nothing_measured, verdict
-from probes.task import PHASE_FILE, Task, write_task
+from probes.runner.verdict import Stop, WorkerExit, nothing_measured, verdict, with_resumed
+from probes.task import PHASE_FILE, Task, resumed, write_task
 
 MARK = "PLAN_PROBE"  # environment variable that marks every process of a probe
 LOOK_SECONDS = 0.1  # between two checks of a worker's time and memory
@@ -68,11 +68,17 @@ class Limits:
 
 Command = Callable[[Task, Path], list[str]]
 Cards = Callable[[Task], tuple[Card, ...]]
+Variables = Callable[[Task], dict[str, str]]
 
 
 def no_cards(task: Task) -> tuple[Card, ...]:
     """Return no GPUs, for a worker that uses none."""
     return ()
+
+
+def no_variables(task: Task) -> dict[str, str]:
+    """Return no environment variables, for a device that needs none."""
+    return {}
 
 
 def run_probe(
@@ -82,6 +88,7 @@ def run_probe(
     command: Command = worker_command,
     cards: Cards = no_cards,
     say: Callable[[str], None] = lambda _: None,
+    variables: Variables = no_variables,
 ) -> Measurement:
     """Run one probe in a fresh process and return its measurement. Never raises for what a worker does.
 
@@ -93,6 +100,7 @@ def run_probe(
         command: returns the command line of the worker.
         cards: reads the GPUs that the worker would use.
         say: called with each phase that the worker enters.
+        variables: the device's environment variables of a worker, whose folder exists.
     """
     started = time.monotonic()
     taken = in_use(
@@ -105,11 +113,23 @@ def run_probe(
     with tempfile.TemporaryDirectory(
         prefix="plan-probe-", dir=task.folder or None, ignore_cleanup_errors=True
     ) as folder:
+
+        def ran(task: Task) -> Measurement:
+            worker = _Worker(
+                folder=Path(folder),
+                log=logs / _name(task),
+                mark=uuid.uuid4().hex,
+                limits=limits,
+                started=started,
+                say=say,
+            )
+            return verdict(task, _run(task, worker, command, variables(task)))
+
         placed = replace(task, folder=folder)
-        worker = _Worker(
-            folder=Path(folder), log=logs / _name(task), mark=uuid.uuid4().hex, limits=limits, started=started, say=say
-        )
-        return replace(verdict(placed, _run(placed, worker, command)), candidate=task.candidate)
+        found = ran(placed)
+        if placed.resumes_apart and found.outcome == "fits":
+            found = with_resumed(found, ran(resumed(placed)))
+        return replace(found, candidate=task.candidate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +156,7 @@ class _Worker:
         return self.log.with_name(f"{self.log.name}.err")
 
 
-def _run(task: Task, worker: _Worker, command: Command) -> WorkerExit:
+def _run(task: Task, worker: _Worker, command: Command, variables: dict[str, str]) -> WorkerExit:
     """Start a worker under the guard, watch it, and end it; return how it ended."""
     write_task(task, worker.task_file)
     kills, grace = kernel_kills(), worker.limits.grace_seconds
@@ -148,7 +168,7 @@ def _run(task: Task, worker: _Worker, command: Command) -> WorkerExit:
             stdout=stdout,
             stderr=stderr,
             cwd=task.folder,
-            env=environment(task, worker.mark),
+            env=environment(task, worker.mark) | variables,
             start_new_session=True,
         )
         stopped = None
@@ -296,6 +316,7 @@ def _name(task: Task) -> str:
         task.card_bytes,
         task.seed,
         task.rendezvous.machine_rank if task.rendezvous else 0,
+        bool(task.from_checkpoint),
     ]
     text = json.dumps([values, candidate_report(task.candidate)], sort_keys=True)
     return f"{task.candidate.method}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from planner.errors import InputError
 from planner.measurements.documents import candidate_report, measurement_of
-from planner.measurements.measurement import Measurement, Outcome, without_memory
+from planner.measurements.measurement import Measurement, Outcome, PhasePeak, without_memory
 from planner.units import MIB
 from probes.task import ANSWER_PREFIX, Task
 
@@ -78,6 +78,30 @@ def verdict(task: Task, worker_exit: WorkerExit) -> Measurement:
     where = f" (in the {worker_exit.phase.replace('_', ' ')})" if worker_exit.phase else ""
     return nothing_measured(
         task, replace(stop, message=f"{stop.message}{where}"), worker_exit.wall_seconds, str(worker_exit.stderr)
+    )
+
+
+def with_resumed(first: Measurement, second: Measurement) -> Measurement:
+    """Return a probe's measurement with the peaks of the process that went on from its checkpoint.
+
+    If that process did not fit or failed, its own measurement is the probe's.
+    """
+    if second.outcome != "fits":
+        return second
+    peaks = {rank.rank: {peak.name: peak for peak in rank.phases} for rank in second.ranks}
+    ranks = tuple(
+        replace(rank, phases=tuple(_heavier(peak, peaks[rank.rank].get(peak.name, peak)) for peak in rank.phases))
+        for rank in first.ranks
+    )
+    return replace(first, ranks=ranks, wall_seconds=second.wall_seconds)
+
+
+def _heavier(one: PhasePeak, other: PhasePeak) -> PhasePeak:
+    return replace(
+        one,
+        allocated_bytes=max(one.allocated_bytes, other.allocated_bytes),
+        reserved_bytes=max(one.reserved_bytes, other.reserved_bytes),
+        driver_bytes=max(one.driver_bytes, other.driver_bytes),
     )
 
 

@@ -61,12 +61,14 @@ RESIDUAL_BYTES = 2 * MIB
 UNCHARGED: dict[DeviceName, frozenset[Component]] = {
     "cuda": frozenset(),
     "simulated": frozenset(),
+    "emulated": frozenset(),
     "cpu": frozenset({"runtime", "fragmentation"}),
 }
 # Constants that are 0 on a device by definition.
 KNOWN: dict[DeviceName, frozenset[str]] = {
     "cuda": frozenset(),
     "simulated": frozenset({"runtime"}),
+    "emulated": frozenset({"runtime"}),
     "cpu": frozenset({"runtime", "slack"}),
 }
 OUTSIDE_TORCH: frozenset[Component] = frozenset({"runtime", "engine", "fragmentation"})

@@ -46,6 +46,7 @@ DERIVED = frozenset(
 UNSUPPORTED: dict[DeviceName, dict[str, frozenset[str]]] = {
     "cuda": {},
     "simulated": {},
+    "emulated": {},
     "cpu": {
         "attn_implementation": frozenset({"flash_attention_2", "flash_attention_3"}),
         "sharding": frozenset({"fsdp2"}),

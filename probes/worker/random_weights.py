@@ -95,10 +95,13 @@ def random_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a tensor of each weight's shape, all of them views of one line of random numbers.
 
     So the host holds no second model. They are float64, in which no model is loaded, so that loading always makes a
-    copy.
+    copy. Weights that are tied to others have none, as in a published checkpoint (transformers 5.23,
+    modeling_utils.py, `all_tied_weights_keys`).
     """
-    weights = model.state_dict(keep_vars=True)
-    shapes = {name: _shape(weight) for name, weight in weights.items() if weight.is_floating_point()}
+    weights, tied = model.state_dict(keep_vars=True), vars(model).get("all_tied_weights_keys", {})
+    shapes = {
+        name: _shape(weight) for name, weight in weights.items() if weight.is_floating_point() and name not in tied
+    }
     longest = max((_span(shape) for shape in shapes.values()), default=0)
     line = torch.randn(longest, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SPREAD
     return {name: line.as_strided(shape, _strides(shape)) for name, shape in shapes.items()}

@@ -26,11 +26,13 @@ from planner.candidate import Candidate
 from planner.measurements.documents import measurement_line
 from planner.measurements.measurement import Measurement, RankMemory, Shortage
 from planner.units import format_gib
+from probes.emulated_gpu.peers import answer_for_peers
+from probes.emulated_gpu.values import small_values_on_host
 from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import mark_phases
 from probes.step.rollouts import whole_rollout
 from probes.substitution import substituted
-from probes.task import ANSWER_PREFIX, Task, read_task
+from probes.task import ANSWER_PREFIX, Task, read_task, resumed
 from probes.worker.cpu_accelerators import cpu_accelerators, needs_accelerators
 from probes.worker.engines import engine, keep_own_gpus, mark_engine_phases, with_share_of_this_card
 from probes.worker.random_weights import random_weights
@@ -58,6 +60,8 @@ def measure(task: Task) -> Measurement:
         with contextlib.ExitStack() as stack:
             if needs_accelerators(task):
                 stack.enter_context(cpu_accelerators())
+            if task.device == "emulated":
+                stack.enter_context(small_values_on_host())
             if task.weights == "random":
                 stack.enter_context(random_weights())
             probe.run()
@@ -66,7 +70,8 @@ def measure(task: Task) -> Measurement:
             raise
         shortage = watch.shortage(error, PartialState().process_index)
     mine = probe.memory()
-    ranks = (mine,) if shortage is not None else tuple(sorted(gather_object([mine]), key=lambda rank: rank.rank))
+    alone = shortage is not None or task.one_of_many
+    ranks = (mine,) if alone else tuple(sorted(gather_object([mine]), key=lambda rank: rank.rank))
     seconds = step_seconds(task.candidate, watch.clock)
     return Measurement(
         candidate=task.candidate,
@@ -92,18 +97,16 @@ class _Probe(TrainerCallback):
         self._states = RankStates()
 
     def run(self) -> None:
-        """Train, then train one more step from the checkpoint if the task asks for it."""
-        self._train(self._task, None)
-        checkpoint = Path(self._task.folder) / "checkpoints" / f"checkpoint-{self._task.steps}"
-        # A process cannot start a second engine: with vLLM there is no run from the checkpoint.
-        if self._task.save and self._task.resume and self._task.candidate.vllm == "off":
+        """Train, then train one more step from the checkpoint if the task asks for it in this process."""
+        self._train(self._task)
+        if self._task.resumes and not self._task.resumes_apart:
             self._built = None
             gc.collect()
             self._watch.forget()
             self._watch.enter_phase("load")
-            self._train(replace(self._task, steps=self._task.steps + 1, save=False, evaluate=False), checkpoint)
+            self._train(resumed(self._task))
 
-    def _train(self, task: Task, checkpoint: Path | None) -> None:
+    def _train(self, task: Task) -> None:
         candidate = with_share_of_this_card(task.candidate, task.card_bytes)
         task = replace(task, candidate=candidate)
         with contextlib.ExitStack() as stack:
@@ -116,7 +119,7 @@ class _Probe(TrainerCallback):
             stack.enter_context(mark_phases(self._watch, built, padded=False, rollout=whole_rollout(candidate)))
             stack.enter_context(_mark_saving(built, self._watch))
             stack.enter_context(report_zero_gradients(built, self._on_zero_step))
-            built.trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            built.trainer.train(resume_from_checkpoint=task.from_checkpoint or None)
             if task.evaluate and candidate.method not in NOT_EVALUATED:
                 built.trainer.evaluate()
         self._watch.clock.step_begins()
@@ -201,12 +204,12 @@ def describe(shortage: Shortage) -> str:
 
 
 def versions(task: Task) -> dict[str, str]:
-    """Return the versions of the installed libraries, and the GPU's name on `cuda`."""
+    """Return the versions of the installed libraries, and the GPU's name if there is one."""
     installed = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-    if task.device == "cuda":
+    if task.device != "cpu":
         installed |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name()}
     return installed
 
@@ -236,18 +239,20 @@ def main(task_file: str) -> int:
     """
     with stdout_for_answer() as answer:
         task = read_task(Path(task_file))
-        if task.device == "cuda":
+        if task.device != "cpu":
             keep_own_gpus(task.candidate)
+        if task.one_of_many:
+            answer_for_peers()
         try:
             measurement = measure(task)
         finally:
-            for left in ("checkpoints", "models"):
+            for left in ("models",) if task.resumes_apart else ("checkpoints", "models"):
                 shutil.rmtree(Path(task.folder) / left, ignore_errors=True)
         short = measurement.outcome == "out_of_memory"
         if short or PartialState().is_local_main_process:  # one on each node
             os.write(answer, f"{ANSWER_PREFIX}{measurement_line(measurement)}\n".encode())
     sys.stderr.flush()
-    if short and PartialState().num_processes > 1:
+    if short and PartialState().num_processes > 1 and not task.one_of_many:
         os.kill(os.getpid(), signal.SIGTERM)  # without waiting for the other ranks, as an exit would
     return 0
 

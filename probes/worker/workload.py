@@ -71,7 +71,7 @@ def model_init_kwargs(task: Task) -> dict[str, Any]:
     if candidate.attn_implementation != "sdpa":  # unset means sdpa if the model supports it, else eager
         settings["attn_implementation"] = candidate.attn_implementation
     state = PartialState()
-    if task.device == "cuda" and state.num_processes == 1:
+    if task.device != "cpu" and state.num_processes == 1:
         settings["device_map"] = {"": state.local_process_index}  # "auto" would leave on the host what does not fit
     return settings
 

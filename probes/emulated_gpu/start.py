@@ -1,0 +1,40 @@
+"""The environment in which a program runs on an emulated machine instead of NVIDIA's driver and libraries."""
+
+import os
+from pathlib import Path
+
+from probes.emulated_gpu.build import built_libraries
+from probes.emulated_gpu.machine import Machine, write_machine
+
+MACHINE_FILE = "machine"
+MACHINE = "PLAN_EMULATED_MACHINE"  # environment variable: path of the machine file; driver/memory.cpp reads it
+ALWAYS = {
+    # no nvcc compiles DeepSpeed's kernels (deepspeed 0.19.8, ops/op_builder/builder.py)
+    "DS_IGNORE_CUDA_DETECTION": "1",
+    "DS_SKIP_CUDA_CHECK": "1",
+    # its kernels are compiled while vLLM runs, which takes NVIDIA's compiler
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+
+
+def machine_environment(machine: Machine, folder: Path) -> dict[str, str]:
+    """Write a machine's file into a folder and return the environment variables of its processes.
+
+    The folder also gets the data that ranks exchange; whoever removes it removes all of the machine.
+
+    Raises:
+        InputError: the libraries cannot be built here; the message names the reason.
+    """
+    libraries = built_libraries()
+    path = folder / MACHINE_FILE
+    write_machine(machine, path)
+    found = sorted(libraries.iterdir(), key=lambda library: library.name != "libcuda.so.1")
+    return {
+        **ALWAYS,
+        MACHINE: str(path),
+        "LD_PRELOAD": os.pathsep.join(map(str, found)),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(libraries), os.environ.get("LD_LIBRARY_PATH")])),
+        "TRITON_LIBCUDA_PATH": str(
+            libraries
+        ),  # Triton links a launcher to libcuda (triton 3.7, backends/nvidia/driver.py)
+    }

@@ -1,0 +1,190 @@
+"""Values on an emulated card: no kernel runs there, so the few numbers that steer a program are computed on the host.
+
+Memory of the emulated card is memory of this process, so a tensor on the CPU can be a view of it. Every operator runs
+on the card first, with its real allocations; then, if its results and operands are small and a result is of integers or
+has few numbers, the CPU computes the same into the same memory. So masks, counts, lengths and token ids mean something;
+weights, activations and gradients do not. Results of large operands are zeros, so that nothing left over from an
+earlier tensor steers the program: losses and norms are 0.
+
+The operators are the kernels of PyTorch's dispatcher for CUDA (`torch.library`), below autograd: no dispatch mode is
+active, under which autograd would add gradients out of place (ATen/TensorSubclassLikeUtils.h).
+"""
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+SMALL_ELEMENTS = 1 << 20  # of a tensor that is computed on the host
+FEW_ELEMENTS = 16  # of floating point numbers that are computed: losses, norms, scales
+# Kernels that stay as they are: no numbers come of them, or only random ones.
+# fmt: off
+LEFT_OUT = (
+    "empty", "new_empty", "resize", "set_", "record_stream", "pin_memory", "is_pinned", "lift", "detach", "alias",
+    "view", "as_strided", "unfold", "_local_scalar_dense", "_flash", "_efficient", "_scaled_dot", "_fused", "_cudnn",
+    "cudnn", "_amp", "convolution", "_convolution", "_transformer", "rand", "normal", "bernoulli", "uniform",
+    "exponential", "geometric", "cauchy", "log_normal", "multinomial", "dropout", "native_dropout", "nonzero",
+    "copy_", "equal",
+)
+# fmt: on
+# `pow` of a number hands it to this one as a tensor on the card that Python cannot take (native/Pow.cpp).
+INTERNAL = frozenset({"aten::pow.Tensor_Tensor_out"})
+FAILS_ON_HOST = (RuntimeError, TypeError, IndexError, ValueError)  # operators that the CPU does not have
+
+
+@contextmanager
+def small_values_on_host() -> Iterator[None]:
+    """Compute the small results of CUDA's kernels on the host inside the block."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each kernel stands for one that is registered already
+        for name in _kernels():
+            original = torch.library.get_kernel(name, "CUDA")
+            library.impl(name, _with_values(_operator(name), original), "CUDA", with_keyset=True)
+        library.impl("copy_", _copy(torch.library.get_kernel("aten::copy_", "CUDA")), "CUDA", with_keyset=True)
+        library.impl("nonzero", _nonzero, "CUDA")
+        library.impl("equal", _equal, "CUDA")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _kernels() -> list[str]:
+    """Return the full names of the operators with a kernel of their own for CUDA, but for those left out."""
+    left_out = tuple(f"aten::{beginning}" for beginning in LEFT_OUT)
+    return [
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and not name.startswith(left_out)
+        and name not in INTERNAL
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+    ]
+
+
+def _operator(name: str) -> Any:
+    """Return the overload of a full name such as `aten::add.Tensor`."""
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU over the memory of one on an emulated card."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    numbers = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(numbers, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= SMALL_ELEMENTS and type(tensor) is torch.Tensor
+
+
+def _steers(tensor: torch.Tensor) -> bool:
+    """Return whether a program may read the tensor to decide what it does."""
+    return not tensor.is_floating_point() or tensor.numel() <= FEW_ELEMENTS
+
+
+def _with_values(operator: Any, original: Any) -> Callable[..., Any]:
+    """Return a kernel that runs the original one, and computes its small results on the host."""
+
+    tensors_at = [at for at, each in enumerate(operator._schema.arguments) if str(each.type) == "Tensor"]
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(type(args[at]) in (float, int, bool, complex) for at in tensors_at if at < len(args)):
+            args = _with_tensors(args, tensors_at)
+        results = original.call_boxed(keys, *args, **kwargs)
+        made = results if isinstance(results, (tuple, list)) else (results,)
+        tensors = [each for each in made if isinstance(each, torch.Tensor)]
+        if all(map(_is_small, tensors)) and any(map(_steers, tensors)) and not operator.is_view:
+            _compute(operator, args, kwargs, tensors)
+        return results
+
+    return kernel
+
+
+def _with_tensors(args: tuple[Any, ...], tensors_at: list[int]) -> tuple[Any, ...]:
+    """Return an operator's arguments with tensors for the numbers that PyTorch hands over as numbers."""
+    tensor = next(args[at] for at in tensors_at if at < len(args) and isinstance(args[at], torch.Tensor))
+    return tuple(
+        torch.scalar_tensor(each, dtype=torch.result_type(tensor, each))
+        if at in tensors_at and not isinstance(each, torch.Tensor) and each is not None
+        else each
+        for at, each in enumerate(args)
+    )
+
+
+def _compute(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]) -> None:
+    """Compute an operator on the host, into its results; zeros if an operand is large or the CPU cannot."""
+    in_place = operator._schema.is_mutable
+    try:
+        operands = [*_flat(args), *_flat(tuple(kwargs.values()))]
+        if not all(_is_small(each) for each in operands if isinstance(each, torch.Tensor)):
+            raise ValueError("a large operand")
+        named = {name: _argument_on_host(value) for name, value in kwargs.items()}
+        found = operator(*map(_argument_on_host, args), **named)
+    except FAILS_ON_HOST:
+        for each in results if not in_place or "out" in kwargs else ():
+            on_host(each.detach()).zero_()
+        return
+    if not in_place:
+        for made, value in zip(results, found if isinstance(found, (tuple, list)) else (found,), strict=True):
+            on_host(made.detach()).copy_(value)
+
+
+def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(tuple(value))
+        else:
+            yield value
+
+
+def _argument_on_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return on_host(value.detach()) if value.is_cuda else value.detach()
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return [_argument_on_host(each) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+# -- kernels that read values ------------------------------------------------------------------------------------------
+
+
+def _copy(original: Any) -> Callable[..., torch.Tensor]:
+    """Return the kernel of copies: weights that the host would convert are not, and small tensors arrive.
+
+    The host converts another dtype or stride before it copies (aten/src/ATen/native/cuda/Copy.cu,
+    `copy_kernel_cuda`): that takes no memory of the card, and most of the time of loading a large model.
+    """
+
+    def kernel(keys: Any, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        small = source.numel() <= SMALL_ELEMENTS and type(source) is torch.Tensor and type(to) is torch.Tensor
+        if not small and to.is_cuda and not source.is_cuda and to.is_contiguous():
+            return to
+        original.call_boxed(keys, to, source, non_blocking)
+        if small and (not to.is_cuda or not source.is_cuda or _steers(to)):
+            sent, target = (on_host(each.detach()) if each.is_cuda else each.detach() for each in (source, to))
+            target.copy_(sent)
+        return to
+
+    return kernel
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the indices of a small tensor's nonzero elements, none of a large one's; without the kernel's scratch."""
+    found = on_host(tensor.detach()).nonzero() if _is_small(tensor) else torch.zeros(0, tensor.dim(), dtype=torch.int64)
+    indices = torch.empty((tensor.dim(), len(found)), dtype=torch.int64, device=tensor.device).t()
+    on_host(indices).copy_(found)
+    return indices
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are equal; memory that was not written is zero on both sides."""
+    return bool(torch.equal(on_host(one.detach()), on_host(other.detach())))
