@@ -3,9 +3,9 @@ WORKERS ?= 2
 # A file runs in one process: its tests share fixtures that take long.
 PYTEST = pytest -q -n $(WORKERS) --dist loadfile
 
-.PHONY: all format lint types test nightly golden bench
+.PHONY: all format lint types test emulated nightly golden bench
 
-all: lint types
+all: lint types emulated
 	$(PYTEST) -m "not nightly"
 
 format:
@@ -21,6 +21,15 @@ types:
 
 test:
 	$(PYTEST) -m "not slow and not nightly"
+
+# The real CUDA stack on an emulated GPU. PyTorch's CUDA build lies over this environment, without NVIDIA's libraries.
+EMULATED ?= build/emulated
+emulated: $(EMULATED)
+	$(EMULATED)/bin/python -m pytest -q -n $(WORKERS) -m "not nightly" tests/test_emulated_gpu.py
+
+$(EMULATED): scripts/emulated_environment.sh constraints.txt
+	rm -rf $(EMULATED)
+	scripts/emulated_environment.sh $(EMULATED) --over python
 
 # Every combination of settings, where `make` tries each pair of them.
 nightly:

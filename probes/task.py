@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.candidate import DEEPSPEED, Candidate
+from planner.candidate import Candidate
 from planner.measurements.documents import candidate_of_report, candidate_report
 
 # The last line of a worker's stdout that starts with this is its measurement; everything else is only logged.
@@ -52,13 +52,11 @@ class Task:
 
     @property
     def resumes(self) -> bool:
-        """Return whether a step from the checkpoint follows; a process cannot start a second vLLM engine."""
-        return self.save and self.resume and self.candidate.vllm == "off"
+        """Return whether a step from the checkpoint follows, in a process of its own.
 
-    @property
-    def resumes_apart(self) -> bool:
-        """Return whether that step has a process of its own: DeepSpeed's engine outlives its trainer."""
-        return self.resumes and self.candidate.sharding in DEEPSPEED
+        In the same process the first trainer is not all gone: DeepSpeed's engine outlives it, and bitsandbytes' scales.
+        """
+        return self.save and self.resume
 
     @property
     def checkpoint(self) -> str:

@@ -13,7 +13,7 @@ from probes.runner.runner import Limits, run_probe
 from probes.task import ANSWER_PREFIX, Task
 
 CANDIDATE = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft")
-TASK = Task(candidate=CANDIDATE, device="cpu", folder="")
+TASK = Task(candidate=CANDIDATE, device="cpu", folder="", resume=False)
 LIMITS = Limits(seconds=20.0, grace_seconds=0.3, host_reserve_share=0.0, disk_reserve_bytes=0)
 RANK = RankMemory(
     rank=0, phases=(PhasePeak(name="backward", allocated_bytes=5, reserved_bytes=0, driver_bytes=0, seconds=0.5),),

@@ -172,3 +172,13 @@ def test_ctrl_c_ends_the_worker_and_goes_on(tmp_path: Path) -> None:
 
 def test_the_answer_is_json_of_one_line(tmp_path: Path) -> None:
     assert json.loads(measurement_line(run("print(answer)", tmp_path)))["outcome"] == "fits"
+
+
+def test_a_second_process_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """Its peaks count where they are higher; if it fails, the probe has failed."""
+    resumed = "import json; resumed = json.load(open(task_file))['from_checkpoint'] != ''; "
+    task = replace(TASK, resume=True, folder=str(tmp_path))
+    heavier = "print(answer.replace('\"allocated_bytes\": 5', '\"allocated_bytes\": 7') if resumed else answer)"
+    assert run_probe(task, LIMITS, tmp_path, script(resumed + heavier)).peak_bytes == 7
+    silent = "print('' if resumed else answer)"
+    assert run_probe(task, LIMITS, tmp_path, script(resumed + silent)).outcome == "garbage"

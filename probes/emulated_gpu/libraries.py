@@ -2,7 +2,7 @@
 
 import re
 import struct
-import sysconfig
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,14 +54,11 @@ ANY = Version()
 Functions = frozenset[tuple[str, str]]  # names, with the version that is asked for; empty: none
 
 
-def needed_functions(packages: Path | None = None) -> dict[str, Functions]:
-    """Return the functions that installed packages take from NVIDIA's libraries, by library: `libcudart.so.13`.
-
-    `packages`: the folder of installed packages; None: this interpreter's.
-    """
-    packages = packages or Path(sysconfig.get_path("platlib"))
+def needed_functions() -> dict[str, Functions]:
+    """Return the functions that installed packages take from NVIDIA's libraries, by library: `libcudart.so.13`."""
+    folders = [Path(path) for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     found: dict[str, set[tuple[str, str]]] = {}
-    for path in sorted(packages.rglob("*.so*")):
+    for path in sorted(path for folder in folders for path in folder.rglob("*.so*")):
         if "/nvidia/" in path.as_posix() or not path.is_file():
             continue
         needs = needs_of(path)
@@ -72,7 +69,9 @@ def needed_functions(packages: Path | None = None) -> dict[str, Functions]:
             library = version.library or ours.get(_library_of(function), "")
             if library.startswith(NVIDIA):
                 found.setdefault(library, set()).add((function, version.name))
-    found.setdefault("libcuda.so.1", set()).update((name, "") for name in _called_by_triton(packages))
+    found.setdefault("libcuda.so.1", set()).update(
+        (name, "") for folder in folders for name in _called_by_triton(folder)
+    )
     return {library: frozenset(functions) for library, functions in sorted(found.items())}
 
 

@@ -37,7 +37,12 @@ FAILS_ON_HOST = (RuntimeError, TypeError, IndexError, ValueError)  # operators t
 
 @contextmanager
 def small_values_on_host() -> Iterator[None]:
-    """Compute the small results of CUDA's kernels on the host inside the block."""
+    """Compute the small results of CUDA's kernels on the host inside the block.
+
+    cuDNN's attention is off, which PyTorch prefers on Hopper: its graphs are built by the library that is replaced.
+    """
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each kernel stands for one that is registered already
@@ -51,6 +56,7 @@ def small_values_on_host() -> Iterator[None]:
         yield
     finally:
         library._destroy()
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 def _kernels() -> list[str]:
@@ -103,7 +109,7 @@ def _with_values(operator: Any, original: Any) -> Callable[..., Any]:
         made = results if isinstance(results, (tuple, list)) else (results,)
         tensors = [each for each in made if isinstance(each, torch.Tensor)]
         if all(map(_is_small, tensors)) and any(map(_steers, tensors)) and not operator.is_view:
-            _compute(operator, args, kwargs, tensors)
+            return _computed(operator, args, kwargs, results, tensors)
         return results
 
     return kernel
@@ -120,8 +126,13 @@ def _with_tensors(args: tuple[Any, ...], tensors_at: list[int]) -> tuple[Any, ..
     )
 
 
-def _compute(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]) -> None:
-    """Compute an operator on the host, into its results; zeros if an operand is large or the CPU cannot."""
+def _computed(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any, tensors: list[torch.Tensor]
+) -> Any:
+    """Compute an operator on the host, into its results; zeros if an operand is large or the CPU cannot.
+
+    Results of another size, which depended on values, are made anew.
+    """
     in_place = operator._schema.is_mutable
     try:
         operands = [*_flat(args), *_flat(tuple(kwargs.values()))]
@@ -130,12 +141,24 @@ def _compute(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
         named = {name: _argument_on_host(value) for name, value in kwargs.items()}
         found = operator(*map(_argument_on_host, args), **named)
     except FAILS_ON_HOST:
-        for each in results if not in_place or "out" in kwargs else ():
+        for each in tensors if not in_place or "out" in kwargs else ():
             on_host(each.detach()).zero_()
-        return
-    if not in_place:
-        for made, value in zip(results, found if isinstance(found, (tuple, list)) else (found,), strict=True):
-            on_host(made.detach()).copy_(value)
+        return results
+    if in_place:
+        return results
+    if isinstance(results, torch.Tensor):
+        return _filled(results, found)
+    return type(results)(
+        _filled(made, value) if isinstance(made, torch.Tensor) else made
+        for made, value in zip(results, found, strict=True)
+    )
+
+
+def _filled(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a result on the card with the value that the host computed."""
+    result = made if made.shape == value.shape else torch.empty(value.shape, dtype=made.dtype, device=made.device)
+    on_host(result.detach()).copy_(value)
+    return result
 
 
 def _flat(values: tuple[Any, ...]) -> Iterator[Any]:

@@ -127,7 +127,7 @@ def run_probe(
 
         placed = replace(task, folder=folder)
         found = ran(placed)
-        if placed.resumes_apart and found.outcome == "fits":
+        if placed.resumes and found.outcome == "fits":
             found = with_resumed(found, ran(resumed(placed)))
         return replace(found, candidate=task.candidate)
 

@@ -71,9 +71,6 @@ class MemoryWatch(PhaseListener, Protocol):
     def settle(self) -> None:
         """Wait until the device has done what was started."""
 
-    def forget(self) -> None:
-        """Prepare for another trainer: keep the peaks of the one before, whose memory was freed."""
-
     @property
     def capacity_bytes(self) -> int:
         """Memory of the device that may be used."""
@@ -139,9 +136,6 @@ class CpuWatch:
 
     def settle(self) -> None:
         """Do nothing: on the host an operator is done when it returns."""
-
-    def forget(self) -> None:
-        """Do nothing: the peaks of the trainer before are kept."""
 
     @property
     def peaks(self) -> tuple[PhasePeak, ...]:
@@ -263,9 +257,6 @@ class CudaWatch:
 
     def settle(self) -> None:
         torch.cuda.synchronize()
-
-    def forget(self) -> None:
-        torch.cuda.empty_cache()
 
     @property
     def peaks(self) -> tuple[PhasePeak, ...]:

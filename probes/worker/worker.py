@@ -1,11 +1,10 @@
 """The process of one probe, or one of its processes under a launcher: `python -m probes.worker.worker TASK.json`.
 
-It runs the real trainer's steps, a checkpoint, an evaluation batch, and one more step from the checkpoint. The last
+It runs the real trainer's steps, from a checkpoint or not, writes a checkpoint, and evaluates a batch. The last
 line on stdout is the measurement; everything that libraries print goes to stderr.
 """
 
 import contextlib
-import gc
 import importlib.metadata
 import os
 import shutil
@@ -32,7 +31,7 @@ from probes.step.built_trainer import BuiltTrainer
 from probes.step.phases import mark_phases
 from probes.step.rollouts import whole_rollout
 from probes.substitution import substituted
-from probes.task import ANSWER_PREFIX, Task, read_task, resumed
+from probes.task import ANSWER_PREFIX, Task, read_task
 from probes.worker.cpu_accelerators import cpu_accelerators, needs_accelerators
 from probes.worker.engines import engine, keep_own_gpus, mark_engine_phases, with_share_of_this_card
 from probes.worker.random_weights import random_weights
@@ -97,18 +96,9 @@ class _Probe(TrainerCallback):
         self._states = RankStates()
 
     def run(self) -> None:
-        """Train, then train one more step from the checkpoint if the task asks for it in this process."""
-        self._train(self._task)
-        if self._task.resumes and not self._task.resumes_apart:
-            self._built = None
-            gc.collect()
-            self._watch.forget()
-            self._watch.enter_phase("load")
-            self._train(resumed(self._task))
-
-    def _train(self, task: Task) -> None:
-        candidate = with_share_of_this_card(task.candidate, task.card_bytes)
-        task = replace(task, candidate=candidate)
+        """Train the task's steps, from its checkpoint if it has one."""
+        candidate = with_share_of_this_card(self._task.candidate, self._task.card_bytes)
+        task = replace(self._task, candidate=candidate)
         with contextlib.ExitStack() as stack:
             model = model_path(task, candidate.model)
             engine_arguments = stack.enter_context(engine(candidate, model, task.weights == "random"))
@@ -246,7 +236,7 @@ def main(task_file: str) -> int:
         try:
             measurement = measure(task)
         finally:
-            for left in ("models",) if task.resumes_apart else ("checkpoints", "models"):
+            for left in ("models",) if task.resumes else ("checkpoints", "models"):
                 shutil.rmtree(Path(task.folder) / left, ignore_errors=True)
         short = measurement.outcome == "out_of_memory"
         if short or PartialState().is_local_main_process:  # one on each node

@@ -1,0 +1,204 @@
+"""The emulated GPU: what the real CUDA stack allocates on it, and that nothing of it is left.
+
+Run in an environment of scripts/emulated_environment.sh (`make emulated`): PyTorch must be its CUDA build.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.candidate import Candidate
+from planner.cli import run
+from planner.errors import EXIT_PLANNED, EXIT_WRONG_INPUT
+from planner.gpus.cluster import Cluster
+from planner.gpus.parse import parse_cluster
+from planner.measurements.measurement import Measurement
+from planner.models.catalogue import load_model
+from planner.units import GIB, MIB
+from probes.emulated_gpu.machine import Machine, ProcessMemory, read_processes
+from probes.emulated_gpu.start import MACHINE_FILE, machine_environment
+from probes.runner.devices import DeviceOptions, device
+from probes.runner.runner import Limits
+
+TORCH = find_spec("torch")
+# Without NVIDIA's libraries PyTorch's CUDA build can be imported in a worker only.
+if TORCH is None or not Path(str(TORCH.origin)).with_name("lib").joinpath("libtorch_cuda.so").exists():
+    pytest.skip("needs PyTorch's CUDA build: make emulated", allow_module_level=True)
+
+A100 = parse_cluster("1xA100-40G", None)
+TINY = load_model(str(Path(__file__).parent / "models" / "tiny-qwen2"))
+# Two runs differ by the last segment of a pool; the prototype's figures are rounded to 0.01 GiB.
+TOLERANCE = 0.002
+
+
+def lora_7b(**changes: Any) -> Candidate:
+    settings = dict(
+        model=load_model("Qwen2.5-7B"), method="sft", tuning="lora", dtype="bfloat16", max_length=2048,
+        per_device_train_batch_size=1, padded=False,
+    )  # fmt: skip
+    return Candidate(**settings | changes)
+
+
+def probed(candidate: Candidate, cluster: Cluster, folder: Path, **options: Any) -> Measurement:
+    settings = {"resume": False, "save": False} | options
+    found = device("emulated", cluster, DeviceOptions(logs=folder, limits=Limits(host_reserve_share=0.0), **settings))
+    return found(candidate)
+
+
+@pytest.fixture
+def on_card(tmp_path: Path) -> Callable[..., tuple[str, tuple[ProcessMemory, ...]]]:
+    """Run Python code on an emulated machine; return what it prints, and the memory of its processes."""
+
+    def ran(code: str, **machine: Any) -> tuple[str, tuple[ProcessMemory, ...]]:
+        settings: dict[str, Any] = {"gpu": A100.gpu, "cards": 1} | machine
+        environment = machine_environment(Machine(**settings), tmp_path)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.strip(), read_processes(tmp_path / MACHINE_FILE)
+
+    return ran
+
+
+class TestDriver:
+    def test_a_card_runs_out_of_memory_at_the_byte(self, on_card) -> None:
+        code = (
+            "import torch; free, total = torch.cuda.mem_get_info(); size = free // 2**21 * 2**21\n"
+            "held = torch.empty(size, dtype=torch.uint8, device='cuda')\n"
+            "print(total - torch.cuda.mem_get_info()[0] - size)\n"
+            "try: torch.empty(1, device='cuda'); print('fits')\n"
+            "except torch.OutOfMemoryError as error: print(str(error)[:19])"
+        )
+        text, (process,) = on_card(code)
+        context, _, message = text.partition("\n")
+        assert message == "CUDA out of memory."
+        assert process.peak_bytes[0] <= A100.gpu.total_bytes < process.peak_bytes[0] + 2 * MIB
+        assert int(context) == 501 * MIB
+
+    def test_a_process_sees_the_cards_that_it_is_shown(self, on_card) -> None:
+        code = (
+            "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '2,1'\n"
+            "import torch; torch.empty(2**22, device='cuda:1'); print(torch.cuda.device_count())"
+        )
+        text, (process,) = on_card(code, cards=4)
+        assert text == "2" and [size > 0 for size in process.peak_bytes] == [False, True, False, False]
+
+    def test_memory_that_others_hold_is_not_free(self, on_card) -> None:
+        gpu = replace(A100.gpu, free_bytes=A100.gpu.total_bytes - 30 * GIB)
+        text, _ = on_card("import torch; print(torch.cuda.mem_get_info()[0])", gpu=gpu)
+        assert int(text) == gpu.free_bytes - 501 * MIB
+
+    def test_two_processes_share_a_card(self, on_card) -> None:
+        child = (
+            "import torch; torch.empty(2**30, dtype=torch.uint8, device='cuda'); print(torch.cuda.mem_get_info()[0])"
+        )
+        code = (
+            "import subprocess, sys, torch; held = torch.empty(2**30, dtype=torch.uint8, device='cuda')\n"
+            f"print(subprocess.run([sys.executable, '-c', {child!r}], capture_output=True, text=True).stdout)"
+        )
+        text, processes = on_card(code)
+        assert int(text) == A100.gpu.total_bytes - 2 * (GIB + 501 * MIB) and len(processes) == 2
+
+    def test_pinned_memory_is_counted_apart(self, on_card) -> None:
+        code = "import os, torch; x = torch.empty(2**28, dtype=torch.uint8).pin_memory(); os._exit(0)"
+        _, (process,) = on_card(code)
+        assert process.pinned_bytes == 2**28 and process.peak_bytes[0] < GIB
+
+    def test_events_complete_when_their_stream_has_come_to_them(self, on_card) -> None:
+        code = (
+            "import torch; x = torch.empty(8192, 8192, device='cuda'); event = torch.cuda.Event()\n"
+            "for _ in range(100): x @ x\n"
+            "event.record(); print(event.query()); event.synchronize(); print(event.query())"
+        )
+        assert on_card(code, pace=1.0)[0] == "False\nTrue"
+        assert on_card(code, pace=0.0)[0] == "True\nTrue"
+
+    def test_small_integers_are_computed_and_large_tensors_are_not(self, on_card) -> None:
+        code = (
+            "import torch\nfrom probes.emulated_gpu.values import small_values_on_host\n"
+            "with small_values_on_host():\n"
+            "    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).cuda().ne(0)\n"
+            "    print(mask.sum(-1).tolist(), mask.all().item(), mask.nonzero().tolist(), (2.0 ** mask.sum()).item())\n"
+            "    weights = torch.ones(4096, 4096, device='cuda'); print((weights @ weights).sum().item())"
+        )
+        assert on_card(code)[0] == "[2, 1] False [[0, 0], [0, 1], [1, 0]] 8.0\n0.0"
+
+
+class TestProbes:
+    def test_lora_of_7b_allocates_as_on_the_first_emulator(self, tmp_path: Path) -> None:
+        found = probed(lora_7b(), A100, tmp_path)
+        (rank,) = found.ranks
+        assert (found.outcome, found.evidence) == ("fits", "emulated"), found.message
+        assert rank.allocated_bytes == pytest.approx(15.78 * GIB, rel=TOLERANCE)
+
+    def test_two_runs_are_equal(self, tmp_path: Path) -> None:
+        candidate = Candidate(model=TINY, method="dpo", max_length=64, per_device_train_batch_size=2, dtype="bfloat16")
+        one, other = (probed(candidate, A100, tmp_path).ranks[0].phases for _ in range(2))
+        assert [replace(each, seconds=0.0) for each in one] == [replace(each, seconds=0.0) for each in other]
+
+    def test_a_card_that_is_too_small_runs_out_of_memory(self, tmp_path: Path) -> None:
+        found = probed(lora_7b(), parse_cluster("1xRTX-4060-Ti-16G", None), tmp_path)
+        assert found.outcome == "out_of_memory" and found.shortage is not None
+
+    def test_qlora_runs_the_kernels_of_bitsandbytes(self, tmp_path: Path) -> None:
+        found = probed(lora_7b(quantization="nf4"), parse_cluster("1xRTX-3090", None), tmp_path)
+        assert found.outcome == "fits", found.message
+        assert found.ranks[0].allocated_bytes == pytest.approx(6.69 * GIB, rel=TOLERANCE)
+
+    def test_zero3_runs_in_two_processes(self, tmp_path: Path) -> None:
+        candidate = lora_7b(model=load_model("Qwen2.5-0.5B"), sharding="zero3", num_processes=2, max_length=512)
+        found = probed(candidate, parse_cluster("2xA100-40G", None), tmp_path)
+        assert found.outcome == "fits", found.message
+        assert [rank.rank for rank in found.ranks] == [0, 1]
+        assert found.ranks[0].allocated_bytes == found.ranks[1].allocated_bytes
+
+    def test_one_rank_of_64_runs_alone(self, tmp_path: Path) -> None:
+        candidate = lora_7b(
+            model=load_model("Qwen2.5-0.5B"), sharding="fsdp2", num_processes=64, num_nodes=8, max_length=512
+        )
+        found = probed(candidate, parse_cluster("8x8xH100", None), tmp_path)
+        assert found.outcome == "fits", found.message
+        assert [rank.rank for rank in found.ranks] == [0]
+
+
+class TestFaults:
+    def test_nothing_is_left_when_the_parent_is_killed(self, tmp_path: Path) -> None:
+        arguments = "probe --device emulated --model Qwen2.5-0.5B --gpus 1xT4 --method sft --tuning lora"
+        environment = os.environ | {"TMPDIR": str(tmp_path)}
+        code = f"from planner.cli import run; run({arguments.split()!r})"
+        parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+        until = time.monotonic() + 60
+        while not any(tmp_path.glob("plan-probe-*/machine")) and time.monotonic() < until:
+            time.sleep(0.1)
+        (folder,) = tmp_path.glob("plan-probe-*")
+        parent.kill()
+        parent.wait()
+        until = time.monotonic() + 20
+        while folder.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not folder.exists()
+
+
+def test_a_study_ends_in_a_certificate_of_emulated_evidence(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--probe --device emulated --model Qwen2.5-0.5B --gpus 1xRTX-3090 --method sft"
+    assert run(arguments.split()) == EXIT_PLANNED
+    out = capsys.readouterr().out
+    assert "certified (emulated)" in out and "no GPU was measured" in out
+
+
+def test_an_emulated_probe_needs_a_compiler_once(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setenv("PLAN_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("probes.emulated_gpu.build.find_spec", lambda name: None)
+    arguments = "probe --device emulated --model Qwen2.5-0.5B --gpus 1xT4 --method sft --tuning lora"
+    assert run(arguments.split()) == EXIT_WRONG_INPUT
+    assert "pip install ziglang" in capsys.readouterr().err
