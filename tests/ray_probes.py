@@ -36,6 +36,7 @@ def worker(task: Task, task_file: Path, record: Path, seconds: float) -> list[st
 def device_options(record: Path, seconds: float) -> DeviceOptions:
     return DeviceOptions(
         logs=record.parent / "logs",
+        resume=False,
         folder=str(record.parent),
         limits=Limits(seconds=60.0, grace_seconds=0.5, host_reserve_share=0.0, disk_reserve_bytes=0),
         command=partial(worker, record=record, seconds=seconds),
