@@ -46,6 +46,7 @@ class StateSettings(NamedTuple):
     separate_reference: bool
     images_per_row: int
     accumulates: bool
+    keeps_whole_gradients: bool
     gradient_checkpointing: bool
     use_liger_kernel: bool
     optim: Optimizer
@@ -99,6 +100,7 @@ class TrainingSettings(NamedTuple):
     flattened: bool
     pads: bool
     accumulates: bool
+    keeps_whole_gradients: bool
     gradient_accumulation_steps: int
     beta: float
     precompute_ref_log_probs: bool

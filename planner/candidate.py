@@ -111,6 +111,7 @@ class Candidate:
     dp_replicate_size: int = 1  # copies of the sharded model under FSDP2 (hybrid sharding, HSDP)
     cp_size: int = 1  # GPUs that share a row: torch's context parallel, under FSDP2
     sp_size: int = 1  # GPUs that share a row: Ulysses sequence parallel, under DeepSpeed
+    sync_each_batch: bool = False  # reduce gradients in every micro-step (accelerate's GradientAccumulationPlugin)
     offload_optimizer: bool = False
     offload_param: bool = False
     ds3_gather_for_generation: bool = True
@@ -233,6 +234,17 @@ class Candidate:
     def accumulates(self) -> bool:
         """True if an optimizer step has several backward passes (gradient accumulation)."""
         return self.gradient_accumulation_steps > 1
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """True if FSDP2 keeps the gradients of the whole model on every GPU between the micro-steps of a step.
+
+        Trainer runs all micro-steps but the last under `no_sync`, unless `sync_each_batch`: FSDP2 does not reduce
+        gradients there, and an unsharded gradient stays unsharded.
+        Source: transformers 5.23, trainer.py, `_inner_training_loop`; accelerate 1.15, accelerator.py, `no_sync`; torch
+        2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward` (`reduce_grads`).
+        """
+        return self.sharding == "fsdp2" and self.accumulates and not self.sync_each_batch
 
     @property
     def effective_batch_size(self) -> int:

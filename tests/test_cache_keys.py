@@ -31,6 +31,9 @@ BASES: dict[str, dict[str, Any]] = {
     "sft with an offloaded optimizer": {
         "method": "sft", "sharding": "zero2", "num_processes": 4, "offload_optimizer": True,
     },
+    "sft under FSDP2, accumulating": {
+        "method": "sft", "sharding": "fsdp2", "num_processes": 4, "gradient_accumulation_steps": 4,
+    },
     "dpo under ZeRO-3": {"method": "dpo", "beta": 0.1, "sharding": "zero3", "num_processes": 4},
     "dpo of LoRA under DDP": {
         "method": "dpo", "tuning": "lora", "sharding": "ddp", "num_processes": 4, "dtype": "bfloat16",
@@ -90,6 +93,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "dp_replicate_size": (2, 1),
     "cp_size": (2, 1),
     "sp_size": (2, 1),
+    "sync_each_batch": (True, False),
     "offload_optimizer": (True, False),
     "offload_param": (True, False),
     "ds3_gather_for_generation": (False, True),

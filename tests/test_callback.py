@@ -276,6 +276,11 @@ class TestCandidate:
         [
             ({"gradient_checkpointing": False}, "gradient_checkpointing", False),
             ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps", 2),
+            (
+                {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+                "sync_each_batch",
+                True,
+            ),
             ({"optim": "adafactor"}, "optim", "adafactor"),
             ({"bf16": False}, "precision", "no"),
             ({"packing": True}, "packing", True),

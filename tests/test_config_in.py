@@ -119,6 +119,32 @@ def test_what_cannot_be_is_refused(
     assert message in capsys.readouterr().err
 
 
+FULL = "use_peft: false\ndtype: bfloat16\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 4\n"
+SYNC = "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"
+FSDP = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
+
+
+def test_a_file_that_accumulates_under_fsdp2_has_whole_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8.03 billion parameters: 2 bytes each on every GPU, or with `sync_each_batch` an eighth in float32."""
+    (tmp_path / "accelerate.yaml").write_text(FSDP)
+    asked = "estimate --model Llama-3.1-8B --method sft --gpus 8xA100-40G --json --set max_length=1024 {}"
+    gradients = {}
+    for name, text in {"default": FULL, "synced": FULL + SYNC, "none": None}.items():
+        where = f"--accelerate-config {tmp_path / 'accelerate.yaml'}"
+        if text is None:
+            where += " --tuning full --set per_device_train_batch_size=1 --set gradient_accumulation_steps=4"
+        else:
+            (tmp_path / "train.yaml").write_text(text)
+            where += f" --config {tmp_path / 'train.yaml'}"
+        run(asked.format(where).split())
+        answer = json.loads(capsys.readouterr().out)
+        forward = next(phase for phase in answer["gpus"][0]["phases"] if phase["name"] == "forward")
+        gradients[name, answer["settings"]["sync_each_batch"]] = round(forward["components"]["gradients"] / 1e9, 1)
+    assert gradients == {("default", False): 16.1, ("synced", True): 4.0, ("none", True): 4.0}
+
+
 def test_without_a_file_there_is_nothing_to_free(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--model=Qwen2.5-7B", "--gpus=1xH100", "--method=sft", "--free=dtype"]) == 2
     assert "frees a setting of a config file, and there is none" in capsys.readouterr().err
@@ -179,11 +205,11 @@ def test_what_may_be_freed_is_what_searches_change(method: MethodName) -> None:
         for candidate in structures(SearchProblem(job=job, cluster=cluster, tuning_class=tuning_class, offload=offload))
     ]
     changed = {field.name for field in fields(Candidate) if len({getattr(each, field.name) for each in found}) > 1}
-    sizes = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
+    batch = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "sync_each_batch"}
     if method == "grpo":
         only_sft = {"bnb_4bit_quant_storage"}
         engine = {"vllm_gpu_memory_utilization", "vllm_max_model_length"}
-        assert changed | sizes | engine | only_sft == SEARCHED
+        assert changed | batch | engine | only_sft == SEARCHED
     assert changed <= SEARCHED
 
 

@@ -211,6 +211,7 @@ OF_SHARDS: dict[str, list[object]] = {
     "dp_replicate_size": [1, 2],
     "cp_size": [1, 2],
     "sp_size": [1, 2],
+    "sync_each_batch": [True, False],
     "reduce_bucket_size": ["auto", 10**6],
     "stage3_prefetch_bucket_size": ["auto", 0, 10**7],
     "stage3_param_persistence_threshold": ["auto", 10**5],

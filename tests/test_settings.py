@@ -186,6 +186,7 @@ class TestTrainConfig:
             "per_device_train_batch_size": 4,
             "checkpoint_every_n_layers": 2,
             "expandable_segments": True,
+            "sync_each_batch": False,
         }
         assert read.warnings == ("not used by the plan: learning_rate, use_reentrant",)
 
@@ -199,7 +200,18 @@ class TestTrainConfig:
         read = load_train_config(
             config(tmp_path, "vllm_mode: server\nlora_r: 8\nbnb_4bit_quant_type: nf4\nuse_bnb_nested_quant: true")
         )
-        assert candidate_fields(read.settings, PUBLISHED) == {"tuning": "full", "vllm": "off", "precision": "bf16"}
+        assert candidate_fields(read.settings, PUBLISHED) == {
+            "tuning": "full",
+            "vllm": "off",
+            "precision": "bf16",
+            "sync_each_batch": False,
+        }
+
+    def test_gradients_are_reduced_in_each_micro_step_if_the_accelerator_config_says_so(self, tmp_path):
+        text = "accelerator_config: {split_batches: false, gradient_accumulation_kwargs: {sync_each_batch: true}}"
+        read = load_train_config(config(tmp_path, text))
+        assert read.settings["sync_each_batch"] is True
+        assert read.warnings == ("not used by the plan: split_batches",)
 
     def test_a_deepspeed_file_beside_the_config_is_read(self, tmp_path):
         (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')

@@ -98,9 +98,22 @@ class TestStates:
             == gradients_bytes(held)
         )
 
+    def test_accumulating_under_fsdp_2_keeps_the_gradients_of_the_whole_model(self) -> None:
+        held = candidate(sharding="fsdp2", gradient_accumulation_steps=2, sync_each_batch=False)
+        assert 0 <= accumulated_gradients_bytes(held) - 2 * QWEN <= ROUNDED_WITHIN
+        assert accumulated_gradients_bytes(replace(held, offload_param=True)) == accumulated_gradients_bytes(held)
+        assert gradients_bytes(held) == accumulated_gradients_bytes(held)
+        assert step_gradients_bytes(held) == step_gradients_bytes(replace(held, gradient_accumulation_steps=1))
+
+    def test_two_gpus_have_shards_in_float32_as_large_as_whole_gradients_in_16_bits(self) -> None:
+        held = candidate(sharding="fsdp2", num_processes=2, gradient_accumulation_steps=2)
+        shards = step_gradients_bytes(held)
+        assert abs(shards - accumulated_gradients_bytes(held)) <= 2 * ROUNDED_WITHIN
+        assert gradients_bytes(held) >= shards
+
     @pytest.mark.parametrize("sharding", ["none", "ddp", "zero3", "fsdp2"])
     def test_elsewhere_they_are_added_in_place(self, sharding: str) -> None:
-        held = candidate(sharding=sharding, num_processes=1 if sharding == "none" else 8)
+        held = candidate(sharding=sharding, num_processes=1 if sharding == "none" else 8, sync_each_batch=True)
         assert gradients_bytes(replace(held, gradient_accumulation_steps=2)) == gradients_bytes(held)
 
     def test_norms_and_biases_are_a_flat_piece_of_their_own(self) -> None:

@@ -15,7 +15,7 @@ from planner.models.catalogue import load_model
 from planner.throughput.communication import offload_seconds
 from planner.throughput.generation import rollouts, weight_sync_seconds
 from planner.throughput.optimizer_step import optimizer_seconds
-from planner.throughput.rates import matmul_rate
+from planner.throughput.rates import matmul_rate, shard_link_rate
 from planner.throughput.smooth import smooth_max
 from planner.throughput.step import throughput
 from planner.throughput.training import (
@@ -36,6 +36,7 @@ MODEL = load_model("Qwen2.5-7B")
 SMALL = load_model("Qwen2.5-0.5B")
 A100 = parse_cluster("1xA100-80G", None)
 NODE = parse_cluster("8xA100-80G", None)
+SLOW_LINKS = parse_cluster("2xRTX-4090", None)
 SEQUENCES = 64.0
 
 ROUNDING = 1e-9  # of sums of floats
@@ -183,6 +184,20 @@ class TestCounts:
 
         assert rollouts(candidate) == (64.0, 0.25)
         assert reuses(candidate) == 2
+
+    def test_fsdp2_without_sync_each_batch_reduces_gradients_in_the_last_micro_step_only(self) -> None:
+        """Two RTX 4090 send half of 15.2 GB of gradients over their link in each of three micro-steps less."""
+        synced = sft(
+            sharding="fsdp2", num_processes=2, gradient_accumulation_steps=4, per_device_train_batch_size=1,
+            max_length=64, sync_each_batch=True,
+        )  # fmt: skip
+        once, always = (
+            throughput(replace(synced, sync_each_batch=each), SLOW_LINKS, 0.0).seconds["communication"]
+            for each in (False, True)
+        )
+
+        saved = 3 * 0.5 * 2 * synced.model.params / shard_link_rate(SLOW_LINKS, 2, 1)
+        assert always - once == pytest.approx(saved, rel=0.01)
 
     def test_tokens_per_second_are_all_rows_of_all_cards(self) -> None:
         speed = throughput(sft(method="dpo", num_processes=8, sharding="ddp", gradient_accumulation_steps=4), NODE, 0.0)

@@ -21,7 +21,7 @@ REPLANNED_SETTINGS = frozenset({
     "offload_param", "bnb_4bit_quant_storage", "ds3_gather_for_generation", "num_processes", "expandable_segments",
     "activation_offloading",
     "vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_data_parallel_size",
-    "vllm_enable_sleep_mode", *ZERO_SIZES,
+    "vllm_enable_sleep_mode", "sync_each_batch", *ZERO_SIZES,
 })  # fmt: skip
 
 

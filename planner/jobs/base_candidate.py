@@ -48,8 +48,21 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
         del settings["reward_model"]  # without one it has the policy's shape
     settings.setdefault("precision", "bf16" if cluster.gpu.supports_bf16 else "fp16")
     candidate = Candidate(model=job.model, method=job.method, trl_version=trl_version(job), **settings)  # type: ignore[arg-type]
+    if "sync_each_batch" not in job.pinned:
+        candidate = replace(candidate, sync_each_batch=syncs_each_batch(candidate))
     refuse_candidate(candidate, job, cluster)
     return candidate
+
+
+def syncs_each_batch(candidate: Candidate) -> bool:
+    """Return the `sync_each_batch` of a candidate that pins none: true where whole gradients would be large.
+
+    With FSDP2, full fine-tuning and accumulation: a job shards because the model does not fit, and its whole gradients
+    would stay on every GPU (see `Candidate.keeps_whole_gradients`). It costs a reduce-scatter in each micro-step.
+
+    Example: Llama-3.1-8B in full on 8 GPUs: 16.1 GB of whole gradients instead of 4 GB of shards.
+    """
+    return candidate.sharding == "fsdp2" and candidate.tuning == "full" and candidate.accumulates
 
 
 def _is_policy(other: object, policy: ModelShape) -> bool:

@@ -64,6 +64,7 @@ SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
     "dp_replicate_size": lambda c: c.dp_replicate_size > 1,
     "cp_size": lambda c: c.cp_size > 1,
     "sp_size": lambda c: c.sp_size > 1,
+    "sync_each_batch": lambda c: c.sharding == "fsdp2" and c.accumulates,
     "reduce_bucket_size": lambda c: c.sharding in DEEPSPEED,
     **dict.fromkeys(STAGE_3_SIZES, lambda c: c.sharding == "zero3"),
     "vllm": lambda c: c.method_row.supports_vllm,
@@ -197,8 +198,8 @@ NOT_TRL_ARGUMENTS = frozenset({
     "distributed_type", "zero_stage", "fsdp_version", "num_processes", "num_machines", "offload_optimizer_device",
     "offload_param_device", "fsdp_offload_params", "vllm_data_parallel_size", "quant_method", "padded", "prompt_length",
     "images_per_row", "image_size",
-    "dp_replicate_size", "cp_size", "sp_size", "autocast_adapter_dtype", "environment", "method", "trl_version",
-    *ZERO_SIZES,
+    "dp_replicate_size", "cp_size", "sp_size", "sync_each_batch", "autocast_adapter_dtype", "environment", "method",
+    "trl_version", *ZERO_SIZES,
 })  # fmt: skip
 
 # Settings for which the config class of a method has no field, though other methods' have one.
@@ -213,7 +214,10 @@ MISSING_FIELDS: dict[MethodName, frozenset[str]] = {
 def trl_arguments(candidate: Candidate) -> dict[str, object]:
     """Return the settings that the config class of the candidate's method or TRL's `ModelConfig` has a field for."""
     missing = NOT_TRL_ARGUMENTS | MISSING_FIELDS.get(candidate.method, frozenset())
-    return {name: value for name, value in settings_of(candidate).items() if name not in missing}
+    arguments = {name: value for name, value in settings_of(candidate).items() if name not in missing}
+    if candidate.sync_each_batch and is_shown(candidate, "sync_each_batch"):
+        arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    return arguments
 
 
 def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:

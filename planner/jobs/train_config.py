@@ -18,23 +18,26 @@ from planner.jobs.spellings import FSDP_OFFLOAD, Value
 
 # Keys whose value is a mapping of further settings.
 # Source: trl/scripts/utils.py:332 (env), transformers/training_args.py:908-925 and :1455, trl/trainer/base_config.py
-# (model_init_kwargs).
+# (model_init_kwargs); transformers 5.23, trainer_pt_utils.py, `AcceleratorConfig`.
 NESTED_KEYS = (
     "env",
     "model_init_kwargs",
     "gradient_checkpointing_kwargs",
     "activation_checkpointing_kwargs",
     "parallelism_config",
+    "accelerator_config",
+    "gradient_accumulation_kwargs",
 )
 
 # Defaults of TRL's config classes for keys that a file leaves out. Source: trl/trainer/model_config.py,
-# trl/trainer/grpo_config.py.
+# trl/trainer/grpo_config.py; accelerate 1.15, utils/dataclasses.py, `GradientAccumulationPlugin`.
 FILE_DEFAULTS: dict[str, Value] = {
     "use_peft": False,
     "use_vllm": False,
     "bf16": True,
     "fp16": False,
     "lora_dropout": 0.05,
+    "sync_each_batch": False,
 }
 
 # Keys of `fsdp_config` -> settings, and those with the values that the plan counts on.

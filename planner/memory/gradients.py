@@ -16,6 +16,7 @@ from planner.models.shape import ModelShape
 # one in use and the next. Source: lomo-optim 0.1.1, lomo.py and adalomo.py, `fuse_update`.
 FUSED_BACKWARD = frozenset({"lomo", "adalomo"})
 FUSED_GRADIENTS_ALIVE = 2
+SIXTEEN_BIT_BYTES = 2
 
 
 def trained_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
@@ -63,6 +64,8 @@ def gradients_bytes(candidate: StateInput) -> int:
         FSDP2            shards, in the dtype of the parameter
         fused backward   the largest tensor, twice (lomo, adalomo)
         accumulating     ZeRO-1 and ZeRO-2: also the new gradients of the rank's partition
+                         FSDP2 without `sync_each_batch`: `whole_gradients_bytes`, at the end of all backward passes
+                         but the last
 
     A gradient has the dtype of its parameter, bfloat16 under DeepSpeed (`grad_accum_dtype` unset). Offloaded optimizers
     keep gradients on the host (ZeRO: a bucket stays on the GPU, see communication.py).
@@ -82,11 +85,18 @@ def gradients_bytes(candidate: StateInput) -> int:
             for tensors, size in learning_groups(candidate)
         )
     kept = accumulated_gradients_bytes(candidate)
+    if candidate.keeps_whole_gradients:
+        return max(kept, step_gradients_bytes(candidate))
     return kept + touched_gradients_bytes(candidate) if candidate.accumulates else kept
 
 
 def accumulated_gradients_bytes(candidate: StateInput) -> int:
-    """Bytes of gradients on one GPU between two backward passes of a step; ZeRO-1 keeps all, it reduces in the last."""
+    """Bytes of gradients on one GPU between two backward passes of a step.
+
+    ZeRO-1 keeps all, as it reduces in the last pass, and so does FSDP2 (see `Candidate.keeps_whole_gradients`).
+    """
+    if candidate.keeps_whole_gradients:
+        return whole_gradients_bytes(candidate)
     if candidate.sharding == "zero1" and not candidate.offload_optimizer:
         return sum(tensor_bytes(tensors, size) for tensors, size in trained_groups(candidate))
     return step_gradients_bytes(candidate)
@@ -116,6 +126,24 @@ def step_gradients_bytes(candidate: StateInput) -> int:
             else sum(rounded_bytes(fsdp2_shards(tensors, processes).params * size) for tensors, size in groups)
         )
     return sum(tensor_bytes(tensors, size) for tensors, size in groups)
+
+
+def whole_gradients_bytes(candidate: StateInput) -> int:
+    """Bytes of the gradients of all trained tensors, unsharded under FSDP2, on every GPU, offloaded or not.
+
+        bytes = trained parameters x (2 with mixed precision, else the parameter's dtype)
+
+    FSDP2 computes and reduces in accelerate's mixed precision (`param_dtype`, `reduce_dtype`), so that the unsharded
+    gradient has that dtype, and autograd adds the next one to it.
+    Source: accelerate 1.15, utils/dataclasses.py, `FullyShardedDataParallelPlugin.set_mixed_precision`; torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param.py, `to_accumulated_grad_if_needed`; results/fsdp2_memory.md.
+
+    Example: Qwen2.5-14B in full: 29.5 GB on every GPU, where a shard of 8 has 7.4 GB.
+    """
+    return sum(
+        tensor_bytes(tensors, SIXTEEN_BIT_BYTES if candidate.precision != "no" else size)
+        for tensors, size in learning_groups(candidate)
+    )
 
 
 def touched_gradients_bytes(candidate: StateInput) -> int:

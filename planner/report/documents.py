@@ -124,6 +124,15 @@ class OptionalSettings(Document, frozen=True):
     dp_replicate_size: Count | UnsetType = UNSET
     cp_size: Count | UnsetType = UNSET
     sp_size: Count | UnsetType = UNSET
+    sync_each_batch: (
+        Annotated[
+            bool,
+            Meta(
+                description="Reduce gradients in every micro-step (accelerator_config's gradient_accumulation_kwargs)."
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
     fsdp_version: Literal[2] | UnsetType = UNSET
     fsdp_offload_params: (
         Annotated[bool, Meta(description="Parameters, gradients and optimizer states are on the host (accelerate).")]

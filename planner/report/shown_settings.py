@@ -29,6 +29,7 @@ LINES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             "dp_replicate_size",
             "cp_size",
             "sp_size",
+            "sync_each_batch",
             "zero_stage",
             "ds3_gather_for_generation",
             "fsdp_version",

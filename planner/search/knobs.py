@@ -275,7 +275,7 @@ SEARCHED = frozenset({
     "offload_param", "checkpoint_offload", "gradient_checkpointing", "checkpoint_every_n_layers", "attn_implementation",
     "ds3_gather_for_generation", "expandable_segments", "num_processes", "vllm", "vllm_gpu_memory_utilization",
     "vllm_tensor_parallel_size", "vllm_data_parallel_size", "vllm_enable_sleep_mode", "vllm_max_model_length",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "sync_each_batch",
 })  # fmt: skip
 KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
     "tuning": tuning,

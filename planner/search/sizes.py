@@ -6,6 +6,7 @@ from math import isqrt
 from typing import Any
 
 from planner.candidate import Candidate
+from planner.jobs.base_candidate import syncs_each_batch
 from planner.jobs.job import DEFAULT_BATCH_SIZE, Job
 from planner.search.knobs import SearchProblem, with_derived_settings
 
@@ -17,15 +18,19 @@ def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapp
     """Return the candidate with a micro-batch size and gradient accumulation steps.
 
     Unless pinned, `steps_per_generation` is the accumulation (TRL's default, trl 1.16, grpo_config.py:1098): one
-    generation batch serves one optimizer step.
+    generation batch serves one optimizer step. `sync_each_batch` follows from accumulation and sharding.
     """
     steps = candidate.steps_per_generation if "steps_per_generation" in pinned else accumulation
-    return replace(
+    sized = replace(
         candidate,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
         steps_per_generation=steps,
     )
+    syncs = syncs_each_batch(sized)
+    if "sync_each_batch" in pinned or syncs == sized.sync_each_batch:
+        return sized
+    return replace(sized, sync_each_batch=syncs)
 
 
 @dataclass(frozen=True, slots=True)

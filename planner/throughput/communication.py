@@ -40,7 +40,8 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
         DDP             max(0, 2 (n - 1) / n x gradients / link - last backward pass): all-reduce once per step
         ZeRO-1          2 (n - 1) / n x gradients / link: reduce-scatter, and all-gather of the trained parameters
         ZeRO-2          (accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step
-        ZeRO-3, FSDP2   accumulation x max(0, (s - 1) / s x (gathers x stored + gradients) / link - overlap)
+        ZeRO-3, FSDP2   accumulation x max(0, (s - 1) / s x (gathers x stored + gradients) / link - overlap);
+                        FSDP2 without `sync_each_batch`: gradients in the last micro-step only
         HSDP            in that overlap also 2 (r - 1) / r x gradients / network, of r copies of the model
         + accumulation x `row_exchange_seconds` where GPUs share a row
 
@@ -50,7 +51,8 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
 
     Example: LoRA on Qwen-72B, ZeRO-3, 4 x A100-80G: 3 x 144e9 x 3/4 / 207e9 = 1.57 s per micro-step.
 
-    Leaves out latency, gathers of a teacher or reward model, and the small messages of metrics.
+    Leaves out latency, gathers of a teacher or reward model, the small messages of metrics, and that DDP, too, reduces
+    in every micro-step with `sync_each_batch`.
     """
     n, sharding = candidate.num_processes, candidate.sharding
     if n == 1 or sharding == "none":
@@ -68,10 +70,14 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
     if sharding in GATHERS:
         shard_gpus, copies = candidate.shard_gpus, n // candidate.shard_gpus
         inner = shard_link_rate(cluster, shard_gpus, candidate.num_nodes)
-        once = (shard_gpus - 1) / shard_gpus * (_gathers(candidate) * stored_bytes + gradient_bytes) / inner
-        once += 2 * (copies - 1) / copies * gradient_bytes / link
-        exposed = max(0.0, once - OVERLAP[sharding] * step.elapsed)
-        return accumulation * (exposed + row_exchange_seconds(candidate, cluster))
+        portion = (shard_gpus - 1) / shard_gpus
+        gathering = portion * _gathers(candidate) * stored_bytes / inner
+        reducing = portion * gradient_bytes / inner + 2 * (copies - 1) / copies * gradient_bytes / link
+        beside = OVERLAP[sharding] * step.elapsed
+        exposed = max(0.0, gathering + reducing - beside)
+        earlier = max(0.0, gathering - beside) if candidate.keeps_whole_gradients else exposed
+        exchanged = accumulation * row_exchange_seconds(candidate, cluster)
+        return exposed + (accumulation - 1) * earlier + exchanged
     if sharding == "ddp":
         return max(0.0, 2 * portion * gradient_bytes / link - OVERLAP[sharding] * step.backward)
     reductions = accumulation if sharding == "zero2" else 1

@@ -101,7 +101,11 @@ def _arguments(args: TrainingArguments) -> dict[str, Any]:
         raise InputError(f"torch_compile changes the saved activations, which is not counted. {GIVE_A_PLAN}")
     known = set(setting_names()) - READ_ELSEWHERE
     unused = () if values.get("use_vllm") else tuple(name for name in values if name.startswith("vllm_"))
-    return {name: value for name, value in values.items() if name in known and name not in unused and value is not None}
+    found = {
+        name: value for name, value in values.items() if name in known and name not in unused and value is not None
+    }
+    accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
+    return found | {"sync_each_batch": bool(accumulation.get("sync_each_batch", False))}
 
 
 def _of_model(model: PreTrainedModel | PeftModel) -> dict[str, Any]:

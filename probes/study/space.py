@@ -37,6 +37,7 @@ DERIVED = frozenset(
         "prompt_length",
         "max_completion_length",
         "steps_per_generation",
+        "sync_each_batch",
         "vllm_max_model_length",
     }
 )
