@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback
 
+from probes.dryrun.cuda.substitutions import WORKSPACES
 from probes.dryrun.dry_run import dry_run
 from probes.dryrun.fake_models import models_stay_where_they_are
 from probes.dryrun.fake_trainer import fake_trainer
@@ -154,3 +155,14 @@ def test_a_kernel_that_copies_nothing_allocates_nothing() -> None:
         torch.randn(8, 4).t().softmax(-1)
     copies = [each.size_bytes for each in tracker.trace(()).allocations if "workspace" in each.operator]
     assert copies == [128]
+
+
+@pytest.mark.parametrize(
+    ("transposed", "tensors"), [((False, False), 2), ((True, False), 3), ((False, True), 3), ((True, True), 4)]
+)
+def test_softmax_on_a_gpu_multiplies_gradient_and_result(transposed: tuple[bool, bool], tensors: int) -> None:
+    """results/softmax_backward.md: the result, the product of the arguments, and copies to contiguous ones."""
+    scores = [torch.empty(8, 8) for _ in transposed]
+    gradient, output = (each.t() if turned else each for each, turned in zip(scores, transposed, strict=True))
+    workspace = WORKSPACES[torch.ops.aten._softmax_backward_data.default]
+    assert output.nbytes + workspace(gradient, output, -1, torch.float32) == tensors * output.nbytes

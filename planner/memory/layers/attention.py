@@ -60,7 +60,7 @@ def math_attention(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: T
     scaled_k = op.scale(tape, wide_k)
     raw = op.bmm(tape, scaled_q, scaled_k, scores(heads))
     del scaled_k
-    probabilities = op.softmax(tape, raw)
+    probabilities = op.softmax(tape, raw, recipe.on_cuda)
     tape.empty(scores(heads), 1)  # mask of `_safe_softmax`: rows without any score
     del raw
     if block.dropout and recipe.dropout:
@@ -190,7 +190,7 @@ def attention_softmax(tape: Tape, recipe: Recipe, block: Attention, weights: Ten
     gpt2 and falcon pass no dtype; for them autocast chooses float32 on CUDA.
     """
     wide = block.softmax_float32 or (recipe.autocast_width > 0 and recipe.on_cuda)
-    probabilities = op.softmax(tape, weights, wide)
+    probabilities = op.softmax(tape, weights, recipe.on_cuda, wide)
     return op.cast(tape, probabilities, width)
 
 
@@ -207,7 +207,7 @@ def softmax_with_sinks(tape: Tape, recipe: Recipe, block: Attention, weights: Te
     largest, positions = op.max_last(tape, joined, tokens(block.num_attention_heads))
     shifted = op.subtract(tape, joined, largest)
     del largest, positions, joined
-    probabilities = op.softmax(tape, shifted, float32=False)
+    probabilities = op.softmax(tape, shifted, recipe.on_cuda, float32=False)
     return op.cast(tape, op.slice_view(tape, probabilities, weights.elements), width)
 
 

@@ -188,14 +188,26 @@ def dropout(tape: Tape, x: Tensor, on_cuda: bool) -> Tensor:
     return tape.output(result, (x,), saved, same_size_backward(tape, x))
 
 
-def softmax(tape: Tape, x: Tensor, float32: bool = True) -> Tensor:
+def softmax(tape: Tape, x: Tensor, on_cuda: bool, float32: bool = True) -> Tensor:
     """softmax(x, dtype=float32): casts x to float32 first and saves the result.
 
-    SoftMax.cpp has a kernel without that cast only for fp16 on CUDA; it is not modelled.
+    CUDA's backward pass allocates the product of the gradient and the result besides its own result, for every dtype
+    and size; the CPU's does not, nor does log_softmax.
+    Source: pytorch 2.13, aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out` (`Tensor tmp = grad *
+    output`); results/softmax_backward.md.
+    Leaves out that SoftMax.cpp has a kernel without the cast for fp16 on CUDA.
     """
     wide = cast(tape, x, 4) if float32 else x
     result = tape.empty(wide.elements, wide.width)
-    return tape.output(result, (wide,), tape.save(result) if wide.requires_grad else [], same_size_backward(tape, wide))
+    elements, width = wide.elements, wide.width
+
+    def backward(gradient: Tensor) -> list[Tensor | None]:
+        found = tape.empty(elements, width)
+        if on_cuda:
+            tape.empty(elements, width)  # the product
+        return [found]
+
+    return tape.output(result, (wide,), tape.save(result) if wide.requires_grad else [], backward)
 
 
 def index(tape: Tape, x: Tensor, indices: Tensor | None, elements: Size) -> Tensor:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from planner.models.shape import FLASH_HEAD_DIM
 from probes.dryrun.cuda.autocast import cuda_autocast
 from probes.dryrun.cuda.flash_attention import LENGTH_BLOCK, flash_attention, rounded_head
-from probes.step.hidden_allocations import EVERYWHERE
+from probes.step.hidden_allocations import EVERYWHERE, contiguous_copy_bytes
 from probes.substitution import substituted
 
 aten = torch.ops.aten
@@ -354,10 +354,22 @@ def efficient_backward_workspace_bytes(query: torch.Tensor, key: torch.Tensor) -
     return int(4 * batch * heads * length * (1 + (head if query.dtype in _HALF else 0)))
 
 
+def softmax_backward_workspace_bytes(gradient: torch.Tensor, output: torch.Tensor) -> int:
+    """Bytes that softmax's backward pass allocates besides its result: the product of its arguments, and copies.
+
+    Source: `softmax_backward_cuda_out` (`Tensor tmp = grad * output`), then `host_softmax_backward` (`contiguous()` of
+    both), aten/src/ATen/native/cuda/SoftMax.cu; results/softmax_backward.md.
+    """
+    return int(output.nbytes) + contiguous_copy_bytes(gradient, output)
+
+
 # Operators whose CUDA kernels allocate a workspace, which a dispatch mode does not see, with a function that returns
 # its bytes from the operator's arguments.
 WORKSPACES: dict[Any, Callable[..., int]] = {
     **EVERYWHERE,
+    aten._softmax_backward_data.default: lambda gradient, output, *_: softmax_backward_workspace_bytes(
+        gradient, output
+    ),
     aten._scaled_dot_product_flash_attention_backward.default: lambda grad, query, key, *_, **__: (
         flash_backward_workspace_bytes(query, key)
     ),
