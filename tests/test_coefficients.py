@@ -15,7 +15,7 @@ from planner.errors import NotMeasured, UnknownArchitecture
 from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
-from planner.memory.activations import StackMemory, stack_memory
+from planner.memory.activations import NEW, StackMemory, stack_memory
 from planner.memory.kv_cache import kv_cache_bytes
 from planner.memory.layers.measured_layers import LayerMeasurements, load_release, load_shipped
 from planner.memory.layers.one_layer import LayerMemory, PassPeak, layer_memory
@@ -91,7 +91,7 @@ def stack(model: ModelShape, **settings: object) -> StackMemory:
     candidate = Candidate(
         model=model, method="sft", tuning="lora", dtype="bfloat16", per_device_train_batch_size=4, **settings
     )  # type: ignore[arg-type]
-    return stack_memory(model, stack_recipe(candidate, True), False, 0)
+    return stack_memory(model, stack_recipe(candidate, True), NEW, 0)
 
 
 def bytes_at(peaks: PassPeak) -> list[int]:

@@ -36,29 +36,49 @@ class StackMemory:
     output_width: int  # bytes of one element of the last layer's output
 
 
+@dataclass(frozen=True, slots=True)
+class StackGradients:
+    """The gradients of a stack's parameters around its backward pass.
+
+    `exist`: `.grad` is set by earlier micro-steps, so that a new gradient is added to it and freed. `left`: bytes of a
+    parameter's gradient that stay when the pass has left its layer, divided among so many GPUs; None: the gradient.
+    """
+
+    exist: bool
+    left: tuple[int, int] | None = None
+
+
+EXISTING, NEW = StackGradients(True), StackGradients(False)
+
+
 @lru_cache(maxsize=4096)
 def stack_memory(
-    model: ModelShape, stack: StackRecipe, gradients_exist: bool, head_gradient_elements: int
+    model: ModelShape, stack: StackRecipe, gradients: StackGradients, head_gradient_elements: int
 ) -> StackMemory:
     """Compute every distinct layer once and add the results up along the depth.
 
         forward at layer i  = embedding + saved by layers 0..i-1 + snapshots of layer i
         backward at layer i = embedding + saved by layers 0..i-1 + snapshots of layer i
-                            + gradients of layers i+1.. and of the head, unless `gradients_exist`
+                            + gradients of the head and what is left of those of layers i+1.., unless they `exist`
 
     Memory is linear between the first and the last layer of a kind, so that the peak is at one of those two.
-    `gradients_exist`: all gradients have been allocated by an earlier micro-step.
     """
     width = stack.recipe.weight_width
-    parts = layer_parts(model, stack, gradients_exist)
+    parts = layer_parts(model, stack, gradients)
     offloaded = OffloadedInputs(model, stack, [part.output_width for part in parts])
     left = [plus(embedded(model, stack), offloaded.at_start)]
     for i, part in enumerate(parts):
         left.append(plus(left[-1], part.left, offloaded.at_output(i)))
     learned = [0] * (len(parts) + 1)
-    learned[-1] = 0 if gradients_exist or not stack.recipe.trainable else head_gradient_elements * width
+    learns_head = stack.recipe.trainable and not gradients.exist
+    learned[-1] = head_gradient_elements * width if learns_head else 0
+    left_of_head = learned[-1]
+    if gradients.left and learns_head and not model.tied:
+        # an untied head is reduced before the last layer, whose pass runs beside what is reduced and what is left
+        left_of_head = head_gradient_elements * gradients.left[0] // gradients.left[1]
+        learned[-1] += left_of_head
     for i in range(len(parts) - 1, -1, -1):
-        learned[i] = learned[i + 1] + parts[i].gradient_bytes
+        learned[i] = (learned[i + 1] if i + 1 < len(parts) else left_of_head) + parts[i].gradient_bytes
     ends = first_and_last(parts)
     copies = sum(part.copies for part in parts)
     forward = [
@@ -67,7 +87,7 @@ def stack_memory(
         for moment in parts[i].forward.snapshots
     ]
     backward = [
-        plus(without_copies(left[i], parts[:i]), moment, offloaded.in_backward(i), gradients(learned[i + 1]))
+        plus(without_copies(left[i], parts[:i]), moment, offloaded.in_backward(i), gradients_of(learned[i + 1]))
         for i in ends
         for moment in parts[i].backward.snapshots
     ]
@@ -206,7 +226,7 @@ def layer_inputs(model: ModelShape, stack: StackRecipe, parts: list[LayerPart], 
     return per_token(model.hidden_size * parts[index - 1].output_width + embedding_bytes(model, stack))
 
 
-def layer_parts(model: ModelShape, stack: StackRecipe, gradients_exist: bool) -> list[LayerPart]:
+def layer_parts(model: ModelShape, stack: StackRecipe, gradients: StackGradients) -> list[LayerPart]:
     """Memory of every layer in order. A layer's input has the dtype of the output of the layer before it.
 
     Norms in float32 raise the residual stream to float32 where projections keep their input's dtype, as bitsandbytes'
@@ -214,12 +234,12 @@ def layer_parts(model: ModelShape, stack: StackRecipe, gradients_exist: bool) ->
     """
     width, parts = embedding_width(model, stack), []
     for i, layer in enumerate(model.layers):
-        parts.append(layer_part(layer, stack, gradients_exist, i, width))
+        parts.append(layer_part(layer, stack, gradients, i, width))
         width = parts[-1].output_width
     return parts
 
 
-def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: int, width: int) -> LayerPart:
+def layer_part(layer: Layer, stack: StackRecipe, gradients: StackGradients, index: int, width: int) -> LayerPart:
     """Memory of the layer at a position, which decides whether it is checkpointed: layers 0, n, 2n, .. are.
 
     `width`: bytes of one element of its input. Source: transformers 5.23, modeling_layers.py,
@@ -231,7 +251,7 @@ def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: i
         input_width=width,
         input_learns=index > 0 or stack.gradient_checkpointing or not starts_with_adapters(layer, stack.recipe),
     )
-    memory = layer_memory(layer, recipe, gradients_exist)
+    memory = layer_memory(layer, recipe, gradients.exist)
     checkpointed = is_checkpointed(stack, index)
     left = memory.checkpoint if checkpointed else memory.saved
     copied = dict(left.kinds).get("autocast_copies", NOTHING)[2]
@@ -242,7 +262,7 @@ def layer_part(layer: Layer, stack: StackRecipe, gradients_exist: bool, index: i
         copies=copied if checkpointed else 0,
         forward=memory.checkpointed_forward if checkpointed else memory.forward,
         backward=memory.checkpointed_backward if checkpointed else memory.backward,
-        gradient_bytes=0 if gradients_exist else trained_bytes(layer, recipe),
+        gradient_bytes=left_bytes(layer, recipe, gradients),
         inference_copies=cached if recipe.trainable else 0,
         output_width=memory.output_width or width,
     )
@@ -262,17 +282,24 @@ def starts_with_adapters(layer: Layer, recipe: Recipe) -> bool:
     return not recipe.trainable and any(linear.name in recipe.lora_targets for linear in layer.linears)
 
 
-def trained_bytes(layer: Layer, recipe: Recipe) -> int:
-    """Bytes of the gradients that one layer's backward pass leaves."""
+def left_bytes(layer: Layer, recipe: Recipe, gradients: StackGradients) -> int:
+    """Bytes of the gradients that one layer's backward pass leaves, unless they exist."""
+    if gradients.exist:
+        return 0
+    width = recipe.weight_width if recipe.trainable else recipe.adapter_width
+    bytes_left, gpus = gradients.left or (width, 1)
+    return trained_elements(layer, recipe) * bytes_left // gpus
+
+
+def trained_elements(layer: Layer, recipe: Recipe) -> int:
+    """Elements of the trained parameters of one layer that the batches pass."""
     if not layer.passed:
         return 0
     if recipe.trainable:
-        return layer.params * recipe.weight_width
+        return layer.params
     adapted = [linear for linear in layer.linears if linear.name in recipe.lora_targets]
     elements = sum(recipe.lora_r * (linear.in_features + linear.out_features) for linear in adapted)
-    return (
-        elements + (expert_adapter_elements(layer, recipe.lora_r) if recipe.lora_experts else 0)
-    ) * recipe.adapter_width
+    return elements + (expert_adapter_elements(layer, recipe.lora_r) if recipe.lora_experts else 0)
 
 
 def expert_adapter_elements(layer: Layer, lora_r: int) -> int:
@@ -310,7 +337,7 @@ def add(a: Size, b: Size) -> Size:
     return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
 
 
-def gradients(size_bytes: int) -> LiveBytes:
+def gradients_of(size_bytes: int) -> LiveBytes:
     """Live bytes of gradients."""
     return LiveBytes((0, 0, size_bytes), (("gradients", (0, 0, size_bytes)),))
 

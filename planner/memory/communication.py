@@ -37,7 +37,7 @@ NCCL_BYTES = {"one node": 434 * MIB, "several nodes": 1598 * MIB}
 REUSE_PASSES = 2
 REUSE_PASSES_RECOMPUTED = 3
 
-# FSDP2 holds the layer that computes and the next, already gathered one.
+# FSDP2 holds the layer that computes and the next, already received one.
 # Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 GATHERED_LAYERS = 2
 # Copies of the largest merged weight: B @ A, and its product with the scaling; on a 4-bit base also the dequantized
@@ -85,14 +85,18 @@ def nccl_bytes(candidate: StateInput, gpu: Gpu) -> int:
     return size * (2 if candidate.vllm == "server" else 1)
 
 
-def gather_bytes(candidate: StateInput, pass_name: str) -> int:
-    """Most bytes of gathered parameters and of gradients being reduced, in a `"forward"` or `"backward"` pass, per GPU.
+# Where a pass gathers parameters or reduces gradients: the embedding's forward pass, layers, head and loss, the head's
+# backward pass, layers, the embedding's backward pass.
+GatherMoment = Literal["embedding", "forward", "loss", "head_backward", "backward", "embedding_backward"]
+
+
+def gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
+    """Most bytes of gathered parameters and of gradients being reduced at a moment of a pass, per GPU.
 
         ZeRO-1, ZeRO-2   backward: one bucket of `reduce_bucket_size` elements (auto: hidden_size^2)
         ZeRO-3           dtype x min(parameters, reused / passes + prefetched + largest tensor); backward: also the
                          gradients of one bucket, concatenated
-        FSDP2            two layers, with their 4-bit weights where those are sharded, and the tail (final norm, head);
-                         backward: also two layers' trained parameters
+        FSDP2            see `_fsdp2_gather_bytes`
 
     DeepSpeed keeps parameters that are needed again within `stage3_max_reuse_distance` (1e9 parameters): of the last
     layers of the forward pass 1e9 / 2 parameters, with recomputation 1e9 / 3. It gathers at most
@@ -101,27 +105,73 @@ def gather_bytes(candidate: StateInput, pass_name: str) -> int:
     Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, runtime/comm/coalesced_collectives.py:122
     (`torch.cat`); accelerate 1.15, utils/fsdp_utils.py:862-886.
 
-    Leaves out DeepSpeed's padding, and the embedding's own FSDP2 unit, which is dropped before the layers are gathered.
+    Leaves out DeepSpeed's padding, and that it gathers less at the embedding and at the head.
     """
     if is_local(candidate) or candidate.sharding in ("none", "ddp"):
         return 0
     counted = policy_parameters(candidate)
+    if candidate.sharding == "fsdp2":
+        return _fsdp2_gather_bytes(candidate, counted, moment)
+    if moment in ("embedding", "embedding_backward"):
+        return 0
+    reduces = moment in ("head_backward", "backward")
     if candidate.sharding in ("zero1", "zero2"):
-        return _bucket_bytes(candidate) if pass_name == "backward" else 0
-    if candidate.sharding == "zero3":
-        gathered = _zero3_live_params(candidate, counted) * base_dtype_bytes(candidate)
-        return gathered + (_concatenated_bytes(candidate) if pass_name == "backward" else 0)
+        return _bucket_bytes(candidate) if reduces else 0
+    gathered = _zero3_live_params(candidate, counted) * base_dtype_bytes(candidate)
+    return gathered + (_concatenated_bytes(candidate) if reduces else 0)
+
+
+def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: GatherMoment) -> int:
+    """Bytes of gathered units and of gradients being reduced under FSDP2, in the dtype of the computation.
+
+    Units are the layers, the tail (final norm and head), and an untied embedding. A gathered unit is received in a
+    buffer (B) and copied to its parameters (P). In the forward pass a buffer stays until the next unit is copied; in
+    the backward pass the next unit is received while one computes. A unit's gradients are copied to the input (R) of
+    a reduce-scatter, which stays until the next unit's. The tail stays gathered from the forward to the backward pass.
+    PEFT hides the final norm, so that no forward pass gathers an untied head; the loss does (`DTensor.full_tensor`).
+
+                             tied embedding, in the tail       untied
+        embedding            B + P of the tail and of a layer  B + P of the embedding; B of it, B + P of a layer
+        forward              B + P of a layer, P of the tail   B + P of a layer
+        loss                 P of the tail, B of a layer       B + P of the tail, B of a layer; adapters: as tied
+        head's backward      P of the tail, B of a layer       the same
+        backward             P + B + R of layers, P of tail    P + B + R of layers
+        embedding's backward P of the tail, R of a layer       P of the embedding, R of a layer; with adapters B + P,
+                                                               if the embedding's output requires a gradient
+
+    Layers count with their 4-bit weights where those are sharded; R has trained parameters only.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (`wait_for_unshard`, `pre_backward`,
+    `post_backward`), _fsdp_collectives.py (`foreach_reduce`), _fsdp_state.py (`_post_forward`); accelerate 1.15,
+    utils/fsdp_utils.py, `fsdp2_prepare_model`; results/fsdp2_memory.md.
+    """
+    model, full = candidate.model, candidate.tuning == "full"
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
-    layer, tail, trained = _fsdp2_units(candidate.model, counted, candidate.quantization in BITSANDBYTES)
-    reduced = GATHERED_LAYERS * trained if pass_name == "backward" else 0
-    return (GATHERED_LAYERS * layer + tail + reduced) * size + _gathered_4bit_bytes(candidate)
+    layer, tail, trained = (
+        units * size for units in _fsdp2_units(model, counted, candidate.quantization in BITSANDBYTES)
+    )
+    layer += _gathered_4bit_bytes(candidate)
+    embedding, kept = model.embed_params * size, tail if model.tied else 0
+    bytes_of: dict[GatherMoment, int] = {
+        "embedding": 2 * (tail + layer) if model.tied else embedding + max(embedding, 2 * layer),
+        "forward": GATHERED_LAYERS * layer + kept,
+        "loss": tail + layer if model.tied or not full else 2 * tail + layer,
+        "head_backward": tail + layer,
+        "backward": GATHERED_LAYERS * layer + trained + kept,
+        "embedding_backward": kept + trained,
+    }
+    if moment == "embedding_backward" and not model.tied:
+        if full:
+            return embedding + trained
+        return 2 * embedding if candidate.gradient_checkpointing else 0
+    return bytes_of[moment]
 
 
 def _gathered_4bit_bytes(candidate: StateInput) -> int:
-    """Bytes of the 4-bit weights of the gathered layers, two in a byte, under FSDP2."""
+    """Bytes of the 4-bit weights of a gathered layer, two in a byte, under FSDP2."""
     if not shards_4bit_weights(candidate):
         return 0
-    return GATHERED_LAYERS * max((kind.linear_params // 2 for kind, _ in candidate.model.layer_kinds), default=0)
+    return max((kind.linear_params // 2 for kind, _ in candidate.model.layer_kinds), default=0)
 
 
 def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:
@@ -159,14 +209,15 @@ def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:
 def generation_gather_bytes(candidate: StateInput) -> int:
     """Bytes gathered on one GPU while `generate` runs.
 
-        ZeRO-3 with ds3_gather_for_generation: the whole model | else: as in a forward pass
+        ZeRO-3 with ds3_gather_for_generation: the whole model | else: as in a forward pass, with its head
 
     Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`.
     Example: Qwen2.5-32B in bfloat16: 65.5 GB on every GPU, however many there are.
     """
     if candidate.sharding == "zero3" and candidate.ds3_gather_for_generation and not is_local(candidate):
         return _whole_model_bytes(candidate)
-    return gather_bytes(candidate, "forward")
+    moments: tuple[GatherMoment, ...] = ("embedding", "forward", "loss")
+    return max(gather_bytes(candidate, moment) for moment in moments)
 
 
 def weight_sync_bytes(candidate: StateInput) -> int:

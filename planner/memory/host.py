@@ -6,7 +6,7 @@ from dataclasses import replace
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Dtype
 from planner.gpus.cluster import Cluster
-from planner.memory.activations import stack_memory
+from planner.memory.activations import EXISTING, stack_memory
 from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes, copied_dtype_bytes
 from planner.memory.optimizer import (
     SIXTEEN_BIT_BYTES,
@@ -172,7 +172,7 @@ def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> in
     if recipe.offloads == "nothing":
         return 0
     recipe = replace(recipe, offloads="nothing")  # the bytes that the GPU would hold without offloading
-    per_token, per_score, fixed = dict(stack_memory(candidate.model, recipe, True, 0).saved.kinds).get(
+    per_token, per_score, fixed = dict(stack_memory(candidate.model, recipe, EXISTING, 0).saved.kinds).get(
         "activations", (0, 0, 0)
     )
     return per_token * candidate.tokens + per_score * candidate.scores + fixed

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 
 from planner.cache_keys import TrainingInput, state_settings
-from planner.candidate import SHARDED
+from planner.candidate import DEEPSPEED
 from planner.gpus.cluster import Gpu
-from planner.memory.activations import StackMemory, stack_memory
+from planner.memory.activations import EXISTING, NEW, StackGradients, StackMemory, stack_memory
+from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.layers.components import Components, add_components, component_bytes
 from planner.memory.layers.one_layer import NormMemory, norm_memory
@@ -14,6 +15,7 @@ from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.stack_recipe import StackRecipe, autocast_width, compute_weight_width, frozen_recipe, policy_stack
 from planner.memory.states import StateMemory, state_memory
+from planner.memory.weights import base_dtype_bytes
 from planner.models.shape import Norm
 
 
@@ -26,6 +28,7 @@ class Passes:
     scores: int
     states: StateMemory
     stack: StackMemory
+    gradients: StackGradients
     recipe: StackRecipe
     head: Head
     norm: NormMemory
@@ -43,23 +46,24 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
     recipe = policy_stack(states.recipe, candidate, gpu.supports_flash_attention_2)
     scores = candidate.scores
     trained_head = 0 if candidate.tuning == "lora" else head_elements(candidate)
-    stay = gradients_exist(candidate)
-    stack = stack_memory(candidate.model, recipe, stay, trained_head)
+    gradients = stack_gradients(candidate)
+    stack = stack_memory(candidate.model, recipe, gradients, trained_head)
     norm = final_norm(candidate, recipe.recipe, stack.output_width)
     head = head_of(candidate, norm)
     idle = dict(states.resident)
     training: Components = {
-        "gradients": states.accumulated_gradients if stay else 0,
+        "gradients": states.accumulated_gradients if gradients_exist(candidate) else 0,
         # a checkpoint keeps the mask as an argument of its layer; without one, variables of the forward pass hold it
         "attention_scores": recipe.mask_widths * scores if candidate.gradient_checkpointing else 0,
     }
-    images = image_passes(candidate, recipe, stay)
+    images = image_passes(candidate, recipe, gradients)
     return Passes(
         candidate=candidate,
         tokens=head.tokens,
         scores=scores,
         states=states,
         stack=stack,
+        gradients=gradients,
         recipe=recipe,
         head=head,
         norm=norm,
@@ -74,8 +78,23 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
 
 
 def gradients_exist(candidate: TrainingInput) -> bool:
-    """Return whether gradients exist when a micro-step begins: accumulated ones, and the buffers of ZeRO and FSDP2."""
-    return candidate.gradient_accumulation_steps > 1 or candidate.sharding in SHARDED
+    """Return whether gradients exist when a micro-step begins: accumulated ones, and the buffers of ZeRO."""
+    return candidate.accumulates or candidate.sharding in DEEPSPEED
+
+
+def stack_gradients(candidate: TrainingInput) -> StackGradients:
+    """Return how the backward pass of a candidate's layers makes gradients and what is left of them.
+
+    FSDP2 computes each gradient anew, and reduces those of a layer to shards of the parameters' dtype when its backward
+    pass is over; `sync_each_batch` adds them to the shards of earlier micro-steps. Without it `.grad` stays.
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md.
+    """
+    if candidate.sharding != "fsdp2" or candidate.keeps_whole_gradients:
+        return EXISTING if gradients_exist(candidate) else NEW
+    if candidate.accumulates:
+        return StackGradients(False, (0, 1))
+    width = base_dtype_bytes(candidate) if candidate.tuning == "full" else adapter_dtype_bytes(candidate)
+    return StackGradients(False, (width, candidate.shard_gpus))
 
 
 def value_graph(candidate: TrainingInput, recipe: StackRecipe, tokens: int, scores: int) -> Components:
@@ -85,7 +104,7 @@ def value_graph(candidate: TrainingInput, recipe: StackRecipe, tokens: int, scor
     """
     if not candidate.method_row.value_model:
         return {}
-    stack = stack_memory(candidate.reward_model or candidate.model, frozen_recipe(candidate, recipe.flash), True, 0)
+    stack = stack_memory(candidate.reward_model or candidate.model, frozen_recipe(candidate, recipe.flash), EXISTING, 0)
     return component_bytes(stack.saved, tokens, scores)
 
 

@@ -2,7 +2,7 @@
 
 from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Gpu
-from planner.memory.activations import FLOAT32_BYTES, stack_memory
+from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
 from planner.memory.communication import row_exchange_bytes
 from planner.memory.engine.budget import EngineMemory
 from planner.memory.images.passes import ImagePasses, image_passes
@@ -95,7 +95,7 @@ def generation(passes: Passes) -> Components:
     rows, prompt = candidate.generation_rows, candidate.prompt_length
     tokens = prompt + candidate.max_completion_length - 1
     recipe = generation_stack(passes.recipe, candidate)
-    stack = stack_memory(model, recipe, True, 0)
+    stack = stack_memory(model, recipe, EXISTING, 0)
     weight_width, autocast = recipe.recipe.weight_width, recipe.recipe.autocast_width > 0
     width = kv_cache_dtype_bytes(model, weight_width, autocast)
     logits = generation_logits_bytes(model, rows, FLOAT32_BYTES if autocast else weight_width)
@@ -132,13 +132,11 @@ def scores_before_training(candidate: TrainingInput) -> bool:
 
 def score(passes: Passes) -> Components:
     """Forward pass without gradients over one micro-batch: its layers, or head and loss after them."""
+    gathered = passes.states.gathered
     layers = peak_components(passes.stack.inference, passes.tokens, passes.scores)
-    head: Components = {"loss": passes.loss.forward}
-    return add_components(
-        passes.idle,
-        max(add_components(layers, passes.masks), head, key=total_bytes),
-        {"communication": passes.states.forward_gather},
-    )
+    layers = add_components(layers, passes.masks, {"communication": gathered["forward"]})
+    head: Components = {"loss": passes.loss.forward, "communication": gathered["loss"]}
+    return add_components(passes.idle, max(layers, head, key=total_bytes))
 
 
 def forward(passes: Passes) -> Components:
@@ -148,22 +146,25 @@ def forward(passes: Passes) -> Components:
     if passes.images:
         seen = add_components(layers, passes.images.saved, passes.images.held)
         layers = max(seen, passes.images.forward, key=total_bytes)
-    return add_components(
-        passes.training,
-        layers,
-        {"communication": passes.states.forward_gather + row_exchange_bytes(passes.candidate, "forward")},
-    )
+    exchanged = row_exchange_bytes(passes.candidate, "forward")
+    layers = add_components(layers, {"communication": passes.states.gathered["forward"] + exchanged})
+    first: Components = {"communication": passes.states.gathered["embedding"]}
+    return add_components(passes.training, max(layers, first, key=total_bytes))
 
 
 def loss(passes: Passes) -> Components:
     """Head and loss after the last layer, or the forward pass of a frozen model while the policy's graph is alive."""
     kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
-    own: Components = {"loss": passes.loss.forward, "communication": passes.states.forward_gather}
+    gathered = passes.states.gathered
+    own: Components = {"loss": passes.loss.forward, "communication": gathered["loss"]}
     other = frozen_forward(passes)
     if other:
         # autocast has dropped its copies of the policy's weights by then
         dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
-        beside: Components = {"loss": passes.loss.beside_bytes, "communication": passes.states.forward_gather}
+        beside: Components = {
+            "loss": passes.loss.beside_bytes,
+            "communication": max(gathered["forward"], gathered["loss"]),
+        }
         own = max(own, add_components(beside, other, dropped), key=total_bytes)
     return add_components(passes.training, kept, own, passes.images.saved if passes.images else {})
 
@@ -181,9 +182,9 @@ def frozen_forward(passes: Passes) -> Components:
         return {}
     apart = candidate.separate_reference or candidate.method_row.teacher
     recipe = frozen_recipe(candidate, passes.recipe.flash) if apart else without_adapters(passes.recipe)
-    stack = stack_memory(other, recipe, True, 0)
+    stack = stack_memory(other, recipe, EXISTING, 0)
     layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
-    images = image_passes(candidate, recipe, True, graph=False)
+    images = image_passes(candidate, recipe, EXISTING, graph=False)
     if images:
         layers = max(add_components(layers, images.held), images.forward, key=total_bytes)
     # the formula of the loss counts a teacher's logits itself
@@ -200,12 +201,12 @@ def backward(passes: Passes) -> Components:
     ZeRO-1 and ZeRO-2 with accumulation allocate the buffer for the new gradients with the first of them.
     """
     states = passes.states
-    gather: Components = {"communication": states.backward_gather}
-    if gradients_exist(passes.candidate):
-        gather["gradients"] = states.gradients - states.accumulated_gradients
+    gradients = states.gradients - states.accumulated_gradients if gradients_exist(passes.candidate) else 0
+    gather: Components = {"communication": states.gathered["backward"], "gradients": gradients}
+    head_gather: Components = {"communication": states.gathered["head_backward"], "gradients": gradients}
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
     layers = add_components(gather, exchange, peak_components(passes.stack.backward, passes.tokens, passes.scores))
-    moments = [layers, add_components(gather, head_backward(passes))]
+    moments = [layers, add_components(head_gather, head_backward(passes))]
     if passes.images:
         tower: Components = {"autocast_copies": -passes.images.copies}
         moments = [add_components(moment, passes.images.saved, tower) for moment in moments]
@@ -227,7 +228,7 @@ def head_backward(passes: Passes) -> Components:
     kept = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
     candidate = passes.candidate
     norm_bytes = passes.norm.backward.at(passes.tokens, passes.scores)[0]
-    if candidate.tuning == "full" and not gradients_exist(candidate):
+    if candidate.tuning == "full" and not passes.gradients.exist:
         norm_bytes += passes.head.weight_width * head_elements(candidate)  # the head's gradient
     own: Components = {"loss": max(passes.loss.backward, norm_bytes), "autocast_copies": -passes.stack.copies[2]}
     return add_components(kept, own)
@@ -243,12 +244,41 @@ def embedding_backward(passes: Passes) -> Components:
     candidate, model, width = passes.candidate, passes.candidate.model, passes.recipe.recipe.weight_width
     tied = model.tied and candidate.method != "reward"  # a sequence classifier has no head that could be tied
     view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
+    gradients = passes.states.gradients - passes.training.get("gradients", 0)
     copies = (2 if view else 1) if tied or gradients_exist(candidate) else 0
+    if candidate.sharding == "fsdp2" and candidate.tuning == "full":
+        return fsdp2_embedding_backward(passes, gradients, 3 if view else 2 if tied else 1)
     return {
-        "gradients": passes.states.gradients - passes.training.get("gradients", 0),
+        "communication": passes.states.gathered["embedding_backward"],
+        "gradients": gradients,
         "transients": passes.tokens * model.hidden_size * width
         + (copies * model.embed_params * width if candidate.tuning == "full" else 0),
     }
+
+
+def fsdp2_embedding_backward(passes: Passes, gradients: int, copies: int) -> Components:
+    """End of the backward pass under FSDP2 in full: before the embedding's unit is reduced, or while it is.
+
+        before   shards of the layers' gradients, `copies` dense ones of the embedding, and what is gathered
+        while    all shards, the unit's gradient, its copy for the reduce-scatter, and the output of that
+
+    An untied embedding is gathered before, and as large as its copy, so that the second is never less.
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md.
+    """
+    candidate, model = passes.candidate, passes.candidate.model
+    dense = model.embed_params * passes.recipe.recipe.weight_width
+    bytes_left, gpus = passes.gradients.left or (0, 1)
+    before: Components = {
+        "communication": passes.states.gathered["embedding_backward"],
+        "gradients": gradients - model.embed_params * bytes_left // gpus,
+        "transients": passes.tokens * model.hidden_size * passes.recipe.recipe.weight_width + copies * dense,
+    }
+    reducing: Components = {
+        "communication": dense + dense // candidate.shard_gpus,
+        "gradients": gradients,
+        "transients": dense,
+    }
+    return max(before, reducing, key=total_bytes)
 
 
 def optimizer_step(passes: Passes) -> Components:

@@ -95,7 +95,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         quantized_width=width if prepared is not None else 0,
         lora_r=candidate.lora_r if lora else 0,
         lora_targets=target_names(candidate.model, candidate.lora_target_modules) if lora else frozenset(),
-        adapter_width=adapter_dtype_bytes(candidate) if lora else 4,
+        adapter_width=compute_adapter_width(candidate) if lora else 4,
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         lora_dropout=lora and candidate.lora_dropout > 0,
         dropout=candidate.method not in WITHOUT_DROPOUT or candidate.model.model_type in FUNCTIONAL_DROPOUT,
@@ -197,6 +197,16 @@ def compute_weight_width(candidate: StateInput) -> int:
     if candidate.sharding in SHARDED and candidate.precision != "no":
         return 2
     return DTYPE_BYTES[candidate.dtype]
+
+
+def compute_adapter_width(candidate: StateInput) -> int:
+    """Bytes of an adapter's parameter in the forward pass: under FSDP2 those of the gathered copy (`param_dtype`).
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `init_dtype_attrs`.
+    """
+    if candidate.sharding == "fsdp2" and candidate.precision != "no":
+        return compute_weight_width(candidate)
+    return adapter_dtype_bytes(candidate)
 
 
 @lru_cache(maxsize=1024)

@@ -5,11 +5,18 @@ It is computed once for its settings and remembered: a search tries many batches
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import get_args
 
 from planner.cache_keys import StateSettings
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapters_bytes
-from planner.memory.communication import communication_bytes, gather_bytes, generation_gather_bytes, weight_sync_bytes
+from planner.memory.communication import (
+    GatherMoment,
+    communication_bytes,
+    gather_bytes,
+    generation_gather_bytes,
+    weight_sync_bytes,
+)
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
 from planner.memory.layers.recipe import Recipe
 from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
@@ -17,6 +24,8 @@ from planner.memory.runtime import runtime_bytes
 from planner.memory.stack_recipe import policy_recipe
 from planner.memory.weights import unsharded_while_loading_bytes, weights_by_role
 from planner.quantities import Component
+
+GATHER_MOMENTS: tuple[GatherMoment, ...] = get_args(GatherMoment)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +41,7 @@ class StateMemory:
     step_gradients: int
     unsharded_while_loading: int
     step_temporaries: int
-    forward_gather: int
-    backward_gather: int
+    gathered: dict[GatherMoment, int]
     generation_gather: int
     weight_sync: int
 
@@ -58,8 +66,7 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         step_gradients=step_gradients_bytes(settings),
         unsharded_while_loading=unsharded_while_loading_bytes(settings),
         step_temporaries=step_temporaries_bytes(settings),
-        forward_gather=gather_bytes(settings, "forward"),
-        backward_gather=gather_bytes(settings, "backward"),
+        gathered={moment: gather_bytes(settings, moment) for moment in GATHER_MOMENTS},
         generation_gather=generation_gather_bytes(settings),
         weight_sync=weight_sync_bytes(settings),
     )

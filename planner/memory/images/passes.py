@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from planner.cache_keys import TrainingInput
 from planner.candidate import FLASH
-from planner.memory.activations import FLOAT32_BYTES, stack_memory, trained_bytes
+from planner.memory.activations import FLOAT32_BYTES, StackGradients, left_bytes, stack_memory
 from planner.memory.layers.autograd import LiveBytes
 from planner.memory.layers.components import (
     Components,
@@ -41,7 +41,7 @@ class ImagePasses:
 
 
 def image_passes(
-    candidate: TrainingInput, stack: StackRecipe, gradients_exist: bool, graph: bool = True
+    candidate: TrainingInput, stack: StackRecipe, gradients: StackGradients, graph: bool = True
 ) -> ImagePasses | None:
     """Compute the passes of a candidate's images; None for rows of text. Without `graph`: a forward pass under no_grad.
 
@@ -74,7 +74,7 @@ def image_passes(
         recipe=recipe,
         images=images,
         learns=graph and learns(tower, recipe),
-        gradients_exist=gradients_exist,
+        gradients=gradients,
     )
     resident: Components = {"activations": candidate.gradient_accumulation_steps * size.pixels * FLOAT32_BYTES}
     return (pooled_passes if tower.merger is None else merged_passes)(size, resident)
@@ -89,7 +89,7 @@ class TowerInput:
     recipe: StackRecipe
     images: int
     learns: bool
-    gradients_exist: bool
+    gradients: StackGradients
 
     @property
     def pixels(self) -> int:
@@ -144,7 +144,7 @@ class TowerInput:
     def gradient_bytes(self) -> int:
         """Bytes of gradients that the backward pass of the layers leaves, unless they exist."""
         layers = self.layers.layer_kinds
-        return 0 if self.gradients_exist else sum(trained_bytes(one, self.recipe.recipe) * n for one, n in layers)
+        return sum(left_bytes(one, self.recipe.recipe, self.gradients) * n for one, n in layers)
 
     def components(self, snapshot: LiveBytes) -> Components:
         return component_bytes(snapshot, self.patches, self.scores)
@@ -159,7 +159,7 @@ def pooled_passes(size: TowerInput, resident: Components) -> ImagePasses:
     Source: transformers 5.23, models/gemma3/modeling_gemma3.py, `Gemma3MultiModalProjector`, `Gemma3Model.forward`.
     """
     tower, recipe = size.tower, size.recipe
-    memory = stack_memory(size.layers, recipe, size.gradients_exist, 0)
+    memory = stack_memory(size.layers, recipe, size.gradients, 0)
     norm = norm_memory(size.layers.final_norm, replace(recipe.recipe, input_width=memory.output_width))
     output = size.patches * size.layers.hidden_size * norm.output_width
     pooled = pooled_bytes(tower, size.images, recipe.recipe)
@@ -196,7 +196,7 @@ def merged_passes(size: TowerInput, resident: Components) -> ImagePasses:
     Source: transformers 5.23, models/qwen2_vl/modeling_qwen2_vl.py, `Qwen2VLModel.forward`.
     """
     tower, recipe = size.tower, size.recipe
-    memory = stack_memory(size.layers, recipe, size.gradients_exist, 0)
+    memory = stack_memory(size.layers, recipe, size.gradients, 0)
     last, inner = (merger_passes(each, size, memory.output_width) for each in (tower.merger, tower.inner_merger))
     shared = size.shared
     output: Components = {"activations": size.patches * size.layers.hidden_size * memory.output_width}
@@ -255,7 +255,7 @@ def merger_passes(merger: Merger | None, size: TowerInput, input_width: int) -> 
     if merger is None:
         return MergerPasses(kept={}, saved={}, forward={}, backward={}, gradient={})
     recipe = replace(size.recipe.recipe, input_width=input_width)
-    memory = merger_memory(merger, recipe, size.learns, size.gradients_exist)
+    memory = merger_memory(merger, recipe, size.learns, size.gradients.exist)
     tokens = size.patches // merger.patches
     backward = peak_components(memory.backward, tokens, 0) if memory.backward else {}
     return MergerPasses(
