@@ -208,6 +208,14 @@ class TestCommunication:
         assert gather_bytes(held, "forward") == 2 * (2 * layer + head)
         assert gather_bytes(held, "embedding_backward") == 2 * (layer + head)
 
+    def test_fsdp_loads_a_reference_model_whole(self) -> None:
+        """results/fsdp2_memory.md: 1,543,714,304 parameters in float32, then a quarter of them."""
+        held = candidate(
+            sharding="fsdp2", model=load_model("Qwen/Qwen2.5-1.5B"), method="dpo", beta=0.1, num_processes=4
+        )
+        load = training_phases(held, load_gpu("A100-80G"))[0].components
+        assert load["weights"] == pytest.approx(4 * 1_543_714_304 * 1.25, rel=0.001)
+
     @pytest.mark.parametrize(
         ("model", "layers", "settings", "emulated_gib"),
         [
@@ -227,6 +235,7 @@ class TestCommunication:
             ),
             ("1.5B", 28, {"tuning": "lora", "num_processes": 8, "max_length": 1024, "dtype": "bfloat16"}, 1.454),
             ("7B", 28, {"tuning": "lora", "dtype": "bfloat16"}, 5.776),
+            ("1.5B", 28, {"method": "dpo", "max_length": 1024, "per_device_train_batch_size": 2, "beta": 0.1}, 12.679),
         ],
     )  # fmt: skip
     def test_fsdp_allocates_as_emulated(

@@ -9,7 +9,7 @@ from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.gradients import trained_groups
 from planner.memory.parameters.lora import targets_experts
-from planner.memory.parameters.policy import Parameters, policy_parameters
+from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import gathered_bytes, prefetch_elements, reduce_bucket_elements
 from planner.memory.weights import base_dtype_bytes, shards_4bit_weights
 from planner.models.shape import ModelShape
@@ -165,6 +165,26 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
             return embedding + trained
         return 2 * embedding if candidate.gradient_checkpointing else 0
     return bytes_of[moment]
+
+
+def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
+    """Most bytes that are gathered while a separate reference model runs, of it and of the policy beside it, per GPU.
+
+        FSDP2: what the policy keeps at `moment`, and buffer and parameters of the whole reference model
+        else: as the policy gathers at `moment`
+
+    TRL shards the reference model as one unit, which is gathered whole: `fully_shard` is called for the model only.
+
+    Source: trl 1.16, models/utils.py, `prepare_fsdp`; results/fsdp2_memory.md.
+
+    Example: Qwen2.5-7B DPO in full: 2 x 15.2 GB on every GPU, however many there are.
+    """
+    if candidate.sharding != "fsdp2" or is_local(candidate) or not candidate.separate_reference:
+        return gather_bytes(candidate, moment)
+    size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
+    whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors.params * size
+    kept = candidate.model.embed_params * size if moment == "loss" else 0  # the policy's head, which is gathered
+    return kept + 2 * whole
 
 
 def _gathered_4bit_bytes(candidate: StateInput) -> int:

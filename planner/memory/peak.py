@@ -134,7 +134,9 @@ def score(passes: Passes) -> Components:
     """Forward pass without gradients over one micro-batch: its layers, or head and loss after them."""
     gathered = passes.states.gathered
     layers = peak_components(passes.stack.inference, passes.tokens, passes.scores)
-    layers = add_components(layers, passes.masks, {"communication": gathered["forward"]})
+    scores_reference = passes.candidate.separate_reference and not passes.candidate.method_row.reference_in_loss
+    of_reference = passes.states.gathered_of_reference if scores_reference else 0
+    layers = add_components(layers, passes.masks, {"communication": max(gathered["forward"], of_reference)})
     head: Components = {"loss": passes.loss.forward, "communication": gathered["loss"]}
     return add_components(passes.idle, max(layers, head, key=total_bytes))
 
@@ -163,7 +165,7 @@ def loss(passes: Passes) -> Components:
         dropped: Components = {"autocast_copies": -passes.stack.copies[2]}
         beside: Components = {
             "loss": passes.loss.beside_bytes,
-            "communication": max(gathered["forward"], gathered["loss"]),
+            "communication": max(gathered["forward"], passes.states.gathered_beside),
         }
         own = max(own, add_components(beside, other, dropped), key=total_bytes)
     return add_components(passes.training, kept, own, passes.images.saved if passes.images else {})

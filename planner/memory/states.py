@@ -15,6 +15,7 @@ from planner.memory.communication import (
     communication_bytes,
     gather_bytes,
     generation_gather_bytes,
+    reference_gather_bytes,
     weight_sync_bytes,
 )
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
@@ -42,6 +43,8 @@ class StateMemory:
     unsharded_while_loading: int
     step_temporaries: int
     gathered: dict[GatherMoment, int]
+    gathered_beside: int  # while a reference model runs after the policy, whose graph is alive
+    gathered_of_reference: int
     generation_gather: int
     weight_sync: int
 
@@ -67,6 +70,8 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         unsharded_while_loading=unsharded_while_loading_bytes(settings),
         step_temporaries=step_temporaries_bytes(settings),
         gathered={moment: gather_bytes(settings, moment) for moment in GATHER_MOMENTS},
+        gathered_beside=reference_gather_bytes(settings, "loss"),
+        gathered_of_reference=reference_gather_bytes(settings, "forward"),
         generation_gather=generation_gather_bytes(settings),
         weight_sync=weight_sync_bytes(settings),
     )

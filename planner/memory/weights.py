@@ -78,12 +78,17 @@ def shards_4bit_weights(candidate: StateInput) -> bool:
 
 
 def unsharded_while_loading_bytes(candidate: StateInput) -> int:
-    """Bytes of the policy on one GPU before FSDP2 shards it, more than `policy_weights_bytes`; 0 but for 4-bit weights.
+    """Bytes of models on one GPU before FSDP2 shards them, more than `weights_by_role`: of 4-bit weights, a reference.
 
     Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py:692; transformers 5.23,
     quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate does not move it to the meta device before it
-    shards (accelerate 1.15, utils/fsdp_utils.py:833).
+    shards (accelerate 1.15, utils/fsdp_utils.py:833). A reference model is moved to the GPU whole by `fully_shard`,
+    before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`; results/fsdp2_memory.md).
     """
+    if candidate.sharding == "fsdp2" and candidate.separate_reference and not candidate.offload_param:
+        whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors
+        found = tensor_bytes(whole, DTYPE_BYTES[candidate.dtype]) - policy_weights_bytes(candidate)
+        return max(0, found) if candidate.num_processes > 1 else 0
     if not shards_4bit_weights(candidate) or candidate.num_processes == 1:
         return 0
     return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - policy_weights_bytes(candidate)
