@@ -235,6 +235,14 @@ class TestCommunication:
             ),
             ("1.5B", 28, {"tuning": "lora", "num_processes": 8, "max_length": 1024, "dtype": "bfloat16"}, 1.454),
             ("7B", 28, {"tuning": "lora", "dtype": "bfloat16"}, 5.776),
+            (
+                "1.5B", 28,
+                {
+                    "method": "grpo", "beta": 0.04, "per_device_train_batch_size": 2, "prompt_length": 256,
+                    "max_completion_length": 256, "num_generations": 2,
+                },
+                12.097,
+            ),
             ("1.5B", 28, {"method": "dpo", "max_length": 1024, "per_device_train_batch_size": 2, "beta": 0.1}, 12.679),
         ],
     )  # fmt: skip

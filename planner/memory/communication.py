@@ -170,9 +170,10 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
 def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
     """Most bytes that are gathered while a separate reference model runs, of it and of the policy beside it, per GPU.
 
-        FSDP2: what the policy keeps at `moment`, and buffer and parameters of the whole reference model
+        FSDP2: the policy's head, and buffer and parameters of the whole reference model
         else: as the policy gathers at `moment`
 
+    The policy's tail stays gathered after its forward pass, and after one without gradients, until it is needed again.
     TRL shards the reference model as one unit, which is gathered whole: `fully_shard` is called for the model only.
 
     Source: trl 1.16, models/utils.py, `prepare_fsdp`; results/fsdp2_memory.md.
@@ -183,8 +184,7 @@ def reference_gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
         return gather_bytes(candidate, moment)
     size = SIXTEEN_BIT_BYTES if candidate.precision != "no" else DTYPE_BYTES[candidate.dtype]
     whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors.params * size
-    kept = candidate.model.embed_params * size if moment == "loss" else 0  # the policy's head, which is gathered
-    return kept + 2 * whole
+    return candidate.model.embed_params * size + 2 * whole
 
 
 def _gathered_4bit_bytes(candidate: StateInput) -> int:
