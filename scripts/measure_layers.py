@@ -4,9 +4,6 @@
     python -m scripts.measure_layers MODEL ..         these models only
     python -m scripts.measure_layers --spot-check     one recipe of each model; if all are equal, only release.json
 
-The files of this release have 9 of the 21 recipes for most models: those for cards with FlashAttention's kernels,
-except LoRA on a float32 base. Without arguments the script measures the others too.
-
 Needs the extra dryrun. Results are kept in the user's cache meanwhile, so that a run that was stopped goes on where it
 stopped. Run it when `tests/test_coefficients.py` says that the measuring code has changed: with --spot-check after a
 change that moves no number, such as a new name, without it after any other.
