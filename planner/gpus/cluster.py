@@ -19,8 +19,8 @@ class Gpu:
     nvlink_bytes_per_second: float  # 0: no NVLink, GPUs communicate over PCIe
     pcie_bytes_per_second: float
     compute_capability: tuple[int, int]
-    multiprocessors: int
     source: str
+    multiprocessors: int = 108  # an A100's, for reports that were saved without
 
     @property
     def supports_bf16(self) -> bool:

@@ -104,7 +104,7 @@ def _build(folder: Path, compiler: Sequence[str], needed: dict[str, Functions]) 
 
 def _link(made: Path, work: Path, compiler: Sequence[str], library: str, functions: Functions) -> None:
     """Build one library: its sources, and functions that do nothing for all that they lack."""
-    sources = [DRIVER / name for name in SOURCES.get(library.partition(".so")[0], ())]
+    sources = [DRIVER / name for name in SOURCES.get(library.partition(".")[0], ())]
     lacking = work / f"{library}.cpp"
     own = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     lacking.write_text(

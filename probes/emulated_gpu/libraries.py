@@ -62,7 +62,7 @@ def needed_functions() -> dict[str, Functions]:
         if "/nvidia/" in path.as_posix() or not path.is_file():
             continue
         needs = needs_of(path)
-        ours = {name.partition(".so")[0]: name for name in needs.libraries if name.startswith(NVIDIA)}
+        ours = {name.partition(".")[0]: name for name in needs.libraries if name.startswith(NVIDIA)}
         for library in ours.values():
             found.setdefault(library, set())
         for function, version in needs.functions if ours else ():
