@@ -56,7 +56,7 @@ def built_libraries() -> Path:
         )
     compiler = find_compiler()
     key = hashlib.sha256(repr((compiler, sorted((name, sorted(each)) for name, each in needed.items()))).encode())
-    for source in sorted(DRIVER.iterdir()):
+    for source in (Path(__file__), *sorted(DRIVER.iterdir())):
         key.update(source.read_bytes())
     folder = cache_root() / "emulated-gpu" / key.hexdigest()[:16]
     if not folder.is_dir():

@@ -66,8 +66,10 @@ def _architecture(shape: ModelShape, config: Any) -> str:
 
 
 @contextlib.contextmanager
-def random_weights() -> Iterator[None]:
+def random_weights(written: bool = True) -> Iterator[None]:
     """Let `from_pretrained` load random numbers in the shape of every weight inside the block.
+
+    `written`: False leaves their memory as it is, which costs nothing, for cards on which no kernel reads it.
 
     Source: transformers 5.23, modeling_utils.py: `from_pretrained` gets the checkpoint files from
     `_get_resolved_checkpoint_files` and passes them to `_load_pretrained_model`, which also takes a state dict, and
@@ -79,7 +81,8 @@ def random_weights() -> Iterator[None]:
     def load_random(
         model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any
     ) -> Any:
-        return load(model, random_state_dict(model), checkpoint_files, load_config, **kwargs)
+        numbers = random_state_dict(model) if written else unwritten_state_dict(model)
+        return load(model, numbers, checkpoint_files, load_config, **kwargs)
 
     def find_nothing(*_: Any, **__: Any) -> tuple[None, None]:
         return NOT_FOUND
@@ -95,16 +98,28 @@ def random_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a tensor of each weight's shape, all of them views of one line of random numbers.
 
     So the host holds no second model. They are float64, in which no model is loaded, so that loading always makes a
-    copy. Weights that are tied to others have none, as in a published checkpoint (transformers 5.23,
-    modeling_utils.py, `all_tied_weights_keys`).
+    copy.
     """
-    weights, tied = model.state_dict(keep_vars=True), vars(model).get("all_tied_weights_keys", {})
-    shapes = {
-        name: _shape(weight) for name, weight in weights.items() if weight.is_floating_point() and name not in tied
-    }
+    shapes = {name: _shape(weight) for name, weight in _published(model)}
     longest = max((_span(shape) for shape in shapes.values()), default=0)
     line = torch.randn(longest, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * SPREAD
     return {name: line.as_strided(shape, _strides(shape)) for name, shape in shapes.items()}
+
+
+def unwritten_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a tensor of each weight's shape and dtype in memory that nobody has written."""
+    return {name: torch.empty(_shape(weight), dtype=weight.dtype) for name, weight in _published(model)}
+
+
+def _published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights that a published checkpoint has: none that is tied to another.
+
+    Source: transformers 5.23, modeling_utils.py, `all_tied_weights_keys`.
+    """
+    tied = vars(model).get("all_tied_weights_keys", {})
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if weight.is_floating_point() and name not in tied:
+            yield name, weight
 
 
 def _shape(weight: torch.Tensor) -> tuple[int, ...]:
