@@ -55,8 +55,9 @@ class Task:
         """Return whether a step from the checkpoint follows, in a process of its own.
 
         In the same process the first trainer is not all gone: DeepSpeed's engine outlives it, and bitsandbytes' scales.
+        With vLLM there is none: its start takes longer than all else.
         """
-        return self.save and self.resume
+        return self.save and self.resume and self.candidate.vllm == "off"
 
     @property
     def checkpoint(self) -> str:

@@ -50,6 +50,9 @@ def small_values_on_host() -> Iterator[None]:
             original = torch.library.get_kernel(name, "CUDA")
             library.impl(name, _with_values(_operator(name), original), "CUDA", with_keyset=True)
         library.impl("copy_", _copy(torch.library.get_kernel("aten::copy_", "CUDA")), "CUDA", with_keyset=True)
+        for name in ("empty.memory_format", "empty_strided"):
+            original = torch.library.get_kernel(f"aten::{name}", "CUDA")
+            library.impl(name, _with_zeros(original), "CUDA", with_keyset=True)
         library.impl("nonzero", _nonzero, "CUDA")
         library.impl("equal", _equal, "CUDA")
     try:
@@ -196,6 +199,21 @@ def _copy(original: Any) -> Callable[..., torch.Tensor]:
             sent, target = (on_host(each.detach()) if each.is_cuda else each.detach() for each in (source, to))
             target.copy_(sent)
         return to
+
+    return kernel
+
+
+def _with_zeros(original: Any) -> Callable[..., torch.Tensor]:
+    """Return the kernel of new tensors, with zeros in small ones of integers: kernels of others than PyTorch write them.
+
+    Example: the tokens that vLLM's own kernel samples.
+    """
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = original.call_boxed(keys, *args, **kwargs)
+        if not made.dtype.is_floating_point and _is_small(made):
+            on_host(made).zero_()
+        return made
 
     return kernel
 

@@ -35,6 +35,7 @@ struct Communicator {
     int ranks, rank, card;
     std::string name;
     Box* boxes;  // nullptr: the other ranks do not exist
+    bool connected = false;  // NCCL takes its memory with the first collective
     uint64_t collectives = 0;
     int splits = 0;
 };
@@ -51,7 +52,6 @@ size_t width(int type) {
 Communicator* open_communicator(int ranks, int rank, const std::string& name) {
     auto* made = new Communicator{ranks, rank, card_of_thread(), name, nullptr};
     if (ranks < 2) return made;
-    charge(made->card, machine().card.communicator_bytes);
     if (machine().mirrored) return made;
     std::string path = std::string(getenv("PLAN_EMULATED_MACHINE")) + "." + name;
     int file = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
@@ -123,8 +123,12 @@ void reduce(Communicator* group, const void* from, void* to, size_t first, size_
     memcpy(to, all[0].data() + offset, bytes);
     for (size_t rank = 1; rank < all.size(); rank++) fold(to, all[rank].data() + offset, count, type, operation);
 }
-void busy(void* stream, double bytes, Communicator* group) {
-    enqueue(stream, group->ranks < 2 ? 0 : SECONDS + bytes / machine().card.link_bytes_per_second);
+// Enqueue a collective; false: there is no memory for the communicator's buffers.
+bool begin(void* stream, double bytes, Communicator* group) {
+    if (group->ranks < 2) return true;
+    if (!group->connected && !charge(group->card, machine().card.communicator_bytes)) return false;
+    group->connected = true;
+    return enqueue(stream, SECONDS + bytes / machine().card.link_bytes_per_second), true;
 }
 }  // namespace
 
@@ -172,7 +176,7 @@ API ncclCommCuDevice(const Communicator* group, int* card) { return *card = grou
 API ncclCommGetAsyncError(Communicator*, int* error) { return *error = SUCCESS, SUCCESS; }
 API ncclCommFinalize(Communicator*) { return SUCCESS; }
 API ncclCommDestroy(Communicator* group) {
-    if (group && group->ranks > 1) release(group->card, machine().card.communicator_bytes);
+    if (group && group->connected) release(group->card, machine().card.communicator_bytes);
     return SUCCESS;
 }
 API ncclCommAbort(Communicator* group) { return ncclCommDestroy(group); }
@@ -188,20 +192,20 @@ extern "C" const char* ncclGetLastError(Communicator*) { return ""; }
 // -- collectives ------------------------------------------------------------------------------------------------------
 
 API ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* group, void* stream) {
-    busy(stream, 2.0 * count * width(type), group);
+    if (!begin(stream, 2.0 * count * width(type), group)) return UNHANDLED_CUDA_ERROR;
     return reduce(group, from, to, 0, count, count, type, operation), SUCCESS;
 }
 API ncclReduce(const void* from, void* to, size_t count, int type, int operation, int, Communicator* group, void* stream) {
-    busy(stream, double(count) * width(type), group);
+    if (!begin(stream, double(count) * width(type), group)) return UNHANDLED_CUDA_ERROR;
     return reduce(group, from, to, 0, count, count, type, operation), SUCCESS;
 }
 API ncclReduceScatter(const void* from, void* to, size_t count, int type, int operation, Communicator* group, void* stream) {
-    busy(stream, double(count) * width(type) * group->ranks, group);
+    if (!begin(stream, double(count) * width(type) * group->ranks, group)) return UNHANDLED_CUDA_ERROR;
     return reduce(group, from, to, group->rank * count, count, count * group->ranks, type, operation), SUCCESS;
 }
 API ncclBroadcast(const void* from, void* to, size_t count, int type, int root, Communicator* group, void* stream) {
     size_t bytes = count * width(type);
-    busy(stream, double(bytes), group);
+    if (!begin(stream, double(bytes), group)) return UNHANDLED_CUDA_ERROR;
     auto all = exchange(group, from ? from : to, bytes);
     if (!all.empty()) return memcpy(to, all[root].data(), bytes), SUCCESS;
     return copy(to, from, bytes), SUCCESS;
@@ -211,7 +215,7 @@ API ncclBcast(void* data, size_t count, int type, int root, Communicator* group,
 }
 API ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* group, void* stream) {
     size_t bytes = count * width(type);
-    busy(stream, double(bytes) * group->ranks, group);
+    if (!begin(stream, double(bytes) * group->ranks, group)) return UNHANDLED_CUDA_ERROR;
     auto all = exchange(group, from, bytes);
     for (int rank = 0; rank < group->ranks && bytes * group->ranks <= COPIED_BYTES; rank++)
         memmove(static_cast<char*>(to) + rank * bytes, all.empty() ? from : all[rank].data(), bytes);
@@ -219,7 +223,7 @@ API ncclAllGather(const void* from, void* to, size_t count, int type, Communicat
 }
 API ncclAlltoAll(const void* from, void* to, size_t count, int type, Communicator* group, void* stream) {
     size_t bytes = count * width(type);
-    busy(stream, double(bytes) * group->ranks, group);
+    if (!begin(stream, double(bytes) * group->ranks, group)) return UNHANDLED_CUDA_ERROR;
     auto all = exchange(group, from, bytes * group->ranks);
     for (int rank = 0; rank < group->ranks && bytes * group->ranks <= COPIED_BYTES; rank++) {
         const char* sent = all.empty() ? static_cast<const char*>(from) : all[rank].data();
@@ -228,9 +232,9 @@ API ncclAlltoAll(const void* from, void* to, size_t count, int type, Communicato
     return SUCCESS;
 }
 API ncclSend(const void*, size_t count, int type, int, Communicator* group, void* stream) {
-    return busy(stream, double(count) * width(type), group), SUCCESS;
+    return begin(stream, double(count) * width(type), group) ? SUCCESS : UNHANDLED_CUDA_ERROR;
 }
 API ncclRecv(void*, size_t count, int type, int, Communicator* group, void* stream) {
-    return busy(stream, double(count) * width(type), group), SUCCESS;
+    return begin(stream, double(count) * width(type), group) ? SUCCESS : UNHANDLED_CUDA_ERROR;
 }
 API ncclRedOpCreatePreMulSum(int* operation, void*, int, int, Communicator*) { return *operation = AVERAGE, SUCCESS; }
