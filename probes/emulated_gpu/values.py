@@ -204,9 +204,9 @@ def _copy(original: Any) -> Callable[..., torch.Tensor]:
 
 
 def _with_zeros(original: Any) -> Callable[..., torch.Tensor]:
-    """Return the kernel of new tensors, with zeros in small ones of integers: kernels of others than PyTorch write them.
+    """Return the kernel of new tensors, with zeros in small ones of integers.
 
-    Example: the tokens that vLLM's own kernel samples.
+    Kernels outside PyTorch write into them, such as vLLM's with the tokens that it samples.
     """
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
