@@ -14,6 +14,9 @@ ALWAYS = {
     "DS_SKIP_CUDA_CHECK": "1",
     # its kernels are compiled while vLLM runs, which takes NVIDIA's compiler
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # copies of weights take no time here: threads that load them would run ahead of what is done with them
+    # (transformers 5.23, core_model_loading.py)
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",
 }
 
 

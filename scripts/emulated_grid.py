@@ -1,0 +1,197 @@
+"""Run a grid of jobs on emulated GPUs beside their estimates: results/emulated.jsonl, and results/emulated.md.
+
+    DIR/bin/python -m scripts.emulated_grid run [COUNT]    in an environment of scripts/emulated_environment.sh
+    python -m scripts.emulated_grid table                  the page, from the rows that there are
+
+A job that has a row is not run again, so that a run can be broken off.
+"""
+
+import importlib.metadata
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from planner.candidate import Candidate
+from planner.errors import PlanError
+from planner.estimate import estimate
+from planner.gpus.cluster import Cluster
+from planner.gpus.parse import parse_cluster
+from planner.memory.communication import nccl_bytes
+from planner.memory.runtime import context_bytes
+from planner.models.catalogue import load_model
+from planner.units import GIB
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+ROWS, PAGE = RESULTS / "emulated.jsonl", RESULTS / "emulated.md"
+EXPLAINED = 0.03  # rows further off in allocated bytes are listed
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One row of the grid: a kind of job, its GPUs, and the settings other than SFT of one row of 2,048 tokens."""
+
+    kind: str
+    gpus: str
+    settings: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return json.dumps([self.gpus, self.settings], sort_keys=True)
+
+    @property
+    def candidate(self) -> Candidate:
+        usual = {"method": "sft", "max_length": 2048, "per_device_train_batch_size": 1, "padded": False}
+        named = {name: value for name, value in (usual | self.settings).items() if name != "model"}
+        return Candidate(model=load_model(self.settings["model"]), **named)
+
+
+def grid() -> Iterator[Job]:
+    """Yield the jobs, kinds in turn, so that the first ones are a sample of all."""
+    small, middle, large = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"
+    lora, full = {"tuning": "lora", "dtype": "bfloat16"}, {"tuning": "full", "dtype": "bfloat16"}
+    tunings = {"LoRA": lora, "full 16 bit": full, "full float32": {"tuning": "full", "dtype": "float32"}}
+    tunings |= {"QLoRA": lora | {"quantization": "nf4-double"}}
+    for model in (small, middle):
+        for kind, tuning in tunings.items():
+            for more in ({}, {"gradient_checkpointing": False}, {"per_device_train_batch_size": 4, "max_length": 1024}):
+                yield Job(kind=kind, gpus="1xA100-40G", settings={"model": model, **tuning, **more})
+    for length in (1024, 2048, 4096):
+        for model in (small, middle):
+            eager = {"model": model, **lora, "attn_implementation": "eager", "max_length": length}
+            yield Job(kind="eager attention", gpus="1xA100-40G", settings=eager)
+    for method in ("dpo", "kto", "reward", "grpo", "rloo"):
+        rows = {"per_device_train_batch_size": 4, "num_generations": 4} if method in ("grpo", "rloo") else {}
+        for kind, tuning in (("LoRA", lora), ("full", full)):
+            changes = {"model": small, "method": method, **tuning, **rows, "max_length": 1024}
+            yield Job(kind=f"{method} {kind}", gpus="1xA100-40G", settings=changes)
+    for optim in ("adamw_torch", "adafactor", "sgd", "adamw_8bit", "lion_32bit"):
+        yield Job(kind="optimizers", gpus="1xA100-40G", settings={"model": small, **full, "optim": optim})
+    for sharding in ("ddp", "zero2", "zero3", "fsdp2"):
+        for ranks in (2, 8):
+            for kind, tuning, model in (("LoRA", lora, large), ("full", full, middle)):
+                shards = {"model": model, **tuning, "sharding": sharding, "num_processes": ranks, "max_length": 1024}
+                one = {**shards, "model": small} if ranks == 2 else shards  # two real processes share a small machine
+                yield Job(kind=f"{sharding} {kind}", gpus=f"{ranks}xA100-80G", settings=one)
+    for model in (small, middle):
+        for kind, tuning in tunings.items():
+            changes = {"model": model, **tuning, "expandable_segments": True}
+            yield Job(kind=f"{kind}, expandable", gpus="1xA100-40G", settings=changes)
+
+
+def torch_bytes(candidate: Candidate, cluster: Cluster, phase: Any) -> int:
+    """Return what an estimated phase allocates through PyTorch: not the CUDA context, NCCL's buffers and the slack."""
+    outside = context_bytes(cluster.gpu) + nccl_bytes(candidate, cluster.gpu)
+    return int(phase.total_bytes - phase.components.get("fragmentation", 0) - outside)
+
+
+def row(job: Job) -> dict[str, Any]:
+    """Run one job and return its row: bytes by phase, estimated and emulated."""
+    from probes.runner.devices import DeviceOptions, device
+    from probes.runner.runner import Limits
+
+    candidate, cluster = job.candidate, parse_cluster(job.gpus, None)
+    expected = estimate(candidate, cluster).gpus[0]
+    with tempfile.TemporaryDirectory() as logs:
+        options = DeviceOptions(logs=Path(logs), limits=Limits(host_reserve_share=0.0), save=False, resume=False)
+        found = device("emulated", cluster, options)(candidate)
+    peaks = {peak.name: peak for peak in found.ranks[0].phases} if found.ranks else {}
+    phases = {
+        phase.name: [torch_bytes(candidate, cluster, phase), peaks[phase.name].allocated_bytes]
+        for phase in expected.phases
+        if phase.name in peaks
+    }
+    return {
+        "kind": job.kind,
+        "gpus": job.gpus,
+        "settings": job.settings,
+        "outcome": found.outcome,
+        "message": found.message,
+        "seconds": round(found.wall_seconds, 1),
+        "estimated_allocated": max((pair[0] for pair in phases.values()), default=0),
+        "emulated_allocated": found.ranks[0].allocated_bytes if found.ranks else 0,
+        "estimated_need_of_torch": max(
+            torch_bytes(candidate, cluster, phase) + phase.components.get("fragmentation", 0)
+            for phase in expected.phases
+        ),
+        "emulated_reserved": found.ranks[0].reserved_bytes if found.ranks else 0,
+        "phases": phases,
+    }
+
+
+def run(count: int) -> None:
+    """Run the jobs that have no row yet, at most `count`, and append each row as it is ready."""
+    lines = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
+    done = {json.dumps([each["gpus"], each["settings"]], sort_keys=True) for each in map(json.loads, lines)}
+    for job in [each for each in grid() if each.key not in done][:count]:
+        try:
+            text = json.dumps(row(job))
+        except PlanError as error:
+            text = json.dumps({"kind": job.kind, "gpus": job.gpus, "settings": job.settings, "outcome": str(error)})
+        with ROWS.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        print(text[:200], flush=True)
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def table() -> None:
+    """Write the page from the rows."""
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    ran = [each for each in rows if each["outcome"] == "fits"]
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for each in ran:
+        kinds.setdefault(each["kind"], []).append(each)
+    lines = [
+        "# Estimates beside the emulated CUDA stack",
+        "",
+        f"{len(ran)} jobs of `scripts/emulated_grid.py` on emulated GPUs (docs/emulated.md), everything on the card done at",
+        "once; estimated over emulated, less one. Allocated: `max_memory_allocated` beside the estimate without CUDA context,",
+        "NCCL and slack. Reserved: `max_memory_reserved` beside the estimate with slack; a run with room to spare keeps more",
+        "than it needs.",
+        "",
+        "| kind | jobs | allocated: median | mean absolute | worst | need over reserved: median |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind, members in {**kinds, "all": ran}.items():
+        errors = [each["estimated_allocated"] / each["emulated_allocated"] - 1 for each in members]
+        kept = [each["estimated_need_of_torch"] / each["emulated_reserved"] - 1 for each in members]
+        worst = max(errors, key=abs)
+        figures = f"{median(errors):+.1%} | {mean(map(abs, errors)):.1%} | {worst:+.1%} | {median(kept):+.1%}"
+        lines.append(f"| {kind} | {len(members)} | {figures} |")
+    lines += [
+        "",
+        f"## Rows beyond {EXPLAINED:.0%}",
+        "",
+        "| job | GPUs | estimated GiB | emulated GiB | error | phase errors |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in ran:
+        error = each["estimated_allocated"] / each["emulated_allocated"] - 1
+        if abs(error) > EXPLAINED:
+            phases = ", ".join(
+                f"{name.replace('_', ' ')} {a / b - 1:+.1%}" for name, (a, b) in each["phases"].items() if b
+            )
+            settings = ", ".join(f"{name} {value}" for name, value in each["settings"].items())
+            a, b = each["estimated_allocated"] / GIB, each["emulated_allocated"] / GIB
+            lines.append(f"| {settings} | {each['gpus']} | {a:.2f} | {b:.2f} | {error:+.1%} | {phases} |")
+    failed = [each for each in rows if each["outcome"] != "fits"]
+    lines += [
+        "",
+        *(f"Not run: {each['settings']}: {each['outcome']} {each.get('message', '')[:200]}" for each in failed),
+    ]
+    PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "run":
+        print({name: importlib.metadata.version(name) for name in LIBRARIES})
+        run(int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize)
+    else:
+        table()
