@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -65,22 +65,22 @@ def published_rows(sdist: Path) -> Iterator[Row]:
 # -- one row, in a process of its own ----------------------------------------------------------------------------------
 
 
-def write_checkpoint(model_id: str, folder: Path) -> None:
-    """Write a model's config.json and a bfloat16 checkpoint whose data is a hole of the file: it reads as zeros."""
+def write_checkpoint(fields: Mapping[str, object], folder: Path) -> None:
+    """Write the config.json of these fields, and a bfloat16 checkpoint whose data is a hole of the file: zeros."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**load_model(model_id, paths=False, hub=False).config)
+    config = AutoConfig.for_model(**fields)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    tied = model._tied_weights_keys if config.tie_word_embeddings else ()  # published checkpoints do not have them
+    tied = model._tied_weights_keys or () if config.tie_word_embeddings else ()  # no checkpoint has them
     header, end = dict[str, object](), 0
     for name, weight in model.named_parameters():
         if name in tied:
             continue
-        start, end = end, end + weight.numel() * weight.element_size()
+        start, end = end, end + weight.numel() * torch.bfloat16.itemsize
         header[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [start, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -109,7 +109,7 @@ def run_harness(sdist: Path, row: Row, folder: Path) -> None:
 
     sys.argv[1:] = [str(folder), *harness_arguments(row["run"])]
     sys.path.insert(0, str(sdist))
-    write_checkpoint(row["model_id"], folder)
+    write_checkpoint(load_model(row["model_id"], paths=False, hub=False).config, folder)
     with small_values_on_host():
         runpy.run_path(str(sdist / "scripts" / "measure.py"), run_name="__main__")
 
@@ -160,19 +160,18 @@ def error(row: Row, name: str) -> float:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return errors of the emulated figures by kind and releases: median / mean absolute / worst, in percent."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    """Return errors of the emulated figures by kind: median / mean absolute / worst, in percent."""
+    groups: dict[str, list[Row]] = {}
     for row in rows:
         if "emulated" in row:
-            versions = row["versions"]
-            groups.setdefault((versions["transformers"], versions["python"], row["kind"]), []).append(row)
-    lines = [f"| Transformers | Python | kind | rows | {' | '.join(FIGURES)} |", "|---" * (4 + len(FIGURES)) + "|"]
-    for group, members in sorted(groups.items(), reverse=True):
+            groups.setdefault(row["kind"], []).append(row)
+    lines = [f"| kind | rows | {' | '.join(FIGURES)} |", "|---" * (2 + len(FIGURES)) + "|"]
+    for kind, members in sorted(groups.items(), reverse=True):
         cells = []
         for name in FIGURES:
             errors = [error(row, name) for row in members]
             cells.append(f"{median(errors):+.2f} / {mean(map(abs, errors)):.2f} / {max(errors, key=abs):+.2f}")
-        lines.append(f"| {' | '.join(group)} | {len(members)} | {' | '.join(cells)} |")
+        lines.append(f"| {kind} | {len(members)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
