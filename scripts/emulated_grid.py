@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
+from textwrap import wrap
 from typing import Any
 
 from planner.candidate import Candidate
@@ -29,6 +30,11 @@ from planner.units import GIB
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS, PAGE = RESULTS / "emulated.jsonl", RESULTS / "emulated.md"
 EXPLAINED = 0.03  # rows further off in allocated bytes are listed
+EXPLANATION = (
+    "They ran on emulated GPUs (docs/emulated.md), everything on the card done at once. Errors are estimated over "
+    "emulated, less one. Allocated: `max_memory_allocated` beside the estimate without CUDA context, NCCL and slack. "
+    "Reserved: `max_memory_reserved` beside the estimate with slack; a run with room to spare keeps more than it needs."
+)
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 
 
@@ -151,10 +157,7 @@ def table() -> None:
     lines = [
         "# Estimates beside the emulated CUDA stack",
         "",
-        f"{len(ran)} jobs of `scripts/emulated_grid.py` on emulated GPUs (docs/emulated.md), everything on the card done",
-        "at once; estimated over emulated, less one. Allocated: `max_memory_allocated` beside the estimate without CUDA",
-        "context, NCCL and slack. Reserved: `max_memory_reserved` beside the estimate with slack; a run with room to spare",
-        "keeps more than it needs.",
+        *wrap(f"{len(ran)} jobs of `scripts/emulated_grid.py`. {EXPLANATION}", 118),
         "",
         "| kind | jobs | allocated: median | mean absolute | worst | need over reserved: median |",
         "|---|---|---|---|---|---|",
