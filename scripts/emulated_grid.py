@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from textwrap import wrap
@@ -57,37 +58,49 @@ class Job:
         return Candidate(model=load_model(self.settings["model"]), **named)
 
 
+SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"
+LORA, FULL = {"tuning": "lora", "dtype": "bfloat16"}, {"tuning": "full", "dtype": "bfloat16"}
+TUNINGS = {
+    "LoRA": LORA,
+    "full 16 bit": FULL,
+    "full float32": {"tuning": "full", "dtype": "float32"},
+    "QLoRA": LORA | {"quantization": "nf4-double"},
+}
+
+
 def grid() -> Iterator[Job]:
-    """Yield the jobs, kinds in turn, so that the first ones are a sample of all."""
-    small, middle, large = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"
-    lora, full = {"tuning": "lora", "dtype": "bfloat16"}, {"tuning": "full", "dtype": "bfloat16"}
-    tunings = {"LoRA": lora, "full 16 bit": full, "full float32": {"tuning": "full", "dtype": "float32"}}
-    tunings |= {"QLoRA": lora | {"quantization": "nf4-double"}}
-    for model in (small, middle):
-        for kind, tuning in tunings.items():
-            for more in ({}, {"gradient_checkpointing": False}, {"per_device_train_batch_size": 4, "max_length": 1024}):
-                yield Job(kind=kind, gpus="1xA100-40G", settings={"model": model, **tuning, **more})
-    for length in (1024, 2048, 4096):
-        for model in (small, middle):
-            eager = {"model": model, **lora, "attn_implementation": "eager", "max_length": length}
-            yield Job(kind="eager attention", gpus="1xA100-40G", settings=eager)
-    for method in ("dpo", "kto", "reward", "grpo", "rloo"):
-        rows = {"per_device_train_batch_size": 4, "num_generations": 4} if method in ("grpo", "rloo") else {}
-        for kind, tuning in (("LoRA", lora), ("full", full)):
-            changes = {"model": small, "method": method, **tuning, **rows, "max_length": 1024}
-            yield Job(kind=f"{method} {kind}", gpus="1xA100-40G", settings=changes)
+    """Yield the jobs, one kind after another."""
+    for model, (kind, tuning) in product((SMALL, MIDDLE), TUNINGS.items()):
+        for more in ({}, {"gradient_checkpointing": False}, {"per_device_train_batch_size": 4, "max_length": 1024}):
+            yield Job(kind=kind, gpus="1xA100-40G", settings={"model": model, **tuning, **more})
+    for length, model in product((1024, 2048, 4096), (SMALL, MIDDLE)):
+        eager = {"model": model, **LORA, "attn_implementation": "eager", "max_length": length}
+        yield Job(kind="eager attention", gpus="1xA100-40G", settings=eager)
+    yield from other_methods()
     for optim in ("adamw_torch", "adafactor", "sgd", "adamw_8bit", "lion_32bit"):
-        yield Job(kind="optimizers", gpus="1xA100-40G", settings={"model": small, **full, "optim": optim})
-    for sharding in ("ddp", "zero2", "zero3", "fsdp2"):
-        for ranks in (2, 8):
-            for kind, tuning, model in (("LoRA", lora, large), ("full", full, middle)):
-                shards = {"model": model, **tuning, "sharding": sharding, "num_processes": ranks, "max_length": 1024}
-                one = {**shards, "model": small} if ranks == 2 else shards  # two real processes share a small machine
-                yield Job(kind=f"{sharding} {kind}", gpus=f"{ranks}xA100-80G", settings=one)
-    for model in (small, middle):
-        for kind, tuning in tunings.items():
-            changes = {"model": model, **tuning, "expandable_segments": True}
-            yield Job(kind=f"{kind}, expandable", gpus="1xA100-40G", settings=changes)
+        yield Job(kind="optimizers", gpus="1xA100-40G", settings={"model": SMALL, **FULL, "optim": optim})
+    yield from sharded()
+    for model, (kind, tuning) in product((SMALL, MIDDLE), TUNINGS.items()):
+        changes = {"model": model, **tuning, "expandable_segments": True}
+        yield Job(kind=f"{kind}, expandable", gpus="1xA100-40G", settings=changes)
+
+
+def other_methods() -> Iterator[Job]:
+    for method, (kind, tuning) in product(
+        ("dpo", "kto", "reward", "grpo", "rloo"), {"LoRA": LORA, "full": FULL}.items()
+    ):
+        rows = {"per_device_train_batch_size": 4, "num_generations": 4} if method in ("grpo", "rloo") else {}
+        changes = {"model": SMALL, "method": method, **tuning, **rows, "max_length": 1024}
+        yield Job(kind=f"{method} {kind}", gpus="1xA100-40G", settings=changes)
+
+
+def sharded() -> Iterator[Job]:
+    """Yield jobs of two real processes, with a small model for a small machine, and of one rank of eight."""
+    for sharding, ranks in product(("ddp", "zero2", "zero3", "fsdp2"), (2, 8)):
+        for kind, tuning, model in (("LoRA", LORA, LARGE), ("full", FULL, MIDDLE)):
+            shards = {**tuning, "sharding": sharding, "num_processes": ranks, "max_length": 1024}
+            settings = {"model": SMALL if ranks == 2 else model, **shards}
+            yield Job(kind=f"{sharding} {kind}", gpus=f"{ranks}xA100-80G", settings=settings)
 
 
 def torch_bytes(candidate: Candidate, cluster: Cluster, phase: Any) -> int:
