@@ -26,6 +26,7 @@ test:
 EMULATED ?= build/emulated
 emulated: $(EMULATED)
 	$(EMULATED)/bin/python -m pytest -q -n $(WORKERS) -m "not nightly" tests/test_emulated_gpu.py
+	$(EMULATED)/bin/python -m pytest -q -n $(WORKERS) -m "not nightly" -k "Contract and emulated" tests/test_devices.py
 
 $(EMULATED): scripts/emulated_environment.sh constraints.txt
 	rm -rf $(EMULATED)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,18 +45,33 @@ def with_cards_of(card_bytes: int) -> Cluster:
 
 
 def has_gpu() -> bool:
-    import torch
-
+    try:
+        import torch
+    except ImportError:  # PyTorch's CUDA build without NVIDIA's libraries
+        return False
     return bool(torch.cuda.is_available())
+
+
+def has_cuda_build() -> bool:
+    """Return whether this is an environment for emulated GPUs; there PyTorch can be imported in a worker only."""
+    torch = find_spec("torch")
+    return torch is not None and Path(str(torch.origin)).with_name("lib").joinpath("libtorch_cuda.so").exists()
 
 
 @pytest.fixture(
     scope="module",
-    params=["simulated", pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.slow)],
+    params=[
+        "simulated",
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.slow),
+        pytest.param("emulated", marks=pytest.mark.slow),
+    ],
 )
 def name(request: pytest.FixtureRequest) -> DeviceName:
     if request.param == "cuda" and not has_gpu():
         pytest.skip("no GPU")
+    if request.param == "emulated" and not has_cuda_build():
+        pytest.skip("needs PyTorch's CUDA build: make emulated")
     found: DeviceName = request.param
     return found
 
@@ -137,8 +153,8 @@ class TestContract:
         self, name: DeviceName, measured: Callable[[], Measurement]
     ) -> None:
         (rank,) = measured().ranks
-        assert bool(rank.driver_bytes) == (name == "cuda")
-        assert bool(rank.reserved_bytes) == (name in ("cuda", "simulated"))
+        assert bool(rank.driver_bytes) == (name in ("cuda", "emulated"))
+        assert bool(rank.reserved_bytes) == (name in ("cuda", "emulated", "simulated"))
         assert bool(measured().step_seconds) == (name in ("cuda", "cpu"))
         assert bool(measured().tokens_per_second) == bool(measured().step_seconds)
 

@@ -169,6 +169,28 @@ class TestProbes:
         assert found.outcome == "fits", found.message
         assert [rank.rank for rank in found.ranks] == [0]
 
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("tuning", ["lora", "full"])
+    @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3", "fsdp2"])
+    def test_a_rank_alone_is_the_rank_among_real_ones(
+        self, sharding: Any, tuning: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        model, cluster = load_model("Qwen2.5-0.5B"), parse_cluster("2xA100-40G", None)
+        candidate = lora_7b(model=model, sharding=sharding, num_processes=2, max_length=512, tuning=tuning)
+        among = probed(candidate, cluster, tmp_path).ranks[0]
+        monkeypatch.setattr("probes.runner.devices.REAL_PROCESSES", 1)
+        alone = probed(candidate, cluster, tmp_path).ranks[0]
+        sizes = [(rank.allocated_bytes, rank.reserved_bytes, rank.driver_bytes) for rank in (among, alone)]
+        assert sizes[0] == sizes[1]
+
+    @pytest.mark.nightly
+    def test_one_rank_of_1024_runs_in_under_a_minute(self, tmp_path: Path) -> None:
+        found = probed(
+            lora_7b(sharding="zero3", num_processes=1024, num_nodes=128), parse_cluster("128x8xH100", None), tmp_path
+        )
+        assert found.outcome == "fits", found.message
+        assert found.wall_seconds < 60
+
 
 class TestFaults:
     def test_nothing_is_left_when_the_parent_is_killed(self, tmp_path: Path) -> None:

@@ -21,5 +21,7 @@ def answer_for_peers() -> torch.distributed.TCPStore:
         wait_for_workers=False,
     )
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    # one of so many ranks is a root, whose id the others wait for (torch 2.13, ProcessGroupNCCL.cpp, `getRootIndex`)
+    os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = os.environ["WORLD_SIZE"]
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # accelerate opens a group for the CPU that nobody uses
     return store

@@ -85,10 +85,12 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU over the memory of one on an emulated card."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     numbers = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype).set_(numbers, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+        numbers, tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -220,7 +222,11 @@ def _with_zeros(original: Any) -> Callable[..., torch.Tensor]:
 
 def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
     """Return the indices of a small tensor's nonzero elements, none of a large one's; without the kernel's scratch."""
-    found = on_host(tensor.detach()).nonzero() if _is_small(tensor) else torch.zeros(0, tensor.dim(), dtype=torch.int64)
+    found = (
+        on_host(tensor.detach()).nonzero()
+        if _is_small(tensor)
+        else torch.zeros(0, tensor.dim(), dtype=torch.int64, device="cpu")
+    )
     indices = torch.empty((tensor.dim(), len(found)), dtype=torch.int64, device=tensor.device).t()
     on_host(indices).copy_(found)
     return indices

@@ -113,15 +113,17 @@ void fold(void* to, const void* from, size_t count, int type, int operation) {
     }
 }
 
-// Reduce `count` elements from element `first` on of every rank's data into `to`.
+// Reduce `count` elements from element `first` on of every rank's data into `to`. Peers that do not exist hold the same.
 void reduce(Communicator* group, const void* from, void* to, size_t first, size_t count, size_t sent, int type, int operation) {
     size_t bytes = count * width(type), offset = first * width(type);
     auto all = exchange(group, from, sent * width(type));
-    if (all.empty() && !group->boxes && bytes <= COPIED_BYTES)
-        all.assign(group->ranks, std::string(static_cast<const char*>(from), sent * width(type)));
-    if (all.empty() || !to) return;
-    memcpy(to, all[0].data() + offset, bytes);
-    for (size_t rank = 1; rank < all.size(); rank++) fold(to, all[rank].data() + offset, count, type, operation);
+    if (!to || bytes > COPIED_BYTES || (all.empty() && group->boxes)) return;
+    const char* mine = static_cast<const char*>(from) + offset;
+    memmove(to, all.empty() ? mine : all[0].data() + offset, bytes);
+    if (all.empty() && operation != SUM) return;
+    std::string same(all.empty() ? static_cast<const char*>(to) : "", all.empty() ? bytes : 0);
+    for (int rank = 1; rank < group->ranks; rank++)
+        fold(to, all.empty() ? same.data() : all[rank].data() + offset, count, type, operation);
 }
 // Enqueue a collective; false: there is no memory for the communicator's buffers.
 bool begin(void* stream, double bytes, Communicator* group) {
