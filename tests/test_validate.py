@@ -14,12 +14,13 @@ from planner.errors import DryRunUnsupported, InputError, PlanError
 from planner.estimate import estimate
 from planner.files.journal import append_line, lines_of
 from planner.gpus.parse import parse_cluster
-from planner.measurements.cases import Case, Cases, LeftOut, read_cases
+from planner.measurements.cases import Case, Cases, LeftOut, case_of_measurement, read_cases
 from planner.measurements.documents import measurement_line
 from planner.measurements.grid import point_candidate
 from planner.measurements.measurement import Measurement
 from planner.measurements.validate import ComparedFigure, counted_bytes, predicted_bytes, summaries, validate
 from planner.memory.runtime import CUBLAS_WORKSPACE_BYTES, context_bytes
+from planner.models.catalogue import load_model
 from planner.report.frame import validation_frame
 from planner.report.json import json_text
 from planner.report.validation import validation_csv, validation_report, validation_table
@@ -364,3 +365,9 @@ def test_an_error_is_predicted_over_measured_minus_one() -> None:
     assert ComparedFigure(case=case, quantity="driver", measured_bytes=100, predicted={"estimated": 97}).error(
         "estimated"
     ) == pytest.approx(-0.03)
+
+
+def test_a_figure_of_an_emulated_card_is_never_called_measured() -> None:
+    found = measure_estimate(Candidate(model=load_model("Qwen2.5-0.5B"), method="sft"))
+    case = case_of_measurement(replace(found, device="emulated"), 1, CLUSTER.gpu)
+    assert isinstance(case, Case) and case.evidence == "emulated"

@@ -20,6 +20,7 @@ from planner.measurements.measurement import Measurement, Quantity
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
+from planner.quantities import Evidence
 from planner.units import GIB
 
 PUBLISHED_QUANTITIES: dict[str, Quantity] = {"allocated": "allocated", "reserved": "reserved", "process": "driver"}
@@ -35,6 +36,7 @@ class Case:
     gpu: Gpu | None  # None: the line names none
     measured: Mapping[Quantity, int]  # empty: not measured, or out of memory
     outcome: Literal["not measured", "fits", "out_of_memory"]
+    evidence: Evidence = "measured"  # of the figures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +88,7 @@ def case_of_measurement(measurement: Measurement, line: int, gpu: Gpu | None = N
         gpu=gpu or _card(measurement),
         measured={} if out_of_memory or not measurement.ranks else _figures(measurement),
         outcome="out_of_memory" if out_of_memory else "fits",
+        evidence=measurement.evidence,
     )
 
 

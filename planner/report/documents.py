@@ -533,6 +533,7 @@ class ComparedFigureReport(Document, frozen=True):
     gpu: str | None
     quantity: Quantity
     measured_bytes: Bytes
+    evidence: Annotated[Evidence, Meta(description="Of this figure: measured on a GPU or a CPU, or emulated.")]
     predicted: dict[Evidence, Prediction]
 
 

@@ -118,7 +118,9 @@ def _csv_row(figure: ComparedFigure) -> dict[str, object]:
 
 def _headline(validation: Validation) -> str:
     lines = {figure.case.line for figure in validation.figures} | {each.case.line for each in validation.out_of_memory}
-    parts = [f"{format_count(len(lines))} cases measured"]
+    emulated = {figure.case.line for figure in validation.figures if figure.case.evidence == "emulated"}
+    parts = [f"{format_count(len(lines))} cases measured"] if lines != emulated else []
+    parts += [f"{format_count(len(emulated))} cases emulated, on no GPU"] if emulated else []
     parts += [f"{len(validation.out_of_memory)} out of memory"] if validation.out_of_memory else []
     parts += [f"{len(validation.left_out)} left out"] if validation.left_out else []
     parts += ["interrupted"] if validation.interrupted else []
@@ -154,7 +156,7 @@ def _worst(figures: Sequence[ComparedFigure]) -> Iterator[Text]:
             for evidence, predicted_bytes in figure.predicted.items()
         )
         measured = format_size(figure.measured_bytes)
-        yield Text(f"line {figure.case.line} {figure.case.label}: {measured} measured; {predictions}")
+        yield Text(f"line {figure.case.line} {figure.case.label}: {measured} {figure.case.evidence}; {predictions}")
 
 
 def _best_prediction(figure: ComparedFigure) -> Evidence:
@@ -189,6 +191,7 @@ def _compared_figure(figure: ComparedFigure) -> ComparedFigureReport:
         gpu=figure.case.gpu.name if figure.case.gpu is not None else None,
         quantity=figure.quantity,
         measured_bytes=figure.measured_bytes,
+        evidence=figure.case.evidence,
         predicted={
             evidence: Prediction(bytes=size, error=round(figure.error(evidence), DECIMALS))
             for evidence, size in figure.predicted.items()
