@@ -185,10 +185,12 @@ class TestCommunication:
         assert without_nccl(candidate(sharding="zero3")) == 2 * HIDDEN**2
 
     def test_zero_3_keeps_what_it_will_need_again(self) -> None:
-        prefetch, largest = 9 * HIDDEN**2 // 10, 152_064 * HIDDEN
-        assert gather_bytes(candidate(sharding="zero3"), "forward") == 2 * (10**9 // 3 + prefetch + largest)
-        assert gather_bytes(candidate(sharding="zero3", gradient_checkpointing=False), "forward") == 2 * (
-            10**9 // 2 + prefetch + largest
+        prefetch, head, largest = 9 * HIDDEN**2 // 10, 152_064 * HIDDEN, 18_944 * HIDDEN
+        small = candidate(sharding="zero3", stage3_max_live_parameters=9 * 10**8)
+        assert gather_bytes(candidate(sharding="zero3"), "forward") == 2 * 10**9
+        assert gather_bytes(small, "forward") == 2 * (head + 10**9 // 3 + prefetch + largest)
+        assert gather_bytes(replace(small, gradient_checkpointing=False), "forward") == 2 * (
+            head + 10**9 // 2 + largest
         )
 
     def test_a_small_model_is_gathered_whole(self) -> None:
@@ -278,9 +280,8 @@ class TestCommunication:
     def test_parameters_that_are_not_kept_for_reuse_are_gathered_again(self) -> None:
         held = candidate(sharding="zero3", gradient_checkpointing=False)
         short = replace(held, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=10**6)
-        assert gather_bytes(held, "forward") - gather_bytes(short, "forward") == 2 * (
-            5 * 10**8 + 9 * HIDDEN**2 // 10 - 10**6
-        )
+        assert gather_bytes(short, "forward") == 2 * (152_064 * HIDDEN + 10**6 + 18_944 * HIDDEN)
+        assert gather_bytes(held, "forward") > gather_bytes(short, "forward")
         assert gather_bytes(replace(held, stage3_max_live_parameters=10**6), "forward") == gather_bytes(
             replace(held, stage3_prefetch_bucket_size=0), "forward"
         )

@@ -33,7 +33,7 @@ NCCL_BYTES = {"one node": 434 * MIB, "several nodes": 1598 * MIB}
 
 # How often the parameters of later layers are used between a layer's forward and its backward pass: in the rest of the
 # forward pass, in the backward pass, and in recomputation. Source: deepspeed 0.19.8,
-# zero/partitioned_param_coordinator.py:634-664 (`__params_to_release` walks the recorded order of modules).
+# zero/partitioned_param_coordinator.py (`__params_to_release` walks the recorded order of modules).
 REUSE_PASSES = 2
 REUSE_PASSES_RECOMPUTED = 3
 
@@ -86,39 +86,78 @@ def nccl_bytes(candidate: StateInput, gpu: Gpu) -> int:
 
 
 # Where a pass gathers parameters or reduces gradients: the embedding's forward pass, layers, head and loss, the head's
-# backward pass, layers, the embedding's backward pass.
-GatherMoment = Literal["embedding", "forward", "loss", "head_backward", "backward", "embedding_backward"]
+# backward pass, layers, the first layer (the last of the backward pass), the embedding's backward pass.
+GatherMoment = Literal[
+    "embedding", "forward", "loss", "head_backward", "backward", "first_layer_backward", "embedding_backward"
+]
 
 
 def gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
     """Most bytes of gathered parameters and of gradients being reduced at a moment of a pass, per GPU.
 
         ZeRO-1, ZeRO-2   backward: one bucket of `reduce_bucket_size` elements (auto: hidden_size^2)
-        ZeRO-3           dtype x min(parameters, reused / passes + prefetched + largest tensor); backward: also the
-                         gradients of one bucket, concatenated
+        ZeRO-3           see `_zero3_gather_bytes`
         FSDP2            see `_fsdp2_gather_bytes`
 
-    DeepSpeed keeps parameters that are needed again within `stage3_max_reuse_distance` (1e9 parameters): of the last
-    layers of the forward pass 1e9 / 2 parameters, with recomputation 1e9 / 3. It gathers at most
-    `stage3_prefetch_bucket_size` ahead (auto: 0.9 hidden_size^2), and no more than `stage3_max_live_parameters` in all.
-
-    Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, runtime/comm/coalesced_collectives.py:122
-    (`torch.cat`); accelerate 1.15, utils/fsdp_utils.py:862-886.
-
-    Leaves out DeepSpeed's padding, and that it gathers less at the embedding and at the head.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py; accelerate 1.15, utils/fsdp_utils.py:862-886.
     """
     if is_local(candidate) or candidate.sharding in ("none", "ddp"):
         return 0
     counted = policy_parameters(candidate)
     if candidate.sharding == "fsdp2":
         return _fsdp2_gather_bytes(candidate, counted, moment)
-    if moment in ("embedding", "embedding_backward"):
-        return 0
-    reduces = moment in ("head_backward", "backward")
     if candidate.sharding in ("zero1", "zero2"):
-        return _bucket_bytes(candidate) if reduces else 0
-    gathered = _zero3_live_params(candidate, counted) * base_dtype_bytes(candidate)
-    return gathered + (_concatenated_bytes(candidate) if reduces else 0)
+        return _bucket_bytes(candidate) if moment in ("head_backward", "backward") else 0
+    return _zero3_gather_bytes(candidate, counted, moment)
+
+
+def _zero3_gather_bytes(candidate: StateInput, counted: Parameters, moment: GatherMoment) -> int:
+    """Bytes of gathered parameters and of gradients being reduced under ZeRO-3, in the stored dtype.
+
+        embedding                 nothing: less than in the layers
+        forward, loss             head + min(other parameters, layers)
+        head_backward, backward   the same + the gradients of one bucket, concatenated
+        first_layer_backward      head + one layer + 2 x embedding + the gradients of one bucket, if the embedding is
+                                  not the head and has a backward pass; else nothing: less than before
+        embedding_backward        head; + the embedding if it is not the head and has a backward pass
+
+        layers = max(reused / passes + prefetched + largest tensor of a layer, live - head)
+
+    Losses read the head's weight outside its module, so that DeepSpeed registers it as an external parameter: from the
+    second step on it is gathered from the start of the forward pass to the end of the backward pass. Parameters that
+    are needed again within `stage3_max_reuse_distance` (1e9 parameters) stay: of the last layers of the forward pass
+    1e9 / 2 parameters, with recomputation 1e9 / 3. DeepSpeed gathers at most `stage3_prefetch_bucket_size` ahead (auto:
+    0.9 hidden_size^2), but looks past parameters that are there: while the last layers stay it gathers earlier ones
+    again for the backward pass, until `stage3_max_live_parameters` (1e9) are whole. The embedding is gathered with
+    other parameters into one flat buffer and copied out of it (`torch.cat`).
+
+    Source: deepspeed 0.19.8, zero/partitioned_param_coordinator.py, `_fetch_sub_module_impl`, `release_sub_module`;
+    zero/partition_parameters.py, `AllGatherCoalescedHandle.wait`; zero/parameter_offload.py, `ZeROOrderedDict`;
+    runtime/comm/coalesced_collectives.py, `reduce_scatter_coalesced`; trl 1.16, trainer/utils.py,
+    `maybe_gather_lm_head_ctx`; results/zero3_streams.md.
+
+    Example: Qwen2.5-7B with LoRA, in bfloat16: 1.02 + 0.85 GiB in the forward pass, 1.02 + 0.43 + 2.03 GiB at the first
+    layer's backward pass.
+
+    Leaves out DeepSpeed's padding, and flat buffers of layers.
+    """
+    model, size = candidate.model, base_dtype_bytes(candidate)
+    head = (model.embed_params if model.tied else model.lm_head_params) if candidate.method != "reward" else 0
+    apart = not (head and model.tied)
+    passed = candidate.tuning == "full" or candidate.gradient_checkpointing  # a gradient reaches the embedding
+    bytes_reduced = _concatenated_bytes(candidate)
+    if moment == "embedding":
+        return 0
+    if moment == "embedding_backward":
+        return (head + (model.embed_params if apart and passed else 0)) * size
+    if moment == "first_layer_backward":
+        if not (apart and passed):
+            return 0
+        quantized = candidate.quantization != "none"
+        layers = (kind.params - (kind.linear_params if quantized else 0) for kind, _ in model.layer_kinds)
+        return (head + max(layers, default=0) + 2 * model.embed_params) * size + bytes_reduced
+    live = head + _zero3_live_params(candidate, counted, head)
+    return live * size + (bytes_reduced if moment in ("head_backward", "backward") else 0)
 
 
 def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: GatherMoment) -> int:
@@ -158,6 +197,7 @@ def _fsdp2_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
         "loss": tail + layer if model.tied or not full else 2 * tail + layer,
         "head_backward": tail + layer,
         "backward": GATHERED_LAYERS * layer + trained + kept,
+        "first_layer_backward": 0,  # less than in the others
         "embedding_backward": kept + trained,
     }
     if moment == "embedding_backward" and not model.tied:
@@ -304,12 +344,23 @@ def _concatenated_bytes(candidate: StateInput) -> int:
     return min(reduce_bucket_elements(candidate), trained) * size
 
 
-def _zero3_live_params(candidate: StateInput, counted: Parameters) -> int:
-    """Most parameters of ZeRO-3 that are whole on one GPU at once."""
+def _zero3_live_params(candidate: StateInput, counted: Parameters, head: int) -> int:
+    """Most parameters of ZeRO-3 that are whole on one GPU at once, besides the head; see `_zero3_gather_bytes`."""
     passes = REUSE_PASSES_RECOMPUTED if candidate.gradient_checkpointing else REUSE_PASSES
     kept = candidate.stage3_max_reuse_distance // passes
-    prefetched = min(prefetch_elements(candidate), max(candidate.stage3_max_live_parameters - kept, 0))
-    return min(counted.unquantized_params, kept + prefetched + counted.unquantized_tensors.largest)
+    ahead, most = prefetch_elements(candidate), candidate.stage3_max_live_parameters
+    live = kept + min(ahead, max(most - kept - head, 0)) + _largest_in_layers(counted, bool(head))
+    if kept and ahead:
+        live = max(live, most - head)
+    return max(min(counted.unquantized_params - head, live), 0)
+
+
+@lru_cache(maxsize=1024)
+def _largest_in_layers(counted: Parameters, head_apart: bool) -> int:
+    """Parameters of the largest unquantized tensor: of the layers, if the head is counted apart."""
+    outside = ("embedding", "position", "head") if head_apart else ()
+    kinds = (kind for kind in counted.unquantized_tensors.kinds if kind.part not in outside)
+    return max((kind.elements for kind in kinds), default=0)
 
 
 @lru_cache(maxsize=1024)

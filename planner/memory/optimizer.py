@@ -140,6 +140,19 @@ def master_weights_bytes(candidate: StateInput) -> int:
     return sum(tensor_bytes(tensors, FLOAT32_BYTES) for tensors, _ in optimized_groups(candidate))
 
 
+def master_copy_bytes(candidate: StateInput) -> int:
+    """Bytes of a second copy of ZeRO-3's master weights of one sub-group, while they are made.
+
+    They are cast and cloned; then the first gradients are zeros of the same size.
+    Source: deepspeed 0.19.8, zero/stage3.py, `_create_fp32_partitions`, `initialize_optimizer_states`;
+    results/zero3_streams.md.
+    """
+    if candidate.sharding != "zero3" or candidate.offload_optimizer:
+        return 0
+    groups = (min(candidate.sub_group_size, tensors.params) for tensors, _ in optimized_groups(candidate))
+    return max(groups, default=0) * FLOAT32_BYTES
+
+
 def paged_states_bytes(candidate: StateInput) -> int:
     """Bytes of one GPU's optimizer states in CUDA managed memory: on the GPU while there is room, else on the host.
 
@@ -198,8 +211,8 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
         foreach optimizers   copies of all trained parameters at once
         others               copies of the largest tensor
         ZeRO-1, ZeRO-2       + flattened gradients and their float32 copy, (2 + 4) x ceil(params / G)
-        ZeRO-3               + float32 gradients of one sub-group, 4 x min(1e9, params / G);
-                               the copies are of one sub-group
+        ZeRO-3               + float32 gradients of one sub-group, 4 x min(1e9, params / G); beside them the
+                               flattened 16-bit gradients, 2 x the same, or later the copies, of one sub-group
 
     Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py:3107-3118, stage3.py, `_prepare_sub_group`
     and :1235 `_optimizer_step` (one step for each sub-group).
@@ -213,13 +226,18 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
         return 0
     groups = optimized_groups(candidate)
     most = candidate.sub_group_size if candidate.sharding == "zero3" else 0
-    found = sum(step_bytes(_stepped_at_once(tensors, most), size, candidate.optim) for tensors, size in groups)
-    for tensors, _ in groups:
+    found = 0
+    for tensors, size in groups:
+        copies = step_bytes(_stepped_at_once(tensors, most), size, candidate.optim)
         if candidate.sharding == "zero3":
-            found += min(most, tensors.params) * FLOAT32_BYTES
-        elif candidate.sharding in DEEPSPEED:
-            flat = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
-            found += tensors.params * (flat + FLOAT32_BYTES)
+            elements = min(most, tensors.params)
+            flat = SIXTEEN_BIT_BYTES * elements if candidate.precision != "no" else 0
+            found += max(copies, flat) + elements * FLOAT32_BYTES
+            continue
+        found += copies
+        if candidate.sharding in DEEPSPEED:
+            width = SIXTEEN_BIT_BYTES if candidate.precision != "no" else FLOAT32_BYTES
+            found += tensors.params * (width + FLOAT32_BYTES)
     return found
 
 

@@ -69,9 +69,18 @@ def with_engine(phase: PhaseMemory, engine: EngineMemory) -> PhaseMemory:
 
 
 def load(passes: Passes) -> Components:
-    """Before the first step: of the optimizer only DeepSpeed's master weights, and weights that are sharded later."""
-    unsharded: Components = {"weights": passes.states.unsharded_while_loading}
-    return add_components({**passes.idle, "optimizer_states": passes.states.master_weights}, unsharded)
+    """Before the first step: weights that are sharded later; of the optimizer only DeepSpeed's master weights.
+
+    Under ZeRO-3 weights are sharded while they are created, long before there are master weights, and a copy of those.
+    """
+    states = passes.states
+    unsharded: Components = {"weights": states.unsharded_while_loading}
+    masters: Components = {"optimizer_states": states.master_weights}
+    if passes.candidate.sharding != "zero3":
+        return add_components({**passes.idle, **masters}, unsharded)
+    created = add_components({**passes.idle, "adapters": 0, "optimizer_states": 0}, unsharded)
+    prepared: Components = {**passes.idle, **masters, "transients": states.master_copy}
+    return max(created, prepared, key=total_bytes)
 
 
 def weight_sync(passes: Passes) -> Components:
@@ -198,7 +207,7 @@ def frozen_forward(passes: Passes) -> Components:
 
 
 def backward(passes: Passes) -> Components:
-    """The heaviest of: the head's backward pass, one layer's, the vision tower's, the embedding's.
+    """The heaviest of: the head's backward pass, one layer's, the first one's, the vision tower's, the embedding's.
 
     ZeRO-1 and ZeRO-2 with accumulation allocate the buffer for the new gradients with the first of them.
     """
@@ -209,11 +218,24 @@ def backward(passes: Passes) -> Components:
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
     layers = add_components(gather, exchange, peak_components(passes.stack.backward, passes.tokens, passes.scores))
     moments = [layers, add_components(head_gather, head_backward(passes))]
+    if states.gathered["first_layer_backward"]:
+        first_gather: Components = {"communication": states.gathered["first_layer_backward"], "gradients": gradients}
+        moments.append(add_components(first_gather, exchange, first_layer_backward(passes)))
     if passes.images:
         tower: Components = {"autocast_copies": -passes.images.copies}
         moments = [add_components(moment, passes.images.saved, tower) for moment in moments]
         moments.append(add_components(gather, tower_backward(passes, passes.images)))
     return add_components(passes.training, max(*moments, embedding_backward(passes), key=total_bytes))
+
+
+def first_layer_backward(passes: Passes) -> Components:
+    """Backward pass of the first layer: one layer's, without the bytes that all layers but one had saved."""
+    layers = max(passes.candidate.model.num_layers, 1)
+    saved = component_bytes(passes.stack.saved, passes.tokens, passes.scores)
+    freed: Components = {kind: -(size - size // layers) for kind, size in saved.items()}
+    freed["autocast_copies"] = 0
+    heaviest = add_components(peak_components(passes.stack.backward, passes.tokens, passes.scores), freed)
+    return {kind: max(size, 0) for kind, size in heaviest.items()}
 
 
 def tower_backward(passes: Passes, images: ImagePasses) -> Components:

@@ -20,7 +20,12 @@ from planner.memory.communication import (
 )
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
 from planner.memory.layers.recipe import Recipe
-from planner.memory.optimizer import master_weights_bytes, optimizer_states_bytes, step_temporaries_bytes
+from planner.memory.optimizer import (
+    master_copy_bytes,
+    master_weights_bytes,
+    optimizer_states_bytes,
+    step_temporaries_bytes,
+)
 from planner.memory.runtime import runtime_bytes
 from planner.memory.stack_recipe import policy_recipe
 from planner.memory.weights import unsharded_while_loading_bytes, weights_by_role
@@ -37,6 +42,7 @@ class StateMemory:
     weights_by_role: dict[str, int]
     recipe: Recipe  # of the policy's layers
     master_weights: int
+    master_copy: int
     gradients: int
     accumulated_gradients: int
     step_gradients: int
@@ -64,6 +70,7 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         weights_by_role=roles,
         recipe=policy_recipe(settings),
         master_weights=master_weights_bytes(settings),
+        master_copy=master_copy_bytes(settings),
         gradients=gradients_bytes(settings),
         accumulated_gradients=accumulated_gradients_bytes(settings),
         step_gradients=step_gradients_bytes(settings),

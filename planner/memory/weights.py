@@ -78,13 +78,17 @@ def shards_4bit_weights(candidate: StateInput) -> bool:
 
 
 def unsharded_while_loading_bytes(candidate: StateInput) -> int:
-    """Bytes of models on one GPU before FSDP2 shards them, more than `weights_by_role`: of 4-bit weights, a reference.
+    """Bytes of models on one GPU before they are sharded, more than `weights_by_role`.
+
+    FSDP2: 4-bit weights, a reference. ZeRO-3: see `_whole_while_created_bytes`.
 
     Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py:692; transformers 5.23,
     quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate does not move it to the meta device before it
     shards (accelerate 1.15, utils/fsdp_utils.py:833). A reference model is moved to the GPU whole by `fully_shard`,
     before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`; results/fsdp2_memory.md).
     """
+    if candidate.sharding == "zero3":
+        return _whole_while_created_bytes(candidate)
     if candidate.sharding == "fsdp2" and candidate.separate_reference and not candidate.offload_param:
         whole = parameters(candidate.model, "full", 1, (), "none", "lm_head").base_tensors
         found = tensor_bytes(whole, DTYPE_BYTES[candidate.dtype]) - policy_weights_bytes(candidate)
@@ -92,6 +96,24 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
     if not shards_4bit_weights(candidate) or candidate.num_processes == 1:
         return 0
     return whole_policy_bytes(candidate, DTYPE_BYTES[candidate.dtype]) - policy_weights_bytes(candidate)
+
+
+def _whole_while_created_bytes(candidate: StateInput) -> int:
+    """Bytes of ZeRO-3's largest tensor while it is created, more than its shard.
+
+        bytes = elements x (loaded dtype + stored dtype, if they differ) - shard
+
+    `zero.Init` creates each tensor whole on the GPU in the dtype of the load, casts it, and then partitions it. The
+    largest tensor is often the head, which comes last.
+    Source: deepspeed 0.19.8, zero/partition_parameters.py, `zero_wrapper_for_fp_tensor_constructor`,
+    `_post_init_method`; results/zero3_streams.md.
+
+    Example: Qwen2.5-7B's head, 544,997,376 parameters, in float32 and bfloat16 on 4 GPUs: 3.05 less 0.25 GiB.
+    """
+    largest, stored = policy_parameters(candidate).unquantized_tensors.largest, base_dtype_bytes(candidate)
+    loaded = DTYPE_BYTES[candidate.dtype]
+    shard = 0 if candidate.offload_param else -(-largest // candidate.num_processes) * stored
+    return max(0, largest * (stored + (loaded if loaded != stored else 0)) - shard)
 
 
 def whole_policy_bytes(candidate: StateInput, bytes_per_param: int) -> int:
