@@ -112,21 +112,14 @@ def torch_bytes(candidate: Candidate, cluster: Cluster, phase: Any) -> int:
 
 
 def row(job: Job) -> dict[str, Any]:
-    """Run one job and return its row: bytes by phase, estimated and emulated."""
+    """Run one job on emulated GPUs and return its row."""
     from probes.runner.devices import DeviceOptions, device
     from probes.runner.runner import Limits
 
-    candidate, cluster = job.candidate, parse_cluster(job.gpus, None)
-    expected = estimate(candidate, cluster).gpus[0]
     with tempfile.TemporaryDirectory() as logs:
         options = DeviceOptions(logs=Path(logs), limits=Limits(host_reserve_share=0.0), save=False, resume=False)
-        found = device("emulated", cluster, options)(candidate)
-    peaks = {peak.name: peak for peak in found.ranks[0].phases} if found.ranks else {}
-    phases = {
-        phase.name: [torch_bytes(candidate, cluster, phase), peaks[phase.name].allocated_bytes]
-        for phase in expected.phases
-        if phase.name in peaks
-    }
+        found = device("emulated", parse_cluster(job.gpus, None), options)(job.candidate)
+    (rank,) = found.ranks[:1] or (None,)
     return {
         "kind": job.kind,
         "gpus": job.gpus,
@@ -134,14 +127,8 @@ def row(job: Job) -> dict[str, Any]:
         "outcome": found.outcome,
         "message": found.message,
         "seconds": round(found.wall_seconds, 1),
-        "estimated_allocated": max((pair[0] for pair in phases.values()), default=0),
-        "emulated_allocated": found.ranks[0].allocated_bytes if found.ranks else 0,
-        "estimated_need_of_torch": max(
-            torch_bytes(candidate, cluster, phase) + phase.components.get("fragmentation", 0)
-            for phase in expected.phases
-        ),
-        "emulated_reserved": found.ranks[0].reserved_bytes if found.ranks else 0,
-        "phases": phases,
+        "allocated": {} if rank is None else {peak.name: peak.allocated_bytes for peak in rank.phases},
+        "reserved": 0 if rank is None else rank.reserved_bytes,
     }
 
 
@@ -162,13 +149,42 @@ def run(count: int) -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """A row beside today's estimate. Bytes that PyTorch allocates, by phase: (estimated, emulated)."""
+
+    job: Job
+    phases: dict[str, tuple[int, int]]
+    peaks: tuple[int, int]
+    need: int  # estimated, with the allocator's slack
+    reserved: int
+
+    @property
+    def error(self) -> float:
+        return self.peaks[0] / self.peaks[1] - 1
+
+
+def compared(row: dict[str, Any]) -> Compared:
+    job = Job(kind=row["kind"], gpus=row["gpus"], settings=row["settings"])
+    candidate, cluster = job.candidate, parse_cluster(job.gpus, None)
+    expected = estimate(candidate, cluster).gpus[0].phases
+    estimated = {phase.name: torch_bytes(candidate, cluster, phase) for phase in expected}
+    return Compared(
+        job=job,
+        phases={name: (size, row["allocated"][name]) for name, size in estimated.items() if row["allocated"].get(name)},
+        peaks=(max(estimated.values()), max(row["allocated"].values())),
+        need=max(estimated[phase.name] + phase.components.get("fragmentation", 0) for phase in expected),
+        reserved=row["reserved"],
+    )
+
+
 def table() -> None:
-    """Write the page from the rows."""
+    """Write the page from the rows and today's estimates."""
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    ran = [each for each in rows if each["outcome"] == "fits"]
-    kinds: dict[str, list[dict[str, Any]]] = {}
+    ran = [compared(each) for each in rows if each["outcome"] == "fits"]
+    kinds: dict[str, list[Compared]] = {}
     for each in ran:
-        kinds.setdefault(each["kind"], []).append(each)
+        kinds.setdefault(each.job.kind, []).append(each)
     lines = [
         "# Estimates beside the emulated CUDA stack",
         "",
@@ -178,33 +194,28 @@ def table() -> None:
         "|---|---|---|---|---|---|",
     ]
     for kind, members in {**kinds, "all": ran}.items():
-        errors = [each["estimated_allocated"] / each["emulated_allocated"] - 1 for each in members]
-        kept = [each["estimated_need_of_torch"] / each["emulated_reserved"] - 1 for each in members]
-        worst = max(errors, key=abs)
-        figures = f"{median(errors):+.1%} | {mean(map(abs, errors)):.1%} | {worst:+.1%} | {median(kept):+.1%}"
+        errors = [each.error for each in members]
+        kept = median(each.need / each.reserved - 1 for each in members)
+        figures = f"{median(errors):+.1%} | {mean(map(abs, errors)):.1%} | {max(errors, key=abs):+.1%} | {kept:+.1%}"
         lines.append(f"| {kind} | {len(members)} | {figures} |")
-    lines += [
-        "",
-        f"## Rows beyond {EXPLAINED:.0%}",
-        "",
-        "| job | GPUs | estimated GiB | emulated GiB | error | phase errors |",
-        "|---|---|---|---|---|---|",
-    ]
-    for each in ran:
-        error = each["estimated_allocated"] / each["emulated_allocated"] - 1
-        if abs(error) > EXPLAINED:
-            phases = ", ".join(
-                f"{name.replace('_', ' ')} {a / b - 1:+.1%}" for name, (a, b) in each["phases"].items() if b
-            )
-            settings = ", ".join(f"{name} {value}" for name, value in each["settings"].items())
-            a, b = each["estimated_allocated"] / GIB, each["emulated_allocated"] / GIB
-            lines.append(f"| {settings} | {each['gpus']} | {a:.2f} | {b:.2f} | {error:+.1%} | {phases} |")
+    lines += ["", f"## Rows beyond {EXPLAINED:.0%}", "", *BEYOND_HEAD]
+    lines += [_beyond(each) for each in ran if abs(each.error) > EXPLAINED]
     failed = [each for each in rows if each["outcome"] != "fits"]
     lines += [
         "",
         *(f"Not run: {each['settings']}: {each['outcome']} {each.get('message', '')[:200]}" for each in failed),
     ]
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+BEYOND_HEAD = ("| job | GPUs | estimated GiB | emulated GiB | error | phases |", "|---|---|---|---|---|---|")
+
+
+def _beyond(each: Compared) -> str:
+    phases = ", ".join(f"{name.replace('_', ' ')} {one / other - 1:+.1%}" for name, (one, other) in each.phases.items())
+    settings = ", ".join(f"{name} {value}" for name, value in each.job.settings.items())
+    estimated, emulated = (f"{size / GIB:.2f}" for size in each.peaks)
+    return f"| {settings} | {each.job.gpus} | {estimated} | {emulated} | {each.error:+.1%} | {phases} |"
 
 
 if __name__ == "__main__":
