@@ -5,7 +5,8 @@ PYTEST = pytest -q -n $(WORKERS) --dist loadfile
 
 .PHONY: all format lint types test emulated nightly golden bench
 
-all: lint types emulated
+# Emulated GPUs are for Linux on x86-64.
+all: lint types $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulated)
 	$(PYTEST) -m "not nightly"
 
 format:
