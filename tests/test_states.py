@@ -355,7 +355,7 @@ class TestRuntime:
         """Five messages of full cards said 7.2 %: by then the allocator had returned what other streams do not use."""
         page = (ROOT / "results" / "zero3_streams.md").read_text(encoding="utf-8")
         assert f"{GATHERED_SLACK / 10:.1f} %" in page
-        assert GATHERED_SLACK > 1000 * median(allocator_slack.slack_ratios(allocator_slack.load_rows(), gathers=True))
+        assert 1000 * median(allocator_slack.slack_ratios(allocator_slack.load_rows(), gathers=True)) < GATHERED_SLACK
 
     @pytest.mark.parametrize(("full", "checkpointing", "expandable"), SHARES)
     def test_shares_are_those_of_the_replays(self, full: bool, checkpointing: str, expandable: bool) -> None:
