@@ -29,7 +29,9 @@ import transformers
 
 from probes.dryrun.dry_run import dry_run
 from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, resumed, write_task
+from probes.trainers import transformers_config
 from probes.worker.engines import command_on, free_port, served, server_environment, with_share_of_this_card
+from probes.worker.random_weights import random_state_dict, unwritten_state_dict
 from probes.worker.shortage import lacks_memory, shortage_of_message
 from probes.worker.watch import Clock, CudaWatch, Driver
 from probes.worker.worker import measure, step_seconds
@@ -446,3 +448,11 @@ def test_seconds_of_a_step_include_its_share_of_a_rollout(tmp_path: Path) -> Non
     assert step_seconds(replace(case, steps_per_generation=1), clock) == 30.0
     clock.steps = []
     assert step_seconds(case, clock) == 0.0
+
+
+def test_tied_weights_are_loaded_once_as_from_a_published_checkpoint() -> None:
+    shape = load_model(str(ROOT / "tests" / "models" / "tiny-qwen2"))
+    config = transformers_config({**shape.config, "tie_word_embeddings": True})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    names = set(model.state_dict()) - {"lm_head.weight"}
+    assert set(random_state_dict(model)) == set(unwritten_state_dict(model)) == names

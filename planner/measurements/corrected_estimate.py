@@ -32,7 +32,7 @@ from planner.units import MIB, format_gib
 RUN_TO_RUN_BYTES = 22 * MIB
 
 # Components that a device does not measure. A simulated card replays the allocator and so measures fragmentation; on an
-# emulated card it depends on how long kernels take, too.
+# emulated card the CUDA context and NCCL's buffers are constants of the estimate.
 UNMEASURED: dict[DeviceName, tuple[Component, ...]] = {
     "cuda": (),
     "cpu": ("fragmentation", "runtime"),

@@ -92,7 +92,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessMemory:
-    """What the driver counted for one process: bytes by card, and launches of kernels. It may have ended."""
+    """Memory and launches of kernels that the driver counted for one process, which may have ended; bytes by card."""
 
     process: int
     peak_bytes: tuple[int, ...]

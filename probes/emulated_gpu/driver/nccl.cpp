@@ -20,7 +20,7 @@ namespace {
 enum { SUCCESS = 0, UNHANDLED_CUDA_ERROR = 1 };
 enum Type { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, FLOAT8_A, FLOAT8_B };
 enum Operation { SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE };
-constexpr double SECONDS = 15e-6;  // of a collective of nothing
+constexpr double SECONDS = 15e-6;  // of a collective of nothing; assumed
 constexpr long TRIES = 120L * 1000 * 1000 / 50;  // two minutes, one every 50 microseconds
 
 struct Box {  // of one rank: what it sent in its latest collective, and which one it has read

@@ -373,7 +373,7 @@ API cudaEventElapsedTime(float* ms, Event* first, Event* second) {
 
 // -- graphs: their memory is the program's, their nodes are not kept ----------------------------------------------------
 
-constexpr double GRAPH_SECONDS = 1e-3;
+constexpr double GRAPH_SECONDS = 1e-3;  // of a graph, whatever is in it; assumed
 API cudaStreamIsCapturing(void* stream, int* state) { return *state = capture_of(stream) != 0, SUCCESS; }
 API cudaStreamGetCaptureInfo(void* stream, int* state, unsigned long long* id, void** graph, void** nodes, void** edges, size_t* count) {
     unsigned long long capture = capture_of(stream);

@@ -13,6 +13,7 @@
 namespace emulated {
 namespace {
 
+// Assumed, not measured; used only where the pace is above 0. FlashAttention's flops: arXiv 2307.08691, section 4.1.
 constexpr double LAUNCH_SECONDS = 10e-6;    // host time between two launches of an eager PyTorch program
 constexpr double SHORTEST_SECONDS = 2e-6;   // of a kernel
 constexpr size_t QUEUE = 1024;              // launches that may wait in a stream before the next one blocks the host
