@@ -1,8 +1,9 @@
 """Candidates a second that one process estimates: `python benchmarks/estimator.py`."""
 
-from dataclasses import replace
 from itertools import product
 from time import perf_counter
+
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.estimate import estimate

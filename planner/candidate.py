@@ -1,8 +1,9 @@
 """A candidate: one complete configuration of a job, in the names of TRL, Transformers, accelerate and vLLM."""
 
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
+
+import msgspec
 
 from planner.errors import InputError
 from planner.methods import METHODS, NEWEST_TRL, WITHOUT_AUTOCAST, Method, MethodName
@@ -48,8 +49,7 @@ POSITIVE = (
 _positive = attrgetter(*POSITIVE)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """All settings that memory or speed depends on. Lengths are in tokens, batch sizes in samples per process.
 
     Defaults are those of TRL 1.16 (`trl/trainer/base_config.py`, `*_config.py`, `model_config.py`). Defaults of single
@@ -322,3 +322,6 @@ class Candidate:
         return not (
             self.precompute_ref_log_probs and self.method_row.precomputes_reference and self.sharding != "fsdp2"
         )
+
+
+FIELDS: tuple[str, ...] = Candidate.__struct_fields__  # the names of all settings

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from msgspec import structs
+
 from planner.errors import NothingFits, NotMeasured
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
@@ -334,7 +336,7 @@ def measuring_refusal(problem: SearchProblem) -> str:
     """Return why the layers of a class's first candidate cannot be measured; empty if they can or have formulas."""
     for candidate in structures(problem):
         try:
-            estimate(replace(candidate, vllm="off"), problem.cluster)
+            estimate(structs.replace(candidate, vllm="off"), problem.cluster)
         except NotMeasured as error:
             return str(error)
         return ""

@@ -16,13 +16,13 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import PlanError

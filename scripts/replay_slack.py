@@ -15,10 +15,11 @@ import io
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain, islice, product
 from pathlib import Path
 from statistics import median, stdev
+
+from msgspec.structs import replace
 
 from planner.allocator.caching_allocator import NO_LIMIT, AllocatorSettings
 from planner.allocator.loading import warm_up_bytes

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster, Gpu, HostMemory
 from planner.jobs.job import Job
@@ -39,7 +41,7 @@ COLOCATED = Candidate(
     vllm_enable_sleep_mode=True,
     expandable_segments=True,
 )
-FULL = replace(COLOCATED, tuning="full", sharding="zero3", offload_optimizer=True, expandable_segments=False)
+FULL = structs.replace(COLOCATED, tuning="full", sharding="zero3", offload_optimizer=True, expandable_segments=False)
 
 TRAINING = GpuMemory(
     role="train+vllm",

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from planner.allocator.caching_allocator import Allocator, AllocatorSettings
 from planner.allocator.loading import warm_up_bytes
@@ -130,7 +131,7 @@ STEP = Trace(
 
 # Of several processes each loads onto the host, and moves one tensor after the other.
 IN_SEVERAL = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft", num_processes=2, sharding="ddp")
-ALONE = replace(IN_SEVERAL, num_processes=1, sharding="none")
+ALONE = structs.replace(IN_SEVERAL, num_processes=1, sharding="none")
 
 
 def card(mebibytes: int) -> Gpu:

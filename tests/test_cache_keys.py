@@ -1,14 +1,14 @@
 """The caches of an estimate: what is remembered for one candidate is never the answer for another."""
 
 import sys
-from dataclasses import fields, replace
 from functools import _lru_cache_wrapper
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from planner.cache_keys import StateSettings, TrainingSettings, state_settings, training_settings
-from planner.candidate import Candidate
+from planner.candidate import FIELDS, Candidate
 from planner.errors import PlanError
 from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
@@ -113,7 +113,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "teacher_model": (MODEL, None),
     "expandable_segments": (True, False),
 }
-FIELDS = [field.name for field in fields(Candidate)]
+FIELDS = list(FIELDS)
 
 
 def base(name: str) -> Candidate:

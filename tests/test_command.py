@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("psutil")
 
+from msgspec import structs
 from script_workers import CANDIDATE, TASK
 
 from probes.runner.command import worker_command
@@ -15,7 +16,7 @@ from probes.task import Task
 
 
 def command(tmp_path: Path, **changes: object) -> list[str]:
-    task: Task = replace(TASK, folder=str(tmp_path), candidate=replace(CANDIDATE, **changes))  # type: ignore[arg-type]
+    task: Task = replace(TASK, folder=str(tmp_path), candidate=structs.replace(CANDIDATE, **changes))  # type: ignore[arg-type]
     return worker_command(task, Path("task.json"))
 
 

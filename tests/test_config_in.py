@@ -1,12 +1,11 @@
 """`plan --config`: what the files set is pinned, `--free` gives it to the search, and the answer names the changes."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from planner.candidate import Candidate
+from planner.candidate import FIELDS, Candidate
 from planner.cli import run
 from planner.gpus.parse import parse_cluster
 from planner.jobs.config_changes import config_changes
@@ -204,7 +203,7 @@ def test_what_may_be_freed_is_what_searches_change(method: MethodName) -> None:
         for offload in (False, True)
         for candidate in structures(SearchProblem(job=job, cluster=cluster, tuning_class=tuning_class, offload=offload))
     ]
-    changed = {field.name for field in fields(Candidate) if len({getattr(each, field.name) for each in found}) > 1}
+    changed = {field for field in FIELDS if len({getattr(each, field) for each in found}) > 1}
     batch = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "sync_each_batch"}
     if method == "grpo":
         only_sft = {"bnb_4bit_quant_storage"}

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("psutil")
 pytest.importorskip("trl")
 
+from msgspec import structs
 from script_workers import script
 
 from planner.candidate import Candidate
@@ -179,7 +180,7 @@ def test_a_simulated_card_is_large_enough_to_the_byte() -> None:
 
 
 def test_the_states_of_a_simulated_rank_are_those_of_its_estimate() -> None:
-    candidate = replace(SFT, sharding="zero3", num_processes=4)
+    candidate = structs.replace(SFT, sharding="zero3", num_processes=4)
     found = simulated(candidate)
     forward = next(phase for phase in estimate(candidate, CLUSTER).gpus[0].phases if phase.name == "forward")
     assert found.outcome == "fits"
@@ -189,7 +190,7 @@ def test_the_states_of_a_simulated_rank_are_those_of_its_estimate() -> None:
 
 
 def test_a_phase_that_only_the_estimate_knows_can_run_out_too() -> None:
-    candidate = replace(
+    candidate = structs.replace(
         SFT, method="grpo", tuning="lora", vllm="colocate", prompt_length=32, max_completion_length=32,
         num_generations=2, vllm_max_model_length=64
     )  # fmt: skip
@@ -201,13 +202,13 @@ def test_a_phase_that_only_the_estimate_knows_can_run_out_too() -> None:
 
 
 def test_an_engine_that_would_not_start_is_out_of_memory_and_says_why() -> None:
-    refused = simulated(replace(SFT, method="grpo", vllm="colocate", vllm_gpu_memory_utilization=0.001))
+    refused = simulated(structs.replace(SFT, method="grpo", vllm="colocate", vllm_gpu_memory_utilization=0.001))
     assert (refused.outcome, refused.shortage, refused.ranks) == ("out_of_memory", None, ())
     assert refused.message
 
 
 def test_what_cannot_be_simulated_decides_nothing() -> None:
-    refused = simulated(replace(SFT, use_liger_kernel=True))
+    refused = simulated(structs.replace(SFT, use_liger_kernel=True))
     assert (refused.outcome, refused.decided) == ("crashed", False)
     assert refused.message == "A dry run does not run Liger's Triton kernels (use_liger_kernel)."
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from planner.candidate import Candidate
 from planner.cli import run
@@ -175,7 +176,7 @@ def test_an_image_of_mistral_3_has_a_token_after_each_row(size: str, rows: int, 
 
 def test_a_batch_that_is_not_measured_is_not_said_to_want_an_engine() -> None:
     assert describe_shortage(None, candidate()) == NOT_MEASURED
-    assert "vLLM" in describe_shortage(None, replace(candidate(), method="grpo", vllm="colocate"))
+    assert "vLLM" in describe_shortage(None, structs.replace(candidate(), method="grpo", vllm="colocate"))
 
 
 def test_images_cost_memory_and_time() -> None:

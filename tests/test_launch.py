@@ -7,12 +7,12 @@ import json
 import shlex
 import subprocess
 import venv
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.candidate import Candidate
+from planner.candidate import FIELDS
 from planner.errors import PlanError
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job, TuningOption
@@ -187,9 +187,9 @@ def test_a_pin_never_makes_a_plan_faster(question: Question, data: st.DataObject
 def test_a_plan_with_all_of_its_settings_pinned_is_the_same_plan(question: Question) -> None:
     answer = planned(question, question.samples)
     own = {
-        field.name: getattr(answer.best.candidate, field.name)
-        for field in fields(Candidate)
-        if field.name not in ("model", "method", "trl_version") and is_shown(answer.best.candidate, field.name)
+        field: getattr(answer.best.candidate, field)
+        for field in FIELDS
+        if field not in ("model", "method", "trl_version") and is_shown(answer.best.candidate, field)
     }
     again = planned(replace(question, tuning="auto"), answer.best.candidate.effective_batch_size, own)
     assert replace(again.best, reasons=()) == replace(answer.best, reasons=())

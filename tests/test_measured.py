@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from report_samples import ESTIMATE, PLAN, TOO_LARGE
 
 from planner.candidate import Candidate
@@ -317,7 +318,8 @@ class TestContradiction:
 
     def test_a_probe_of_another_candidate_does_not_contradict(self):
         other = replace(
-            fake_measurement(outcome="out_of_memory", shortage=SHORT), candidate=replace(CANDIDATE, max_length=4096)
+            fake_measurement(outcome="out_of_memory", shortage=SHORT),
+            candidate=structs.replace(CANDIDATE, max_length=4096),
         )
         assert not contradicts(PLANNED, [other])
 
@@ -331,7 +333,7 @@ class TestCorrectPlan:
         assert plan.versions["torch"] == "2.13.0"
 
     def test_the_proven_candidate_takes_the_place_of_one_that_ran_out(self):
-        smaller = replace(CANDIDATE, per_device_train_batch_size=2)
+        smaller = structs.replace(CANDIDATE, per_device_train_batch_size=2)
         measurements = [
             fake_measurement(outcome="out_of_memory", shortage=SHORT),
             fake_measurement(estimate(smaller, CLUSTER)),
@@ -350,7 +352,7 @@ class TestCorrectPlan:
         assert plan.best == EXPECTED and plan.proof is not None and plan.proof.evidence == "estimated"
 
     def test_an_alternative_that_was_probed_is_measured_too(self):
-        other = estimate(replace(CANDIDATE, tuning="full"), CLUSTER)
+        other = estimate(structs.replace(CANDIDATE, tuning="full"), CLUSTER)
         plan = replace(PLANNED, alternatives=(Alternative(label="full fine-tuning", estimate=other, note=""),))
         shown = correct_plan(plan, CANDIDATE, [fake_measurement(), fake_measurement(other)], [], {})
         assert shown.alternatives[0].estimate.evidence == "measured"
@@ -397,18 +399,18 @@ class TestReports:
 class TestSameCandidate:
     def test_the_name_of_a_checkpoint_makes_no_difference(self):
         instruct = load_model("Qwen2.5-0.5B-Instruct")
-        assert candidate_key(replace(CANDIDATE, model=instruct)) == candidate_key(CANDIDATE)
+        assert candidate_key(structs.replace(CANDIDATE, model=instruct)) == candidate_key(CANDIDATE)
 
     def test_another_depth_or_setting_makes_a_difference(self):
         shallow = {**MODEL.config, "num_hidden_layers": 2, "max_window_layers": 2}
         from planner.models.from_config import shape_of
 
         others = [
-            replace(CANDIDATE, model=shape_of(shallow, id="x")),
-            replace(CANDIDATE, lora_r=8),
-            replace(CANDIDATE, max_length=1024),
+            structs.replace(CANDIDATE, model=shape_of(shallow, id="x")),
+            structs.replace(CANDIDATE, lora_r=8),
+            structs.replace(CANDIDATE, max_length=1024),
         ]
         assert len({candidate_key(each) for each in (CANDIDATE, *others)}) == 4
 
     def test_a_setting_that_the_method_does_not_read_makes_no_difference(self):
-        assert candidate_key(replace(CANDIDATE, num_generations=4)) == candidate_key(CANDIDATE)
+        assert candidate_key(structs.replace(CANDIDATE, num_generations=4)) == candidate_key(CANDIDATE)

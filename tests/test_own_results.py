@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, fake_measurement
 
 from planner.candidate import Candidate
@@ -136,8 +137,8 @@ class TestPlans:
         ("card", "candidate"),
         [
             ("NVIDIA A100-SXM4-40GB", CANDIDATE),
-            (CARD, replace(CANDIDATE, max_length=1024)),
-            (CARD, replace(CANDIDATE, trl_version="1.15")),
+            (CARD, structs.replace(CANDIDATE, max_length=1024)),
+            (CARD, structs.replace(CANDIDATE, trl_version="1.15")),
         ],
     )
     def test_another_card_candidate_or_release_is_not_used(self, card, candidate):
@@ -186,7 +187,7 @@ class TestPlans:
 
     def test_an_instruct_model_of_the_same_layers_is_the_same_candidate(self):
         save_result(fake_measurement(), CARD, "probe")
-        instruct = estimate(replace(CANDIDATE, model=load_model("Qwen2.5-0.5B-Instruct")), CLUSTER)
+        instruct = estimate(structs.replace(CANDIDATE, model=load_model("Qwen2.5-0.5B-Instruct")), CLUSTER)
         assert correct_by_own_probes(instruct, GPU, read_own_results(), 0.01).evidence == "measured"
 
     def test_the_same_measurements_make_the_same_report(self):

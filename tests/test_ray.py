@@ -18,6 +18,7 @@ ray = pytest.importorskip("ray")
 
 import psutil  # noqa: E402
 import test_devices  # noqa: E402
+from msgspec import structs  # noqa: E402
 from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
 from ray_probes import CLUSTER, VERSIONS, answer, device_options, entries  # noqa: E402
 
@@ -54,7 +55,7 @@ pytestmark = [
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
 NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
 SCRIPT = Path(__file__).with_name("ray_probes.py")
-SFT = replace(test_devices.SFT, model=load_model("Qwen2.5-0.5B"))
+SFT = structs.replace(test_devices.SFT, model=load_model("Qwen2.5-0.5B"))
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +188,7 @@ def test_the_command_line_reaches_the_cluster(
 # -- several nodes -----------------------------------------------------------------------------------------------------
 
 TWO = parse_cluster("2x1xA100-40G", None)
-OVER_TWO = replace(test_devices.SFT, num_nodes=2, num_processes=2, sharding="ddp")
+OVER_TWO = structs.replace(test_devices.SFT, num_nodes=2, num_processes=2, sharding="ddp")
 
 
 def real_options(folder: Path, **settings: Any) -> DeviceOptions:

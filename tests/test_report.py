@@ -7,6 +7,7 @@ from typing import get_args
 
 import jsonschema
 import pytest
+from msgspec import structs
 from report_samples import CLUSTER, COLOCATED, ESTIMATE, JOB, MODEL, NOTHING_FITS, PLAN, TOO_LARGE
 
 from planner.candidate import Candidate
@@ -65,7 +66,7 @@ class TestJson:
     @pytest.mark.parametrize("quantization", ["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"])
     @pytest.mark.parametrize("vllm", ["off", "colocate", "server"])
     def test_every_structure_follows_the_schema(self, sharding, quantization, vllm):
-        candidate = replace(
+        candidate = structs.replace(
             COLOCATED, sharding=sharding, quantization=quantization, vllm=vllm, reward_model=MODEL, teacher_model=MODEL
         )
         VALIDATOR.validate(as_json(estimate_report(estimate_of(candidate))))
@@ -291,7 +292,7 @@ class TestTable:
         ],
     )
     def test_a_candidate_is_described_in_words(self, changes, words):
-        assert describe_candidate(replace(COLOCATED, **changes)) == words
+        assert describe_candidate(structs.replace(COLOCATED, **changes)) == words
 
 
 class TestFrames:

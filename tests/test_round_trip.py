@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import typer
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from planner.candidate import SHARDED, Candidate
 from planner.cli import app

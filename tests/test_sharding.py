@@ -1,11 +1,11 @@
 """Bytes that each of many GPUs holds and gathers: DDP, ZeRO and FSDP2."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.gpus.catalogue import load_gpu

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from planner.candidate import Candidate
 from planner.gpus.parse import parse_cluster
@@ -46,11 +47,11 @@ PAIRS_IN_ORDER = 0.9  # results/throughput.md says 97 %
 
 
 def sft(**changes: object) -> Candidate:
-    return replace(Candidate(model=MODEL, method="sft", dtype="bfloat16", padded=False), **changes)  # type: ignore[arg-type]
+    return structs.replace(Candidate(model=MODEL, method="sft", dtype="bfloat16", padded=False), **changes)  # type: ignore[arg-type]
 
 
 def grpo(**changes: object) -> Candidate:
-    return replace(Candidate(model=MODEL, method="grpo", dtype="bfloat16", tuning="lora"), **changes)  # type: ignore[arg-type]
+    return structs.replace(Candidate(model=MODEL, method="grpo", dtype="bfloat16", tuning="lora"), **changes)  # type: ignore[arg-type]
 
 
 # Settings rather than candidates: hypothesis prints what fails, and a model's shape is long.
@@ -192,7 +193,7 @@ class TestCounts:
             max_length=64, sync_each_batch=True,
         )  # fmt: skip
         once, always = (
-            throughput(replace(synced, sync_each_batch=each), SLOW_LINKS, 0.0).seconds["communication"]
+            throughput(structs.replace(synced, sync_each_batch=each), SLOW_LINKS, 0.0).seconds["communication"]
             for each in (False, True)
         )
 
@@ -232,8 +233,8 @@ class TestLaws:
         assert throughput(candidate, NODE, SEQUENCES).step_seconds >= flops * tokens / NODE.gpu.bf16_flops
 
     def test_a_step_of_ppo_has_four_epochs_of_policy_and_value_model(self) -> None:
-        whole = throughput(replace(Candidate(model=MODEL, method="ppo")), A100, 0.0)
-        half = throughput(replace(Candidate(model=SMALL, method="ppo", reward_model=MODEL)), A100, 0.0)
+        whole = throughput(structs.replace(Candidate(model=MODEL, method="ppo")), A100, 0.0)
+        half = throughput(structs.replace(Candidate(model=SMALL, method="ppo", reward_model=MODEL)), A100, 0.0)
         products = 4 * 6 * MODEL.linear_params * 8 * 1024 / A100.gpu.bf16_flops
         assert half.seconds["compute"] > products  # the value model alone
         assert whole.seconds["compute"] > 2 * products
@@ -245,9 +246,9 @@ class TestLaws:
     ) -> None:
         """A single row has no padding, and so no mask that keeps sdpa from FlashAttention: two rows may be slower."""
         accumulation = job["gradient_accumulation_steps"]
-        candidate = replace(built(job), steps_per_generation=accumulation)
-        candidate = replace(candidate, padded=candidate.pads)
-        larger = replace(
+        candidate = structs.replace(built(job), steps_per_generation=accumulation)
+        candidate = structs.replace(candidate, padded=candidate.pads)
+        larger = structs.replace(
             candidate,
             per_device_train_batch_size=2 * candidate.per_device_train_batch_size,
             gradient_accumulation_steps=accumulation // 2,
@@ -261,8 +262,8 @@ class TestLaws:
     @given(job=jobs, every=st.integers(min_value=1, max_value=8))
     @settings(max_examples=150, deadline=None)
     def test_checkpointing_is_never_faster(self, job: dict[str, Any], every: int) -> None:
-        without = replace(built(job), gradient_checkpointing=False)
-        with_it = replace(without, gradient_checkpointing=True, checkpoint_every_n_layers=every)
+        without = structs.replace(built(job), gradient_checkpointing=False)
+        with_it = structs.replace(without, gradient_checkpointing=True, checkpoint_every_n_layers=every)
 
         assert throughput(with_it, NODE, SEQUENCES).step_seconds >= throughput(
             without, NODE, SEQUENCES
@@ -275,7 +276,7 @@ class TestLaws:
     @settings(max_examples=150, deadline=None)
     def test_offloading_is_never_faster(self, job: dict[str, Any], field: str) -> None:
         candidate = built(job)
-        offloaded = replace(candidate, **{field: True})  # type: ignore[arg-type]
+        offloaded = structs.replace(candidate, **{field: True})  # type: ignore[arg-type]
 
         assert throughput(offloaded, NODE, SEQUENCES).step_seconds >= throughput(
             candidate, NODE, SEQUENCES
@@ -285,7 +286,9 @@ class TestLaws:
     @settings(max_examples=100, deadline=None)
     def test_longer_rows_are_never_faster(self, job: dict[str, Any]) -> None:
         candidate = built(job)
-        longer = replace(candidate, max_length=2 * candidate.max_length, prompt_length=2 * candidate.prompt_length)
+        longer = structs.replace(
+            candidate, max_length=2 * candidate.max_length, prompt_length=2 * candidate.prompt_length
+        )
 
         assert throughput(longer, NODE, SEQUENCES).step_seconds >= throughput(
             candidate, NODE, SEQUENCES
@@ -347,8 +350,10 @@ class TestPrices:
         alone = sft(max_length=2048, dtype="float16", precision="fp16", per_device_train_batch_size=1)
 
         assert micro_batch(alone, t4).kernel == "eager"
-        assert micro_batch(replace(alone, model=load_model("Llama-2-7b-hf")), t4).kernel == "sdpa-efficient"
-        assert micro_batch(replace(alone, per_device_train_batch_size=2, padded=True), t4).kernel == "sdpa-masked"
+        assert micro_batch(structs.replace(alone, model=load_model("Llama-2-7b-hf")), t4).kernel == "sdpa-efficient"
+        assert (
+            micro_batch(structs.replace(alone, per_device_train_batch_size=2, padded=True), t4).kernel == "sdpa-masked"
+        )
 
     def test_small_micro_batches_pay_for_launches(self) -> None:
         one = throughput(

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from planner.candidate import Candidate
 from planner.measurements.documents import measurement_of
@@ -134,7 +135,9 @@ def test_random_weights_take_as_much_memory_as_saved_ones(tmp_path: Path) -> Non
         transformers.AutoConfig.for_model("mixtral", **fields), dtype=torch.bfloat16
     )
     saved.save_pretrained(tmp_path / "saved")
-    from_disk = measured(replace(case, model=shape_of(config, id=str(tmp_path / "saved"))), tmp_path, weights="hub")
+    from_disk = measured(
+        structs.replace(case, model=shape_of(config, id=str(tmp_path / "saved"))), tmp_path, weights="hub"
+    )
     assert from_disk.peak_bytes == measured(case, tmp_path).peak_bytes
 
 
@@ -442,10 +445,10 @@ def test_a_server_gets_the_model_folder_and_the_gpus_after_the_trainers(monkeypa
 def test_seconds_of_a_step_include_its_share_of_a_rollout(tmp_path: Path) -> None:
     clock = Clock(tmp_path / "phase")
     clock.steps = [(90.0, 40.0), (10.0, 0.0), (12.0, 0.0)]
-    case = replace(candidate("grpo"), steps_per_generation=4, gradient_accumulation_steps=1)
+    case = structs.replace(candidate("grpo"), steps_per_generation=4, gradient_accumulation_steps=1)
     assert step_seconds(case, clock) == 11.0 + 40.0 / 4
     clock.steps = [(90.0, 60.0), (30.0, 20.0)]
-    assert step_seconds(replace(case, steps_per_generation=1), clock) == 30.0
+    assert step_seconds(structs.replace(case, steps_per_generation=1), clock) == 30.0
     clock.steps = []
     assert step_seconds(case, clock) == 0.0
 

@@ -8,6 +8,8 @@ its gathered parameters and buckets, the engine and the memory outside PyTorch c
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from planner.allocator.reserved import Reserved, reserved_of
 from planner.allocator.trace import STAYS, Allocation, Trace
 from planner.candidate import SHARDED, Candidate
@@ -70,12 +72,14 @@ def single_process(candidate: Candidate) -> Candidate:
     Source: deepspeed 0.19.8, runtime/engine.py (`module.bfloat16()`); accelerate 1.15, utils/fsdp_utils.py
     (`MixedPrecisionPolicy`).
     """
-    one = replace(
+    one = structs.replace(
         candidate, sharding="none", num_processes=1, num_nodes=1, offload_optimizer=False, offload_param=False
     )
     if candidate.sharding not in SHARDED or candidate.precision == "no":
         return one
-    return replace(one, dtype="float16" if candidate.precision == "fp16" else "bfloat16", autocast_adapter_dtype=False)
+    return structs.replace(
+        one, dtype="float16" if candidate.precision == "fp16" else "bfloat16", autocast_adapter_dtype=False
+    )
 
 
 def compose(candidate: Candidate, trace: Trace, estimated: GpuMemory) -> Simulation:

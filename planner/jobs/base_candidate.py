@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
@@ -49,7 +51,7 @@ def base_candidate(job: Job, cluster: Cluster) -> Candidate:
     settings.setdefault("precision", "bf16" if cluster.gpu.supports_bf16 else "fp16")
     candidate = Candidate(model=job.model, method=job.method, trl_version=trl_version(job), **settings)  # type: ignore[arg-type]
     if "sync_each_batch" not in job.pinned:
-        candidate = replace(candidate, sync_each_batch=syncs_each_batch(candidate))
+        candidate = structs.replace(candidate, sync_each_batch=syncs_each_batch(candidate))
     refuse_candidate(candidate, job, cluster)
     return candidate
 

@@ -1,10 +1,9 @@
 """The changes that turn the settings of config files into those of a candidate."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
-from planner.candidate import Candidate
+from planner.candidate import FIELDS, Candidate
 from planner.jobs.settings import is_shown, settings_of_fields
 
 NOT_SET = "not set"
@@ -30,7 +29,7 @@ def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[st
     """
     usual = Candidate(model=candidate.model, method=candidate.method, **candidate.method_row.defaults)  # type: ignore[arg-type]
     lines: list[str] = []
-    for name in (field.name for field in fields(Candidate) if field.name not in NOT_SEARCHED):
+    for name in (field for field in FIELDS if field not in NOT_SEARCHED):
         is_set, value = name in in_files, getattr(candidate, name)
         before = settings_of_fields({name: in_files[name] if is_set else getattr(usual, name)})
         after = settings_of_fields({name: value}) if is_set or is_shown(candidate, name) else before

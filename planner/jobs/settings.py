@@ -4,11 +4,10 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from functools import cache
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from planner.candidate import DEEPSPEED, MODEL_FIELDS, STAGE_3_SIZES, ZERO_SIZES, Candidate, Elements
+from planner.candidate import DEEPSPEED, FIELDS, MODEL_FIELDS, STAGE_3_SIZES, ZERO_SIZES, Candidate, Elements
 from planner.errors import InputError, UnknownName, shortened
 from planner.jobs.spellings import (
     ALIASES,
@@ -90,11 +89,7 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def field_types() -> dict[str, object]:
     """Return every Candidate field that `--set` can set, with its type; a model is set by its name."""
     hints = get_type_hints(Candidate)
-    return {
-        field.name: str if field.name in MODEL_FIELDS else hints[field.name]
-        for field in fields(Candidate)
-        if field.name not in OWN_FLAGS
-    }
+    return {name: str if name in MODEL_FIELDS else hints[name] for name in FIELDS if name not in OWN_FLAGS}
 
 
 @cache
@@ -177,15 +172,15 @@ def candidate_fields(
 def settings_of(candidate: Candidate) -> dict[str, object]:
     """Convert a candidate to settings by the libraries' names, to paste into a TRL config or an accelerate file."""
     values: dict[str, object] = {}
-    for field in fields(Candidate):
-        if not is_shown(candidate, field.name):
+    for field in FIELDS:
+        if not is_shown(candidate, field):
             continue
-        value = getattr(candidate, field.name)
-        if field.name in SPELLINGS:
-            values.update(SPELLINGS[field.name][value])
+        value = getattr(candidate, field)
+        if field in SPELLINGS:
+            values.update(SPELLINGS[field][value])
         else:
-            values[_library_name(candidate, field.name)] = (
-                (value.path or value.id) if field.name in MODEL_FIELDS else _library_value(field.name, value)
+            values[_library_name(candidate, field)] = (
+                (value.path or value.id) if field in MODEL_FIELDS else _library_value(field, value)
             )
     if candidate.sharding == "fsdp2":
         values[FSDP_OFFLOAD] = candidate.offload_param

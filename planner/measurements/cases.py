@@ -105,7 +105,7 @@ def _complete(case: Case, complete_model: Callable[[ModelShape], ModelShape] | N
         return case
     others = {field: getattr(candidate, field) for field in MODEL_FIELDS}
     completed: dict[str, Any] = {name: complete_model(model) for name, model in others.items() if model is not None}
-    return replace(case, candidate=replace(candidate, **completed))
+    return replace(case, candidate=structs.replace(candidate, **completed))
 
 
 def _read_line(path: Path, number: int, text: str) -> Case | LeftOut:

@@ -1,9 +1,9 @@
 """A plan corrected by its probes: the proven candidate becomes the best, and notes say how wrong the plan was."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
-from planner.candidate import Candidate
+from planner.candidate import FIELDS, Candidate
 from planner.estimate import estimate
 from planner.jobs.settings import settings_of_fields, settings_text
 from planner.measurements.corrected_estimate import (
@@ -181,5 +181,5 @@ def compare_peaks(expected: Estimate, measured: Measurement) -> str:
 
 def changed_settings(before: Candidate, after: Candidate) -> str:
     """Return the settings of the second candidate that differ from the first, as `--set` takes them."""
-    names = [field.name for field in fields(Candidate) if getattr(before, field.name) != getattr(after, field.name)]
+    names = [field for field in FIELDS if getattr(before, field) != getattr(after, field)]
     return settings_text(settings_of_fields({name: getattr(after, name) for name in names}))

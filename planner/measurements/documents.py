@@ -5,13 +5,13 @@ msgspec and its types take milliseconds that `plan` without measurements does no
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_type_hints
 
 from msgspec import UNSET, Struct, UnsetType, defstruct, structs, to_builtins
 
-from planner.candidate import MODEL_FIELDS, Candidate
+from planner.candidate import FIELDS, MODEL_FIELDS, Candidate
 from planner.errors import InputError
 from planner.files.decode import convert_json, decode_json
 from planner.measurements.measurement import SCHEMA, Measurement
@@ -38,17 +38,17 @@ class ModelDocument(Struct, frozen=True):
     published: PublishedDocument
 
 
-def _json_types(dataclass: type) -> dict[str, Any]:
-    """Return the fields of a dataclass with their types in JSON.
+def _json_types(kind: type, names: Iterable[str]) -> dict[str, Any]:
+    """Return the named fields of a type with their types in JSON.
 
     A `float` may be written without a decimal point and stays as written: the runner compares the documents of a
     worker's candidate and of its task as text.
     """
-    hints = get_type_hints(dataclass)
-    return {field.name: int | float if hints[field.name] is float else hints[field.name] for field in fields(dataclass)}
+    hints = get_type_hints(kind)
+    return {name: int | float if hints[name] is float else hints[name] for name in names}
 
 
-CANDIDATE_TYPES = _json_types(Candidate)
+CANDIDATE_TYPES = _json_types(Candidate, FIELDS)
 CandidateDocument = defstruct(
     "CandidateDocument",
     [
@@ -61,10 +61,11 @@ CandidateDocument = defstruct(
     kw_only=True,
     forbid_unknown_fields=True,
 )
+MEASURED = [field.name for field in fields(Measurement) if field.name != "candidate"]
 MeasurementDocument = defstruct(
     "MeasurementDocument",
     [
-        *((name, hint) for name, hint in _json_types(Measurement).items() if name != "candidate"),
+        *_json_types(Measurement, MEASURED).items(),
         ("candidate", CandidateDocument),
         ("schema", Literal[1]),
     ],
@@ -116,7 +117,7 @@ def stored_measurement(text: str) -> Measurement:
 
 def candidate_report(candidate: Candidate) -> dict[str, object]:
     """Return every field of a candidate as a JSON object, its models with their whole config."""
-    values = {field.name: getattr(candidate, field.name) for field in fields(Candidate)}
+    values = {field: getattr(candidate, field) for field in FIELDS}
     models = {name: _model_document(values[name]) for name in MODEL_FIELDS if values[name] is not None}
     report: dict[str, object] = to_builtins({**values, **models})
     return report

@@ -1,6 +1,6 @@
 """The settings of a candidate that the table shows: the important ones, and those that differ from TRL's defaults."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from planner.candidate import ZERO_SIZES, Candidate
 from planner.jobs.settings import settings_of

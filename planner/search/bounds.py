@@ -1,7 +1,8 @@
 """Bounds of a structure that need no search of its sizes: its largest speed, and the least memory it can need."""
 
-from dataclasses import replace
 from math import inf
+
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.quantities import Estimate

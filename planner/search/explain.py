@@ -1,7 +1,8 @@
 """Text of a plan beside its numbers: reasons for its settings, limits of batch and length, and notes for the user."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from planner.binary_search import largest
 from planner.candidate import BITSANDBYTES, FLASH, Candidate
@@ -55,7 +56,7 @@ def reasons(best: Estimate, problem: SearchProblem) -> tuple[str, ...]:
         other = next((each for each in others if each != value), None)
         if other is None or name in problem.job.pinned or not is_applicable(name, best.candidate, problem):
             continue
-        answer = estimate_or_none(replace(best.candidate, **{name: other}), problem)  # type: ignore[arg-type]
+        answer = estimate_or_none(replace(best.candidate, **{name: other}), problem)
         if answer is not None and (effect := describe_difference(best, answer, problem)):
             found.append(
                 f"{name} {format_value(value)} instead of {format_value(other)}: {effect}{gather_cost(name, answer)}"

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from planner.binary_search import largest
 from planner.candidate import Candidate
 from planner.errors import NotMeasured
@@ -50,7 +52,7 @@ def with_utilization(candidate: Candidate, hundredths: int, problem: SearchProbl
     """Return the candidate with `vllm_gpu_memory_utilization` in hundredths, or unchanged if the job pins it."""
     if "vllm_gpu_memory_utilization" in problem.job.pinned:
         return candidate
-    return replace(candidate, vllm_gpu_memory_utilization=hundredths / 100)
+    return structs.replace(candidate, vllm_gpu_memory_utilization=hundredths / 100)
 
 
 def with_smallest_utilization(candidate: Candidate, problem: SearchProblem) -> Candidate:

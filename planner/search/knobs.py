@@ -5,9 +5,11 @@ and 16-bit weights in full fine-tuning.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from planner.candidate import FLASH, Candidate
 from planner.gpus.cluster import Cluster

@@ -5,11 +5,11 @@ that fits, and a colocated vLLM engine the largest `vllm_gpu_memory_utilization`
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from planner.binary_search import largest
-from planner.candidate import Candidate
+from planner.candidate import FIELDS, Candidate
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.quantities import Estimate
@@ -169,7 +169,7 @@ def trainer_peak_bytes(answer: Estimate) -> int:
 
 def changed_settings(candidate: Candidate, base: Candidate) -> int:
     """Return how many settings of a candidate differ from those of `base`."""
-    return sum(getattr(candidate, field.name) != getattr(base, field.name) for field in fields(Candidate))
+    return sum(getattr(candidate, field) != getattr(base, field) for field in FIELDS)
 
 
 def with_smaller_batch(answer: Estimate, near_best: Callable[[Estimate], bool], problem: SearchProblem) -> Estimate:

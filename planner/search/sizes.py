@@ -1,9 +1,11 @@
 """The sizes of a structure: every batch and every length that the job allows, smallest first."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isqrt
 from typing import Any
+
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.jobs.base_candidate import syncs_each_batch

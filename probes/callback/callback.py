@@ -14,10 +14,10 @@ import importlib.metadata
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from planner.candidate import Candidate

@@ -3,10 +3,10 @@
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from msgspec.structs import replace
 from transformers import PrinterCallback
 
 from planner.allocator.trace import Trace

@@ -4,9 +4,9 @@ full length.
 
 import contextlib
 import tempfile
-from dataclasses import replace
 
 import datasets
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from probes.dryrun.fake_models import Device, policy, reference_without_weights, reward_model, teacher, tokenizer

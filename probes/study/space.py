@@ -1,10 +1,10 @@
 """The search space of a study: a line for each structure, with its sizes and a colocated engine's GPU shares."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from planner.candidate import Candidate
+from planner.candidate import FIELDS, Candidate
 from planner.errors import InputError
 from planner.jobs.settings import settings_of_fields, settings_text
 from planner.measurements.measurement import DeviceName
@@ -231,11 +231,7 @@ def space_of(problem: SearchProblem, device: DeviceName, estimator: Estimator = 
         raise InputError(
             f"Nothing that this asks for runs on the {device} device. Drop a --set, or give another --device."
         )
-    differing = [
-        entry.name
-        for entry in fields(Candidate)
-        if any(getattr(each, entry.name) != getattr(found[0], entry.name) for each in found[1:])
-    ]
+    differing = [name for name in FIELDS if any(getattr(each, name) != getattr(found[0], name) for each in found[1:])]
     structure_knobs = tuple(dict.fromkeys((*ALWAYS_KNOBS, *(name for name in differing if name not in DERIVED))))
     sized = (
         (each, length_sizes(each, problem) if problem.job.optimize == "max-length" else batch_sizes(each, problem.job))

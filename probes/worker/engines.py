@@ -13,11 +13,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import InputError
