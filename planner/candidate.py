@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from planner.errors import InputError
-from planner.methods import METHODS, NEWEST_TRL, WITHOUT_AUTOCAST, Method, MethodName
+from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -275,10 +275,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def generates_without_cache(self) -> bool:
         """True if `generate` runs the whole row again for every token, without a KV cache.
 
-        Online DPO prepares a bitsandbytes model before it looks at gradient_checkpointing, which is then off (trl 1.16,
-        experimental/utils.py, `prepare_peft_model`).
+        A trainer that prepares a bitsandbytes model does so before it looks at gradient_checkpointing, which is then
+        off (trl 1.16, experimental/utils.py, `prepare_peft_model`).
         """
-        prepared = self.method == "online-dpo" and self.quantization in BITSANDBYTES
+        prepared = self.method_row.kbit_preparation != "none" and self.quantization in BITSANDBYTES
         drops = self.method_row.checkpointing_drops_cache and not prepared
         return drops and self.gradient_checkpointing and self.vllm == "off"
 
@@ -308,7 +308,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         if self.dtype != "float32" or (self.sharding in SHARDED and self.precision != "no"):
             return False
         inner = self.tuning == "lora" and self.method_row.generates and self.vllm == "off"
-        return self.precision == "no" or self.method in WITHOUT_AUTOCAST or inner
+        return self.precision == "no" or not self.method_row.autocast or inner
 
     @property
     def separate_reference(self) -> bool:

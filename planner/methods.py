@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from planner.errors import InputError, shortened
 
@@ -22,11 +22,11 @@ Loss = Literal[
     "liger",  # fused linear cross entropy: logits one chunk at a time, gradients in the forward pass
     "score",  # reward: one number a row
 ]
+Head = Literal["lm_head", "score"]  # the policy's last layer: scores of the vocabulary, or one number a row
+# Weights of a 4-bit model that a trainer casts to bfloat16 after PEFT's `prepare_model_for_kbit_training`, which casts
+# all unquantized ones to float32; "none": the trainer does not call it.
+KbitPreparation = Literal["none", "embeddings_and_head", "everything_unquantized"]
 Release = tuple[int, int]
-
-# Methods whose backbones run in the dtype of the weights even with `bf16`, outside the forward that accelerate wraps in
-# autocast. Source: trl 1.16, trainer/distillation_trainer.py:1838-1862 (`_forward_redirection` replaces that forward).
-WITHOUT_AUTOCAST: tuple[MethodName, ...] = ("distillation",)
 
 NEWEST_TRL = "1.16"  # the newest release whose defaults and code paths are counted
 OLDEST_TRL = "1.0"  # the oldest one; earlier releases are planned as if they were this one
@@ -37,9 +37,9 @@ LIGER_LEAVES_THE_LOSS: Release = (1, 15)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """One row of the table `METHODS`: which models are loaded, which passes run, how batches are made.
+    """One row of the table `METHODS`: all that differs between methods, but for the dataset's rows (`TRAINERS`).
 
-    `defaults`: Candidate fields whose default in the method's config class differs from that of `Candidate`.
+    A column without a default differs so often that every row has to state it; `METHODS` fails at import without it.
     """
 
     name: MethodName
@@ -50,7 +50,15 @@ class Method:
     liger_loss: bool = False  # before `LIGER_LEAVES_THE_LOSS`, use_liger_kernel replaces the loss
     rows_per_sample: int  # rows of the policy's forward for each of per_device_train_batch_size
     smallest_batch: int = 1  # samples a process at least
-    defaults: Mapping[str, object] = field(default_factory=dict, hash=False)  # Candidate fields
+
+    # the config class
+    # Candidate field -> default, where it is not that of `Candidate`.
+    defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
+    # Candidate field -> name of its argument, where it is not the one in planner/jobs/spellings.py.
+    argument_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    missing_arguments: frozenset[str] = frozenset()  # settings for which other methods' configs have a field
+    reward_model_argument: str = ""  # the field with the path of the reward model; empty: an argument of the script
+    learning_rate: str  # its default; empty: unknown
 
     # other models
     reference: Literal["never", "always", "beta"]  # a frozen copy of the policy; "beta": only if beta is not 0
@@ -67,6 +75,22 @@ class Method:
     needs_beta: bool = False  # a beta of 0 has no loss, so 0 means "not set"
     extra_forward_rows: int = 0  # rows of a second, gradient-free forward beside the policy's (KTO's KL batch)
 
+    # how the policy is prepared
+    # False: the backbone runs in the dtype of the weights even with `bf16`, outside the forward that accelerate wraps
+    # in autocast. Source: trl 1.16, trainer/distillation_trainer.py, `_forward_redirection` (replaces that forward).
+    autocast: bool = True
+    # The trainer sets the model's dropout to 0. Source: trl 1.16, trainer/dpo_config.py, kto_config.py,
+    # reward_config.py and experimental configs, `disable_dropout`.
+    disables_dropout: bool
+    # Source: trl 1.16, experimental/cpo/cpo_trainer.py and experimental/orpo/orpo_trainer.py, `__init__`, with
+    # experimental/utils.py, `peft_module_casting_to_bf16`; experimental/online_dpo/online_dpo_trainer.py, `__init__`,
+    # with experimental/utils.py, `prepare_peft_model`.
+    kbit_preparation: KbitPreparation = "none"
+    # The bases of bitsandbytes on which the trainer casts adapters to bfloat16; PEFT makes float32 ones. Source: trl
+    # 1.16, trainer/sft_trainer.py, `__init__` (all, as in every stable trainer); experimental/utils.py,
+    # `peft_module_casting_to_bf16` (changes norms, embeddings and the head only), `prepare_peft_model` (4-bit only).
+    bfloat16_adapters: Literal["never", "4bit", "4bit_and_8bit"] = "4bit_and_8bit"
+
     # generation
     generates: bool  # the policy samples completions in the training loop
     grouped_completions: bool = False  # num_generations, steps_per_generation and num_iterations exist
@@ -74,6 +98,22 @@ class Method:
     bounded_rows: bool = False  # max_length bounds prompt and completion together
     completion_logits_only: bool = False  # a loss that builds logits builds those of completions (logits_to_keep)
     supports_vllm: bool = False
+    # The trainer builds vLLM's engine itself, with a context of max_length + max_completion_length, not through
+    # trl/generation/vllm_generation.py. Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, `__init__`.
+    builds_engine: bool = False
+    # Share of the micro-batches that the policy generates; the others are rows of the dataset.
+    generated_share: float = 1.0
+    # A step of the trainer is a rollout of all its micro-batches, and this many epochs over it, each of which ends with
+    # an optimizer step; 0: a step is one optimizer step. Source: trl 1.12, experimental/ppo/ppo_trainer.py, `train`;
+    # ppo_config.py, `num_ppo_epochs`.
+    epochs_per_rollout: int = 0
+    # Gradient-free forward passes of the policy's size per rollout that make the log-probabilities of the sampled
+    # tokens (and PPO's values). Source: trl 1.16, trainer/rloo_trainer.py, `_generate_and_score_completions`; trl
+    # 1.12, experimental/ppo/ppo_trainer.py.
+    sampling_forwards: int = 0
+    # One such pass where the policy has moved on from the one that sampled: with vLLM, or if rollouts do not end with
+    # an optimizer step. Source: trl 1.16, trainer/grpo_trainer.py, `_generate_and_score_completions`.
+    forward_if_outdated: bool = False
     always_gathers: bool = False  # ds3_gather_for_generation does not exist, and ZeRO-3 gathers as if it were true
     # `generate` keeps no KV cache under gradient checkpointing: trl 1.16, experimental/gkd/gkd_trainer.py:221 and
     # experimental/online_dpo/online_dpo_trainer.py:562 (`use_cache`).
@@ -84,14 +124,42 @@ class Method:
     padding_free: bool = False  # padding_free exists
     offloads_activations: bool = False  # activation_offloading exists
     counts_images: bool = False  # images in its rows are counted (TRL's GRPO and RLOO take images, too)
+    shares_rows: bool = False  # GPUs can share a row (cp_size, sp_size): position_ids, and a loss of pieces
+    # Its trainer can evaluate rows of text. Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py (has no
+    # `prediction_step` of its own).
+    evaluates: bool = True
 
     experimental: bool = False  # in trl.experimental: no `trl` command, no quantization_config argument
+    script_arguments: str = "trl.ScriptArguments"  # class with the script's own arguments, such as `dataset_name`
     last_trl: str = "current"  # the last TRL release that has it
+
+    @property
+    def head(self) -> Head:
+        """The policy's last layer."""
+        return "score" if self.loss == "score" else "lm_head"
+
+    @property
+    def module(self) -> str:
+        """The module of the trainer and its config class. Source: trl 1.16, `trl/experimental/`."""
+        return f"trl.experimental.{self.name.replace('-', '_')}" if self.experimental else "trl"
+
+    @property
+    def trainer_module(self) -> str:
+        """The file of the trainer."""
+        file = f"{self.name.replace('-', '_')}_trainer"
+        return f"{self.module}.{file}" if self.experimental else f"trl.trainer.{file}"
+
+    @property
+    def shards_qlora(self) -> bool:
+        """True if sharded 4-bit weights are planned: its trainer neither prepares a 4-bit model nor samples."""
+        return not self.generates and self.kbit_preparation == "none"
 
 
 # Source of the rows: trl 1.16, trainer/*_trainer.py, trainer/*_config.py and experimental/*/; PPO: trl 1.12,
 # experimental/ppo. `earlier_losses`: trl's CHANGELOG and trainer/utils.py `selective_log_softmax` of each release;
 # `chunked_nll` became SFT's default in 1.5, the fused head came to every stable trainer with 1.15.
+# `learning_rate`: the configs; PPO's is not known. `generated_share` of GKD: experimental/gkd/gkd_config.py, `lmbda`.
+# Argument names: experimental/online_dpo/online_dpo_config.py, experimental/gkd/gkd_config.py, ppo/ppo_config.py.
 # `smallest_batch` of KTO: trainer/kto_trainer.py, "Actual (not effective) batch size must be > 1".
 # Prompts have no limit in TRL 1.16, so `prompt_length` describes the data: 512 tokens unless --prompt-length is given;
 # with `bounded_rows` the rest of max_length.
@@ -103,12 +171,14 @@ METHODS: dict[MethodName, Method] = {
             loss="fused", earlier_losses=(((1, 4), "logits_cross_entropy"), ((1, 14), "chunked_nll")), liger_loss=True,
             rows_per_sample=1, reference="never", has_beta=False, generates=False,
             packs=True, padding_free=True, offloads_activations=True, counts_images=True,
+            learning_rate="2e-05", disables_dropout=False, shares_rows=True,
         ),
         Method(
             name="dpo", trainer="DPOTrainer", config="DPOConfig",
             loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
             rows_per_sample=2, reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, padding_free=True, offloads_activations=True, counts_images=True, defaults={"beta": 0.1},
+            learning_rate="1e-06", disables_dropout=True,
         ),
         Method(
             name="kto", trainer="KTOTrainer", config="KTOConfig",
@@ -116,26 +186,34 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, smallest_batch=2, extra_forward_rows=1,
             reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, offloads_activations=True, defaults={"beta": 0.1},
+            learning_rate="1e-06", disables_dropout=True,
         ),
         Method(
             name="orpo", trainer="ORPOTrainer", config="ORPOConfig", loss="logits",
             rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
             experimental=True,
+            learning_rate="1e-06", disables_dropout=True,
+            kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
         Method(
             name="cpo", trainer="CPOTrainer", config="CPOConfig", loss="logits",
             rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
             experimental=True,
+            learning_rate="1e-06", disables_dropout=True,
+            kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
         Method(
             name="reward", trainer="RewardTrainer", config="RewardConfig", loss="score",
             rows_per_sample=2, reference="never", has_beta=False, generates=False, offloads_activations=True,
+            learning_rate="0.0001", disables_dropout=True,
         ),
         Method(
             name="grpo", trainer="GRPOTrainer", config="GRPOConfig",
             loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
             rows_per_sample=1, reference="beta", reward_model="optional",
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
+            learning_rate="1e-06", disables_dropout=False,
+            forward_if_outdated=True, script_arguments="trl.scripts.grpo.GRPOScriptArguments",
         ),
         Method(
             name="rloo", trainer="RLOOTrainer", config="RLOOConfig",
@@ -143,6 +221,8 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, reference="beta", reward_model="optional",
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
             defaults={"num_generations": 2, "beta": 0.05},
+            learning_rate="1e-06", disables_dropout=False,
+            sampling_forwards=1, script_arguments="trl.scripts.rloo.RLOOScriptArguments",
         ),
         Method(
             name="online-dpo", trainer="OnlineDPOTrainer", config="OnlineDPOConfig", loss="log_softmax",
@@ -150,26 +230,38 @@ METHODS: dict[MethodName, Method] = {
             experimental_reference=True, generates=True, checkpointing_drops_cache=True, bounded_rows=True,
             supports_vllm=True, experimental=True,
             defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1},
+            learning_rate="5e-07", disables_dropout=True,
+            kbit_preparation="everything_unquantized", bfloat16_adapters="4bit", builds_engine=True, evaluates=False,
+            script_arguments="trl.scripts.grpo.GRPOScriptArguments",
+            argument_names={"max_completion_length": "max_new_tokens"},
+            missing_arguments=frozenset({"vllm_max_model_length"}),
         ),
         Method(
             name="gkd", trainer="GKDTrainer", config="GKDConfig", loss="jsd",
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
             generates=True, always_gathers=True, checkpointing_drops_cache=True, bounded_rows=True,
             defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True,
+            learning_rate="2e-05", disables_dropout=True, generated_share=0.5,
+            argument_names={"max_completion_length": "max_new_tokens"},
         ),
         Method(
             name="distillation", trainer="DistillationTrainer", config="DistillationConfig",
             loss="divergence", earlier_losses=(((1, 14), "jsd"),),
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
             generates=True, generates_ahead=True, supports_vllm=True, defaults={"beta": 1.0},
+            learning_rate="1e-06", disables_dropout=False, autocast=False,
         ),
         Method(
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="logits",
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
             generates=True, defaults={"max_completion_length": 53, "beta": 0.05}, experimental=True, last_trl="1.12",
+            learning_rate="", disables_dropout=False, bfloat16_adapters="never", epochs_per_rollout=4,
+            sampling_forwards=2, argument_names={"max_completion_length": "response_length", "beta": "kl_coef"},
+            missing_arguments=frozenset({"reward_model_name_or_path"}), reward_model_argument="reward_model_path",
         ),
     )
 }  # fmt: skip
+assert tuple(METHODS) == get_args(MethodName), "every method has one row, in the order of MethodName"
 
 
 # The method of each TRL config class, by the class's name.

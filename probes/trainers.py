@@ -20,7 +20,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.settings import settings_of, trl_arguments
-from planner.methods import MethodName
+from planner.methods import METHODS, MethodName
 from planner.models.architectures.image_tower import ImageTower, image_tower
 from probes.step.built_trainer import DTYPES, BuiltTrainer
 
@@ -55,6 +55,7 @@ class TrainerRecipe:
 
     row: Row
     arguments: Callable[[TrainerInputs], dict[str, Any]] = lambda inputs: {}  # besides the candidate's settings
+    changes_generation_config: bool = False  # its config has no `generation_kwargs`, which set the full length
 
 
 def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
@@ -80,7 +81,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
     trainer = _class_of_trl(candidate, method.trainer)(**settings)
     if candidate.images_per_row:
         trainer.data_collator = with_images(trainer.data_collator, candidate, trainer.model.config)
-    if candidate.method == "gkd":  # GKDConfig has no `generation_kwargs`
+    if TRAINERS[candidate.method].changes_generation_config:
         trainer.generation_config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
     if candidate.tuning == "lora" and not candidate.autocast_adapter_dtype:
         adapters_in_dtype(trainer.model, DTYPES[candidate.dtype])
@@ -119,8 +120,7 @@ def training_arguments(inputs: TrainerInputs) -> Any:
 
 def _class_of_trl(candidate: Candidate, name: str) -> Any:
     """Return a class of the installed TRL, by its name in `METHODS`."""
-    module = f"trl.experimental.{candidate.method.replace('-', '_')}" if candidate.method_row.experimental else "trl"
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(candidate.method_row.module), name)
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def model_config(candidate: Candidate) -> ModelConfig:
     names = {field.name for field in fields(ModelConfig)}
     settings = {name: value for name, value in settings_of(candidate).items() if name in names}
     config = ModelConfig(**settings)
-    config.lora_task_type = "SEQ_CLS" if candidate.method == "reward" else "CAUSAL_LM"
+    config.lora_task_type = "SEQ_CLS" if candidate.method_row.head == "score" else "CAUSAL_LM"
     # Set again: `__post_init__` makes a list of one name a string, which PEFT takes for a regular expression of the
     # whole path of a module.
     config.lora_target_modules = settings.get("lora_target_modules")
@@ -348,5 +348,6 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "online-dpo": TrainerRecipe(row=prompt_row, arguments=online_dpo_arguments),
     "cpo": TrainerRecipe(row=preference_row),
     "orpo": TrainerRecipe(row=preference_row),
-    "gkd": TrainerRecipe(row=gkd_row, arguments=gkd_arguments),
+    "gkd": TrainerRecipe(row=gkd_row, arguments=gkd_arguments, changes_generation_config=True),
 }
+assert TRAINERS.keys() == {name for name, method in METHODS.items() if method.last_trl == "current"}

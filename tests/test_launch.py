@@ -26,7 +26,6 @@ from planner.launch.command import launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
 from planner.launch.export import export
 from planner.launch.files import launch_files
-from planner.launch.readme import LEARNING_RATES
 from planner.launch.requirements import RELEASES
 from planner.launch.torchrun import sharding_settings
 from planner.launch.trl_config import DATASET, trl_config
@@ -597,12 +596,11 @@ class TestExport:
         assert {path.name for path in paths} == {path.name for path in (tmp_path / "run").iterdir()}
         assert all(f"`{path.name}`" in page for path in paths if path.name != "README.md")
 
-    @pytest.mark.parametrize("method", LEARNING_RATES)
+    @pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.learning_rate])
     def test_the_readme_states_trls_own_learning_rate(self, method: MethodName) -> None:
-        name = method.replace("-", "_")
-        package = f"trl.experimental.{name}" if METHODS[method].experimental else "trl"
-        config = getattr(importlib.import_module(package), METHODS[method].config)
-        assert float(LEARNING_RATES[method]) == config.__dataclass_fields__["learning_rate"].default
+        row = METHODS[method]
+        config = getattr(importlib.import_module(row.module), row.config)
+        assert float(row.learning_rate) == config.__dataclass_fields__["learning_rate"].default
 
     def test_the_readme_says_that_lora_wants_a_higher_learning_rate(self) -> None:
         assert "10 times" in launch_files(candidate("dpo", tuning="lora"))["README.md"]

@@ -2,6 +2,7 @@
 arguments.
 """
 
+import importlib
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.settings import trl_arguments
-from planner.methods import METHODS, MethodName
+from planner.methods import METHODS, Method, MethodName
 from planner.models.catalogue import load_model
 
 pytest.importorskip("trl")
@@ -161,3 +162,33 @@ def test_a_config_with_an_infinity_is_read_as_transformers_reads_it() -> None:
     assert tuple(transformers_config(config).time_step_limit) == (0.0, math.inf)
     with pytest.raises(UnknownArchitecture, match=r"^Transformers refuses the config\.json of type granitemoehybrid"):
         transformers_config(config | {"time_step_limit": "long"})
+
+
+# -- the table of methods ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", TRAINERS)
+class TestColumnsOfMethods:
+    def test_the_dropout_is_that_of_the_config(self, method: MethodName) -> None:
+        defaults = {field.name: field.default for field in fields(config_class(method))}
+        assert METHODS[method].disables_dropout == defaults.get("disable_dropout", False)
+
+    def test_the_config_has_the_methods_own_names_and_lacks_the_missing_ones(self, method: MethodName) -> None:
+        row, names = METHODS[method], {field.name for field in fields(config_class(method))}
+        assert set(row.argument_names.values()) <= names
+        assert not row.missing_arguments & names
+
+    def test_the_trainer_is_in_its_module(self, method: MethodName) -> None:
+        row = METHODS[method]
+        assert row.trainer in vars(importlib.import_module(row.trainer_module))
+
+
+def config_class(method: MethodName) -> Any:
+    return getattr(importlib.import_module(METHODS[method].module), METHODS[method].config)
+
+
+@pytest.mark.parametrize("column", ["loss", "reference", "generates", "learning_rate", "disables_dropout"])
+def test_a_row_without_a_column_cannot_be_made(column: str) -> None:
+    columns = {field.name: getattr(METHODS["grpo"], field.name) for field in fields(Method) if field.name != column}
+    with pytest.raises(TypeError, match=column):
+        Method(**columns)

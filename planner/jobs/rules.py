@@ -99,7 +99,7 @@ def classifier_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a reward model, trained or only used, whose type has no sequence classifier in Transformers."""
     job, method = pins.job, METHODS[pins.job.method]
     used = pins.pinned.get("reward_model", job.model if method.reward_model == "always" else None)
-    for model in (job.model if job.method == "reward" else None, used):
+    for model in (job.model if method.head == "score" else None, used):
         if model is not None and model.model_type in WITHOUT_CLASSIFIER:
             size = next((row.params for row in model_rows() if row.id == model.id), model.linear_params)
             rows = (row for row in model_rows() if row.known and row.model_type not in WITHOUT_CLASSIFIER)
@@ -188,10 +188,6 @@ def quantization_problems(pins: PinnedJob) -> Iterator[str]:
         )
 
 
-# Methods whose trainers neither prepare a 4-bit model (planner/memory/parameters/kbit_preparation.py) nor sample.
-WITH_SHARDED_QLORA = ("sft", "dpo", "kto", "reward")
-
-
 def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a dtype of the storage of 4-bit weights where they would not be sharded, or not survive it.
 
@@ -212,8 +208,9 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
     fitting = {"bf16": "bfloat16", "fp16": "float16", "no": storage}[precision]
     if storage != fitting:
         yield f"{name} does not survive FSDP's cast to {precision}. Use --set bnb_4bit_quant_storage={fitting}."
-    if pins.job.method not in WITH_SHARDED_QLORA:
-        planned, instead = ", ".join(WITH_SHARDED_QLORA), "Use --set distributed_type=MULTI_GPU."
+    if not METHODS[pins.job.method].shards_qlora:
+        planned = ", ".join(method for method, row in METHODS.items() if row.shards_qlora)
+        instead = "Use --set distributed_type=MULTI_GPU."
         yield f"FSDP with {name} is planned for {planned}, not for {pins.job.method}. {instead}"
     if pinned.get("offload_param"):
         yield f"FSDP with {name} is planned without offloading. Use --set fsdp_offload_params=false."
@@ -361,8 +358,12 @@ def row_sharing_problems(pins: PinnedJob) -> Iterator[str]:
     sharding, key = ("fsdp2", "distributed_type=FSDP") if cp_size > 1 else ("zero3", "zero_stage=3")
     if cp_size > 1 and sp_size > 1:
         yield "accelerate has either cp_size or sp_size above 1. Drop one of them."
-    if pins.job.method != "sft":
-        yield f"{name} {size} shares rows between GPUs, which TRL's sft does, not {pins.job.method}. Use --method sft."
+    if not METHODS[pins.job.method].shares_rows:
+        able = " or ".join(each for each, row in METHODS.items() if row.shares_rows)
+        yield (
+            f"{name} {size} shares rows between GPUs, which TRL's {able} does, not {pins.job.method}. "
+            f"Use --method {able}."
+        )
     if pinned.get("sharding") != sharding:
         yield f"{name} {size} is planned with {sharding} only. Add --set {key}."
     processes = pinned.get("num_processes", pins.cluster.num_gpus)

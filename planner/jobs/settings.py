@@ -13,13 +13,12 @@ from planner.jobs.spellings import (
     ALIASES,
     FIELD_OF_SETTING,
     FSDP_OFFLOAD,
-    METHOD_NAMES,
     SPELLINGS,
     VALUE_ALIASES,
     WRITTEN_NAMES,
     Value,
 )
-from planner.methods import MethodName, has_setting
+from planner.methods import has_setting
 from planner.models.architectures.image_tower import image_sides
 from planner.models.shape import ModelShape
 
@@ -69,9 +68,7 @@ SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
     "vllm": lambda c: c.method_row.supports_vllm,
     "vllm_gpu_memory_utilization": lambda c: c.vllm != "off",
     "vllm_tensor_parallel_size": lambda c: c.vllm != "off",
-    # online DPO's colocated engine has max_length + max_new_tokens (trl 1.16,
-    # experimental/online_dpo/online_dpo_trainer.py:496)
-    "vllm_max_model_length": lambda c: c.vllm == "server" or (c.vllm == "colocate" and c.method != "online-dpo"),
+    "vllm_max_model_length": lambda c: c.vllm == "server" or (c.vllm == "colocate" and not c.method_row.builds_engine),
     "vllm_data_parallel_size": lambda c: c.vllm == "server",
     "vllm_enable_sleep_mode": lambda c: c.vllm == "colocate",
     "reward_model": lambda c: c.reward_model is not None,
@@ -197,18 +194,10 @@ NOT_TRL_ARGUMENTS = frozenset({
     "trl_version", *ZERO_SIZES,
 })  # fmt: skip
 
-# Settings for which the config class of a method has no field, though other methods' have one.
-# Source: trl 1.16, experimental/online_dpo/online_dpo_config.py (its engine has max_length + max_new_tokens,
-# online_dpo_trainer.py:496); trl 1.12, experimental/ppo/ppo_config.py.
-MISSING_FIELDS: dict[MethodName, frozenset[str]] = {
-    "online-dpo": frozenset({"vllm_max_model_length"}),
-    "ppo": frozenset({"reward_model_name_or_path"}),
-}
-
 
 def trl_arguments(candidate: Candidate) -> dict[str, object]:
     """Return the settings that the config class of the candidate's method or TRL's `ModelConfig` has a field for."""
-    missing = NOT_TRL_ARGUMENTS | MISSING_FIELDS.get(candidate.method, frozenset())
+    missing = NOT_TRL_ARGUMENTS | candidate.method_row.missing_arguments
     arguments = {name: value for name, value in settings_of(candidate).items() if name not in missing}
     if candidate.sync_each_batch and is_shown(candidate, "sync_each_batch"):
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
@@ -255,7 +244,7 @@ def is_shown(candidate: Candidate, field: str) -> bool:
 
 def _library_name(candidate: Candidate, field: str) -> str:
     """Return the name of a field in the config of the candidate's method."""
-    return METHOD_NAMES.get((candidate.method, field)) or WRITTEN_NAMES.get(field, field)
+    return candidate.method_row.argument_names.get(field) or WRITTEN_NAMES.get(field, field)
 
 
 def _library_value(field: str, value: object) -> object:

@@ -91,20 +91,13 @@ ALIASES: dict[str, str] = {
     FSDP_OFFLOAD: "offload_param",
     "offload_params": "offload_param",  # the same in an fsdp_config
 }
-# Candidate field -> its name in files and reports that we write, if it differs.
+# Candidate field -> its name in files and reports that we write, if it differs; single methods have `argument_names`.
 WRITTEN_NAMES: dict[str, str] = {
     "model": "model_name_or_path",
     "reward_model": "reward_model_name_or_path",
     "teacher_model": "teacher_model_name_or_path",
     "num_nodes": "num_machines",
     "checkpoint_every_n_layers": "every_n_layers",  # of gradient_checkpointing_kwargs
-}
-# (method, Candidate field) -> the name in the config class of that method.
-METHOD_NAMES: dict[tuple[str, str], str] = {
-    ("online-dpo", "max_completion_length"): "max_new_tokens",
-    ("gkd", "max_completion_length"): "max_new_tokens",
-    ("ppo", "max_completion_length"): "response_length",
-    ("ppo", "beta"): "kl_coef",
 }
 
 # Candidate field -> other spellings of its values.

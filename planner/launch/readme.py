@@ -9,24 +9,9 @@ from planner.launch.command import Launcher, estimate_command, torchrun_command
 from planner.launch.script import needs_script
 from planner.launch.shell import LAUNCH_FILE, SKY_FILE, SLURM_FILE, title
 from planner.launch.trl_config import FILL_IN
-from planner.methods import MethodName
 
 README_FILE = "README.md"
 
-# Default learning rate of each config class. Source: trl 1.16, trainer/*_config.py and experimental/*/*_config.py.
-LEARNING_RATES: dict[MethodName, str] = {
-    "sft": "2e-05",
-    "gkd": "2e-05",
-    "reward": "0.0001",
-    "dpo": "1e-06",
-    "kto": "1e-06",
-    "orpo": "1e-06",
-    "cpo": "1e-06",
-    "grpo": "1e-06",
-    "rloo": "1e-06",
-    "distillation": "1e-06",
-    "online-dpo": "5e-07",
-}
 # Source: TRL's documentation, docs/source/peft_integration.md, "Learning Rate Considerations".
 LORA_RATE = (
     "That is meant for full fine-tuning of most methods; TRL's documentation recommends about 10 times as much "
@@ -73,10 +58,9 @@ def _to_fill_in(candidate: Candidate) -> str:
     lines = ["`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one"]
     if trl_config.needs_reward_function(candidate):
         lines.append("the function in rewards.py, which prefers short completions now")
-    if candidate.method == "ppo" and candidate.reward_model is None:
-        lines.append(
-            f"`{trl_config.PPO_REWARD_MODEL}` in train.yaml: a trained reward model, no larger than the policy"
-        )
+    argument = candidate.method_row.reward_model_argument
+    if argument and candidate.reward_model is None:
+        lines.append(f"`{argument}` in train.yaml: a trained reward model, no larger than the policy")
     lines.append(
         f"the time and the partition in {SLURM_FILE}" if candidate.num_nodes > 1 else f"the card in {SKY_FILE}"
     )
@@ -102,7 +86,7 @@ def _start(candidate: Candidate, launcher: Launcher) -> str:
 
 def _not_chosen(candidate: Candidate) -> str:
     """A list of values that TRL's defaults decide."""
-    rate = LEARNING_RATES.get(candidate.method)
+    rate = candidate.method_row.learning_rate
     rate_line = f"- `learning_rate`: TRL's default{f', {rate}' if rate else ''}."
     if candidate.tuning == "lora":
         rate_line += f" {LORA_RATE}"

@@ -6,45 +6,28 @@ TRL has a trainer for the method but no command, or the adapters must be cast to
 
 from planner.candidate import Candidate
 from planner.launch.trl_config import REWARD_FUNCTION, REWARD_MODULE, needs_reward_function
-from planner.methods import MethodName
-
-# Module of each trainer. Source: trl 1.16, trl/experimental/; ppo: trl 1.12, trl/experimental/ppo.
-MODULES: dict[MethodName, str] = {
-    "orpo": "trl.experimental.orpo",
-    "cpo": "trl.experimental.cpo",
-    "online-dpo": "trl.experimental.online_dpo",
-    "gkd": "trl.experimental.gkd",
-    "ppo": "trl.experimental.ppo",
-}
+from planner.methods import Method
 
 # Arguments of a trainer besides model, arguments, data, tokenizer and adapters.
-_REWARDS = "\n        reward_funcs=script.reward_model_name_or_path or {rewards},"
-EXTRA_ARGUMENTS: dict[MethodName, str] = {
-    "grpo": _REWARDS,
-    "rloo": _REWARDS,
-    "online-dpo": _REWARDS,
-    "distillation": "\n        teacher_model=training.teacher_model_name_or_path,",
-    "gkd": "\n        teacher_model=training.teacher_model_name_or_path,",
-    "ppo": "\n        ref_model=None if model.use_peft else load(AutoModelForCausalLM),"
+REWARDS_ARGUMENT = "\n        reward_funcs=script.reward_model_name_or_path or {rewards},"
+TEACHER_ARGUMENT = "\n        teacher_model=training.teacher_model_name_or_path,"
+VALUE_ARGUMENTS = (
+    "\n        ref_model=None if model.use_peft else load(AutoModelForCausalLM),"
     "\n        reward_model=load(AutoModelForSequenceClassification, training.reward_model_path),"
-    "\n        value_model=load(AutoModelForSequenceClassification, training.reward_model_path),",
-}
-# Lines of the script before the trainer is constructed.
-PREPARATION: dict[MethodName, str] = {
-    "distillation": "    training.teacher_model_init_kwargs = dict(training.model_init_kwargs)\n",
-    "gkd": "    training.teacher_model_init_kwargs = "
-    '{"dtype": model.dtype, "attn_implementation": model.attn_implementation}\n',
-    # The trainer of trl 1.12 takes tokens: experimental/ppo/ppo_trainer.py, `queries = data["input_ids"]`.
-    "ppo": '    rows = rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, '
-    "remove_columns=rows.column_names)\n",
-}
-
-# Import of the script arguments of methods with rewards.
-SCRIPT_ARGUMENTS: dict[MethodName, str] = {
-    "grpo": "from trl.scripts.grpo import GRPOScriptArguments",
-    "online-dpo": "from trl.scripts.grpo import GRPOScriptArguments",
-    "rloo": "from trl.scripts.rloo import RLOOScriptArguments",
-}
+    "\n        value_model=load(AutoModelForSequenceClassification, training.reward_model_path),"
+)
+# Lines of the script before the trainer is constructed: how a teacher is loaded, as the policy that a trainer loads
+# itself, or as the one that this script loads; and tokens for PPO (trl 1.12, experimental/ppo/ppo_trainer.py,
+# `queries = data["input_ids"]`).
+TEACHER_AS_POLICY = "    training.teacher_model_init_kwargs = dict(training.model_init_kwargs)\n"
+TEACHER_AS_LOADED = (
+    "    training.teacher_model_init_kwargs = "
+    '{"dtype": model.dtype, "attn_implementation": model.attn_implementation}\n'
+)
+TOKENS = (
+    '    rows = rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, '
+    "remove_columns=rows.column_names)\n"
+)
 
 SCRIPT = '''"""{trainer} on the settings of train.yaml; launch.sh starts it."""
 
@@ -149,26 +132,37 @@ def dequantizing_config(candidate: Candidate) -> str:
 
 def train_script(candidate: Candidate) -> str:
     """The text of train.py."""
-    method, row = candidate.method, candidate.method_row
-    reward_function = needs_reward_function(candidate)
-    # Methods with rewards read script arguments of their own; online-dpo reads GRPO's.
-    own_arguments = SCRIPT_ARGUMENTS.get(method, "")
+    row, reward_function = candidate.method_row, needs_reward_function(candidate)
+    script_module, _, script_name = row.script_arguments.rpartition(".")
+    own_arguments = f"from {script_module} import {script_name}" if script_module != "trl" else ""
     dequantizing = dequantizing_config(candidate)
     return (SCRIPT if row.experimental else COMMAND_SCRIPT).format(
         trainer=row.trainer,
         config=row.config,
-        module=MODULES.get(method, ""),
-        autos="AutoModelForCausalLM, AutoModelForSequenceClassification" if method == "ppo" else "AutoModelForCausalLM",
+        module=row.module,
+        autos="AutoModelForCausalLM, AutoModelForSequenceClassification" if row.value_model else "AutoModelForCausalLM",
         script_class="" if own_arguments else "ScriptArguments, ",
-        script_name=own_arguments.rpartition(" ")[2] or "ScriptArguments",
+        script_name=script_name,
         imports=f"from transformers import {dequantizing}\n" * bool(dequantizing)
         + own_arguments
         + "\n" * bool(own_arguments)
         + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * reward_function,
-        prepared=PREPARATION.get(method, ""),
-        extra=EXTRA_ARGUMENTS.get(method, "").format(rewards=REWARD_FUNCTION if reward_function else "None"),
+        prepared=_preparation(row),
+        extra=_extra_arguments(row).format(rewards=REWARD_FUNCTION if reward_function else "None"),
         cast=CAST if candidate.float32_adapters else "",
         quantization=f"{dequantizing}(dequantize=True)" if dequantizing else "get_quantization_config(model)",
         quantization_import="" if dequantizing else ", get_quantization_config",
         reason=DEQUANTIZED if dequantizing else FLOAT32_ADAPTERS,
     )
+
+
+def _extra_arguments(row: Method) -> str:
+    """Arguments of the method's trainer for its other models."""
+    rewards = REWARDS_ARGUMENT if row.reward_model == "optional" else ""
+    return rewards + TEACHER_ARGUMENT * row.teacher + VALUE_ARGUMENTS * row.value_model
+
+
+def _preparation(row: Method) -> str:
+    """Lines before the method's trainer is constructed."""
+    teacher = (TEACHER_AS_LOADED if row.experimental else TEACHER_AS_POLICY) if row.teacher else ""
+    return teacher + TOKENS * row.value_model

@@ -12,8 +12,6 @@ DATASET = "your-organisation/your-dataset"
 OUTPUT = "output"
 REWARD_MODULE, REWARD_FUNCTION = "rewards", "reward"
 
-PPO_REWARD_MODEL = "reward_model_path"  # trl 1.12, experimental/ppo/ppo_config.py
-
 # Optimizers that require `optim_target_modules`. Source: transformers 5.23, trainer_optimizer.py:121.
 PROJECTING_OPTIMIZERS: frozenset[Optimizer] = frozenset({"galore_adamw", "apollo_adamw"})
 
@@ -32,8 +30,9 @@ def trl_config(candidate: Candidate) -> dict[str, object]:
     config = {name: value for name, value in trl_arguments(candidate).items() if value is not None}
     if candidate.optim in PROJECTING_OPTIMIZERS:
         config["optim_target_modules"] = "all-linear"
-    if candidate.method == "ppo" and candidate.reward_model is not None:
-        config[PPO_REWARD_MODEL] = candidate.reward_model.path or candidate.reward_model.id
+    argument = candidate.method_row.reward_model_argument
+    if argument and candidate.reward_model is not None:
+        config[argument] = candidate.reward_model.path or candidate.reward_model.id
     if environment := settings_of(candidate)["environment"]:
         config["env"] = environment
     return config
@@ -44,8 +43,9 @@ def placeholders(candidate: Candidate) -> dict[str, object]:
     arguments: dict[str, object] = {"dataset_name": DATASET, "output_dir": OUTPUT}
     if needs_reward_function(candidate):
         arguments["reward_funcs"] = [f"{REWARD_MODULE}.{REWARD_FUNCTION}"]
-    if candidate.method == "ppo" and candidate.reward_model is None:
-        arguments[PPO_REWARD_MODEL] = candidate.model.path or candidate.model.id  # a model of the same shape
+    argument = candidate.method_row.reward_model_argument
+    if argument and candidate.reward_model is None:
+        arguments[argument] = candidate.model.path or candidate.model.id  # a model of the same shape
     return arguments
 
 

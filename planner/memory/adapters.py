@@ -8,17 +8,6 @@ from planner.memory.parameters.sharding import sharded_bytes
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
 
-# Bytes of an adapter parameter on a bitsandbytes base, (4-bit, 8-bit), under trainers that do not cast adapters to
-# bfloat16 like TRL's stable ones. Source: trl 1.16, experimental/cpo/cpo_trainer.py:245-253 and
-# experimental/orpo/orpo_trainer.py:255-263 (`peft_module_casting_to_bf16` changes norms, embeddings and the head only,
-# so that PEFT's float32 stays), experimental/utils.py:907 (online-dpo: 4-bit only).
-KBIT_ADAPTER_BYTES: dict[str, tuple[int, int]] = {
-    "cpo": (FLOAT32_BYTES, FLOAT32_BYTES),
-    "orpo": (FLOAT32_BYTES, FLOAT32_BYTES),
-    "ppo": (FLOAT32_BYTES, FLOAT32_BYTES),
-    "online-dpo": (SIXTEEN_BIT_BYTES, FLOAT32_BYTES),
-}
-
 
 def adapter_dtype_bytes(candidate: StateInput) -> int:
     """Bytes of one adapter parameter during training; the first row that applies counts.
@@ -26,7 +15,7 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
         DeepSpeed with bf16 or fp16                              2
         FSDP2 with mixed precision, unless the base is 4-bit     4
         bitsandbytes base with fp16                              4 (`Candidate.float32_adapters`)
-        bitsandbytes base                                        2, or a row of KBIT_ADAPTER_BYTES
+        bitsandbytes base                                        2, or 4 (`Method.bfloat16_adapters`)
         GPTQ, AWQ, fp8, mxfp4, or autocast_adapter_dtype         4
         else                                                     as the base
 
@@ -43,8 +32,8 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
     if candidate.quantization in BITSANDBYTES and candidate.precision == "fp16":
         return FLOAT32_BYTES
     if candidate.quantization in BITSANDBYTES:
-        bytes_4bit, bytes_8bit = KBIT_ADAPTER_BYTES.get(candidate.method, (SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES))
-        return bytes_4bit if four_bit else bytes_8bit
+        cast = candidate.method_row.bfloat16_adapters
+        return SIXTEEN_BIT_BYTES if cast == "4bit_and_8bit" or (cast == "4bit" and four_bit) else FLOAT32_BYTES
     if candidate.quantization != "none" or candidate.autocast_adapter_dtype:
         return FLOAT32_BYTES
     return DTYPE_BYTES[candidate.dtype]

@@ -142,7 +142,7 @@ def _zero3_gather_bytes(candidate: StateInput, counted: Parameters, moment: Gath
     Leaves out DeepSpeed's padding, and flat buffers of layers.
     """
     model, size = candidate.model, base_dtype_bytes(candidate)
-    head = (model.embed_params if model.tied else model.lm_head_params) if candidate.method != "reward" else 0
+    head = (model.embed_params if model.tied else model.lm_head_params) if candidate.method_row.head == "lm_head" else 0
     apart = not (head and model.tied)
     passed = candidate.tuning == "full" or candidate.gradient_checkpointing  # a gradient reaches the embedding
     bytes_reduced = _concatenated_bytes(candidate)

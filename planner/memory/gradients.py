@@ -6,10 +6,11 @@ from planner.cache_keys import StateInput
 from planner.candidate import DEEPSPEED
 from planner.memory.adapters import adapter_dtype_bytes, copied_dtype_bytes
 from planner.memory.parameters.lora import lora_in_order
-from planner.memory.parameters.policy import Head, policy_parameters
+from planner.memory.parameters.policy import policy_parameters
 from planner.memory.parameters.sharding import decay_groups, flat_elements, fsdp2_shards, zero3_elements
 from planner.memory.parameters.tensors import TensorSet, rounded_bytes, tensor_bytes, tensors_in_order
 from planner.memory.weights import base_dtype_bytes, value_parameters
+from planner.methods import Head
 from planner.models.shape import ModelShape
 
 # Optimizers that update each parameter inside the backward pass and drop its gradient: at most two gradients are alive,
@@ -156,8 +157,9 @@ def touched_gradients_bytes(candidate: StateInput) -> int:
     others = tuple(tensors for tensors, _ in trained_groups(candidate)[1:])
     size = adapter_dtype_bytes(candidate) if candidate.tuning == "lora" else base_dtype_bytes(candidate)
     lora = (candidate.lora_r, candidate.lora_target_modules) if candidate.tuning == "lora" else ()
-    head: Head = "score" if candidate.method == "reward" else "lm_head"
-    return rounded_bytes(_touched_elements(candidate.model, head, lora, others, candidate.num_processes) * size)
+    return rounded_bytes(
+        _touched_elements(candidate.model, candidate.method_row.head, lora, others, candidate.num_processes) * size
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -136,7 +136,7 @@ def head_elements(candidate: TrainingInput) -> int:
     """Parameters of the output head: hidden_size for a reward model's score, else vocabulary x hidden_size."""
     model = candidate.model
     features = model.embed_params // model.vocab_size
-    return features if candidate.method == "reward" else model.vocab_size * features
+    return features if candidate.method_row.head == "score" else model.vocab_size * features
 
 
 def final_norm(candidate: TrainingInput, recipe: Recipe, stream_width: int) -> NormMemory:

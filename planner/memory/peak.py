@@ -136,7 +136,7 @@ def scores_before_training(candidate: TrainingInput) -> bool:
     if candidate.method_row.grouped_completions:
         reused = candidate.num_iterations > 1 or candidate.steps_per_generation > candidate.gradient_accumulation_steps
         return reused or candidate.vllm != "off" or candidate.beta != 0
-    return candidate.method == "ppo"
+    return candidate.method_row.sampling_forwards > 0
 
 
 def score(passes: Passes) -> Components:
@@ -266,7 +266,7 @@ def embedding_backward(passes: Passes) -> Components:
     `can_accumulate_inplace`). TRL's fused head and autocast's cast of a 16-bit gradient return tensors of their own.
     """
     candidate, model, width = passes.candidate, passes.candidate.model, passes.recipe.recipe.weight_width
-    tied = model.tied and candidate.method != "reward"  # a sequence classifier has no head that could be tied
+    tied = model.tied and candidate.method_row.head == "lm_head"  # a sequence classifier has no head that could be tied
     view = tied and loss_of(candidate) in LINEAR_HEAD and passes.head.weight_cast_bytes == 0
     gradients = passes.states.gradients - passes.training.get("gradients", 0)
     copies = (2 if view else 1) if tied or gradients_exist(candidate) else 0

@@ -11,7 +11,6 @@ from planner.memory.layers.recipe import Kernel, QuantizedLinear, Recipe
 from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.policy import SUBCLASSED_LINEARS
-from planner.methods import WITHOUT_AUTOCAST
 from planner.models.architectures.image_tower import image_tower
 from planner.models.shape import FLASH_HEAD_DIM, Attention, ModelShape
 
@@ -27,10 +26,7 @@ QUANTIZED_LINEAR: dict[Quantization, QuantizedLinear] = {
     "mxfp4": "none",  # quantizes experts only, which are not nn.Linear
 }
 
-# Methods whose trainers set the model's dropout to 0.
-# Source: trl 1.16, trainer/dpo_config.py, kto_config.py, reward_config.py, `disable_dropout`.
-WITHOUT_DROPOUT = ("dpo", "kto", "reward", "cpo", "orpo", "gkd", "online-dpo")
-# Model types with dropout that is no nn.Dropout module, which those trainers therefore leave on.
+# Model types with dropout that is no nn.Dropout module, which `disable_dropout` therefore leaves on.
 # Source: trl 1.16, trainer/utils.py, `disable_dropout_in_model`; transformers 5.23, models/opt/modeling_opt.py,
 # models/seed_oss/modeling_seed_oss.py (nn.functional.dropout).
 FUNCTIONAL_DROPOUT = ("opt", "seed_oss")
@@ -98,7 +94,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         adapter_width=compute_adapter_width(candidate) if lora else 4,
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         lora_dropout=lora and candidate.lora_dropout > 0,
-        dropout=candidate.method not in WITHOUT_DROPOUT or candidate.model.model_type in FUNCTIONAL_DROPOUT,
+        dropout=not candidate.method_row.disables_dropout or candidate.model.model_type in FUNCTIONAL_DROPOUT,
         liger=candidate.use_liger_kernel,
     )
 
@@ -189,7 +185,7 @@ def offloads(candidate: TrainingInput) -> Offloads:
 
 def autocast_width(candidate: StateInput) -> int:
     """Bytes of the autocast dtype, 0 without autocast."""
-    return 0 if candidate.precision == "no" or candidate.method in WITHOUT_AUTOCAST else 2
+    return 0 if candidate.precision == "no" or not candidate.method_row.autocast else 2
 
 
 def compute_weight_width(candidate: StateInput) -> int:

@@ -10,7 +10,7 @@ from planner.estimate import estimate
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown
-from planner.methods import METHODS, MethodName
+from planner.methods import METHODS, KbitPreparation
 from planner.models.architectures.image_tower import has_image_tower, image_tower, needs_image_size
 from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none
@@ -35,10 +35,9 @@ OTHER_VALUES: dict[str, tuple[object, ...]] = {
 }
 
 
-# Weights that a trainer casts to bfloat16 after PEFT's k-bit preparation, which others do not call.
-# Source: planner/memory/parameters/kbit_preparation.py.
-CAST_AFTER_PREPARATION: dict[MethodName, str] = {
-    "cpo": "embeddings and head", "orpo": "embeddings and head", "online-dpo": "everything unquantized"
+# Weights that a trainer casts to bfloat16, by its k-bit preparation.
+CAST: dict[KbitPreparation, str] = {
+    "none": "adapters", "embeddings_and_head": "embeddings and head", "everything_unquantized": "everything unquantized"
 }  # fmt: skip
 
 
@@ -284,9 +283,9 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[str]:
         "get_peft_model",
     ]
     if candidate.quantization in BITSANDBYTES:
-        prepared = candidate.method in CAST_AFTER_PREPARATION
-        steps[1:1] = ["prepare_model_for_kbit_training"] if prepared else []
-        steps.append(f"{CAST_AFTER_PREPARATION.get(candidate.method, 'adapters')} cast to bfloat16")
+        preparation = candidate.method_row.kbit_preparation
+        steps[1:1] = ["prepare_model_for_kbit_training"] if preparation != "none" else []
+        steps.append(f"{CAST[preparation]} cast to bfloat16")
     steps += ["train.py casts them to float32"] if candidate.float32_adapters else []
     steps += ["enable_input_require_grads"] if candidate.gradient_checkpointing else []
     reentrant = "reentrant, which PEFT under ZeRO-3 needs" if candidate.sharding == "zero3" else "non-reentrant"

@@ -15,7 +15,6 @@ from planner.candidate import FLASH, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
-from planner.jobs.rules import WITH_SHARDED_QLORA
 from planner.memory.engine.budget import tensor_parallel_sizes
 from planner.methods import METHODS
 from planner.models.architectures.image_tower import image_tower
@@ -156,7 +155,7 @@ def _sharded_qlora(problem: SearchProblem) -> Changes:
     `unsharded_while_loading_bytes`), and accelerate calls its way a temporary fix (1.15, utils/fsdp_utils.py:789-811).
     """
     is_nf4 = problem.job.model.quantization in ("none", *DEQUANTIZED)
-    can_shard = is_nf4 and problem.job.method in WITH_SHARDED_QLORA and problem.cluster.gpu.supports_bf16
+    can_shard = is_nf4 and METHODS[problem.job.method].shards_qlora and problem.cluster.gpu.supports_bf16
     return (SHARDED_QLORA,) if can_shard and problem.processes > 1 else ()
 
 

@@ -40,7 +40,6 @@ UNPACKING_ROWS: dict[tuple[int, int], int] = {
     (7, 5): 64, (8, 0): 32, (8, 6): 128, (8, 9): 128, (9, 0): 32, (10, 0): 8, (12, 0): 64
 }  # fmt: skip
 UNPACKING_ROWS_ELSEWHERE = 8
-GKD_ON_POLICY = 0.5  # share of batches that GKD generates: trl 1.16, experimental/gkd/gkd_config.py, `lmbda`
 
 
 def rollouts(candidate: TrainingInput) -> tuple[float, float]:
@@ -57,16 +56,14 @@ def rollouts(candidate: TrainingInput) -> tuple[float, float]:
 
     Example: GRPO, 8 rows, accumulation 4, steps_per_generation 8, num_iterations 2: 64 rows, 4 / 16 = 0.25 rollouts.
     """
-    rows = candidate.rows
+    method, rows = candidate.method_row, candidate.rows
     accumulation = candidate.gradient_accumulation_steps
-    if candidate.method_row.grouped_completions:
+    if method.grouped_completions:
         steps = candidate.steps_per_generation
         return float(rows * steps), accumulation / (steps * candidate.num_iterations)
-    if candidate.method_row.generates_ahead:
+    if method.generates_ahead or method.epochs_per_rollout:
         return float(rows * accumulation), 1.0
-    if candidate.method == "ppo":
-        return float(rows * accumulation), 1.0
-    return float(rows), accumulation * (GKD_ON_POLICY if candidate.method == "gkd" else 1.0)
+    return float(rows), accumulation * method.generated_share
 
 
 def generation_seconds(candidate: Candidate, cluster: Cluster, work: Work, concurrency: float) -> float:

@@ -317,7 +317,6 @@ def _gradient_free(candidate: TrainingInput, work: Work, gpu: Gpu, rate: float, 
 
 
 NOTHING = Pass(compute=0.0, attention=0.0, launch=0.0)
-PPO_EPOCHS = 4  # trl 1.12, experimental/ppo/ppo_config.py, num_ppo_epochs
 
 
 def epochs_per_step(candidate: TrainingInput) -> int:
@@ -326,14 +325,12 @@ def epochs_per_step(candidate: TrainingInput) -> int:
     PPO's trainer counts one step for a rollout and all its epochs, each of which ends with an optimizer step (trl 1.12,
     experimental/ppo/ppo_trainer.py); GRPO's and RLOO's count every optimizer step.
     """
-    return PPO_EPOCHS if candidate.method == "ppo" else 1
+    return candidate.method_row.epochs_per_rollout or 1
 
 
 def reuses(candidate: TrainingInput) -> int:
     """How many times a generated row is trained on. Seconds spent once per rollout are divided by it."""
-    if candidate.method == "ppo":
-        return PPO_EPOCHS
-    return candidate.num_iterations if candidate.method_row.grouped_completions else 1
+    return candidate.num_iterations if candidate.method_row.grouped_completions else epochs_per_step(candidate)
 
 
 def extra_forwards(candidate: TrainingInput) -> float:
@@ -359,7 +356,5 @@ def extra_forwards(candidate: TrainingInput) -> float:
     if not method.generates:
         return reference * (1 + method.extra_forward_rows) + method.extra_forward_rows
     aligned = candidate.gradient_accumulation_steps % (candidate.steps_per_generation * candidate.num_iterations) == 0
-    sampling = {"rloo": 1, "ppo": 2}.get(candidate.method, 0)
-    if candidate.method == "grpo" and (candidate.vllm != "off" or not aligned):
-        sampling = 1
-    return (reference + sampling) / reuses(candidate)
+    outdated = method.forward_if_outdated and (candidate.vllm != "off" or not aligned)
+    return (reference + method.sampling_forwards + outdated) / reuses(candidate)

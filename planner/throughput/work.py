@@ -7,8 +7,9 @@ from typing import NamedTuple
 from planner.cache_keys import StateInput
 from planner.candidate import DTYPE_BYTES, FOUR_BIT, Dtype, Quantization
 from planner.memory.adapters import adapter_dtype_bytes
-from planner.memory.parameters.policy import Head, parameters
+from planner.memory.parameters.policy import parameters
 from planner.memory.parameters.tensors import TensorSet
+from planner.methods import Head
 from planner.models.shape import Attention, Experts, Layer, Mlp, ModelShape
 from planner.throughput.rates import MEMORY_FRACTION
 
@@ -137,7 +138,7 @@ def policy_work(candidate: StateInput) -> Work:
             lora_target_modules=candidate.lora_target_modules,
             adapter_width=adapter_dtype_bytes(candidate) if lora else 0,
             quantization=candidate.quantization,
-            head="score" if candidate.method == "reward" else "lm_head",
+            head=candidate.method_row.head,
         )
     )
 

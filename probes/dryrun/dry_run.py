@@ -161,8 +161,8 @@ def _substitutions(candidate: Candidate, tracker: Tracker, flash: bool) -> Itera
             from probes.dryrun.cuda.quantized import cuda_int8_matmul, four_bit_weights_on_a_gpu
 
             stack.enter_context(cuda_int8_matmul())
-            if candidate.method == "online-dpo":
-                trainer_module = importlib.import_module("trl.experimental.online_dpo.online_dpo_trainer")
+            if candidate.method_row.kbit_preparation == "everything_unquantized":
+                trainer_module = importlib.import_module(candidate.method_row.trainer_module)
                 stack.enter_context(four_bit_weights_on_a_gpu(trainer_module))
             names += ("bitsandbytes",)
         if candidate.activation_offloading or candidate.checkpoint_offload:

@@ -49,7 +49,7 @@ def fake_engine(tracker: Tracker, built: BuiltTrainer, candidate: Candidate) -> 
     there `generate` returns finished sequences.
     """
     trainer, completion_tokens = built.trainer, candidate.max_completion_length
-    if candidate.method != "online-dpo":
+    if not candidate.method_row.builds_engine:
         trainer.vllm_generation = FakeEngine(completion_tokens, lambda: tracker.enter_phase("score"))
         trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
         yield

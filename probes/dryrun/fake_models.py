@@ -90,7 +90,7 @@ def build_model(
 
 def policy(candidate: Candidate, device: Device) -> PreTrainedModel:
     """Build the model that is trained. Only this one is quantized."""
-    if candidate.method == "reward":
+    if candidate.method_row.head == "score":
         model = reward_model(candidate.model, candidate, device)
     else:
         model = build_model(candidate.model, candidate, device, candidate.model.auto_class)

@@ -5,6 +5,7 @@ Not yet run on a GPU.
 
 import contextlib
 import functools
+import importlib
 import os
 import signal
 import subprocess
@@ -90,10 +91,8 @@ def dummy_weights(candidate: Candidate) -> Iterator[None]:
 
     Source: trl 1.16, generation/vllm_generation.py:347, experimental/online_dpo/online_dpo_trainer.py:490.
     """
-    if candidate.method == "online-dpo":
-        from trl.experimental.online_dpo import online_dpo_trainer as module
-    else:
-        from trl.generation import vllm_generation as module
+    row = candidate.method_row
+    module = importlib.import_module(row.trainer_module if row.builds_engine else "trl.generation.vllm_generation")
     with substituted(module, "LLM", functools.partial(module.LLM, load_format="dummy")):
         yield
 
@@ -190,7 +189,7 @@ def mark_engine_phases(listener: PhaseListener, built: BuiltTrainer, candidate: 
     trainer = built.trainer
     owner, sync, generate = (
         (trainer, "_move_model_to_vllm", "_generate_vllm")
-        if candidate.method == "online-dpo"
+        if candidate.method_row.builds_engine
         else (trainer.vllm_generation, "sync_weights", "generate")
     )
     sync_method: Callable[..., Any] = vars(type(owner))[sync]
@@ -206,7 +205,7 @@ def mark_engine_phases(listener: PhaseListener, built: BuiltTrainer, candidate: 
         listener.enter_phase("score")
         return (
             result
-            if candidate.method == "online-dpo"
+            if candidate.method_row.builds_engine
             else (result[0], *(shortened(each, short_row(candidate)) for each in result[1:]))
         )
 

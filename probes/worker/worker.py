@@ -40,9 +40,6 @@ from probes.worker.states import RankStates, report_zero_gradients
 from probes.worker.watch import Clock, MemoryWatch, memory_watch
 from probes.worker.workload import model_path, trainer_of_task
 
-# Methods whose trainer cannot evaluate rows of text: it has no `prediction_step` of its own (trl 1.16,
-# online_dpo_trainer.py).
-NOT_EVALUATED = frozenset({"online-dpo"})
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "vllm")
 
 
@@ -111,7 +108,7 @@ class _Probe(TrainerCallback):
             stack.enter_context(_mark_saving(built, self._watch))
             stack.enter_context(report_zero_gradients(built, self._on_zero_step))
             built.trainer.train(resume_from_checkpoint=task.from_checkpoint or None)
-            if task.evaluate and candidate.method not in NOT_EVALUATED:
+            if task.evaluate and candidate.method_row.evaluates:
                 built.trainer.evaluate()
         self._watch.clock.step_begins()
 

@@ -63,9 +63,9 @@ def _colocate_sequences(candidate: Candidate) -> int:
 def _max_model_len(candidate: Candidate) -> int:
     """max_model_len of the engine: vllm_max_model_length if set, else the model's whole context.
 
-    Online DPO in colocate mode passes max_length + max_new_tokens (online_dpo_trainer.py:496).
+    Online DPO in colocate mode passes max_length + max_new_tokens (`Method.builds_engine`).
     """
-    if candidate.method == "online-dpo" and candidate.vllm == "colocate":
+    if candidate.method_row.builds_engine and candidate.vllm == "colocate":
         return candidate.max_length + candidate.max_completion_length
     return candidate.vllm_max_model_length or candidate.model.max_position_embeddings
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from planner.cache_keys import StateInput
 from planner.candidate import BITSANDBYTES
 from planner.memory.parameters.tensors import Part
+from planner.methods import KbitPreparation
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
@@ -29,15 +30,12 @@ class PreparedBytes(NamedTuple):
 
 ALL_FLOAT32 = PreparedBytes(FLOAT32_BYTES, FLOAT32_BYTES, FLOAT32_BYTES, FLOAT32_BYTES)
 
-# What is left on a 4-bit base with bf16. On an 8-bit base, and without bf16, everything stays in float32.
-# Source: trl 1.16, experimental/cpo/cpo_trainer.py:208-253 and experimental/orpo/orpo_trainer.py:218-263 with
-# experimental/utils.py:950 (`peft_module_casting_to_bf16`: modules named lm_head, embed_tokens, wte, wpe);
-# experimental/online_dpo/online_dpo_trainer.py:319 with experimental/utils.py:907 (`prepare_peft_model`: all).
-EMBEDDINGS_AND_HEAD = PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, FLOAT32_BYTES)
-FOUR_BIT: dict[str, PreparedBytes] = {
-    "cpo": EMBEDDINGS_AND_HEAD,
-    "orpo": EMBEDDINGS_AND_HEAD,
-    "online-dpo": PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES),
+# Bytes after the trainer's casts on a 4-bit base with bf16. On an 8-bit base, and without bf16, everything stays in
+# float32. Source: see `Method.kbit_preparation` (`peft_module_casting_to_bf16` casts modules named lm_head,
+# embed_tokens, wte, wpe).
+AFTER_CASTS: dict[KbitPreparation, PreparedBytes] = {
+    "embeddings_and_head": PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, FLOAT32_BYTES),
+    "everything_unquantized": PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES),
 }
 
 # Parts that `peft_module_casting_to_bf16` does not find, because their modules have other names.
@@ -48,11 +46,12 @@ OTHER_NAMES: dict[str, tuple[Part, ...]] = {"gpt_neox": ("embedding",), "opt": (
 
 def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
     """Return the dtypes that k-bit preparation leaves; None if the trainer does not call it."""
-    if candidate.quantization not in BITSANDBYTES or candidate.method not in FOUR_BIT:
+    preparation = candidate.method_row.kbit_preparation
+    if candidate.quantization not in BITSANDBYTES or preparation == "none":
         return None
     if candidate.quantization == "int8" or candidate.precision != "bf16":
         return ALL_FLOAT32
-    left = FOUR_BIT[candidate.method]
+    left = AFTER_CASTS[preparation]
     if left.rest == SIXTEEN_BIT_BYTES:
         return left
     return left._replace(**dict.fromkeys(OTHER_NAMES.get(candidate.model.model_type, ()), FLOAT32_BYTES))

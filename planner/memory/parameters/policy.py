@@ -12,9 +12,8 @@ from planner.candidate import BITSANDBYTES, Quantization
 from planner.errors import InputError
 from planner.memory.parameters.lora import lora_tensors
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, decoder_linears, model_tensors, score_tensors
+from planner.methods import Head
 from planner.models.shape import ModelShape
-
-Head = Literal["lm_head", "score"]
 
 # Parts of the model that each quantizer converts. Embeddings, head, norms, biases and (but for mxfp4) experts stay as
 # they are.
@@ -71,7 +70,7 @@ def policy_parameters(candidate: StateInput) -> Parameters:
         candidate.lora_r,
         candidate.lora_target_modules,
         candidate.quantization,
-        "score" if candidate.method == "reward" else "lm_head",
+        candidate.method_row.head,
     )
 
 
