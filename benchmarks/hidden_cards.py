@@ -15,7 +15,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.binary_search import largest
 from planner.candidate import Candidate
 from planner.confidence import PASS
 from planner.estimate import estimate
@@ -23,6 +22,7 @@ from planner.measurements.measurement import Measurement, PhasePeak, RankMemory,
 from planner.memory.communication import nccl_bytes
 from planner.memory.engine.budget import EngineDoesNotFit
 from planner.quantities import Estimate, GpuMemory, PhaseMemory
+from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem
 from planner.units import MIB
 from probes.study.space import FEW_SIZES, NO_SHARE, GridPoint, Space

@@ -26,8 +26,8 @@ import optuna
 from hidden_cards import HiddenCard, HiddenProbe, best_of_line, exhaustive_best, formulas_alone, hidden_card, truly_fits
 from random_jobs import random_questions
 
-from planner.binary_search import largest
 from planner.errors import PlanError
+from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem
 from probes.study.certificate import certificate
 from probes.study.sampler import PlanSampler

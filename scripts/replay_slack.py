@@ -26,7 +26,6 @@ from planner.allocator.loading import warm_up_bytes
 from planner.allocator.replay import replay
 from planner.allocator.reserved import reserved_of
 from planner.allocator.trace import STAYS, Trace
-from planner.binary_search import largest
 from planner.candidate import Candidate
 from planner.errors import PlanError
 from planner.estimate import estimate
@@ -36,6 +35,7 @@ from planner.memory.slack import Checkpointing, checkpointing_of
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from planner.quantities import Component
+from planner.search.binary_search import largest
 from planner.units import MIB
 from probes.dryrun.simulate import trace_step
 

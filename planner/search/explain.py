@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from planner.binary_search import largest
 from planner.candidate import BITSANDBYTES, FLASH, Candidate
 from planner.estimate import estimate
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
@@ -13,6 +12,7 @@ from planner.jobs.settings import is_shown
 from planner.methods import METHODS, KbitPreparation
 from planner.models.architectures.image_tower import has_image_tower, image_tower, needs_image_size
 from planner.quantities import Estimate
+from planner.search.binary_search import largest
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, attention
 from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from planner.binary_search import largest
 from planner.candidate import Candidate
 from planner.errors import NotMeasured
 from planner.estimate import estimate, with_residual
 from planner.memory.engine.budget import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
 from planner.quantities import Estimate
+from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem
 
 LARGEST_UTILIZATION = 95  # hundredths of the GPU; vLLM's default is 0.92, and a colocated trainer needs the rest

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from planner.binary_search import largest
 from planner.errors import PlanError
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
@@ -12,6 +11,7 @@ from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields, settings_text
 from planner.quantities import Estimate
+from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import search
 from planner.search.sizes import LENGTH_STEP, length_field

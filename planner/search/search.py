@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from planner.binary_search import largest
 from planner.candidate import FIELDS, Candidate
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.quantities import Estimate
+from planner.search.binary_search import largest
 from planner.search.bounds import leanest, smallest_may_fit, speed_bound
 from planner.search.fit import (
     candidate_fits,

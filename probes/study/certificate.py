@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal
 
-from planner.binary_search import largest
 from planner.measurements.measurement import DeviceName
 from planner.quantities import Phase
+from planner.search.binary_search import largest
 from planner.search.sizes import length_field
 from planner.units import format_count, format_size
 from probes.study.posterior import PRIORS, Belief, PhaseModel

@@ -4,12 +4,12 @@ Paths and lines are those of vLLM 0.33.0. The formulas were compared with vLLM 0
 accepts (trl/import_utils.py:107).
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, floor
 from typing import Literal
 
-from planner.binary_search import largest
 from planner.errors import NothingFits, UnknownArchitecture
 from planner.gpus.cluster import Gpu
 from planner.memory.engine.blocks import BLOCK_SIZE, BlockLayout, block_layout
@@ -334,10 +334,12 @@ def _too_small(gpu: Gpu, settings: EngineSettings, memory: EngineMemory, layout:
 def _fitting_len(usable_blocks: int, max_model_len: int, in_flight_tokens: int, layout: BlockLayout) -> int:
     """The largest max_model_len of which one sequence fits into `usable_blocks`; 0 if none does.
 
-    Uses binary search, as vLLM does.
+    Uses binary search, as vLLM does: the number of lengths from 1 on before the first that does not fit.
     """
-    return largest(
-        1, max_model_len, lambda length: layout.blocks_per_request(length, in_flight_tokens) <= usable_blocks
+    return bisect_left(
+        range(1, max_model_len + 1),
+        True,
+        key=lambda length: layout.blocks_per_request(length, in_flight_tokens) > usable_blocks,
     )
 
 
