@@ -18,7 +18,6 @@ from planner.candidate import (
     Candidate,
     Dtype,
     Elements,
-    Optimizer,
     Precision,
     Quantization,
     QuantStorage,
@@ -27,6 +26,7 @@ from planner.candidate import (
 )
 from planner.methods import METHODS, Method, MethodName
 from planner.models.shape import ModelShape
+from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 
 
 class StateSettings(NamedTuple):
@@ -70,6 +70,10 @@ class StateSettings(NamedTuple):
     @property
     def method_row(self) -> Method:
         return METHODS[self.method]
+
+    @property
+    def optimizer_row(self) -> OptimizerRow:
+        return OPTIMIZERS[self.optim]
 
 
 class TrainingSettings(NamedTuple):
@@ -145,6 +149,10 @@ class TrainingSettings(NamedTuple):
     @property
     def method_row(self) -> Method:
         return METHODS[self.method]
+
+    @property
+    def optimizer_row(self) -> OptimizerRow:
+        return OPTIMIZERS[self.optim]
 
 
 StateInput = StateSettings | TrainingSettings | Candidate

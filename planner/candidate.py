@@ -8,6 +8,7 @@ import msgspec
 from planner.errors import InputError
 from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
+from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -18,13 +19,6 @@ FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attent
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Vllm = Literal["off", "colocate", "server"]
 Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers derives from hidden_size
-Optimizer = Literal[
-    "adamw_torch_fused", "adamw_torch", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
-    "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit",
-    "rmsprop_bnb_32bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "adafactor", "sgd",
-    "adagrad", "rmsprop", "stable_adamw", "adamw_torch_8bit", "adamw_torch_4bit", "galore_adamw", "apollo_adamw",
-    "lomo", "adalomo", "grokadamw", "schedule_free_adamw", "schedule_free_sgd", "adamw_anyprecision",
-]  # fmt: skip
 
 DEEPSPEED: tuple[Sharding, ...] = ("zero1", "zero2", "zero3")
 SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # a rank keeps a piece of states that DDP repeats on each rank
@@ -148,6 +142,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def method_row(self) -> Method:
         """The row of the candidate's method in `METHODS`."""
         return METHODS[self.method]
+
+    @property
+    def optimizer_row(self) -> OptimizerRow:
+        """The row of the candidate's optimizer in `OPTIMIZERS`."""
+        return OPTIMIZERS[self.optim]
 
     @property
     def row_tokens(self) -> int:

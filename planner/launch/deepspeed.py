@@ -2,7 +2,7 @@
 
 import json
 
-from planner.candidate import DEEPSPEED, STAGE_3_SIZES, Candidate, Optimizer, Sharding
+from planner.candidate import DEEPSPEED, STAGE_3_SIZES, Candidate, Sharding
 
 FILE = "deepspeed.json"
 STAGES: dict[Sharding, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -21,11 +21,6 @@ BY_STAGE: dict[int, dict[str, object]] = {
     3: {"overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": True},
 }
 
-# Optimizers that accelerate replaces by DeepSpeed's CPU Adam when states are offloaded. Another optimizer runs on the
-# host itself, which DeepSpeed refuses unless zero_force_ds_cpu_optimizer is false.
-# Source: accelerate 1.15, accelerator.py:2370-2379, utils/deepspeed.py `map_pytorch_optim_to_deepspeed`.
-CPU_ADAM: frozenset[Optimizer] = frozenset({"adamw_torch", "adamw_torch_fused"})
-
 
 def deepspeed_config(candidate: Candidate) -> dict[str, object]:
     """The configuration of a candidate with ZeRO, as DeepSpeed reads it; empty for others."""
@@ -41,9 +36,10 @@ def deepspeed_config(candidate: Candidate) -> dict[str, object]:
         zero["offload_optimizer"] = host
     if candidate.offload_param:
         zero["offload_param"] = host
-    forced = (
-        {} if candidate.optim in CPU_ADAM or not candidate.offload_optimizer else {"zero_force_ds_cpu_optimizer": False}
-    )
+    # An optimizer that accelerate does not replace runs on the host itself, which DeepSpeed refuses otherwise
+    # (accelerate 1.15, accelerator.py, `_prepare_deepspeed`).
+    own = candidate.offload_optimizer and not candidate.optimizer_row.cpu_adam
+    forced = {"zero_force_ds_cpu_optimizer": False} if own else {}
     return {
         "bf16": {"enabled": AUTO},
         "fp16": {"enabled": AUTO},

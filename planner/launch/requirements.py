@@ -1,6 +1,6 @@
 """requirements.txt: the packages of a run, in the releases whose sources the formulas follow."""
 
-from planner.candidate import BITSANDBYTES, DEEPSPEED, FLASH, Candidate, Optimizer, Quantization
+from planner.candidate import BITSANDBYTES, DEEPSPEED, FLASH, Candidate, Quantization
 from planner.methods import NEWEST_TRL
 
 FILE = "requirements.txt"
@@ -18,27 +18,12 @@ RELEASES: dict[str, str] = {
     "deepspeed": "0.19.*",
 }
 
-# Optimizers that need their own package. adamw_anyprecision is missing: its package torchdistx is on no index.
-# Source: transformers 5.23, trainer_optimizer.py.
-OPTIMIZER_PACKAGES: dict[Optimizer, str] = {
-    "galore_adamw": "galore-torch",
-    "apollo_adamw": "apollo-torch",
-    "lomo": "lomo-optim",
-    "adalomo": "lomo-optim",
-    "grokadamw": "grokadamw",
-    "schedule_free_adamw": "schedulefree",
-    "schedule_free_sgd": "schedulefree",
-    "adamw_torch_8bit": "torchao",
-    "adamw_torch_4bit": "torchao",
-    "stable_adamw": "torch-optimi",
-}
 # Source: transformers 5.23, quantizers/quantizer_gptq.py:53-71, quantizer_awq.py:47. A published mxfp4 model is
 # dequantized for training (planner/launch/script.py), which needs no package.
 QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {
     "gptq": ("optimum", "gptqmodel"),
     "awq": ("gptqmodel",),
 }
-BITSANDBYTES_OPTIMIZERS = ("bnb", "8bit", "32bit", "ademamix")  # substrings of the names of bitsandbytes' optimizers
 
 
 def requirements(candidate: Candidate) -> str:
@@ -51,8 +36,9 @@ def requirements(candidate: Candidate) -> str:
         for package in _packages(candidate)
     ]
     lines += QUANTIZATION_PACKAGES.get(candidate.quantization, ())
-    if candidate.optim in OPTIMIZER_PACKAGES:
-        lines.append(OPTIMIZER_PACKAGES[candidate.optim])
+    optimizer_package = candidate.optimizer_row.package
+    if optimizer_package and optimizer_package not in RELEASES:
+        lines.append(optimizer_package)
     if candidate.use_liger_kernel:
         lines.append("liger-kernel")
     return "\n".join(lines) + "\n"
@@ -70,16 +56,13 @@ def _with_kernels(package: str, candidate: Candidate) -> str:
 
 def _packages(candidate: Candidate) -> list[str]:
     """The packages of RELEASES that the candidate needs."""
-    bitsandbytes_optimizer = candidate.optim not in OPTIMIZER_PACKAGES and any(
-        part in candidate.optim for part in BITSANDBYTES_OPTIMIZERS
-    )
     required = {
         "torch": True,
         "datasets": True,
         "transformers": True,
         "accelerate": True,
         "peft": candidate.tuning == "lora",
-        "bitsandbytes": candidate.quantization in BITSANDBYTES or bitsandbytes_optimizer,
+        "bitsandbytes": candidate.quantization in BITSANDBYTES or candidate.optimizer_row.package == "bitsandbytes",
         "deepspeed": candidate.sharding in DEEPSPEED,
     }
     return [package for package, needed in required.items() if needed]

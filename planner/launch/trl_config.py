@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from planner.candidate import Candidate, Optimizer
+from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.jobs.settings import settings_of, trl_arguments
 
@@ -11,9 +11,6 @@ FILL_IN = "FILL IN"  # mark of a line that the user must complete
 DATASET = "your-organisation/your-dataset"
 OUTPUT = "output"
 REWARD_MODULE, REWARD_FUNCTION = "rewards", "reward"
-
-# Optimizers that require `optim_target_modules`. Source: transformers 5.23, trainer_optimizer.py:121.
-PROJECTING_OPTIMIZERS: frozenset[Optimizer] = frozenset({"galore_adamw", "apollo_adamw"})
 
 
 def trl_config(candidate: Candidate) -> dict[str, object]:
@@ -28,7 +25,7 @@ def trl_config(candidate: Candidate) -> dict[str, object]:
             "autocast_adapter_dtype=true."
         )
     config = {name: value for name, value in trl_arguments(candidate).items() if value is not None}
-    if candidate.optim in PROJECTING_OPTIMIZERS:
+    if candidate.optimizer_row.projects:
         config["optim_target_modules"] = "all-linear"
     argument = candidate.method_row.reward_model_argument
     if argument and candidate.reward_model is not None:

@@ -13,9 +13,8 @@ from planner.memory.weights import base_dtype_bytes, value_parameters
 from planner.methods import Head
 from planner.models.shape import ModelShape
 
-# Optimizers that update each parameter inside the backward pass and drop its gradient: at most two gradients are alive,
-# one in use and the next. Source: lomo-optim 0.1.1, lomo.py and adalomo.py, `fuse_update`.
-FUSED_BACKWARD = frozenset({"lomo", "adalomo"})
+# Gradients that are alive with an optimizer that updates each parameter inside the backward pass: one in use and the
+# next. Source: lomo-optim 0.1.1, lomo.py and adalomo.py, `fuse_update`.
 FUSED_GRADIENTS_ALIVE = 2
 SIXTEEN_BIT_BYTES = 2
 
@@ -80,7 +79,7 @@ def gradients_bytes(candidate: StateInput) -> int:
 
     Leaves out DDP's second copy (communication.py), and that ZeRO-1 has dropped other ranks' small gradients by then.
     """
-    if candidate.optim in FUSED_BACKWARD:
+    if candidate.optimizer_row.fused_backward:
         return sum(
             FUSED_GRADIENTS_ALIVE * rounded_bytes(tensors.largest * size)
             for tensors, size in learning_groups(candidate)
@@ -109,7 +108,7 @@ def step_gradients_bytes(candidate: StateInput) -> int:
     Source: deepspeed 0.19.8, zero/stage_1_and_2.py:3097 (`free_grad_in_param_list(self.params_not_in_partition[i])`);
     torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce` (one buffer per layer).
     """
-    if candidate.optim in FUSED_BACKWARD:
+    if candidate.optimizer_row.fused_backward:
         return 0
     groups, processes = learning_groups(candidate), candidate.shard_gpus
     if candidate.sharding in ("zero1", "zero2"):

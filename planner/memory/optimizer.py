@@ -1,14 +1,13 @@
 """Optimizer: states from the first optimizer step to the last, and temporaries of a step."""
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from planner.cache_keys import StateInput
-from planner.candidate import DEEPSPEED, Optimizer
+from planner.candidate import DEEPSPEED
 from planner.memory.gradients import learning_groups
 from planner.memory.parameters.sharding import optimized_tensors
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, pinned_bytes, rounded_bytes, tensor_bytes
+from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 
 FLOAT32_BYTES = 4
 SIXTEEN_BIT_BYTES = 2
@@ -32,83 +31,6 @@ TORCHAO_CODES: dict[int, int] = {8: 256, 4: 16}
 LOW_RANK = 128
 LOW_RANK_PARTS = frozenset({"linear", "vision_linear", "head", "score"})
 EMBEDDING_PARTS = frozenset({"embedding", "position"})  # modules of class nn.Embedding
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerRow:
-    """States of an optimizer per parameter, and the copies that its step makes.
-
-    `buffers`: in the shape and dtype of the parameter. `buffers_16bit`: further ones, for 16-bit parameters only.
-    `float32_buffers`: in the shape of the parameter, always float32. `codes`: quantized states of `bits` bits with
-    block scales. `host_buffers`: in the shape and dtype of the parameter, on the host. `step_copies`: copies of all
-    parameters at once. `step_largest`: float32 copies of the largest parameter.
-
-    Leaves out scalars per tensor (AdamW's `step`, Adafactor's RMS) that are on the host or small, except `step_tensor`.
-    """
-
-    kind: Literal["dense", "bitsandbytes", "torchao", "factored", "galore", "apollo"] = "dense"
-    buffers: int = 0
-    buffers_16bit: int = 0
-    float32_buffers: int = 0
-    codes: int = 0
-    bits: int = 8
-    step_tensor: bool = False  # each parameter has a `step` count on the GPU, an allocation of its own
-    paged: bool = False
-    host_buffers: int = 0
-    step_copies: int = 0
-    step_largest: int = 0
-
-
-OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
-    # torch 2.13, optim/adam.py:170-190 (exp_avg, exp_avg_sq; `step` on the GPU when fused), :762 (foreach:
-    # exp_avg_sq_sqrt)
-    "adamw_torch_fused": OptimizerRow(buffers=2, step_tensor=True),
-    "adamw_torch": OptimizerRow(buffers=2, step_copies=1),
-    # torch 2.13, optim/sgd.py (no momentum); adagrad.py:528-540 (sum; std and numerator); rmsprop.py:448 (square_avg;
-    # avg)
-    "sgd": OptimizerRow(),
-    "adagrad": OptimizerRow(buffers=1, step_copies=2),
-    "rmsprop": OptimizerRow(buffers=1, step_copies=1),
-    # bitsandbytes 0.50.2, optim/optimizer.py `Optimizer2State`, `Optimizer1State`, optim/ademamix.py:139 (state1 is
-    # twice as large); bits and paging from the name: transformers 5.23, trainer_optimizer.py
-    # `_get_bitsandbytes_optimizer`
-    "adamw_8bit": OptimizerRow(kind="bitsandbytes", codes=2),
-    "adamw_bnb_8bit": OptimizerRow(kind="bitsandbytes", codes=2),
-    "paged_adamw_8bit": OptimizerRow(kind="bitsandbytes", codes=2, paged=True),
-    "paged_adamw_32bit": OptimizerRow(kind="bitsandbytes", float32_buffers=2, paged=True),
-    "lion_8bit": OptimizerRow(kind="bitsandbytes", codes=1),
-    "lion_32bit": OptimizerRow(kind="bitsandbytes", float32_buffers=1),
-    "paged_lion_8bit": OptimizerRow(kind="bitsandbytes", codes=1, paged=True),
-    "paged_lion_32bit": OptimizerRow(kind="bitsandbytes", float32_buffers=1, paged=True),
-    "rmsprop_bnb": OptimizerRow(kind="bitsandbytes", float32_buffers=1),
-    "rmsprop_bnb_8bit": OptimizerRow(kind="bitsandbytes", codes=1),
-    "rmsprop_bnb_32bit": OptimizerRow(kind="bitsandbytes", float32_buffers=1),
-    "ademamix": OptimizerRow(kind="bitsandbytes", float32_buffers=3),
-    "ademamix_8bit": OptimizerRow(kind="bitsandbytes", codes=3),
-    "paged_ademamix_32bit": OptimizerRow(kind="bitsandbytes", float32_buffers=3, paged=True),
-    "paged_ademamix_8bit": OptimizerRow(kind="bitsandbytes", codes=3, paged=True),
-    # transformers 5.23, optimization.py:1203-1295 (row and column sums, float32; the squared gradient and the update)
-    "adafactor": OptimizerRow(kind="factored", step_largest=2),
-    # torch-optimi 0.3.3, stableadamw.py:116-130 (Kahan compensation for 16-bit parameters unless switched off)
-    "stable_adamw": OptimizerRow(buffers=2, buffers_16bit=1),
-    # torchao 0.18, optim/subclass_8bit.py:104, subclass_4bit.py:115; adam.py `single_param_adam` (both moments in
-    # float32)
-    "adamw_torch_8bit": OptimizerRow(kind="torchao", codes=2, step_largest=2),
-    "adamw_torch_4bit": OptimizerRow(kind="torchao", codes=2, bits=4, step_largest=2),
-    # galore-torch 1.0, adamw.py:80-110, galore_projector.py; apollo-torch 1.0.3, apollo.py, random_projector.py
-    "galore_adamw": OptimizerRow(kind="galore"),
-    "apollo_adamw": OptimizerRow(kind="apollo"),
-    # lomo-optim 0.1.1, lomo.py (no state), adalomo.py:74-88 (row and column sums of every parameter, frozen or not)
-    "lomo": OptimizerRow(step_largest=1),
-    "adalomo": OptimizerRow(kind="factored", step_largest=2),
-    # grokadamw 0.1.2, grokadamw.py:88-128 (three states, kept on the host between steps)
-    "grokadamw": OptimizerRow(host_buffers=3, step_largest=5),
-    # schedulefree 1.4.1, adamw_schedulefree.py:94 (z, exp_avg_sq), :107 (denom), sgd_schedulefree.py:153 (z)
-    "schedule_free_adamw": OptimizerRow(buffers=2, step_copies=1),
-    "schedule_free_sgd": OptimizerRow(buffers=1),
-    # torchdistx, optimizers/anyprecision_optimizer.py with transformers' defaults: momentum and variance in float32
-    "adamw_anyprecision": OptimizerRow(float32_buffers=2, step_largest=2),
-}  # fmt: skip
 
 
 def optimizer_states_bytes(candidate: StateInput) -> int:
@@ -176,7 +98,7 @@ def host_states_bytes(candidate: StateInput) -> int:
     1336-1342; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py:711-740.
     """
     groups = optimized_groups(candidate)
-    kept = sum(OPTIMIZERS[candidate.optim].host_buffers * tensors.params * size for tensors, size in groups)
+    kept = sum(candidate.optimizer_row.host_buffers * tensors.params * size for tensors, size in groups)
     if not (candidate.offload_optimizer or (candidate.sharding == "fsdp2" and candidate.offload_param)):
         return kept
     states = sum(state_bytes(tensors, size, candidate.optim, False) for tensors, size in groups)
@@ -283,7 +205,7 @@ def _tensor_state_bytes(kind: EqualTensors, size: int, row: OptimizerRow, paged:
             else [kind.elements // kind.shape[-1], kind.elements // kind.shape[-2]]
         )
         return sum(rounded_bytes(n * FLOAT32_BYTES) for n in sums)
-    if row.kind in ("galore", "apollo"):
+    if row.projects:
         return _low_rank_bytes(kind, size, row)
     n = kind.elements
     buffers = row.buffers + (row.buffers_16bit if size == SIXTEEN_BIT_BYTES else 0)
@@ -345,5 +267,5 @@ def step_bytes(tensors: TensorSet, size: int, optim: Optimizer) -> int:
     if row.kind == "apollo":  # the scaled gradient and its clipped copy, and two copies of rank r
         longest = max((max(kind.shape) for kind in tensors.kinds if len(kind.shape) == 2), default=0)
         return 2 * rounded_bytes(largest * size) + 2 * rounded_bytes(LOW_RANK * longest * size)
-    extra = 2 if optim == "adafactor" and size == SIXTEEN_BIT_BYTES else 0  # float32 copies of gradient and parameter
+    extra = row.step_largest_16bit if size == SIXTEEN_BIT_BYTES else 0
     return copies + (row.step_largest + extra) * rounded_bytes(largest * FLOAT32_BYTES)

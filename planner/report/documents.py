@@ -10,12 +10,13 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.json import schema_components
 
 from planner.allocator.trace import Holding
-from planner.candidate import AttentionImplementation, Dtype, Optimizer, QuantStorage
+from planner.candidate import AttentionImplementation, Dtype, QuantStorage
 from planner.diagnose.incident import Kind
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Goal, TuningOption
 from planner.measurements.measurement import Quantity
 from planner.methods import MethodName
+from planner.optimizers import Optimizer
 from planner.quantities import Component, Evidence, GpuRole, Phase, ProbedOn, Throughput
 
 SCHEMA: Literal[1] = 1

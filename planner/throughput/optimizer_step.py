@@ -4,7 +4,6 @@ from planner.cache_keys import TrainingInput
 from planner.candidate import DEEPSPEED, DTYPE_BYTES
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes
-from planner.memory.optimizer import OPTIMIZERS
 from planner.throughput.rates import memory_rate
 from planner.throughput.work import Work, trained_models
 
@@ -40,7 +39,7 @@ def optimizer_seconds(candidate: TrainingInput, gpu: Gpu, work: Work) -> float:
 
 def _moved_bytes(candidate: TrainingInput, trained: int, width: float) -> float:
     """Bytes that one GPU moves to update `trained` parameters of `width` bytes."""
-    row, params, master = OPTIMIZERS[candidate.optim], float(trained), 0.0
+    row, params, master = candidate.optimizer_row, float(trained), 0.0
     accumulated = ACCUMULATED_GRADIENT_PASSES * width * params * (candidate.gradient_accumulation_steps - 1)
     if candidate.sharding in DEEPSPEED:
         master = 2 * FLOAT32

@@ -168,7 +168,7 @@ def _substitutions(candidate: Candidate, tracker: Tracker, flash: bool) -> Itera
         if candidate.activation_offloading or candidate.checkpoint_offload:
             stack.enter_context(offloading(tracker))
             names += ("offloading",)
-        if candidate.optim.startswith("paged_"):
+        if candidate.optimizer_row.paged:
             stack.enter_context(paged_states(tracker))
             names += ("paged states",)
         yield names
