@@ -8,7 +8,8 @@ Optimizer = Literal[
     "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit",
     "rmsprop_bnb_32bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "adafactor", "sgd",
     "adagrad", "rmsprop", "stable_adamw", "adamw_torch_8bit", "adamw_torch_4bit", "galore_adamw", "apollo_adamw",
-    "lomo", "adalomo", "grokadamw", "schedule_free_adamw", "schedule_free_sgd", "adamw_anyprecision",
+    "lomo", "adalomo", "grokadamw", "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd",
+    "adamw_anyprecision",
 ]  # fmt: skip
 
 
@@ -100,8 +101,10 @@ OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
     "adalomo": OptimizerRow(kind="factored", package="lomo-optim", step_largest=2, fused_backward=True),
     # grokadamw 0.1.2, grokadamw.py (three states, kept on the host between steps)
     "grokadamw": OptimizerRow(kind="dense", package="grokadamw", host_buffers=3, step_largest=5),
-    # schedulefree 1.4.1, adamw_schedulefree.py (z, exp_avg_sq; denom), sgd_schedulefree.py (z)
+    # schedulefree 1.4.1, adamw_schedulefree.py and radam_schedulefree.py, `step` (z, exp_avg_sq; denom),
+    # sgd_schedulefree.py (z)
     "schedule_free_adamw": OptimizerRow(kind="dense", package="schedulefree", buffers=2, step_copies=1),
+    "schedule_free_radam": OptimizerRow(kind="dense", package="schedulefree", buffers=2, step_copies=1),
     "schedule_free_sgd": OptimizerRow(kind="dense", package="schedulefree", buffers=1),
     # torchdistx, optimizers/anyprecision_optimizer.py with transformers' defaults: momentum and variance in float32;
     # torchdistx is on no index

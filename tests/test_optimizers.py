@@ -93,6 +93,18 @@ def adafactor(parameters: list[Any]) -> Any:
     return optimization.Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
 
 
+def schedule_free(name: str) -> Callable[[list[Any]], Any]:
+    """An optimizer of schedulefree, past RAdam's first steps, which are SGD's."""
+
+    def build(parameters: list[Any]) -> Any:
+        optimizer = getattr(pytest.importorskip("schedulefree"), name)(parameters, lr=1e-3, foreach=True)
+        optimizer.train()
+        optimizer.param_groups[0]["k"] = 10
+        return optimizer
+
+    return build
+
+
 REAL: dict[Optimizer, Callable[[list[Any]], Any]] = {
     "adamw_torch": lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.0, foreach=True),
     "adamw_torch_fused": lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.0, fused=True),
@@ -109,8 +121,20 @@ REAL: dict[Optimizer, Callable[[list[Any]], Any]] = {
     "rmsprop_bnb_32bit": bitsandbytes("RMSprop", 32),
     "ademamix": bitsandbytes("AdEMAMix", 32),
     "ademamix_8bit": bitsandbytes("AdEMAMix", 8),
+    "schedule_free_adamw": schedule_free("AdamWScheduleFree"),
+    "schedule_free_radam": schedule_free("RAdamScheduleFree"),
+    "schedule_free_sgd": schedule_free("SGDScheduleFree"),
 }
-STEPS_ON_CPU = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+STEPS_ON_CPU = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "sgd",
+    "adagrad",
+    "rmsprop",
+    "adafactor",
+    "schedule_free_adamw",
+    "schedule_free_radam",
+)
 
 
 @dataclass
