@@ -129,9 +129,13 @@ class Method:
     # `prediction_step` of its own).
     evaluates: bool = True
 
-    experimental: bool = False  # in trl.experimental: no `trl` command, no quantization_config argument
+    experimental: bool = False  # in trl.experimental, without a `trl` command
+    # The trainer loads a model from a path, with its argument `quantization_config`; otherwise scripts load it. Most
+    # experimental trainers lack that argument; those that inherit from a stable one have it.
+    loads_policy: bool = True
     script_arguments: str = "trl.ScriptArguments"  # class with the script's own arguments, such as `dataset_name`
-    last_trl: str = "current"  # the last TRL release that has it
+    first_trl: str = "oldest"  # the first TRL release that has it
+    last_trl: str = "current"  # the last one
 
     @property
     def head(self) -> Head:
@@ -191,14 +195,14 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="orpo", trainer="ORPOTrainer", config="ORPOConfig", loss="logits",
             rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
-            experimental=True,
+            experimental=True, loads_policy=False,
             learning_rate="1e-06", disables_dropout=True,
             kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
         Method(
             name="cpo", trainer="CPOTrainer", config="CPOConfig", loss="logits",
             rows_per_sample=2, reference="never", needs_beta=True, generates=False, defaults={"beta": 0.1},
-            experimental=True,
+            experimental=True, loads_policy=False,
             learning_rate="1e-06", disables_dropout=True,
             kbit_preparation="embeddings_and_head", bfloat16_adapters="never",
         ),
@@ -228,7 +232,7 @@ METHODS: dict[MethodName, Method] = {
             name="online-dpo", trainer="OnlineDPOTrainer", config="OnlineDPOConfig", loss="log_softmax",
             rows_per_sample=2, reference="always", reference_in_loss=True, needs_beta=True, reward_model="optional",
             experimental_reference=True, generates=True, checkpointing_drops_cache=True, bounded_rows=True,
-            supports_vllm=True, experimental=True,
+            supports_vllm=True, experimental=True, loads_policy=False,
             defaults={"max_length": 512, "max_completion_length": 64, "beta": 0.1},
             learning_rate="5e-07", disables_dropout=True,
             kbit_preparation="everything_unquantized", bfloat16_adapters="4bit", builds_engine=True, evaluates=False,
@@ -240,7 +244,7 @@ METHODS: dict[MethodName, Method] = {
             name="gkd", trainer="GKDTrainer", config="GKDConfig", loss="jsd",
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
             generates=True, always_gathers=True, checkpointing_drops_cache=True, bounded_rows=True,
-            defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True,
+            defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True, loads_policy=False,
             learning_rate="2e-05", disables_dropout=True, generated_share=0.5,
             argument_names={"max_completion_length": "max_new_tokens"},
         ),
@@ -254,7 +258,8 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="logits",
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
-            generates=True, defaults={"max_completion_length": 53, "beta": 0.05}, experimental=True, last_trl="1.12",
+            generates=True, defaults={"max_completion_length": 53, "beta": 0.05},
+            experimental=True, loads_policy=False, last_trl="1.12",
             learning_rate="", disables_dropout=False, bfloat16_adapters="never", epochs_per_rollout=4,
             sampling_forwards=2, argument_names={"max_completion_length": "response_length", "beta": "kl_coef"},
             missing_arguments=frozenset({"reward_model_name_or_path"}), reward_model_argument="reward_model_path",

@@ -71,7 +71,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         "processing_class": inputs.tokenizer,
         "peft_config": get_peft_config(model_config(candidate)),
     } | inputs.build_datasets(TRAINERS[candidate.method].row)
-    if not method.experimental:
+    if method.loads_policy:
         settings["quantization_config"] = quantization_config(inputs)
     if method.reward_model != "none":
         settings["reward_funcs"] = [distinct_rewards if inputs.reward_model is None else inputs.reward_model]
@@ -219,9 +219,9 @@ def quantization_config(inputs: TrainerInputs) -> Any:
 def _model_init_kwargs(inputs: TrainerInputs) -> dict[str, Any] | None:
     """Return `model_init_kwargs` of the training arguments.
 
-    Experimental trainers have no `quantization_config` of their own and read it here.
+    Trainers without a `quantization_config` of their own read it here.
     """
-    quantization = quantization_config(inputs) if inputs.candidate.method_row.experimental else None
+    quantization = None if inputs.candidate.method_row.loads_policy else quantization_config(inputs)
     if inputs.model_init_kwargs is None or quantization is None:
         return inputs.model_init_kwargs
     return inputs.model_init_kwargs | {"quantization_config": quantization}

@@ -73,8 +73,10 @@ def _is_policy(other: object, policy: ModelShape) -> bool:
 
 
 def trl_version(job: Job) -> str:
-    """Return the TRL release to plan for: the job's, or the last one that has the method."""
-    last = METHODS[job.method].last_trl
+    """Return the TRL release to plan for: the job's, or the first or last one that has the method."""
+    first, last = METHODS[job.method].first_trl, METHODS[job.method].last_trl
+    if first != "oldest" and release(job.trl_version) < release(first):
+        return first
     return last if last != "current" and release(job.trl_version) > release(last) else job.trl_version
 
 

@@ -64,13 +64,12 @@ if __name__ == "__main__":
     main()
 '''
 
-# For a method with a command; does what TRL's own script does (trl 1.16, scripts/sft.py and others), and casts or
-# dequantizes.
-COMMAND_SCRIPT = '''"""{trainer} on the settings of train.yaml, {reason}
-"""
+# For a trainer that loads its model; does what TRL's own script does (trl 1.16, scripts/sft.py and others), and casts
+# or dequantizes.
+COMMAND_SCRIPT = '''"""{trainer} on the settings of train.yaml, {reason}"""
 
 from datasets import load_dataset
-from trl import {config}, {trainer}
+from {module} import {config}, {trainer}
 from trl import ModelConfig, {script_class}TrlParser, get_peft_config{quantization_import}
 {imports}
 
@@ -106,10 +105,13 @@ CAST = """    for parameter in trainer.model.parameters():
 
 FLOAT32_ADAPTERS = """with adapters in float32; launch.sh starts it.
 
-TRL casts adapters on a 4-bit or 8-bit model to bfloat16, and fp16's GradScaler cannot unscale bfloat16 gradients."""
+TRL casts adapters on a 4-bit or 8-bit model to bfloat16, and fp16's GradScaler cannot unscale bfloat16 gradients.
+"""
+EXPERIMENTAL = "which TRL has no command for; launch.sh starts it."
 DEQUANTIZED = """with dequantized weights; launch.sh starts it.
 
-The plan trains the checkpoint's quantized weights as 16-bit or 32-bit ones."""
+The plan trains the checkpoint's quantized weights as 16-bit or 32-bit ones.
+"""
 
 REWARDS = f'''"""FILL IN: the reward of a completion."""
 
@@ -136,7 +138,7 @@ def train_script(candidate: Candidate) -> str:
     script_module, _, script_name = row.script_arguments.rpartition(".")
     own_arguments = f"from {script_module} import {script_name}" if script_module != "trl" else ""
     dequantizing = dequantizing_config(candidate)
-    return (SCRIPT if row.experimental else COMMAND_SCRIPT).format(
+    return (COMMAND_SCRIPT if row.loads_policy else SCRIPT).format(
         trainer=row.trainer,
         config=row.config,
         module=row.module,
@@ -152,7 +154,7 @@ def train_script(candidate: Candidate) -> str:
         cast=CAST if candidate.float32_adapters else "",
         quantization=f"{dequantizing}(dequantize=True)" if dequantizing else "get_quantization_config(model)",
         quantization_import="" if dequantizing else ", get_quantization_config",
-        reason=DEQUANTIZED if dequantizing else FLOAT32_ADAPTERS,
+        reason=DEQUANTIZED if dequantizing else FLOAT32_ADAPTERS if candidate.float32_adapters else EXPERIMENTAL,
     )
 
 
@@ -164,5 +166,5 @@ def _extra_arguments(row: Method) -> str:
 
 def _preparation(row: Method) -> str:
     """Lines before the method's trainer is constructed."""
-    teacher = (TEACHER_AS_LOADED if row.experimental else TEACHER_AS_POLICY) if row.teacher else ""
+    teacher = (TEACHER_AS_POLICY if row.loads_policy else TEACHER_AS_LOADED) if row.teacher else ""
     return teacher + TOKENS * row.value_model

@@ -318,8 +318,10 @@ def about_rank(best: Estimate, problem: SearchProblem) -> Iterator[str]:
 
 
 def about_versions(best: Estimate, problem: SearchProblem) -> Iterator[str]:
-    """Note that the method left TRL, or that it is experimental there."""
+    """Note that the method left TRL, came to it later than the job's release, or is experimental there."""
     row = best.candidate.method_row
+    if row.first_trl == best.candidate.trl_version != problem.job.trl_version:
+        yield f"{row.name} came to TRL with {row.first_trl}: the plan is for trl {row.first_trl}"
     if row.last_trl != "current":
         yield (
             f"{row.name} left TRL after {row.last_trl}: the plan is for trl {row.last_trl}; "
