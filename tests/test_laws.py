@@ -1,7 +1,6 @@
 """Laws that hold for every job, whatever the formulas, tried on random candidates and jobs."""
 
 import os
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -104,7 +103,11 @@ def test_checkpointing_fewer_layers_never_needs_less(candidate: Candidate) -> No
         candidate, gradient_checkpointing=True, checkpoint_every_n_layers=1, activation_offloading=False
     )
     assume(not every.generates_without_cache)
-    ways = (every, replace(every, checkpoint_every_n_layers=2), replace(every, checkpoint_every_n_layers=4))
+    ways = (
+        every,
+        structs.replace(every, checkpoint_every_n_layers=2),
+        structs.replace(every, checkpoint_every_n_layers=4),
+    )
     needs = [allocated_bytes(estimated(way)) for way in (*ways, structs.replace(every, gradient_checkpointing=False))]
     assert all(needs[0] <= LEANEST_MARGIN * need for need in needs[1:])
 

@@ -172,7 +172,9 @@ class TestPlans:
             for peak in measurement.ranks[0].phases
         )
         other = replace(
-            measurement, candidate=replace(CANDIDATE, lora_r=8), ranks=(replace(measurement.ranks[0], phases=phases),)
+            measurement,
+            candidate=structs.replace(CANDIDATE, lora_r=8),
+            ranks=(replace(measurement.ranks[0], phases=phases),),
         )
         save_result(other, CARD, "run")
         (note,) = own_result_notes(EXPECTED, GPU, read_own_results())

@@ -196,7 +196,8 @@ class TestTable:
     @pytest.mark.parametrize("width", [80, 100, MAX_WIDTH])
     def test_a_long_name_takes_a_line_of_its_own(self, width):
         long = replace(
-            ESTIMATE, candidate=replace(COLOCATED, model=replace(MODEL, id="organisation/" + "long-" * 8 + "name"))
+            ESTIMATE,
+            candidate=structs.replace(COLOCATED, model=replace(MODEL, id="organisation/" + "long-" * 8 + "name")),
         )
         lines = estimate_table(long, replace(CLUSTER, nodes=4), (), width).plain.splitlines()
         assert max(map(len, lines)) <= width
@@ -340,5 +341,5 @@ class TestHtml:
         assert "a word &amp; more" in estimate_html(ESTIMATE, CLUSTER, ("a word & more",))
 
     def test_a_model_name_cannot_write_html(self):
-        evil = replace(ESTIMATE, candidate=replace(COLOCATED, model=replace(MODEL, id="<b>x</b>")))
+        evil = replace(ESTIMATE, candidate=structs.replace(COLOCATED, model=replace(MODEL, id="<b>x</b>")))
         assert "<b>x</b>" not in plan_html(replace(PLAN, best=evil, job=JOB))

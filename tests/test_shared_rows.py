@@ -1,7 +1,6 @@
 """Rows that several GPUs share: context parallel (`cp_size`) and Ulysses sequence parallel (`sp_size`)."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -14,13 +13,13 @@ from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
-from planner.jobs.spellings import Value
 from planner.launch.accelerate import accelerate_yaml
 from planner.launch.torchrun import sharding_settings
 from planner.memory.communication import row_exchange_bytes
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
 from planner.plan import plan
+from planner.settings.setting import Value
 
 CLUSTER = parse_cluster("8xH100")
 MODEL = load_model("Qwen/Qwen3-4B")
@@ -115,7 +114,7 @@ def test_a_search_keeps_pinned_shares_and_the_effective_batch() -> None:
 def test_exchanged_keys_and_values_of_a_layer_are_counted() -> None:
     """4,096 tokens a GPU, 4,096 query elements and 2,048 of keys and values: see the formula's docstring."""
     q, kv = 4096 * 4096, 4096 * 2048
-    ring, ulysses = replace(CONTEXT, cp_size=8), replace(ULYSSES, sp_size=8)
+    ring, ulysses = structs.replace(CONTEXT, cp_size=8), structs.replace(ULYSSES, sp_size=8)
     assert row_exchange_bytes(ring, "forward") == 9 * kv * 2 + 4 * q * 4
     assert row_exchange_bytes(ring, "backward") == 9 * kv * 2 + (q + 3 * kv) * 4
     assert row_exchange_bytes(ulysses, "forward") == (2 * q + kv) * 2
