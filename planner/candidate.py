@@ -9,6 +9,7 @@ from planner.errors import InputError
 from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
+from planner.settings.table import SETTINGS, STAGES
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -20,27 +21,12 @@ Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Vllm = Literal["off", "colocate", "server"]
 Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers derives from hidden_size
 
-DEEPSPEED: tuple[Sharding, ...] = ("zero1", "zero2", "zero3")
+DEEPSPEED: tuple[Sharding, ...] = STAGES
 SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # a rank keeps a piece of states that DDP repeats on each rank
 MODEL_FIELDS = ("model", "reward_model", "teacher_model")  # fields of Candidate that are a ModelShape
-# DeepSpeed's sizes, and those of them that only stage 3 reads.
-STAGE_3_SIZES = (
-    "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "sub_group_size",
-)  # fmt: skip
-ZERO_SIZES = ("reduce_bucket_size", *STAGE_3_SIZES)
 BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
 FOUR_BIT: frozenset[Quantization] = frozenset({"nf4", "nf4-double"})  # layers multiply a 16-bit copy of the weights
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-# Settings that are at least 1.
-POSITIVE = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "num_generations",
-    "steps_per_generation", "num_iterations", "num_processes", "num_nodes", "lora_r", "max_completion_length",
-    "prompt_length", "checkpoint_every_n_layers", "vllm_tensor_parallel_size", "dp_replicate_size", "cp_size",
-    "sp_size",
-)  # fmt: skip
-_positive = attrgetter(*POSITIVE)
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
@@ -50,7 +36,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     methods are in `METHODS` (planner/methods.py); planner/jobs/base_candidate.py applies them.
 
     Raises:
-        InputError: a setting of `POSITIVE` is below 1.
+        InputError: a count is below 1.
     """
 
     model: ModelShape
@@ -134,8 +120,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     expandable_segments: bool = False
 
     def __post_init__(self) -> None:
-        if min(_positive(self)) < 1:
-            name = next(name for name in POSITIVE if getattr(self, name) < 1)
+        if min(_counts(self)) < 1:
+            name = next(name for name in COUNTS if getattr(self, name) < 1)
             raise InputError(f"{name} must be at least 1, not {getattr(self, name)}.")
 
     @property
@@ -282,6 +268,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return drops and self.gradient_checkpointing and self.vllm == "off"
 
     @property
+    def sets_engine_length(self) -> bool:
+        """True if `vllm_max_model_length` reaches vLLM's engine; the trainer computes that of one that it builds."""
+        return self.vllm == "server" or not self.method_row.builds_engine
+
+    @property
     def server_gpus(self) -> int:
         """GPUs of a vLLM server: tensor parallel x data parallel; 0 without a server."""
         return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size if self.vllm == "server" else 0
@@ -324,3 +315,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
 
 FIELDS: tuple[str, ...] = Candidate.__struct_fields__  # the names of all settings
+DEFAULTS = dict(
+    zip(reversed(FIELDS), reversed(Candidate.__struct_defaults__), strict=False)
+)  # all but model and method
+# Settings that are at least 1.
+COUNTS = tuple(
+    row.field for row in SETTINGS if row.bounds and row.bounds[0] >= 1 and Candidate.__annotations__[row.field] is int
+)
+_counts = attrgetter(*COUNTS)

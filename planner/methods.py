@@ -1,7 +1,7 @@
 """The table of TRL methods (`METHODS`), with the differences between TRL releases."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, get_args
@@ -54,7 +54,7 @@ class Method:
     # the config class
     # Candidate field -> default, where it is not that of `Candidate`.
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
-    # Candidate field -> name of its argument, where it is not the one in planner/jobs/spellings.py.
+    # Candidate field -> name of its argument, where it is not the one in planner/settings/table.py.
     argument_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     missing_arguments: frozenset[str] = frozenset()  # settings for which other methods' configs have a field
     reward_model_argument: str = ""  # the field with the path of the reward model; empty: an argument of the script
@@ -304,35 +304,3 @@ def release(version: str) -> Release:
     if match is None:
         raise InputError(f"{shortened(version)!r} is no TRL release. Give one such as {NEWEST_TRL}.")
     return int(match[1]), int(match[2])
-
-
-# Settings that only some methods have, as Candidate fields.
-# Source: trl 1.16, trainer/*_config.py and experimental/*/*_config.py.
-METHOD_SETTINGS: dict[str, Callable[[Method], bool]] = {
-    "packing": lambda method: method.packs,
-    "padding_free": lambda method: method.padding_free,
-    "activation_offloading": lambda method: method.offloads_activations,
-    "precompute_ref_log_probs": lambda method: method.precomputes_reference,
-    "beta": lambda method: method.has_beta,
-    "num_generations": lambda method: method.grouped_completions,
-    "steps_per_generation": lambda method: method.grouped_completions,
-    "num_iterations": lambda method: method.grouped_completions,
-    "reward_model": lambda method: method.reward_model != "none",
-    "teacher_model": lambda method: method.teacher,
-    "ds3_gather_for_generation": lambda method: method.generates and not method.always_gathers,
-    "vllm_gpu_memory_utilization": lambda method: method.supports_vllm,
-    "vllm_tensor_parallel_size": lambda method: method.supports_vllm,
-    "vllm_data_parallel_size": lambda method: method.supports_vllm,
-    "vllm_max_model_length": lambda method: method.supports_vllm,
-    "vllm_enable_sleep_mode": lambda method: method.supports_vllm,
-    "max_length": lambda method: not method.generates or method.bounded_rows,
-    "prompt_length": lambda method: method.generates,
-    "max_completion_length": lambda method: method.generates,
-}
-# The settings of `METHOD_SETTINGS` that describe the data. A method without such a limit ignores them.
-LENGTH_SETTINGS = ("max_length", "prompt_length", "max_completion_length")
-
-
-def has_setting(method: MethodName, field: str) -> bool:
-    """Return whether a method has a setting; every method has the fields that are not in `METHOD_SETTINGS`."""
-    return field not in METHOD_SETTINGS or METHOD_SETTINGS[field](METHODS[method])

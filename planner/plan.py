@@ -9,7 +9,7 @@ from msgspec import structs
 from planner.errors import NothingFits, NotMeasured
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
-from planner.jobs.job import DEQUANTIZED, Job
+from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields, settings_text
 from planner.memory.engine.budget import EngineRefusal, engine_or_refusal
@@ -17,11 +17,12 @@ from planner.memory.engine.settings import engine_settings
 from planner.methods import METHODS
 from planner.quantities import Estimate, Evidence, PhaseDifference, ProbedOn
 from planner.search.explain import limits, notes, reasons
-from planner.search.knobs import TUNING_CLASSES, SearchProblem, TuningClass, problem_of_estimate, structures
+from planner.search.knobs import SearchProblem, TuningClass, problem_of_estimate, structures, tuning_classes
 from planner.search.remedies import Remedy, offloading_note, remedies
 from planner.search.search import NEAR_BEST, search
 from planner.search.shared_rows import longest_shared_rows, search_with_shared_rows, shared_rows_note
 from planner.search.sizes import length_field
+from planner.settings.table import with_role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,22 +153,6 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
 BestByProblem = dict[SearchProblem, Estimate | None]
 
 
-def tuning_classes(job: Job) -> tuple[TuningClass, ...]:
-    """Return the tuning classes that the job allows, in the order of recommendation."""
-    published = job.model.quantization
-    if job.tuning != "auto":
-        return (job.tuning,)
-    tuning, quantization = job.pinned.get("tuning"), job.pinned.get("quantization")
-    if tuning == "full":
-        return ("full",)
-    if quantization not in (None, "none"):
-        return ("qlora",)
-    if published not in ("none", *DEQUANTIZED):
-        return ("lora",)
-    without_full = TUNING_CLASSES if tuning is None else TUNING_CLASSES[1:]
-    return tuple(name for name in without_full if name != "qlora" or quantization is None)
-
-
 def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     """Return the recommended candidate with its problem; None if there is no candidate.
 
@@ -293,12 +278,6 @@ def faster_alternative(best: Estimate, others: tuple[Alternative, ...]) -> tuple
     return (line,) if factor >= NOTABLY_FASTER else ()
 
 
-# Pinned settings about the data or about what is learned: a plan without them would answer another job.
-JOB_PINS = frozenset(
-    {"max_length", "prompt_length", "max_completion_length", "padded", "images_per_row", "image_size",
-     "num_generations", "tuning", "quantization", "lora_r", "lora_target_modules", "lora_dropout", "beta",
-     "reward_model", "teacher_model", "optim", "dtype", "packing", "padding_free"}
-)  # fmt: skip
 NOTABLY_FASTER = 1.3  # an alternative that the plan points at
 MUCH_FASTER = 1.5  # QLoRA over LoRA, or offloading over none, to be recommended instead
 MIN_SPEEDUP = 1.05  # of an alternative without pinned settings, to be shown
@@ -306,7 +285,8 @@ MIN_SPEEDUP = 1.05  # of an alternative without pinned settings, to be shown
 
 def alternative_without_pins(best: Estimate, problem: SearchProblem) -> tuple[Alternative, ...]:
     """Return the best candidate without the pinned settings about how to run, if it is 5 % faster or alone fits."""
-    kept = {name: value for name, value in problem.job.pinned.items() if name in JOB_PINS}
+    job_settings = with_role("data", "learning")  # without them the answer would be about another training
+    kept = {name: value for name, value in problem.job.pinned.items() if name in job_settings}
     dropped = sorted(problem.job.pinned.keys() - kept.keys())
     if not dropped:
         return ()

@@ -28,7 +28,6 @@ from planner.errors import (
 from planner.gpus.cluster import Cluster, Gpu
 from planner.jobs.job import Job
 from planner.jobs.settings import field_types, is_shown
-from planner.jobs.spellings import Value
 from planner.measurements.corrected_estimate import heaviest_rank
 from planner.measurements.corrected_plan import correct_plan, plan_contradiction
 from planner.measurements.measurement import DeviceName, Measurement
@@ -37,6 +36,7 @@ from planner.models.shape import ModelShape
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.search.knobs import SearchProblem, attention
+from planner.settings.setting import Value
 from planner.units import format_size
 
 if TYPE_CHECKING:

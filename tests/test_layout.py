@@ -23,7 +23,8 @@ MOST_ROOT_MODULES = 12
 # Modules at the root of `planner/` that count as one part; every other root module is a part of its own.
 ROOT_PARTS = {
     "errors": "basics", "units": "basics",
-    "candidate": "words", "methods": "words", "optimizers": "words", "quantities": "words", "cache_keys": "words",
+    "candidate": "words", "methods": "words", "optimizers": "words", "settings": "words", "quantities": "words",
+    "cache_keys": "words",
     "confidence": "estimate",
 }  # fmt: skip
 

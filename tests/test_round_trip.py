@@ -28,10 +28,11 @@ from planner.launch.export import export
 from planner.launch.files import launch_files
 from planner.memory.engine.budget import EngineDoesNotFit
 from planner.memory.engine.settings import engine_settings
-from planner.methods import METHODS, NEWEST_TRL, MethodName, has_setting
+from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.catalogue import load_model
 from planner.report.json import estimate_report, json_text
 from planner.report.read_json import read_candidate
+from planner.settings.table import has_setting
 
 PLAN = typer.main.get_command(app).main
 MODEL, GPTQ, AWQ = "Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-0.5B-Instruct-AWQ"

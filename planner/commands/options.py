@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
-from planner.jobs.settings import MAX_BATCH_SIZE, MAX_NUMBER
+from planner.settings.setting import MAX_BATCH_SIZE, MAX_NUMBER
 
 Method = Annotated[
     str | None,

@@ -88,7 +88,7 @@ def _checked(answer: "Plan", output: CheckOptions) -> "Plan":
     note, residual = check_by_dry_run(answer.best, answer.cluster, output)
     notes = [note]
     if residual:
-        residuals = {tuning_class_of(answer.best.candidate): residual}
+        residuals = {tuning_class_of(answer.best.candidate, answer.job): residual}
         with live_line(output) as line:
             line.say(f"{note}; searching again")
             answer = apply_own_results(plan(answer.job, answer.cluster, residuals), read_own_results())

@@ -5,29 +5,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.candidate import ZERO_SIZES, Candidate
+from planner.candidate import Candidate
 from planner.commands.options import JobOptions, SearchOptions, config_paths
 from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job, effective_batch_size
-from planner.jobs.rules import CHECKPOINTING_DETAILS, ENGINE_FIELDS, LORA_FIELDS
 from planner.jobs.settings import NAMING_HINT, fields_named, is_shown, setting_names
-from planner.jobs.spellings import Value
-from planner.methods import LENGTH_SETTINGS
+from planner.settings.setting import Value
+from planner.settings.table import LENGTH_SETTINGS, details_of
 
 if TYPE_CHECKING:
     from planner.jobs.train_config import TrainConfig
 
 # Field of `ConfigFiles` -> field of the options.
 CONFIG_FLAGS = {"train": "config", "accelerate": "accelerate_config", "deepspeed": "deepspeed_config"}
-# Candidate fields that are details of another one.
-DETAILS: dict[str, tuple[str, ...]] = {
-    "sharding": ("offload_optimizer", "offload_param", *ZERO_SIZES),
-    "vllm": ENGINE_FIELDS,
-    "tuning": LORA_FIELDS,
-    "gradient_checkpointing": tuple(CHECKPOINTING_DETAILS),
-}
-SEARCHED_WITH = ("sharding", "vllm")  # the fields of `DETAILS` whose details a search decides too
 SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of one process's part of the effective batch
 BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fields that the effective batch is made of
 
@@ -69,7 +60,7 @@ def freed(options: JobOptions) -> set[str]:
             other = "--optimize max-length" if name in LENGTH_SETTINGS else f"--set {name}=..."
             raise InputError(f"--free {name} leaves nothing to decide: no search changes it. Use {other}.")
     free = fields_named(names)
-    return free.union(*(DETAILS[field] for field in SEARCHED_WITH if field in free))
+    return free.union(*(details_of(field, "run") for field in free))
 
 
 def with_batch_of_files(job: Job, cluster: Cluster, in_files: Mapping[str, Any], free: set[str]) -> Job:
@@ -85,7 +76,7 @@ def without_unread(pinned: Mapping[str, Any], decided: set[str], candidate: Cand
 
     `decided`: the fields that flags decide; `candidate`: the pins on TRL's defaults.
     """
-    details = {name for field, names in DETAILS.items() if field in decided for name in names} - decided
+    details = {name for field in decided for name in details_of(field)} - decided
     if candidate.sharding == "fsdp2":
         details.discard("offload_param")  # its name there is fsdp_offload_params
     return {name: value for name, value in pinned.items() if name not in details or is_shown(candidate, name)}

@@ -14,11 +14,12 @@ from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
 from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, parse_assignments
-from planner.jobs.spellings import Value
-from planner.methods import LENGTH_SETTINGS, METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, has_setting, release
+from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, release
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
 from planner.models.shape import ModelShape
+from planner.settings.setting import Value
+from planner.settings.table import LENGTH_SETTINGS, has_setting
 
 if TYPE_CHECKING:
     from planner.jobs.train_config import TrainConfig

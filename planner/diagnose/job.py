@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.candidate import ZERO_SIZES
 from planner.diagnose.incident import Incident
 from planner.errors import PlanError
 from planner.estimate import estimate
@@ -13,16 +12,15 @@ from planner.jobs.job import Job
 from planner.plan import Plan, plan
 from planner.quantities import Estimate, Phase, PhaseMemory
 from planner.search.knobs import problem_of_estimate
+from planner.settings.table import SETTING_OF, SETTINGS
 
-# Settings that the new plan may change. Lengths, adapters, losses and the optimizer stay as in the run.
-REPLANNED_SETTINGS = frozenset({
-    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "gradient_checkpointing",
-    "checkpoint_every_n_layers", "checkpoint_offload", "attn_implementation", "sharding", "offload_optimizer",
-    "offload_param", "bnb_4bit_quant_storage", "ds3_gather_for_generation", "num_processes", "expandable_segments",
-    "activation_offloading",
-    "vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_data_parallel_size",
-    "vllm_enable_sleep_mode", "sync_each_batch", *ZERO_SIZES,
-})  # fmt: skip
+# Settings that the new plan may change, with their details. Lengths, adapters, losses and the optimizer stay as in the
+# run.
+REPLANNED_SETTINGS = frozenset(
+    row.field
+    for row in SETTINGS
+    if row.role == "run" and (row.search != "never" or SETTING_OF.get(row.owner, row).search != "never")
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

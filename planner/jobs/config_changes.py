@@ -3,21 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from planner.candidate import FIELDS, Candidate
+from planner.candidate import FIELDS, MODEL_FIELDS, Candidate
 from planner.jobs.settings import is_shown, settings_of_fields
+from planner.settings.table import SETTING_OF
 
 NOT_SET = "not set"
-# Fields that only the user decides.
-NOT_SEARCHED = (
-    "model",
-    "method",
-    "trl_version",
-    "reward_model",
-    "teacher_model",
-    "prompt_length",
-    "padded",
-    "images_per_row",
-    "image_size",
+# Fields that a search or TRL's defaults may decide: not the question, another model or a fact of the data.
+IN_FILES = tuple(
+    row.field
+    for row in (SETTING_OF[field] for field in FIELDS)
+    if row.role != "question" and row.file != "data" and row.field not in MODEL_FIELDS
 )
 
 
@@ -29,7 +24,7 @@ def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[st
     """
     usual = Candidate(model=candidate.model, method=candidate.method, **candidate.method_row.defaults)  # type: ignore[arg-type]
     lines: list[str] = []
-    for name in (field for field in FIELDS if field not in NOT_SEARCHED):
+    for name in IN_FILES:
         is_set, value = name in in_files, getattr(candidate, name)
         before = settings_of_fields({name: in_files[name] if is_set else getattr(usual, name)})
         after = settings_of_fields({name: value}) if is_set or is_shown(candidate, name) else before

@@ -8,9 +8,9 @@ from planner.candidate import Quantization
 from planner.errors import InputError, UnknownArchitecture, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.jobs.settings import candidate_fields, field_types, setting_names, typed_value
-from planner.jobs.spellings import Value
 from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.shape import ModelShape
+from planner.settings.setting import Value
 from planner.units import format_gib
 
 TuningOption = Literal["auto", "full", "lora", "qlora"]  # "auto": the search takes the first class that fits

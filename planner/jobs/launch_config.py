@@ -6,10 +6,10 @@ from os.path import isfile  # of a path that is too long it is false, where path
 from pathlib import Path
 from typing import Any
 
-from planner.candidate import ZERO_SIZES
 from planner.errors import LONGEST_WORD, InputError, without_middle
 from planner.files.read import read_json
-from planner.jobs.spellings import Value
+from planner.settings.setting import Value
+from planner.settings.table import ZERO_SIZES
 
 # Sizes that DeepSpeed takes if its config does not name them, in elements. Source: deepspeed 0.19.8,
 # runtime/zero/config.py, `DeepSpeedZeroConfig`.

@@ -8,23 +8,19 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from planner.candidate import DEEPSPEED, FLASH, FOUR_BIT, STAGE_3_SIZES, ZERO_SIZES, Candidate
+from planner.candidate import DEEPSPEED, DEFAULTS, FLASH, FOUR_BIT, Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
-from planner.methods import LENGTH_SETTINGS, METHOD_SETTINGS, METHODS, has_setting
+from planner.methods import METHODS
 from planner.models.architectures.image_tower import ImageTower, has_image_tower, image_tower, needs_image_size
 from planner.models.catalogue import model_rows
+from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZERO_SIZES, details_of, has_setting
 from planner.units import format_count
 
 DEFAULT_MAX_LENGTH = 1024  # trl 1.16, trainer/sft_config.py
-LORA_FIELDS = ("lora_r", "lora_target_modules", "lora_dropout", "autocast_adapter_dtype")
-ENGINE_FIELDS = tuple(field for field in METHOD_SETTINGS if field.startswith("vllm_"))
-# Details of gradient checkpointing: their value without it, and their key in gradient_checkpointing_kwargs.
-CHECKPOINTING_DETAILS: dict[str, tuple[Any, str]] = {
-    "checkpoint_every_n_layers": (1, "every_n_layers"),
-    "checkpoint_offload": (False, "offload"),
-}
+LORA_FIELDS = details_of("tuning")
+ENGINE_FIELDS = details_of("vllm")
 # Model types of the catalogue that AutoModelForSequenceClassification does not know. Source: transformers 5.23,
 # models/auto/modeling_auto.py, `MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES`.
 WITHOUT_CLASSIFIER = frozenset((
@@ -274,10 +270,12 @@ def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
             "activation_offloading is planned where every layer is checkpointed: TRL keeps on the GPU what several "
             "operators save. Use --set gradient_checkpointing=true."
         )
-    for field, (off, key) in CHECKPOINTING_DETAILS.items():
-        if pins.pinned.get("gradient_checkpointing") is False and pins.pinned.get(field, off) != off:
+    for row in SETTINGS:
+        is_set = row.file == "checkpointing" and pinned.get(row.field, DEFAULTS[row.field]) != DEFAULTS[row.field]
+        if is_set and pinned.get("gradient_checkpointing") is False:
             yield (
-                f"{key} is a detail of gradient_checkpointing, which is false. Use --set gradient_checkpointing=true."
+                f"{row.aliases[0]} is a detail of gradient_checkpointing, which is false. "
+                "Use --set gradient_checkpointing=true."
             )
 
 

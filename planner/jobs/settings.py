@@ -1,80 +1,23 @@
 """Convert settings between the libraries' names (TRL, PEFT, Transformers, ...) and the fields of a Candidate.
 
-`spellings.py` lists the names and values that differ.
+The names, values and bounds are those of the settings table (planner/settings/table.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from planner.candidate import DEEPSPEED, FIELDS, MODEL_FIELDS, STAGE_3_SIZES, ZERO_SIZES, Candidate, Elements
+from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements
 from planner.errors import InputError, UnknownName, shortened
-from planner.jobs.spellings import (
-    ALIASES,
-    FIELD_OF_SETTING,
-    FSDP_OFFLOAD,
-    SPELLINGS,
-    VALUE_ALIASES,
-    WRITTEN_NAMES,
-    Value,
-)
-from planner.methods import has_setting
 from planner.models.architectures.image_tower import image_sides
 from planner.models.shape import ModelShape
+from planner.settings.setting import COUNT, MAX_BATCH_SIZE, Setting, Value
+from planner.settings.table import ALIASES, FIELD_OF_SETTING, FSDP_OFFLOAD, SETTING_OF, SETTINGS, SPELLINGS, has_setting
 
 MAX_DIGITS = 20  # of any whole number that a user can mean
-# Upper bounds of what a user can mean: of a batch size in samples, of a size of DeepSpeed in elements, of any other
-# number.
-MAX_BATCH_SIZE, MAX_ELEMENTS, MAX_NUMBER = 10**6, 10**15, 10**9
-# The smallest and largest value of a number; a count that is not here is at least 1.
-RANGES: dict[str, tuple[float, float]] = {
-    "vllm_gpu_memory_utilization": (0.01, 1.0),
-    "vllm_max_model_length": (0, MAX_NUMBER),
-    "images_per_row": (0, MAX_NUMBER),
-    "lora_dropout": (0.0, 1.0),
-    "beta": (0.0, MAX_NUMBER),
-    "reduce_bucket_size": (1, MAX_ELEMENTS),
-    "stage3_prefetch_bucket_size": (0, MAX_ELEMENTS),
-    "stage3_param_persistence_threshold": (0, MAX_ELEMENTS),
-    "stage3_max_live_parameters": (0, MAX_ELEMENTS),
-    "stage3_max_reuse_distance": (0, MAX_ELEMENTS),
-    "sub_group_size": (1, MAX_ELEMENTS),
-    "num_generations": (2, MAX_NUMBER),  # trl 1.16, grpo_config.py:1137
-    "per_device_train_batch_size": (1, MAX_BATCH_SIZE),
-    "gradient_accumulation_steps": (1, MAX_BATCH_SIZE),
-}
-
-# Conditions under which a candidate's setting has an effect and is shown; settings that are not listed are always
-# shown, if the method has them (planner/methods.py).
-SHOWN_IF: dict[str, Callable[[Candidate], bool]] = {
-    "images_per_row": lambda c: c.images_per_row > 0,
-    "image_size": lambda c: c.image_size != "",
-    "checkpoint_every_n_layers": lambda c: c.gradient_checkpointing,
-    "checkpoint_offload": lambda c: c.gradient_checkpointing,
-    "bnb_4bit_quant_storage": lambda c: c.bnb_4bit_quant_storage != "uint8",
-    "lora_r": lambda c: c.tuning == "lora",
-    "lora_target_modules": lambda c: c.tuning == "lora",
-    "lora_dropout": lambda c: c.tuning == "lora",
-    "autocast_adapter_dtype": lambda c: c.tuning == "lora",
-    "offload_optimizer": lambda c: c.sharding in DEEPSPEED,
-    "offload_param": lambda c: c.sharding == "zero3",
-    "ds3_gather_for_generation": lambda c: c.sharding == "zero3",
-    "dp_replicate_size": lambda c: c.dp_replicate_size > 1,
-    "cp_size": lambda c: c.cp_size > 1,
-    "sp_size": lambda c: c.sp_size > 1,
-    "sync_each_batch": lambda c: c.sharding == "fsdp2" and c.accumulates,
-    "reduce_bucket_size": lambda c: c.sharding in DEEPSPEED,
-    **dict.fromkeys(STAGE_3_SIZES, lambda c: c.sharding == "zero3"),
-    "vllm": lambda c: c.method_row.supports_vllm,
-    "vllm_gpu_memory_utilization": lambda c: c.vllm != "off",
-    "vllm_tensor_parallel_size": lambda c: c.vllm != "off",
-    "vllm_max_model_length": lambda c: c.vllm == "server" or (c.vllm == "colocate" and not c.method_row.builds_engine),
-    "vllm_data_parallel_size": lambda c: c.vllm == "server",
-    "vllm_enable_sleep_mode": lambda c: c.vllm == "colocate",
-    "reward_model": lambda c: c.reward_model is not None,
-    "teacher_model": lambda c: c.teacher_model is not None,
-}
-
+CHECKPOINTING_KWARGS = "gradient_checkpointing_kwargs"
+GROUPS = (CHECKPOINTING_KWARGS, "environment")  # settings that are dicts of others
 OWN_FLAGS = ("method", "trl_version")  # Candidate fields that have a flag and cannot be given by --set
 AUTO = "auto"  # as `dtype`: the dtype of the published weights (transformers/modeling_utils.py:4177)
 NAMING_HINT = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
@@ -132,9 +75,14 @@ def typed_value(name: str, value: Value) -> Value:
     return _parse_value(name, value)
 
 
+def setting_field(name: str) -> str:
+    """Return the Candidate field that a setting of this name decides."""
+    return FIELD_OF_SETTING.get(name) or ALIASES.get(name, name)
+
+
 def fields_named(names: Iterable[str]) -> set[str]:
     """Return the Candidate fields that settings of these names decide."""
-    return {FIELD_OF_SETTING.get(name) or ALIASES.get(name, name) for name in names}
+    return {setting_field(name) for name in names}
 
 
 def candidate_fields(
@@ -184,15 +132,18 @@ def settings_of(candidate: Candidate) -> dict[str, object]:
     return _nested(candidate, values)
 
 
-# Settings that no config class of TRL has a field for: they are set in the launch file, in the DeepSpeed file, on the
-# vLLM server, in the environment, by the checkpoint, by the data, or by the choice of the command.
-NOT_TRL_ARGUMENTS = frozenset({
-    "distributed_type", "zero_stage", "fsdp_version", "num_processes", "num_machines", "offload_optimizer_device",
-    "offload_param_device", "fsdp_offload_params", "vllm_data_parallel_size", "quant_method", "padded", "prompt_length",
-    "images_per_row", "image_size",
-    "dp_replicate_size", "cp_size", "sp_size", "sync_each_batch", "autocast_adapter_dtype", "environment", "method",
-    "trl_version", *ZERO_SIZES,
-})  # fmt: skip
+# Settings that no config class of TRL has a field for.
+NOT_TRL_ARGUMENTS = frozenset(
+    (
+        "environment",
+        *(
+            name
+            for row in SETTINGS
+            for name in (*row.library_names, *row.names)
+            if row.file_of(name) not in ("trl", "checkpointing")
+        ),
+    )
+)
 
 
 def trl_arguments(candidate: Candidate) -> dict[str, object]:
@@ -211,7 +162,7 @@ def settings_of_fields(chosen: Mapping[str, object]) -> dict[str, object]:
         if field in SPELLINGS and isinstance(value, (str, bool)):
             values.update(SPELLINGS[field][value])
         else:
-            values[WRITTEN_NAMES.get(field, field)] = (
+            values[(SETTING_OF[field].written or field)] = (
                 (value.path or value.id) if isinstance(value, ModelShape) else _library_value(field, value)
             )
     return values
@@ -230,7 +181,7 @@ def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object
     # Adapters under ZeRO-3 use reentrant checkpointing, everything else does not (trl/trainer/sft_trainer.py:870-895).
     kwargs: dict[str, object] = {"use_reentrant": candidate.tuning == "lora" and candidate.sharding == "zero3"}
     every, offload = values.pop("every_n_layers", 1), values.pop("checkpoint_offload", False)
-    values["gradient_checkpointing_kwargs"] = (
+    values[CHECKPOINTING_KWARGS] = (
         kwargs | ({"every_n_layers": every} if every != 1 else {}) | ({"offload": True} if offload else {})
     )
     values["environment"] = {name: value for name, value in environment.items() if value}
@@ -239,12 +190,18 @@ def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object
 
 def is_shown(candidate: Candidate, field: str) -> bool:
     """Return whether the candidate's method, tuning and sharding read the setting."""
-    return has_setting(candidate.method, field) and (field not in SHOWN_IF or SHOWN_IF[field](candidate))
+    row = SETTING_OF[field]
+    return (
+        has_setting(candidate.method, field)
+        and (not row.owner_values or getattr(candidate, row.owner) in row.owner_values)
+        and (row.unset is ... or getattr(candidate, field) != row.unset)
+        and (not row.needs or bool(attrgetter(row.needs)(candidate)))
+    )
 
 
 def _library_name(candidate: Candidate, field: str) -> str:
     """Return the name of a field in the config of the candidate's method."""
-    return candidate.method_row.argument_names.get(field) or WRITTEN_NAMES.get(field, field)
+    return candidate.method_row.argument_names.get(field) or (SETTING_OF[field].written or field)
 
 
 def _library_value(field: str, value: object) -> object:
@@ -311,7 +268,9 @@ def _parse_value(name: str, value: Value) -> Value:
     """
     kind = _type_of(name)
     field = ALIASES.get(name, name)
-    text = VALUE_ALIASES.get(field, {}).get(_as_text(value), _as_text(value)).strip()
+    row = SETTING_OF.get(field)
+    text = _as_text(value)
+    text = (row.value_aliases.get(text, text) if row else text).strip()
     if field == "dtype" and text == AUTO:
         return AUTO
     if get_origin(kind) is Literal:
@@ -321,7 +280,7 @@ def _parse_value(name: str, value: Value) -> Value:
     if kind == Elements and text == AUTO:
         return AUTO
     if kind in (int, float, Elements):
-        return _number(name, text, field, whole=kind is not float)
+        return _number(name, text, row, whole=kind is not float)
     if get_origin(kind) is tuple:
         return tuple(part for part in text.replace(",", " ").split() if part)
     return _checked_text(name, field, text)
@@ -351,16 +310,16 @@ def _boolean(name: str, text: str) -> bool:
     return text.lower() in _TRUE
 
 
-def _number(name: str, text: str, field: str, whole: bool) -> int | float:
-    """Parse a number within `RANGES`; raise InputError otherwise. `vllm_max_model_length=none` is 0."""
-    if text.lower() in ("none", "null") and field == "vllm_max_model_length":
+def _number(name: str, text: str, row: Setting | None, whole: bool) -> int | float:
+    """Parse a number within the setting's bounds; raise InputError otherwise. `vllm_max_model_length=none` is 0."""
+    if text.lower() in ("none", "null") and row is SETTING_OF["vllm_max_model_length"]:
         return 0  # vLLM takes the model's whole context
     try:
         number = _whole(text) if whole else float(text)
     except (ValueError, OverflowError):
         wanted = "one number a run" if "," in text else "a whole number" if whole else "a number"
         _refuse(name, text, wanted)
-    low, high = RANGES.get(field, (1 if whole else 0.0, MAX_NUMBER))
+    low, high = (row and row.bounds) or COUNT  # no row: one of several settings that spell a field, such as zero_stage
     if not low <= number <= high:
         bound = f"at most {high:,}" if number > high else f"at least {low:g}"
         _refuse(name, text, f"from {low:g} to {high:g}" if high < MAX_BATCH_SIZE else bound)

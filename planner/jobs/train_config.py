@@ -14,7 +14,8 @@ from planner.jobs.launch_config import (
     load_mapping,
 )
 from planner.jobs.settings import setting_names
-from planner.jobs.spellings import FSDP_OFFLOAD, Value
+from planner.settings.setting import Value
+from planner.settings.table import FSDP_OFFLOAD
 
 # Keys whose value is a mapping of further settings.
 # Source: trl/scripts/utils.py:332 (env), transformers/training_args.py:908-925 and :1455, trl/trainer/base_config.py

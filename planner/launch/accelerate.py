@@ -1,9 +1,9 @@
 """The file for `accelerate launch --config_file`: the number of processes, and how they shard the model."""
 
 from planner.candidate import DEEPSPEED, Candidate
-from planner.jobs.spellings import SPELLINGS
 from planner.launch import deepspeed
 from planner.launch.placement import placement
+from planner.settings.table import SPELLINGS
 
 FILE = "accelerate.yaml"
 PORT = 29500  # torchrun's default port; accelerate 1.15, utils/launch.py, `prepare_deepspeed_cmd_env`

@@ -2,7 +2,8 @@
 
 import json
 
-from planner.candidate import DEEPSPEED, STAGE_3_SIZES, Candidate, Sharding
+from planner.candidate import DEEPSPEED, Candidate, Sharding
+from planner.settings.table import STAGE_3_SIZES
 
 FILE = "deepspeed.json"
 STAGES: dict[Sharding, int] = {"zero1": 1, "zero2": 2, "zero3": 3}

@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from planner.candidate import MODEL_FIELDS, Candidate
 from planner.jobs.settings import settings_of
-from planner.jobs.spellings import WRITTEN_NAMES
 from planner.models.shape import ModelShape
+from planner.settings.table import SETTING_OF
 
-MODEL_NAMES = {field: WRITTEN_NAMES[field] for field in MODEL_FIELDS}
+MODEL_NAMES = {field: SETTING_OF[field].written for field in MODEL_FIELDS}
 
 
 def candidate_key(candidate: Candidate) -> str:

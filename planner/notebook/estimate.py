@@ -13,12 +13,13 @@ from planner.estimate import RISK
 from planner.estimate import estimate as estimate_candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.settings import fields_named, setting_names
-from planner.methods import METHOD_OF, MethodName, has_setting, method_of_config
+from planner.methods import METHOD_OF, MethodName, method_of_config
 from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
 from planner.models.shape import ModelShape
 from planner.notebook.answer import WIDTH, options_of, table_html
 from planner.quantities import Estimate
+from planner.settings.table import has_setting
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -4,30 +4,27 @@ A key that a document does not always have is `UNSET` where it is left out. Memo
 Additions are allowed; a change of meaning raises `SCHEMA`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 from msgspec.json import schema_components
 
 from planner.allocator.trace import Holding
-from planner.candidate import AttentionImplementation, Dtype, QuantStorage
+from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements
 from planner.diagnose.incident import Kind
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Goal, TuningOption
 from planner.measurements.measurement import Quantity
-from planner.methods import MethodName
-from planner.optimizers import Optimizer
+from planner.methods import METHODS, MethodName
 from planner.quantities import Component, Evidence, GpuRole, Phase, ProbedOn, Throughput
+from planner.settings.setting import Setting
+from planner.settings.table import SETTINGS
 
 SCHEMA: Literal[1] = 1
 
 Version = Annotated[Literal[1], Meta(description="The version of this schema.")]
 Bytes = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
-Size = Annotated[int, Meta(ge=0, description="A size of DeepSpeed, in elements.")]
-Elements = Annotated[
-    int | Literal["auto"], Meta(description="A size of DeepSpeed, in elements; auto: derived from hidden_size.")
-]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Probability = Annotated[float, Meta(ge=0, le=1, description="Probability that no GPU runs out of memory.")]
 Interval = Annotated[tuple[Bytes, Bytes], Meta(description="Lower and upper bound of the peak at the accepted risk.")]
@@ -57,165 +54,99 @@ class Environment(Document, frozen=True):
     PYTORCH_CUDA_ALLOC_CONF: str | UnsetType = UNSET
 
 
-class OptionalSettings(Document, frozen=True):
-    """Settings that depend on method, tuning and sharding, under the names of the libraries that read them."""
-
-    lora_r: Count | UnsetType = UNSET
-    lora_target_modules: (
-        Annotated[
-            Literal["all-linear"] | Annotated[tuple[str, ...], Meta(min_length=1)] | None,
-            Meta(description="Modules with adapters: PEFT's shorthand, or names; null: PEFT's own choice."),
-        ]
-        | UnsetType
-    ) = UNSET
-    images_per_row: (
-        Annotated[Count, Meta(description="Images in each row: a fact of the data, not a TRL setting.")] | UnsetType
-    ) = UNSET
-    image_size: (
-        Annotated[
-            str,
-            Meta(pattern="^[0-9]{1,6}x[0-9]{1,6}$", description="WIDTHxHEIGHT of an image: a fact of the data, too."),
-        ]
-        | UnsetType
-    ) = UNSET
-    lora_dropout: Share | UnsetType = UNSET
-    autocast_adapter_dtype: (
-        Annotated[bool, Meta(description="PEFT keeps adapters in float32 on a 16-bit base (get_peft_model).")]
-        | UnsetType
-    ) = UNSET
-    bnb_4bit_quant_type: Literal["nf4"] | UnsetType = UNSET
-    bnb_4bit_quant_storage: QuantStorage | UnsetType = UNSET
-    use_bnb_nested_quant: bool | UnsetType = UNSET
-    quant_method: (
-        Annotated[
-            Literal["gptq", "awq", "fp8", "mxfp4"],
-            Meta(description="Quantization of the published checkpoint (quantization_config)."),
-        ]
-        | UnsetType
-    ) = UNSET
-    max_length: Annotated[Count, Meta(description="Tokens of a whole row.")] | UnsetType = UNSET
-    prompt_length: (
-        Annotated[Count, Meta(description="Tokens of the longest prompt: a fact of the data, not a TRL setting.")]
-        | UnsetType
-    ) = UNSET
-    max_completion_length: (
-        Annotated[Count, Meta(description="Tokens of the longest completion (GRPO, RLOO, Distillation).")] | UnsetType
-    ) = UNSET
-    max_new_tokens: (
-        Annotated[Count, Meta(description="Tokens of the longest completion (online DPO, GKD).")] | UnsetType
-    ) = UNSET
-    response_length: Annotated[Count, Meta(description="Tokens of the longest completion (PPO).")] | UnsetType = UNSET
-    num_generations: Annotated[Count, Meta(description="Completions per prompt.")] | UnsetType = UNSET
-    steps_per_generation: Annotated[Count, Meta(description="Micro-steps per generation.")] | UnsetType = UNSET
-    num_iterations: Annotated[Count, Meta(description="Optimization passes over one generation.")] | UnsetType = UNSET
-    packing: bool | UnsetType = UNSET
-    padding_free: bool | UnsetType = UNSET
-    beta: (
-        Annotated[
-            float,
-            Meta(ge=0, description="Weight of the reference model; GRPO and RLOO with 0 have no reference model."),
-        ]
-        | UnsetType
-    ) = UNSET
-    kl_coef: Annotated[float, Meta(ge=0, description="Weight of the reference model (PPO).")] | UnsetType = UNSET
-    precompute_ref_log_probs: bool | UnsetType = UNSET
-    gradient_checkpointing_kwargs: CheckpointingArguments | UnsetType = UNSET
-    activation_offloading: bool | UnsetType = UNSET
-    zero_stage: Literal[1, 2, 3] | UnsetType = UNSET
-    dp_replicate_size: Count | UnsetType = UNSET
-    cp_size: Count | UnsetType = UNSET
-    sp_size: Count | UnsetType = UNSET
-    sync_each_batch: (
-        Annotated[
-            bool,
-            Meta(
-                description="Reduce gradients in every micro-step (accelerator_config's gradient_accumulation_kwargs)."
-            ),
-        ]
-        | UnsetType
-    ) = UNSET
-    fsdp_version: Literal[2] | UnsetType = UNSET
-    fsdp_offload_params: (
-        Annotated[bool, Meta(description="Parameters, gradients and optimizer states are on the host (accelerate).")]
-        | UnsetType
-    ) = UNSET
-    offload_optimizer_device: Literal["none", "cpu"] | UnsetType = UNSET
-    offload_param_device: Literal["none", "cpu"] | UnsetType = UNSET
-    ds3_gather_for_generation: bool | UnsetType = UNSET
-    reduce_bucket_size: Elements | UnsetType = UNSET
-    stage3_prefetch_bucket_size: Elements | UnsetType = UNSET
-    stage3_param_persistence_threshold: Elements | UnsetType = UNSET
-    stage3_max_live_parameters: Size | UnsetType = UNSET
-    stage3_max_reuse_distance: Size | UnsetType = UNSET
-    sub_group_size: Size | UnsetType = UNSET
-    use_vllm: bool | UnsetType = UNSET
-    vllm_mode: Literal["colocate", "server"] | UnsetType = UNSET
-    vllm_gpu_memory_utilization: (
-        Annotated[float, Meta(ge=0, le=1, description="Share of a GPU that the engine takes.")] | UnsetType
-    ) = UNSET
-    vllm_tensor_parallel_size: Count | UnsetType = UNSET
-    vllm_data_parallel_size: Annotated[Count, Meta(description="Engines of the server.")] | UnsetType = UNSET
-    vllm_max_model_length: Annotated[Count | None, Meta(description="null: the model's whole context.")] | UnsetType = (
-        UNSET
-    )
-    vllm_enable_sleep_mode: bool | UnsetType = UNSET
-    reward_model_name_or_path: str | UnsetType = UNSET
-    teacher_model_name_or_path: str | UnsetType = UNSET
+def _settings_types() -> dict[str, tuple[Any, bool]]:
+    """Return every setting of a candidate by its library name: its type in JSON, and whether every candidate has it."""
+    types = get_type_hints(Candidate)
+    found: dict[str, tuple[Any, bool]] = {}
+    for row in sorted(SETTINGS, key=lambda row: FIELDS.index(row.field)):
+        always = not (row.methods or row.owner_values or row.needs) and row.unset is ...
+        if row.values:
+            for name in row.library_names:
+                values = list(dict.fromkeys(each[name] for each in row.values.values() if name in each))
+                kind = bool if isinstance(values[0], bool) else str if row.file == "environment" else _one_of(values)
+                note = row.names[name].sentence if name in row.names else row.sentence
+                found[name] = _described(kind, note), always and all(name in each for each in row.values.values())
+        else:
+            found[row.written or row.field] = _described(_json_type(row, types[row.field]), row.sentence), always
+        for other in (name for name in row.names if name not in row.library_names):
+            found[other] = _described(bool, row.names[other].sentence), False
+        for other in dict.fromkeys(method.argument_names.get(row.field, "") for method in METHODS.values()):
+            if other:
+                users = ", ".join(
+                    method.name for method in METHODS.values() if method.argument_names.get(row.field) == other
+                )
+                found[other] = _described(_json_type(row, types[row.field]), f"{row.sentence} ({users})"), False
+    return found
 
 
-class Settings(OptionalSettings, frozen=True, kw_only=True):
+def _json_type(row: Setting, hint: object) -> object:
+    """Return the type that a field's value has in JSON."""
+    if row.field in MODEL_FIELDS:
+        return str
+    if row.field == "lora_target_modules":
+        return Literal["all-linear"] | Annotated[tuple[str, ...], Meta(min_length=1)] | None
+    if row.field == "image_size":
+        return Annotated[str, Meta(pattern="^[0-9]{1,6}x[0-9]{1,6}$")]
+    if row.field == "vllm_max_model_length":
+        return Count | None
+    if row.bounds is None:
+        return hint
+    least, most = row.bounds
+    if hint is float:
+        return Annotated[float, Meta(ge=0, le=1) if most == 1 else Meta(ge=0)]
+    whole = Annotated[int, Meta(ge=0 if row.file == "deepspeed" else max(1, int(least)) if row.unset is ... else 1)]
+    return whole | Literal["auto"] if hint == Elements else whole
+
+
+def _one_of(values: list[Any]) -> object:
+    return Literal[tuple(values)]
+
+
+def _described(kind: object, sentence: str) -> object:
+    return Annotated[kind, Meta(description=sentence)]
+
+
+SETTINGS_TYPES = _settings_types()
+# Settings that are keys of others in a candidate's.
+NESTED = tuple(name for row in SETTINGS if row.file in ("checkpointing", "environment") for name in row.library_names)
+
+
+_Settings: Any = defstruct(
+    "Settings",
+    [
+        *((name, kind) for name, (kind, always) in SETTINGS_TYPES.items() if always and name not in NESTED),
+        ("environment", Environment),
+        *(
+            (name, kind | UnsetType, UNSET)
+            for name, (kind, always) in SETTINGS_TYPES.items()
+            if not always and name not in NESTED
+        ),
+        ("gradient_checkpointing_kwargs", CheckpointingArguments | UnsetType, UNSET),
+    ],
+    bases=(Document,),
+    frozen=True,
+    kw_only=True,
+)
+_PinnedSettings: Any = defstruct(
+    "PinnedSettings",
+    [
+        *((name, kind | UnsetType, UNSET) for name, (kind, _) in SETTINGS_TYPES.items()),
+        ("gradient_checkpointing_kwargs", CheckpointingArguments | UnsetType, UNSET),
+    ],
+    bases=(Document,),
+    frozen=True,
+)
+
+
+class Settings(_Settings):  # type: ignore[misc]
     """A candidate's settings, named as TRL, Transformers, PEFT, accelerate, DeepSpeed and vLLM name them.
 
     A setting that the method, the tuning or the sharding does not read is left out.
     """
 
-    model_name_or_path: str
-    method: MethodName
-    trl_version: Annotated[str, Meta(description="The TRL release whose defaults and code paths are counted.")]
-    use_peft: bool
-    dtype: Annotated[Dtype, Meta(description="The dtype that weights are loaded in (TRL ModelConfig).")]
-    bf16: bool
-    fp16: bool
-    load_in_4bit: bool
-    load_in_8bit: bool
-    per_device_train_batch_size: Annotated[Count, Meta(description="Samples per process and micro-step.")]
-    gradient_accumulation_steps: Annotated[Count, Meta(description="Micro-steps per optimizer step.")]
-    padded: Annotated[bool, Meta(description="Batches hold padding: a fact of the data, not a TRL setting.")]
-    gradient_checkpointing: bool
-    attn_implementation: AttentionImplementation
-    use_liger_kernel: bool
-    optim: Optimizer
-    distributed_type: Literal["NO", "MULTI_GPU", "DEEPSPEED", "FSDP"]
-    num_processes: Annotated[Count, Meta(description="Training processes on all machines, one for each GPU.")]
-    num_machines: Count
-    environment: Environment
 
-
-class PinnedSettings(OptionalSettings, frozen=True):
+class PinnedSettings(_PinnedSettings):  # type: ignore[misc]
     """Settings that the user decided and the search keeps."""
-
-    model_name_or_path: str | UnsetType = UNSET
-    method: MethodName | UnsetType = UNSET
-    trl_version: str | UnsetType = UNSET
-    use_peft: bool | UnsetType = UNSET
-    dtype: Dtype | UnsetType = UNSET
-    bf16: bool | UnsetType = UNSET
-    fp16: bool | UnsetType = UNSET
-    load_in_4bit: bool | UnsetType = UNSET
-    load_in_8bit: bool | UnsetType = UNSET
-    per_device_train_batch_size: Count | UnsetType = UNSET
-    gradient_accumulation_steps: Count | UnsetType = UNSET
-    padded: bool | UnsetType = UNSET
-    gradient_checkpointing: bool | UnsetType = UNSET
-    attn_implementation: AttentionImplementation | UnsetType = UNSET
-    use_liger_kernel: bool | UnsetType = UNSET
-    optim: Optimizer | UnsetType = UNSET
-    distributed_type: Literal["NO", "MULTI_GPU", "DEEPSPEED", "FSDP"] | UnsetType = UNSET
-    num_processes: Count | UnsetType = UNSET
-    num_machines: Count | UnsetType = UNSET
-    every_n_layers: Count | UnsetType = UNSET
-    checkpoint_offload: bool | UnsetType = UNSET
-    PYTORCH_CUDA_ALLOC_CONF: str | UnsetType = UNSET
 
 
 # -- an estimate -------------------------------------------------------------------------------------------------------

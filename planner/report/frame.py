@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from planner.errors import PlanError
 from planner.jobs.settings import settings_of
 from planner.measurements.validate import Validation
-from planner.plan import CLASS_LABELS, Plan, tuning_classes
+from planner.plan import CLASS_LABELS, Plan
 from planner.quantities import Estimate
 from planner.report.validation import csv_rows
 from planner.report.words import describe_excess
-from planner.search.knobs import SearchProblem
+from planner.search.knobs import SearchProblem, tuning_classes
 from planner.search.search import NEAR_BEST, Considered, examined
 
 if TYPE_CHECKING:

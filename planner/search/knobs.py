@@ -20,6 +20,7 @@ from planner.methods import METHODS
 from planner.models.architectures.image_tower import image_tower
 from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Estimate
+from planner.settings.table import searched_as
 
 TuningClass = Literal["full", "lora", "qlora"]
 TUNING_CLASSES: tuple[TuningClass, ...] = ("full", "lora", "qlora")  # the first that fits is recommended
@@ -52,11 +53,34 @@ class SearchProblem:
         return pinned
 
 
-def tuning_class_of(candidate: Candidate) -> TuningClass:
-    """Return the tuning class of a candidate; "qlora" is LoRA on quantized weights."""
+def tuning_classes(job: Job) -> tuple[TuningClass, ...]:
+    """Return the tuning classes that the job allows, in the order of recommendation."""
+    published = job.model.quantization
+    if job.tuning != "auto":
+        return (job.tuning,)
+    tuning, quantization = job.pinned.get("tuning"), job.pinned.get("quantization")
+    if tuning == "full":
+        return ("full",)
+    if quantization not in (None, "none"):
+        return ("qlora",)
+    if published not in ("none", *DEQUANTIZED):
+        return ("lora",)
+    without_full = TUNING_CLASSES if tuning is None else TUNING_CLASSES[1:]
+    return tuple(name for name in without_full if name != "qlora" or quantization is None)
+
+
+def tuning_class_of(candidate: Candidate, job: Job) -> TuningClass:
+    """Return the tuning class in whose search a candidate of the job is found.
+
+    It is "qlora" if weights are quantized at load: LoRA on a checkpoint that is published quantized is "lora", unless
+    the job asks for "qlora".
+    """
     if candidate.tuning == "full":
         return "full"
-    return "lora" if candidate.quantization == "none" else "qlora"
+    as_published = candidate.quantization in ("none", "mxfp4", job.model.quantization)
+    found: TuningClass = "lora" if as_published else "qlora"
+    allowed = tuning_classes(job)
+    return found if found in allowed else next((name for name in allowed if name != "full"), found)
 
 
 # -- the knobs ---------------------------------------------------------------------------------------------------------
@@ -271,13 +295,7 @@ def server_splits(problem: SearchProblem) -> Iterator[tuple[int, int, int]]:
 
 # Candidate fields that a search decides unless they are pinned: those of `KNOBS`, of `with_derived_settings` and of the
 # batch (planner/search/search.py).
-SEARCHED = frozenset({
-    "tuning", "quantization", "bnb_4bit_quant_storage", "dtype", "sharding", "dp_replicate_size", "offload_optimizer",
-    "offload_param", "checkpoint_offload", "gradient_checkpointing", "checkpoint_every_n_layers", "attn_implementation",
-    "ds3_gather_for_generation", "expandable_segments", "num_processes", "vllm", "vllm_gpu_memory_utilization",
-    "vllm_tensor_parallel_size", "vllm_data_parallel_size", "vllm_enable_sleep_mode", "vllm_max_model_length",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "sync_each_batch",
-})  # fmt: skip
+SEARCHED = searched_as("choice", "size", "derived")
 KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
     "tuning": tuning,
     "load dtype": load_dtype,
@@ -388,4 +406,4 @@ def is_duplicate(candidate: Candidate, pinned: Mapping[str, object]) -> bool:
 
 def problem_of_estimate(job: Job, cluster: Cluster, answer: Estimate) -> SearchProblem:
     """Return the search problem of a single candidate: its job and cluster, with its tuning class."""
-    return SearchProblem(job=job, cluster=cluster, tuning_class=tuning_class_of(answer.candidate))
+    return SearchProblem(job=job, cluster=cluster, tuning_class=tuning_class_of(answer.candidate, job))

@@ -15,6 +15,7 @@ from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import search
 from planner.search.sizes import LENGTH_STEP, length_field
+from planner.settings.table import with_role
 from planner.units import GIB, format_count, format_gib
 
 MAX_REMEDIES = 4  # a report with more is not read
@@ -24,11 +25,6 @@ USUAL_CARDS = ("RTX-4090", "A100-40G", "L40S", "H100", "H200", "B200")  # cards 
 LARGEST_CARDS = ("H100", "B200")
 WHOLE_NODES = (1, 2, 4, 8, 16, 32, 64)
 PAGED_OPTIMIZER = "paged_adamw_8bit"
-# Pinned settings that describe the data: dropping them would answer another job.
-DATA_SETTINGS = frozenset(
-    {"max_length", "prompt_length", "max_completion_length", "padded", "images_per_row", "image_size",
-     "num_generations"}
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +130,13 @@ def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estim
 
 
 def without_one_pin(job: Job, cluster: Cluster) -> Iterator[Proposal]:
-    """Yield the job without one pinned setting, for each setting that does not describe the data."""
+    """Yield the job without one pinned setting, for each setting that does not describe the data.
+
+    Without a fact of the data the answer would be about another job.
+    """
+    data = with_role("data")
     for name in job.pinned:
-        if name in DATA_SETTINGS:
+        if name in data:
             continue
         spelled = settings_text(settings_of_fields({name: job.pinned[name]}))
         kept = {key: value for key, value in job.pinned.items() if key != name}

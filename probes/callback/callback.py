@@ -24,7 +24,6 @@ from planner.candidate import Candidate
 from planner.errors import InputError, PlanError
 from planner.estimate import RISK, estimate
 from planner.gpus.cluster import Cluster
-from planner.jobs.spellings import Value
 from planner.measurements.corrected_estimate import heaviest_rank, needed_peak_bytes
 from planner.measurements.corrected_plan import changed_settings
 from planner.measurements.fingerprint import candidate_key
@@ -33,6 +32,7 @@ from planner.measurements.own_results import save_result
 from planner.plan import Plan
 from planner.quantities import Estimate, Phase
 from planner.report.read_json import read_plan
+from planner.settings.setting import Value
 from planner.units import format_gib
 from probes.callback.candidate_of_run import candidate_of_run
 from probes.callback.memory_of_run import RunMemory, cuda_memory

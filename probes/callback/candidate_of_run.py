@@ -17,10 +17,10 @@ from planner.candidate import DTYPE_BYTES, FOUR_BIT, Candidate
 from planner.errors import InputError
 from planner.jobs.launch_config import deepspeed_sizes
 from planner.jobs.settings import candidate_fields, setting_names
-from planner.jobs.spellings import Value
 from planner.methods import METHODS, NEWEST_TRL, MethodName, method_of_config, release
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
+from planner.settings.setting import Value
 
 GIVE_A_PLAN = "Give the callback a plan: MemoryPlanCallback('plan.json')."
 # Arguments that are read from the model and the accelerator instead, which show what really runs.

@@ -14,6 +14,7 @@ from planner.search.fit import estimate_or_none, utilization_range, with_utiliza
 from planner.search.knobs import SearchProblem, structures
 from planner.search.search import merit
 from planner.search.sizes import CandidateSizes, batch_sizes, length_field, length_sizes
+from planner.settings.table import searched_as
 from probes.study.posterior import PhaseModel, heavy_phases, phase_models
 
 Estimator = Callable[[Candidate, SearchProblem], Estimate | None]
@@ -28,19 +29,8 @@ SIZE_KNOBS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 SHARE_KNOB = "vllm_gpu_memory_utilization"
 # Settings, by their beginnings, on which the memory of a training pass does not depend.
 IRRELEVANT_TO_PASS = ("vllm", "num_processes", "expandable_segments", "ds3_gather")
-# Settings that are sizes or follow from them (planner/search: knobs.py `completed`, search.py `with_batch`).
-DERIVED = frozenset(
-    {
-        *SIZE_KNOBS,
-        SHARE_KNOB,
-        "max_length",
-        "prompt_length",
-        "max_completion_length",
-        "steps_per_generation",
-        "sync_each_batch",
-        "vllm_max_model_length",
-    }
-)
+# Settings that are sizes or follow from them.
+DERIVED = searched_as("size", "length", "derived")
 
 
 # Values that a device cannot run, by field of a candidate (probes/runner/devices.py, probes/worker/workload.py).

@@ -20,7 +20,7 @@ from planner.measurements.measurement import DeviceName, Measurement, Outcome
 from planner.plan import Plan
 from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none
-from planner.search.knobs import SearchProblem, TuningClass
+from planner.search.knobs import SearchProblem, tuning_class_of
 from planner.units import format_count, format_seconds, format_size
 from probes.study.certificate import Certificate, certificate, learned_constants, learned_line
 from probes.study.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler
@@ -137,11 +137,7 @@ def prove(target: SearchProblem | Plan, probe: Probe, options: StudyOptions | No
 def problem_of(plan: Plan) -> SearchProblem:
     """Return the search problem of the tuning class that a plan recommends, with its LoRA rank and its offloading."""
     candidate, job = plan.best.candidate, plan.job
-    tuning_class: TuningClass = (
-        "full" if candidate.tuning == "full" else "lora" if candidate.quantization in ("none", "mxfp4") else "qlora"
-    )
-    if tuning_class == "qlora" and job.model.quantization == candidate.quantization:
-        tuning_class = "lora"  # the checkpoint itself is quantized: planner/search/knobs.py `tuning`
+    tuning_class = tuning_class_of(candidate, job)
     if job.lora_ranks and candidate.tuning == "lora":
         job = replace(job, pinned={**job.pinned, "lora_r": candidate.lora_r}, lora_ranks=())
     offload = (candidate.offload_optimizer or candidate.offload_param) and not {

@@ -1,0 +1,102 @@
+"""The type of a row of the settings table, and the bounds of numbers."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.methods import Method
+
+Value = str | int | float | bool | tuple[str, ...] | None
+Bounds = tuple[float, float]
+
+Role = Literal[
+    "question",  # the model, the method and the release: what is asked
+    "data",  # a fact of the dataset
+    "learning",  # changes what is learned: without it the answer is about another training
+    "run",  # changes memory and speed only
+]
+Search = Literal[
+    "never",  # only the user decides
+    "choice",  # one of a few values (planner/search/knobs.py)
+    "size",  # a number that grows until the memory is full
+    "length",  # a size with `--optimize max-length`, else never
+    "derived",  # follows from other settings
+]
+# Where a setting is written for a launch.
+File = Literal[
+    "trl",  # the method's config class, or TRL's ModelConfig
+    "checkpointing",  # the key `gradient_checkpointing_kwargs` there
+    "accelerate",  # accelerate's launch file
+    "deepspeed",  # DeepSpeed's file
+    "server",  # an option of `trl vllm-serve`
+    "environment",  # an environment variable
+    "code",  # an argument in the training script that no config class has
+    "checkpoint",  # the published checkpoint's config.json
+    "data",  # nowhere: the dataset has it
+    "command",  # nowhere: the command is for it
+]
+Shown = Literal["always", "if it differs", "never"]
+
+# Upper bounds of what a user can mean: of a batch size in samples, of a size of DeepSpeed in elements, of any other
+# number.
+MAX_BATCH_SIZE, MAX_ELEMENTS, MAX_NUMBER = 10**6, 10**15, 10**9
+COUNT: Bounds = (1, MAX_NUMBER)
+BATCH: Bounds = (1, MAX_BATCH_SIZE)
+FROM_ZERO: Bounds = (0, MAX_NUMBER)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Name:
+    """One of several settings of the libraries that spell one field, where it differs from its row."""
+
+    file: File
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One row: a field of `Candidate`, its names in the libraries, its bounds, its role and its place in a report.
+
+    `written`: the name in files and reports that we write, if it is not the field's. `aliases`: names that are accepted
+    besides, such as those of older releases. `values`: for a field that is several settings of a library, their values
+    by the field's value; a setting that a row does not name is off or unset, and if several rows agree with the
+    settings of a user, the first one counts. `value_aliases`: other spellings of values.
+
+    `owner`: the field whose detail this one is; it is dropped and freed together with it. `owner_values`: the owner's
+    values with which the libraries read it; empty: with all. `methods`: the methods that have it; None: all.
+    `needs`: a property of `Candidate` that must be true for it to be
+    read, as a dotted name. `unset`: the value with which it is not
+    shown, as the libraries then behave as without it.
+    """
+
+    field: str
+    sentence: str
+    role: Role
+    search: Search = "never"
+    file: File = "trl"
+    bounds: Bounds | None = None
+    written: str = ""
+    aliases: tuple[str, ...] = ()
+    values: Mapping[str | bool, Mapping[str, Value]] = dataclasses.field(default_factory=dict)
+    value_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
+    owner: str = ""
+    owner_values: tuple[str | bool, ...] = ()
+    methods: Callable[[Method], bool] | None = None
+    needs: str = ""
+    unset: object = ...
+    line: str = "model"  # the label of its line in the report
+    shown: Shown = "if it differs"
+    hidden: tuple[str, ...] = ()  # names that no line shows, because another one implies them
+
+    @property
+    def library_names(self) -> tuple[str, ...]:
+        """The names of the settings that spell the field in what we write."""
+        if not self.values:
+            return (self.written or self.field,)
+        return tuple(dict.fromkeys(name for row in self.values.values() for name in row))
+
+    def file_of(self, name: str) -> File:
+        """Return where one of its names is written."""
+        return self.names[name].file if name in self.names else self.file

@@ -1,0 +1,640 @@
+"""The settings table: one row for each field of `Candidate`. Every other list of settings is derived from it.
+
+The rows stand in the order in which a report shows them. `docs/settings.md` is generated from them.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+from planner.methods import METHODS, Method, MethodName
+from planner.settings.setting import (
+    BATCH,
+    COUNT,
+    FROM_ZERO,
+    MAX_ELEMENTS,
+    MAX_NUMBER,
+    Name,
+    Role,
+    Search,
+    Setting,
+)
+
+STAGES: tuple[Literal["zero1", "zero2", "zero3"], ...] = ("zero1", "zero2", "zero3")  # DeepSpeed's values of `sharding`
+ENGINE = ("colocate", "server")  # values of `vllm`
+
+
+def _groups(method: Method) -> bool:
+    return method.grouped_completions
+
+
+def _has_vllm(method: Method) -> bool:
+    return method.supports_vllm
+
+
+SETTINGS: tuple[Setting, ...] = (
+    # -- the question --------------------------------------------------------------------------------------------------
+    Setting(
+        field="model",
+        written="model_name_or_path",
+        aliases=("model_name_or_path",),
+        sentence="The policy: a name of the catalogue, a folder or a config.json.",
+        role="question",
+        shown="never",
+    ),
+    Setting(
+        field="method",
+        sentence="The trainer of TRL.",
+        role="question",
+        file="command",
+        shown="never",
+    ),
+    Setting(
+        field="trl_version",
+        sentence="The TRL release whose defaults and code paths are counted.",
+        role="question",
+        file="command",
+        shown="never",
+    ),
+    # -- the batch -----------------------------------------------------------------------------------------------------
+    Setting(
+        field="per_device_train_batch_size",
+        sentence="Samples per process and micro-step.",
+        role="run",
+        search="size",
+        bounds=BATCH,
+        line="batch",
+        shown="always",
+    ),
+    Setting(
+        field="gradient_accumulation_steps",
+        sentence="Micro-steps per optimizer step.",
+        role="run",
+        search="size",
+        bounds=BATCH,
+        line="batch",
+        shown="always",
+    ),
+    Setting(
+        field="num_generations",
+        sentence="Completions per prompt.",
+        role="data",
+        bounds=(2, MAX_NUMBER),  # trl 1.16, trainer/grpo_config.py, `__post_init__`
+        methods=_groups,
+        line="batch",
+        shown="always",
+    ),
+    Setting(
+        field="steps_per_generation",
+        sentence="Micro-steps per generation.",
+        role="run",
+        search="derived",
+        bounds=COUNT,
+        methods=_groups,
+        line="batch",
+    ),
+    Setting(
+        field="num_iterations",
+        sentence="Optimization passes over one generation.",
+        role="learning",
+        bounds=COUNT,
+        methods=_groups,
+        line="batch",
+    ),
+    # -- rows ----------------------------------------------------------------------------------------------------------
+    Setting(
+        field="max_length",
+        aliases=("max_seq_length",),  # trl before 0.20
+        sentence="Tokens of a whole row.",
+        role="data",
+        search="length",
+        bounds=COUNT,
+        methods=lambda method: not method.generates or method.bounded_rows,
+        line="lengths",
+        shown="always",
+    ),
+    Setting(
+        field="prompt_length",
+        aliases=("max_prompt_length",),  # trl before 1.0
+        sentence="Tokens of the longest prompt: a fact of the data, not a TRL setting.",
+        role="data",
+        search="length",
+        file="data",
+        bounds=COUNT,
+        methods=lambda method: method.generates,
+        line="lengths",
+        shown="always",
+    ),
+    Setting(
+        field="max_completion_length",
+        aliases=("max_new_tokens", "response_length"),  # online DPO and GKD; PPO
+        sentence="Tokens of the longest completion.",
+        role="data",
+        search="length",
+        bounds=COUNT,
+        methods=lambda method: method.generates,
+        line="lengths",
+        shown="always",
+    ),
+    Setting(
+        field="images_per_row",
+        sentence="Images in each row: a fact of the data, not a TRL setting.",
+        role="data",
+        file="data",
+        bounds=FROM_ZERO,
+        unset=0,
+        line="lengths",
+    ),
+    Setting(
+        field="image_size",
+        sentence="WIDTHxHEIGHT of an image: a fact of the data, too.",
+        role="data",
+        file="data",
+        unset="",
+        line="lengths",
+    ),
+    Setting(
+        field="packing",
+        sentence="Rows are concatenated up to max_length.",
+        role="learning",
+        methods=lambda method: method.packs,
+        line="lengths",
+    ),
+    Setting(
+        field="padding_free",
+        sentence="The rows of a micro-batch are concatenated without padding.",
+        role="learning",
+        methods=lambda method: method.padding_free,
+        line="lengths",
+    ),
+    Setting(
+        field="padded",
+        sentence="Batches hold padding: a fact of the data, not a TRL setting.",
+        role="data",
+        file="data",
+        line="lengths",
+    ),
+    # -- the model -----------------------------------------------------------------------------------------------------
+    Setting(
+        field="dtype",
+        aliases=("torch_dtype",),  # transformers 4
+        value_aliases={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
+        sentence="The dtype that weights are loaded in (TRL ModelConfig).",
+        role="learning",
+        search="choice",
+        shown="always",
+    ),
+    Setting(
+        field="gradient_checkpointing",
+        aliases=("activation_checkpointing",),  # transformers 5.23, training_args.py
+        sentence="Activations of layers are recomputed in the backward pass.",
+        role="run",
+        search="choice",
+        shown="always",
+    ),
+    Setting(
+        field="attn_implementation",
+        value_aliases={  # FlashAttention kernels on the Hub, trl/docs kernels_hub
+            "kernels-community/flash-attn2": "flash_attention_2",
+            "kernels-community/flash-attn3": "flash_attention_3",
+            "kernels-community/vllm-flash-attn3": "flash_attention_3",
+        },
+        sentence="The attention kernel.",
+        role="run",
+        search="choice",
+        shown="always",
+    ),
+    Setting(
+        field="precision",
+        aliases=("mixed_precision",),  # accelerate
+        # Source: transformers 5.23, training_args.py. `bf16: false` alone trains without autocast.
+        values={
+            "bf16": {"bf16": True, "fp16": False},
+            "no": {"bf16": False, "fp16": False},
+            "fp16": {"bf16": False, "fp16": True},
+        },
+        sentence="Mixed precision: the dtype of autocast.",
+        role="learning",
+    ),
+    Setting(
+        field="quantization",
+        # Source: trl 1.16, trainer/model_config.py and trainer/utils.py, `get_quantization_config`. quant_method: a key
+        # of `quantization_config` in the config.json of a published checkpoint.
+        values={
+            "none": {"load_in_4bit": False, "load_in_8bit": False},
+            "nf4": {
+                "load_in_4bit": True,
+                "load_in_8bit": False,
+                "bnb_4bit_quant_type": "nf4",
+                "use_bnb_nested_quant": False,
+            },
+            "nf4-double": {
+                "load_in_4bit": True,
+                "load_in_8bit": False,
+                "bnb_4bit_quant_type": "nf4",
+                "use_bnb_nested_quant": True,
+            },
+            "int8": {"load_in_4bit": False, "load_in_8bit": True},
+            "gptq": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "gptq"},
+            "awq": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "awq"},
+            "fp8": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "fp8"},
+            "mxfp4": {"load_in_4bit": False, "load_in_8bit": False, "quant_method": "mxfp4"},
+        },
+        names={
+            "quant_method": Name(
+                file="checkpoint", sentence="Quantization of the published checkpoint (quantization_config)."
+            )
+        },
+        sentence="Quantization of the base model's weights.",
+        role="learning",
+        search="choice",
+    ),
+    Setting(
+        field="bnb_4bit_quant_storage",
+        sentence="The dtype of the tensors that hold 4-bit weights; FSDP shards those of the compute dtype.",
+        role="run",
+        search="choice",
+        owner="quantization",
+        unset="uint8",
+    ),
+    Setting(
+        field="beta",
+        aliases=("kl_coef",),  # PPO
+        sentence="Weight of the reference model; GRPO and RLOO with 0 have no reference model.",
+        role="learning",
+        bounds=FROM_ZERO,
+        methods=lambda method: method.has_beta,
+    ),
+    Setting(
+        field="precompute_ref_log_probs",
+        sentence="The reference's log-probabilities are computed before the training.",
+        role="run",
+        methods=lambda method: method.precomputes_reference,
+    ),
+    Setting(
+        field="checkpoint_every_n_layers",
+        written="every_n_layers",
+        aliases=("every_n_layers",),
+        sentence="Only every n-th layer is recomputed.",
+        role="run",
+        search="choice",
+        file="checkpointing",
+        bounds=COUNT,
+        owner="gradient_checkpointing",
+        owner_values=(True,),
+    ),
+    Setting(
+        field="checkpoint_offload",
+        aliases=("offload",),
+        sentence="Inputs of layers wait in pinned host memory.",
+        role="run",
+        search="choice",
+        file="checkpointing",
+        owner="gradient_checkpointing",
+        owner_values=(True,),
+    ),
+    Setting(
+        field="activation_offloading",
+        sentence="Saved activations wait in pinned host memory.",
+        role="run",
+        owner="gradient_checkpointing",
+        methods=lambda method: method.offloads_activations,
+    ),
+    Setting(
+        field="use_liger_kernel",
+        sentence="Liger's fused kernels replace those of the layers, and before TRL 1.15 the loss.",
+        role="run",
+    ),
+    Setting(
+        field="optim",
+        sentence="The optimizer, by its name in Transformers.",
+        role="learning",
+    ),
+    Setting(
+        field="reward_model",
+        written="reward_model_name_or_path",
+        aliases=("reward_model_name_or_path", "reward_model_path"),  # trl 1.16, scripts/grpo.py; PPO
+        sentence="A model that rewards completions.",
+        role="learning",
+        methods=lambda method: method.reward_model != "none",
+        unset=None,
+    ),
+    Setting(
+        field="teacher_model",
+        written="teacher_model_name_or_path",
+        aliases=("teacher_model_name_or_path",),  # trl 1.16, trainer/distillation_config.py
+        sentence="The model that is distilled.",
+        role="learning",
+        methods=lambda method: method.teacher,
+        unset=None,
+    ),
+    # -- adapters ------------------------------------------------------------------------------------------------------
+    Setting(
+        field="tuning",
+        # Source: trl 1.16, trainer/model_config.py.
+        values={"full": {"use_peft": False}, "lora": {"use_peft": True}},
+        sentence="LoRA adapters are trained, not the model.",
+        role="learning",
+        search="choice",
+        line="adapters",
+    ),
+    Setting(
+        field="lora_r",
+        sentence="The rank of the adapters.",
+        role="learning",
+        bounds=COUNT,
+        owner="tuning",
+        owner_values=("lora",),
+        line="adapters",
+        shown="always",
+    ),
+    Setting(
+        field="lora_target_modules",
+        sentence="Modules with adapters: PEFT's shorthand, or names; null: PEFT's own choice.",
+        role="learning",
+        owner="tuning",
+        owner_values=("lora",),
+        line="adapters",
+        shown="always",
+    ),
+    Setting(
+        field="lora_dropout",
+        sentence="Dropout of the adapters' inputs.",
+        role="learning",
+        bounds=(0.0, 1.0),
+        owner="tuning",
+        owner_values=("lora",),
+        line="adapters",
+        shown="always",
+    ),
+    Setting(
+        field="autocast_adapter_dtype",
+        sentence="PEFT keeps adapters in float32 on a 16-bit base (get_peft_model).",
+        role="learning",
+        file="code",
+        owner="tuning",
+        owner_values=("lora",),
+        line="adapters",
+    ),
+    # -- many GPUs -----------------------------------------------------------------------------------------------------
+    Setting(
+        field="num_processes",
+        sentence="Training processes on all machines, one for each GPU.",
+        role="run",
+        search="choice",
+        file="accelerate",
+        bounds=COUNT,
+        line="GPUs",
+        shown="always",
+    ),
+    Setting(
+        field="num_nodes",
+        written="num_machines",
+        aliases=("num_machines",),
+        sentence="Machines that train.",
+        role="run",
+        file="accelerate",
+        bounds=COUNT,
+        line="GPUs",
+    ),
+    Setting(
+        field="dp_replicate_size",
+        aliases=("parallelism_config_dp_replicate_size",),  # accelerate, commands/launch.py
+        sentence="Copies of the sharded model under FSDP2 (hybrid sharding).",
+        role="run",
+        search="choice",
+        file="accelerate",
+        bounds=COUNT,
+        owner="sharding",
+        unset=1,
+        line="GPUs",
+    ),
+    Setting(
+        field="cp_size",
+        aliases=("parallelism_config_cp_size",),
+        sentence="GPUs that share each row by context parallelism, under FSDP2.",
+        role="run",
+        file="accelerate",
+        bounds=COUNT,
+        owner="sharding",
+        unset=1,
+        line="GPUs",
+    ),
+    Setting(
+        field="sp_size",
+        aliases=("parallelism_config_sp_size",),
+        sentence="GPUs that share each row by Ulysses sequence parallelism, under DeepSpeed.",
+        role="run",
+        file="accelerate",
+        bounds=COUNT,
+        owner="sharding",
+        unset=1,
+        line="GPUs",
+    ),
+    Setting(
+        field="sync_each_batch",
+        sentence="Reduce gradients in every micro-step (accelerator_config's gradient_accumulation_kwargs).",
+        role="run",
+        search="derived",
+        file="accelerate",
+        owner="sharding",
+        owner_values=("fsdp2",),
+        needs="accumulates",
+        line="GPUs",
+    ),
+    Setting(
+        field="sharding",
+        # Source: accelerate's launch file, trl/accelerate_configs/*.yaml.
+        values={
+            "none": {"distributed_type": "NO"},
+            "ddp": {"distributed_type": "MULTI_GPU"},
+            "zero1": {"distributed_type": "DEEPSPEED", "zero_stage": 1},
+            "zero2": {"distributed_type": "DEEPSPEED", "zero_stage": 2},
+            "zero3": {"distributed_type": "DEEPSPEED", "zero_stage": 3},
+            "fsdp2": {"distributed_type": "FSDP", "fsdp_version": 2},
+        },
+        sentence="How the processes divide the model's states.",
+        role="run",
+        search="choice",
+        file="accelerate",
+        line="GPUs",
+        hidden=("distributed_type",),
+    ),
+    Setting(
+        field="ds3_gather_for_generation",
+        sentence="ZeRO-3 gathers the whole model on each GPU to generate.",
+        role="run",
+        search="choice",
+        owner="sharding",
+        owner_values=("zero3",),
+        methods=lambda method: method.generates and not method.always_gathers,
+        line="GPUs",
+    ),
+    Setting(
+        field="offload_optimizer",
+        values={False: {"offload_optimizer_device": "none"}, True: {"offload_optimizer_device": "cpu"}},
+        sentence="Where the optimizer's states are and its step runs.",
+        role="run",
+        search="choice",
+        file="deepspeed",
+        owner="sharding",
+        owner_values=STAGES,
+        line="GPUs",
+    ),
+    Setting(
+        field="offload_param",
+        aliases=("fsdp_offload_params", "offload_params"),  # of accelerate's file; the same in an fsdp_config
+        values={False: {"offload_param_device": "none"}, True: {"offload_param_device": "cpu"}},
+        names={
+            "fsdp_offload_params": Name(
+                file="accelerate", sentence="Parameters, gradients and optimizer states are on the host (accelerate)."
+            )
+        },
+        sentence="Where the parameters are between their uses.",
+        role="run",
+        search="choice",
+        file="deepspeed",
+        owner="sharding",
+        owner_values=("zero3",),
+        line="GPUs",
+    ),
+    *(
+        Setting(
+            field=name,
+            sentence=sentence,
+            role="run",
+            file="deepspeed",
+            bounds=(least, MAX_ELEMENTS),
+            owner="sharding",
+            owner_values=readers,
+            line="GPUs",
+        )
+        for name, sentence, least, readers in (
+            ("reduce_bucket_size", "Gradients that are reduced together.", 1, STAGES),
+            ("stage3_prefetch_bucket_size", "Parameters that are gathered ahead.", 0, ("zero3",)),
+            ("stage3_param_persistence_threshold", "Smaller parameters are not sharded.", 0, ("zero3",)),
+            ("stage3_max_live_parameters", "Gathered parameters at a time.", 0, ("zero3",)),
+            ("stage3_max_reuse_distance", "Parameters that are used again so soon stay gathered.", 0, ("zero3",)),
+            ("sub_group_size", "Parameters that the optimizer steps at a time.", 1, ("zero3",)),
+        )
+    ),
+    # -- vLLM ----------------------------------------------------------------------------------------------------------
+    Setting(
+        field="vllm",
+        # Source: trl 1.16, trainer/grpo_config.py, `use_vllm` and `vllm_mode`.
+        values={
+            "off": {"use_vllm": False},
+            "colocate": {"use_vllm": True, "vllm_mode": "colocate"},
+            "server": {"use_vllm": True, "vllm_mode": "server"},
+        },
+        sentence="A vLLM engine generates: in the training processes, or as a server on GPUs of its own.",
+        role="run",
+        search="choice",
+        needs="method_row.supports_vllm",
+        line="vLLM",
+        shown="always",
+        hidden=("use_vllm",),
+    ),
+    Setting(
+        field="vllm_gpu_memory_utilization",
+        sentence="Share of a GPU that the engine takes.",
+        role="run",
+        search="size",
+        bounds=(0.01, 1.0),
+        owner="vllm",
+        owner_values=ENGINE,
+        methods=_has_vllm,
+        line="vLLM",
+        shown="always",
+    ),
+    Setting(
+        field="vllm_tensor_parallel_size",
+        sentence="GPUs of one engine.",
+        role="run",
+        search="choice",
+        bounds=COUNT,
+        owner="vllm",
+        owner_values=ENGINE,
+        methods=_has_vllm,
+        line="vLLM",
+    ),
+    Setting(
+        field="vllm_data_parallel_size",
+        sentence="Engines of the server.",
+        role="run",
+        search="choice",
+        file="server",
+        bounds=COUNT,
+        owner="vllm",
+        owner_values=("server",),
+        methods=_has_vllm,
+        line="vLLM",
+    ),
+    Setting(
+        field="vllm_max_model_length",
+        sentence="Tokens of the engine's longest sequence; null: the model's whole context.",
+        role="run",
+        search="derived",
+        bounds=FROM_ZERO,
+        owner="vllm",
+        owner_values=ENGINE,
+        methods=_has_vllm,
+        needs="sets_engine_length",
+        line="vLLM",
+    ),
+    Setting(
+        field="vllm_enable_sleep_mode",
+        sentence="The engine frees its memory while the trainer trains.",
+        role="run",
+        search="choice",
+        owner="vllm",
+        owner_values=("colocate",),
+        methods=_has_vllm,
+        line="vLLM",
+    ),
+    # -- the allocator -------------------------------------------------------------------------------------------------
+    Setting(
+        field="expandable_segments",
+        # Source: torch 2.13, torch/cuda/memory.py; read from the environment before the first allocation.
+        values={
+            False: {"PYTORCH_CUDA_ALLOC_CONF": ""},
+            True: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        },
+        sentence="PyTorch's allocator maps pages into segments that grow.",
+        role="run",
+        search="choice",
+        file="environment",
+        shown="never",
+    ),
+)
+SETTING_OF = {row.field: row for row in SETTINGS}  # row by Candidate field
+SPELLINGS = {row.field: row.values for row in SETTINGS if row.values}
+# DeepSpeed's sizes, and those of them that only stage 3 reads.
+ZERO_SIZES = tuple(row.field for row in SETTINGS if row.file == "deepspeed" and row.bounds is not None)
+STAGE_3_SIZES = tuple(name for name in ZERO_SIZES if SETTING_OF[name].owner_values == ("zero3",))
+# A setting of a library that spells a field together with others -> that field.
+FIELD_OF_SETTING = {name: row.field for row in SETTINGS if row.values for name in row.library_names}
+# Other names of a field, accepted wherever settings are read.
+ALIASES = {alias: row.field for row in SETTINGS for alias in row.aliases}
+LENGTH_SETTINGS = tuple(row.field for row in SETTINGS if row.search == "length")  # a method without one ignores it
+FSDP_OFFLOAD = "fsdp_offload_params"  # of accelerate; FSDP offloads parameters, gradients and optimizer together
+
+
+def with_role(*roles: Role) -> frozenset[str]:
+    """Return the fields of these roles."""
+    return frozenset(row.field for row in SETTINGS if row.role in roles)
+
+
+def searched_as(*ways: Search) -> frozenset[str]:
+    """Return the fields that a search decides in these ways."""
+    return frozenset(row.field for row in SETTINGS if row.search in ways)
+
+
+def details_of(field: str, *roles: Role) -> tuple[str, ...]:
+    """Return the fields that are details of another one, of these roles or of all."""
+    return tuple(row.field for row in SETTINGS if row.owner == field and (not roles or row.role in roles))
+
+
+def has_setting(method: MethodName, field: str) -> bool:
+    """Return whether a method has a setting."""
+    has: Callable[[Method], bool] | None = SETTING_OF[field].methods
+    return has is None or has(METHODS[method])
