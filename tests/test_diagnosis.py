@@ -332,6 +332,15 @@ def test_what_fits_keeps_the_data_and_the_optimizer_step_of_the_run(capsys):
     assert samples[0] == samples[1]
 
 
+@pytest.mark.parametrize("detail", ["dp_replicate_size", "cp_size"])
+def test_gpus_that_share_states_or_rows_are_given_up_together_with_the_sharding(detail, capsys):
+    job = "--model Llama-3.1-8B --gpus 2x4xA100-40G --method sft --tuning full --batch-size 64 --max-length 4096"
+    pins = f"--set distributed_type=FSDP --set fsdp_version=2 --set {detail}=2"
+    assert run(["diagnose", str(LOGS / "before_2_1.log"), *f"{job} {pins} --json".split()]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["instead"]["settings"].get(detail, 1) == 1
+
+
 @pytest.mark.parametrize("job", [(), JOB])
 def test_the_report_follows_the_schema(job, capsys):
     assert run(["diagnose", str(LOGS / "grpo_optimizer_step.log"), *job, "--json"]) == 0

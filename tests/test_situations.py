@@ -12,7 +12,7 @@ from planner.jobs.job import Job
 from planner.models.catalogue import load_model
 from planner.plan import plan
 from planner.search.fit import estimate_or_none
-from planner.search.knobs import SearchProblem, structures
+from planner.search.knobs import SearchProblem, structures, tuning_class_of, tuning_classes
 from planner.search.search import search
 from planner.search.sizes import batch_sizes
 from planner.units import GIB
@@ -379,3 +379,22 @@ def test_a_vision_models_plan_says_that_images_are_not_counted(capsys: pytest.Ca
     line = "rows of text are planned: images and the passes of the vision tower are not counted: --images-per-row 1"
     assert line in answered(f"{command} gemma-3-4b-it", capsys)["warnings"]
     assert line not in answered(f"{command} gemma-3-1b-it", capsys)["warnings"]
+
+
+@pytest.mark.parametrize("tuning", ["auto", "lora", "qlora"])
+def test_the_residual_of_a_quantized_checkpoint_reaches_the_search_that_found_it(tuning) -> None:
+    """The class of a plan's candidate is one that the plan searched, so a dry run's residual is not dropped."""
+    job = Job(model=load_model("Qwen2.5-7B-Instruct-GPTQ-Int4"), method="sft", tuning=tuning)
+    cluster = parse_cluster("1xA100-40G")
+    best = plan(job, cluster).best
+    assert tuning_classes(job) == (tuning_class_of(best.candidate, job),)
+    raised = plan(job, cluster, {tuning_class_of(best.candidate, job): 0.5}).best
+    assert raised.gpus[0].phases[0].components["unexplained"] > 0
+
+
+def test_a_plan_without_the_pins_keeps_the_precision_of_the_training() -> None:
+    pinned = {"precision": "no", "sharding": "zero3", "per_device_train_batch_size": 1}
+    job = Job(model=load_model("Qwen2.5-7B"), method="sft", pinned=pinned)
+    others = plan(job, parse_cluster("8xA100-40G")).alternatives
+    free = next(other for other in others if other.label == "without those pins")
+    assert free.estimate.candidate.precision == "no"
