@@ -90,6 +90,7 @@ class TrainingSettings(NamedTuple):
     autocast_adapter_dtype: bool
     dtype: Dtype
     precision: Precision
+    tf32: bool
     quantization: Quantization
     bnb_4bit_quant_storage: QuantStorage
     # the batch

@@ -53,6 +53,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     # precision
     dtype: Dtype = "float32"
     precision: Precision = "bf16"
+    tf32: bool = False  # float32 matrix products in TF32
     quantization: Quantization = "none"
     bnb_4bit_quant_storage: QuantStorage = "uint8"
 

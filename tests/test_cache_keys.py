@@ -63,6 +63,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "autocast_adapter_dtype": (False, True),
     "dtype": ("bfloat16", "float32"),
     "precision": ("no", "bf16"),
+    "tf32": (True, False),
     "quantization": ("int8", "none"),
     "bnb_4bit_quant_storage": ("bfloat16", "uint8"),
     "per_device_train_batch_size": (4, 8),

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from planner.candidate import Candidate
+from planner.errors import InputError
+from planner.gpus.catalogue import load_gpu
 from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import single_candidate
+from planner.jobs.job import Job
 from planner.models.catalogue import load_model
 from planner.throughput.communication import offload_seconds
 from planner.throughput.generation import rollouts, weight_sync_seconds
@@ -433,3 +437,14 @@ class TestPublishedSpeeds:
         points = [(report.predicted_seconds(row), row["seconds"]) for row in report.published_rows() if not row["used"]]
 
         assert report.rank_agreement(points) > PAIRS_IN_ORDER
+
+
+def test_tf32_runs_float32_products_at_half_of_the_16_bit_rate() -> None:
+    """An A100's data sheet: 156e12 FLOP/s in TF32, 19.5e12 in float32, 312e12 in 16 bits."""
+    a100 = load_gpu("A100-80G")
+    plain = Candidate(model=load_model("Qwen2.5-7B"), method="sft", precision="no", dtype="float32")
+    assert matmul_rate(a100, structs.replace(plain, tf32=True)) == 8 * matmul_rate(a100, plain)
+    mixed = structs.replace(plain, precision="bf16")
+    assert matmul_rate(a100, structs.replace(mixed, tf32=True)) == matmul_rate(a100, mixed)
+    with pytest.raises(InputError, match="T4 has no TF32"):
+        single_candidate(Job(model=plain.model, method="sft", pinned={"tf32": True}), parse_cluster("1xT4"))

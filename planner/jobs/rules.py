@@ -531,8 +531,10 @@ def refuse_candidate(candidate: Candidate, job: Job, cluster: Cluster) -> None:
 
 
 def card_problems(candidate: Candidate, cluster: Cluster) -> Iterator[str]:
-    """Refuse bf16 and FlashAttention on a GPU below compute capability 8.0."""
+    """Refuse bf16, TF32 and FlashAttention on a GPU below compute capability 8.0."""
     gpu = cluster.gpu
+    if candidate.tf32 and gpu.compute_capability < (8, 0):
+        yield f"{gpu.name} has no TF32 (compute capability {gpu.compute_capability[0]}; it needs 8.0). Drop tf32."
     if candidate.precision == "bf16" and not gpu.supports_bf16:
         major, minor = gpu.compute_capability
         yield (

@@ -216,6 +216,13 @@ SETTINGS: tuple[Setting, ...] = (
         role="learning",
     ),
     Setting(
+        field="tf32",
+        # Source: transformers 5.23, training_args.py, `tf32`.
+        sentence="Matrix products of float32 tensors run in TF32, with 10 bits of mantissa (Ampere and newer).",
+        role="learning",
+        unset=False,
+    ),
+    Setting(
         field="quantization",
         # Source: trl 1.16, trainer/model_config.py and trainer/utils.py, `get_quantization_config`. quant_method: a key
         # of `quantization_config` in the config.json of a published checkpoint.

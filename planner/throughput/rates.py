@@ -1,6 +1,6 @@
 """Rates that GPUs, links and hosts reach in practice, as fractions of their data sheets, each with its source."""
 
-from planner.cache_keys import StateInput
+from planner.cache_keys import TrainingInput
 from planner.gpus.cluster import Cluster, Gpu
 
 # Matrix products with the shapes of language models, as a fraction of the dense data-sheet rate, by compute capability.
@@ -48,6 +48,9 @@ FP32_FRACTION: dict[tuple[int, int], float] = {
     (10, 0): 0.036,
 }
 FP32_FRACTION_ELSEWHERE = 0.5
+# float32 in TF32, as a fraction of the 16-bit rate with fp32 accumulation. Source: data sheets: A100 156 of 312, H100
+# 495 of 989, B200 1,100 of 2,250; RTX 3090 35.6 of 71, RTX 4090 82.6 of 165.
+TF32_FRACTION = 0.5
 
 # NCCL's collectives as a fraction of the link, one direction. Source: NVIDIA/nccl-tests#178: bus bandwidth of
 # all_reduce 208 of 300e9 B/s between two A100 with NVLink, 20 of 31.5e9 B/s with a third GPU behind PCIe 4.0 x16.
@@ -58,16 +61,17 @@ PCIE_PEER_FRACTION = 0.63
 PCIE_COPY_FRACTION = 0.78
 
 
-def matmul_rate(gpu: Gpu, candidate: StateInput) -> float:
+def matmul_rate(gpu: Gpu, candidate: TrainingInput) -> float:
     """FLOP/s of matrix products on one GPU in the candidate's compute dtype.
 
     GPUs before Ampere emulate bf16 at the rate of float32 (`torch.cuda.is_bf16_supported(including_emulation=True)`).
 
-    Example: A100 under bf16: 0.78 x 312e12 = 243e12; in float32 without autocast 0.78 x 19.5e12 = 15e12.
+    Example: A100 under bf16: 0.78 x 312e12 = 243e12; in float32 without autocast 0.78 x 19.5e12 = 15e12,
+    in TF32 0.78 x 156e12 = 122e12.
     """
     emulated = gpu.compute_capability < AMPERE and (candidate.precision == "bf16" or candidate.dtype == "bfloat16")
     if emulated or (candidate.precision == "no" and candidate.dtype == "float32"):
-        return float32_rate(gpu)
+        return sixteen_bit_rate(gpu) * TF32_FRACTION if candidate.tf32 else float32_rate(gpu)
     return sixteen_bit_rate(gpu)
 
 
