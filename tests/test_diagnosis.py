@@ -63,6 +63,10 @@ MESSAGE_TEXTS = [
     json.loads(line)
     for line in Path(__file__).with_name("data").joinpath("messages.jsonl").read_text(encoding="utf-8").splitlines()
 ]
+LIBRARY_MESSAGES = [
+    json.loads(line)
+    for line in Path(__file__).with_name("data").joinpath("library_messages.jsonl").read_text("utf-8").splitlines()
+]
 ROUNDING_GIB = 0.02  # figures are printed to 0.01 GiB, and differences of several figures are compared
 JOB = ("--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo")
 
@@ -126,8 +130,8 @@ def test_reserved_less_allocated_is_unused_before_torch_2_1():
 
 def test_an_engine_is_told_the_share_that_would_start_and_the_length_that_fits():
     (start,), (length,) = read("vllm_start"), read("vllm_length")
-    assert "vllm_gpu_memory_utilization 0.51 is the largest" in advice(start)[0]
-    assert "vllm_max_model_length up to 82,944" in advice(length)[0]
+    assert "vllm_gpu_memory_utilization=0.51 is the largest" in advice(start)[0]
+    assert "vllm_max_model_length=82944 is the longest" in advice(length)[0]
     assert describe_incident(length).endswith(
         "a sequence of max_model_len 131,072 needs a KV cache of 34.00 GiB, there were 21.50 GiB"
     )
@@ -140,7 +144,7 @@ def test_a_process_that_its_launcher_killed_did_not_lack_main_memory():
 
 def test_a_policy_that_is_made_whole_to_generate_need_not_be() -> None:
     (incident,) = read("gathered_to_generate")
-    assert advice(incident)[0].startswith("ds3_gather_for_generation false")
+    assert advice(incident)[0].startswith("ds3_gather_for_generation=false")
 
 
 def test_where_more_was_free_than_asked_nothing_is_said_of_fragmentation() -> None:
@@ -239,6 +243,7 @@ def test_only_regular_files_are_read(path, tmp_path, capsys):
 
 def test_every_message_is_found_by_its_first_line():
     samples = [*(path.read_text(encoding="utf-8") for path in LOGS.glob("*.log")), *LINES]
+    samples += [sample["text"] for sample in LIBRARY_MESSAGES]
     unseen = [
         message.pattern
         for message in MESSAGES
@@ -366,3 +371,73 @@ def test_what_cannot_be_diagnosed_is_one_line(asked, said, capsys):
     assert run(["diagnose", *asked]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and said in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("sample", LIBRARY_MESSAGES, ids=[sample["text"][:40] for sample in LIBRARY_MESSAGES])
+def test_messages_without_pytorchs_figures_are_known_and_have_advice(sample):
+    (incident,) = incidents(f"step 1\n{sample['text']}\nstep 2\n")
+    assert incident.kind == sample["kind"]
+    assert [word for word in sample["says"] if word not in " ".join(advice(incident))] == []
+
+
+def test_a_message_that_was_cut_is_described_by_what_is_left_of_it(capsys, monkeypatch):
+    cut = (
+        "ValueError: To serve at least one request with the model's max seq len (40960), (34.00 GiB KV cache is needed"
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO(cut))
+    assert run(["diagnose", "-"]) == 0
+    assert "needs a KV cache of 34.00 GiB" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_tip_that_quotes_the_message_is_no_error():
+    assert incidents("Tip: if you see 'CUDA out of memory. Tried to allocate ...', lower the batch size.") == ()
+
+
+OUT_OF_MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9 GiB"
+)
+FINISHED = "{'train_runtime': '812.4', 'train_loss': '1.2', 'epoch': '1'}"
+
+
+def test_an_error_that_a_finished_run_has_caught_is_called_so():
+    (incident,) = incidents(f"{OUT_OF_MEMORY}\nretrying\n{FINISHED}\n")
+    assert incident.finished == 3
+    assert "the run finished in line 3" in describe_incident(incident)
+
+
+def test_the_error_that_ended_a_run_is_told_from_one_that_was_caught_before():
+    (incident,) = incidents(f"{OUT_OF_MEMORY}\n{FINISHED}\nDefaultCPUAllocator: can't allocate memory\n")
+    assert (incident.kind, incident.finished) == ("host", 0)
+
+
+@pytest.mark.parametrize(
+    ("file", "sharding", "setting"),
+    [
+        ("deepspeed/runtime/zero/stage_1_and_2.py", "zero2", "zero_stage=2"),
+        ("deepspeed/runtime/zero/stage3.py", "zero3", "zero_stage=3"),
+        ("torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "fsdp", "distributed_type=FSDP --set fsdp_version=2"),
+    ],
+)
+def test_a_log_that_shows_sharding_is_not_read_as_ddp(file, sharding, setting, monkeypatch, capsys):
+    log = f'Traceback (most recent call last)\n  File "/venv/{file}", line 7, in step\n{OUT_OF_MEMORY}\n'
+    assert incidents(log)[0].sharding == sharding
+    monkeypatch.setattr("sys.stdin", io.StringIO(log))
+    assert run(["diagnose", "-", *JOB, "--tuning", "full"]) == 0
+    assert f"add --set {setting}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_error_while_a_sharded_model_is_gathered_to_save_it_is_in_the_save():
+    frames = (
+        Frame("/v/transformers/trainer.py", "3000", "_save_checkpoint"),
+        Frame("/v/torch/distributed/checkpoint/state_dict.py", "1", "get_model_state_dict"),
+    )
+    assert phase_of(frames) == "save"
+    assert phase_of(frames[1:]) == "save"
+
+
+def test_the_tensors_of_the_log_stand_beside_those_of_the_estimate(capsys):
+    asked = ["--tuning", "lora", "--batch-size", "16", "--max-completion-length", "2048"]
+    assert run(["diagnose", str(LOGS / "rollout.log"), *JOB, *asked]) == 0
+    assert "in tensors with the request that failed, the estimate of the whole rollout" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -25,8 +25,9 @@ class _IncidentText:
 
 def describe_incident(incident: Incident) -> str:
     """Describe an incident in one line with the figures of its message."""
+    caught = f"; it was caught: the run finished in line {incident.finished} of the log" if incident.finished else ""
     return " ".join(
-        part for part in (_rank_prefix(incident), INCIDENT_TEXTS[incident.kind].description(incident)) if part
+        part for part in (_rank_prefix(incident), INCIDENT_TEXTS[incident.kind].description(incident) + caught) if part
     )
 
 
@@ -88,10 +89,9 @@ def _engine_length(incident: Incident) -> str:
     length = format_count(int(incident.numbers.get("length", 0)))
     if "needed" not in incident.sizes:
         return f"vLLM did not start: its KV cache holds fewer than the {length} tokens of max_model_len"
-    needed, available = (format_gib(incident.sizes[name]) for name in ("needed", "available"))
-    return (
-        f"vLLM did not start: a sequence of max_model_len {length} needs a KV cache of {needed}, there were {available}"
-    )
+    there = f", there were {format_gib(incident.sizes['available'])}" if "available" in incident.sizes else ""
+    needed = format_gib(incident.sizes["needed"])
+    return f"vLLM did not start: a sequence of max_model_len {length} needs a KV cache of {needed}{there}"
 
 
 def _engine_pool(incident: Incident) -> str:
@@ -104,6 +104,19 @@ def _engine_wake(incident: Incident) -> str:
 
 def _engine_profile(incident: Incident) -> str:
     return "vLLM did not start: another process on the GPU freed memory while vLLM measured its own"
+
+
+def _engine_sampler(incident: Incident) -> str:
+    sequences = format_count(int(incident.numbers["sequences"])) if "sequences" in incident.numbers else "its most"
+    return f"vLLM did not start: sampling for {sequences} sequences at once needs more than it left free"
+
+
+def _sglang(incident: Incident) -> str:
+    return "SGLang did not start: mem_fraction_static leaves too little for its pools, or too little beside them"
+
+
+def _in_shared_memory(incident: Incident) -> str:
+    return "/dev/shm is full: data loader workers and NCCL pass tensors through it, and containers get 64 MB by default"
 
 
 def _on_host(incident: Incident) -> str:
@@ -154,7 +167,7 @@ def _for_request(incident: Incident) -> Iterator[str]:
             "torch.cuda.set_per_process_memory_fraction set that limit"
         )
     if incident.gathers and incident.phase == "rollout":
-        yield "ds3_gather_for_generation false: ZeRO-3 was gathering the whole policy on every GPU to generate"
+        yield "ds3_gather_for_generation=false: ZeRO-3 was gathering the whole policy on every GPU to generate"
     if incident.fragmented:
         unused, lacked = format_size(incident.sizes["unallocated"]), format_size(incident.lacking_bytes)
         yield f"{EXPANDABLE}: the allocator held {unused} in fragments that it could not use; {lacked} more were needed"
@@ -200,7 +213,7 @@ def _for_engine_start(incident: Incident) -> Iterator[str]:
     share = math.floor(100 * free / total) / 100 if total else 0.0
     if share > 0:
         yield (
-            f"vllm_gpu_memory_utilization {share:g} is the largest that this GPU's free memory allows while other "
+            f"vllm_gpu_memory_utilization={share:g} is the largest that this GPU's free memory allows while other "
             "processes keep theirs"
         )
 
@@ -211,7 +224,7 @@ def _for_engine_cache(incident: Incident) -> Iterator[str]:
 
 def _for_engine_length(incident: Incident) -> Iterator[str]:
     if "longest" in incident.numbers:
-        yield f"vllm_max_model_length up to {format_count(int(incident.numbers['longest']))} fits into this KV cache"
+        yield f"vllm_max_model_length={int(incident.numbers['longest'])} is the longest that fits into this KV cache"
     yield (
         "vllm_max_model_length = prompt_length + max_completion_length is enough; if it is not set, vLLM uses the "
         "model's whole context"
@@ -219,7 +232,7 @@ def _for_engine_length(incident: Incident) -> Iterator[str]:
 
 
 def _for_engine_pool(incident: Incident) -> Iterator[str]:
-    yield f"remove {EXPANDABLE}, or set vllm_enable_sleep_mode false"
+    yield f"remove {EXPANDABLE}, or vllm_enable_sleep_mode=false"
 
 
 def _for_engine_wake(incident: Incident) -> Iterator[str]:
@@ -245,13 +258,35 @@ def _for_killed(incident: Incident) -> Iterator[str]:
     yield from _for_host(incident)
 
 
+def _for_engine_sampler(incident: Incident) -> Iterator[str]:
+    yield "a smaller max_num_seqs (vLLM's), or a smaller vllm_gpu_memory_utilization"
+
+
+def _for_sglang(incident: Incident) -> Iterator[str]:
+    yield "a larger --mem-fraction-static leaves more for the KV cache, a smaller one more for activations"
+
+
+def _for_shared_memory(incident: Incident) -> Iterator[str]:
+    yield "docker run --shm-size=16g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
+    yield "dataloader_num_workers=0 passes no tensors between processes"
+
+
+def _for_library(incident: Incident) -> Iterator[str]:
+    yield (
+        "leave memory outside of PyTorch's allocator: a smaller per_device_train_batch_size or max_length, or "
+        "torch.cuda.set_per_process_memory_fraction(0.95)"
+    )
+    if "NOT_INITIALIZED" in incident.message:
+        yield "if much is free, it is no lack of memory: versions of cuDNN, CUDA and driver that do not go together"
+
+
 def _no_advice(incident: Incident) -> Iterator[str]:
     yield from ()
 
 
 INCIDENT_TEXTS: dict[Kind, _IncidentText] = {
     "gpu": _IncidentText(description=_on_gpu, advice=_for_gpu),
-    "library": _IncidentText(description=_in_a_library, advice=_no_advice),
+    "library": _IncidentText(description=_in_a_library, advice=_for_library),
     "communication": _IncidentText(description=_in_nccl, advice=_for_nccl),
     "engine_start": _IncidentText(description=_engine_start, advice=_for_engine_start),
     "engine_cache": _IncidentText(description=_engine_cache, advice=_for_engine_cache),
@@ -259,6 +294,9 @@ INCIDENT_TEXTS: dict[Kind, _IncidentText] = {
     "engine_pool": _IncidentText(description=_engine_pool, advice=_for_engine_pool),
     "engine_wake": _IncidentText(description=_engine_wake, advice=_for_engine_wake),
     "engine_profile": _IncidentText(description=_engine_profile, advice=_for_engine_profile),
+    "engine_sampler": _IncidentText(description=_engine_sampler, advice=_for_engine_sampler),
+    "sglang": _IncidentText(description=_sglang, advice=_for_sglang),
+    "shared_memory": _IncidentText(description=_in_shared_memory, advice=_for_shared_memory),
     "host": _IncidentText(description=_on_host, advice=_for_host),
     "killed": _IncidentText(description=_was_killed, advice=_for_killed),
     "foreign": _IncidentText(description=_elsewhere, advice=_no_advice),

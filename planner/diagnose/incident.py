@@ -17,7 +17,10 @@ Kind = Literal[
     "engine_pool",  # vLLM: sleep mode does not work with expandable segments
     "engine_wake",  # vLLM: memory that it freed to sleep was not free when it woke up
     "engine_profile",  # vLLM: another process freed memory during the profile run
+    "engine_sampler",  # vLLM: the sampler's warm-up ran out of memory
+    "sglang",  # SGLang: mem_fraction_static leaves no memory for its pools
     "host",  # the node's main memory
+    "shared_memory",  # /dev/shm, through which data loaders and NCCL pass tensors
     "killed",  # signal 9, and nobody says why: main memory, or somebody ended the process
     "foreign",  # an allocator that is neither PyTorch's CUDA nor its ROCm one: MPS, NPU, XPU, JAX, TensorFlow
 ]
@@ -44,6 +47,8 @@ class Incident:
     numbers: Mapping[str, float]
     message: str
     gathers: bool = False  # True: ZeRO-3 was gathering parameters
+    sharding: str = ""  # the library in the traceback that shards the model: zero2, zero3, fsdp; empty if none
+    finished: int = 0  # line of the log in which the run ended well all the same; 0 if none says so
 
     @property
     def outside_bytes(self) -> int:

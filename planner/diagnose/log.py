@@ -9,13 +9,14 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from planner.diagnose.incident import Incident
 from planner.diagnose.messages import GPU, MESSAGES, Message, figures
-from planner.diagnose.tracebacks import Frame, gathers_parameters, innermost, phase_of
+from planner.diagnose.tracebacks import Frame, gathers_parameters, innermost, phase_of, sharding_of
 from planner.errors import InputError
 from planner.files.read import open_regular
 
@@ -35,7 +36,9 @@ PYTEST_FRAME = re.compile(r"^\s*(?P<path>[\w./-]+\.py):(?P<line>\d+): in (?P<fun
 BEGIN = "Traceback (most recent call last)"
 MODULE = ".py:"
 TRACEBACK_WORDS = frozenset({BEGIN, '", line ', MODULE})
-WORDS = (*TRACEBACK_WORDS, *dict.fromkeys(word for message in MESSAGES for word in message.words))
+# Transformers' Trainer logs it at the end of `train` (trainer.py, `speed_metrics`).
+FINISHED = "train_runtime"
+WORDS = (*TRACEBACK_WORDS, FINISHED, *dict.fromkeys(word for message in MESSAGES for word in message.words))
 MESSAGE_LINES = 8  # most lines over which a message is wrapped
 REACH = 300  # characters around a message's word in which its pattern matches
 GPU_NUMBER = re.compile(r"GPU (\d{1,15})")
@@ -106,20 +109,35 @@ def incidents(text: str) -> tuple[Incident, ...]:
     return _first_of_each(_all(io.StringIO(text, newline="\n")))
 
 
-def _first_of_each(found: Iterator[Incident]) -> tuple[Incident, ...]:
+def _first_of_each(found: Iterator[Incident | int]) -> tuple[Incident, ...]:
+    """The first incident of each kind, rank and GPU; `found` has the lines in which a run finished among them.
+
+    An error before such a line was caught. It counts only if no other one ended a run.
+    """
     first: dict[tuple[str, str, int | None], Incident] = {}
-    for incident in islice(found, MESSAGES_READ):
-        first.setdefault((incident.kind, incident.rank, incident.gpu), incident)
+    caught: list[Incident] = []
+    for each in islice(found, MESSAGES_READ):
+        if isinstance(each, Incident):
+            first.setdefault((each.kind, each.rank, each.gpu), each)
+        else:
+            caught += [replace(incident, finished=each) for incident in first.values()]
+            first.clear()
+    if not first:
+        return tuple(caught)
     kinds = {incident.kind for incident in first.values()}
     # A process that is killed beside an error of another kind was killed by its launcher: no lack of main memory.
     return tuple(incident for incident in first.values() if incident.kind != "killed" or kinds == {"killed"})
 
 
-def _all(log: TextIO) -> Iterator[Incident]:
-    """The messages of MESSAGES in the log, without most repetitions of a kind, rank and GPU."""
+def _all(log: TextIO) -> Iterator[Incident | int]:
+    """The messages of MESSAGES in the log, without most repetitions, and the lines in which a run finished."""
     traceback: deque[TracebackLine] = deque(maxlen=TRACEBACK_LINES)
     seen: set[tuple[str, str, str]] = set()
     for line in _lines(log):
+        if FINISHED in line.words:
+            seen.clear()
+            yield line.number
+            continue
         if not TRACEBACK_WORDS.isdisjoint(line.words):
             traceback.append(TracebackLine(line.text, line.following[0] if line.following else ""))
         if TRACEBACK_WORDS.issuperset(line.words):
@@ -260,4 +278,5 @@ def _incident(message: Message, text: str, line: Line, traceback: deque[Tracebac
         numbers=numbers,
         message=text,
         gathers=gathers_parameters(frames),
+        sharding=sharding_of(frames),
     )

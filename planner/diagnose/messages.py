@@ -37,7 +37,7 @@ class Message:
 GPU = Message(
     kind="gpu",
     words=("CUDA out of memory", "HIP out of memory"),
-    pattern=r"(?:CUDA|HIP) out of memory\. ?Tried to allocate",
+    pattern=r"(?:CUDA|HIP) out of memory\. ?Tried to allocate \d",
     sizes={
         "tried": rf"Tried to allocate {SIZE}",
         "total": rf"total capaci?ty of {SIZE}|{SIZE} total capacity",
@@ -88,6 +88,20 @@ MESSAGES: tuple[Message, ...] = (
         words=("No available memory for the cache",),
         pattern=r"No available memory for the cache blocks",
     ),
+    # vllm 0.31, v1/worker/gpu_model_runner.py, `_dummy_sampler_run`
+    Message(
+        kind="engine_sampler",
+        words=("warming up sampler",),
+        pattern=r"CUDA out of memory occurred when warming up (?:sampler|pooler)",
+        numbers={"sequences": rf"with {COUNT} dummy requests"},
+    ),
+    # sglang, srt/model_executor/model_runner.py
+    Message(
+        kind="sglang",
+        words=("mem-fraction-static", "mem_fraction_static"),
+        pattern=r"Not enough memory[.;,]? ?Please try to increase --mem-fraction-static|"
+        r"(?:try|consider) (?:to )?(?:decreas|reduc|lower|increas)\w{1,3} (?:--)?mem.fraction.static",
+    ),
     # vllm 0.33, v1/worker/gpu_worker.py and device_allocator/cumem.py
     Message(
         kind="engine_profile",
@@ -107,9 +121,9 @@ MESSAGES: tuple[Message, ...] = (
     # nccl 2.28, src/include/alloc.h and checks.h
     Message(
         kind="communication",
-        words=("Failed to CUDA calloc", "Cuda failure"),
-        pattern=r"Failed to CUDA calloc(?: async)? \d{1,15} bytes|Cuda failure (?:2 )?'out of memory'",
-        numbers={"bytes": rf"calloc(?: async)? {COUNT} bytes"},
+        words=("Failed to CUDA calloc", "Failed to CUDA malloc", "Cuda failure"),
+        pattern=r"Failed to CUDA [cm]alloc(?: async)? \d{1,15} bytes|Cuda failure (?:2 )?'out of memory'",
+        numbers={"bytes": rf"[cm]alloc(?: async)? {COUNT} bytes"},
     ),
     # torch's cudaMallocAsync backend ("Allocation on device"); bitsandbytes, csrc/pythonInterface.cpp and ops.cu
     Message(
@@ -120,9 +134,16 @@ MESSAGES: tuple[Message, ...] = (
             "cudaErrorMemoryAllocation",
             "OutOfMemoryError: Allocation",
             "Error out of memory at line",
+            "CUDA driver error: out of memory",
+            "CUDNN_STATUS_NOT_INITIALIZED",
+            "CUFFT_ALLOC_FAILED",
+            "cudaMalloc failed: out of memory",
+            "Triton Error [CUDA]: out of memory",
         ),
-        pattern=r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUDA error: out of memory|"
-        r"cudaErrorMemoryAllocation|OutOfMemoryError: Allocation on device|Error out of memory at line \d{1,6} in file",
+        pattern=r"CU[A-Z]{2,8}_STATUS_ALLOC_FAILED|CUDA error: out of memory|cudaErrorMemoryAllocation|"
+        r"OutOfMemoryError: Allocation on device|Error out of memory at line \d{1,6} in file|"
+        r"CUDA driver error: out of memory|CUDNN_STATUS_NOT_INITIALIZED|CUFFT_ALLOC_FAILED|"
+        r"cudaMalloc failed: out of memory|Triton Error \[CUDA\]: out of memory",
     ),
     # pytorch 2.13, c10/core/impl/alloc_cpu.cpp; python's OSError; torch/utils/data/_utils/signal_handling.py; the
     # kernel's log; ray, src/ray/raylet/node_manager.cc; SLURM's slurmstepd and srun; docker's and Kubernetes' state
@@ -131,6 +152,43 @@ MESSAGES: tuple[Message, ...] = (
         words=("DefaultCPUAllocator",),
         pattern=r"DefaultCPUAllocator: (?:can't|not enough memory)",
         numbers={"bytes": rf"tried to allocate {COUNT} bytes"},
+    ),
+    # torch 2.13, utils/data/_utils/signal_handling.py and _utils/worker.py, aten/src/ATen/MapAllocator.cpp; nccl 2.28,
+    # src/misc/shmutils.cc; bash
+    Message(
+        kind="shared_memory",
+        words=(
+            "killed by signal: Bus error",
+            "shared memory",
+            "/dev/shm",
+            "Bus error",
+            "unable to write to file </torch",
+        ),
+        pattern=r"killed by signal: Bus error|out of shared memory|[Uu]nable to (?:open|allocate|resize) shared memory|"
+        r"[Ee]rror while (?:creating|attaching to) shared memory|unable to write to file </torch_|"
+        r"^Bus error\b|: line \d{1,9}: +\d{1,10} Bus error|/dev/shm/\S{1,80}.{0,40}No space left on device",
+    ),
+    # python and numpy; libstdc++; Windows; Colab and Kaggle; systemd-oomd
+    Message(
+        kind="host",
+        words=(
+            "MemoryError",
+            "std::bad_alloc",
+            "os error 1455",
+            "WinError 1455",
+            "paging file is too small",
+            "session crashed after using all available RAM",
+            "tried to allocate more memory than is available",
+            "systemd-oomd",
+            "node running low on memory",
+            "memory cgroup out of memory",
+            "Memory cgroup out of memory",
+        ),
+        pattern=r"\b_?(?:Array)?MemoryError(?::|\s*$)|std::bad_alloc|(?:os error|WinError) 1455|"
+        r"paging file is too small|crashed after using all available RAM|"
+        r"tried to allocate more memory than is available|systemd-oomd\W.{0,40}[Kk]illed|"
+        r"node running low on memory|[Mm]emory cgroup out of memory",
+        sizes={"tried": rf"Unable to allocate {SIZE}"},
     ),
     Message(
         kind="host",

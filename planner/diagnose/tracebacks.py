@@ -103,7 +103,21 @@ CODE_LOCATIONS: tuple[CodeLocation, ...] = (
     CodeLocation(
         phase="save",
         functions=frozenset(
-            {"_save_checkpoint", "save_model", "_save_optimizer_and_scheduler", "save_pretrained", "save_16bit_model"}
+            {
+                "_save_checkpoint",
+                "save_model",
+                "_save_optimizer_and_scheduler",
+                "save_pretrained",
+                "save_16bit_model",
+                "save_fsdp_model",
+                "save_fsdp_optimizer",
+                "get_state_dict",
+                "get_model_state_dict",
+                "_full_post_state_dict_hook",
+                "_full_pre_state_dict_hook",
+                "summon_full_params",
+                "_zero3_consolidated_16bit_state_dict",
+            }
         ),
     ),
     CodeLocation(
@@ -157,6 +171,20 @@ def phase_of(frames: Sequence[Frame]) -> Phase | None:
     return next(
         (location.phase for location in CODE_LOCATIONS if any(location.contains(frame) for frame in frames)), None
     )
+
+
+def sharding_of(frames: Sequence[Frame]) -> str:
+    """The library that shards the model, by files that only run with it: "zero3", "zero2", "fsdp"; empty if unknown.
+
+    Source: deepspeed 0.19.8, runtime/zero/stage3.py, partition_parameters.py, partitioned_param_coordinator.py,
+    stage_1_and_2.py; torch 2.13, distributed/fsdp/.
+    """
+    paths = " ".join(frame.path.replace("\\", "/") for frame in frames)
+    if re.search(r"deepspeed/runtime/zero/(?:stage3|partition|parameter_offload)", paths):
+        return "zero3"
+    if re.search(r"deepspeed/runtime/zero/stage_1_and_2", paths):
+        return "zero2"
+    return "fsdp" if "torch/distributed/fsdp/" in paths else ""
 
 
 def gathers_parameters(frames: Sequence[Frame]) -> bool:

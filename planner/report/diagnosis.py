@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
+from planner.candidate import Sharding
 from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
 from planner.measurements.corrected_plan import changed_settings
 from planner.plan import Plan
+from planner.quantities import OUTSIDE_THE_ALLOCATOR
 from planner.report.documents import SCHEMA, DiagnosisReport, IncidentReport
 from planner.report.json import best_candidate
 from planner.report.lines import joined, listed, wrapped
@@ -35,6 +37,15 @@ FIGURES = (
     ("unnamed", "in no process that is named"),
     ("free", "free"),
 )
+
+
+# Libraries that a traceback shows -> the candidate's `sharding` that agrees, and the name and the setting for a user.
+SEEN_AS: dict[str, tuple[Sharding, ...]] = {"zero3": ("zero3",), "zero2": ("zero1", "zero2"), "fsdp": ("fsdp2",)}
+SHOWN_SHARDING = {
+    "zero3": ("DeepSpeed's ZeRO-3", "zero_stage=3"),
+    "zero2": ("DeepSpeed's ZeRO-2", "zero_stage=2"),
+    "fsdp": ("FSDP", "distributed_type=FSDP --set fsdp_version=2"),
+}
 
 
 def diagnosis_table(diagnosis: Diagnosis, width: int) -> Text:
@@ -76,6 +87,7 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
         width,
     )
     yield from wrapped(describe_evidence(expected), [describe_fit(expected)], width)
+    yield from _beside_the_log(diagnosis, width)
     if phase is not None and phase.name != tightest(expected).peak.name:
         yield from wrapped(
             "", [f"{format_gib(phase.total_bytes, 1)} in the {readable(phase.name)}, where it stopped"], width
@@ -87,6 +99,29 @@ def _expected(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
             width,
             hanging=2,
         )
+
+
+def _beside_the_log(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
+    """Compare the tensors that the log reports with the estimate of them where the run stopped, and name sharding."""
+    expected, first = diagnosis.expected, diagnosis.incidents[0]
+    assert expected is not None
+    tried, allocated = (first.sizes.get(name, 0) for name in ("tried", "allocated"))
+    phase = diagnosis.expected_phase or tightest(expected).peak
+    if allocated:
+        estimated = sum(size for component, size in phase.components.items() if component not in OUTSIDE_THE_ALLOCATOR)
+        yield from wrapped(
+            "",
+            [
+                f"the log has {format_gib(allocated + tried, 1)} in tensors with the request that failed, the estimate "
+                f"of the whole {readable(phase.name)} {format_gib(estimated, 1)}"
+            ],
+            width,
+            hanging=2,
+        )
+    sharding = next((incident.sharding for incident in diagnosis.incidents if incident.sharding), "")
+    if sharding and expected.candidate.sharding not in SEEN_AS[sharding]:
+        library, setting = SHOWN_SHARDING[sharding]
+        yield from wrapped("", [f"the log shows {library}, the job has none: add --set {setting}"], width, hanging=2)
 
 
 def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
