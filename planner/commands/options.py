@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
+from planner.methods import METHODS
 from planner.settings.setting import MAX_BATCH_SIZE, MAX_NUMBER
 
 Method = Annotated[
@@ -21,7 +22,7 @@ Method = Annotated[
     typer.Option(
         "--method",
         metavar="METHOD",
-        help="sft, dpo, kto, orpo, cpo, reward, grpo, rloo, online-dpo, gkd, distillation, ppo.",
+        help=f"{', '.join(METHODS)}.",
     ),
 ]
 EffectiveBatchSize = Annotated[
