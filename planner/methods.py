@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
 from planner.errors import InputError, shortened
 
 MethodName = Literal[
-    "sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo"
+    "sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "gmpo", "online-dpo", "gkd", "distillation", "ppo"
 ]
 Loss = Literal[
     "fused",  # TRL >= 1.15, `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py): builds no logits
@@ -167,6 +167,14 @@ class Method:
 # `smallest_batch` of KTO: trainer/kto_trainer.py, "Actual (not effective) batch size must be > 1".
 # Prompts have no limit in TRL 1.16, so `prompt_length` describes the data: 512 tokens unless --prompt-length is given;
 # with `bounded_rows` the rest of max_length.
+GRPO = Method(  # the row that GRPO's variants start from
+    name="grpo", trainer="GRPOTrainer", config="GRPOConfig",
+    loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
+    rows_per_sample=1, reference="beta", reward_model="optional",
+    generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
+    learning_rate="1e-06", disables_dropout=False,
+    forward_if_outdated=True, script_arguments="trl.scripts.grpo.GRPOScriptArguments",
+)  # fmt: skip
 METHODS: dict[MethodName, Method] = {
     method.name: method
     for method in (
@@ -211,14 +219,7 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=2, reference="never", has_beta=False, generates=False, offloads_activations=True,
             learning_rate="0.0001", disables_dropout=True,
         ),
-        Method(
-            name="grpo", trainer="GRPOTrainer", config="GRPOConfig",
-            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
-            rows_per_sample=1, reference="beta", reward_model="optional",
-            generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
-            learning_rate="1e-06", disables_dropout=False,
-            forward_if_outdated=True, script_arguments="trl.scripts.grpo.GRPOScriptArguments",
-        ),
+        GRPO,
         Method(
             name="rloo", trainer="RLOOTrainer", config="RLOOConfig",
             loss="fused", earlier_losses=(((1, 14), "logits"),),
@@ -228,6 +229,9 @@ METHODS: dict[MethodName, Method] = {
             learning_rate="1e-06", disables_dropout=False,
             sampling_forwards=1, script_arguments="trl.scripts.rloo.RLOOScriptArguments",
         ),
+        # trl 1.16, experimental/gmpo/gmpo_trainer.py: only `_compute_loss` differs, with the same tensors of the
+        # vocabulary; its other tensors have one number a token.
+        replace(GRPO, name="gmpo", trainer="GMPOTrainer", config="GMPOConfig", experimental=True, first_trl="1.7"),
         Method(
             name="online-dpo", trainer="OnlineDPOTrainer", config="OnlineDPOConfig", loss="log_softmax",
             rows_per_sample=2, reference="always", reference_in_loss=True, needs_beta=True, reward_model="optional",

@@ -344,6 +344,7 @@ TRAINERS: dict[MethodName, TrainerRecipe] = {
     "reward": TrainerRecipe(row=reward_row),
     "grpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments),
     "rloo": TrainerRecipe(row=prompt_row, arguments=generation_arguments),
+    "gmpo": TrainerRecipe(row=prompt_row, arguments=generation_arguments),
     "distillation": TrainerRecipe(row=prompt_row, arguments=distillation_arguments),
     "online-dpo": TrainerRecipe(row=prompt_row, arguments=online_dpo_arguments),
     "cpo": TrainerRecipe(row=preference_row),

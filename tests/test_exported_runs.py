@@ -30,6 +30,7 @@ ROWS: dict[MethodName, list[dict[str, Any]]] = {
     "reward": [{"chosen": QUESTION + RIGHT, "rejected": QUESTION + WRONG}],
     "grpo": [{"prompt": QUESTION}],
     "rloo": [{"prompt": QUESTION}],
+    "gmpo": [{"prompt": QUESTION}],
     "kto": [
         {"prompt": QUESTION, "completion": RIGHT, "label": True},
         {"prompt": QUESTION, "completion": WRONG, "label": False},
@@ -45,6 +46,7 @@ GROUPS = ("--batch-size", "4", "--set", "num_generations=4", "--set", "max_compl
 SAMPLED: dict[MethodName, tuple[str, ...]] = {
     "grpo": GROUPS,
     "rloo": GROUPS,
+    "gmpo": GROUPS,
     "online-dpo": ("--set", "max_new_tokens=8"),
     "gkd": ("--set", "max_new_tokens=8"),
 }

@@ -171,7 +171,7 @@ def parsed(held: Candidate, folder: Path) -> argparse.Namespace:
         parser = importlib.import_module(f"trl.scripts.{held.method}").make_parser()
     else:
         module = importlib.import_module(f"trl.experimental.{held.method.replace('-', '_')}")
-        script = GRPOScriptArguments if held.method == "online-dpo" else trl.ScriptArguments
+        script = GRPOScriptArguments if held.method in ("online-dpo", "gmpo") else trl.ScriptArguments
         parser = trl.TrlParser((script, getattr(module, held.method_row.config), trl.ModelConfig))
     arguments = parser.parse_args_and_config(["--config", str(folder / "train.yaml"), "--use_cpu", "true"])
     return argparse.Namespace(**{name: value for part in arguments for name, value in vars(part).items()})
@@ -240,7 +240,10 @@ class TestTheTrainer:
         import inspect
 
         module = importlib.import_module(f"trl.experimental.{method.replace('-', '_')}")
-        takes = inspect.signature(getattr(module, METHODS[method].trainer).__init__).parameters
+        trainer, *parents = getattr(module, METHODS[method].trainer).__mro__
+        takes = inspect.signature(trainer.__init__).parameters
+        if "kwargs" in takes:  # handed to the trainer that it inherits from
+            takes = {**takes, **inspect.signature(parents[0].__init__).parameters}
         assert arguments_of(METHODS[method].trainer, launch_files(candidate(method))["train.py"]) <= takes.keys()
 
 

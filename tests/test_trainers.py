@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from planner.candidate import Candidate
 from planner.errors import InputError, UnknownArchitecture
+from planner.jobs.base_candidate import trl_version
+from planner.jobs.job import Job
 from planner.jobs.settings import trl_arguments
 from planner.methods import METHODS, Method, MethodName
 from planner.models.catalogue import load_model
@@ -192,3 +194,11 @@ def test_a_row_without_a_column_cannot_be_made(column: str) -> None:
     columns = {field.name: getattr(METHODS["grpo"], field.name) for field in fields(Method) if field.name != column}
     with pytest.raises(TypeError, match=column):
         Method(**columns)
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted", "planned"),
+    [("gmpo", "1.3", "1.7"), ("gmpo", "1.14", "1.14"), ("ppo", "1.16", "1.12"), ("ppo", "1.3", "1.3")],
+)
+def test_a_method_is_planned_for_a_release_that_has_it(method: MethodName, wanted: str, planned: str) -> None:
+    assert trl_version(Job(model=MODEL, method=method, trl_version=wanted)) == planned

@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[1]
-METHODS: tuple[MethodName, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation", "online-dpo")
+METHODS: tuple[MethodName, ...] = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "gmpo", "distillation", "online-dpo")
 SCALARS_BYTES = 128  # numbers inside kernels and on the host
 COLLATED_BYTES = 2048  # a row: the collator's tensors, which lie on the host where there is a GPU
 # A row: every second prompt of a probe is a token shorter; a dry run's shortened rollout holds the masks and positions
