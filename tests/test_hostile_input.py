@@ -49,6 +49,26 @@ def test_a_size_that_no_model_has_is_refused(changes, message, tmp_path, capsys)
     assert message in refusal([*ASKED, "--model", str(tmp_path)], capsys)
 
 
+@pytest.mark.parametrize("share", ["Infinity", "NaN", "1e308", "-1", "2"])
+def test_a_share_of_a_head_that_cannot_be_rotated_is_refused(share, tmp_path, capsys):
+    text = json.dumps(LLAMA | {"partial_rotary_factor": 0.125}).replace("0.125", share)
+    (tmp_path / "config.json").write_text(text)
+    assert refusal([*ASKED, "--model", str(tmp_path)], capsys).endswith("Give a share from 0 to 1.\n")
+
+
+@pytest.mark.parametrize("model_type", ["a" * 300, "../../llama", "a\0b"])
+def test_a_model_type_is_never_a_part_of_a_path(model_type, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": model_type}))
+    assert "model type" in refusal([*ASKED, "--model", str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize("field", ["num_attention_heads", "num_key_value_heads", "head_dim"])
+def test_zeros_in_a_model_whose_layers_are_measured_are_refused(field, tmp_path, capsys):
+    config = dict(load_model("Qwen/Qwen3-Next-80B-A3B-Instruct").config) | {field: 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "cannot be built here" in refusal([*ASKED, "--model", str(tmp_path)], capsys)
+
+
 def test_a_number_of_5000_digits_is_refused_without_repeating_it(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA).replace("64", "1" * 5000))
     assert len(refusal([*ASKED, "--model", str(tmp_path)], capsys)) < 500

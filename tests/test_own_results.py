@@ -13,6 +13,7 @@ from msgspec import structs
 from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, fake_measurement
 
 from planner.candidate import Candidate
+from planner.cli import run
 from planner.errors import InputError
 from planner.estimate import estimate
 from planner.files.journal import append_line, lines_of
@@ -218,3 +219,21 @@ class TestPlans:
 def test_a_card_is_saved_under_the_catalogues_name() -> None:
     assert catalogue_name("NVIDIA A100-SXM4-40GB") == "A100-40G"
     assert catalogue_name("Some Card 3000") == "Some Card 3000"
+
+
+class TestWithoutTheExtraStorage:
+    @pytest.fixture(autouse=True)
+    def core_install(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+        monkeypatch.setitem(sys.modules, "sqlalchemy.engine", None)
+
+    def test_a_plan_is_answered_and_says_that_the_database_is_not_read(self, monkeypatch, capsys):
+        monkeypatch.setenv("PLAN_STORAGE", "postgresql+psycopg://u:p@h/db")
+        assert run(["--model", "Qwen2.5-0.5B", "--gpus", "1xT4", "--method", "sft", "--quiet"]) == 0
+        assert "$PLAN_STORAGE is not read: it needs the extra storage" in " ".join(capsys.readouterr().out.split())
+
+    def test_a_database_that_is_asked_for_names_the_extra(self, capsys):
+        assert run(["measurements", "--storage", "sqlite:///x.db"]) == 2
+        assert capsys.readouterr().err == (
+            "Error: --storage needs the extra storage: pip install 'finetune-plan[storage]'.\n"
+        )

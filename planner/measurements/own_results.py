@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from planner.errors import InputError, UnknownName
 from planner.files.cache import cache_root
-from planner.files.database import hide_password, storage_url
+from planner.files.database import can_open, hide_password, storage_url
 from planner.files.journal import append_line, lines_of, rewrite_lines
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Gpu
@@ -68,11 +68,15 @@ class OwnResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnResults:
-    """The lines of the file or database, oldest first. `unread`: how many this release cannot read."""
+    """The lines of the file or database, oldest first.
+
+    `unread`: how many this release cannot read. `skipped`: why the database was not read; empty if it was.
+    """
 
     path: Path | str  # of the file; of a database the URL without its password
     results: tuple[OwnResult, ...]
     unread: int
+    skipped: str = ""
 
     def of_gpu(self, gpu: Gpu) -> list[OwnResult]:
         return [result for result in self.results if result.gpu == gpu.name]
@@ -177,12 +181,21 @@ def forget_results(lines: Iterable[str], storage: str = "") -> int:
 def read_own_results(storage: str = "") -> OwnResults:
     """Read the database, or the file if there is no database; without a file there are no results.
 
+    Without the extra storage the database of $PLAN_STORAGE is not read: the file is, and `skipped` says so.
+
     Raises:
+        InputError: `storage` is given without the extra storage.
         PlanError: the database cannot be read.
     """
-    url = storage_url(storage)
-    read = [read_result(line) for line in result_lines(url)]
+    url, skipped = storage_url(storage), ""
+    if url and not storage and not can_open():
+        url, skipped = (
+            "",
+            "$PLAN_STORAGE is not read: it needs the extra storage (pip install 'finetune-plan[storage]')",
+        )
+    read = [read_result(line) for line in (lines_of(results_file()) if skipped else result_lines(storage))]
     return OwnResults(
+        skipped=skipped,
         path=hide_password(url) if url else results_file(),
         results=tuple(result for result in read if result is not None),
         unread=sum(result is None for result in read),
@@ -203,6 +216,8 @@ def apply_own_results(plan: Plan, own: OwnResults) -> Plan:
     A candidate that ran out of memory keeps its estimate and gets a note: `plan --probe` searches around it.
     """
     gpu, risk = plan.cluster.gpu, plan.job.risk
+    if own.skipped:
+        plan = replace(plan, warnings=(own.skipped, *plan.warnings))
     if not own.of_gpu(gpu):
         return plan
     best = correct_by_own_probes(plan.best, gpu, own, risk)

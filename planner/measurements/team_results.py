@@ -38,11 +38,11 @@ def add_lines(url: str, lines: Iterable[str]) -> int:
     Raises:
         PlanError: the database cannot be used.
     """
-    from sqlalchemy import text
-    from sqlalchemy.exc import IntegrityError
-
     added = 0
     with _opened(url) as connection:
+        from sqlalchemy import text
+        from sqlalchemy.exc import IntegrityError
+
         wait_for_turn(connection, VERSION_TABLE)
         for line in lines:
             fields = json.loads(line)
@@ -64,9 +64,9 @@ def team_lines(url: str) -> list[str]:
     Raises:
         PlanError: the database cannot be used.
     """
-    from sqlalchemy import text
-
     with _opened(url) as connection:
+        from sqlalchemy import text
+
         return list(connection.scalars(text("SELECT line FROM plan_measurements ORDER BY id")))
 
 
@@ -76,10 +76,10 @@ def remove_lines(url: str, lines: Iterable[str]) -> int:
     Raises:
         PlanError: the database cannot be used.
     """
-    from sqlalchemy import text
-
-    statement = text("DELETE FROM plan_measurements WHERE digest = :digest")
     with _opened(url) as connection:
+        from sqlalchemy import text
+
+        statement = text("DELETE FROM plan_measurements WHERE digest = :digest")
         wait_for_turn(connection, VERSION_TABLE)
         return sum(connection.execute(statement, {"digest": line_digest(line)}).rowcount for line in lines)
 

@@ -127,7 +127,9 @@ def _built_here(model: ModelShape) -> Iterator[None]:
     try:
         with quiet():
             yield
-    except (ValueError, AttributeError, TypeError, KeyError, StopIteration, ImportError) as error:
+    except (
+        ArithmeticError, ValueError, AttributeError, TypeError, LookupError, StopIteration, ImportError, RuntimeError
+    ) as error:  # fmt: skip
         raise UnknownArchitecture(
             f"{model.id} ({model.model_type}) cannot be built here: {(str(error).splitlines() or [''])[0][:200]}"
         ) from error

@@ -8,6 +8,7 @@ torch. What the files lack is measured on the user's machine, if the extra dryru
 import hashlib
 import json
 import lzma
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -120,6 +121,9 @@ class Release:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
+FILE_NAME = re.compile(r"\w{1,64}")  # a model type that may be part of a file's name
+
+
 def shipped_path(model: ModelShape) -> Path:
     """The file of a model's layers, named by a hash of the model's config.
 
@@ -136,6 +140,8 @@ def load_shipped(model: ModelShape) -> ShippedLayers | None:
     Raises:
         InputError: the file is damaged.
     """
+    if FILE_NAME.fullmatch(model.model_type) is None:
+        return None
     path = shipped_path(model)
     if not path.exists():
         return None

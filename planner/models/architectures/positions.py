@@ -1,5 +1,6 @@
 """Rotary positions of each family: how they are computed, and to how many features of a head they apply."""
 
+from planner.errors import InputError, shortened
 from planner.models.architectures.fields import Fields
 from planner.models.shape import RotaryStyle
 
@@ -30,10 +31,18 @@ def rotary_style(fields: Fields) -> RotaryStyle:
 
 
 def rotary_dim(fields: Fields, head_dim: int) -> int:
-    """Features of a head that are rotated. Transformers 5 writes the share into `rope_parameters`."""
+    """Features of a head that are rotated. Transformers 5 writes the share into `rope_parameters`.
+
+    Raises:
+        InputError: the share is not between 0 and 1.
+    """
     parameters = fields.values.get("rope_parameters")
     stated = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
     for share in (stated, fields.values.get("partial_rotary_factor"), fields.values.get("rotary_pct")):
         if isinstance(share, (int, float)):
+            if not 0 <= share <= 1:
+                raise InputError(
+                    f"The config.json of {fields.id} rotates {shortened(share)} of each head. Give a share from 0 to 1."
+                )
             return int(head_dim * share)
     return int(head_dim * DEFAULT_SHARE.get(fields.model_type, 1.0))
