@@ -193,15 +193,29 @@ def tile_bytes(head: Head, width: int) -> int:
 def chunked_nll(head: Head) -> LossMemory:
     """SFT of TRL 1.5 to 1.14: cross entropy of 256 labelled tokens at a time, recomputed in the backward pass.
 
-        forward  = norm + 2 h T H + (c + 8) 256 V
-        backward = norm + 2 h T H + 2 (c + 8) 256 V + (trainable) 2 w V H, the second copy while it is accumulated
+        saved    = norm + h T H: the hidden states, labelled ones first
+        forward  = norm + 2 h T H + max(16 n V, cast + c n V, and with a cast c n H)
+        backward = norm + 2 h T H + max(16 n V + cast + (trainable) w V H, (trainable) 3 w V H + h n H)
 
-    Source: trl 1.14, trainer/utils.py, `chunked_cross_entropy` (checkpointed per chunk).
+    with n = min(N, 256) and cast = (w != c) c V H, autocast's copy of the head. The 16 bytes per logit are logits,
+    log_softmax, its exponential and the entropy's terms, in float32. The three gradients of the head are those of a
+    chunk, of all chunks before it, and their sum.
+
+    Source: trl 1.14, trainer/sft_trainer.py, `_chunk` (checkpointed per chunk).
+
+    Leaves out the float32 copy of the whole head that TRL 1.5 to 1.12 make for each chunk.
     """
-    chunk = (head.compute_width + 2 * FLOAT32) * min(CHUNKED_NLL_TOKENS, head.labelled_tokens) * head.vocab_size
-    saved = head.final_norm_bytes + 2 * head.tokens * head.hidden_size * head.hidden_width
-    gradient = 2 * head.weight_width * head.weight_elements if head.trainable else 0
-    return LossMemory(forward=saved + chunk, saved=saved, backward=saved + 2 * chunk + gradient)
+    tokens = min(CHUNKED_NLL_TOKENS, head.labelled_tokens)
+    chunk, hidden = tokens * head.vocab_size, head.tokens * head.hidden_size * head.hidden_width
+    gradient = head.weight_width * head.weight_elements if head.trainable else 0
+    entropy, cast = 4 * FLOAT32 * chunk, head.weight_cast_bytes
+    product = cast + head.compute_width * (chunk + (tokens * head.hidden_size if cast else 0))
+    added = 3 * gradient + head.hidden_width * tokens * head.hidden_size if head.trainable else 0
+    return LossMemory(
+        forward=head.final_norm_bytes + 2 * hidden + max(entropy, product),
+        saved=head.final_norm_bytes + hidden,
+        backward=head.final_norm_bytes + 2 * hidden + max(entropy + cast + gradient, added),
+    )
 
 
 def liger(head: Head) -> LossMemory:
@@ -340,7 +354,7 @@ def log_softmax(head: Head) -> LossMemory:
 def score(head: Head) -> LossMemory:
     """Reward: one number per row, computed from the last hidden state of all tokens.
 
-        forward = norm + 2 h T H;  saved = norm + h T H;  backward = norm + 3 h T H
+        forward = norm + 2 h T H, the norm's input and output;  saved = norm + h T H;  backward = norm + 2 h T H
 
     Source: transformers 5.23, modeling_layers.py, `GenericForSequenceClassification`.
     """
@@ -348,7 +362,7 @@ def score(head: Head) -> LossMemory:
     return LossMemory(
         forward=head.final_norm_bytes + 2 * hidden,
         saved=head.final_norm_bytes + hidden,
-        backward=head.final_norm_bytes + 3 * hidden,
+        backward=head.final_norm_bytes + 2 * hidden,
     )
 
 

@@ -1,0 +1,320 @@
+"""Memory of head and loss: worked examples by hand, and what the real modules and trainers allocate."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+from pairwise import pairwise_cases
+
+from planner.candidate import Candidate, Dtype
+from planner.estimate import estimate
+from planner.gpus.parse import parse_cluster
+from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
+from planner.methods import Loss, MethodName
+from planner.models.from_config import shape_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+# 10 tokens, 8 of them labelled, 100,000 words, 16 features, 5 bytes per token that the final norm saves: all in 16 bits
+# and trained; the same in float32 under 16-bit autocast; and that frozen.
+HALF = Head(
+    tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=100_000, hidden_size=16, hidden_width=2, weight_width=2,
+    compute_width=2, trainable=True, norm_bytes=5,
+)  # fmt: skip
+CAST = Head(
+    tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=100_000, hidden_size=16, hidden_width=4, weight_width=4,
+    compute_width=2, trainable=True, norm_bytes=5,
+)  # fmt: skip
+FROZEN = Head(
+    tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=100_000, hidden_size=16, hidden_width=4, weight_width=4,
+    compute_width=2, trainable=False, norm_bytes=5,
+)  # fmt: skip
+# 5,000 tokens are two tiles, 40,000 words two chunks of 32,768 and 7,232; a single one has 1,000 words.
+TILES = Head(
+    tokens=5000, labelled_tokens=5000, logit_tokens=5000, vocab_size=40_000, hidden_size=16, hidden_width=4,
+    weight_width=4, compute_width=2, trainable=False, norm_bytes=0,
+)  # fmt: skip
+FEW_WORDS = Head(
+    tokens=5000, labelled_tokens=5000, logit_tokens=5000, vocab_size=1000, hidden_size=16, hidden_width=4,
+    weight_width=4, compute_width=2, trainable=False, norm_bytes=0,
+)  # fmt: skip
+CAPPED = Head(
+    tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=1000, hidden_size=16, hidden_width=2, weight_width=2,
+    compute_width=2, trainable=False, norm_bytes=0, softcapped=True,
+)  # fmt: skip
+
+# (forward, saved, backward), each a sum in the order of the source.
+EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
+    # norm 50, labelled hidden states 256, statistics 8 x 32; last hidden states 320, 8 x 28, a tile 8 x 32,768 x 2;
+    # float32 gradients 512 + 6,400,000, cast to 16 bits 256 + 3,200,000
+    ("fused", HALF, (562 + 320 + 224 + 524_288, 562, 562 + 524_288 + 6_400_512 + 3_200_256)),
+    # hidden states of 4 bytes; a 16-bit chunk of the head 32 x 32,768 and of hidden states 256; two chunks at once
+    (
+        "fused",
+        CAST,
+        (818 + 640 + 224 + 524_288 + 1_048_576 + 256, 818, 818 + 524_288 + 6_400_512 + 2_097_152 + 256),
+    ),
+    ("fused", FROZEN, (818 + 640 + 224 + 524_288 + 1_048_576 + 256, 818, 818 + 524_288 + 512 + 2_097_152 + 256)),
+    # a tile of 4,096 tokens; 4,096 hidden states in 16 bits; all 40,000 words in two chunks
+    (
+        "fused",
+        TILES,
+        (
+            480_000 + 320_000 + 140_000 + 268_435_456 + 1_048_576 + 131_072,
+            480_000,
+            480_000 + 268_435_456 + 320_000 + 1_280_000 + 131_072,
+        ),
+    ),
+    # the chunk of the first tile is alive while the second one's is cast
+    (
+        "fused",
+        FEW_WORDS,
+        (
+            480_000 + 320_000 + 140_000 + 268_435_456 + 32_000 + 131_072,
+            480_000,
+            480_000 + 268_435_456 + 320_000 + 64_000 + 131_072,
+        ),
+    ),
+    # two float32 tiles of 8 x 32,768 x 4, the teacher's hidden states 256; in the backward pass casts at the end and
+    # 16-bit gradients of the last 1,696 columns
+    (
+        "divergence",
+        HALF,
+        (
+            562 + 320 + 224 + 2_097_152 + 256,
+            562 + 256,
+            562 + 256 + 2_097_152 + 6_400_512 + 3_200_256 + 27_136,
+        ),
+    ),
+    # in the loop: a 16-bit gradient of two tiles, two chunks of the head, and 16-bit hidden states
+    (
+        "divergence",
+        FROZEN,
+        (
+            818 + 640 + 224 + 2_097_152 + 1_048_576 + 256 + 512,
+            818 + 512,
+            818 + 512 + 2_097_152 + 512 + 2_097_152 + 256 + 1_048_576,
+        ),
+    ),
+    # 8 tokens x 16 bytes x 100,000 words; backward: the sum of the head's gradients 3,200,000
+    ("chunked_nll", HALF, (50 + 640 + 12_800_000, 50 + 320, 50 + 640 + 12_800_000 + 3_200_000)),
+    # autocast's copy of the head; float32 gradients 6,400,000: two of them and their sum are more than the logits
+    ("chunked_nll", CAST, (50 + 1280 + 12_800_000, 50 + 640, 50 + 1280 + 12_800_000 + 3_200_000 + 6_400_000)),
+    # 256 of 5,000 tokens at a time
+    (
+        "chunked_nll",
+        FEW_WORDS,
+        (640_000 + 4_096_000, 320_000, 640_000 + 4_096_000 + 32_000),
+    ),
+    # chunks of 1 token (10 / 6,250): hidden states and their gradients 640, the head's gradient 3,200,000; a chunk of
+    # 200,000 and its product with its float32 copy 9,600,000
+    (
+        "liger",
+        HALF,
+        (50 + 640 + 3_200_000 + 200_000 + 9_600_000, 50 + 640 + 3_200_000, 50 + 640 + 3_200_000 + 320 + 3_200_000),
+    ),
+    # frozen: two chunks and autocast's copy of the head
+    ("liger", FROZEN, (50 + 1280 + 200_000 + 200_000 + 3_200_000, 50 + 1280, 50 + 1280 + 640)),
+    # 5,000 / 63 tokens are 80, so 128 at a time
+    (
+        "liger",
+        FEW_WORDS,
+        (640_000 + 256_000 + 256_000 + 32_000, 640_000, 640_000 + 320_000),
+    ),
+    # the trained head keeps its input; 8, 6 and 10 bytes of a million logits
+    ("logits", HALF, (50 + 320 + 8_000_000, 50 + 320 + 6_000_000, 50 + 320 + 10_000_000)),
+    # and autocast's copy of the head
+    ("logits", CAST, (3_200_370 + 8_000_000, 3_200_370 + 6_000_000, 3_200_370 + 10_000_000)),
+    ("logits", FROZEN, (3_200_050 + 8_000_000, 3_200_050 + 6_000_000, 3_200_050 + 10_000_000)),
+    ("logits_cross_entropy", HALF, (370 + 12_000_000, 370 + 4_000_000, 370 + 12_000_000)),
+    ("jsd", HALF, (370 + 40_000_000, 370 + 36_000_000, 370 + 68_000_000)),
+    # 2 bytes of 10,000 logits more for the soft cap's tanh
+    ("logits", CAPPED, (20_000 + 80_000, 20_000 + 60_000, 20_000 + 100_000)),
+    # forward: 16-bit logits and float32 copies 6 x 1,000,000, or 4 x 1,000,000 + 8 x 800,000; backward: 12 x 800,000
+    ("log_softmax", HALF, (370 + 10_400_000, 370 + 3_200_000, 370 + 9_600_000)),
+    ("log_softmax", CAPPED, (20_000 + 104_000, 20_000 + 32_000, 20_000 + 96_000)),
+    # hidden states 320; input and output of the norm; gradient of the hidden states
+    ("score", HALF, (50 + 640, 50 + 320, 50 + 640)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "head", "expected"), EXAMPLES)
+def test_worked_examples(loss: Loss, head: Head, expected: tuple[int, int, int]) -> None:
+    memory = FORMULAS[loss](head)
+    assert (memory.forward, memory.saved, memory.backward) == expected
+
+
+def test_every_loss_has_an_example() -> None:
+    assert {loss for loss, _, _ in EXAMPLES} == FORMULAS.keys()
+
+
+# -- the real modules on the CPU ---------------------------------------------------------------------------------------
+
+VOCABULARY, FEATURES, TOKENS = 3000, 1024, 1024
+SMALL_TENSORS = 0.012  # labels, masks, sorted indices: 8 bytes per token beside 1,024 of a hidden state and more
+
+
+def tracked(loss: Loss, head: Head) -> LossMemory:
+    """Bytes of head and loss as the tracker sees them, after a last norm that saves nothing."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("trl")
+    from planner.allocator.trace import STAYS
+    from probes.step.hidden_allocations import EVERYWHERE
+    from probes.step.tracker import Tracker, collector_off
+
+    dtype = {2: torch.bfloat16, 4: torch.float32}[head.weight_width]
+
+    class LastNorm(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, layers: Any) -> Any:
+            return torch.zeros_like(layers)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return None
+
+    words = 1 if loss == "score" else head.vocab_size
+    weight = torch.nn.Parameter(torch.zeros(words, head.hidden_size, dtype=dtype), requires_grad=head.trainable)
+    weight.grad = torch.zeros_like(weight) if head.trainable else None
+    residents = [each for each in (weight, weight.grad) if each is not None]
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=head.compute_width != head.weight_width)
+    before = torch.zeros(2, head.tokens // 2, head.hidden_size, dtype=dtype, requires_grad=True)
+    # the first call imports modules, and errors that they catch keep the caller's tensors
+    REAL[loss](lambda: LastNorm.apply(before), weight, autocast)  # type: ignore[no-untyped-call]
+    with collector_off(), Tracker(workspaces=EVERYWHERE) as tracker:
+        for tensor in residents:
+            tracker.add_resident(tensor, "weights", "head")
+        tracker.enter_phase("forward")
+        layers = torch.zeros(2, head.tokens // 2, head.hidden_size, dtype=dtype, requires_grad=True)
+        computed = REAL[loss](lambda: LastNorm.apply(layers), weight, autocast)  # type: ignore[no-untyped-call]
+        tracker.enter_phase("backward")
+        saved = sum(record.size_bytes for record in tracker.records if record.died == STAYS)
+        computed.backward()
+    outside = sum(tensor.nbytes for tensor in residents) + layers.nbytes
+    peaks = {phase.name: phase.total_bytes - outside for phase in tracker.trace().phases}
+    return LossMemory(forward=peaks["forward"], saved=saved - outside, backward=peaks["backward"])
+
+
+def chunked_nll(hidden: Any, weight: Any, autocast: Any) -> Any:
+    import torch
+    from earlier_losses import chunked_cross_entropy
+
+    with autocast:
+        last = hidden()
+        return chunked_cross_entropy(last, weight, torch.ones(last.shape[:2], dtype=torch.long))
+
+
+def logits_cross_entropy(hidden: Any, weight: Any, autocast: Any) -> Any:
+    """A causal model's forward pass, and the accuracy that trl 1.4, trainer/sft_trainer.py, `compute_loss` adds."""
+    import torch
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    with autocast:
+        logits = torch.nn.functional.linear(hidden(), weight)
+        labels = torch.ones(logits.shape[:2], dtype=torch.long)
+        loss = ForCausalLMLoss(logits, labels, len(weight))
+    logits = logits.float()  # accelerate's copy
+    with torch.no_grad():
+        shifted = logits[..., :-1, :].contiguous()
+        (shifted.argmax(-1) == labels[..., 1:]).sum()
+    return loss
+
+
+def score(hidden: Any, weight: Any, autocast: Any) -> Any:
+    """The head of a sequence classifier, and the loss of trl 1.16, trainer/reward_trainer.py, `compute_loss`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Layers(torch.nn.Module):
+        def forward(self, *inputs: Any, **others: Any) -> Any:
+            return BaseModelOutputWithPast(last_hidden_state=hidden())
+
+    config = LlamaConfig(
+        hidden_size=weight.shape[1], intermediate_size=1, num_hidden_layers=0, num_attention_heads=1, vocab_size=8,
+        num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForSequenceClassification(config)
+    model.model, model.score.weight = Layers(), weight
+    with autocast:
+        rewards = model(input_ids=torch.ones(2, TOKENS // 2, dtype=torch.long)).logits
+    return -torch.nn.functional.logsigmoid(rewards[0] - rewards[1]).mean()
+
+
+REAL: dict[Loss, Any] = {
+    "chunked_nll": chunked_nll,
+    "logits_cross_entropy": logits_cross_entropy,
+    "score": score,
+}
+
+
+def head_of(width: int, compute: int, trainable: bool) -> Head:
+    return Head(
+        tokens=TOKENS, labelled_tokens=TOKENS, logit_tokens=TOKENS, vocab_size=VOCABULARY, hidden_size=FEATURES,
+        hidden_width=width, weight_width=width, compute_width=compute, trainable=trainable, norm_bytes=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "compute"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("loss", ["chunked_nll", "logits_cross_entropy"])
+def test_logits_take_what_the_real_modules_do(loss: Loss, width: int, compute: int, trainable: bool) -> None:
+    head = head_of(width, compute, trainable)
+    real, memory = tracked(loss, head), FORMULAS[loss](head)
+    assert memory.forward == pytest.approx(real.forward, rel=SMALL_TENSORS)
+    assert memory.saved == pytest.approx(real.saved, rel=SMALL_TENSORS)
+    assert memory.backward == pytest.approx(real.backward, rel=SMALL_TENSORS)
+
+
+def test_a_score_keeps_its_input_and_makes_its_gradient() -> None:
+    head = head_of(2, 2, True)
+    real, memory = tracked("score", head), FORMULAS["score"](head)
+    hidden = 2 * TOKENS * FEATURES
+    # the norm's input is not counted by the tracker here
+    assert memory.forward == pytest.approx(real.forward + hidden, rel=SMALL_TENSORS)
+    assert memory.saved == pytest.approx(real.saved, rel=SMALL_TENSORS)
+    assert memory.backward == pytest.approx(real.backward, rel=SMALL_TENSORS)
+
+
+# -- whole trainers ----------------------------------------------------------------------------------------------------
+
+# A model that is little more than its head.
+WIDE = shape_of(
+    {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 70_000, "tie_word_embeddings": False,
+        "max_position_embeddings": 8192,
+    },
+    id="wide",
+)  # fmt: skip
+TRAINERS: dict[Loss, MethodName] = {
+    "fused": "sft", "divergence": "distillation", "logits": "orpo", "log_softmax": "online-dpo", "jsd": "gkd",
+}  # fmt: skip
+WITHIN = 0.005  # the layer, and GKD's last token of each row, which predicts nothing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "tuning", "dtype"), pairwise_cases(product(TRAINERS, ["full", "lora"], ["bfloat16", "float32"]))
+)
+def test_trl_s_own_loss_allocates_as_computed(loss: Loss, tuning: Any, dtype: Dtype) -> None:
+    pytest.importorskip("trl")
+    from probes.dryrun.dry_run import dry_run
+
+    method = TRAINERS[loss]
+    candidate = Candidate(
+        model=WIDE, method=method, tuning=tuning, dtype=dtype, optim="sgd", per_device_train_batch_size=2,
+        max_length=300, prompt_length=100, max_completion_length=200, padded=False, gradient_checkpointing=False,
+        beta=0.5, teacher_model=WIDE if method in ("gkd", "distillation") else None,
+    )  # fmt: skip
+    assert loss_of(candidate) == loss
+    phases = estimate(candidate, parse_cluster("1xH100", None)).gpus[0].phases
+    outside = ("runtime", "fragmentation")
+    computed = {
+        phase.name: sum(size for name, size in phase.components.items() if name not in outside) for phase in phases
+    }
+    real = {phase.name: phase.total_bytes for phase in dry_run(candidate).phases}
+    assert max(computed.values()) == pytest.approx(max(real.values()), rel=WITHIN)
+    if loss != "jsd":  # GKD computes most of it in what the tracker calls scoring
+        assert computed["backward"] == pytest.approx(real["backward"], rel=WITHIN)
