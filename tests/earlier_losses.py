@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  as in TRL
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_TOKENS = 256

@@ -205,7 +205,7 @@ def chunked_nll(hidden: Any, weight: Any, autocast: Any) -> Any:
 
 
 def logits_cross_entropy(hidden: Any, weight: Any, autocast: Any) -> Any:
-    """A causal model's forward pass, and the accuracy that trl 1.4, trainer/sft_trainer.py, `compute_loss` adds."""
+    """A causal model's forward pass, and the accuracy that trl 1.0, trainer/sft_trainer.py, `compute_loss` adds."""
     import torch
     from transformers.loss.loss_utils import ForCausalLMLoss
 
