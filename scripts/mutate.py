@@ -1,0 +1,256 @@
+"""Change one operator or constant of a formula at a time, run its tests, and write those that no test notices.
+
+    python -m scripts.mutate [--count 60] [--seed 31] [--only loss]
+
+Writes results/mutations.md. A mutation is killed if a test fails that states a fact or a law: golden files do not run.
+Each mutation runs in a process that is forked from one that has imported the libraries.
+"""
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "results" / "mutations.md"
+SECONDS = 300  # of the tests of one mutation; beyond, it counts as killed
+
+# Module -> the tests that state its facts and laws, those that take least time first.
+TESTS: dict[str, tuple[str, ...]] = {
+    "planner/confidence.py": ("test_confidence.py", "test_published.py"),
+    "planner/memory/communication.py": ("test_shared_rows.py", "test_sharding.py", "test_zero3_streams.py"),
+    "planner/memory/kv_cache.py": ("test_kv_cache.py",),
+    "planner/memory/loss.py": ("test_losses.py",),
+    "planner/models/architectures/windows.py": ("test_models.py", "test_windows.py"),
+    "planner/search/bounds.py": ("test_sizes.py", "test_situations.py", "test_laws_of_plans.py"),
+    "planner/search/search.py": ("test_sizes.py", "test_situations.py", "test_laws_of_plans.py"),
+    "planner/search/sizes.py": ("test_sizes.py", "test_situations.py", "test_shared_rows.py"),
+    "planner/throughput/communication.py": ("test_speeds.py", "test_throughput.py"),
+    "planner/throughput/generation.py": ("test_speeds.py", "test_throughput.py"),
+    "planner/throughput/training.py": ("test_speeds.py", "test_windows.py", "test_throughput.py"),
+    "planner/throughput/work.py": ("test_speeds.py", "test_windows.py", "test_throughput.py"),
+}
+
+OTHER_OPERATOR: dict[type[ast.AST], ast.AST] = {
+    ast.Add: ast.Sub(), ast.Sub: ast.Add(), ast.Mult: ast.FloorDiv(), ast.Div: ast.Mult(), ast.FloorDiv: ast.Mult(),
+    ast.Pow: ast.Mult(), ast.Mod: ast.FloorDiv(), ast.Lt: ast.LtE(), ast.LtE: ast.Lt(), ast.Gt: ast.GtE(),
+    ast.GtE: ast.Gt(), ast.Eq: ast.NotEq(), ast.NotEq: ast.Eq(), ast.In: ast.NotIn(), ast.NotIn: ast.In(),
+    ast.Is: ast.IsNot(), ast.IsNot: ast.Is(), ast.And: ast.Or(), ast.Or: ast.And(),
+}  # fmt: skip
+OTHER_FUNCTION = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """One expression of a module, and the expression that takes its place."""
+
+    path: str
+    function: str
+    line: int
+    start: int  # characters from the beginning of the file
+    end: int
+    before: str
+    after: str
+
+    def applied(self, source: str) -> str:
+        return source[: self.start] + self.after + source[self.end :]
+
+
+def mutations(path: str) -> list[Mutation]:
+    """Every mutation of a module's functions, in the order of the source."""
+    source = (ROOT / path).read_text(encoding="utf-8")
+    assert source.isascii(), f"{path}: columns are counted in bytes"
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for function in _functions(ast.parse(source)):
+        for statement in function.body:
+            for node in _expressions(statement):
+                for other in _others(node):
+                    start = starts[node.lineno - 1] + node.col_offset
+                    end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+                    found.append(
+                        Mutation(
+                            path=path,
+                            function=function.name,
+                            line=node.lineno,
+                            start=start,
+                            end=end,
+                            before=" ".join(source[start:end].split()),
+                            after=f"({ast.unparse(other)})",
+                        )
+                    )
+    return found
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            yield from (each for each in node.body if isinstance(each, ast.FunctionDef))
+
+
+def _expressions(node: ast.AST) -> Iterator[ast.expr]:
+    """The expressions below a node, without annotations, messages and docstrings."""
+    if isinstance(node, ast.Raise | ast.JoinedStr) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ):
+        return
+    if isinstance(node, ast.expr):
+        yield node
+    annotation = getattr(node, "annotation", None)
+    for child in ast.iter_child_nodes(node):
+        if child is not annotation:
+            yield from _expressions(child)
+
+
+def _others(node: ast.expr) -> Iterator[ast.expr]:
+    """The expressions that differ from a node in one operator, constant or function."""
+    match node:
+        case ast.BinOp(left, op, right) if type(op) in OTHER_OPERATOR:
+            yield ast.BinOp(left, _other(op), right)
+        case ast.Compare(left, [op, *more], others) if type(op) in OTHER_OPERATOR:
+            yield ast.Compare(left, [_other(op), *more], others)
+        case ast.BoolOp(op, values):
+            yield ast.BoolOp(_other(op), values)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield operand
+        case ast.IfExp(test, body, otherwise):
+            yield ast.IfExp(test, otherwise, body)
+        case ast.Constant(int(value) | float(value)):
+            yield ast.Constant(not value if isinstance(value, bool) else value + 1)
+        case ast.Call(ast.Name(name), arguments, keywords) if name in OTHER_FUNCTION:
+            yield ast.Call(ast.Name(OTHER_FUNCTION[name]), arguments, keywords)
+
+
+def _other(operator: ast.AST) -> Any:
+    return OTHER_OPERATOR[type(operator)]
+
+
+def copied(folder: Path) -> Path:
+    """A copy of what the tests read."""
+    for name in ("planner", "probes", "scripts", "tests", "benchmarks", "results", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def passes(folder: Path, tests: tuple[str, ...]) -> bool:
+    """Run the tests of a copy in a forked process; return whether all pass."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        os.chdir(folder)
+        sys.dont_write_bytecode = True
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # pytest refuses a plugin that is imported already
+        sys.path[:] = [str(folder), *(each for each in sys.path if Path(each or ".").resolve() != ROOT)]
+        import pytest
+
+        files = [f"tests/{name}" for name in tests]
+        code = pytest.main([*files, "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not nightly"])
+        os._exit(int(code))
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        finished, status = os.waitpid(child, os.WNOHANG)
+        if finished:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.05)
+    os.killpg(child, 9)
+    os.waitpid(child, 0)
+    return False
+
+
+def chosen(count: int, seed: int, only: str) -> list[Mutation]:
+    """`count` mutations, as many of each module as of any other, as far as it has them."""
+    draw = random.Random(seed)
+    decks = [mutations(path) for path in TESTS if only in path]
+    for deck in decks:
+        draw.shuffle(deck)
+    found: list[Mutation] = []
+    while len(found) < count and any(decks):
+        found += [deck.pop() for deck in decks if deck]
+    return sorted(found[:count], key=lambda each: (each.path, each.line, each.start))
+
+
+def survivors(tried: list[Mutation]) -> list[Mutation]:
+    """The mutations that no test notices."""
+    alive = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = copied(Path(name))
+        for path in {each.path for each in tried}:
+            assert passes(folder, TESTS[path]), f"{TESTS[path]} fail without a mutation"
+        for number, each in enumerate(tried, 1):
+            source = (ROOT / each.path).read_text(encoding="utf-8")
+            (folder / each.path).write_text(each.applied(source), encoding="utf-8")
+            lives = passes(folder, TESTS[each.path])
+            (folder / each.path).write_text(source, encoding="utf-8")
+            alive += [each] if lives else []
+            print(
+                f"{number}/{len(tried)} {'SURVIVES' if lives else 'killed'} {each.path} {each.function}: "
+                f"{each.before} -> {each.after}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return alive
+
+
+def report(tried: list[Mutation], alive: list[Mutation], seed: int) -> str:
+    rows = []
+    for path in TESTS:
+        own, left = (sum(each.path == path for each in some) for some in (tried, alive))
+        if own:
+            rows.append(f"| {path} | {own} | {own - left} |")
+    killed = len(tried) - len(alive)
+    lines = [
+        "# Mutations",
+        "",
+        "One operator, constant, `min` or `max` of a function is changed at a time. A mutation is killed if a fact",
+        "or a law fails; golden files do not run. Written by `python -m scripts.mutate` "
+        f"(seed {seed}, {len(tried)} mutations):",
+        f"{killed} are killed, {killed / len(tried):.0%}.",
+        "",
+        "| module | mutations | killed |",
+        "| --- | ---: | ---: |",
+        *rows,
+        "",
+        "## Survivors",
+        "",
+        *(f"- {each.path}, `{each.function}`: `{each.before}` -> `{each.after}`" for each in alive),
+    ]
+    return "\n".join(lines if alive else [*lines, "None."]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=31)
+    parser.add_argument("--only", default="", help="part of a module's path")
+    options = parser.parse_args()
+    import transformers  # noqa: F401  so that the forks need not
+    import trl  # noqa: F401
+
+    tried = chosen(options.count, options.seed, options.only)
+    alive = survivors(tried)
+    text = report(tried, alive, options.seed)
+    if options.only:
+        print(text)
+    else:
+        REPORT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
