@@ -1,12 +1,15 @@
-"""Write tests/golden/estimates.jsonl: `plan estimate` of 300 random candidates, each with a digest of its whole report.
+"""Write tests/golden/estimates.jsonl: `plan estimate` of 360 random candidates, 60 of them for older TRL releases.
 
-    python scripts/freeze_estimates.py
+A line has the command's arguments and, of its report, what fits, the peak in bytes, the peak's phase, the bytes of that
+phase's components from the largest down, the MiB of all phases of each kind of GPU, the interval, the host's peak, and
+the tokens per second.
+
+    python -m scripts.freeze_estimates
 
 A refactoring must not change the file. A formula that changes it is named in the commit that rewrites it.
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import random
@@ -14,10 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planner.cli import run
+from planner.units import MIB
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "estimates.jsonl"
 CATALOGUE = Path(__file__).resolve().parents[1] / "planner" / "data" / "models.jsonl"
 SEED, COUNT = 20261122, 300
+SEED_OF_OLDER, COUNT_OF_OLDER = 20261125, 60
+OLDER = ("1.0", "1.4", "1.5", "1.9", "1.12", "1.14", "1.15")  # the last and first releases of a loss among them
 METHODS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo")
 GENERATES = ("grpo", "rloo", "online-dpo", "gkd", "distillation", "ppo")
 WITH_VLLM = ("grpo", "rloo", "online-dpo", "distillation")
@@ -91,18 +97,30 @@ def arguments(draw: random.Random, models: list[str]) -> list[str]:
 
 
 def estimated(argv: list[str]) -> dict[str, object] | None:
-    """Arguments, peak and digest of the report without its texts; None if the command refuses the arguments."""
+    """Arguments and figures of the report; None if the command refuses the arguments."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         code = run(["estimate", *argv, "--json", "--quiet"])
     if code not in (0, 3) or not printed.getvalue():
         return None
     report = json.loads(printed.getvalue())
-    for text in ("evidence", "versions", "reasons", "warnings"):
-        report.pop(text, None)
-    peak = max(gpu["peak_bytes"] for gpu in report["gpus"])
-    digest = hashlib.sha256(json.dumps(report, sort_keys=True).encode()).hexdigest()[:16]
-    return {"arguments": " ".join(argv), "peak_bytes": peak, "digest": digest}
+    gpu = max(report["gpus"], key=lambda each: each["peak_bytes"])
+    peak = next(phase for phase in gpu["phases"] if phase["name"] == gpu["peak_phase"])
+    return {
+        "arguments": " ".join(argv),
+        "fits": report["fits"],
+        "fit_probability": report["fit_probability"],
+        "peak_bytes": gpu["peak_bytes"],
+        "peak_phase": gpu["peak_phase"],
+        "components": dict(sorted(peak["components"].items(), key=lambda each: -each[1])),
+        "phases_mib": [
+            {phase["name"]: round(phase["total_bytes"] / MIB) for phase in each["phases"]} for each in report["gpus"]
+        ],
+        "interval_bytes": gpu["interval_bytes"],
+        "nvidia_smi_bytes": gpu["nvidia_smi_bytes"],
+        "host_bytes": report["host"]["peak_bytes"],
+        "tokens_per_second": round(report["throughput"]["tokens_per_second"], 3),
+    }
 
 
 def lines() -> Iterator[dict[str, object]]:
@@ -111,11 +129,18 @@ def lines() -> Iterator[dict[str, object]]:
         for row in map(json.loads, CATALOGUE.read_text().splitlines())
         if row.get("params") and _known(row["id"])
     ]
-    draw, count = random.Random(SEED), 0
-    while count < COUNT:
-        line = estimated(arguments(draw, models))
+    yield from _drawn(random.Random(SEED), COUNT, models, ())
+    yield from _drawn(random.Random(SEED_OF_OLDER), COUNT_OF_OLDER, models, OLDER)
+
+
+def _drawn(
+    draw: random.Random, count: int, models: list[str], releases: tuple[str, ...]
+) -> Iterator[dict[str, object]]:
+    while count:
+        argv = arguments(draw, models)
+        line = estimated([*argv, "--trl-version", draw.choice(releases)] if releases else argv)
         if line is not None:
-            count += 1
+            count -= 1
             yield line
 
 

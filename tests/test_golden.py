@@ -68,7 +68,7 @@ def test_the_readme_shows_what_the_command_prints(
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_the_estimates_of_300_random_candidates_are_as_they_were(part: int) -> None:
+def test_the_estimates_of_360_random_candidates_are_as_they_were(part: int) -> None:
     """CI tries every second one."""
     freeze = runpy.run_path(str(ROOT / "scripts" / "freeze_estimates.py"))
     before = [json.loads(line) for line in freeze["FILE"].read_text(encoding="utf-8").splitlines()][part::2]
