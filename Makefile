@@ -37,7 +37,8 @@ $(EMULATED): scripts/emulated_environment.sh constraints.txt
 nightly:
 	$(PYTEST)
 
-# Rewrites the golden files, the estimates among them, and the outputs of the notebooks; commit them alone, and say which formula moved them.
+# Rewrites the golden files, the estimates among them, and the outputs of the notebooks; commit them alone, and say which
+# formula moved them.
 golden:
 	python -m scripts.freeze_estimates
 	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py

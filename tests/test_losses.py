@@ -144,6 +144,21 @@ def test_worked_examples(loss: Loss, head: Head, expected: tuple[int, int, int])
     assert (memory.forward, memory.saved, memory.backward) == expected
 
 
+@pytest.mark.parametrize(
+    ("loss", "head", "beside", "frozen"),
+    [
+        # without a saved norm; of the policy's head what is saved stays beside a frozen model
+        ("fused", HALF, 562, 320 + 224 + 524_288 + 512),
+        ("logits", HALF, 370 + 4_000_000, 2_000_000),  # float32 logits; what is not saved
+        ("logits", CAPPED, 20_000 + 40_000, 20_000),
+        ("log_softmax", HALF, 370 + 3_200_000, 10_400_000),
+    ],
+)
+def test_what_stays_beside_a_frozen_model_and_what_that_takes(loss: Loss, head: Head, beside: int, frozen: int) -> None:
+    memory = FORMULAS[loss](head)
+    assert (memory.beside_bytes, memory.frozen_bytes) == (beside, frozen)
+
+
 def test_every_loss_has_an_example() -> None:
     assert {loss for loss, _, _ in EXAMPLES} == FORMULAS.keys()
 
