@@ -18,6 +18,7 @@ from planner.models.from_config import shape_of
 from planner.throughput.communication import communication_seconds, offload_seconds, row_exchange_seconds
 from planner.throughput.generation import generation_seconds, rollouts, weight_sync_seconds
 from planner.throughput.rates import float32_rate, host_rate, link_rate, matmul_rate, memory_rate, shard_link_rate
+from planner.throughput.step import training_seconds
 from planner.throughput.training import (
     HEAD_COSTS,
     Batch,
@@ -26,6 +27,7 @@ from planner.throughput.training import (
     extra_forwards,
     forward_seconds,
     head_seconds,
+    micro_batch,
     micro_step,
     reuses,
     scoring,
@@ -238,6 +240,18 @@ def test_a_micro_step_is_its_passes() -> None:
     busy, launches = step.compute + step.recompute + step.attention, 1e-3 * (1 + 0.5 + 1.6)
     assert step.elapsed == near((busy**4 + launches**4) ** 0.25)
     assert step.elapsed - step.backward == near(((forward + attention) ** 4 + 1e-12) ** 0.25)
+
+
+@pytest.mark.parametrize(("method", "passes"), [("sft", 3), ("ppo", 4 * 3)])
+def test_a_step_repeats_its_micro_steps(method: Any, passes: int) -> None:
+    """Three micro-steps; PPO trains four epochs on the rows of a step."""
+    candidate = sft(method=method, gradient_accumulation_steps=3)
+    one = micro_step(candidate, policy_work(candidate), GPU, micro_batch(candidate, GPU))
+    seconds = training_seconds(candidate, CLUSTER)
+    assert seconds["compute"] == near(passes * one.compute)
+    assert seconds["recompute"] == near(passes * one.recompute)
+    assert seconds["attention"] == near(passes * one.attention)
+    assert seconds["launch"] == near(passes * (one.elapsed - one.compute - one.recompute - one.attention))
 
 
 @pytest.mark.parametrize(
