@@ -119,7 +119,7 @@ class OffloadedInputs:
     The layer before counts each of them in what it leaves on the GPU: `at_start` and `at_output` take them off again,
     `in_forward` and `in_backward` add those that are on the GPU while a layer runs. transformers copies on the compute
     stream, so that this is the running layer's input only.
-    Source: transformers 5.23, modeling_utils.py:3110, `offload`; pytorch 2.13, autograd/graph.py, `save_on_cpu`.
+    Source: transformers 5.23, modeling_utils.py, `offload`; pytorch 2.13, autograd/graph.py, `save_on_cpu`.
     """
 
     def __init__(self, model: ModelShape, stack: StackRecipe, output_widths: list[int]) -> None:

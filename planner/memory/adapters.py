@@ -20,9 +20,9 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
         else                                                     as the base
 
     Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model`; accelerate 1.15,
-    utils/fsdp_utils.py:815; trl 1.16, trainer/sft_trainer.py:908-911 (QLoRA adapters to bfloat16, as in every stable
-    trainer) and :856 (ZeRO-3 keeps the base's dtype); peft 0.21.2, tuners/tuners_utils.py:2705 (`cast_adapter_dtype`:
-    float32 on a 16-bit base).
+    utils/fsdp_utils.py, `fsdp2_prepare_model`; trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__` (QLoRA adapters
+    to bfloat16, as in every stable trainer, and ZeRO-3 keeps the base's dtype); peft 0.21.2,
+    tuners/tuners_utils.py (`cast_adapter_dtype`: float32 on a 16-bit base).
     """
     four_bit = candidate.quantization in ("nf4", "nf4-double")
     if candidate.sharding in DEEPSPEED and candidate.precision != "no":

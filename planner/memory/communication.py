@@ -60,7 +60,8 @@ def communication_bytes(candidate: StateInput, gpu: Gpu) -> int:
         ZeRO-1, ZeRO-2 with an offloaded optimizer  the largest trained tensor
 
     Source: torch 2.13, nn/parallel/distributed.py (gradient_as_bucket_view False, which neither accelerate nor Trainer
-    change); deepspeed 0.19.8, zero/stage3.py:782, stage_1_and_2.py:659.
+    change); deepspeed 0.19.8, zero/stage3.py, `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`,
+    stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`.
 
     Example: Qwen2.5-7B in full on two GPUs, DDP: 30.46 GB for the buckets.
     """
@@ -99,7 +100,7 @@ def gather_bytes(candidate: StateInput, moment: GatherMoment) -> int:
         ZeRO-3           see `_zero3_gather_bytes`
         FSDP2            see `_fsdp2_gather_bytes`
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py; accelerate 1.15, utils/fsdp_utils.py:862-886.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py; accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`.
     """
     if is_local(candidate) or candidate.sharding in ("none", "ddp"):
         return 0
@@ -244,8 +245,8 @@ def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:
         sp_size   q + kv before the exchange, and one contiguous copy of q
 
     Source: torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py, `_templated_ring_attention`
-    (accelerate 1.15 sets its "allgather", utils/dataclasses.py:2245); deepspeed 0.19.8,
-    runtime/sequence_parallel/ulysses_sp.py, `_combine_local_sequences`.
+    (accelerate 1.15 sets its "allgather", utils/dataclasses.py, `TorchContextParallelConfig.__post_init__`);
+    deepspeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py, `_combine_local_sequences`.
 
     Example: Qwen3-4B, 32,768 tokens on 8 GPUs, cp_size 8: 419 MB forward, 319 MB backward.
 
@@ -287,7 +288,8 @@ def weight_sync_bytes(candidate: StateInput) -> int:
         FSDP2      the largest tensor, unsharded
         adapters   + 2 x B A of the largest merged weight; on a 4-bit base also 2 x that weight dequantized
 
-    Source: trl 1.16, generation/vllm_generation.py:430-473 (PEFT gathers all parameters at once, then `merge_adapter`).
+    Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (PEFT gathers all parameters at
+    once, then `merge_adapter`).
     """
     counted = policy_parameters(candidate)
     merged = _merge_bytes(candidate, counted)

@@ -45,7 +45,7 @@ def learning_groups(candidate: StateInput) -> tuple[tuple[TensorSet, int], ...]:
                     skip it
 
     Source: torch 2.13, optim/adam.py `_init_group` (`if p.grad is not None`); deepspeed 0.19.8,
-    zero/stage_1_and_2.py:492.
+    zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`.
     Example: Qwen2.5-VL-3B in full, float32: its tower's 668,684,288 parameters need no 4 + 8 bytes each, 7.5 GiB.
     """
     groups = trained_groups(candidate)
@@ -70,8 +70,10 @@ def gradients_bytes(candidate: StateInput) -> int:
     A gradient has the dtype of its parameter, bfloat16 under DeepSpeed (`grad_accum_dtype` unset). Offloaded optimizers
     keep gradients on the host (ZeRO: a bucket stays on the GPU, see communication.py).
 
-    Source: deepspeed 0.19.8, runtime/engine.py:1806, zero/stage_1_and_2.py:2184-2199 (`grads_in_partition`), :1040-1046
-    (`all_grad_tensors`), zero/stage3.py:791.
+    Source: deepspeed 0.19.8, runtime/engine.py, `DeepSpeedEngine.get_data_types`, zero/stage_1_and_2.py,
+    `DeepSpeedZeroOptimizer.copy_grads_in_partition` (`grads_in_partition`) and
+    `independent_gradient_partition_epilogue` (`all_grad_tensors`), zero/stage3.py,
+    `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`.
 
     Example: Qwen2.5-7B in full, float32: 30.46 GB = 28.37 GiB; LoRA r 16 on it: 161 MB. ZeRO-2 in bfloat16 on 64 GPUs:
     a partition has 119 million parameters, but one that holds a part of the embedding has gradients for all of its 545
@@ -105,8 +107,9 @@ def accumulated_gradients_bytes(candidate: StateInput) -> int:
 def step_gradients_bytes(candidate: StateInput) -> int:
     """Bytes of gradients on one GPU during the optimizer's step; ZeRO-1 has dropped those of other partitions by then.
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:3097 (`free_grad_in_param_list(self.params_not_in_partition[i])`);
-    torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce` (one buffer per layer).
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`
+    (`free_grad_in_param_list(self.params_not_in_partition[i])`); torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce` (one buffer per layer).
     """
     if candidate.optimizer_row.fused_backward:
         return 0
@@ -149,7 +152,8 @@ def whole_gradients_bytes(candidate: StateInput) -> int:
 def touched_gradients_bytes(candidate: StateInput) -> int:
     """Bytes of the gradients of one partition under ZeRO-1 and ZeRO-2: the full size of every tensor with a part in it.
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:2184-2199 and `get_partition_info`. Example: see `gradients_bytes`.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.copy_grads_in_partition` and
+    `get_partition_info`. Example: see `gradients_bytes`.
     """
     if candidate.sharding not in ("zero1", "zero2") or candidate.offload_optimizer:
         return 0

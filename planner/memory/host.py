@@ -25,7 +25,8 @@ from planner.models.shape import ModelShape
 # Resident memory of a Python process after PyTorch has started CUDA: 2,056,600 kB.
 # Source: pytorch/pytorch#113326 (RTX 3090, CUDA 11.8). Not measured by us.
 PROCESS_BYTES = 2_056_600 * 1024
-# Largest file of a saved model, but for one tensor that is larger. Source: transformers 5.23, modeling_utils.py:3316.
+# Largest file of a saved model, but for one tensor that is larger. Source: transformers 5.23, modeling_utils.py,
+# `PreTrainedModel.save_pretrained`.
 SAVED_FILE_BYTES = 50 * 10**9
 
 
@@ -37,7 +38,7 @@ def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
     Source: see `loading_bytes`, `training_bytes` and `saving_bytes`.
 
     Leaves out data sets, data loader workers, the file cache, and vLLM's own processes (TRL uses sleep level 2, which
-    keeps no copy of the weights: trl 1.16, generation/vllm_generation.py:365).
+    keeps no copy of the weights: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`).
     """
     processes = min(-(-candidate.num_processes // candidate.num_nodes), cluster.gpus_per_node)
     kept = training_bytes(candidate) + offloaded_activation_bytes(candidate, cluster)
@@ -57,11 +58,12 @@ def loading_bytes(candidate: StateInput, processes: int) -> int:
     and the kernel can drop. Experts are copied in any dtype, since they are merged into one tensor a layer. A policy
     in GPTQ, AWQ, FP8 or MXFP4 counts as it is stored.
 
-    Source: trl 1.16, trainer/sft_trainer.py:692 (`device_map=None` when distributed); transformers 5.23,
-    modeling_utils.py:4563-4573 (`backend="mmap"`), core_model_loading.py:1319 (`_materialize_copy`),
-    integrations/deepspeed.py (`deepspeed.zero.Init`); accelerate 1.15, utils/fsdp_utils.py
-    (`cpu_ram_efficient_loading`: rank 0 only). Measured (RssAnon after `from_pretrained` on the CPU, bfloat16
-    checkpoints): a Llama of 727 MiB takes 2 MiB, in float32 1,457 of 1,455 MiB; a Mixtral with 384 MiB of experts 386.
+    Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__` (`device_map=None` when distributed); transformers
+    5.23, modeling_utils.py, `PreTrainedModel._load_pretrained_model` (`backend="mmap"`) and
+    `get_init_context` (`deepspeed.zero.Init`), core_model_loading.py (`_materialize_copy`); accelerate 1.15,
+    utils/fsdp_utils.py (`cpu_ram_efficient_loading`: rank 0 only). Measured (RssAnon after `from_pretrained` on the
+    CPU, bfloat16 checkpoints): a Llama of 727 MiB takes 2 MiB, in float32 1,457 of 1,455 MiB; a Mixtral with 384 MiB of
+    experts 386.
 
     Example: Qwen2.5-7B in float32 with DDP on eight GPUs: 243.7 GB.
     """
@@ -91,10 +93,11 @@ def saving_bytes(candidate: StateInput, processes: int) -> int:
         ZeRO-3          the trained weights in 16 bits
         FSDP2           the weights with their adapters, once
 
-    Source: transformers 5.23, trainer.py:4097-4113 (no adapters' base under ZeRO-3); accelerate 1.15,
-    accelerator.py:4070-4100 (`clone_tensors_for_torch_save`, to the CPU, on all processes; `cpu_offload=True`, which
-    gives to rank 0); deepspeed 0.19.8, runtime/engine.py:5631 (rank 0); safetensors 0.8, torch.py:476 (`_to_ndarray`:
-    tensors of a file are copied to the CPU and kept until it is written).
+    Source: transformers 5.23, trainer.py, `Trainer.save_model` (no adapters' base under ZeRO-3); accelerate 1.15,
+    accelerator.py, `Accelerator.get_state_dict` (`clone_tensors_for_torch_save`, to the CPU, on all processes;
+    `cpu_offload=True`, which gives to rank 0); deepspeed 0.19.8, runtime/engine.py,
+    `DeepSpeedEngine._zero3_consolidated_16bit_state_dict` (rank 0); safetensors 0.8, torch.py
+    (`_to_ndarray`: tensors of a file are copied to the CPU and kept until it is written).
 
     Example: LoRA of Llama-3.1-70B under ZeRO-2 on eight GPUs: 1.13 TB; under ZeRO-3 0.4 GB.
     """
@@ -127,8 +130,11 @@ def offloaded_parameters_bytes(candidate: StateInput) -> int:
                 optimizer group (their first copies stay in torch's cache of page-locked memory)
         FSDP2   pinned(shard) of each tensor
 
-    Source: deepspeed 0.19.8, zero/partition_parameters.py:1842, stage3.py:888-910 and 975-985; torch 2.13,
-    distributed/fsdp/_fully_shard/_fsdp_param.py:312-315. `pinned_bytes` rounds up to powers of two.
+    Source: deepspeed 0.19.8, zero/partition_parameters.py, `Init._partition_param`, stage3.py,
+    `DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory` and
+    `_create_fp16_partitions_with_defragmentation`; torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param.py, `FSDPParam._init_sharded_param`. `pinned_bytes` rounds up to powers of
+    two.
 
     Example: Llama-3.1-70B in 16 bits with LoRA on one GPU: 149 GiB, of 131 GiB of weights.
     """
@@ -163,8 +169,9 @@ def _offloaded_tensors(candidate: StateInput) -> Iterator[tuple[TensorSet, int]]
 def offloaded_activation_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
     """Bytes of saved activations in pinned memory of one process: all of them with offloading, else 0.
 
-    Source: trl 1.16, models/activation_offloading.py; transformers 5.23, modeling_utils.py:3110 (`offload` of
-    checkpoints). Counts the few tensors that are still on the GPU too (`max_fwd_stash_size` 5).
+    Source: trl 1.16, models/activation_offloading.py; transformers 5.23, modeling_utils.py,
+    `PreTrainedModel.activation_checkpointing_enable` (`offload` of checkpoints). Counts the few tensors that are still
+    on the GPU too (`max_fwd_stash_size` 5).
 
     Leaves out that each tensor takes a power of two (`pinned_bytes`), less than twice its size.
     """

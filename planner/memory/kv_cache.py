@@ -7,9 +7,9 @@ from planner.models.shape import Attention, ModelShape, cache_is_known, layer_el
 
 # Copies of the next token's logits in float32, whatever the model's dtype. When the copy is made: it, and the copy and
 # the probabilities of the previous token, which variables still hold. When the token is sampled: the copy, its softmax,
-# and the exponential noise of `torch.multinomial`. Source: transformers 5.23, generation/utils.py:3247-3276 (no top-k,
-# top-p or temperature processor is active under TRL's defaults); pytorch 2.13, aten/src/ATen/native/Distributions.cpp,
-# `multinomial_out`.
+# and the exponential noise of `torch.multinomial`. Source: transformers 5.23, generation/utils.py,
+# `GenerationMixin._sample` (no top-k, top-p or temperature processor is active under TRL's defaults); pytorch 2.13,
+# aten/src/ATen/native/Distributions.cpp, `multinomial_out`.
 FLOAT32_LOGITS_COPIES = 3
 FLOAT32_BYTES = 4
 
@@ -26,7 +26,8 @@ def kv_cache_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: int) 
 
     Source: transformers 5.23, cache_utils.py, `DynamicLayer` and `DynamicSlidingWindowLayer`, which keeps the last
     window - 1 tokens as a view of an allocated tensor of `window` tokens;
-    models/deepseek_v3/modeling_deepseek_v3.py:459 (the cache holds the latent, not the expanded heads).
+    models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3Attention.forward` (the cache holds the latent, not the
+    expanded heads).
 
     Example: Qwen2.5-7B, 8 rows of 1,023 tokens, bf16: 8 x 28 x 1,023 x 1,024 x 2 = 447.6 MiB.
 
@@ -69,7 +70,7 @@ def mla_expansion_bytes(model: ModelShape, rows: int, tokens: int, dtype_bytes: 
         expansion = rows x tokens x heads x (nope + v  +  nope + rope) x dtype_bytes
 
     `kv_b_proj` expands the latent of all tokens for every new one, and the keys are copied with their rotary part.
-    Source: transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py:407-424, expand_kv.
+    Source: transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3Attention.expand_kv`.
     """
     return (
         rows
@@ -85,8 +86,8 @@ def generation_logits_bytes(model: ModelShape, rows: int, logits_dtype_bytes: in
         logits = rows x vocabulary x (logits_dtype_bytes + 3 x 4)
 
     The model's output is alive until the step ends. It is float32 if accelerate converts outputs (`bf16=True`;
-    accelerate 1.15, accelerator.py:1824-1835), else of the model's dtype. `generate` computes logits of the last
-    position only.
+    accelerate 1.15, accelerator.py, `Accelerator.prepare_model`), else of the model's dtype. `generate` computes logits
+    of the last position only.
     Example: Qwen2.5-7B, 8 rows: 8 x 152,064 x 16 = 18.6 MiB.
 
     Leaves out top-k and top-p, which sort (TRL's defaults do not use them), and the 16-bit logits that accelerate

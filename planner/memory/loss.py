@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from planner.cache_keys import TrainingInput
 from planner.methods import LIGER_LEAVES_THE_LOSS, Loss, release
 
-# Sizes of a tile of logits. Source: trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506;
-# kernels/chunked_divergence.py:33-34.
+# Sizes of a tile of logits. Source: trl 1.16, kernels/chunked_logprob.py, `TOKEN_CHUNK_SIZE` and trainer/utils.py,
+# `_CHUNKED_LOGPROB_CHUNK_SIZE`; kernels/chunked_divergence.py, `TOKEN_CHUNK_SIZE`.
 TOKEN_CHUNK = 4096
 VOCABULARY_CHUNK = 32768
 CHUNKED_NLL_TOKENS = 256  # trl 1.5 to 1.14, trainer/utils.py, `chunked_nll`'s default chunk size
@@ -91,7 +91,8 @@ def fused(head: Head) -> LossMemory:
 
     with n = min(N, 4096) and v = `named_columns`.
 
-    Source: trl 1.16, kernels/chunked_logprob.py:311-462, trainer/utils.py:1599-1660.
+    Source: trl 1.16, kernels/chunked_logprob.py, `ChunkedLogProbFunction`, trainer/utils.py,
+    `add_fused_lm_head._fused_forward`.
 
     Example: Qwen3-8B trained in full: 4 x 151,936 x 4,096 = 2.32 GiB for the head's gradient, whatever the batch.
 
@@ -147,7 +148,7 @@ def divergence(head: Head) -> LossMemory:
     As `fused`, with two float32 tiles in place of one in the compute dtype, the teacher's last hidden state, and in the
     backward pass the gradient of a tile in the compute dtype: n x `named_columns`, and n x `last_columns` at the end.
 
-    Source: trl 1.16, kernels/chunked_divergence.py:417 and :537.
+    Source: trl 1.16, kernels/chunked_divergence.py, `ChunkedDivergenceFunction`.
     """
     alone = fused(head)
     extra = 2 * tile_bytes(head, FLOAT32) - tile_bytes(head, head.compute_width)
@@ -168,7 +169,7 @@ def named_columns(head: Head) -> int:
 
     The variable of the loop holds the last chunk while the next one is computed.
 
-    Source: trl 1.16, kernels/chunked_logprob.py:423, `w_chunk`; kernels/chunked_divergence.py, `grad_tile`.
+    Source: trl 1.16, kernels/chunked_logprob.py, `w_chunk`; kernels/chunked_divergence.py, `grad_tile`.
     """
     if head.vocab_size <= VOCABULARY_CHUNK:
         return head.vocab_size * (2 if head.labelled_tokens > TOKEN_CHUNK else 1)
@@ -298,21 +299,23 @@ def linear_backward(head: Head, logits: int) -> int:
 
 
 # Bytes per logit under 16-bit autocast: (while the loss is computed, saved for its backward pass, the most during
-# that). accelerate returns float32 copies of 16-bit logits to the trainer (accelerate 1.15, accelerator.py:1824-1835).
+# that). accelerate returns float32 copies of 16-bit logits to the trainer (accelerate 1.15, accelerator.py,
+# `Accelerator.prepare_model`).
 LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
     # accelerate's float32 copy of the logits, the saved log_softmax, and a shifted copy for the accuracy (trl 1.0,
-    # trainer/sft_trainer.py:1333); as much in transformers before 4.46 (modeling_llama.py, `logits.float()`,
-    # `shift_logits`, log_softmax). Backward: log_softmax, the gradients of nll_loss and of log_softmax, all float32
-    # (torch 2.13, nn/functional.py, `cross_entropy`; its profiler shows 12.00 bytes per logit on the CPU for 512 x
-    # 8,192 logits of transformers' ForCausalLMLoss).
+    # trainer/sft_trainer.py, `SFTTrainer.compute_loss`); as much in transformers before 4.46 (modeling_llama.py,
+    # `logits.float()`, `shift_logits`, log_softmax). Backward: log_softmax, the gradients of nll_loss and of
+    # log_softmax, all float32 (torch 2.13, nn/functional.py, `cross_entropy`; its profiler shows 12.00 bytes per logit
+    # on the CPU for 512 x 8,192 logits of transformers' ForCausalLMLoss).
     "logits_cross_entropy": (12, 4, 12),
     # The float32 logits and, for the chosen half, log_softmax of the NLL term and a copy of its input, a slice; without
     # the copy; the gradients of both. (While the logits are made: 16-bit logits and their float32 copy.)
-    # Source: trl 1.16, experimental/cpo/cpo_trainer.py:824-861, trainer/utils.py selective_log_softmax
-    # (kernels/logprob_entropy.py).
+    # Source: trl 1.16, experimental/cpo/cpo_trainer.py, `CPOTrainer.concatenated_forward`, trainer/utils.py
+    # selective_log_softmax (kernels/logprob_entropy.py).
     "logits": (8, 6, 10),
     # Both models' logits in float32, and the tensors of `generalized_jsd_loss` (trl 1.16,
-    # experimental/gkd/gkd_trainer.py:271-297): 60 bytes per logit besides 8, measured on the CPU for 0 < beta < 1.
+    # experimental/gkd/gkd_trainer.py, `GKDTrainer.generalized_jsd_loss`): 60 bytes per logit besides 8, measured on the
+    # CPU for 0 < beta < 1.
     "jsd": (40, 36, 68),
 }
 
@@ -326,8 +329,9 @@ def log_softmax(head: Head) -> LossMemory:
         backward = kept + max(12 N V, 4 (T + N) V, (4 + c) T V, `linear_backward`): log_softmax and two gradients, the
                    gradient of all tokens, its cast
 
-    Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py:1126-1138; accelerate 1.15,
-    accelerator.py:1824-1835; torch 2.13, aten/src/ATen/native/cuda/SoftMax.cu, `host_softmax` (`input_.contiguous()`).
+    Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer._forward`; accelerate 1.15,
+    accelerator.py, `Accelerator.prepare_model`; torch 2.13, aten/src/ATen/native/cuda/SoftMax.cu, `host_softmax`
+    (`input_.contiguous()`).
     """
     kept = head.final_norm_bytes + head.saved_hidden_bytes + head.weight_cast_bytes
     every, completion, converted = (

@@ -14,13 +14,14 @@ SIXTEEN_BIT_BYTES = 2
 QUANTIZED_MAP_BYTES = 256 * FLOAT32_BYTES  # table of the values of 256 codes
 
 # Tensors below `min_8bit_size` elements keep float32 states, larger ones 8-bit codes with one absmax per 256; buffers
-# of 1e5 elements or more can be paged. Source: bitsandbytes 0.50.2, optim/optimizer.py:428-480 and :374.
+# of 1e5 elements or more can be paged. Source: bitsandbytes 0.50.2, optim/optimizer.py, `Optimizer2State.__init__` and
+# `Optimizer8bit.get_state_buffer`.
 BNB_MIN_8BIT_ELEMENTS = 4096
 BNB_BLOCK = 256
 BNB_MIN_PAGED_ELEMENTS = 10**5
 # Sizes of the states as multiples of the parameter, by the sum of them: the first state of ademamix has twice the size.
 BNB_STATES: dict[int, tuple[int, ...]] = {1: (1,), 2: (1, 1), 3: (2, 1)}
-# torchao quantizes states of at least 4096 elements that are whole blocks. Source: torchao 0.18, optim/adam.py:74;
+# torchao quantizes states of at least 4096 elements that are whole blocks. Source: torchao 0.18, optim/adam.py;
 # block_size 256 from transformers 5.23, trainer_optimizer.py.
 TORCHAO_MIN_ELEMENTS = 4096
 TORCHAO_BLOCK = 256
@@ -41,7 +42,8 @@ def optimizer_states_bytes(candidate: StateInput) -> int:
         FSDP2  : of shards of ceil(rows / G) rows
 
     Example: full fine-tuning of Qwen2.5-7B, float32, adamw_torch_fused: 2 x 7,615,616,512 x 4 = 60.9 GB = 56.74 GiB;
-    adamw_8bit: 2.03 bytes a parameter, but 8 on the embedding, which transformers keeps in float32 (trainer.py:1328).
+    adamw_8bit: 2.03 bytes a parameter, but 8 on the embedding, which transformers keeps in float32 (trainer.py,
+    `Trainer.create_optimizer`).
 
     Leaves out paged states, which the driver moves to the host when the GPU is full (`paged_states_bytes`).
     """
@@ -54,8 +56,8 @@ def optimizer_states_bytes(candidate: StateInput) -> int:
 def master_weights_bytes(candidate: StateInput) -> int:
     """Bytes of DeepSpeed's float32 master weights on one GPU, from the start of training: 4 x ceil(params / G).
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:558-577 (`clone().float().detach()`, for float32 models too),
-    stage3.py:1081.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__` (`clone().float().detach()`, for
+    float32 models too), stage3.py, `DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions`.
     """
     if candidate.sharding not in DEEPSPEED or candidate.offload_optimizer:
         return 0
@@ -79,7 +81,7 @@ def paged_states_bytes(candidate: StateInput) -> int:
     """Bytes of one GPU's optimizer states in CUDA managed memory: on the GPU while there is room, else on the host.
 
     They count as host memory, because the driver moves them out when the GPU is full.
-    Source: bitsandbytes 0.50.2, optim/optimizer.py:374-388.
+    Source: bitsandbytes 0.50.2, optim/optimizer.py, `Optimizer8bit.get_state_buffer`.
     """
     return sum(state_bytes(tensors, size, candidate.optim, True) for tensors, size in optimized_groups(candidate))
 
@@ -94,8 +96,10 @@ def host_states_bytes(candidate: StateInput) -> int:
         ZeRO-3          master weights 4 n; gradients pinned(4 n), a sub-group at a time; 16-bit ones, pinned(2 n)
         FSDP2           gradients, pinned(shard) of each tensor
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:558-577, 935-946 and 1818-1822, stage3.py:786-795, 1172-1176 and
-    1336-1342; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py:711-740.
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`,
+    `initialize_optimizer_states` and `async_accumulate_grad_in_cpu_via_gpu`, stage3.py,
+    `DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer`, `_create_fp32_partitions` and
+    `initialize_optimizer_states`; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`.
     """
     groups = optimized_groups(candidate)
     kept = sum(candidate.optimizer_row.host_buffers * tensors.params * size for tensors, size in groups)
@@ -136,8 +140,8 @@ def step_temporaries_bytes(candidate: StateInput) -> int:
         ZeRO-3               + float32 gradients of one sub-group, 4 x min(1e9, params / G); beside them the
                                flattened 16-bit gradients, 2 x the same, or later the copies, of one sub-group
 
-    Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py:3107-3118, stage3.py, `_prepare_sub_group`
-    and :1235 `_optimizer_step` (one step for each sub-group).
+    Source: the rows of OPTIMIZERS; deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.step`, stage3.py,
+    `_prepare_sub_group` and `_optimizer_step` (one step for each sub-group).
 
     Example: LoRA r 16 on Qwen2.5-7B with adamw_torch: 161 MB; with the fused default nothing.
 

@@ -130,8 +130,9 @@ def generation(passes: Passes) -> Components:
 def scores_before_training(candidate: TrainingInput) -> bool:
     """Return whether log-probabilities are computed without gradients between sampling and training.
 
-    Source: trl 1.16, trainer/grpo_trainer.py:2634-2733 (old log-probabilities with vLLM, or if a batch is trained on
-    more than once; reference log-probabilities if beta is not 0); trl 1.12, experimental/ppo/ppo_trainer.py (always).
+    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._generate_and_score_completions` (old log-probabilities with
+    vLLM, or if a batch is trained on more than once; reference log-probabilities if beta is not 0); trl 1.12,
+    experimental/ppo/ppo_trainer.py (always).
     """
     if candidate.method_row.grouped_completions:
         reused = candidate.num_iterations > 1 or candidate.steps_per_generation > candidate.gradient_accumulation_steps
@@ -183,8 +184,9 @@ def loss(passes: Passes) -> Components:
 def frozen_forward(passes: Passes) -> Components:
     """Peak of a frozen model's forward pass (DPO's and KTO's reference, a teacher): its layers or its head; else empty.
 
-    Source: trl 1.16, trainer/dpo_trainer.py:1299-1338, trainer/kto_trainer.py:1306, trainer/distillation_trainer.py,
-    experimental/gkd/gkd_trainer.py (all run it after the policy's forward pass, whose graph is alive).
+    Source: trl 1.16, trainer/dpo_trainer.py, `DPOTrainer._compute_loss`, trainer/kto_trainer.py,
+    `KTOTrainer.compute_ref_log_probs`, trainer/distillation_trainer.py, experimental/gkd/gkd_trainer.py (all run it
+    after the policy's forward pass, whose graph is alive).
     """
     candidate = passes.candidate
     compares = candidate.method_row.reference_in_loss and not candidate.precompute_ref_log_probs

@@ -36,8 +36,8 @@ def base_dtype_bytes(candidate: StateInput) -> int:
         DeepSpeed with bf16 or fp16: 2 | FSDP2 with mixed precision, trained parameters: 4 | else: as loaded
 
     Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model` (`_cast_module_mixed_precision`);
-    accelerate 1.15, utils/fsdp_utils.py:815-820 (trained parameters to float32); trl 1.16, trainer/utils.py:1332
-    (float32 unless dtype is set).
+    accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model` (trained parameters to float32); trl 1.16,
+    trainer/utils.py, `create_model_from_path` (float32 unless dtype is set).
     """
     if candidate.sharding in DEEPSPEED and candidate.precision != "no":
         return SIXTEEN_BIT_BYTES
@@ -52,7 +52,8 @@ def policy_weights_bytes(candidate: StateInput) -> int:
         weights = shard of the unquantized parameters x dtype + quantized parameters with their scales
 
     FSDP2 shards 4-bit weights that are stored as floating-point numbers (`bnb_4bit_quant_storage`), without their
-    scales; in TRL's default, uint8, every GPU has them all (accelerate 1.15, utils/fsdp_utils.py:789-811).
+    scales; in TRL's default, uint8, every GPU has them all (accelerate 1.15, utils/fsdp_utils.py,
+    `fsdp2_prepare_model`).
 
     Example: Qwen2.5-7B in float32 on one GPU: 30,462,466,048 bytes = 28.37 GiB; in nf4 with a bfloat16 load 5.85 GB.
 
@@ -82,10 +83,11 @@ def unsharded_while_loading_bytes(candidate: StateInput) -> int:
 
     FSDP2: 4-bit weights, a reference. ZeRO-3: see `_whole_while_created_bytes`.
 
-    Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py:692; transformers 5.23,
-    quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate does not move it to the meta device before it
-    shards (accelerate 1.15, utils/fsdp_utils.py:833). A reference model is moved to the GPU whole by `fully_shard`,
-    before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`; results/fsdp2_memory.md).
+    Every process loads the whole quantized model to its GPU (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`;
+    transformers 5.23, quantizers/quantizer_bnb_4bit.py, `update_device_map`), and accelerate does not move it to the
+    meta device before it shards (accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`). A reference model is
+    moved to the GPU whole by `fully_shard`, before the policy is there (trl 1.16, models/utils.py, `prepare_fsdp`;
+    results/fsdp2_memory.md).
     """
     if candidate.sharding == "zero3":
         return _whole_while_created_bytes(candidate)
@@ -141,9 +143,9 @@ def _sharded_4bit_bytes(counted: Parameters, candidate: StateInput, group_size: 
 def reference_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the frozen reference model on one GPU; 0 with LoRA, whose adapters are switched off instead.
 
-    Source: trl 1.16, trainer/dpo_trainer.py:905-927 (none with PEFT, or precomputed and not FSDP; dtype of the policy),
-    trainer/kto_trainer.py:920, trainer/grpo_trainer.py and rloo_trainer.py (none if beta is 0), models/utils.py:282-287
-    (sharded under ZeRO-3 and FSDP only).
+    Source: trl 1.16, trainer/dpo_trainer.py, `DPOTrainer.__init__` (none with PEFT, or precomputed and not FSDP; dtype
+    of the policy), trainer/kto_trainer.py, `KTOTrainer.__init__`, trainer/grpo_trainer.py and rloo_trainer.py (none if
+    beta is 0), models/utils.py, `prepare_deepspeed` (sharded under ZeRO-3 and FSDP only).
 
     Leaves out the "ref" copy of an adapter that a PEFT model brings with it.
     """
@@ -153,7 +155,8 @@ def reference_weights_bytes(candidate: StateInput) -> int:
 def reward_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the reward model on one GPU: a sequence classifier, loaded like the policy (`model_init_kwargs`).
 
-    Source: trl 1.16, trainer/grpo_trainer.py:558. PPO always has one, with the policy's shape if the job names none.
+    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer.__init__`. PPO always has one, with the policy's shape if
+    the job names none.
     """
     model = candidate.reward_model or (candidate.model if candidate.method_row.reward_model == "always" else None)
     return 0 if model is None else _frozen_bytes(model, "score", candidate)
@@ -182,9 +185,9 @@ def value_parameters(candidate: StateInput) -> Parameters:
 def teacher_weights_bytes(candidate: StateInput) -> int:
     """Bytes of the frozen teacher on one GPU, in the student's dtype as in TRL's scripts; sharded under ZeRO-3 only.
 
-    Source: trl 1.16, scripts/distillation.py:89, trainer/distillation_trainer.py:704-706,
-    experimental/gkd/gkd_trainer.py:166-194; accelerate 1.15, accelerator.py:1882 (`evaluation_mode=True` does not shard
-    under FSDP2).
+    Source: trl 1.16, scripts/distillation.py, `main`, trainer/distillation_trainer.py, `DistillationTrainer.__init__`,
+    experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`; accelerate 1.15, accelerator.py, `Accelerator.prepare_model`
+    (`evaluation_mode=True` does not shard under FSDP2).
     """
     if not candidate.method_row.teacher or candidate.teacher_model is None:
         return 0

@@ -11,7 +11,7 @@ from planner.models.shape import Attention, ModelShape
 # DEFAULT_BLOCK_SIZE.
 BLOCK_SIZE = 16
 # The smaller kind of layers is padded to the number of the larger kind if the ratio of their numbers is below this.
-# Source: vllm/v1/core/kv_cache_planning.py:524.
+# Source: vllm/v1/core/kv_cache_planning.py.
 PADDING_RATIO = 1.5
 
 
@@ -55,7 +55,7 @@ class BlockLayout:
 
             concurrency = (KV bytes // bytes_per_block) / blocks_per_request;  tokens = concurrency x max_model_len
 
-        Source: vllm/v1/core/kv_cache_planning.py:681, v1/core/kv_cache_utils.py:1061-1128.
+        Source: vllm/v1/core/kv_cache_planning.py, v1/core/kv_cache_utils.py.
         """
         num_blocks = kv_cache_bytes // self.bytes_per_block
         concurrency = num_blocks / self.blocks_per_request(max_model_len, in_flight_tokens)
@@ -69,7 +69,8 @@ def page_bytes(attention: Attention, tensor_parallel_size: int, block_size: int,
         MLA         block_size x (kv_lora_rank + qk_rope_head_dim) x bytes, the same on every GPU
 
     Source: vllm/v1/kv_cache_interface.py, AttentionSpec.unpadded_page_size_bytes and MLAAttentionSpec (head_size_v =
-    0). If there are fewer key-value heads than GPUs, every GPU has one head (vllm/model_executor/models/qwen2.py:149).
+    0). If there are fewer key-value heads than GPUs, every GPU has one head (vllm/model_executor/models/qwen2.py,
+    `Qwen2Attention.__init__`).
     Example: Qwen2.5-7B, 4 heads of 128, bf16: 4 x 16 x 256 x 2 = 32,768 bytes.
     """
     if attention.kv_latent_dim:

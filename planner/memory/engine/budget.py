@@ -1,7 +1,7 @@
 """Memory of the vLLM engine on one GPU: budget, weights and buffers, KV cache, and the part that stays during sleep.
 
 Paths and lines are those of vLLM 0.33.0. The formulas were compared with vLLM 0.31.0, the newest release that trl 1.16
-accepts (trl/import_utils.py:107).
+accepts (trl/import_utils.py, `is_vllm_available`).
 """
 
 from bisect import bisect_left
@@ -24,7 +24,7 @@ from planner.memory.engine.weights import EngineQuantization, engine_weight_byte
 from planner.models.shape import ModelShape, cache_is_known
 from planner.units import MIB, format_count, format_gib
 
-# Batches in flight: the scheduler prepares one while the GPU runs another (vllm/config/vllm.py:588-608).
+# Batches in flight: the scheduler prepares one while the GPU runs another (vllm/config/vllm.py).
 BATCHES_IN_FLIGHT = 2
 # Proposed values of `gpu_memory_utilization` are multiples of this.
 UTILIZATION_STEP = 0.01
@@ -135,8 +135,9 @@ def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> 
         KV     = budget - weights - persistent buffers - non-torch - activation peak - CUDA graphs
         blocks = KV // bytes_per_block;  tokens = blocks / blocks_per_request x max_model_len
 
-    Source: vllm/v1/worker/utils.py:724 (budget), utils/mem_utils.py:312-321 and v1/worker/gpu_worker.py:753-757 (KV),
-    v1/core/kv_cache_planning.py:681 (blocks), v1/core/kv_cache_utils.py:1061-1128 (tokens).
+    Source: vllm/v1/worker/utils.py, `request_memory` (budget), utils/mem_utils.py, `memory_profiling`, and
+    v1/worker/gpu_worker.py, `Worker.determine_available_memory` (KV), v1/core/kv_cache_planning.py (blocks),
+    v1/core/kv_cache_utils.py (tokens).
 
     vLLM subtracts a baseline that contains the trainer's memory on the same GPU: gpu_memory_utilization is the size of
     the engine's own share, not a limit for all processes on the GPU.
@@ -164,7 +165,10 @@ def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> 
 
 
 def _budget_bytes(gpu: Gpu, settings: EngineSettings) -> int:
-    """Bytes that vLLM takes on each GPU: ceil(total x gpu_memory_utilization) (vllm/v1/worker/utils.py:724)."""
+    """Bytes that vLLM takes on each GPU: ceil(total x gpu_memory_utilization).
+
+    Source: vllm/v1/worker/utils.py, `request_memory`.
+    """
     return ceil(gpu.total_bytes * settings.gpu_memory_utilization)
 
 
@@ -229,9 +233,9 @@ def _asleep_bytes(outside_torch_bytes: int, graphs_bytes: int, tables_bytes: int
         asleep = the larger of memory outside torch + CUDA graphs + block tables, and ASLEEP_BYTES
 
     Level 1 copies the weights to the host, level 2 discards them; both discard the KV cache. CUDA graphs are outside
-    the memory pool that sleep frees, unless `sleep_mode_offload_cudagraph` is set (vllm/config/vllm.py:716-727); TRL
+    the memory pool that sleep frees, unless `sleep_mode_offload_cudagraph` is set (vllm/config/vllm.py); TRL
     does not set it.
-    Source: vllm/device_allocator/sleep_mode_backend.py:127-137, v1/worker/gpu_worker.py
+    Source: vllm/device_allocator/sleep_mode_backend.py, v1/worker/gpu_worker.py
     (`_maybe_get_memory_pool_context`).
     """
     return max(outside_torch_bytes + graphs_bytes + tables_bytes, ASLEEP_BYTES)
@@ -251,7 +255,7 @@ def _wrong_settings(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> En
             "no formula here."
         )
         return EngineRefusal(reason=reason)
-    if settings.quantization == "int8":  # trl/generation/vllm_generation.py:344
+    if settings.quantization == "int8":  # trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`
         return EngineRefusal(reason="vLLM does not quantize to 8 bits in flight. Try load_in_4bit, or no quantization.")
     if reason := _uneven_heads(model, settings.tensor_parallel_size):
         return EngineRefusal(reason=reason)
@@ -286,7 +290,7 @@ def _uneven_heads(model: ModelShape, tensor_parallel_size: int) -> str:
         attention = layer.attention
         heads, kv_heads = attention.num_attention_heads, attention.num_key_value_heads
         divides = heads % tensor_parallel_size == 0
-        if not attention.kv_latent_dim:  # vllm/model_executor/models/qwen2.py:137-148
+        if not attention.kv_latent_dim:  # vllm/model_executor/models/qwen2.py, `Qwen2Attention.__init__`
             divides = divides and (kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % kv_heads == 0)
         if not divides:
             fits = [

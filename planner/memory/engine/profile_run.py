@@ -53,8 +53,8 @@ FIRST_GRAPHS = (1, 2, 4)
 FINE_STEP, COARSE_STEP, COARSE_FROM = 8, 16, 256
 
 # Bytes of sampling state per sequence on the GPU, int32 each: allowed tokens 1024, logit bias 2 x 1024, stop tokens
-# 128, bad words 1024 + 129, requested log-probabilities 128 (vllm/v1/worker/gpu/sample/logit_bias.py:20-22,
-# bad_words.py:24-35, logprob.py:247, envs.py:115-116).
+# 128, bad words 1024 + 129, requested log-probabilities 128 (vllm/v1/worker/gpu/sample/logit_bias.py,
+# bad_words.py, logprob.py, vllm/envs.py).
 SAMPLING_STATE_BYTES = 4 * (1024 + 2 * 1024 + 128 + 1024 + 129 + 128)
 # Token id, position and padding flag of each token of a batch (vllm/v1/worker/gpu/input_batch.py, InputBuffers).
 INPUT_BYTES_PER_TOKEN = 4 + 8 + 1
@@ -70,7 +70,7 @@ def activation_peak_bytes(
                   + 2 x largest projection / tp, if the engine dequantizes weights (bitsandbytes)
         sampler = rows x vocabulary x bytes per logit + 2 x tokens x hidden
 
-    Source: vllm/v1/worker/gpu/model_runner.py:993-1052 (a batch of max_num_batched_tokens `tokens`, then max_num_seqs
+    Source: vllm/v1/worker/gpu/model_runner.py (a batch of max_num_batched_tokens `tokens`, then max_num_seqs
     `rows` of logits).
     Example: Qwen2.5-7B, 4096 tokens: 4096 x 2 x (3 x 3584 + 3 x 18944) = 0.516 GiB.
 
@@ -98,8 +98,8 @@ def _layer_bytes_per_token(layer: Layer, tensor_parallel_size: int) -> int:
                     + F of the shared expert as for an MLP
 
     F is the intermediate size.
-    Source: vllm/model_executor/models/llama.py, which similar models follow; fused_moe/experts/triton_moe.py:240-255,
-    workspace_shapes.
+    Source: vllm/model_executor/models/llama.py, which similar models follow; fused_moe/experts/triton_moe.py,
+    `workspace_shapes`.
     """
     attention, feed_forward, hidden = layer.attention, layer.feed_forward, layer.hidden_size
     heads = attention.q_dim + attention.k_dim + attention.v_dim + attention.num_attention_heads * attention.v_head_dim
@@ -124,7 +124,7 @@ def persistent_buffer_bytes(model: ModelShape, max_num_seqs: int, max_num_batche
                   + 13 x max_num_batched_tokens
 
     Terms: output-token counts, prompt and grammar bit masks, SAMPLING_STATE_BYTES, INPUT_BYTES_PER_TOKEN.
-    Source: vllm/v1/worker/gpu/sample/penalties.py:42-50, structured_outputs.py:63.
+    Source: vllm/v1/worker/gpu/sample/penalties.py, structured_outputs.py.
     Example: 1,024 sequences of Qwen2.5-7B: 1024 x (4 x 152,064 + ...) = 0.64 GiB; TRL's 8 sequences: 5 MiB.
 
     Leaves out a few bytes per sequence. Runner "v1" keeps this state on the host: 0 bytes.

@@ -6,11 +6,12 @@ from planner.memory.engine.budget import EngineSettings
 from planner.memory.engine.weights import EngineQuantization
 from planner.units import GIB
 
-# Source: trl/generation/vllm_generation.py:347-364, trl/experimental/online_dpo/online_dpo_trainer.py:491-503.
+# Source: trl/generation/vllm_generation.py, `VLLMGeneration._init_vllm`,
+# trl/experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer.__init__`.
 COLOCATE_MAX_NUM_BATCHED_TOKENS = 4096
 # Batch defaults of `vllm serve`, which `trl vllm-serve` does not override, as (least GiB of the GPU,
 # max_num_batched_tokens, max_num_seqs). An A100 gets the last row, even with 80 GB. Source:
-# vllm/engine/arg_utils.py:2940-3006, get_batch_defaults.
+# vllm/engine/arg_utils.py, `get_batch_defaults`.
 SERVER_BATCHES = ((160, 16384, 1024), (70, 8192, 1024), (0, 2048, 256))
 SMALL_BATCH_GPU = "a100"
 
@@ -49,8 +50,9 @@ def engine_settings(candidate: Candidate, gpu: Gpu) -> EngineSettings:
 def _colocate_sequences(candidate: Candidate) -> int:
     """max_num_seqs of a colocated engine: batch size x tensor_parallel_size x micro-batches of a generation.
 
-    Source: trl 1.16, trainer/grpo_trainer.py:1124 (steps_per_generation), trainer/distillation_trainer.py:806
-    (gradient_accumulation_steps), experimental/online_dpo/online_dpo_trainer.py:495 (one).
+    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer.__init__` (steps_per_generation),
+    trainer/distillation_trainer.py, `DistillationTrainer.__init__` (gradient_accumulation_steps),
+    experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer.__init__` (one).
     """
     row, steps = candidate.method_row, 1
     if row.grouped_completions:

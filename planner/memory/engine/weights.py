@@ -12,7 +12,7 @@ EngineQuantization = Literal["none", "bitsandbytes", "bitsandbytes-nested", "gpt
 # Source: vllm/config/model.py, _get_and_verify_dtype.
 DTYPE_BYTES = 2
 # Rows of the embedding and of the head are padded to a multiple of this.
-# Source: vllm/model_executor/layers/vocab_parallel_embedding.py:36.
+# Source: vllm/model_executor/layers/vocab_parallel_embedding.py, `DEFAULT_VOCAB_PADDING_SIZE`.
 VOCAB_PADDING = 64
 # Projections of which every GPU of a tensor-parallel group keeps a full copy.
 # Source: vllm/model_executor/models/deepseek_v2.py, ReplicatedLinear.
@@ -29,7 +29,7 @@ WHOLE_VISION = frozenset({"gemma4", "gemma4_unified"})
 PACKED_BYTES: dict[EngineQuantization, float] = {
     "none": DTYPE_BYTES,
     # One float32 absmax per block of 64 weights: vLLM reverts double quantization.
-    # Source: vllm 0.22, model_executor/model_loader/bitsandbytes_loader.py:585, _dequantize_dq.
+    # Source: vllm 0.22, model_executor/model_loader/bitsandbytes_loader.py, `_dequantize_dq`.
     "bitsandbytes": 1 / 2 + 4 / 64,
     # Unsloth's patched vLLM keeps double quantization.
     "bitsandbytes-nested": 1 / 2 + 1 / 64 + 4 / (64 * 256),
@@ -135,8 +135,8 @@ def lora_slot_bytes(model: ModelShape, tensor_parallel_size: int, max_lora_rank:
 
         slots = max_loras x sum over projections of max_lora_rank x (in + out) x 2, the sharded side divided by tp
 
-    Source: vllm/lora/layers/base_linear.py:104-157. TRL merges adapters into the engine's weights instead and uses
-    none.
+    Source: vllm/lora/layers/base_linear.py, `create_lora_weights`. TRL merges adapters into the engine's weights
+    instead and uses none.
     Example: Qwen3-8B, rank 32: 36 x 32 x 75,776 x 2 = 0.163 GiB.
 
     Leaves out slots of experts and of the head.

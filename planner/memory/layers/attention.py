@@ -199,8 +199,8 @@ def softmax_with_sinks(tape: Tape, recipe: Recipe, block: Attention, weights: Te
 
     Appends one sink score per head and query, subtracts the largest score, applies softmax in the scores' dtype,
     removes the sink's column and casts to the dtype of the values. All intermediate results are alive at the end
-    (transformers 5.23, modeling_gpt_oss.py:244-252). The softmax call names its dtype, so autocast on CUDA does not
-    change it (autocast_mode.h, `fp32_set_opt_dtype`).
+    (transformers 5.23, modeling_gpt_oss.py, `eager_attention_forward`). The softmax call names its dtype, so autocast
+    on CUDA does not change it (autocast_mode.h, `fp32_set_opt_dtype`).
     """
     sinks = tape.weight(block.sink_params, recipe.weight_width, recipe.trainable)
     joined = op.cat_column(tape, weights, sinks, block.num_attention_heads)

@@ -94,7 +94,8 @@ def expert_factors(
     """LoRA matrices B and A of all experts, cast to the dtype of the weights (`get_delta_factors`).
 
     `sizes` are the input and output features of one expert. PEFT multiplies the rank by `branches`, 2 for the fused
-    gate and up (utils/transformers_weight_conversion.py:470). Registering the parametrization computes the sum once.
+    gate and up (utils/transformers_weight_conversion.py, `_convert_peft_config_moe`). Registering the parametrization
+    computes the sum once.
     """
     inward, outward = sizes
     rank = recipe.lora_r * block.num_experts * branches

@@ -24,7 +24,7 @@ def linear(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, flat: bool = F
     else:
         result = quantized_linear(tape, recipe, module, x)
         if adapted and recipe.quantized == "4bit":
-            result = op.clone(tape, result)  # peft bnb.py:531, a defensive copy
+            result = op.clone(tape, result)  # peft bnb.py, `Linear4bit.forward`, a defensive copy
     if not adapted:
         return result
     width = result.width
@@ -85,7 +85,7 @@ def cast_weight(tape: Tape, weight: Tensor, width: int) -> Tensor:
 def lora_update(tape: Tape, recipe: Recipe, module: Linear, x: Tensor, result: Tensor, flat: bool) -> Tensor:
     """result + lora_B(lora_A(dropout(x))) * scaling, with x cast to the adapter's dtype (`_cast_input_dtype`).
 
-    With a quantized base and autocast, PEFT skips that cast and autocast does its own (bnb.py:543).
+    With a quantized base and autocast, PEFT skips that cast and autocast does its own (bnb.py, `Linear4bit.forward`).
     """
     rank, width = recipe.lora_r, recipe.adapter_width
     first = Linear(name="lora_A", in_features=module.in_features, out_features=rank)
@@ -137,7 +137,7 @@ def int8_linear(tape: Tape, module: Linear, x: Tensor) -> Tensor:
     """bitsandbytes `MatMul8bitLt`: casts x to fp16, quantizes it, multiplies into int32, scales into x's dtype.
 
     The backward pass dequantizes the weight in x's dtype. The function keeps x as an attribute of `ctx`, which
-    checkpointing does not free (autograd/_functions.py:187).
+    checkpointing does not free (autograd/_functions.py, `MatMul8bitLt.forward`).
     """
     held = tape.save_in_context(x) if x.requires_grad else []
     half = tape.empty(x.elements, 2) if x.width != 2 else None

@@ -15,14 +15,14 @@ from planner.memory.parameters.tensors import (
 from planner.models.lora_targets import DEFAULT_TARGETS
 from planner.models.shape import Experts, Linear, ModelShape
 
-ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py:404
+ALL_LINEAR = "all-linear"  # peft 0.21.2, utils/constants.py, `INCLUDE_LINEAR_LAYERS_SHORTHAND`
 DEFAULT = "default"  # this program's word for: target_modules not set, so that PEFT chooses by architecture
 
 
 # Module names of transformers 4 -> the fused 3-D parameters of transformers 5 to which PEFT maps them, for the model
 # types whose checkpoints are converted like mixtral's or like qwen2_moe's (qwen2_moe itself is not among them).
-# Source: peft 0.21.2, utils/transformers_weight_conversion.py:333-352 and 405-482; transformers 5.23,
-# conversion_mapping.py:44-75.
+# Source: peft 0.21.2, utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING` and
+# `_convert_peft_config_moe`; transformers 5.23, conversion_mapping.py, `_MODEL_TO_CONVERSION_PATTERN`.
 MIXTRAL_NAMES = {"w1": "gate_up", "w3": "gate_up", "w2": "down", "gate": "router"}
 QWEN2_MOE_NAMES = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down", "gate": "router"}
 CONVERTED_NAMES: dict[str, dict[str, str]] = {
@@ -38,7 +38,8 @@ CONVERTED_NAMES: dict[str, dict[str, str]] = {
         QWEN2_MOE_NAMES,
     ),
 }  # fmt: skip
-FUSED_BRANCHES = 2  # gate and up are one parameter: PEFT doubles its rank (transformers_weight_conversion.py:470-476)
+# Gate and up are one parameter: PEFT doubles its rank (transformers_weight_conversion.py, `_convert_peft_config_moe`).
+FUSED_BRANCHES = 2
 
 
 @lru_cache(maxsize=4096)
@@ -50,8 +51,8 @@ def lora_tensors(model: ModelShape, lora_r: int, targets: tuple[str, ...]) -> tu
 
     A name also matches modules of the vision tower; text batches do not use those adapters.
 
-    Source: peft 0.21.2, tuners/tuners_utils.py:2430 (all-linear: every nn.Linear and Conv1D but the output head,
-    including the vision tower), tuners/lora/layer.py `ParamWrapper` (experts).
+    Source: peft 0.21.2, tuners/tuners_utils.py, `_maybe_include_all_linear_layers` (all-linear: every nn.Linear and
+    Conv1D but the output head, including the vision tower), tuners/lora/layer.py `ParamWrapper` (experts).
 
     Example: Qwen3-30B-A3B on all-linear, r 16: 996,507,648 parameters, of which attention has only 13,369,344. Since
     transformers 5 all experts of a layer are one parameter, and PEFT gives it rank r for every expert.

@@ -17,9 +17,9 @@ from planner.models.shape import ModelShape
 
 # Parts of the model that each quantizer converts. Embeddings, head, norms, biases and (but for mxfp4) experts stay as
 # they are.
-# Source: transformers 5.23, integrations/bitsandbytes.py:189 (`type(module) is nn.Linear` or Conv1D) and
-# quantizers/base.py:39-68 (never the head, tied weights, the last module); GPTQ and AWQ checkpoints hold the decoder
-# layers' projections; integrations/mxfp4.py replaces the experts only.
+# Source: transformers 5.23, integrations/bitsandbytes.py, `replace_with_bnb_linear` (`type(module) is nn.Linear` or
+# Conv1D) and quantizers/base.py, `get_keys_to_not_convert` (never the head, tied weights, the last module); GPTQ and
+# AWQ checkpoints hold the decoder layers' projections; integrations/mxfp4.py replaces the experts only.
 QUANTIZED_PARTS: dict[Quantization, tuple[str, ...]] = {
     "none": (),
     "nf4": ("linear", "vision_linear"),
@@ -32,7 +32,8 @@ QUANTIZED_PARTS: dict[Quantization, tuple[str, ...]] = {
 }
 
 # Architectures whose projections are subclasses of nn.Linear, which bitsandbytes does not convert.
-# Source: transformers 5.23, models/falcon/modeling_falcon.py `FalconLinear` against integrations/bitsandbytes.py:189.
+# Source: transformers 5.23, models/falcon/modeling_falcon.py `FalconLinear` against integrations/bitsandbytes.py,
+# `replace_with_bnb_linear`.
 SUBCLASSED_LINEARS = frozenset({"falcon"})
 
 
@@ -88,8 +89,9 @@ def parameters(
         full    trainable = base
         LoRA    trainable = sum over targeted projections of r x (in + out), + the score head of a reward model
 
-    Source: peft 0.21.2, tuners/lora/layer.py (A is [r, in], B is [out, r]); peft_model.py:1830 (the `score` of a
-    sequence classifier is in `modules_to_save`: PEFT keeps the original and trains a copy).
+    Source: peft 0.21.2, tuners/lora/layer.py (A is [r, in], B is [out, r]); peft_model.py,
+    `PeftModelForSequenceClassification.__init__` (the `score` of a sequence classifier is in `modules_to_save`: PEFT
+    keeps the original and trains a copy).
 
     Example: Qwen2.5-7B, r 16 on all linear layers: 40,370,176 of 7,655,986,688 parameters are trained.
 

@@ -7,11 +7,14 @@ from planner.candidate import DEEPSPEED, Sharding
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes, tensor_bytes
 
 # Values that Transformers puts for "auto" into a DeepSpeed config, in elements: for hidden_size H buckets of H^2,
-# prefetching of 0.9 H^2, a persistence threshold of 10 H. Source: transformers 5.23, integrations/deepspeed.py:229-242.
+# prefetching of 0.9 H^2, a persistence threshold of 10 H. Source: transformers 5.23, integrations/deepspeed.py,
+# `HfTrainerDeepSpeedConfig.trainer_config_finalize`.
 PERSISTENCE_THRESHOLD_HIDDEN_SIZES = 10
 PREFETCH_TENTHS = 9
 
-START_ALIGNMENT = 2  # elements. Source: deepspeed 0.19.8, zero/stage_1_and_2.py:387 (`nccl_start_alignment_factor`)
+# Elements. Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`
+# (`nccl_start_alignment_factor`).
+START_ALIGNMENT = 2
 
 
 def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInput, trained: bool = False) -> int:
@@ -25,8 +28,10 @@ def sharded_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInpu
     Trained tensors share one buffer under ZeRO-3, and one buffer per optimizer group under ZeRO-1 and ZeRO-2; any other
     tensor has its own allocation.
 
-    Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py `_partition_param`, stage3.py:972 (`defragment`) and
-    parameter_offload.py:317 (`ds_persist`), stage_1_and_2.py:492 (`flatten_dense_tensors_aligned`); torch 2.13,
+    Source: deepspeed 0.19.8, runtime/zero/partition_parameters.py `_partition_param`, stage3.py,
+    `DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation` (`defragment`) and
+    parameter_offload.py, `DeepSpeedZeRoOffload.mark_persistent_parameters` (`ds_persist`), stage_1_and_2.py,
+    `DeepSpeedZeroOptimizer.__init__` (`flatten_dense_tensors_aligned`); torch 2.13,
     distributed/fsdp/_fully_shard/_fsdp_param.py (`Shard(0)`, padded to the largest chunk). tests/test_sharded_runs.py
     compares the bytes with two real processes; they are equal to the byte.
 
@@ -110,7 +115,8 @@ def zero3_elements(tensors: TensorSet, num_processes: int) -> int:
 def flat_elements(params: int, num_processes: int) -> int:
     """Elements of a flat buffer of ZeRO-1 or ZeRO-2 over all ranks, padded to a multiple of 2 G.
 
-    Source: deepspeed 0.19.8, zero/stage_1_and_2.py:441 (`nccl_start_alignment_factor * world_size`).
+    Source: deepspeed 0.19.8, zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__` (`nccl_start_alignment_factor *
+    world_size`).
     """
     unit = START_ALIGNMENT * num_processes
     return -(-params // unit) * unit
@@ -120,7 +126,7 @@ def flat_elements(params: int, num_processes: int) -> int:
 def decay_groups(tensors: TensorSet) -> tuple[TensorSet, ...]:
     """The optimizer's parameter groups that are not empty: with weight decay (matrices), without (norms, biases).
 
-    Source: transformers 5.23, trainer.py:1274-1286 and 1416.
+    Source: transformers 5.23, trainer.py, `Trainer.create_optimizer` and `get_decay_parameter_names`.
 
     Leaves out that gpt_oss' attention sinks, which are vectors, belong to the first group.
     """
@@ -183,7 +189,8 @@ def gathered_bytes(tensors: TensorSet, bytes_per_param: int, candidate: StateInp
     Every GPU has the smaller tensors already.
 
     Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`
-    (`deepspeed.zero.GatheredParameters(model.parameters())`); generation/vllm_generation.py:447.
+    (`deepspeed.zero.GatheredParameters(model.parameters())`); generation/vllm_generation.py,
+    `VLLMGeneration._iter_named_params`.
     """
     if candidate.sharding != "zero3":
         return 0

@@ -65,7 +65,7 @@ def rounded_bytes(size_bytes: int) -> int:
 def pinned_bytes(size_bytes: int) -> int:
     """Bytes of main memory that one page-locked allocation takes: `size_bytes` rounded up to a power of two.
 
-    Source: torch 2.13, ATen/core/CachingHostAllocator.h:302-309 (`PowerOf2Ceil`; no limit unless
+    Source: torch 2.13, ATen/core/CachingHostAllocator.h (`PowerOf2Ceil`; no limit unless
     `pinned_max_round_threshold_mb` is set). Freed blocks stay in its cache.
     Example: Qwen2.5-7B's down_proj, 3,584 x 18,944 in bfloat16, is 135.8 MB and takes 256 MiB.
     """
