@@ -180,15 +180,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
         The group of rows in trl 1.16 is one of:
 
-        - a micro-batch: sft_trainer.py:195-224, kto_trainer.py:181-193; with both rows of a pair:
-          dpo_trainer.py:185-197, reward_trainer.py:215-221, experimental/cpo/cpo_trainer.py:652, orpo_trainer.py:644;
-          GKD: experimental/utils.py:392;
-        - all completions that one process generates at once: grpo_trainer.py:2443-2460, rloo_trainer.py:1497-1514,
-          distillation_trainer.py:1568-1585, experimental/online_dpo/online_dpo_trainer.py:644-651. Micro-batches of one
-          row keep this padding.
+        - a micro-batch: sft_trainer.py, `DataCollatorForLanguageModeling.torch_call`, kto_trainer.py,
+          `DataCollatorForUnpairedPreference.torch_call`; with both rows of a pair: dpo_trainer.py and
+          reward_trainer.py, `DataCollatorForPreference.torch_call`, experimental/cpo/cpo_trainer.py,
+          `CPOTrainer.concatenated_inputs`, orpo_trainer.py, `ORPOTrainer.concatenated_inputs`; GKD:
+          experimental/utils.py, `DataCollatorForChatML.__call__`;
+        - all completions that one process generates at once: grpo_trainer.py, rloo_trainer.py and
+          distillation_trainer.py, `_generate_and_score_completions`, experimental/online_dpo/online_dpo_trainer.py,
+          `OnlineDPOTrainer._generate_vllm`. Micro-batches of one row keep this padding.
 
         A group of one row has no padding. Its mask is all ones, so sdpa and FlashAttention build none (transformers
-        5.23, masking_utils.py:267 `_ignore_causal_mask_sdpa`, :636 `flash_attention_mask`); eager attention always
+        5.23, masking_utils.py, `_ignore_causal_mask_sdpa` and `flash_attention_mask`); eager attention always
         builds one. Context and Ulysses sequence parallel drop the mask: attention is causal over the whole row
         (accelerate 1.15, big_modeling.py, `_attach_context_parallel_hooks`; deepspeed 0.19.8,
         runtime/sequence_parallel/ulysses_sp.py, `uattn_wrapper`).
@@ -242,7 +244,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def generation_rows(self) -> int:
         """Completions that one process samples at once (a generation batch).
 
-        Source: trl 1.16, grpo_trainer.py:1275, distillation_trainer.py:863.
+        Source: trl 1.16, grpo_trainer.py, `GRPOTrainer.get_train_dataloader`, distillation_trainer.py,
+        `DistillationTrainer.get_train_dataloader`.
         """
         if self.method_row.grouped_completions:
             return self.per_device_train_batch_size * self.steps_per_generation
@@ -282,8 +285,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def float32_adapters(self) -> bool:
         """True if the training script must cast the adapters to float32 after the trainer is built.
 
-        TRL casts adapters on a bitsandbytes base to bfloat16 (trl 1.16, trainer/sft_trainer.py:908-911), and fp16's
-        GradScaler cannot unscale bfloat16 gradients (torch 2.13, aten/src/ATen/native/cuda/AmpKernels.cu,
+        TRL casts adapters on a bitsandbytes base to bfloat16 (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`),
+        and fp16's GradScaler cannot unscale bfloat16 gradients (torch 2.13, aten/src/ATen/native/cuda/AmpKernels.cu,
         `_amp_foreach_non_finite_check_and_unscale_cuda_`: float32, float64 and float16).
         """
         return self.tuning == "lora" and self.precision == "fp16" and self.quantization in BITSANDBYTES

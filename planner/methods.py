@@ -31,7 +31,7 @@ Release = tuple[int, int]
 NEWEST_TRL = "1.16"  # the newest release whose defaults and code paths are counted
 OLDEST_TRL = "1.0"  # the oldest one; earlier releases are planned as if they were this one
 # From this release on `use_liger_kernel` changes the kernels of the layers, not the loss (trl 1.16,
-# sft_trainer.py:1134).
+# sft_trainer.py, `SFTTrainer.__init__`).
 LIGER_LEAVES_THE_LOSS: Release = (1, 15)
 
 
@@ -115,8 +115,9 @@ class Method:
     # an optimizer step. Source: trl 1.16, trainer/grpo_trainer.py, `_generate_and_score_completions`.
     forward_if_outdated: bool = False
     always_gathers: bool = False  # ds3_gather_for_generation does not exist, and ZeRO-3 gathers as if it were true
-    # `generate` keeps no KV cache under gradient checkpointing: trl 1.16, experimental/gkd/gkd_trainer.py:221 and
-    # experimental/online_dpo/online_dpo_trainer.py:562 (`use_cache`).
+    # `generate` keeps no KV cache under gradient checkpointing: trl 1.16, experimental/gkd/gkd_trainer.py,
+    # `GKDTrainer.__init__` and experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer.__init__`
+    # (`use_cache`).
     checkpointing_drops_cache: bool = False
 
     # batches and activations

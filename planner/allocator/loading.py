@@ -8,7 +8,8 @@ from planner.units import GIB
 # Tensors stored beside quantized weights that are no parameters, by the ends of their names.
 # Source: bitsandbytes 0.50.2, functional.py `QuantState`, nn/modules.py.
 QUANTIZATION_STATISTICS = ("absmax", "code", "offset", "SCB")
-# Bytes of a GPU that Transformers' warm-up does not take. Source: transformers 5.23, modeling_utils.py:5220.
+# Bytes of a GPU that Transformers' warm-up does not take. Source: transformers 5.23, modeling_utils.py,
+# `caching_allocator_warmup`.
 WARM_UP_SPARED_BYTES = int(1.2 * GIB)
 
 
@@ -17,9 +18,9 @@ def warm_up_bytes(trace: Trace, candidate: Candidate, gpu: Gpu) -> int:
 
     It does so if the model is loaded directly to the GPU: TRL loads with `device_map="auto"` in one process, and
     without a device map in several; then this is 0.
-    Source: transformers 5.23, modeling_utils.py:5149 `caching_allocator_warmup`; trl 1.16, trainer/utils.py:1351,
-    trainer/grpo_trainer.py:343. Leaves out that a reference, a reward model and a teacher are loaded one after the
-    other, each with a block of its own.
+    Source: transformers 5.23, modeling_utils.py `caching_allocator_warmup`; trl 1.16, trainer/utils.py,
+    `create_model_from_path`, trainer/grpo_trainer.py, `GRPOTrainer.__init__`. Leaves out that a reference, a reward
+    model and a teacher are loaded one after the other, each with a block of its own.
     """
     if candidate.num_processes > 1 or candidate.sharding != "none":
         return 0

@@ -12,7 +12,8 @@ from planner.jobs.rules import refuse_candidate, refuse_contradictions, refuse_s
 from planner.methods import METHODS, release
 from planner.models.shape import ModelShape
 
-# Default of `trl vllm-serve --gpu_memory_utilization` (trl/scripts/vllm_serve.py:111).
+# Default of `trl vllm-serve --gpu_memory_utilization` (trl/scripts/vllm_serve.py,
+# `ScriptArguments.gpu_memory_utilization`).
 SERVER_GPU_MEMORY_UTILIZATION = 0.9
 
 # Candidate fields that a tuning class pins.

@@ -19,7 +19,8 @@ Goal = Literal["throughput", "max-length", "batch-size"]
 # Smallest and largest accepted probability of running out of memory: beyond them the distribution of the residuals has
 # no data (planner/confidence.py).
 SMALLEST_RISK, LARGEST_RISK = 1e-6, 0.499999
-# per_device_train_batch_size by default (transformers 5.23, training_args.py:777).
+# per_device_train_batch_size by default (transformers 5.23, training_args.py,
+# `TrainingArguments.per_device_train_batch_size`).
 DEFAULT_BATCH_SIZE = 8
 
 # Quantizations of published checkpoints that are dequantized for training (transformers 5.23,

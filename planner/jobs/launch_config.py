@@ -55,7 +55,8 @@ UNMODELLED: dict[str, tuple[object, ...]] = {
     "parallelism_config_tp_size": (None, 1),
 }
 # In stages 1 and 2 it has a second bucket; stage 3 is planned with it.
-# Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py:1425.
+# Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py,
+# `DeepSpeedZeroOptimizer.reduce_independent_p_g_buckets_and_remove_grads`.
 OVERLAP_COMM = "zero_optimization.overlap_comm"
 # Keys of a DeepSpeed config that change memory or speed and are not modelled, with the values that change nothing.
 # Source: deepspeed 0.19.8, runtime/zero/config.py, runtime/zero/offload_config.py, runtime/precision_config.py,

@@ -129,8 +129,9 @@ def image_problems(pins: PinnedJob) -> Iterator[str]:
 def _image_row_problems(pins: PinnedJob, images: int, tower: ImageTower | None) -> Iterator[str]:
     """Refuse rows with images for a method that they are not counted for, and rows that TRL refuses or cuts.
 
-    Source: trl 1.16, trainer/sft_trainer.py:779-785 (packing, padding-free), :1631 (image tokens that are cut);
-    trainer/dpo_trainer.py:764 (precompute_ref_log_probs).
+    Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__` (packing, padding-free) and
+    `SFTTrainer.compute_loss` (image tokens that are cut); trainer/dpo_trainer.py, `DPOTrainer.__init__`
+    (precompute_ref_log_probs).
     """
     job, pinned = pins.job, pins.pinned
     if not METHODS[job.method].counts_images:
@@ -413,7 +414,7 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
             f"vllm_tensor_parallel_size {size} needs as many GPUs, and there are {cluster.num_gpus}. "
             f"Use {cluster.num_gpus}."
         )
-    # vllm/model_executor/models/qwen2.py:137-148, as in every model there
+    # vllm/model_executor/models/qwen2.py, `Qwen2Attention.__init__`, as in every model there
     heads = {layer.attention.num_attention_heads for layer, _ in model.layer_kinds}
     if any(count % size for count in heads):
         fitting = largest_divisor(min(heads), min(size, min(heads)))
@@ -428,7 +429,10 @@ def engine_problems(pins: PinnedJob) -> Iterator[str]:
 
 
 def batch_problems(pins: PinnedJob) -> Iterator[str]:
-    """Refuse an effective batch that is not made of whole micro-batches and groups (trl 1.16, grpo_config.py:1131)."""
+    """Refuse an effective batch that is not made of whole micro-batches and groups.
+
+    Source: trl 1.16, grpo_config.py, `GRPOConfig.__post_init__`.
+    """
     wanted, pinned = pins.job.effective_batch_size, pins.pinned
     processes, group = _process_counts(pins), _group(pins.job)
     if not processes:
@@ -475,7 +479,8 @@ def _group(job: Job) -> int:
     """
     if not has_setting(job.method, "num_generations") or "steps_per_generation" in job.pinned:
         return 1
-    default = METHODS[job.method].defaults.get("num_generations", 8)  # trl 1.16, grpo_config.py:480
+    # trl 1.16, grpo_config.py, `GRPOConfig.num_generations`
+    default = METHODS[job.method].defaults.get("num_generations", 8)
     group = job.pinned.get("num_generations", default)
     assert isinstance(group, int)
     return group
@@ -622,7 +627,10 @@ def group_problems(candidate: Candidate) -> Iterator[str]:
 
 
 def generation_batch(candidate: Candidate) -> int:
-    """Return the completions sampled at once over all processes (trl 1.16, grpo_config.py:1100)."""
+    """Return the completions sampled at once over all processes.
+
+    Source: trl 1.16, grpo_config.py, `GRPOConfig.__post_init__`.
+    """
     return candidate.per_device_train_batch_size * candidate.num_processes * candidate.steps_per_generation
 
 

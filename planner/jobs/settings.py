@@ -19,7 +19,8 @@ MAX_DIGITS = 20  # of any whole number that a user can mean
 CHECKPOINTING_KWARGS = "gradient_checkpointing_kwargs"
 GROUPS = (CHECKPOINTING_KWARGS, "environment")  # settings that are dicts of others
 OWN_FLAGS = ("method", "trl_version")  # Candidate fields that have a flag and cannot be given by --set
-AUTO = "auto"  # as `dtype`: the dtype of the published weights (transformers/modeling_utils.py:4177)
+# As `dtype`: the dtype of the published weights (transformers/modeling_utils.py, `PreTrainedModel.from_pretrained`).
+AUTO = "auto"
 NAMING_HINT = "Settings are named as in TRL's configs, PEFT, accelerate, DeepSpeed and vLLM."
 MAX_LISTED_CHOICES = 10  # an error lists all choices up to this number, else the most similar one
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -178,7 +179,8 @@ def settings_text(settings: Mapping[str, object]) -> str:
 def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object]:
     """Move keys of `gradient_checkpointing_kwargs` and of `environment` into dicts of these names."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": values.pop("PYTORCH_CUDA_ALLOC_CONF")}
-    # Adapters under ZeRO-3 use reentrant checkpointing, everything else does not (trl/trainer/sft_trainer.py:870-895).
+    # Adapters under ZeRO-3 use reentrant checkpointing, everything else does not (trl/trainer/sft_trainer.py,
+    # `SFTTrainer.__init__`).
     kwargs: dict[str, object] = {"use_reentrant": candidate.tuning == "lora" and candidate.sharding == "zero3"}
     every, offload = values.pop("every_n_layers", 1), values.pop("checkpoint_offload", False)
     values[CHECKPOINTING_KWARGS] = (

@@ -18,8 +18,9 @@ from planner.settings.setting import Value
 from planner.settings.table import FSDP_OFFLOAD
 
 # Keys whose value is a mapping of further settings.
-# Source: trl/scripts/utils.py:332 (env), transformers/training_args.py:908-925 and :1455, trl/trainer/base_config.py
-# (model_init_kwargs); transformers 5.23, trainer_pt_utils.py, `AcceleratorConfig`.
+# Source: trl/scripts/utils.py, `TrlParser.parse_args_and_config` (env), transformers/training_args.py,
+# `TrainingArguments.activation_checkpointing` and `fsdp_config`, trl/trainer/base_config.py (model_init_kwargs);
+# transformers 5.23, trainer_pt_utils.py, `AcceleratorConfig`.
 NESTED_KEYS = (
     "env",
     "model_init_kwargs",

@@ -24,7 +24,7 @@ def accelerate_config(candidate: Candidate) -> dict[str, object]:
     """The keys and values of the file, named as in accelerate's `ClusterConfig`.
 
     Omits the settings of the DeepSpeed file, such as mixed precision: accelerate raises an error if both files have
-    them (accelerate 1.15, utils/dataclasses.py:1525).
+    them (accelerate 1.15, utils/dataclasses.py, `DeepSpeedPlugin._deepspeed_config_checks`).
     """
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",

@@ -9,8 +9,8 @@ FILE = "deepspeed.json"
 STAGES: dict[Sharding, int] = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 # Transformers replaces "auto" by values from its arguments and the model's hidden_size (transformers 5.23,
-# integrations/deepspeed.py:130-242). Buckets that are not set have DeepSpeed's default, 5e8 elements (1 GB), for any
-# model.
+# integrations/deepspeed.py, `HfTrainerDeepSpeedConfig`). Buckets that are not set have DeepSpeed's default, 5e8
+# elements (1 GB), for any model.
 AUTO = "auto"
 
 # Settings of zero_optimization that are the same for every candidate. overlap_comm would double the bucket of stages 1

@@ -18,8 +18,9 @@ RELEASES: dict[str, str] = {
     "deepspeed": "0.19.*",
 }
 
-# Source: transformers 5.23, quantizers/quantizer_gptq.py:53-71, quantizer_awq.py:47. A published mxfp4 model is
-# dequantized for training (planner/launch/script.py), which needs no package.
+# Source: transformers 5.23, quantizers/quantizer_gptq.py, `GptqHfQuantizer`, quantizer_awq.py,
+# `AwqQuantizer.validate_environment`. A published mxfp4 model is dequantized for training (planner/launch/script.py),
+# which needs no package.
 QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {
     "gptq": ("optimum", "gptqmodel"),
     "awq": ("gptqmodel",),
@@ -49,7 +50,8 @@ def _with_kernels(package: str, candidate: Candidate) -> str:
 
     Where the flash-attn package, which is built against an installed torch, is missing, Transformers takes the kernel
     kernels-community/flash-attn2 or vllm-flash-attn3 from the Hub for flash_attention_2 and 3 (transformers 5.23,
-    modeling_utils.py:1776-1795, modeling_flash_attention_utils.py `FLASH_ATTN_KERNEL_FALLBACK`).
+    modeling_utils.py, `PreTrainedModel._check_and_adjust_attn_implementation`, modeling_flash_attention_utils.py
+    `FLASH_ATTN_KERNEL_FALLBACK`).
     """
     return "transformers[kernels]" if package == "transformers" and candidate.attn_implementation in FLASH else package
 

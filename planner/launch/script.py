@@ -93,7 +93,7 @@ if __name__ == "__main__":
 '''
 
 # Published quantization -> the config that dequantizes while loading. Without it, mxfp4 experts stay packed where
-# `kernels` is installed, and Trainer refuses to train them (transformers 5.23, quantizers/quantizer_mxfp4.py:108,
+# `kernels` is installed, and Trainer refuses to train them (transformers 5.23, quantizers/quantizer_mxfp4.py,
 # `is_trainable`). Merged into the checkpoint's config: quantizers/auto.py `merge_quantization_configs`, which takes no
 # dict, so that train.yaml cannot say it.
 DEQUANTIZING: dict[str, str] = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}

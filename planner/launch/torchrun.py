@@ -8,7 +8,7 @@ from planner.launch.placement import placement
 
 # transformers loads a checkpoint on the first process only where this is set, and its own `fsdp` sets it too late,
 # when the model is loaded. Source: transformers 5.23, distributed/fsdp.py, `is_fsdp_enabled`; accelerate 1.15,
-# accelerator.py:397.
+# accelerator.py, `Accelerator.__init__`.
 FSDP_ENVIRONMENT = {"ACCELERATE_USE_FSDP": "true"}
 
 # Key of accelerate's section fsdp_config -> key of the trainer's `fsdp_config`, where it differs by more than "fsdp_".

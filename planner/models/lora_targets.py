@@ -2,8 +2,9 @@
 
 from planner.errors import InputError
 
-# Source: peft 0.21.2, utils/constants.py:67-108, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, the decoder-only
-# rows. For model types that are missing there (gemma3, phi3, qwen2_moe, qwen3_moe, olmo2, ...) PEFT raises.
+# Source: peft 0.21.2, utils/constants.py, `TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`,
+# the decoder-only rows. For model types that are missing there
+# (gemma3, phi3, qwen2_moe, qwen3_moe, olmo2, ...) PEFT raises.
 DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
     "gpt2": ("c_attn",),
     "bloom": ("query_key_value",),

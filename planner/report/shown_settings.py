@@ -20,7 +20,7 @@ def shown_settings(candidate: Candidate) -> dict[str, list[str]]:
     plain = Candidate(model=candidate.model, method=candidate.method, trl_version=candidate.trl_version)
     usual = settings_of(plain) | {
         "steps_per_generation": candidate.gradient_accumulation_steps
-    }  # trl 1.16, grpo_config.py:1098
+    }  # trl 1.16, grpo_config.py, `GRPOConfig.__post_init__`
     chosen = {name for field in STRUCTURE for name in SPELLINGS[field][getattr(candidate, field)]}
     implied = settings_of(replace(plain, **{field: getattr(candidate, field) for field in STRUCTURE}))
     lines: dict[str, list[str]] = {label: [] for label in LABELS}

@@ -176,7 +176,8 @@ def _sharded_qlora(problem: SearchProblem) -> Changes:
     """Return FSDP2 with sharded 4-bit weights, stored as bfloat16, where method and GPU can.
 
     It is for jobs that do not fit without: every process loads all weights first (see
-    `unsharded_while_loading_bytes`), and accelerate calls its way a temporary fix (1.15, utils/fsdp_utils.py:789-811).
+    `unsharded_while_loading_bytes`), and accelerate calls its way a temporary fix (1.15, utils/fsdp_utils.py,
+    `fsdp2_prepare_model`).
     """
     is_nf4 = problem.job.model.quantization in ("none", *DEQUANTIZED)
     can_shard = is_nf4 and METHODS[problem.job.method].shards_qlora and problem.cluster.gpu.supports_bf16

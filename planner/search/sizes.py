@@ -19,8 +19,9 @@ LARGEST_BATCH = 1024  # samples per process
 def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapping[str, object]) -> Candidate:
     """Return the candidate with a micro-batch size and gradient accumulation steps.
 
-    Unless pinned, `steps_per_generation` is the accumulation (TRL's default, trl 1.16, grpo_config.py:1098): one
-    generation batch serves one optimizer step. `sync_each_batch` follows from accumulation and sharding.
+    Unless pinned, `steps_per_generation` is the accumulation (TRL's default, trl 1.16, grpo_config.py,
+    `GRPOConfig.__post_init__`): one generation batch serves one optimizer step. `sync_each_batch` follows from
+    accumulation and sharding.
     """
     steps = candidate.steps_per_generation if "steps_per_generation" in pinned else accumulation
     sized = replace(

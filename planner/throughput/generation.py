@@ -51,8 +51,9 @@ def rollouts(candidate: TrainingInput) -> tuple[float, float]:
         GKD            rows; accumulation / 2: it generates for half of the micro-batches
         online DPO     rows; accumulation
 
-    Source: trl 1.16, trainer/grpo_trainer.py:1538, trainer/distillation_trainer.py:1775,
-    experimental/gkd/gkd_trainer.py:416; trl 1.12, experimental/ppo/ppo_config.py (`num_ppo_epochs`).
+    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._prepare_inputs`, trainer/distillation_trainer.py,
+    `DistillationTrainer._prepare_inputs`, experimental/gkd/gkd_trainer.py, `GKDTrainer.training_step`; trl 1.12,
+    experimental/ppo/ppo_config.py (`num_ppo_epochs`).
 
     Example: GRPO, 8 rows, accumulation 4, steps_per_generation 8, num_iterations 2: 64 rows, 4 / 16 = 0.25 rollouts.
     """

@@ -50,9 +50,10 @@ class HeadCost:
 # Source: "fused": trl 1.16, kernels/chunked_logprob.py (the forward pass writes and reads a tile of logits, the
 # backward pass builds it again: 4 + 8 bytes per logit). "divergence": kernels/chunked_divergence.py (two float32 tiles,
 # twice). "logits": 16-bit logits, the float32 copy that accelerate makes (accelerate 1.15, utils/operations.py,
-# `convert_outputs_to_fp32`), log_softmax and the gradient of each (trl 1.16, experimental/cpo/cpo_trainer.py:824-861).
-# "log_softmax" and "jsd": 16 and 60 bytes beyond the logits, the peaks that torch's profiler shows on the CPU for
-# log_softmax with gather and for `generalized_jsd_loss` (trl 1.16, experimental/gkd/gkd_trainer.py:271-297).
+# `convert_outputs_to_fp32`), log_softmax and the gradient of each (trl 1.16, experimental/cpo/cpo_trainer.py,
+# `CPOTrainer.concatenated_forward`). "log_softmax" and "jsd": 16 and 60 bytes beyond the logits, the peaks that torch's
+# profiler shows on the CPU for log_softmax with gather and for `generalized_jsd_loss` (trl 1.16,
+# experimental/gkd/gkd_trainer.py, `GKDTrainer.generalized_jsd_loss`).
 HEAD_COSTS: dict[Loss, HeadCost] = {
     "fused": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=12, all_tokens=False),
     "chunked_nll": HeadCost(forward=1, backward=2, backward_trainable=1, logit_bytes=24, all_tokens=False),
@@ -173,7 +174,7 @@ def backward_seconds(work: Work, gpu: Gpu, rate: float, batch: Batch) -> float:
         full    gradients of inputs and weights: 2 x the forward's products; reads the weights, writes their gradients
         LoRA    gradients of inputs: 1 x the forward's products; for the adapters both gradients
 
-    Quantized weights are unpacked again. Source: bitsandbytes 0.50.2, autograd/_functions.py:384.
+    Quantized weights are unpacked again. Source: bitsandbytes 0.50.2, autograd/_functions.py, `MatMul4Bit.backward`.
     """
     bandwidth = memory_rate(gpu)
     sides = 1 if work.adapter_only else 2
@@ -343,8 +344,9 @@ def extra_forwards(candidate: TrainingInput) -> float:
 
     Methods that generate divide the sum by `reuses`.
 
-    Source: trl 1.16, trainer/grpo_trainer.py:2642-2647, trainer/rloo_trainer.py:1600, trainer/kto_trainer.py:1306; trl
-    1.12 for PPO.
+    Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._generate_and_score_completions`, trainer/rloo_trainer.py,
+    `RLOOTrainer._generate_and_score_completions`, trainer/kto_trainer.py, `KTOTrainer.compute_ref_log_probs`; trl 1.12
+    for PPO.
     """
     method = candidate.method_row
     reference = (

@@ -14,10 +14,10 @@ from planner.models.shape import Attention, Experts, Layer, Mlp, ModelShape
 from planner.throughput.rates import MEMORY_FRACTION
 
 # Bytes that element-wise kernels read and write per element and token in a forward pass in 16 bits, without and with
-# Liger; their backward pass moves twice as many. Source: transformers 5.23, models/llama/modeling_llama.py: RMSNorm
-# :61-66 (cast 2+4, square 4+4, mean 4, multiply 4+4, cast 4+2, weight 2+2 = 36), rotary :139-145 (two products 8,
-# rotate_half 8, add 6 = 22), silu and product :160 (4 + 6), residual add 6. Liger (arXiv 2410.10989, section 3.2) fuses
-# each into one kernel.
+# Liger; their backward pass moves twice as many. Source: transformers 5.23, models/llama/modeling_llama.py:
+# `LlamaRMSNorm` (cast 2+4, square 4+4, mean 4, multiply 4+4, cast 4+2, weight 2+2 = 36), `apply_rotary_pos_emb` (two
+# products 8, rotate_half 8, add 6 = 22), silu and product of `LlamaMLP` (4 + 6), residual add 6. Liger (arXiv
+# 2410.10989, section 3.2) fuses each into one kernel.
 ELEMENTWISE_BYTES: dict[bool, dict[str, int]] = {
     False: {"norm": 36, "rotary": 22, "gated": 10, "plain": 4, "residual": 6},
     True: {"norm": 4, "rotary": 4, "gated": 6, "plain": 4, "residual": 6},
@@ -33,7 +33,7 @@ FP32_RESIDUAL_FACTOR = 26 / 16
 AUTOCAST_BYTES = 6
 # Shardings under which there is no such cast in bf16: DeepSpeed casts the model to 16 bits, FSDP2 gathers in 16 bits.
 # Source: deepspeed 0.19.8, runtime/engine.py, `_configure_distributed_model`; accelerate 1.15,
-# utils/dataclasses.py:2137.
+# utils/dataclasses.py, `FullyShardedDataParallelPlugin.set_mixed_precision`.
 SIXTEEN_BIT_SHARDINGS = frozenset({"zero1", "zero2", "zero3", "fsdp2"})
 # Bytes that LoRA moves per element of a wrapped layer's input (by bytes of an adapter parameter) and output: (forward,
 # backward). Float32 adapters: the input is cast to float32 and, by autocast, back (6 + 6). The output is scaled and
@@ -255,7 +255,7 @@ def _active_expert_params(model: ModelShape) -> float:
     """Weights of the experts that one token is routed to, all layers.
 
     Float32 experts run in float32 under autocast too: grouped_mm is not autocast-enabled (transformers 5.23,
-    integrations/moe.py:374).
+    integrations/moe.py, `_grouped_mm`).
     """
     blocks = [(layer.feed_forward, n) for layer, n in model.layer_kinds if isinstance(layer.feed_forward, Experts)]
     return sum(n * block.expert_params * block.num_experts_per_tok / block.num_experts for block, n in blocks)

@@ -61,7 +61,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "final_logit_softcapping": 30.0,
         "max_position_embeddings": 8192,
     },
-    # The Hub's gemma-3-4b-it writes only what differs from these (configuration_gemma3.py:74-96).
+    # The Hub's gemma-3-4b-it writes only what differs from these (configuration_gemma3.py, `Gemma3TextConfig`).
     "gemma3_text": {
         **_GELU_TANH,
         "hidden_activation": "gelu_pytorch_tanh",

@@ -22,7 +22,8 @@ class Published:
 NOT_QUANTIZED = Published(quantization="none")
 SUPPORTED = "GPTQ and AWQ with 4 bits, bitsandbytes with 4 (nf4) or 8 bits, FP8 and MXFP4"
 
-# bitsandbytes/nn/modules.py:230 quantizes 4-bit weights in blocks of 64; OCP MX v1.0, table 1: blocks of 32.
+# bitsandbytes/nn/modules.py, `Params4bit.__new__` quantizes 4-bit weights in blocks of 64; OCP MX v1.0, table 1: blocks
+# of 32.
 NF4_BLOCK_SIZE = 64
 MXFP4_BLOCK_SIZE = 32
 

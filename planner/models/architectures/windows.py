@@ -27,14 +27,17 @@ def if_used(fields: Fields, index: int) -> bool:
 
 
 def upper_layers(fields: Fields, index: int) -> bool:
-    """qwen2, qwen3 (configuration_qwen2.py:84-95): the layers from `max_window_layers` on, if `use_sliding_window`."""
+    """qwen2, qwen3: the layers from `max_window_layers` on, if `use_sliding_window`.
+
+    Source: configuration_qwen2.py, `Qwen2Config.__post_init__`.
+    """
     return fields.flag("use_sliding_window") and _from_layer_types(
         fields, index, index >= fields.integer("max_window_layers")
     )
 
 
 def alternating(fields: Fields, index: int) -> bool:
-    """gemma2, gpt_oss (configuration_gemma2.py:95-98): the first layer of every two."""
+    """gemma2, gpt_oss (configuration_gemma2.py, `Gemma2Config.__post_init__`): the first layer of every two."""
     return _from_layer_types(fields, index, (index + 1) % 2 != 0)
 
 
@@ -47,12 +50,15 @@ def by_pattern(fields: Fields, index: int) -> bool:
 
 
 def three_of_four(fields: Fields, index: int) -> bool:
-    """olmo3 (configuration_olmo3.py:91-96): the first three layers of every four."""
+    """olmo3 (configuration_olmo3.py, `Olmo3Config.__post_init__`): the first three layers of every four."""
     return _from_layer_types(fields, index, (index + 1) % 4 != 0)
 
 
 def without_rotary(fields: Fields, index: int) -> bool:
-    """smollm3 (configuration_smollm3.py:106-113): the layers without rotary positions, if `use_sliding_window`."""
+    """smollm3: the layers without rotary positions, if `use_sliding_window`.
+
+    Source: configuration_smollm3.py, `SmolLM3Config.__post_init__`.
+    """
     return fields.flag("use_sliding_window") and _from_layer_types(fields, index, not listed_rotary(fields, index))
 
 
@@ -72,16 +78,22 @@ def all_rotary(fields: Fields, index: int) -> bool:
 
 
 def listed_rotary(fields: Fields, index: int) -> bool:
-    """smollm3 (configuration_smollm3.py:101-104): `no_rope_layers` holds 1 for layers *with* rope."""
+    """smollm3: `no_rope_layers` holds 1 for layers *with* rope.
+
+    Source: configuration_smollm3.py, `SmolLM3Config.__post_init__`.
+    """
     listed = fields.sequence("no_rope_layers")
     return bool(listed[index]) if index < len(listed) else (index + 1) % fields.positive("no_rope_layer_interval") != 0
 
 
 def rotary_in_windows(fields: Fields, index: int) -> bool:
-    """cohere2 (modeling_cohere2.py:221): only layers with a window have rotary positions."""
+    """cohere2 (modeling_cohere2.py, `Cohere2Attention.forward`): only layers with a window have rotary positions."""
     return by_pattern(fields, index)
 
 
 def rotary_unless_hybrid(fields: Fields, index: int) -> bool:
-    """exaone4 (modeling_exaone4.py:233): all layers of a model without windows, else only layers with a window."""
+    """exaone4: all layers of a model without windows, else only layers with a window.
+
+    Source: modeling_exaone4.py, `Exaone4Attention.forward`.
+    """
     return not fields.has("sliding_window") or by_pattern(fields, index)
