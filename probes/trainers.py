@@ -312,7 +312,10 @@ def gkd_row(candidate: Candidate, tokens: TokenSource, index: int, short: int) -
 
 
 def sft_arguments(inputs: TrainerInputs) -> dict[str, Any]:
-    """Unset `max_length` for padding-free training without packing, which refuses it (trl 1.16, sft_trainer.py:999)."""
+    """Unset `max_length` for padding-free training without packing, which refuses it.
+
+    Source: trl 1.16, sft_trainer.py, `SFTTrainer.__init__`.
+    """
     unbounded = inputs.candidate.padding_free and not inputs.candidate.packing
     return {"max_length": None} if unbounded else {}
 

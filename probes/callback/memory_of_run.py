@@ -32,7 +32,7 @@ class RunMemory:
     read: Callable[[], RunMemoryReading]
 
 
-# Statistics that are kept with the measurement. Source: pytorch 2.13, torch/cuda/memory.py:231, `memory_stats`.
+# Statistics that are kept with the measurement. Source: pytorch 2.13, torch/cuda/memory.py, `memory_stats`.
 KEPT_STATISTICS = (
     "num_alloc_retries",
     "num_ooms",

@@ -192,7 +192,7 @@ def fake_weights(model: torch.nn.Module, arithmetic: FakeArithmetic) -> None:
 def _parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     """Turn a tensor into a parameter in place, without the copy by `detach` in `torch.nn.Parameter(tensor)`.
 
-    Source: torch 2.13, torch/nn/parameter.py:51. Allowed because nobody else holds the tensor.
+    Source: torch 2.13, torch/nn/parameter.py, `Parameter.__new__`. Allowed because nobody else holds the tensor.
     """
     tensor._is_param = True
     return tensor.requires_grad_(requires_grad)

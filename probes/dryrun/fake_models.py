@@ -116,7 +116,8 @@ def teacher(candidate: Candidate, device: Device) -> PreTrainedModel:
 def reference_without_weights(candidate: Candidate, device: Device) -> Iterator[None]:
     """Build the reference model without weights inside the block, instead of loading it from the policy's path.
 
-    Source: trl 1.16, trainer/dpo_trainer.py:927, kto_trainer.py:938, grpo_trainer.py:1003; rloo_trainer.py alike.
+    Source: trl 1.16, trainer/dpo_trainer.py, `DPOTrainer.__init__`, kto_trainer.py, `KTOTrainer.__init__`,
+    grpo_trainer.py, `GRPOTrainer.__init__`; rloo_trainer.py alike.
     """
 
     def load(_: str, **__: Any) -> PreTrainedModel:

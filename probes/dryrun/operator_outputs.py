@@ -126,7 +126,7 @@ class OperatorOutputs:
         """Compute the output with `FakeTensorMode`.
 
         Real tensors are converted to fake ones here: PyTorch's own conversion imports its compiler (torch 2.13,
-        torch/_subclasses/meta_utils.py:1048).
+        torch/_subclasses/meta_utils.py, `MetaConverter.meta_tensor`).
         """
         fakes = iter(
             [

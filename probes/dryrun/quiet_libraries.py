@@ -17,7 +17,7 @@ def quiet() -> Iterator[None]:
     """Switch off the trainers' logs, warnings, progress bars and telemetry inside the block.
 
     They speak to people who train; a dry run trains nothing. Source of the telemetry: trl 1.16,
-    trainer/base_trainer.py:82.
+    trainer/base_trainer.py, `_BaseTrainer._send_telemetry`.
     """
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -35,8 +35,8 @@ def quiet() -> Iterator[None]:
 def no_inference_tensors() -> Iterator[None]:
     """Replace `torch.inference_mode` by `torch.no_grad` inside the block: both hold the same memory.
 
-    TRL runs reward models under `inference_mode` (trl 1.16, grpo_trainer.py:1619); a fake tensor cannot be an inference
-    tensor.
+    TRL runs reward models under `inference_mode` (trl 1.16, grpo_trainer.py, `GRPOTrainer._calculate_rewards`); a fake
+    tensor cannot be an inference tensor.
     """
     with substituted(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext()):
         yield

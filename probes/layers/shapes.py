@@ -38,7 +38,7 @@ EXPERT_DIMENSIONS = 3  # experts are fused parameters [experts, out, in] (transf
 def _auto_class(model: ModelShape) -> str:
     """The auto class that loads the model as TRL does, with the tower for images if it has one.
 
-    Source: trl 1.16, trainer/utils.py:1344.
+    Source: trl 1.16, trainer/utils.py, `create_model_from_path`.
 
     Raises:
         UnknownArchitecture: transformers does not know the model type, or has no causal language model of it.

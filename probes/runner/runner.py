@@ -44,7 +44,8 @@ ALLOCATOR_VARIABLES = frozenset({"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 ALWAYS = {
     "PYTHONUNBUFFERED": "1",  # the log is complete up to the moment when the worker is killed
     "PYTHONFAULTHANDLER": "1",  # a crash in C code prints the Python stack
-    # TRL reports each trainer that is built (trl 1.16, trainer/base_trainer.py:82); a probe is no training.
+    # TRL reports each trainer that is built (trl 1.16, trainer/base_trainer.py, `_BaseTrainer._send_telemetry`); a
+    # probe is no training.
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, so that the GPU that was checked is the one that is used
 }

@@ -19,7 +19,10 @@ from probes.task import Task
 
 
 def needs_accelerators(task: Task) -> bool:
-    """Return True for FSDP2 on the CPU: accelerate 1.15 knows DDP and DeepSpeed there only (state.py:922-990)."""
+    """Return True for FSDP2 on the CPU: accelerate 1.15 knows DDP and DeepSpeed there only.
+
+    Source: state.py, `AcceleratorState.__init__`.
+    """
     return task.device == "cpu" and task.candidate.sharding == "fsdp2"
 
 
@@ -27,8 +30,9 @@ def needs_accelerators(task: Task) -> bool:
 def cpu_accelerators() -> Iterator[None]:
     """Give processes the distributed type MULTI_GPU on the device "cpu" inside the block, with and without `use_cpu`.
 
-    Transformers asks whether the GPU has bfloat16 (5.23, training_args.py:1778): the answer is True. DeepSpeed would
-    first compile its own all-reduce in shared memory (0.19.8, comm/torch.py:47): it uses gloo instead.
+    Transformers asks whether the GPU has bfloat16 (5.23, training_args.py, `TrainingArguments._validate_args`): the
+    answer is True. DeepSpeed would first compile its own all-reduce in shared memory (0.19.8, comm/torch.py,
+    `build_shm_op`): it uses gloo instead.
     """
 
     def backend(*_: Any, **__: Any) -> tuple[str, DistributedType]:

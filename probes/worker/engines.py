@@ -75,7 +75,8 @@ def with_share_of_this_card(candidate: Candidate, card_bytes: int) -> Candidate:
         share here = share x planned GPU's bytes / installed GPU's bytes
 
     Example: 0.3 of a planned 40 GiB is 0.15 of an installed 80 GiB. `card_bytes`: of the planned GPU; 0 if it is the
-    installed one. Source: vllm 0.33, v1/worker/utils.py:724, where the share is taken of the installed GPU.
+    installed one. Source: vllm 0.33, v1/worker/utils.py, `request_memory`, where the share is taken of the installed
+    GPU.
     """
     if candidate.vllm == "off" or not card_bytes:
         return candidate
@@ -89,7 +90,8 @@ def with_share_of_this_card(candidate: Candidate, card_bytes: int) -> Candidate:
 def dummy_weights(candidate: Candidate) -> Iterator[None]:
     """Let TRL start its engine with `load_format="dummy"` inside the block, which it has no setting for.
 
-    Source: trl 1.16, generation/vllm_generation.py:347, experimental/online_dpo/online_dpo_trainer.py:490.
+    Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`,
+    experimental/online_dpo/online_dpo_trainer.py, `OnlineDPOTrainer.__init__`.
     """
     row = candidate.method_row
     module = importlib.import_module(row.trainer_module if row.builds_engine else "trl.generation.vllm_generation")
