@@ -1,0 +1,143 @@
+"""The answer of a search against every structure and size of it, estimated one by one."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.models.catalogue import load_model
+from planner.quantities import Estimate
+from planner.search.bounds import LEANEST_MARGIN, allocated_bytes, leanest, speed_bound
+from planner.search.fit import estimate_with_engine
+from planner.search.knobs import SearchProblem, structures
+from planner.search.search import (
+    NEAR_BEST,
+    best_of_class,
+    best_of_structure,
+    examined,
+    is_precise,
+    merit,
+    search,
+    trainer_peak_bytes,
+)
+from planner.search.sizes import sizes_of
+
+ROUNDING = 1e-9
+
+
+def problem(
+    model: str, gpus: str, method: str, tuning: Any, pinned: dict[str, Any] | None = None, **job: Any
+) -> SearchProblem:
+    asked = Job(model=load_model(model), method=method, tuning=tuning, pinned=pinned or {}, **job)  # type: ignore[arg-type]
+    return SearchProblem(job=asked, cluster=parse_cluster(gpus, None), tuning_class=tuning)
+
+
+FEW: dict[str, Any] = {"max_length": 2048, "attn_implementation": "sdpa", "offload_optimizer": False}
+PROBLEMS = {
+    "fits easily": problem("Qwen2.5-0.5B", "1xRTX-4090", "sft", "lora", FEW),
+    "fits with checkpoints": problem("Qwen2.5-7B", "1xRTX-4090", "sft", "lora", FEW),
+    "in 16 bits only": problem("Qwen2.5-0.5B", "1xRTX-3050-4G", "sft", "full", {**FEW, "optim": "sgd"}),
+    "fits nowhere": problem("Qwen2.5-7B", "1xRTX-4090", "sft", "full", {**FEW, "optim": "adamw_torch"}),
+    "the longest": problem(
+        "Qwen2.5-0.5B", "1xRTX-4090", "sft", "lora", {"attn_implementation": "sdpa"}, optimize="max-length"
+    ),
+    "the largest batch": problem("Qwen2.5-0.5B", "1xRTX-4090", "sft", "lora", FEW, optimize="batch-size"),
+}
+
+
+@pytest.fixture(scope="module", params=PROBLEMS)
+def asked(request: pytest.FixtureRequest) -> SearchProblem:
+    return PROBLEMS[request.param]
+
+
+@pytest.fixture(scope="module")
+def every(asked: SearchProblem) -> list[Estimate]:
+    """Each structure of the problem at its best size, without a bound that leaves any out."""
+    found = (best_of_structure(structure, asked) for structure in structures(asked))
+    return [each for each in found if each is not None]
+
+
+def test_the_answer_is_near_the_best_of_all(asked: SearchProblem, every: list[Estimate]) -> None:
+    answer = best_of_class(asked)
+    assert answer is not None
+    fitting = [each for each in every if each.fits]
+    precise = [each for each in fitting if is_precise(each.candidate)] or fitting
+    assert answer.fits == bool(fitting)
+    if not fitting:
+        # the slack of the allocator is not in the bound by which structures are left out
+        assert allocated_bytes(answer) <= LEANEST_MARGIN * min(map(allocated_bytes, every))
+        return
+    best = max(precise, key=lambda each: merit(each, asked.job))
+    *aims, speed = merit(answer, asked.job)
+    *best_aims, best_speed = merit(best, asked.job)
+    assert aims == best_aims
+    assert speed >= NEAR_BEST * best_speed * (1 - ROUNDING)
+    near = [
+        each
+        for each in precise
+        if merit(each, asked.job)[:-1] == tuple(best_aims)
+        and merit(each, asked.job)[-1] >= NEAR_BEST * best_speed
+        and each.candidate.checkpoint_offload == answer.candidate.checkpoint_offload
+    ]
+    assert trainer_peak_bytes(answer) <= min(map(trainer_peak_bytes, near))
+
+
+def test_the_best_size_is_the_largest_that_fits(asked: SearchProblem) -> None:
+    for structure in list(structures(asked))[:6]:
+        sizes = sizes_of(structure, asked)
+        answer = best_of_structure(structure, asked)
+        if not sizes or len(sizes) > 200 or answer is None:
+            continue
+        estimates = [estimate_with_engine(sizes[index], asked) for index in range(len(sizes))]
+        fitting = [each for each in estimates if each is not None and each.fits]
+        if fitting:
+            assert merit(answer, asked.job) >= max(merit(fitting[0], asked.job), merit(fitting[-1], asked.job))
+        else:
+            assert answer.candidate == sizes[0]
+
+
+def test_no_size_is_faster_than_the_bound(asked: SearchProblem, every: list[Estimate]) -> None:
+    for each in every:
+        assert each.throughput.tokens_per_second <= speed_bound(each.candidate, asked) * (1 + ROUNDING)
+
+
+def test_structures_are_left_out_for_a_reason(asked: SearchProblem) -> None:
+    seen = list(examined(asked))
+    assert len(seen) == len(list(structures(asked)))
+    assert all((each.answer is None) == bool(each.reason) for each in seen if each.reason or each.answer is not None)
+
+
+def test_the_merit_is_what_the_job_optimizes_then_speed() -> None:
+    answer = best_of_class(PROBLEMS["fits easily"])
+    assert answer is not None
+    speed, batch = answer.throughput.tokens_per_second, answer.candidate.per_device_train_batch_size
+    job = PROBLEMS["fits easily"].job
+    assert merit(answer, job) == (speed,)
+    assert merit(answer, replace(job, optimize="max-length")) == (2048.0, speed)
+    assert merit(answer, replace(job, optimize="batch-size")) == (float(batch), speed)
+
+
+def test_of_several_ranks_the_largest_that_fits() -> None:
+    ranks = replace(PROBLEMS["fits with checkpoints"].job, lora_ranks=(8, 2048, 64))
+    answer = search(replace(PROBLEMS["fits with checkpoints"], job=ranks))
+    assert answer is not None
+    assert (answer.candidate.lora_r, answer.fits) == (64, True)
+
+
+def test_the_leanest_structure_checkpoints_every_layer() -> None:
+    asked = PROBLEMS["fits with checkpoints"]
+    for structure in structures(asked):
+        lean = leanest(structure, asked)
+        assert (lean.gradient_checkpointing, lean.checkpoint_every_n_layers) == (True, 1)
+    kept = replace(asked, job=replace(asked.job, pinned={**FEW, "gradient_checkpointing": False}))
+    assert all(leanest(each, kept) == each for each in structures(kept))
+
+
+def test_the_slack_of_the_allocator_is_not_allocated() -> None:
+    answer = best_of_class(PROBLEMS["fits easily"])
+    assert answer is not None
+    totals = [sum(phase.components.values()) for phase in answer.gpus[0].phases]
+    slack = [phase.components.get("fragmentation", 0) for phase in answer.gpus[0].phases]
+    assert allocated_bytes(answer) == max(total - loose for total, loose in zip(totals, slack, strict=True))
