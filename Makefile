@@ -33,9 +33,10 @@ $(EMULATED): scripts/emulated_environment.sh constraints.txt
 	rm -rf $(EMULATED)
 	scripts/emulated_environment.sh $(EMULATED) --over python
 
-# Every combination of settings, where `make` tries each pair of them.
+# Every combination of settings, where `make` tries each pair of them; and changed formulas, which a test must notice.
 nightly:
 	$(PYTEST)
+	python -m scripts.mutate
 
 # Rewrites the golden files, the estimates among them, and the outputs of the notebooks; commit them alone, and say which
 # formula moved them.

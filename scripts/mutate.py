@@ -194,7 +194,7 @@ def survivors(tried: list[Mutation]) -> list[Mutation]:
         for path in {each.path for each in tried}:
             assert passes(folder, TESTS[path]), f"{TESTS[path]} fail without a mutation"
         for number, each in enumerate(tried, 1):
-            source = (ROOT / each.path).read_text(encoding="utf-8")
+            source = (folder / each.path).read_text(encoding="utf-8")
             (folder / each.path).write_text(each.applied(source), encoding="utf-8")
             lives = passes(folder, TESTS[each.path])
             (folder / each.path).write_text(source, encoding="utf-8")

@@ -1,0 +1,33 @@
+"""Mutations of the formulas: each is another program, and the choice of them is the same each time."""
+
+import ast
+from collections import Counter
+
+import pytest
+
+from scripts.mutate import ROOT, TESTS, chosen, mutations
+
+
+@pytest.mark.parametrize("path", TESTS)
+def test_each_mutation_is_another_program(path: str) -> None:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    tree = ast.dump(ast.parse(source))
+    for each in mutations(path)[::10]:
+        assert ast.dump(ast.parse(each.applied(source))) != tree
+
+
+@pytest.mark.parametrize("tests", TESTS.values())
+def test_the_tests_of_a_module_exist(tests: tuple[str, ...]) -> None:
+    assert all((ROOT / "tests" / name).is_file() for name in tests)
+
+
+def test_every_module_has_its_share() -> None:
+    tried = chosen(24, 31, "")
+    assert tried == chosen(24, 31, "")
+    assert set(Counter(each.path for each in tried).values()) == {2}
+
+
+def test_messages_and_annotations_stay() -> None:
+    befores = {each.before for path in TESTS for each in mutations(path)}
+    assert "int | None" not in befores
+    assert not any('"""' in before for before in befores)
