@@ -4,14 +4,17 @@ from functools import lru_cache
 from typing import Literal
 
 from planner.cache_keys import StateInput, TrainingInput
-from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES
+from planner.candidate import BITSANDBYTES, DEEPSPEED, DTYPE_BYTES, Quantization
 from planner.gpus.cluster import Gpu
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.gradients import trained_groups
-from planner.memory.parameters.lora import targets_experts
-from planner.memory.parameters.policy import Parameters, parameters, policy_parameters
+from planner.memory.parameters.broadcast import SentTensor, largest_buckets_bytes
+from planner.memory.parameters.lora import lora_in_order, targets_experts
+from planner.memory.parameters.policy import QUANTIZED_PARTS, Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import gathered_bytes, prefetch_elements, reduce_bucket_elements
-from planner.memory.weights import base_dtype_bytes, shards_4bit_weights
+from planner.memory.parameters.tensors import EqualTensors, tensors_in_order
+from planner.memory.weights import base_dtype_bytes, quantized_tensor_sizes, shards_4bit_weights
+from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.units import MIB
 
@@ -84,6 +87,53 @@ def nccl_bytes(candidate: StateInput, gpu: Gpu) -> int:
         return 0
     size = NCCL_BYTES["one node" if candidate.num_nodes == 1 else "several nodes"]
     return size * (2 if candidate.vllm == "server" else 1)
+
+
+def parameter_broadcast_bytes(candidate: StateInput) -> int:
+    """Bytes on one GPU while DDP broadcasts the model, more than its buckets for gradients, which come afterwards.
+
+        bytes = `largest_buckets_bytes` of all tensors, frozen ones included - trained parameters x dtype, at least 0
+
+    Example: Qwen2.5-0.5B with LoRA in bfloat16 on two GPUs: 0.42 GiB of buckets, 0.03 of gradients.
+
+    Leaves out buffers, the scales of quantized weights, and PPO's value model.
+    """
+    if candidate.sharding != "ddp" or candidate.num_processes == 1:
+        return 0
+    head = candidate.method_row.head
+    lora = (candidate.lora_r, candidate.lora_target_modules) if candidate.tuning == "lora" else ()
+    width, adapter_width = base_dtype_bytes(candidate), adapter_dtype_bytes(candidate)
+    sent = _broadcast_bytes(candidate.model, head, candidate.quantization, width, lora, adapter_width)
+    return max(0, sent - sum(tensors.params * size for tensors, size in trained_groups(candidate)))
+
+
+@lru_cache(maxsize=1024)
+def _broadcast_bytes(
+    model: ModelShape,
+    head: Head,
+    quantization: Quantization,
+    width: int,
+    lora: tuple[int, tuple[str, ...]] | tuple[()],
+    adapter_width: int,
+) -> int:
+    """Bytes of two buckets of the model's tensors. Adapters are taken to lie evenly among the weights of layers."""
+
+    def sent(place: float, tensor: EqualTensors) -> SentTensor:
+        if tensor.part in QUANTIZED_PARTS[quantization]:
+            packed = quantized_tensor_sizes(tensor.shape, quantization, model.quantization_group_size)[0]
+            return SentTensor(place=place, kind=quantization, size_bytes=packed)
+        size = adapter_width if tensor.part == "adapter" else width
+        return SentTensor(place=place, kind=f"{size} bytes", size_bytes=tensor.elements * size)
+
+    base = _each(tensors_in_order(model, head))
+    adapters = _each(lora_in_order(model, *lora)) if lora else []
+    step = (len(base) - 1) / max(len(adapters), 1)  # the first tensor is the embedding
+    places = [*enumerate(base), *((1 + (number + 0.5) * step, each) for number, each in enumerate(adapters))]
+    return largest_buckets_bytes(sent(place, tensor) for place, tensor in places)
+
+
+def _each(kinds: tuple[EqualTensors, ...]) -> list[EqualTensors]:
+    return [kind for kind in kinds for _ in range(kind.count)]
 
 
 # Where a pass gathers parameters or reduces gradients: the embedding's forward pass, layers, head and loss, the head's

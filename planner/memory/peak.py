@@ -69,12 +69,15 @@ def with_engine(phase: PhaseMemory, engine: EngineMemory) -> PhaseMemory:
 
 
 def load(passes: Passes) -> Components:
-    """Before the first step: weights that are sharded later; of the optimizer only DeepSpeed's master weights.
+    """Before the first step: weights that are sharded later, DDP's broadcast; DeepSpeed's master weights.
 
     Under ZeRO-3 weights are sharded while they are created, long before there are master weights, and a copy of those.
     """
     states = passes.states
-    unsharded: Components = {"weights": states.unsharded_while_loading}
+    unsharded: Components = {
+        "weights": states.unsharded_while_loading,
+        "communication": states.parameter_broadcast,
+    }
     masters: Components = {"optimizer_states": states.master_weights}
     if passes.candidate.sharding != "zero3":
         return add_components({**passes.idle, **masters}, unsharded)

@@ -15,6 +15,7 @@ from planner.memory.communication import (
     communication_bytes,
     gather_bytes,
     generation_gather_bytes,
+    parameter_broadcast_bytes,
     reference_gather_bytes,
     weight_sync_bytes,
 )
@@ -47,6 +48,7 @@ class StateMemory:
     accumulated_gradients: int
     step_gradients: int
     unsharded_while_loading: int
+    parameter_broadcast: int
     step_temporaries: int
     gathered: dict[GatherMoment, int]
     gathered_beside: int  # while a reference model runs after the policy, whose graph is alive
@@ -75,6 +77,7 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         accumulated_gradients=accumulated_gradients_bytes(settings),
         step_gradients=step_gradients_bytes(settings),
         unsharded_while_loading=unsharded_while_loading_bytes(settings),
+        parameter_broadcast=parameter_broadcast_bytes(settings),
         step_temporaries=step_temporaries_bytes(settings),
         gathered={moment: gather_bytes(settings, moment) for moment in GATHER_MOMENTS},
         gathered_beside=reference_gather_bytes(settings, "loss"),

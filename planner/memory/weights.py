@@ -133,7 +133,7 @@ def _sharded_4bit_bytes(counted: Parameters, candidate: StateInput, group_size: 
     """
     width, found = DTYPE_BYTES[candidate.bnb_4bit_quant_storage], 0
     for kind in counted.quantized_tensors.kinds:
-        packed, *scales = _quantized_tensor_sizes(kind.shape, candidate.quantization, group_size)
+        packed, *scales = quantized_tensor_sizes(kind.shape, candidate.quantization, group_size)
         rows = -(-packed // width)
         piece = rounded_bytes(-(-rows // candidate.shard_gpus) * width)
         found += (piece + sum(rounded_bytes(size) for size in scales)) * kind.count
@@ -230,10 +230,10 @@ def quantized_bytes(tensors: TensorSet, quantization: Quantization, group_size: 
 
 
 def _quantized_tensor_bytes(shape: tuple[int, ...], quantization: Quantization, group_size: int) -> int:
-    return sum(rounded_bytes(size) for size in _quantized_tensor_sizes(shape, quantization, group_size))
+    return sum(rounded_bytes(size) for size in quantized_tensor_sizes(shape, quantization, group_size))
 
 
-def _quantized_tensor_sizes(shape: tuple[int, ...], quantization: Quantization, group_size: int) -> tuple[int, ...]:
+def quantized_tensor_sizes(shape: tuple[int, ...], quantization: Quantization, group_size: int) -> tuple[int, ...]:
     """Bytes of each tensor that holds one quantized tensor, the packed weights first."""
     out_features, in_features = (shape[-2], shape[-1]) if len(shape) > 1 else (1, shape[0])
     elements = out_features * in_features * (shape[0] if len(shape) > 2 else 1)

@@ -1,0 +1,51 @@
+"""DDP's broadcast of the model before the first step, beside runs on emulated GPUs (results/emulated.md)."""
+
+import pytest
+
+from planner.candidate import Candidate
+from planner.estimate import estimate
+from planner.gpus.parse import parse_cluster
+from planner.memory.communication import parameter_broadcast_bytes
+from planner.models.catalogue import load_model
+from scripts.emulated_grid import torch_bytes
+
+LOAD_WITHIN = 0.006  # two workspaces of cuBLAS, 8 MiB, are CUDA's in the formulas: 0.5 % of the smallest run
+
+
+def job(model: str, tuning: str, ranks: int) -> Candidate:
+    return Candidate(
+        model=load_model(model),
+        method="sft",
+        tuning="lora" if tuning == "lora" else "full",
+        dtype="bfloat16",
+        sharding="ddp",
+        num_processes=ranks,
+        max_length=1024,
+        per_device_train_batch_size=1,
+        padded=False,
+    )
+
+
+class TestParameterBroadcast:
+    @pytest.mark.parametrize(
+        ("model", "tuning", "ranks", "load_bytes"),
+        [
+            ("Qwen2.5-0.5B", "lora", 2, 1_478_904_832),
+            ("Qwen2.5-7B", "lora", 8, 16_823_365_632),
+            ("Qwen2.5-0.5B", "full", 2, 1_984_422_912),
+            ("Qwen2.5-1.5B", "full", 8, 6_175_810_560),
+        ],
+    )
+    def test_the_load_of_ddp_holds_two_buckets_of_weights(
+        self, model: str, tuning: str, ranks: int, load_bytes: int
+    ) -> None:
+        candidate, cluster = job(model, tuning, ranks), parse_cluster(f"{ranks}xA100-80G", None)
+        load = estimate(candidate, cluster).gpus[0].phases[0]
+        assert load.name == "load"
+        assert torch_bytes(candidate, cluster, load) == pytest.approx(load_bytes, rel=LOAD_WITHIN)
+
+    def test_gradients_buckets_of_full_fine_tuning_are_larger(self) -> None:
+        assert parameter_broadcast_bytes(job("Qwen2.5-0.5B", "full", 2)) == 0
+
+    def test_one_process_broadcasts_nothing(self) -> None:
+        assert parameter_broadcast_bytes(job("Qwen2.5-7B", "lora", 1)) == 0
