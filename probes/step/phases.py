@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import trl.models.utils
 from peft import PeftModel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GenerationMixin
@@ -45,6 +46,8 @@ class Phases:
         self._backbones = {_plain(model).base_model for model in built.models}
         self._backward = built.trainer.accelerator.backward
         self._generate = GenerationMixin.generate
+        self._unwrap = trl.models.utils._unwrap_model_for_generation
+        self._unwrapped = False  # inside that block
 
     def on_enter(self, module: torch.nn.Module) -> None:
         """Begin the phase "forward" where a model is called with gradients, else "score"."""
@@ -76,8 +79,22 @@ class Phases:
         """Run a rollout as the phase "rollout"."""
         self._listener.enter_phase("rollout")
         result = self._rollout(self._generate, model, lambda cached: self._listener.mark(cached, "kv_cache"), arguments)
-        self._listener.enter_phase("score")
+        if not self._unwrapped:
+            self._listener.enter_phase("score")
         return result
+
+    @contextlib.contextmanager
+    def unwrapped(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Run the block in which TRL generates as the phase "rollout": ZeRO-3 gathers the model at its beginning.
+
+        Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`.
+        """
+        self._listener.enter_phase("rollout")
+        self._unwrapped = True
+        with self._unwrap(*args, **kwargs) as model:
+            yield model
+        self._unwrapped = False
+        self._listener.enter_phase("score")
 
     def after_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
@@ -123,6 +140,7 @@ def mark_phases(
     try:
         with (
             substituted(built.trainer.accelerator, "backward", phases.backward),
+            substituted(trl.models.utils, "_unwrap_model_for_generation", phases.unwrapped),
             substituted(GenerationMixin, "generate", lambda model, **arguments: phases.generate(model, **arguments)),
             substituted(DynamicLayer, "update", phases.cache_update(DynamicLayer.update)),
             substituted(DynamicSlidingWindowLayer, "update", phases.cache_update(DynamicSlidingWindowLayer.update)),

@@ -65,7 +65,11 @@ def model_path(task: Task, shape: ModelShape) -> str:
 
 
 def model_init_kwargs(task: Task) -> dict[str, Any]:
-    """Return the `model_init_kwargs` of TRL's scripts (trl 1.16, scripts/sft.py), but for the quantization."""
+    """Return the `model_init_kwargs` of TRL's scripts (trl 1.16, scripts/sft.py), but for the quantization.
+
+    Several processes have `device_map` None, which stable trainers set themselves; CPO, ORPO and online DPO take "auto"
+    if it is not there, which Transformers refuses under ZeRO-3 (trl 1.16, experimental/cpo/cpo_trainer.py).
+    """
     candidate = task.candidate
     settings: dict[str, Any] = {"dtype": candidate.dtype}
     if candidate.attn_implementation != "sdpa":  # unset means sdpa if the model supports it, else eager
@@ -73,6 +77,8 @@ def model_init_kwargs(task: Task) -> dict[str, Any]:
     state = PartialState()
     if task.device != "cpu" and state.num_processes == 1:
         settings["device_map"] = {"": state.local_process_index}  # "auto" would leave on the host what does not fit
+    if state.num_processes > 1:
+        settings["device_map"] = None
     return settings
 
 
