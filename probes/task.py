@@ -17,6 +17,8 @@ from planner.measurements.documents import candidate_of_report, candidate_report
 ANSWER_PREFIX = "@plan-measurement "
 # File in the worker's folder with the name of the running phase: where a worker was that ended without a measurement.
 PHASE_FILE = "phase"
+# Environment variable of a worker: the runner's CUDA_VISIBLE_DEVICES, of which the worker may see one GPU only.
+GIVEN_GPUS = "PLAN_GIVEN_GPUS"
 
 
 WorkerDevice = Literal["cuda", "cpu", "emulated"]  # "emulated": `cuda` on another driver (probes/emulated_gpu)

@@ -1,7 +1,6 @@
 """The runner with a script as worker, without the libraries: its task, its limits and its verdict."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -79,9 +78,13 @@ def test_a_worker_is_no_process_of_the_launcher_around_the_plan(monkeypatch: pyt
     assert "RANK" not in environment(TASK, "m")
 
 
-def test_a_worker_on_the_cpu_sees_no_gpu() -> None:
+def test_a_worker_sees_the_gpus_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment(TASK, "m")["CUDA_VISIBLE_DEVICES"] == ""
-    assert "CUDA_VISIBLE_DEVICES" not in environment(replace(TASK, device="cuda"), "m").keys() - os.environ.keys()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    alone = environment(replace(TASK, device="cuda"), "m")
+    assert (alone["CUDA_VISIBLE_DEVICES"], alone["PLAN_GIVEN_GPUS"]) == ("4", "4,5")
+    several = replace(TASK, device="cuda", candidate=structs.replace(CANDIDATE, num_processes=2, sharding="ddp"))
+    assert environment(several, "m")["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
 def test_of_several_processes_the_one_that_ran_out_of_memory_counts(tmp_path: Path) -> None:

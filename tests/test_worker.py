@@ -434,7 +434,8 @@ def test_on_a_larger_card_an_engine_gets_as_many_bytes_by_a_smaller_share(monkey
 def test_a_server_gets_the_model_folder_and_the_gpus_after_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     case = candidate("grpo", vllm="server", num_processes=2, sharding="ddp", vllm_tensor_parallel_size=2)
     command = command_on(case, "/models/here", 1234, random=True)
-    assert command[:6] == ["trl", "vllm-serve", "--model", "/models/here", "--port", "1234"]
+    assert Path(command[0]).parent in (Path(sys.executable).parent, Path())
+    assert [Path(command[0]).name, *command[1:6]] == ["trl", "vllm-serve", "--model", "/models/here", "--port", "1234"]
     assert command[-2:] == ["--load-format", "dummy"]
     monkeypatch.setenv("PLAN_GIVEN_GPUS", "")
     assert server_environment(case) == {"CUDA_VISIBLE_DEVICES": "2,3"}

@@ -4,6 +4,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from planner.candidate import Candidate
 from planner.launch import accelerate, deepspeed
 from planner.launch.command import launch_command
 from planner.launch.files import launch_files
@@ -16,13 +17,18 @@ ONE_RANK = (sys.executable, "-m", "probes.emulated_gpu.one_rank")  # accelerate'
 ANY_PORT = ("--main_process_port", "0")
 
 
+def needs_launcher(candidate: Candidate) -> bool:
+    """Return whether a launcher starts the candidate's processes."""
+    return candidate.num_processes > 1 or candidate.sharding not in ("none", "ddp")
+
+
 def worker_command(task: Task, task_file: Path) -> list[str]:
     """Return the command that runs a task's processes of this machine, in the task's folder.
 
     If it needs a launcher, this writes the launcher's files into that folder.
     """
     candidate = task.candidate
-    if candidate.num_processes == 1 and candidate.sharding in ("none", "ddp"):
+    if not needs_launcher(candidate):
         return [sys.executable, "-m", WORKER, str(task_file)]
     for name, text in launch_files(candidate).items():
         if name in READ_BY_LAUNCHER:

@@ -20,16 +20,17 @@ from pathlib import Path
 
 import psutil
 
+from planner.candidate import Candidate
 from planner.jobs.settings import settings_of
 from planner.measurements.documents import candidate_report
 from planner.measurements.measurement import Measurement
 from planner.units import GIB, MIB, format_gib, format_seconds
 from probes.runner import guard
-from probes.runner.command import worker_command
+from probes.runner.command import needs_launcher, worker_command
 from probes.runner.gpus_in_use import Card, in_use, wait_until_free
 from probes.runner.host import available_bytes, family, held_bytes, kernel_kills, with_environment
 from probes.runner.verdict import Stop, WorkerExit, nothing_measured, verdict, with_resumed
-from probes.task import PHASE_FILE, Task, resumed, write_task
+from probes.task import GIVEN_GPUS, PHASE_FILE, Task, resumed, write_task
 
 MARK = "PLAN_PROBE"  # environment variable that marks every process of a probe
 LOOK_SECONDS = 0.1  # between two checks of a worker's time and memory
@@ -199,7 +200,19 @@ def environment(task: Task, mark: str) -> dict[str, str]:
         own["HF_HUB_OFFLINE"] = "1"
     if task.device == "cpu":
         own["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        own |= _gpus(task.candidate, kept.get("CUDA_VISIBLE_DEVICES", ""))
     return kept | ALWAYS | own | candidates
+
+
+def _gpus(candidate: Candidate, visible: str) -> dict[str, str]:
+    """Return the variables that say which GPUs a worker sees, and which its vLLM server may see.
+
+    A process without a launcher sees one: with several, Transformers replicates the model in threads
+    (training_args.py, `n_gpu`). Libraries look for GPUs while they are imported, so that the worker cannot choose.
+    """
+    own = {} if needs_launcher(candidate) else {"CUDA_VISIBLE_DEVICES": visible.split(",")[0] or "0"}
+    return {GIVEN_GPUS: visible, **own}
 
 
 def _watch(process: subprocess.Popen[bytes], worker: _Worker) -> Stop | None:

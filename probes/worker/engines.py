@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from probes.step.built_trainer import BuiltTrainer
 from probes.step.listener import PhaseListener
 from probes.step.rollouts import short_row
 from probes.substitution import substituted
-from probes.task import free_port
+from probes.task import GIVEN_GPUS, free_port
 
 START_SECONDS = 900.0  # a server may compile for minutes; the runner has a limit of its own
 LOOK_SECONDS = 1.0
@@ -105,9 +106,12 @@ def dummy_weights(candidate: Candidate) -> Iterator[None]:
 def command_on(candidate: Candidate, model: str, port: int, random: bool) -> list[str]:
     """Return the server command of the launch files with another model path and port.
 
-    `--load-format` is an option of `vllm serve`; `trl vllm-serve` passes on options that it does not know.
+    `--load-format` is an option of `vllm serve`; `trl vllm-serve` passes on options that it does not know. The command
+    is the one beside this Python, whose environment need not be active.
     """
     command = server_command(candidate)
+    beside = Path(sys.executable).with_name(command[0])
+    command[0] = str(beside) if beside.is_file() else command[0]
     for name, value in (("--model", model), ("--port", str(port))):
         command[command.index(name) + 1] = value
     return command + (["--load-format", "dummy"] if random else [])
@@ -116,22 +120,9 @@ def command_on(candidate: Candidate, model: str, port: int, random: bool) -> lis
 def server_environment(candidate: Candidate) -> dict[str, str]:
     """Return the environment in which the server sees the GPUs after the trainer's, of all that are visible here."""
     devices = placement(candidate).server_devices.split(",")
-    visible = os.environ.get(ALL_GPUS, "").split(",")
+    visible = os.environ.get(GIVEN_GPUS, "").split(",")
     names = (visible[int(device)] if len(visible) > int(device) else device for device in devices)
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
-
-
-ALL_GPUS = "PLAN_GIVEN_GPUS"  # environment variable with CUDA_VISIBLE_DEVICES as it was before `keep_own_gpus`
-
-
-def keep_own_gpus(candidate: Candidate) -> None:
-    """Let a process without a launcher see one GPU only: with several, Transformers replicates the model in threads
-    (training_args.py, `n_gpu`).
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    os.environ[ALL_GPUS] = visible
-    if candidate.num_processes == 1 and "WORLD_SIZE" not in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0] or "0"
 
 
 @contextlib.contextmanager

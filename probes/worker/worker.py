@@ -33,7 +33,7 @@ from probes.step.rollouts import whole_rollout
 from probes.substitution import substituted
 from probes.task import ANSWER_PREFIX, Task, read_task
 from probes.worker.cpu_accelerators import cpu_accelerators, needs_accelerators
-from probes.worker.engines import engine, keep_own_gpus, mark_engine_phases, with_share_of_this_card
+from probes.worker.engines import engine, mark_engine_phases, with_share_of_this_card
 from probes.worker.random_weights import random_weights
 from probes.worker.shortage import lacks_memory
 from probes.worker.states import RankStates, report_zero_gradients
@@ -227,8 +227,6 @@ def main(task_file: str) -> int:
     """
     with stdout_for_answer() as answer:
         task = read_task(Path(task_file))
-        if task.device != "cpu":
-            keep_own_gpus(task.candidate)
         if task.one_of_many:
             answer_for_peers()
         try:
