@@ -3,6 +3,7 @@
 Running out of memory is a measurement too.
 """
 
+import importlib.metadata
 import json
 import os
 import socket
@@ -29,6 +30,8 @@ import torch
 import transformers
 
 from probes.dryrun.dry_run import dry_run
+from probes.emulated_gpu.start import plugin_environment
+from probes.emulated_gpu.values import keep_small_values_on_host
 from probes.task import ANSWER_PREFIX, PHASE_FILE, Task, resumed, write_task
 from probes.trainers import transformers_config
 from probes.worker.engines import command_on, free_port, served, server_environment, with_share_of_this_card
@@ -441,6 +444,17 @@ def test_a_server_gets_the_model_folder_and_the_gpus_after_the_trainers(monkeypa
     assert server_environment(case) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     monkeypatch.setenv("PLAN_GIVEN_GPUS", "4,5,6,7")
     assert server_environment(case) == {"CUDA_VISIBLE_DEVICES": "6,7"}
+
+
+def test_vllm_finds_the_plugin_of_an_emulated_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PLAN_EMULATED_MACHINE", raising=False)
+    assert plugin_environment() == {}
+    monkeypatch.setenv("PLAN_EMULATED_MACHINE", str(tmp_path / "machine"))
+    monkeypatch.setenv("PYTHONPATH", "here")
+    first, folder = plugin_environment()["PYTHONPATH"].split(os.pathsep)
+    (found,) = importlib.metadata.distributions(path=[folder])
+    (point,) = found.entry_points.select(group="vllm.general_plugins")
+    assert (first, point.load()) == ("here", keep_small_values_on_host)
 
 
 def test_seconds_of_a_step_include_its_share_of_a_rollout(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from probes.emulated_gpu.machine import Machine, write_machine
 
 MACHINE_FILE = "machine"
 MACHINE = "PLAN_EMULATED_MACHINE"  # environment variable: path of the machine file; driver/memory.cpp reads it
+PLUGIN = "plan_emulated_gpu"
 ALWAYS = {
     # no nvcc compiles DeepSpeed's kernels (deepspeed 0.19.8, ops/op_builder/builder.py)
     "DS_IGNORE_CUDA_DETECTION": "1",
@@ -41,3 +42,21 @@ def machine_environment(machine: Machine, folder: Path) -> dict[str, str]:
             libraries
         ),  # Triton links a launcher to libcuda (triton 3.7, backends/nvidia/driver.py)
     }
+
+
+def plugin_environment() -> dict[str, str]:
+    """Return the environment of a vLLM server: on an emulated machine, a plugin computes the values that steer it.
+
+    vLLM loads plugins in each of its processes by the entry points of installed packages (vllm 0.31,
+    plugins/__init__.py, `load_general_plugins`), of which this writes one into the machine's folder.
+    """
+    if MACHINE not in os.environ:
+        return {}
+    folder = Path(os.environ[MACHINE]).parent / "plugin"
+    package = folder / f"{PLUGIN}-1.dist-info"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1\n", encoding="utf-8")
+    (package / "entry_points.txt").write_text(
+        f"[vllm.general_plugins]\n{PLUGIN} = probes.emulated_gpu.values:keep_small_values_on_host\n", encoding="utf-8"
+    )
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))}

@@ -13,7 +13,8 @@ active, under which autograd would add gradients out of place (ATen/TensorSubcla
 import ctypes
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -60,6 +61,14 @@ def small_values_on_host() -> Iterator[None]:
     finally:
         library._destroy()
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+@lru_cache(maxsize=1)
+def keep_small_values_on_host() -> ExitStack:
+    """Compute small results on the host until the process ends; vLLM calls it in each of its processes (start.py)."""
+    kept = ExitStack()
+    kept.enter_context(small_values_on_host())
+    return kept
 
 
 def _kernels() -> list[str]:

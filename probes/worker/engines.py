@@ -25,6 +25,7 @@ from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.launch.command import server_command
 from planner.launch.placement import placement
+from probes.emulated_gpu.start import plugin_environment
 from probes.step.built_trainer import BuiltTrainer
 from probes.step.listener import PhaseListener
 from probes.step.rollouts import short_row
@@ -61,7 +62,11 @@ def engine(candidate: Candidate, model: str, random: bool) -> Iterator[dict[str,
             )
         state, server, group = PartialState(), free_port(), free_port()
         with (
-            served(command_on(candidate, model, server, random), server, server_environment(candidate))
+            served(
+                command_on(candidate, model, server, random),
+                server,
+                server_environment(candidate) | plugin_environment(),
+            )
             if state.is_main_process
             else contextlib.nullcontext()
         ):

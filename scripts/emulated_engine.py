@@ -1,0 +1,228 @@
+"""Start vLLM engines as TRL does on emulated GPUs, awake and asleep, beside the formulas: results/emulated_engine.md.
+
+    DIR/bin/python -m scripts.emulated_engine run [COUNT]    in scripts/emulated_environment.sh's with vLLM
+    python -m scripts.emulated_engine table                  the page, from the rows that there are
+
+An engine that has a row is not started again, so that a run can be broken off.
+"""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from planner.gpus.cluster import Gpu
+from planner.gpus.parse import parse_cluster
+from planner.memory.engine.budget import EngineSettings, engine_memory
+from planner.models.catalogue import load_model
+from planner.units import GIB
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+ROWS, PAGE = RESULTS / "emulated_engine.jsonl", RESULTS / "emulated_engine.md"
+SECONDS = 900
+MASTER_PORT = "29517"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """One engine on A100s of 40 GB; the defaults are TRL's of a colocated one (trl 1.16, vllm_generation.py)."""
+
+    model: str
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.5
+    max_model_len: int = 4096
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 4096
+
+    @property
+    def settings(self) -> EngineSettings:
+        named = {name: value for name, value in asdict(self).items() if name != "model"}
+        return EngineSettings(**named, sleep=2)
+
+
+ENGINES = (
+    Engine(model="Qwen2.5-0.5B"),
+    Engine(model="Qwen2.5-0.5B", enforce_eager=True),
+    Engine(model="Qwen2.5-1.5B"),
+    Engine(model="Qwen2.5-7B"),
+    Engine(model="Qwen2.5-7B", enforce_eager=True),
+    Engine(model="Qwen2.5-7B", tensor_parallel_size=2),
+    Engine(model="Llama-3.2-1B"),
+    Engine(model="Llama-3.1-8B"),
+    Engine(model="Llama-3.1-8B", tensor_parallel_size=2, enforce_eager=True),
+    Engine(model="google/gemma-2-2b"),
+    Engine(model="Qwen3-4B"),
+    Engine(model="Qwen2.5-1.5B", max_num_seqs=64),
+)
+
+
+def gpu() -> Gpu:
+    return parse_cluster("1xA100-40G", None).gpu
+
+
+def row(engine: Engine) -> dict[str, Any]:
+    """Start an engine on emulated GPUs, one process a GPU, and return what the first process saw."""
+    from probes.emulated_gpu.machine import Machine
+    from probes.emulated_gpu.start import machine_environment
+
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = engine.tensor_parallel_size
+        variables = machine_environment(Machine(gpu=gpu(), cards=ranks), Path(folder))
+        command = [sys.executable, "-m", "scripts.emulated_engine", "one", folder, json.dumps(asdict(engine))]
+        processes = [
+            subprocess.Popen(
+                command,
+                env=os.environ | variables | _rank_variables(rank, ranks),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        ended = [process.communicate(timeout=SECONDS) for process in processes]
+    lines = [line for line in ended[0][0].splitlines() if line.startswith("{")]
+    if not lines:
+        return {"engine": asdict(engine), "failed": ended[0][1].strip().splitlines()[-1][-300:]}
+    return {"engine": asdict(engine), "seen": json.loads(lines[-1])}
+
+
+def _rank_variables(rank: int, ranks: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": MASTER_PORT,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def one(folder: Path, engine: Engine) -> dict[str, int]:
+    """Start the engine in this process and return bytes: its parts, and what the card holds awake and asleep."""
+    import torch
+    from vllm import LLM
+
+    from probes.emulated_gpu.values import small_values_on_host
+    from probes.worker.random_weights import model_folder
+
+    model = model_folder(load_model(engine.model), folder / os.environ["RANK"])
+
+    def held() -> int:
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free)
+
+    with small_values_on_host():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.empty(1, device="cuda")
+        before = held()
+        settings = {name: value for name, value in asdict(engine).items() if name != "model"}
+        llm = LLM(
+            model=str(model),
+            load_format="dummy",
+            enable_sleep_mode=True,
+            distributed_executor_backend="external_launcher",
+            logprobs_mode="processed_logprobs",
+            skip_tokenizer_init=True,
+            seed=0,
+            **settings,
+        )
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        seen = {
+            "before": before,
+            "weights": int(worker.model_runner.model_memory_usage),
+            "activation_and_graphs": int(worker.peak_activation_memory),
+            "graphs_estimate": int(worker.cudagraph_memory_estimate),
+            "kv_cache": int(worker.available_kv_cache_memory_bytes),
+            "blocks": int(worker.cache_config.num_gpu_blocks),
+            "awake": held(),
+        }
+        for level in (1, 2):
+            llm.sleep(level=level)
+            seen[f"asleep_{level}"] = held()
+            seen[f"asleep_{level}_allocated"] = torch.cuda.memory_allocated()
+            seen[f"asleep_{level}_reserved"] = torch.cuda.memory_reserved()
+            llm.wake_up()
+        seen["awake_again"] = held()
+    return seen
+
+
+def run(count: int) -> None:
+    """Start the engines that have no row yet, at most `count`, and append each row as it is ready."""
+    lines = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
+    done = [json.loads(line)["engine"] for line in lines]
+    for engine in [each for each in ENGINES if asdict(each) not in done][:count]:
+        text = json.dumps(row(engine))
+        with ROWS.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        print(text, flush=True)
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+EXPLANATION = (
+    "Engines with TRL's settings of a colocated one (max_num_batched_tokens 4,096, external_launcher, sleep mode), on "
+    "emulated A100s of 40 GB, beside the formulas of planner/memory/engine. GiB, formula / emulated. Weights: what "
+    "loading took. Activation: the peak of vLLM's own profile run. KV cache: with CUDA graphs and memory outside "
+    "PyTorch, which an emulated card does not have: it loads no kernels and captures empty graphs. Awake, asleep: the "
+    "card's bytes less those of a process with a CUDA context; the formula of the latter is a median of real figures, "
+    "`ASLEEP_BYTES`, so that the emulated figure shows what PyTorch keeps of it. Sleep levels 1 and 2 leave the same."
+)
+HEAD = "| model | tp | sequences | graphs | weights | activation | KV cache | awake | asleep |"
+
+
+def table() -> None:
+    """Write the page from the rows and today's formulas."""
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        "# vLLM engines on emulated GPUs",
+        "",
+        *wrap(EXPLANATION, 118),
+        "",
+        HEAD,
+        "|" + "---|" * (HEAD.count("|") - 1),
+    ]
+    lines += [_line(Engine(**each["engine"]), each["seen"]) for each in rows if "seen" in each]
+    lines += [f"\nNot started: {each['engine']}: {each['failed']}" for each in rows if "failed" in each]
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _line(engine: Engine, seen: dict[str, int]) -> str:
+    memory = engine_memory(load_model(engine.model), gpu(), engine.settings)
+    activation = seen["activation_and_graphs"] - seen["graphs_estimate"]
+    outside = memory.non_torch_bytes + memory.cuda_graph_bytes
+    cells = [
+        engine.model.rpartition("/")[2],
+        str(engine.tensor_parallel_size),
+        str(engine.max_num_seqs),
+        "no" if engine.enforce_eager else "yes",
+        _both(memory.weights_bytes, seen["weights"]),
+        _both(memory.activation_peak_bytes, activation),
+        _both(memory.kv_cache_bytes + outside, seen["kv_cache"] + seen["graphs_estimate"]),
+        _both(memory.resident_bytes, seen["awake"] - seen["before"]),
+        f"{memory.asleep_bytes / GIB:.2f} / {(seen['asleep_2'] - seen['before']) / GIB:.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _both(computed: int, seen: int) -> str:
+    return f"{computed / GIB:.3f} / {seen / GIB:.3f} ({computed / seen - 1:+.1%})"
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "run":
+        print({name: importlib.metadata.version(name) for name in ("torch", "vllm", "transformers")})
+        run(int(sys.argv[2]) if len(sys.argv) > 2 else sys.maxsize)
+    elif sys.argv[1] == "one":
+        found = one(Path(sys.argv[2]), Engine(**json.loads(sys.argv[3])))
+        print("\n" + json.dumps(found), flush=True)
+        os._exit(0)
+    else:
+        table()
