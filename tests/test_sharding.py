@@ -295,11 +295,24 @@ class TestCommunication:
 
     def test_adapters_gather_the_whole_model_for_the_engine(self) -> None:
         full, lora = (
-            candidate(sharding="zero3", vllm="server"),
-            candidate(sharding="zero3", vllm="server", tuning="lora"),
+            candidate(sharding="zero3", vllm="colocate"),
+            candidate(sharding="zero3", vllm="colocate", tuning="lora"),
         )
         assert weight_sync_bytes(full) == 2 * 152_064 * HIDDEN
         assert weight_sync_bytes(lora) > 2 * QWEN * 0.99
+
+    def test_weights_are_packed_for_a_server(self) -> None:
+        embedding, buffer = 152_064 * HIDDEN, 2**30
+        one, many = candidate(vllm="server", num_processes=1), candidate(vllm="server", sharding="zero3")
+        assert weight_sync_bytes(one) == 2 * (buffer + 4 * embedding)
+        assert weight_sync_bytes(many) == 2 * embedding + 3 * (buffer + 2 * embedding)
+
+    def test_one_trainer_has_a_communicator_to_its_server(self) -> None:
+        gpu = load_gpu("A100-80G")
+        alone = candidate(num_processes=1)
+        assert (nccl_bytes(alone, gpu), communication_bytes(alone, gpu)) == (0, 0)
+        assert communication_bytes(replace(alone, vllm="server"), gpu) == NCCL_BYTES["one node"]
+        assert nccl_bytes(candidate(vllm="server"), gpu) == 2 * NCCL_BYTES["one node"]
 
     def test_merging_multiplies_the_matrices_out(self) -> None:
         lora = candidate(num_processes=1, tuning="lora", dtype="bfloat16", vllm="colocate")

@@ -13,7 +13,7 @@ from planner.memory.parameters.lora import lora_in_order, targets_experts
 from planner.memory.parameters.policy import QUANTIZED_PARTS, Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import gathered_bytes, prefetch_elements, reduce_bucket_elements
 from planner.memory.parameters.tensors import EqualTensors, tensors_in_order
-from planner.memory.weights import base_dtype_bytes, quantized_tensor_sizes, shards_4bit_weights
+from planner.memory.weights import base_dtype_bytes, quantized_tensor_sizes, shards_4bit_weights, whole_policy_bytes
 from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.units import MIB
@@ -48,6 +48,10 @@ GATHERED_LAYERS = 2
 # `Linear4bit.merge`.
 MERGE_COPIES = 2
 MERGE_COPIES_4BIT = 2
+# Buffers in which weights are sent to a vLLM server, and their bytes. Source: vllm 0.31,
+# distributed/weight_transfer/packed_tensor.py, DEFAULT_PACKED_NUM_BUFFERS and DEFAULT_PACKED_BUFFER_SIZE_BYTES.
+PACKED_BUFFERS = 2
+PACKED_BUFFER_BYTES = 1024 * MIB
 
 
 def is_local(candidate: StateInput) -> bool:
@@ -68,10 +72,10 @@ def communication_bytes(candidate: StateInput, gpu: Gpu) -> int:
 
     Example: Qwen2.5-7B in full on two GPUs, DDP: 30.46 GB for the buckets.
     """
-    if is_local(candidate):
-        return 0
-    trained = trained_groups(candidate)
     found = nccl_bytes(candidate, gpu)
+    if is_local(candidate):
+        return found
+    trained = trained_groups(candidate)
     if candidate.sharding == "ddp":
         found += sum(tensors.params * size for tensors, size in trained)
     elif candidate.sharding == "zero3":
@@ -83,10 +87,8 @@ def communication_bytes(candidate: StateInput, gpu: Gpu) -> int:
 
 def nccl_bytes(candidate: StateInput, gpu: Gpu) -> int:
     """Bytes of NCCL's communicators on one GPU: one for the training group, on rank 0 one more to a vLLM server."""
-    if candidate.num_processes == 1:
-        return 0
     size = NCCL_BYTES["one node" if candidate.num_nodes == 1 else "several nodes"]
-    return size * (2 if candidate.vllm == "server" else 1)
+    return size * ((candidate.num_processes > 1) + (candidate.vllm == "server"))
 
 
 def parameter_broadcast_bytes(candidate: StateInput) -> int:
@@ -337,12 +339,13 @@ def weight_sync_bytes(candidate: StateInput) -> int:
         ZeRO-3     the largest tensor; with adapters the whole model
         FSDP2      the largest tensor, unsharded
         adapters   + 2 x B A of the largest merged weight; on a 4-bit base also 2 x that weight dequantized
+        server     + `_packed_bytes`
 
     Source: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._iter_named_params` (PEFT gathers all parameters at
     once, then `merge_adapter`).
     """
     counted = policy_parameters(candidate)
-    merged = _merge_bytes(candidate, counted)
+    merged = _merge_bytes(candidate, counted) + _packed_bytes(candidate, counted)
     if candidate.sharding == "zero3" and not is_local(candidate):
         return merged + (
             _whole_model_bytes(candidate)
@@ -352,6 +355,25 @@ def weight_sync_bytes(candidate: StateInput) -> int:
     if candidate.sharding == "fsdp2" and not is_local(candidate):
         return merged + counted.unquantized_tensors.largest * base_dtype_bytes(candidate)
     return merged
+
+
+def _packed_bytes(candidate: StateInput, counted: Parameters) -> int:
+    """Bytes of the buffers in which rank 0 sends its weights to a vLLM server, two in flight.
+
+        bytes = min(the model, 2 x (1 GiB + largest tensor)); 3 x if tensors are gathered one by one
+
+    Tensors are concatenated until they exceed 1 GiB. Gathered ones live until their buffer is complete.
+    Source: vllm 0.31, distributed/weight_transfer/packed_tensor.py, `packed_nccl_broadcast_producer`, `pack_tensors`;
+    trl 1.16, generation/vllm_client.py, `update_named_params`; results/emulated_situations.md.
+
+    Example: Qwen2.5-0.5B in float32: the whole model, 1.84 GiB (emulated: 2.04 with the merge of adapters).
+    """
+    if candidate.vllm != "server":
+        return 0
+    width = base_dtype_bytes(candidate)
+    shards = candidate.sharding in ("zero3", "fsdp2") and not is_local(candidate)
+    buffers = PACKED_BUFFERS + (shards and candidate.tuning == "full")
+    return min(whole_policy_bytes(candidate, width), buffers * (PACKED_BUFFER_BYTES + counted.largest_params * width))
 
 
 def _whole_model_bytes(candidate: StateInput) -> int:
