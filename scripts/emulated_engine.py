@@ -176,7 +176,7 @@ EXPLANATION = (
     "`ASLEEP_BYTES`, so that the emulated figure shows what PyTorch keeps of it. Sleep levels 1 and 2 leave the same."
 )
 NOTES = (
-    "With torch.compile the peak of the profile run is about twice the eager one, so that 7B at 0.5 has 0.69 GiB less "
+    "With torch.compile on one GPU the profile run peaks at about twice the eager bytes: 7B at 0.5 has 0.69 GiB less "
     "for its KV cache than the formula says: not explained. Real start-up logs (results/engine.md) are of the older "
     "runner, whose sampler decides the peak. Weights are the growth of the card's used memory, with the rest of "
     "PyTorch's segments."
