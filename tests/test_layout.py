@@ -62,7 +62,7 @@ ALLOWED = {
         "probes/trainers"
     ),
     "probes/runner": (
-        "basics words gpus jobs memory allocator launch estimate measurements probes/task probes/emulated_gpu "
+        "basics words gpus files jobs memory allocator launch estimate measurements probes/task probes/emulated_gpu "
         "probes/dryrun"
     ),
     "probes/study": "basics words models gpus files jobs memory estimate search plan measurements",

@@ -237,3 +237,8 @@ class TestWithoutTheExtraStorage:
         assert capsys.readouterr().err == (
             "Error: --storage needs the extra storage: pip install 'finetune-plan[storage]'.\n"
         )
+
+
+def test_the_cache_is_its_users_alone(own_cache):
+    save_result(fake_measurement(), CARD, "run")
+    assert own_cache.stat().st_mode & 0o777 == 0o700

@@ -24,7 +24,7 @@ from test_measured import CLUSTER, EXPECTED, fake_measurement  # noqa: E402
 import probes.study.storage  # noqa: E402
 from planner.cli import run  # noqa: E402
 from planner.errors import EXIT_WRONG_INPUT, InputError  # noqa: E402
-from planner.files.database import make_folder  # noqa: E402
+from planner.files.database import make_folder_of  # noqa: E402
 from planner.measurements.own_results import (  # noqa: E402
     correct_by_own_probes,
     read_own_results,
@@ -130,7 +130,7 @@ def test_a_trial_of_another_host_is_given_up_when_its_heart_has_stopped(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes.study.storage, "HEARTBEAT_SECONDS", 1)
-    make_folder(file)
+    make_folder_of(file)
     study = open_study(file, "study", optuna.samplers.RandomSampler())
     dead, living = study.ask(), study.ask()
     beats = Heartbeats(file)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote_plus
 
 from planner.errors import InputError, PlanError
+from planner.files.cache import make_folder
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -73,7 +74,7 @@ def new_engine(url: str) -> "Engine":
     return create_engine(url, poolclass=NullPool, connect_args=connect_settings(url))
 
 
-def make_folder(url: str) -> None:
+def make_folder_of(url: str) -> None:
     """Create the folder of an SQLite file.
 
     Raises:
@@ -82,7 +83,7 @@ def make_folder(url: str) -> None:
     if not url.startswith(SQLITE):
         return
     try:
-        Path(url.removeprefix(SQLITE)).expanduser().resolve().parent.mkdir(parents=True, exist_ok=True)
+        make_folder(Path(url.removeprefix(SQLITE)).expanduser().resolve().parent)
     except OSError as error:
         raise PlanError(
             f"The study in {hide_password(url)} cannot be read or written: {error.strerror}: {error.filename}."

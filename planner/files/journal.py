@@ -6,6 +6,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 
 from planner.errors import PlanError
+from planner.files.cache import make_folder
 
 
 def append_line(path: Path, line: str) -> None:
@@ -17,7 +18,7 @@ def append_line(path: Path, line: str) -> None:
         PlanError: the file cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         descriptor = _open_locked(path)
         try:
             data = (("" if _ends_with_newline(descriptor) else "\n") + line + "\n").encode()

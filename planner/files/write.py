@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from planner.errors import InputError
+from planner.files.cache import make_folder
 
 REPORT_FILE = "plan.json"  # in the folder of `--out`
 
@@ -50,7 +51,7 @@ def write_all(texts: Mapping[Path, str]) -> None:
         for path, text in texts.items():
             if path.exists() and not path.is_file():
                 raise InputError(f"{path} cannot be written: it is no regular file.")
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             parts[path] = _write_beside(path, text)
         for path, part in parts.items():
             part.replace(path)

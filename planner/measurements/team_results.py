@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.errors import InputError
-from planner.files.database import database_errors, error_line, hide_password, make_folder, new_engine, wait_for_turn
+from planner.files.database import database_errors, error_line, hide_password, make_folder_of, new_engine, wait_for_turn
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -116,7 +116,7 @@ def migrate(url: str, revision: str = NEWEST_REVISION) -> None:
 def _opened(url: str) -> "Iterator[Connection]":
     """Yield a connection to a database with the newest tables; its changes are written together at the end."""
     with database_errors(url):
-        make_folder(url)
+        make_folder_of(url)
         engine = new_engine(url)
         with engine.connect() as connection:
             ready = _revision(connection) == NEWEST_REVISION

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from planner.errors import InputError
-from planner.files.cache import cache_root
+from planner.files.cache import cache_root, make_folder
 from probes.emulated_gpu.libraries import Functions, needed_functions
 
 DRIVER = Path(__file__).parent / "driver"
@@ -87,7 +87,7 @@ def find_compiler() -> tuple[str, ...]:
 
 def _build(folder: Path, compiler: Sequence[str], needed: dict[str, Functions]) -> None:
     """Build every library into a temporary folder and rename it, so that a folder that exists is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
         made = Path(parent) / "libraries"
         made.mkdir()

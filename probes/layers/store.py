@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from planner.files.cache import cache_root, installed_versions
+from planner.files.cache import cache_root, installed_versions, make_folder
 from planner.memory.layers.measured_layers import LayerResult, LayerShapes, recipe_key
 from planner.memory.layers.recipe import Recipe
 from planner.models.shape import ModelShape
@@ -85,7 +85,7 @@ def _is_docstring(item: object) -> bool:
 def _write(path: Path, content: bytes) -> None:
     """Write a whole file or none: other processes read the folder. Without a writable folder nothing is kept."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
             file.write(content)
         os.replace(file.name, path)

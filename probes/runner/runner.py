@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from planner.candidate import Candidate
+from planner.files.cache import make_folder
 from planner.jobs.settings import settings_of
 from planner.measurements.documents import candidate_report
 from planner.measurements.measurement import Measurement
@@ -111,7 +112,7 @@ def run_probe(
     if taken:
         stop = Stop(outcome="gpu_in_use", message="; ".join(card.description for card in taken))
         return nothing_measured(task, stop, time.monotonic() - started, "")
-    logs.mkdir(parents=True, exist_ok=True)
+    make_folder(logs)
     with tempfile.TemporaryDirectory(
         prefix="plan-probe-", dir=task.folder or None, ignore_cleanup_errors=True
     ) as folder:

@@ -29,7 +29,7 @@ from planner.files.database import (
     error_line,
     hide_password,
     is_lost,
-    make_folder,
+    make_folder_of,
     new_engine,
     not_answering,
     wait_for_turn,
@@ -109,7 +109,7 @@ def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> opt
     Raises:
         PlanError: the folder of the storage's file cannot be created.
     """
-    make_folder(url)
+    make_folder_of(url)
     with turn(url, "optuna"):
         storage = optuna.storages.RDBStorage(url, engine_kwargs=engine_settings(url))
         return optuna.create_study(
