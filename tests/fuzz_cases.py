@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from planner.cli import run
 from planner.jobs.settings import setting_names
-from planner.jobs.train_config import NESTED_KEYS
 from planner.models.catalogue import _lines
+from planner.requests.train_config import NESTED_KEYS
 
 CORPUS = Path(__file__).parent / "corpus"
 EXIT_CODES = (0, 2, 3, 4)

@@ -20,7 +20,6 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.jobs.settings import candidate_fields
-from planner.jobs.train_config import load_train_config
 from planner.launch.accelerate import accelerate_config
 from planner.launch.command import launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
@@ -31,6 +30,7 @@ from planner.launch.torchrun import sharding_settings
 from planner.launch.trl_config import DATASET, trl_config
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
+from planner.requests.train_config import load_train_config
 
 # The libraries' own deprecations are not errors; those of our code are.
 pytestmark = [

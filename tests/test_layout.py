@@ -50,6 +50,7 @@ ALLOWED = {
     "measurements": "basics words models gpus files jobs memory allocator estimate plan",
     "diagnose": "basics words gpus files jobs estimate search plan",
     "report": "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose",
+    "requests": "basics words models gpus files jobs search",
     "probes/substitution": "",
     "probes/task": "basics words measurements",
     "probes/emulated_gpu": "basics gpus files memory probes/substitution probes/task",
@@ -66,7 +67,7 @@ ALLOWED = {
         "probes/dryrun"
     ),
     "probes/study": "basics words models gpus files jobs memory estimate search plan measurements",
-    "probes/callback": "basics words models gpus jobs estimate plan measurements report probes/runner",
+    "probes/callback": "basics words models gpus jobs estimate plan measurements report requests probes/runner",
     "probes": "probes/callback",
     "training_stack": (
         "basics words models gpus files jobs memory memory/layers allocator estimate search plan measurements report "
@@ -74,11 +75,13 @@ ALLOWED = {
     ),
     "commands": (
         "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose report "
-        "training_stack"
+        "requests training_stack"
     ),
-    "notebook": "basics words models gpus jobs estimate search plan measurements report training_stack commands",
+    "notebook": (
+        "basics words models gpus jobs estimate search plan measurements report requests training_stack commands"
+    ),
     "serve": (
-        "basics words models gpus files jobs estimate plan diagnose report training_stack commands"
+        "basics words models gpus files jobs estimate plan diagnose report requests training_stack commands"
     ),
     "planner": "basics words models gpus jobs estimate plan notebook",
     "cli": "basics words commands serve",

@@ -111,3 +111,14 @@ def test_every_structure_that_was_considered_has_a_reason() -> None:
 def test_a_job_without_a_method_names_the_methods() -> None:
     with pytest.raises(PlanError, match=r"A Job needs a method: sft, dpo, .*ppo"):
         Job(model=load_model("Qwen2.5-0.5B"))
+
+
+def test_a_rank_is_a_number_as_well_as_a_list_in_text() -> None:
+    one = plan("Qwen2.5-0.5B", "1xL4", method="sft", tuning="lora", lora_r=32)
+    assert one.best.candidate.lora_r == 32
+    assert plan("Qwen2.5-0.5B", "1xL4", method="sft", tuning="lora", lora_r="16,32").best.candidate.lora_r == 32
+
+
+def test_prices_which_only_the_command_compares_are_no_silent_setting() -> None:
+    with pytest.raises(PlanError, match="Unknown setting 'prices'"):
+        plan("Qwen2.5-0.5B", "1xL4", method="sft", prices="prices.toml")

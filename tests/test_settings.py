@@ -10,10 +10,10 @@ from report_samples import COLOCATED, MODEL
 
 from planner.candidate import FIELDS
 from planner.errors import InputError
-from planner.jobs.launch_config import PROCESSES, PROFILES, load_launch_config
 from planner.jobs.settings import candidate_fields, field_types, parse_assignments, setting_names, settings_of
-from planner.jobs.train_config import ConfigFiles, load_config_files, load_train_config
 from planner.models.lora_targets import default_targets
+from planner.requests.launch_config import PROCESSES, PROFILES, load_launch_config
+from planner.requests.train_config import ConfigFiles, load_config_files, load_train_config
 from planner.settings.table import SPELLINGS
 
 PUBLISHED = "bfloat16"

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.commands.options import CheckOptions, SearchOptions, StudyOptions
+from planner.commands.options import CheckOptions, PriceOptions, StudyOptions
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, InputError, PlanError
 from planner.gpus.parse import parse_cluster
 from planner.gpus.prices import MILLION, parse_tokens, read_prices
+from planner.requests.options import SearchOptions
 
 if TYPE_CHECKING:
     from planner.report.listing import Compared
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 BY_COST = "cost"  # a goal of comparisons: the cheapest tokens first
 
 
-def compare(options: SearchOptions, output: CheckOptions, study: StudyOptions) -> int:
+def compare(options: SearchOptions, pricing: PriceOptions, output: CheckOptions, study: StudyOptions) -> int:
     """Plan the job on each cluster and print one table, or one document with --json.
 
     Raises:
@@ -33,18 +34,18 @@ def compare(options: SearchOptions, output: CheckOptions, study: StudyOptions) -
     for flag in (flag for flag, value in one_plan.items() if value):
         raise InputError(f"{flag} is for one plan, and --gpus names several clusters.")
     names = [name.strip() for name in (options.gpus or "").split(",")]
-    _refuse_contradicting_prices(options, names)
+    _refuse_contradicting_prices(pricing, options.optimize == BY_COST, names)
     for name in names:
         parse_cluster(name, options.free_memory, options.host_memory, options.network)
-    prices = read_prices(Path(options.prices)) if options.prices is not None else {}
-    tokens = parse_tokens(options.tokens) if options.tokens is not None else MILLION
+    prices = read_prices(Path(pricing.prices)) if pricing.prices is not None else {}
+    tokens = parse_tokens(pricing.tokens) if pricing.tokens is not None else MILLION
     by_cost = options.optimize == BY_COST
     searched = replace(options, optimize="throughput") if by_cost else options
     with live_line(output, "searching") as line:
         rows = []
         for number, name in enumerate(names, 1):
             line.phase(f"{name}, {number} of {len(names)}")
-            rows.append(_planned(replace(searched, gpus=name), prices, tokens))
+            rows.append(_planned(replace(searched, gpus=name), pricing.price_per_hour, prices, tokens))
     refusals = {row.why_none for row in rows}
     if len(refusals) == 1 and all(row.plan is None for row in rows):
         raise InputError(refusals.pop())  # the job is wrong, whatever the cluster
@@ -56,30 +57,31 @@ def compare(options: SearchOptions, output: CheckOptions, study: StudyOptions) -
         Console(width=width(), highlight=False).print(comparison_table(rows))
     if not any(row.fits for row in rows):
         return EXIT_NOTHING_FITS
-    return EXIT_PLANNED if options.max_cost is None else _within(options.max_cost, rows)
+    return EXIT_PLANNED if pricing.max_cost is None else _within(pricing.max_cost, rows)
 
 
-def compares(options: SearchOptions) -> bool:
+def compares(options: SearchOptions, pricing: PriceOptions) -> bool:
     """Return whether the options ask for a comparison: several clusters, or what one costs."""
-    priced = (options.prices, options.price_per_hour, options.tokens, options.max_cost)
-    return "," in (options.gpus or "") or options.optimize == BY_COST or any(each is not None for each in priced)
+    return "," in (options.gpus or "") or options.optimize == BY_COST or pricing != PriceOptions()
 
 
-def _refuse_contradicting_prices(options: SearchOptions, names: Sequence[str]) -> None:
+def _refuse_contradicting_prices(pricing: PriceOptions, by_cost: bool, names: Sequence[str]) -> None:
     """Refuse prices that are missing, of several clusters in one number, or no prices.
+
+    `by_cost`: the goal is the cheapest cluster.
 
     Raises:
         InputError: they are.
     """
-    if options.price_per_hour is not None and len(names) > 1:
+    if pricing.price_per_hour is not None and len(names) > 1:
         raise InputError("--price-per-hour is the price of one cluster, and --gpus names several. Use --prices.")
-    if options.price_per_hour is not None and options.prices is not None:
+    if pricing.price_per_hour is not None and pricing.prices is not None:
         raise InputError("--price-per-hour and --prices contradict each other. Drop one of them.")
-    unpriced = options.prices is None and options.price_per_hour is None
-    wanting = "--optimize cost" if options.optimize == BY_COST else "--max-cost" if options.max_cost is not None else ""
+    unpriced = pricing.prices is None and pricing.price_per_hour is None
+    wanting = "--optimize cost" if by_cost else "--max-cost" if pricing.max_cost is not None else ""
     if unpriced and wanting:
         raise InputError(f"{wanting} needs prices: --prices FILE, or --price-per-hour PRICE for one cluster.")
-    for flag, price in (("--price-per-hour", options.price_per_hour), ("--max-cost", options.max_cost)):
+    for flag, price in (("--price-per-hour", pricing.price_per_hour), ("--max-cost", pricing.max_cost)):
         if price is not None and not 0 < price < math.inf:
             raise InputError(f"{flag} {price:g} is no price, such as 2.5.")
 
@@ -99,16 +101,18 @@ def _within(max_cost: float, rows: "Sequence[Compared]") -> int:
     return EXIT_NOTHING_FITS
 
 
-def _planned(options: SearchOptions, prices: Mapping[str, float], tokens: int) -> "Compared":
-    from planner.commands.read_options import read_options
+def _planned(
+    options: SearchOptions, price_per_hour: float | None, prices: Mapping[str, float], tokens: int
+) -> "Compared":
     from planner.plan import plan
     from planner.report.listing import Compared
+    from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
     assert options.gpus is not None
     cluster = parse_cluster(options.gpus, options.free_memory, options.host_memory, options.network)
     price = prices.get(cluster.gpu.name)
-    per_hour = options.price_per_hour if price is None else price * cluster.num_gpus
+    per_hour = price_per_hour if price is None else price * cluster.num_gpus
     try:
         request = read_options(options, complete_models(lambda line: None))
         answer = plan(request.job, request.cluster)

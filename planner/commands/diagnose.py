@@ -1,19 +1,20 @@
 """`plan diagnose`: explain a log that ends in out of memory, and plan what fits instead."""
 
-from planner.commands.options import CandidateOptions, LogFile, OutputOptions, config_paths, grouped
+from planner.commands.options import LogFile, OutputOptions, grouped
 from planner.commands.printing import print_table, progress, width
 from planner.errors import EXIT_PLANNED
+from planner.requests.options import CandidateOptions, names_a_job
 
 
 @grouped
 def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) -> int:
     """Read a log that ends in out of memory: what happened, where, and, where the options say which job it was, what
     fits instead."""
-    from planner.commands.read_options import read_options
     from planner.diagnose.job import Diagnosis, diagnose_job
     from planner.diagnose.log import read_incidents
     from planner.report.diagnosis import diagnosis_report, diagnosis_table
     from planner.report.json import json_text
+    from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
     incidents = read_incidents(logged.log)
@@ -27,9 +28,3 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     else:
         print_table(diagnosis_table(diagnosis, width()))
     return EXIT_PLANNED
-
-
-def names_a_job(options: CandidateOptions) -> bool:
-    """Return whether the options say which job wrote the log."""
-    given = (options.model, options.gpus, options.method, *config_paths(options))
-    return any(option is not None for option in given)

@@ -3,9 +3,10 @@
 import sys
 from typing import TYPE_CHECKING
 
-from planner.commands.options import CandidateOptions, OutputOptions, SavedPlan, grouped
+from planner.commands.options import OutputOptions, SavedPlan, grouped
 from planner.commands.printing import live_line, print_table
 from planner.errors import EXIT_PLANNED, DryRunUnsupported
+from planner.requests.options import CandidateOptions
 
 if TYPE_CHECKING:
     from planner.candidate import Candidate
@@ -41,10 +42,10 @@ def saved_or_single_candidate(
     """Return the candidate of a saved report, or of the options if none is given, with its cluster."""
     from pathlib import Path
 
-    from planner.commands.read_options import read_options
     from planner.gpus.host_memory import with_given_host
     from planner.jobs.base_candidate import single_candidate
     from planner.report.read_json import read_plan
+    from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
     with live_line(output) as line:

@@ -2,22 +2,23 @@
 
 from typing import TYPE_CHECKING
 
-from planner.commands.options import CandidateOptions, CheckOptions, grouped
+from planner.commands.options import CheckOptions, grouped
 from planner.commands.printing import live_line, print_error, print_estimate
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED
+from planner.requests.options import CandidateOptions
 
 if TYPE_CHECKING:
-    from planner.commands.read_options import JobRequest
     from planner.quantities import Estimate
+    from planner.requests.read_options import JobRequest
 
 
 @grouped
 def estimate(options: CandidateOptions, output: CheckOptions) -> int:
     """One candidate, no search: what is not set is as TRL has it. Exit 3: it does not fit."""
     from planner.commands.dry_run import check_by_dry_run
-    from planner.commands.read_options import read_options
     from planner.files.write import refuse_unwritable
     from planner.report.table import shortfall
+    from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
     refuse_unwritable(output.out, output.html)

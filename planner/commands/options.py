@@ -1,215 +1,32 @@
-"""All flags of all commands, in groups: a group is a dataclass, each of its fields a flag that Typer shows.
+"""The flags of all commands, in groups: a group is a dataclass, each of its fields a flag that Typer shows.
 
 A new command is a function in `planner/commands/` whose parameters are groups, such as
 `def probe(options: CandidateOptions, output: ReportOptions) -> int`, decorated with `@grouped` and registered in
-`planner/cli.py`. Flags of one command only are a group of their own here.
+`planner/cli.py`. The groups of a job are in `planner/requests/options.py`, without Typer; here are those that only the
+command has.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
-from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
-from planner.methods import METHODS
-from planner.settings.setting import MAX_BATCH_SIZE, MAX_NUMBER
+from planner.jobs.settings import parse_assignments
+from planner.requests.options import Option
 
-Method = Annotated[
-    str | None,
-    typer.Option(
-        "--method",
-        metavar="METHOD",
-        help=f"{', '.join(METHODS)}.",
-    ),
-]
-EffectiveBatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--effective-batch-size",
-        min=1,
-        max=MAX_BATCH_SIZE,
-        metavar="SAMPLES",
-        help="Samples per optimizer step over all GPUs. Default: what TRL's defaults amount to.",
-    ),
-]
-LoraR = Annotated[
-    str | None,
-    typer.Option(
-        "--lora-r",
-        metavar="RANK",
-        help="LoRA rank; several (16,32,64) to get the largest that fits. Default: TRL's, 16.",
-    ),
-]
-MaxCompletionLength = Annotated[
-    str | None,
-    typer.Option("--max-completion-length", metavar="TOKENS", help="Tokens of the longest completion. Default: TRL's."),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Pin any setting by its own name, such as vllm_gpu_memory_utilization=0.3. Repeatable.",
-    ),
-]
-Tuning = Annotated[
-    str,
-    typer.Option(
-        "--tuning", metavar="CLASS", help="auto, full, lora or qlora; auto takes the first of them that fits."
-    ),
-]
-OneTuning = Annotated[
-    str,
-    typer.Option(
-        "--tuning", metavar="CLASS", help="full, lora or qlora; auto: as the settings say, full where they say nothing."
-    ),
-]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the answer by a dry run of the installed libraries, about 15 s.")
 ]
 
 
-# Without slots: a group can inherit from several groups.
 @dataclass(frozen=True, kw_only=True)
-class ConfigFiles:
-    """The files that a training is started with, beside the flags."""
+class PriceOptions:
+    """Prices, by which several clusters are compared."""
 
-    config: Annotated[
-        str | None, typer.Option("--config", metavar="FILE", help="A TRL config file (YAML); flags win over it.")
-    ] = None
-    accelerate_config: Annotated[
-        str | None,
-        typer.Option(
-            "--accelerate-config",
-            metavar="FILE",
-            help="The file for `accelerate launch` (YAML), or the name of TRL's, such as zero3; flags win over it.",
-        ),
-    ] = None
-    deepspeed_config: Annotated[
-        str | None, typer.Option("--deepspeed-config", metavar="FILE", help="A DeepSpeed config (JSON).")
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions(ConfigFiles):
-    """The job: model, method and GPUs."""
-
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help="A name of `plan models`, a folder with a config.json, or a name on the Hub.",
-        ),
-    ] = None
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            "--gpus", metavar="CLUSTER", help="2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB, or local (this machine's)."
-        ),
-    ] = None
-    free_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--free-memory", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all of it."
-        ),
-    ] = None
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--host-memory",
-            metavar="SIZE",
-            help="Main memory of each node, such as 256GiB. Default: what nodes with that GPU usually have.",
-        ),
-    ] = None
-    network: Annotated[
-        str | None,
-        typer.Option(
-            "--network",
-            metavar="SPEED",
-            help="Network of each node, such as 400Gb or 8x400Gb a second. Default: 400Gb.",
-        ),
-    ] = None
-    method: Method = None
-    tuning: Tuning = "auto"
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            "--max-length", min=1, max=MAX_NUMBER, metavar="TOKENS", help="Tokens of a whole row. Default: TRL's."
-        ),
-    ] = None
-    prompt_length: Annotated[
-        int | None,
-        typer.Option(
-            "--prompt-length",
-            min=1,
-            max=MAX_NUMBER,
-            metavar="TOKENS",
-            help="Tokens of the longest prompt, for methods that generate.",
-        ),
-    ] = None
-    max_completion_length: MaxCompletionLength = None
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            "--batch-size",
-            min=1,
-            max=MAX_BATCH_SIZE,
-            metavar="SAMPLES",
-            help="per_device_train_batch_size. Default: searched.",
-        ),
-    ] = None
-    effective_batch_size: EffectiveBatchSize = None
-    lora_r: LoraR = None
-    set: Set = None
-    images_per_row: Annotated[
-        int | None,
-        typer.Option("--images-per-row", min=0, metavar="N", help="Images in each row of a vision-language model."),
-    ] = None
-    image_size: Annotated[
-        str | None,
-        typer.Option(
-            "--image-size",
-            metavar="WIDTHxHEIGHT",
-            help="Pixels of an image, as the processor resizes it; models of Qwen need it.",
-        ),
-    ] = None
-    padded: Annotated[
-        bool | None, typer.Option("--padded/--no-padded", help="Do batches hold padding? Default: yes, real data does.")
-    ] = None
-    risk: Annotated[
-        float,
-        typer.Option(
-            "--risk",
-            min=SMALLEST_RISK,
-            max=LARGEST_RISK,
-            metavar="PROBABILITY",
-            help="Accepted probability of running out of memory.",
-        ),
-    ] = 0.01
-    trl_version: Annotated[
-        str | None,
-        typer.Option(
-            "--trl-version", metavar="VERSION", help="The TRL to plan for. Default: the newest that is known."
-        ),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions(JobOptions):
-    """The options of a job whose candidates are searched."""
-
-    free: Annotated[
-        list[str] | None,
-        typer.Option("--free", metavar="NAME,...", help="Let the search decide settings of --config. Repeatable."),
-    ] = None
-    optimize: Annotated[
-        str,
-        typer.Option("--optimize", metavar="GOAL", help="throughput, max-length, batch-size, or cost (prices)."),
-    ] = "throughput"
     prices: Annotated[
         str | None,
         typer.Option(
@@ -230,28 +47,6 @@ class SearchOptions(JobOptions):
         float | None,
         typer.Option(
             "--max-cost", metavar="PRICE", help="Exit with 3 if the cheapest costs more (--tokens, else a million)."
-        ),
-    ] = None
-
-
-def config_paths(options: ConfigFiles) -> tuple[str | None, str | None, str | None]:
-    """Return the paths of the TRL, accelerate and DeepSpeed configs; None: not given."""
-    return options.config, options.accelerate_config, options.deepspeed_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class CandidateOptions(JobOptions):
-    """The options of one candidate without a search: a setting that is not given has TRL's default."""
-
-    tuning: OneTuning = "auto"
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            "--batch-size",
-            min=1,
-            max=MAX_BATCH_SIZE,
-            metavar="SAMPLES",
-            help="per_device_train_batch_size. Default: TRL's, 8.",
         ),
     ] = None
 
@@ -482,6 +277,10 @@ class ServeOptions:
     quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")] = False
 
 
+# Options that a command line has as texts -> the type of these, and the function that reads them.
+TEXTS: dict[str, tuple[Any, Callable[[list[str]], object]]] = {"set": (list[str] | None, parse_assignments)}
+
+
 def grouped(command: Callable[..., int]) -> Callable[..., int]:
     """Return a command as Typer reads it: each parameter that is a group is replaced by the group's fields.
 
@@ -495,7 +294,7 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(command)
     def call_with_groups(**options: Any) -> int:
         values = {
-            name: group(**{field.name: options.pop(field.name) for field in fields(group)})
+            name: group(**{field.name: _value(field.name, options.pop(field.name)) for field in fields(group)})
             for name, group in groups.items()
         }
         return command(**values, **options)
@@ -504,6 +303,11 @@ def grouped(command: Callable[..., int]) -> Callable[..., int]:
     call_with_groups.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call_with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call_with_groups
+
+
+def _value(name: str, given: Any) -> Any:
+    """Return the typed value of an option."""
+    return TEXTS[name][1](given) if name in TEXTS and given is not None else given
 
 
 def _parameters(name: str, hint: Any) -> Iterator[inspect.Parameter]:
@@ -515,5 +319,20 @@ def _parameters(name: str, hint: Any) -> Iterator[inspect.Parameter]:
     for field in fields(hint):
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_flag(field.name, types[field.name])
         )
+
+
+def _flag(name: str, hint: Any) -> Any:
+    """Return the annotation of a flag as Typer reads it: `Annotated[int | None, typer.Option("--max-length", ...)]`."""
+    kind, option = get_args(hint)
+    if not isinstance(option, Option):
+        return hint
+    word = name.replace("_", "-")
+    kinds = set(get_args(kind))
+    if name in TEXTS:
+        kind = TEXTS[name][0]
+    elif kinds >= {int, str}:
+        kind = str | None if NoneType in kinds else str  # a number is a text too
+    flag = f"--{word}/--no-{word}" if bool in kinds else f"--{word}"
+    return Annotated[kind, typer.Option(flag, metavar=option.metavar, min=option.min, max=option.max, help=option.help)]

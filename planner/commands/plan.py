@@ -6,32 +6,35 @@ from typing import TYPE_CHECKING
 import typer
 
 from planner.commands.compare import compare, compares
-from planner.commands.options import CheckOptions, SearchOptions, StudyOptions, grouped
+from planner.commands.options import CheckOptions, PriceOptions, StudyOptions, grouped
 from planner.commands.printing import live_line, print_error, print_plan, progress
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, InputError
+from planner.requests.options import SearchOptions
 
 if TYPE_CHECKING:
-    from planner.commands.read_options import JobRequest
     from planner.plan import Plan
+    from planner.requests.read_options import JobRequest
 
 
 @grouped
-def search(ctx: typer.Context, options: SearchOptions, output: CheckOptions, study: StudyOptions) -> int:
+def search(
+    ctx: typer.Context, options: SearchOptions, pricing: PriceOptions, output: CheckOptions, study: StudyOptions
+) -> int:
     """Find the largest, fastest configuration of a TRL method that fits the GPUs."""
     if ctx.invoked_subcommand is not None:
         _refuse_leading_options(ctx)
         return EXIT_PLANNED
-    from planner.commands.read_options import read_options
     from planner.files.write import refuse_unwritable
     from planner.report.table import refusal
     from planner.report.words import DRY_RUN_HINT
+    from planner.requests.read_options import read_options
     from planner.training_stack import complete_models, dry_run_installed
 
     _refuse_study_options_without_probe(study)
     if study.probe and output.dry_run:
         raise InputError("--probe measures what --dry-run simulates: give one of them.")
-    if compares(options):
-        return compare(options, output, study)
+    if compares(options, pricing):
+        return compare(options, pricing, output, study)
     refuse_unwritable(output.out, output.html)
     with live_line(output, "reading the job") as line:
         request = read_options(options, complete_models(line.say))

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from planner.commands.dry_run import saved_or_single_candidate
-from planner.commands.options import CandidateOptions, ProbeOptions, ReportOptions, SavedPlan, grouped
+from planner.commands.options import ProbeOptions, ReportOptions, SavedPlan, grouped
 from planner.commands.printing import live_line, print_error, print_estimate
 from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, InputError
+from planner.requests.options import CandidateOptions
 
 if TYPE_CHECKING:
     from planner.training_stack import ProbeSettings

@@ -1,6 +1,6 @@
 """The command in Python, for notebooks: `plan("Qwen2.5-7B", "2xA100-40G", method="grpo", zero_stage=3)`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
 
-    from planner.commands.options import JobOptions
+    from planner.requests.options import JobOptions
 
 Options = TypeVar("Options", bound="JobOptions")
 WIDTH = 100  # columns of the table in a notebook
@@ -108,8 +108,8 @@ def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
             "plan takes two names and settings, as plan('Qwen2.5-7B', '2xA100-40G', method='grpo'), or a Job and a "
             "Cluster without settings."
         )
-    from planner.commands.options import SearchOptions
-    from planner.commands.read_options import read_options
+    from planner.requests.options import SearchOptions
+    from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
     options = options_of(SearchOptions, {"model": model, "gpus": gpus}, asked)
@@ -129,7 +129,7 @@ def table_html(table: str) -> str:
 
 
 def options_of(kind: type[Options], given: Mapping[str, Any], asked: Mapping[str, Any]) -> Options:
-    """Return the options of a command: flags by their names, every other argument as `--set name=value`.
+    """Return the options of a job: those by their names, and every other argument as a setting.
 
     Raises:
         InputError: the risk is no number.
@@ -138,11 +138,8 @@ def options_of(kind: type[Options], given: Mapping[str, Any], asked: Mapping[str
     named = {**given, **{name: value for name, value in asked.items() if name in flags}}
     if not isinstance(named.get("risk", 0.0), (int, float)):
         raise InputError(f"risk must be a number, not {shortened(named['risk'])}.")
-    return kind(set=list(_settings(asked, flags)), **named)
-
-
-def _settings(asked: Mapping[str, Any], flags: set[str]) -> Iterator[str]:
-    for name, value in asked.items():
-        if name not in flags and value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            yield f"{name}={text.lower() if isinstance(value, bool) else text}"
+    settings = {name: value for name, value in asked.items() if name not in flags}
+    return kind(
+        set={name: tuple(map(str, value)) if isinstance(value, list) else value for name, value in settings.items()},
+        **named,
+    )

@@ -24,8 +24,8 @@ from planner.settings.table import has_setting
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from planner.commands.read_options import LoadModel
-    from planner.jobs.train_config import TrainConfig
+    from planner.requests.read_options import LoadModel
+    from planner.requests.train_config import TrainConfig
 
 HINT = f"It can be {', '.join(METHOD_OF)}."
 # Fields of peft's LoraConfig -> settings of TRL's ModelConfig, and those that change memory and are not modelled.
@@ -99,8 +99,8 @@ def estimate(
             raise InputError("estimate takes a Candidate with its Cluster, and no setting but risk=0.01 beside them.")
         return _answer(estimate_candidate(args, model, asked.get("risk", RISK)), model, ())
     from planner.commands.estimate import corrected, formula_estimate
-    from planner.commands.options import CandidateOptions
-    from planner.commands.read_options import read_options
+    from planner.requests.options import CandidateOptions
+    from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
     method = method_of_config(type(args), HINT)
@@ -153,7 +153,7 @@ def _field_values(config: Any, unread: Collection[str] = ()) -> dict[str, Any]:
 
     `to_dict()` of Transformers' arguments would replace the quantization config inside the caller's own object.
     """
-    from planner.jobs.train_config import UNMODELLED
+    from planner.requests.train_config import UNMODELLED
 
     read = {
         field.name: getattr(config, field.name) for field in fields(config) if field.init and field.name not in DERIVED
@@ -191,7 +191,7 @@ def _lora_keys(peft_config: Any) -> dict[str, Any]:
 
 def _config(keys: Mapping[str, Any]) -> "TrainConfig":
     """Return the settings of configs. A dataclass has every key of its class: those without effect need no warning."""
-    from planner.jobs.train_config import train_config
+    from planner.requests.train_config import train_config
 
     read = train_config(keys, Path())
     return replace(read, ignored=(), unmodelled=(*read.unmodelled, *(keys.keys() & LORA_UNMODELLED)))

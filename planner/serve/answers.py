@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import DecodeError, Struct, ValidationError
 
-from planner.commands.diagnose import names_a_job
 from planner.commands.estimate import corrected, formula_estimate
-from planner.commands.options import CandidateOptions, JobOptions, SearchOptions
 from planner.commands.plan import planned, with_notes
-from planner.commands.read_options import JobRequest, read_options
 from planner.diagnose.job import Diagnosis, diagnose_job
 from planner.diagnose.log import incidents, refuse_none
 from planner.errors import PlanError, one_line
@@ -25,6 +22,8 @@ from planner.models.catalogue import load_model
 from planner.report.diagnosis import diagnosis_report
 from planner.report.documents import Document
 from planner.report.json import estimate_report, json_text, plan_report
+from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
+from planner.requests.read_options import JobRequest, read_options
 from planner.serve.form import form_page, read_form
 from planner.serve.requests import Allowed, DiagnoseRequest, EstimateRequest, PlanRequest, read_request
 from planner.training_stack import complete_models

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import parse_qs
 
-from planner.commands.options import SearchOptions
 from planner.errors import InputError, shortened
+from planner.jobs.settings import parse_assignments
 from planner.methods import METHODS
 from planner.models.catalogue import model_rows
 from planner.plan import Plan
 from planner.report.html import form_only_html, plan_html, template
+from planner.requests.options import SearchOptions
 
 NUMBER_FIELDS = ("max_length", "effective_batch_size")
 TUNINGS = ("auto", "full", "lora", "qlora")
@@ -44,7 +45,7 @@ class Form:
             tuning=self.tuning or "auto",
             max_length=_number("max_length", self.max_length),
             effective_batch_size=_number("effective_batch_size", self.effective_batch_size),
-            set=[line.strip() for line in self.settings.splitlines() if line.strip()],
+            set=parse_assignments(line for line in self.settings.splitlines() if line.strip()),
         )
 
 

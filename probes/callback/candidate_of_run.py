@@ -15,11 +15,11 @@ from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
 from planner.candidate import DTYPE_BYTES, FOUR_BIT, Candidate
 from planner.errors import InputError
-from planner.jobs.launch_config import deepspeed_sizes
 from planner.jobs.settings import candidate_fields, setting_names
 from planner.methods import METHODS, NEWEST_TRL, MethodName, method_of_config, release
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
+from planner.requests.launch_config import deepspeed_sizes
 from planner.settings.setting import Value
 
 GIVE_A_PLAN = "Give the callback a plan: MemoryPlanCallback('plan.json')."

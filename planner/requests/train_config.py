@@ -6,14 +6,14 @@ from os.path import isfile
 from pathlib import Path
 
 from planner.errors import InputError
-from planner.jobs.launch_config import (
+from planner.jobs.settings import setting_names
+from planner.requests.launch_config import (
     DEEPSPEED_UNMODELLED,
     PROCESSES,
     deepspeed_config,
     load_launch_config,
     load_mapping,
 )
-from planner.jobs.settings import setting_names
 from planner.settings.setting import Value
 from planner.settings.table import FSDP_OFFLOAD
 

@@ -1,28 +1,36 @@
-"""Convert the options of a command to the job and the cluster that they describe."""
+"""Convert the options of a job to the job and the cluster that they describe."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
 from planner.candidate import Candidate
-from planner.commands.options import JobOptions, SearchOptions
-from planner.commands.read_config import config_files, freed, with_batch_of_files, with_server_node, without_unread
 from planner.errors import InputError, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
-from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, parse_assignments
+from planner.jobs.settings import (
+    MAX_DIGITS,
+    NAMING_HINT,
+    OWN_FLAGS,
+    candidate_fields,
+    fields_named,
+    setting_names,
+    typed_value,
+)
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, release
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
 from planner.models.shape import ModelShape
+from planner.requests.options import JobOptions, SearchOptions, refuse_empty
+from planner.requests.read_config import config_files, freed, with_batch_of_files, with_server_node, without_unread
 from planner.settings.setting import Value
 from planner.settings.table import LENGTH_SETTINGS, has_setting
 
 if TYPE_CHECKING:
-    from planner.jobs.train_config import TrainConfig
+    from planner.requests.train_config import TrainConfig
 
 # Returns the model of a name (planner/models/catalogue.py).
 LoadModel = Callable[[str], ModelShape]
@@ -44,7 +52,7 @@ EXAMPLES = {"--model": "Qwen2.5-7B", "--gpus": "2xA100-40G", "--method": "grpo"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """The job and the cluster of a command line. `warnings`: settings that the plan does not use.
+    """The job and the cluster that options describe. `warnings`: settings that the plan does not use.
 
     `in_files`: Candidate fields that config files set, whatever flags say.
     """
@@ -58,7 +66,7 @@ class JobRequest:
 def read_options(
     options: JobOptions, complete: CompleteModel, load: LoadModel = load_model, train: "TrainConfig | None" = None
 ) -> JobRequest:
-    """Return the job and the cluster that the options of a command describe.
+    """Return the job and the cluster that options describe.
 
     `complete` adds the layers of a model that has no formulas; `load` returns the model of a name; `train` is a TRL
     config that was read already, instead of a file.
@@ -67,7 +75,7 @@ def read_options(
         InputError: an option is missing, empty, or contradicts another one.
         UnknownName: a model, GPU, method or setting that does not exist.
     """
-    _refuse_empty(options)
+    refuse_empty(options)
     flags, ranks = _flags(options), _ranks(options)
     in_file, warnings = config_files(options, train)
     tuning = _one_of("tuning class", options.tuning, get_args(TuningOption))
@@ -112,15 +120,16 @@ def read_options(
 
 
 def _flags(options: JobOptions) -> dict[str, Value]:
-    """Return the settings of `--set` and of `SHORTHANDS`; several ranks of `--lora-r` are not a setting.
+    """Return the settings of `set` and of `SHORTHANDS`; several ranks of `lora_r` are not a setting.
 
     Raises:
         InputError: a setting is given twice with different values.
+        UnknownName: a name that no library has.
     """
-    flags = parse_assignments(options.set or ())
+    flags = _checked(options.set or {})
     short = {setting: getattr(options, flag) for flag, setting in SHORTHANDS.items()}
-    if options.lora_r is not None and "," not in options.lora_r:
-        short |= parse_assignments([f"lora_r={options.lora_r}"])
+    if not _several(options.lora_r):
+        short |= _checked({"lora_r": options.lora_r})
     for setting, value in short.items():
         if value is None:
             continue
@@ -130,13 +139,34 @@ def _flags(options: JobOptions) -> dict[str, Value]:
     return flags
 
 
+def _checked(settings: Mapping[str, Value]) -> dict[str, Value]:
+    """Return settings by any of their names with values in their types, each checked by itself; None: not given.
+
+    Raises:
+        InputError: a value has another type, or a setting is an option of its own.
+        UnknownName: a name that no library has.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in given:
+        if name in OWN_FLAGS:
+            raise InputError(f"{name} has a flag of its own: --{name.replace('_', '-')}.")
+        if name not in setting_names():
+            raise UnknownName("setting", name, setting_names(), hint=NAMING_HINT)
+    return {name: typed_value(name, value) for name, value in given.items()}
+
+
+def _several(lora_r: str | int | None) -> TypeGuard[str]:
+    """Return whether an option names several ranks, such as "16,32,64"."""
+    return isinstance(lora_r, str) and "," in lora_r
+
+
 def _ranks(options: JobOptions) -> tuple[int, ...]:
     """Return the ranks of `--lora-r 16,32,64`, from which a search takes the largest that fits.
 
     Raises:
-        InputError: the text is not a list of ranks, or the command does not search.
+        InputError: the text is not a list of ranks, or nothing is searched.
     """
-    if options.lora_r is None or "," not in options.lora_r:
+    if not _several(options.lora_r):
         return ()
     parts = [part.strip() for part in options.lora_r.split(",")]
     if not all(part.isdecimal() and len(part) <= MAX_DIGITS and int(part) > 0 for part in parts):
@@ -222,14 +252,6 @@ def _trl_version(text: str | None) -> tuple[str, list[str]]:
     if release(version) < release(OLDEST_TRL):
         return version, [f"trl {version} is taken for {OLDEST_TRL}, the oldest whose code paths are counted"]
     return version, []
-
-
-def _refuse_empty(options: JobOptions) -> None:
-    """Raise InputError for an empty option, such as `--gpus ""` from an unset variable of a shell script."""
-    for entry in fields(options):
-        value = getattr(options, entry.name)
-        if isinstance(value, str) and not value.strip():
-            raise InputError(f"--{entry.name.replace('_', '-')} is empty.")
 
 
 def _refuse_missing(needed: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Read the config files of a command: TRL's, accelerate's and DeepSpeed's, and what `--free` gives to the search."""
+"""Read the config files of a job: TRL's, accelerate's and DeepSpeed's, and what `--free` gives to the search."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.candidate import Candidate
-from planner.commands.options import JobOptions, SearchOptions, config_paths
 from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job, effective_batch_size
 from planner.jobs.settings import NAMING_HINT, fields_named, is_shown, setting_names
+from planner.requests.options import JobOptions, SearchOptions, config_paths
 from planner.settings.setting import Value
 from planner.settings.table import LENGTH_SETTINGS, details_of
 
 if TYPE_CHECKING:
-    from planner.jobs.train_config import TrainConfig
+    from planner.requests.train_config import TrainConfig
 
-# Field of `ConfigFiles` -> field of the options.
+# Field of `train_config.ConfigFiles` -> field of the options.
 CONFIG_FLAGS = {"train": "config", "accelerate": "accelerate_config", "deepspeed": "deepspeed_config"}
 SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of one process's part of the effective batch
 BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fields that the effective batch is made of
@@ -31,7 +31,7 @@ def config_files(options: JobOptions, train: "TrainConfig | None") -> tuple[dict
     paths = {name: Path(path) for name, flag in CONFIG_FLAGS.items() if (path := getattr(options, flag)) is not None}
     if not paths and train is None:
         return {}, ()
-    from planner.jobs.train_config import FILE_DEFAULTS, SEARCH_DEFAULTS, ConfigFiles, load_config_files
+    from planner.requests.train_config import FILE_DEFAULTS, SEARCH_DEFAULTS, ConfigFiles, load_config_files
 
     defaults = SEARCH_DEFAULTS if isinstance(options, SearchOptions) else FILE_DEFAULTS
     config = load_config_files(ConfigFiles(**paths), defaults, train)

@@ -1,0 +1,180 @@
+"""The options of a job, as typed values: those of a command line, a request over HTTP, or a notebook's arguments.
+
+A group is a dataclass, each of its fields an option. `planner/commands/options.py` makes flags of them and
+`planner/serve/requests.py` the bodies of requests.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+from planner.errors import InputError
+from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
+from planner.methods import METHODS
+from planner.settings.setting import MAX_BATCH_SIZE, MAX_NUMBER, Value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """The description of an option: one sentence, the word for its value, and the bounds of a number (None: none)."""
+
+    help: str
+    metavar: str | None = None
+    min: float | None = None
+    max: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """The job: model, method and GPUs, and the files that a training is started with."""
+
+    config: Annotated[str | None, Option(metavar="FILE", help="A TRL config file (YAML); flags win over it.")] = None
+    accelerate_config: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="The file for `accelerate launch` (YAML), or the name of TRL's, such as zero3; flags win over it.",
+        ),
+    ] = None
+    deepspeed_config: Annotated[str | None, Option(metavar="FILE", help="A DeepSpeed config (JSON).")] = None
+    model: Annotated[
+        str | None,
+        Option(metavar="NAME", help="A name of `plan models`, a folder with a config.json, or a name on the Hub."),
+    ] = None
+    gpus: Annotated[
+        str | None,
+        Option(metavar="CLUSTER", help="2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB, or local (this machine's)."),
+    ] = None
+    free_memory: Annotated[
+        str | None,
+        Option(metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all of it."),
+    ] = None
+    host_memory: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE",
+            help="Main memory of each node, such as 256GiB. Default: what nodes with that GPU usually have.",
+        ),
+    ] = None
+    network: Annotated[
+        str | None,
+        Option(metavar="SPEED", help="Network of each node, such as 400Gb or 8x400Gb a second. Default: 400Gb."),
+    ] = None
+    method: Annotated[
+        str | None,
+        Option(
+            metavar="METHOD",
+            help=f"{', '.join(METHODS)}.",
+        ),
+    ] = None
+    tuning: Annotated[
+        str, Option(metavar="CLASS", help="auto, full, lora or qlora; auto takes the first of them that fits.")
+    ] = "auto"
+    max_length: Annotated[
+        int | None, Option(metavar="TOKENS", min=1, max=MAX_NUMBER, help="Tokens of a whole row. Default: TRL's.")
+    ] = None
+    prompt_length: Annotated[
+        int | None,
+        Option(
+            metavar="TOKENS",
+            min=1,
+            max=MAX_NUMBER,
+            help="Tokens of the longest prompt, for methods that generate.",
+        ),
+    ] = None
+    max_completion_length: Annotated[
+        str | int | None, Option(metavar="TOKENS", help="Tokens of the longest completion. Default: TRL's.")
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        Option(metavar="SAMPLES", min=1, max=MAX_BATCH_SIZE, help="per_device_train_batch_size. Default: searched."),
+    ] = None
+    effective_batch_size: Annotated[
+        int | None,
+        Option(
+            metavar="SAMPLES",
+            min=1,
+            max=MAX_BATCH_SIZE,
+            help="Samples per optimizer step over all GPUs. Default: what TRL's defaults amount to.",
+        ),
+    ] = None
+    lora_r: Annotated[
+        str | int | None,
+        Option(metavar="RANK", help="LoRA rank; several (16,32,64) to get the largest that fits. Default: TRL's, 16."),
+    ] = None
+    set: Annotated[
+        Mapping[str, Value] | None,
+        Option(
+            metavar="NAME=VALUE",
+            help="Pin any setting by its own name, such as vllm_gpu_memory_utilization=0.3. Repeatable.",
+        ),
+    ] = None
+    images_per_row: Annotated[
+        int | None, Option(metavar="N", min=0, help="Images in each row of a vision-language model.")
+    ] = None
+    image_size: Annotated[
+        str | None,
+        Option(metavar="WIDTHxHEIGHT", help="Pixels of an image, as the processor resizes it; models of Qwen need it."),
+    ] = None
+    padded: Annotated[bool | None, Option(help="Do batches hold padding? Default: yes, real data does.")] = None
+    risk: Annotated[
+        float,
+        Option(
+            metavar="PROBABILITY",
+            min=SMALLEST_RISK,
+            max=LARGEST_RISK,
+            help="Accepted probability of running out of memory.",
+        ),
+    ] = 0.01
+    trl_version: Annotated[
+        str | None, Option(metavar="VERSION", help="The TRL to plan for. Default: the newest that is known.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(JobOptions):
+    """The options of a job whose candidates are searched."""
+
+    free: Annotated[
+        list[str] | None,
+        Option(metavar="NAME,...", help="Let the search decide settings of --config. Repeatable."),
+    ] = None
+    optimize: Annotated[str, Option(metavar="GOAL", help="throughput, max-length, batch-size, or cost (prices).")] = (
+        "throughput"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateOptions(JobOptions):
+    """The options of one candidate without a search: a setting that is not given has TRL's default."""
+
+    tuning: Annotated[
+        str,
+        Option(
+            metavar="CLASS",
+            help="full, lora or qlora; auto: as the settings say, full where they say nothing.",
+        ),
+    ] = "auto"
+    batch_size: Annotated[
+        int | None,
+        Option(metavar="SAMPLES", min=1, max=MAX_BATCH_SIZE, help="per_device_train_batch_size. Default: TRL's, 8."),
+    ] = None
+
+
+def config_paths(options: JobOptions) -> tuple[str | None, str | None, str | None]:
+    """Return the paths of the TRL, accelerate and DeepSpeed configs; None: not given."""
+    return options.config, options.accelerate_config, options.deepspeed_config
+
+
+def names_a_job(options: JobOptions) -> bool:
+    """Return whether the options say which job it is: one of the model, the GPUs, the method or a config file."""
+    given = (options.model, options.gpus, options.method, *config_paths(options))
+    return any(option is not None for option in given)
+
+
+def refuse_empty(options: JobOptions) -> None:
+    """Raise InputError for an empty option, such as `--gpus ""` from an unset variable of a shell script."""
+    for entry in fields(options):
+        value = getattr(options, entry.name)
+        if isinstance(value, str) and not value.strip():
+            raise InputError(f"--{entry.name.replace('_', '-')} is empty.")
