@@ -19,7 +19,7 @@ def wall_and_peak(arguments: list[str]) -> tuple[float, int]:
     """Run the command once in a new process; return its seconds and its peak of resident memory in bytes."""
     start = perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-c", "from planner.cli import main; main()", *arguments], stdout=subprocess.DEVNULL
+        [sys.executable, "-c", "from planner.commands.main import main; main()", *arguments], stdout=subprocess.DEVNULL
     )
     _, status, usage = os.wait4(process.pid, 0)
     seconds = perf_counter() - start

@@ -1,26 +1,20 @@
-"""The exception tree and the exit codes.
+"""The exception tree.
 
     PlanError            the user can act: one line on stderr, no traceback
-    ├── InputError               wrong input                                          exit 2
-    │   ├── UnknownName          a model, GPU, method or setting that is in no table  exit 2
-    │   └── UnknownArchitecture  a model without formulas for its activations         exit 2
-    │       └── NotMeasured      and without measurements with these settings         exit 2
-    ├── DryRunUnsupported        a setting that a dry run cannot simulate             exit 2
-    ├── ProbeFailed              a probe that ended without a measurement             exit 1
-    └── NothingFits              no candidate fits                                    exit 3
+    ├── InputError               wrong input
+    │   ├── UnknownName          a model, GPU, method or setting that is in no table
+    │   └── UnknownArchitecture  a model without formulas for its activations
+    │       └── NotMeasured      and without measurements with these settings
+    ├── DryRunUnsupported        a setting that a dry run cannot simulate
+    ├── ProbeFailed              a probe that ended without a measurement
+    └── NothingFits              no candidate fits
 
-Any other exception is a bug of ours and keeps its traceback (exit 1).
+Any other exception is a bug of ours and keeps its traceback. The command's exit codes: planner/commands/exit_codes.py.
 """
 
 import difflib
 import unicodedata
 from collections.abc import Iterable
-
-EXIT_PLANNED = 0
-EXIT_OTHER = 1
-EXIT_WRONG_INPUT = 2
-EXIT_NOTHING_FITS = 3
-EXIT_PROBE_CONTRADICTS = 4
 
 SHOWN_CHARACTERS = 80  # of input that a message repeats
 LONGEST_WORD = 200  # characters of a path that a message repeats whole
@@ -33,13 +27,9 @@ INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 class PlanError(Exception):
     """An error that the user can act on. The message is one line and names the setting to change."""
 
-    exit_code = EXIT_OTHER
-
 
 class InputError(PlanError):
     """Input that cannot be planned: settings that contradict each other, a wrong value, an unreadable file."""
-
-    exit_code = EXIT_WRONG_INPUT
 
 
 class UnknownName(InputError):
@@ -62,8 +52,6 @@ class NotMeasured(UnknownArchitecture):
 class DryRunUnsupported(PlanError):
     """A setting that a dry run cannot simulate. The message names it."""
 
-    exit_code = EXIT_WRONG_INPUT
-
 
 class ProbeFailed(PlanError):
     """A probe that ended without a result. The message says how it ended."""
@@ -71,8 +59,6 @@ class ProbeFailed(PlanError):
 
 class NothingFits(PlanError):
     """No candidate fits. The message says by how much, and which change would help."""
-
-    exit_code = EXIT_NOTHING_FITS
 
 
 def shortened(value: object) -> str:

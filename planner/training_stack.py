@@ -11,20 +11,11 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from planner.allocator.simulation import Simulation
 from planner.candidate import Candidate
-from planner.errors import (
-    EXIT_OTHER,
-    EXIT_PLANNED,
-    EXIT_PROBE_CONTRADICTS,
-    DryRunUnsupported,
-    InputError,
-    PlanError,
-    ProbeFailed,
-    UnknownArchitecture,
-)
+from planner.errors import DryRunUnsupported, InputError, PlanError, ProbeFailed, UnknownArchitecture
 from planner.gpus.cluster import Cluster, Gpu
 from planner.jobs.job import Job
 from planner.jobs.settings import field_types, is_shown
@@ -275,12 +266,15 @@ def _keep(measurements: Iterable[Measurement], gpu: str, storage: str, say: Say)
         say(f"not kept for later plans: {error}")
 
 
+Ending = Literal["proven", "contradicted", "broken off"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvenPlan:
-    """A plan after its probes. `reason`: one line that says why the exit code is not 0."""
+    """A plan after its probes. `reason`: one line that says why it is not proven; empty if it is."""
 
     plan: Plan
-    exit_code: int
+    ending: Ending
     reason: str
 
 
@@ -294,7 +288,7 @@ def prove(
     say: Say,
     room: Callable[[], int] = lambda: 1,
 ) -> ProvenPlan:
-    """Run an Optuna study of probes and return the plan corrected by its measurements, with an exit code.
+    """Run an Optuna study of probes and return the plan corrected by its measurements.
 
     `storage`: a database's URL, which keeps the measurements too; empty: files in the user's cache. `room`: how many
     probes may run at a time.
@@ -319,11 +313,11 @@ def prove(
     corrected = correct_plan(plan, best, study.measurements, lines, report)
     if study.ending in BROKEN_OFF:
         reason = f"The probes ended early ({study.ending}): {study.reason or SET_ASIDE}."
-        return ProvenPlan(plan=corrected, exit_code=EXIT_OTHER, reason=reason)
+        return ProvenPlan(plan=corrected, ending="broken off", reason=reason)
     if wrong := plan_contradiction(plan, study.measurements):
         reason = f"The probes contradict the plan: {wrong}."
-        return ProvenPlan(plan=corrected, exit_code=EXIT_PROBE_CONTRADICTS, reason=reason)
-    return ProvenPlan(plan=corrected, exit_code=EXIT_PLANNED, reason="")
+        return ProvenPlan(plan=corrected, ending="contradicted", reason=reason)
+    return ProvenPlan(plan=corrected, ending="proven", reason="")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from planner.cli import run
+from planner.commands.main import run
 from planner.units import MIB
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "estimates.jsonl"

@@ -15,7 +15,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from planner.cli import run
+from planner.commands.main import run
 from planner.jobs.settings import setting_names
 from planner.models.catalogue import _lines
 from planner.requests.train_config import NESTED_KEYS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli import run
+from planner.commands.main import run
 
 LLAMA = {
     "model_type": "llama",

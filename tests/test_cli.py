@@ -5,15 +5,15 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import jsonschema
 import pytest
 from report_samples import ESTIMATE, NOTHING_FITS, PLAN
 
+import planner.ask
 from planner.candidate import Candidate
-from planner.cli import run
+from planner.commands.main import run
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.plan import Plan
@@ -36,9 +36,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, Cluster]]:
     def estimate(candidate: Candidate, cluster: Cluster, risk: float = 0.01) -> Estimate:
         return replace(ESTIMATE, candidate=candidate, fits=cluster.gpu.name != "T4")
 
-    # by import_module: the package's own names `plan` and `estimate` are the functions
-    monkeypatch.setattr(import_module("planner.plan"), "plan", plan)
-    monkeypatch.setattr(import_module("planner.estimate"), "estimate", estimate)
+    monkeypatch.setattr(planner.ask, "plan_job", plan)
+    monkeypatch.setattr(planner.ask, "estimate_candidate", estimate)
     monkeypatch.setenv("COLUMNS", "100")
     return questions
 
@@ -358,7 +357,7 @@ class TestWrongInput:
         assert [path.name for path in tmp_path.rglob("*")] == ["new", "plan.json"]
 
     def test_a_bug_of_ours_keeps_its_traceback(self, monkeypatch):
-        monkeypatch.setattr(import_module("planner.plan"), "plan", lambda job, cluster, residuals=None: 1 // 0)
+        monkeypatch.setattr(planner.ask, "plan_job", lambda job, cluster, residuals=None: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             run(ASKED)
 
@@ -396,14 +395,14 @@ class TestProcess:
             "pydantic",
             "numpy",
         )
-        code = f"import sys, planner.cli; print([name for name in {heavy!r} if name in sys.modules])"
+        code = f"import sys, planner.commands.main; print([name for name in {heavy!r} if name in sys.modules])"
         out = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
         ).stdout
         assert out.strip() == "[]"
 
     def test_an_ascii_terminal_still_gets_an_answer(self):
-        code = "import sys; sys.argv = ['plan', 'gpus', '--wrong']; from planner.cli import main; main()"
+        code = "import sys; sys.argv = ['plan', 'gpus', '--wrong']; from planner.commands.main import main; main()"
         environment = {"PYTHONIOENCODING": "ascii", "PATH": ""}
         process = subprocess.run(
             [sys.executable, "-c", code],

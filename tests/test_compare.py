@@ -6,7 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from planner.cli import run
+from planner.commands.main import run
 from planner.report.documents import json_schema
 
 JOB = ["--model", "Llama-3.1-8B", "--method", "sft", "--tuning", "lora"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.candidate import FIELDS, Candidate
-from planner.cli import run
+from planner.commands.main import run
 from planner.gpus.parse import parse_cluster
 from planner.jobs.config_changes import config_changes
 from planner.jobs.job import Job

@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from planner.cli import run
+from planner.commands.main import run
 from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.incident import Incident
 from planner.diagnose.job import REPLANNED_SETTINGS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli import EPILOG, run
+from planner.commands.main import EPILOG, run
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,8 +12,9 @@ from msgspec import structs
 from planner.allocator.simulation import Simulation, exceeded_by, single_process, with_reserved
 from planner.allocator.trace import STAYS, Allocation, Trace
 from planner.candidate import Candidate
-from planner.cli import run
-from planner.errors import DryRunUnsupported, InputError
+from planner.commands.exit_codes import EXIT_WRONG_INPUT
+from planner.commands.main import run
+from planner.errors import DryRunUnsupported
 from planner.estimate import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
@@ -24,7 +25,7 @@ from planner.quantities import Estimate, PhaseMemory
 from planner.report.documents import json_schema
 from planner.report.dry_run import difference_lines, dry_run_note, dry_run_report, dry_run_table
 from planner.report.json import json_text
-from planner.report.read_json import candidate_from_settings
+from planner.requests.saved_report import candidate_from_settings
 from planner.units import GIB, MIB
 
 ONE = [
@@ -87,7 +88,7 @@ def test_a_saved_estimate_needs_to_be_told_its_gpus(tmp_path: Path, capsys: pyte
     assert run(["estimate", *ONE, "--json"]) == 0
     path = tmp_path / "estimate.json"
     path.write_text(capsys.readouterr().out)
-    assert run(["dry-run", str(path)]) == InputError.exit_code
+    assert run(["dry-run", str(path)]) == EXIT_WRONG_INPUT
     assert "Give --gpus" in capsys.readouterr().err
 
 
@@ -192,7 +193,7 @@ def test_without_the_packages_a_line_says_what_to_install(
 ) -> None:
 
     monkeypatch.setitem(sys.modules, "probes.dryrun.simulate", None)
-    assert run(["dry-run", *ONE]) == DryRunUnsupported.exit_code
+    assert run(["dry-run", *ONE]) == EXIT_WRONG_INPUT
     assert "A dry run needs the extra dryrun" in capsys.readouterr().err
 
 

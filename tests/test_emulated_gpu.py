@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from planner.candidate import Candidate
-from planner.cli import run
-from planner.errors import EXIT_PLANNED, EXIT_WRONG_INPUT
+from planner.commands.exit_codes import EXIT_PLANNED, EXIT_WRONG_INPUT
+from planner.commands.main import run
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.measurement import Measurement
@@ -196,7 +196,7 @@ class TestFaults:
     def test_nothing_is_left_when_the_parent_is_killed(self, tmp_path: Path) -> None:
         arguments = "probe --device emulated --model Qwen2.5-0.5B --gpus 1xT4 --method sft --tuning lora"
         environment = os.environ | {"TMPDIR": str(tmp_path)}
-        code = f"from planner.cli import run; run({arguments.split()!r})"
+        code = f"from planner.commands.main import run; run({arguments.split()!r})"
         parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
         until = time.monotonic() + 60
         while not any(tmp_path.glob("plan-probe-*/machine")) and time.monotonic() < until:

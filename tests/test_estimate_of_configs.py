@@ -15,7 +15,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, TrainingArguments
 from trl import DPOConfig, GRPOConfig, KTOConfig, ModelConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from planner import Job, estimate, load_model, parse_cluster
-from planner.cli import run
+from planner.commands.main import run
 from planner.errors import PlanError
 from planner.estimate import estimate as estimate_candidate
 from planner.jobs.base_candidate import single_candidate

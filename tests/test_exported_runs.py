@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from planner.cli import app
+from planner.commands.main import app
 from planner.launch.command import Launcher
 from planner.methods import METHODS, MethodName
 

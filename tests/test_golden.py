@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli import run
+from planner.commands.main import run
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"

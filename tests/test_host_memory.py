@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli import run
-from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT, InputError
+from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_WRONG_INPUT
+from planner.commands.main import run
+from planner.errors import InputError
 from planner.gpus.catalogue import gpu_rows
 from planner.gpus.host_memory import local_bytes
 from planner.gpus.parse import MOST_GPUS_PER_NODE, parse_cluster

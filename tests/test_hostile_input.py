@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from planner.candidate import Candidate
-from planner.cli import run
+from planner.commands.main import run
 from planner.errors import InputError, one_line, visible
 from planner.files.write import write_all
 from planner.files.yaml import read_yaml
@@ -28,6 +28,7 @@ LLAMA = {
     "vocab_size": 100,
     "max_position_embeddings": 512,
 }
+START = "from planner.commands.main import main; main()"
 ASKED = ["estimate", "--gpus", "1xA100-80G", "--method", "sft"]
 
 
@@ -172,7 +173,7 @@ def test_a_device_or_a_folder_is_never_replaced_by_an_answer(path):
     ],
 )
 def test_a_closed_or_full_stream_gives_no_traceback(redirection, code, message):
-    program = f"{sys.executable} -c 'import planner.cli; planner.cli.main()'"
+    program = f"{sys.executable} -c '{START}'"
     ended = subprocess.run(
         ["bash", "-c", f"{program} {' '.join(ASKED)} --model gpt2 --quiet {redirection}"],
         capture_output=True,
@@ -203,7 +204,7 @@ def test_a_release_that_somebody_built_is_a_release(version: str) -> None:
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_bars_are_ascii_where_the_stream_has_nothing_else(encoding):
     ended = subprocess.run(
-        [sys.executable, "-c", "import planner.cli; planner.cli.main()", *ASKED, "--model", "gpt2", "--quiet"],
+        [sys.executable, "-c", START, *ASKED, "--model", "gpt2", "--quiet"],
         capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
     )  # fmt: skip
     said = ended.stdout.decode(encoding)

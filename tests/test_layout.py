@@ -50,7 +50,7 @@ ALLOWED = {
     "measurements": "basics words models gpus files jobs memory allocator estimate plan",
     "diagnose": "basics words gpus files jobs estimate search plan",
     "report": "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose",
-    "requests": "basics words models gpus files jobs search",
+    "requests": "basics words models gpus files jobs search report",
     "probes/substitution": "",
     "probes/task": "basics words measurements",
     "probes/emulated_gpu": "basics gpus files memory probes/substitution probes/task",
@@ -67,24 +67,22 @@ ALLOWED = {
         "probes/dryrun"
     ),
     "probes/study": "basics words models gpus files jobs memory estimate search plan measurements",
-    "probes/callback": "basics words models gpus jobs estimate plan measurements report requests probes/runner",
+    "probes/callback": "basics words models gpus jobs estimate plan measurements requests probes/runner",
     "probes": "probes/callback",
     "training_stack": (
         "basics words models gpus files jobs memory memory/layers allocator estimate search plan measurements report "
         "probes/callback probes/dryrun probes/layers probes/runner probes/study"
     ),
+    "ask": (
+        "basics words models gpus jobs allocator estimate search plan measurements diagnose report requests "
+        "training_stack"
+    ),
+    "notebook": "basics words models gpus jobs estimate search plan report requests training_stack ask",
+    "serve": "basics words models files jobs plan diagnose report requests training_stack ask",
     "commands": (
-        "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose report "
-        "requests training_stack"
-    ),
-    "notebook": (
-        "basics words models gpus jobs estimate search plan measurements report requests training_stack commands"
-    ),
-    "serve": (
-        "basics words models gpus files jobs estimate plan diagnose report requests training_stack commands"
+        "basics words models gpus files jobs launch plan measurements diagnose report requests training_stack ask serve"
     ),
     "planner": "basics words models gpus jobs estimate plan notebook",
-    "cli": "basics words commands serve",
 }  # fmt: skip
 
 
@@ -150,6 +148,17 @@ def test_only_the_training_stack_imports_the_probes() -> None:
         if module.startswith("planner") and any(name.startswith("probes") for name in imported)
     }
     assert importers == {"planner.training_stack"}
+
+
+def test_only_the_command_knows_typer() -> None:
+    typed = re.compile(r"^\s*(?:from|import) typer\b", re.MULTILINE)
+    importers = {module for module, path in PATHS.items() if typed.search(path.read_text())}
+    assert {".".join(module.split(".")[:2]) for module in importers} == {"planner.commands"}
+
+
+def test_nothing_stands_on_the_command() -> None:
+    outside = [module for module in PATHS if part(module) != "commands"]
+    assert [module for module in outside if any(part(name) == "commands" for name in IMPORTS[module])] == []
 
 
 # Libraries of extras that a notebook alone needs: the one module that imports each, inside a function.

@@ -422,7 +422,7 @@ class TestShippedLayers:
     def test_a_model_without_formulas_is_planned_without_torch(self, method: str, tmp_path: Path) -> None:
         """Run in a process that can import neither torch nor probes."""
         blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'trl', 'peft', 'probes')))"
-        command = f"{blocked}; from planner.cli import main; main()"
+        command = f"{blocked}; from planner.commands.main import main; main()"
         arguments = ["--model", "Qwen3.5-4B", "--gpus", "1xA100-80G", "--method", method, "--json", "--quiet"]
         ended = subprocess.run(
             [sys.executable, "-c", command, *arguments],

@@ -18,13 +18,13 @@ from test_exported_runs import ROWS, tiny_model
 from test_sharded_runs import CONFIG, Rank
 
 from planner.candidate import SHARDED, Candidate
-from planner.cli import app
+from planner.commands.main import app
 from planner.launch.command import Launcher
 from planner.memory.gradients import step_gradients_bytes
 from planner.memory.optimizer import optimizer_states_bytes
 from planner.memory.parameters.tensors import rounded_bytes
 from planner.memory.weights import policy_weights_bytes
-from planner.report.read_json import read_candidate
+from planner.requests.saved_report import read_candidate
 from planner.training_stack import complete_models
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")

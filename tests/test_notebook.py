@@ -1,11 +1,12 @@
 """The command in Python: the same answers, shown as the table, as frames, and one line for what the command refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from planner import Job, load_model, parse_cluster, plan, sweep
-from planner.cli import run
+from planner.commands.main import run
 from planner.errors import PlanError
 from planner.report.json import json_text, plan_report
 
@@ -122,3 +123,10 @@ def test_a_rank_is_a_number_as_well_as_a_list_in_text() -> None:
 def test_prices_which_only_the_command_compares_are_no_silent_setting() -> None:
     with pytest.raises(PlanError, match="Unknown setting 'prices'"):
         plan("Qwen2.5-0.5B", "1xL4", method="sft", prices="prices.toml")
+
+
+def test_a_config_is_followed_by_what_the_plan_changes_in_it(tmp_path: Path) -> None:
+    config = tmp_path / "train.yaml"
+    config.write_text("model_name_or_path: Qwen/Qwen2.5-0.5B\nuse_peft: true\n")
+    answer = plan("Qwen2.5-0.5B", "1xL4", method="sft", config=str(config), lora_r=32)
+    assert "config lora_r: not set -> 32" in answer.warnings

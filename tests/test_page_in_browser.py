@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from planner.cli import run
-from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED
+from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
+from planner.commands.main import run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 test_serve = pytest.importorskip("test_serve", reason="the extra serve is not installed")

@@ -23,8 +23,9 @@ from ray.cluster_utils import Cluster as RayCluster  # noqa: E402
 from ray_probes import CLUSTER, VERSIONS, answer, device_options, entries  # noqa: E402
 
 from planner.candidate import Sharding  # noqa: E402
-from planner.cli import run  # noqa: E402
-from planner.errors import EXIT_WRONG_INPUT, InputError  # noqa: E402
+from planner.commands.exit_codes import EXIT_WRONG_INPUT  # noqa: E402
+from planner.commands.main import run  # noqa: E402
+from planner.errors import InputError  # noqa: E402
 from planner.gpus.cluster import Cluster  # noqa: E402
 from planner.gpus.parse import parse_cluster  # noqa: E402
 from planner.jobs.job import Job  # noqa: E402

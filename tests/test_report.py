@@ -22,9 +22,9 @@ from planner.report.documents import COMPONENT_DESCRIPTIONS, PinnedSettings, Set
 from planner.report.frame import breakdown, candidates
 from planner.report.html import estimate_html, plan_html
 from planner.report.json import estimate_report, json_text, plan_report
-from planner.report.read_json import read_plan
 from planner.report.table import MAX_WIDTH, MIN_WIDTH, estimate_table, plan_table, refusal
 from planner.report.words import describe_candidate
+from planner.requests.saved_report import read_plan
 from planner.search.knobs import problem_of_estimate
 from planner.search.what_if import what_if
 from planner.units import GIB

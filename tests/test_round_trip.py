@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from planner.candidate import SHARDED, Candidate
-from planner.cli import app
+from planner.commands.main import app
 from planner.errors import InputError, PlanError
 from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
@@ -31,7 +31,7 @@ from planner.memory.engine.settings import engine_settings
 from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.catalogue import load_model
 from planner.report.json import estimate_report, json_text
-from planner.report.read_json import read_candidate
+from planner.requests.saved_report import read_candidate
 from planner.settings.table import has_setting
 
 PLAN = typer.main.get_command(app).main

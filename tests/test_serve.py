@@ -22,14 +22,14 @@ import pytest
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
-from planner.cli import run
+from planner.commands.main import run
 from planner.report.html import page_script
 from planner.requests.options import SearchOptions
 from planner.serve.openapi import OPERATIONS, openapi
 from planner.serve.requests import Allowed, PlanRequest, read_request
 
 README = Path(__file__).parents[1] / "README.md"
-START = "from planner.cli import main\nif __name__ == '__main__': main()"
+START = "from planner.commands.main import main\nif __name__ == '__main__': main()"
 JOB = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft", "tuning": "lora"}
 TOKEN = "a-token-of-the-tests"
 OUT_OF_MEMORY = (

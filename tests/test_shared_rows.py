@@ -7,7 +7,7 @@ import yaml
 from msgspec import structs
 
 from planner.candidate import Candidate
-from planner.cli import run
+from planner.commands.main import run
 from planner.errors import InputError
 from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster

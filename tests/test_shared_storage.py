@@ -22,8 +22,9 @@ from optuna.trial import TrialState  # noqa: E402
 from test_measured import CLUSTER, EXPECTED, fake_measurement  # noqa: E402
 
 import probes.study.storage  # noqa: E402
-from planner.cli import run  # noqa: E402
-from planner.errors import EXIT_WRONG_INPUT, InputError  # noqa: E402
+from planner.commands.exit_codes import EXIT_WRONG_INPUT  # noqa: E402
+from planner.commands.main import run  # noqa: E402
+from planner.errors import InputError  # noqa: E402
 from planner.files.database import make_folder_of  # noqa: E402
 from planner.measurements.own_results import (  # noqa: E402
     correct_by_own_probes,

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
 from planner.commands.options import CheckOptions, PriceOptions, StudyOptions
-from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, InputError, PlanError
+from planner.errors import InputError, PlanError
 from planner.gpus.parse import parse_cluster
 from planner.gpus.prices import MILLION, parse_tokens, read_prices
 from planner.requests.options import SearchOptions

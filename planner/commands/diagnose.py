@@ -1,8 +1,8 @@
 """`plan diagnose`: explain a log that ends in out of memory, and plan what fits instead."""
 
+from planner.commands.exit_codes import EXIT_PLANNED
 from planner.commands.options import LogFile, OutputOptions, grouped
 from planner.commands.printing import print_table, progress, width
-from planner.errors import EXIT_PLANNED
 from planner.requests.options import CandidateOptions, names_a_job
 
 
@@ -10,7 +10,7 @@ from planner.requests.options import CandidateOptions, names_a_job
 def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) -> int:
     """Read a log that ends in out of memory: what happened, where, and, where the options say which job it was, what
     fits instead."""
-    from planner.diagnose.job import Diagnosis, diagnose_job
+    from planner.ask import diagnosed
     from planner.diagnose.log import read_incidents
     from planner.report.diagnosis import diagnosis_report, diagnosis_table
     from planner.report.json import json_text
@@ -18,11 +18,8 @@ def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) 
     from planner.training_stack import complete_models
 
     incidents = read_incidents(logged.log)
-    if names_a_job(options):
-        request = read_options(options, complete_models(progress(output)))
-        diagnosis = diagnose_job(incidents, request.job, request.cluster)
-    else:
-        diagnosis = Diagnosis(incidents=incidents)
+    request = read_options(options, complete_models(progress(output))) if names_a_job(options) else None
+    diagnosis = diagnosed(incidents, request)
     if output.json:
         print(json_text(diagnosis_report(diagnosis)))
     else:

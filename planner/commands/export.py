@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from planner.commands.exit_codes import EXIT_PLANNED
 from planner.commands.options import ExportOptions, grouped
-from planner.errors import EXIT_PLANNED
 
 
 @grouped
@@ -12,7 +12,7 @@ def export(options: ExportOptions) -> int:
     """Write the files that run a plan's candidate: accelerate, DeepSpeed, TRL, vLLM, SLURM, requirements. Prints their
     paths."""
     from planner.launch.export import export as write_launch_files
-    from planner.report.read_json import read_candidate
+    from planner.requests.saved_report import read_candidate
     from planner.training_stack import complete_models
 
     complete = complete_models(lambda line: print(line, file=sys.stderr))

@@ -2,8 +2,9 @@
 
 import json
 
+from planner.commands.exit_codes import EXIT_PLANNED
 from planner.commands.options import MeasurementsOptions, grouped
-from planner.errors import EXIT_PLANNED, InputError, shortened
+from planner.errors import InputError, shortened
 
 
 def models() -> int:

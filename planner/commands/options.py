@@ -2,8 +2,8 @@
 
 A new command is a function in `planner/commands/` whose parameters are groups, such as
 `def probe(options: CandidateOptions, output: ReportOptions) -> int`, decorated with `@grouped` and registered in
-`planner/cli.py`. The groups of a job are in `planner/requests/options.py`, without Typer; here are those that only the
-command has.
+`planner/commands/main.py`. The groups of a job are in `planner/requests/options.py`, without Typer; here are those
+that only the command has.
 """
 
 import functools

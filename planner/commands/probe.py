@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from planner.commands.dry_run import saved_or_single_candidate
+from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS
 from planner.commands.options import ProbeOptions, ReportOptions, SavedPlan, grouped
 from planner.commands.printing import live_line, print_error, print_estimate
-from planner.errors import EXIT_NOTHING_FITS, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, InputError
+from planner.errors import InputError
 from planner.requests.options import CandidateOptions
 
 if TYPE_CHECKING:
@@ -17,30 +17,24 @@ if TYPE_CHECKING:
 def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, probing: ProbeOptions) -> int:
     """Run one candidate's real trainer for a few steps in a process of its own, beside what was expected. Exit 4: it
     contradicts that."""
-    from planner.estimate import estimate
+    from planner.ask import probed
     from planner.files.write import refuse_unwritable
-    from planner.measurements.corrected_estimate import correct_estimate
-    from planner.measurements.corrected_plan import contradiction
-    from planner.report.proof import probe_lines
     from planner.report.table import shortfall
-    from planner.training_stack import compare_with_dry_run, open_device
-    from planner.training_stack import probe as run_probe
+    from planner.requests.saved_report import candidate_request
+    from planner.training_stack import complete_models
 
-    candidate, cluster = saved_or_single_candidate(saved, options, output)
+    with live_line(output) as line:
+        request = candidate_request(saved.saved, options, complete_models(line.say))
     refuse_unwritable(output.out, output.html)
-    expected = estimate(candidate, cluster, options.risk)
     with live_line(output, "probing") as line:
-        run = open_device(cluster, probe_settings(probing), line.phase)
-        measurement = run_probe(candidate, run, cluster.gpu.name, line.say)
-        compared = compare_with_dry_run(expected, measurement, line.say)
-    answer = correct_estimate(expected, measurement, options.risk)
-    print_estimate(output, answer, cluster, (*probe_lines(expected, measurement), *compared.lines))
-    if wrong := contradiction(expected, measurement) or compared.contradiction:
-        print_error(wrong)
+        found = probed(request, probe_settings(probing), line.say, line.phase)
+    print_estimate(output, found.estimate, request.cluster, found.lines)
+    if found.contradiction:
+        print_error(found.contradiction)
         return EXIT_PROBE_CONTRADICTS
-    if (expected if measurement.device == "cpu" else answer).fits:
+    if found.fits:
         return EXIT_PLANNED
-    print_error(shortfall(answer, cluster, options.risk))
+    print_error(shortfall(found.estimate, request.cluster, request.risk))
     return EXIT_NOTHING_FITS
 
 

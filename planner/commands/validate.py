@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from planner.commands.exit_codes import EXIT_OTHER, EXIT_PLANNED
 from planner.commands.options import OutputOptions, ProbeOptions, ValidateOptions, grouped
 from planner.commands.printing import live_line, print_table
-from planner.errors import EXIT_OTHER, EXIT_PLANNED, InputError
+from planner.errors import InputError
 
 
 @grouped

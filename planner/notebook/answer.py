@@ -1,7 +1,7 @@
 """The command in Python, for notebooks: `plan("Qwen2.5-7B", "2xA100-40G", method="grpo", zero_stage=3)`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,7 +9,6 @@ from planner.errors import InputError, shortened
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.plan import Plan
-from planner.plan import plan as plan_job
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,28 +98,26 @@ def plan(model: str | Job, gpus: str | Cluster, /, **asked: Any) -> Answer:
     Raises:
         PlanError: what the command refuses, in its words.
     """
-    from planner.measurements.own_results import apply_own_results, read_own_results
-
     if isinstance(model, Job) and isinstance(gpus, Cluster) and not asked:
-        return _answer(apply_own_results(plan_job(model, gpus), read_own_results()), ())
+        from planner.ask import planned_job
+
+        return _answer(planned_job(model, gpus))
     if not isinstance(model, str) or not isinstance(gpus, str):
         raise InputError(
             "plan takes two names and settings, as plan('Qwen2.5-7B', '2xA100-40G', method='grpo'), or a Job and a "
             "Cluster without settings."
         )
+    from planner.ask import planned, silent
     from planner.requests.options import SearchOptions
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
     options = options_of(SearchOptions, {"model": model, "gpus": gpus}, asked)
-    request = read_options(options, complete_models(lambda line: None))
-    answer = apply_own_results(plan_job(request.job, request.cluster), read_own_results())
-    return _answer(answer, request.warnings)
+    return _answer(planned(read_options(options, complete_models(silent))))
 
 
-def _answer(found: Plan, warnings: Sequence[str]) -> Answer:
-    own = {field.name: getattr(found, field.name) for field in fields(Plan)}
-    return replace(Answer(**own), warnings=(*warnings, *found.warnings))
+def _answer(found: Plan) -> Answer:
+    return Answer(**{field.name: getattr(found, field.name) for field in fields(Plan)})
 
 
 def table_html(table: str) -> str:

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import DecodeError, Struct, ValidationError
 
-from planner.commands.estimate import corrected, formula_estimate
-from planner.commands.plan import planned, with_notes
-from planner.diagnose.job import Diagnosis, diagnose_job
+from planner.ask import diagnosed, estimated, planned, silent
 from planner.diagnose.log import incidents, refuse_none
 from planner.errors import PlanError, one_line
 from planner.files.decode import decode_json
@@ -115,7 +113,7 @@ def _time_is_up(number: int, frame: FrameType | None) -> None:
 
 def _requested(options: JobOptions, allowed: Allowed) -> JobRequest:
     load = partial(load_model, paths=allowed.paths, hub=allowed.hub)
-    return read_options(options, complete_models(lambda line: None), load)
+    return read_options(options, complete_models(silent), load)
 
 
 def _document(report: Struct) -> Answer:
@@ -123,8 +121,7 @@ def _document(report: Struct) -> Answer:
 
 
 def _plan(options: SearchOptions, allowed: Allowed) -> "Plan":
-    request = _requested(options, allowed)
-    return with_notes(request, planned(request))
+    return planned(_requested(options, allowed))
 
 
 def _answer_plan(body: bytes, allowed: Allowed) -> Answer:
@@ -134,9 +131,7 @@ def _answer_plan(body: bytes, allowed: Allowed) -> Answer:
 
 def _answer_estimate(body: bytes, allowed: Allowed) -> Answer:
     options = read_request(decode_json(body, EstimateRequest, "body"), CandidateOptions, allowed)
-    request = _requested(options, allowed)
-    estimate, notes = corrected(request, formula_estimate(request))
-    return _document(estimate_report(estimate, (*request.warnings, *notes)))
+    return _document(estimate_report(*estimated(_requested(options, allowed))))
 
 
 def _answer_diagnose(body: bytes, allowed: Allowed) -> Answer:
@@ -144,10 +139,8 @@ def _answer_diagnose(body: bytes, allowed: Allowed) -> Answer:
     options = read_request(asked, CandidateOptions, allowed)
     log: str = getattr(asked, "log")  # noqa: B009 (the type is made at run time)
     found = refuse_none(incidents(log), "The log")
-    if not names_a_job(options):
-        return _document(diagnosis_report(Diagnosis(incidents=found)))
-    request = _requested(options, allowed)
-    return _document(diagnosis_report(diagnose_job(found, request.job, request.cluster)))
+    request = _requested(options, allowed) if names_a_job(options) else None
+    return _document(diagnosis_report(diagnosed(found, request)))
 
 
 def _answer_form(query: bytes, allowed: Allowed) -> Answer:

@@ -12,7 +12,6 @@ import re
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 
 from msgspec.json import encode
 from starlette.applications import Starlette
@@ -26,22 +25,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from planner.report.html import page_script
 from planner.serve.answers import UNAVAILABLE, Answer, Task, answer, error_answer, start_worker
 from planner.serve.openapi import openapi
-from planner.serve.requests import Allowed
+from planner.serve.requests import Allowed, Limits
 
 JSON, HTML = "application/json", "text/html; charset=utf-8"
 BODY_SECONDS = 10  # in which a body must have arrived, or in --time-limit if that is less
 MOST_QUERY = 8192  # characters of the form's fields
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Limits of requests. `concurrency`: requests that are worked on or wait for a worker."""
-
-    body_bytes: int
-    seconds: float
-    concurrency: int
-    workers: int
 
 
 class Workers:

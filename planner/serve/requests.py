@@ -31,6 +31,16 @@ class Allowed:
     hub: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits of requests. `concurrency`: requests that are worked on or wait for a worker."""
+
+    body_bytes: int
+    seconds: float
+    concurrency: int
+    workers: int
+
+
 def _request_type(name: str, group: type[JobOptions], more: tuple[tuple[str, Any], ...] = ()) -> type[Struct]:
     """Return the type of a body with the options of a group, each with its description and its bounds."""
     hints = get_type_hints(group, include_extras=True)

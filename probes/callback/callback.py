@@ -31,7 +31,7 @@ from planner.measurements.measurement import Measurement, PhasePeak, RankMemory
 from planner.measurements.own_results import save_result
 from planner.plan import Plan
 from planner.quantities import Estimate, Phase
-from planner.report.read_json import read_plan
+from planner.requests.saved_report import read_plan
 from planner.settings.setting import Value
 from planner.units import format_gib
 from probes.callback.candidate_of_run import candidate_of_run

@@ -8,10 +8,10 @@ from io import StringIO
 
 import typer
 
-from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, validate
+from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, serve, validate
+from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_WRONG_INPUT, exit_code_of
 from planner.commands.printing import print_error
-from planner.errors import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_WRONG_INPUT, PlanError
-from planner.serve import command as serve
+from planner.errors import PlanError
 
 EPILOG = """\
 Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts the plan, 1 anything else.
@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> int:
         code = typer.main.get_command(app).main(arguments, prog_name="plan", standalone_mode=False)
     except PlanError as error:
         print_error(str(error))
-        return error.exit_code
+        return exit_code_of(error)
     except usage_error as error:
         print_error(_with_commands(error.format_message()))  # type: ignore[attr-defined]
         return EXIT_WRONG_INPUT

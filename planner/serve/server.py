@@ -1,58 +1,62 @@
-"""`plan serve`: the command's answers over HTTP, and a form."""
+"""The server: its socket, its processes, and the end of both."""
 
 import ipaddress
 import math
-import os
 import signal
 import socket
-import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
-from planner.commands.options import ServeOptions, grouped
-from planner.errors import EXIT_PLANNED, InputError, PlanError
-from planner.units import parse_bytes, parse_seconds
+from planner.errors import InputError, PlanError
+from planner.serve.requests import Allowed, Limits
 
 KEEP_ALIVE_SECONDS = 5  # in which a client begins its next request
 SHUTDOWN_SECONDS = 5  # in which open requests may end
 BACKLOG = 512  # connections that wait to be accepted
-MOST_SECONDS = 3600  # for a request
 
 
-@grouped
-def serve(options: ServeOptions) -> int:
-    """Answer over HTTP: POST /plan, /estimate and /diagnose (GET /openapi.json), and a form as front page. Ctrl-C ends
-    it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """The address of a server and what its requests may do. `token`: what they must present; empty: none."""
+
+    host: str
+    port: int
+    token: str
+    limits: Limits
+    allowed: Allowed
+
+
+def run_server(settings: ServerSettings, say: Callable[[str], None]) -> None:
+    """Answer requests until a signal ends it; `say` the address first.
+
+    Raises:
+        InputError: the address cannot be listened on, or is open to the network without a token.
+        PlanError: the extra serve is not installed.
+    """
     try:
         import uvicorn
 
-        from planner.serve.app import LOOPBACK_NAMES, Limits, Workers, application
+        from planner.serve.app import LOOPBACK_NAMES, Workers, application
         from planner.serve.protocol import TimedProtocol
     except ImportError as error:
         raise PlanError(
             f"plan serve needs {error.name}, which is in the serve extra: pip install 'finetune-plan[serve]'."
         ) from error
-    from planner.serve.requests import Allowed
-
-    limits = Limits(
-        body_bytes=parse_bytes(options.max_body),
-        seconds=_time_limit(options.time_limit),
-        concurrency=options.concurrency,
-        workers=options.workers or os.cpu_count() or 1,
-    )
-    token = options.token or ""
-    is_loopback = _is_loopback(options.host)
-    if not is_loopback and not token:
-        raise InputError(f"--host {options.host} opens the server to the network. Give a --token too.")
-    hosts = frozenset({*LOOPBACK_NAMES, options.host.lower()}) if is_loopback else frozenset[str]()
-    listening = _listening(options.host, options.port)
+    host, limits = settings.host, settings.limits
+    is_loopback = _is_loopback(host)
+    if not is_loopback and not settings.token:
+        raise InputError(f"--host {host} opens the server to the network. Give a --token too.")
+    hosts = frozenset({*LOOPBACK_NAMES, host.lower()}) if is_loopback else frozenset[str]()
+    listening = _listening(host, settings.port)
     # uvicorn stops at these signals and then raises them again: nobody should be ended by that, nor start a traceback.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    workers = Workers(limits, Allowed(paths=options.allow_paths, hub=options.allow_hub))
+    workers = Workers(limits, settings.allowed)
     try:
         workers.start()
         config = uvicorn.Config(
-            application(workers, limits, token, hosts),
+            application(workers, limits, settings.token, hosts),
             http=TimedProtocol,
             timeout_keep_alive=math.ceil(min(KEEP_ALIVE_SECONDS, limits.seconds)),
             log_level="warning",
@@ -61,22 +65,12 @@ def serve(options: ServeOptions) -> int:
             ws="none",
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
-        if not options.quiet:
-            port = listening.getsockname()[1]
-            host = f"[{options.host}]" if ":" in options.host else options.host
-            print(f"plan answers at http://{host}:{port}/ (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        port = listening.getsockname()[1]
+        say(f"plan answers at http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C ends it)")
         uvicorn.Server(config).run(sockets=[listening])
     finally:
         listening.close()
         workers.stop()
-    return EXIT_PLANNED
-
-
-def _time_limit(text: str) -> float:
-    seconds = parse_seconds(text)
-    if seconds > MOST_SECONDS:
-        raise InputError(f"--time-limit {text} is more than an hour. Give 1h or less.")
-    return seconds
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,6 +1,7 @@
 """A saved report (`plan --json`, `plan estimate --json`, --out) -> its candidate and its cluster."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from planner.files.decode import decode_json
 from planner.files.read import read_bytes
 from planner.files.write import REPORT_FILE
 from planner.gpus.cluster import Cluster
+from planner.gpus.host_memory import with_given_host
 from planner.gpus.parse import parse_cluster
+from planner.jobs.base_candidate import single_candidate
 from planner.jobs.settings import candidate_fields
 from planner.models.catalogue import load_model
-from planner.models.shape import ModelShape
 from planner.report.documents import Settings, Version
+from planner.requests.options import CandidateOptions
+from planner.requests.read_options import CompleteModel, read_options
 
 # Settings that name a model -> the Candidate field.
 MODELS = {"reward_model_name_or_path": "reward_model", "teacher_model_name_or_path": "teacher_model"}
@@ -30,8 +34,6 @@ READ_HERE = (
     "fsdp_offload_params",
     *MODELS,
 )
-
-CompleteModel = Callable[[ModelShape], ModelShape]
 
 
 class SavedCandidate(Struct, frozen=True):
@@ -47,6 +49,31 @@ class SavedReport(Struct, frozen=True):
     best: SavedCandidate | UnsetType = UNSET  # of a plan
     settings: Settings | UnsetType = UNSET  # of an estimate
     cluster: Cluster | UnsetType = UNSET  # of a plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateRequest:
+    """One candidate with its cluster, and the accepted probability of running out of memory."""
+
+    candidate: Candidate
+    cluster: Cluster
+    risk: float
+
+
+def candidate_request(saved: str | None, options: CandidateOptions, complete: CompleteModel) -> CandidateRequest:
+    """Return the candidate of a saved report, or of the options if `saved` is None.
+
+    Raises:
+        InputError: the report cannot be read, or the options contradict each other.
+    """
+    if saved is None:
+        request = read_options(options, complete)
+        candidate = single_candidate(request.job, request.cluster)
+        return CandidateRequest(candidate=candidate, cluster=request.cluster, risk=options.risk)
+    candidate, cluster = read_plan(Path(saved), options.gpus, options.free_memory, complete)
+    if options.host_memory is not None:
+        cluster = with_given_host(cluster, options.host_memory)
+    return CandidateRequest(candidate=candidate, cluster=cluster, risk=options.risk)
 
 
 def read_plan(

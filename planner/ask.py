@@ -1,0 +1,208 @@
+"""JobRequest -> answer: a plan, an estimate, a dry run, a probe, a proof. The command, HTTP and notebooks ask here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from planner import training_stack
+from planner.allocator.simulation import Simulation, exceeded_by, with_reserved
+from planner.errors import DryRunUnsupported
+from planner.estimate import estimate as estimate_candidate
+from planner.gpus.cluster import Cluster
+from planner.jobs.base_candidate import single_candidate
+from planner.jobs.config_changes import config_changes
+from planner.jobs.job import Job
+from planner.measurements.corrected_estimate import correct_estimate
+from planner.measurements.corrected_plan import contradiction
+from planner.measurements.own_results import (
+    apply_own_results,
+    correct_by_own_probes,
+    own_result_notes,
+    read_own_results,
+)
+from planner.plan import Plan
+from planner.plan import plan as plan_job
+from planner.quantities import Estimate
+from planner.requests.read_options import JobRequest
+from planner.search.explain import notes
+from planner.search.knobs import problem_of_estimate, tuning_class_of
+from planner.training_stack import ProbeSettings, ProvenPlan
+
+if TYPE_CHECKING:
+    from planner.diagnose.incident import Incident
+    from planner.diagnose.job import Diagnosis
+    from planner.requests.saved_report import CandidateRequest
+
+Say = Callable[[str], None]  # prints one line of progress
+
+
+def silent(line: str) -> None:
+    """Drop a line of progress."""
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def planned_job(job: Job, cluster: Cluster) -> Plan:
+    """Return the plan of a job, corrected by this machine's own probes."""
+    return apply_own_results(plan_job(job, cluster), read_own_results())
+
+
+def planned(request: JobRequest) -> Plan:
+    """Return the plan of a request, with the warnings about its options and the changes to its config files."""
+    return _with_notes(request, planned_job(request.job, request.cluster))
+
+
+def checked_plan(request: JobRequest, say: Say) -> Plan:
+    """Return the plan of a request with a note about a dry run of its best candidate.
+
+    If the dry run needs more than the estimate's interval allows, the search runs again with estimates raised by that.
+    """
+    from planner.report.dry_run import second_search_note  # imports the documents, which a table does not need
+
+    answer = planned_job(request.job, request.cluster)
+    note, residual = _check_by_dry_run(answer.best, answer.cluster, say)
+    lines = [note]
+    if residual:
+        say(f"{note}; searching again")
+        residuals = {tuning_class_of(answer.best.candidate, answer.job): residual}
+        answer = apply_own_results(plan_job(answer.job, answer.cluster, residuals), read_own_results())
+        lines.append(second_search_note(residual))
+    return _with_notes(request, replace(answer, warnings=(*lines, *answer.warnings)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudySettings:
+    """Settings of a study of probes. `storage`: a database's URL; empty: files in the user's cache."""
+
+    probes: ProbeSettings
+    storage: str
+    budget_seconds: float
+
+
+def proven_plan(request: JobRequest, study: StudySettings, say: Say, report_phase: Say) -> ProvenPlan:
+    """Return the plan of a job after a study of probes; call `report_phase` with each phase that a worker enters.
+
+    Raises:
+        InputError: this machine has not the GPUs, a package is missing, or the storage cannot be used.
+    """
+    cluster, device = request.cluster, study.probes.device
+    run = training_stack.open_device(cluster, study.probes, report_phase)
+    report_phase("search")
+    job, changes = training_stack.runnable_here(request.job, cluster, device)
+    answer = apply_own_results(plan_job(job, cluster), read_own_results(study.storage))
+    proof = training_stack.prove(
+        replace(answer, warnings=(*changes, *answer.warnings)),
+        run,
+        device=device,
+        storage=study.storage,
+        budget_seconds=study.budget_seconds,
+        say=say,
+        room=training_stack.probe_room(cluster, study.probes),
+    )
+    return replace(proof, plan=_with_notes(request, proof.plan))
+
+
+def _with_notes(request: JobRequest, answer: Plan) -> Plan:
+    """Return the plan with the warnings about the options and the changes to the config files."""
+    return replace(answer, warnings=(*request.warnings, *_changes(request, answer), *answer.warnings))
+
+
+def _changes(request: JobRequest, answer: Plan) -> tuple[str, ...]:
+    """Return a line for each change that turns the given config files into the plan's settings."""
+    if not request.in_files:
+        return ()
+    changes = config_changes(request.in_files, answer.best.candidate)
+    return tuple(f"config {change}" for change in changes) or ("the config needs no change",)
+
+
+# -- one candidate -----------------------------------------------------------------------------------------------------
+
+
+def estimated(request: JobRequest, dry_run: Say | None = None) -> tuple[Estimate, tuple[str, ...]]:
+    """Return the estimate of a job's one candidate, corrected by this machine's own probes, and the notes about it.
+
+    `dry_run`: also check it by a dry run, whose progress this prints.
+    """
+    job, cluster = request.job, request.cluster
+    expected = estimate_candidate(single_candidate(job, cluster), cluster, job.risk)
+    checked = (_check_by_dry_run(expected, cluster, dry_run)[0],) if dry_run is not None else ()
+    own = read_own_results()
+    answer = correct_by_own_probes(expected, cluster.gpu, own, job.risk)
+    about = notes(answer, problem_of_estimate(job, cluster, answer))
+    return answer, (*request.warnings, *checked, *own_result_notes(expected, cluster.gpu, own), *about)
+
+
+def dry_run_of(request: "CandidateRequest", say: Say) -> Simulation:
+    """Return a dry run of a candidate beside its estimate.
+
+    Raises:
+        DryRunUnsupported: a dry run cannot simulate a setting, or the packages are not installed.
+    """
+    return _simulated(estimate_candidate(request.candidate, request.cluster), request.cluster, say)
+
+
+def _simulated(answer: Estimate, cluster: Cluster, say: Say) -> Simulation:
+    return with_reserved(training_stack.dry_run(answer, cluster.gpu, say), cluster.gpu)
+
+
+def _check_by_dry_run(answer: Estimate, cluster: Cluster, say: Say) -> tuple[str, float]:
+    """Run a dry run of an estimate. Return a note about it, and the share by which it exceeds the estimate's interval.
+
+    The share is 0 if the dry run is within the interval and fits the GPU, or if the packages or settings do not allow
+    a dry run.
+    """
+    from planner.report.dry_run import dry_run_note
+
+    try:
+        simulation = _simulated(answer, cluster, say)
+    except DryRunUnsupported as error:
+        return f"no dry run: {error}", 0.0
+    return dry_run_note(simulation), exceeded_by(simulation, answer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbedCandidate:
+    """A candidate after its probe.
+
+    `estimate`: corrected by the measurement; `fits`: the verdict, which a probe on the CPU leaves as it was expected;
+    `lines`: the probe beside what was expected; `contradiction`: one line, empty if they agree.
+    """
+
+    estimate: Estimate
+    fits: bool
+    lines: tuple[str, ...]
+    contradiction: str
+
+
+def probed(request: "CandidateRequest", settings: ProbeSettings, say: Say, report_phase: Say) -> ProbedCandidate:
+    """Run one candidate's real trainer for a few steps; call `report_phase` with each phase that the worker enters.
+
+    Raises:
+        InputError: this machine has not the GPUs, or a package is missing.
+        ProbeFailed: the probe measured no memory.
+    """
+    from planner.report.proof import probe_lines
+
+    candidate, cluster, risk = request.candidate, request.cluster, request.risk
+    expected = estimate_candidate(candidate, cluster, risk)
+    run = training_stack.open_device(cluster, settings, report_phase)
+    measurement = training_stack.probe(candidate, run, cluster.gpu.name, say)
+    compared = training_stack.compare_with_dry_run(expected, measurement, say)
+    answer = correct_estimate(expected, measurement, risk)
+    return ProbedCandidate(
+        estimate=answer,
+        fits=(expected if measurement.device == "cpu" else answer).fits,
+        lines=(*probe_lines(expected, measurement), *compared.lines),
+        contradiction=contradiction(expected, measurement) or compared.contradiction,
+    )
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+def diagnosed(incidents: "tuple[Incident, ...]", request: JobRequest | None) -> "Diagnosis":
+    """Return the incidents of a log and, if it is known which job wrote it, what fits instead."""
+    from planner.diagnose.job import Diagnosis, diagnose_job
+
+    return Diagnosis(incidents=incidents) if request is None else diagnose_job(incidents, request.job, request.cluster)
