@@ -53,15 +53,25 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
             raise InputError(
                 f"--set {shortened(assignment)} has no value. Write it as name=value, such as --set lora_r=16."
             )
-        if name not in setting_names():
-            if name in OWN_FLAGS:
-                raise InputError(f"{name} has a flag of its own: --{name.replace('_', '-')}.")
-            raise UnknownName("setting", name, setting_names(), hint=NAMING_HINT)
+        refuse_unknown(name)
         value = _parse_value(name, text)
         if name in given and given[name] != value:
             raise InputError(f"{name} is set twice: {given[name]} and {value}.")
         given[name] = value
     return given
+
+
+def refuse_unknown(name: str) -> None:
+    """Refuse a name that `--set` cannot use.
+
+    Raises:
+        InputError: it has a flag of its own.
+        UnknownName: no library has it.
+    """
+    if name in OWN_FLAGS:
+        raise InputError(f"{name} has a flag of its own: --{name.replace('_', '-')}.")
+    if name not in setting_names():
+        raise UnknownName("setting", name, setting_names(), hint=NAMING_HINT)
 
 
 def typed_value(name: str, value: Value) -> Value:

@@ -11,15 +11,7 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import LORA_FIELDS, unused_lengths
-from planner.jobs.settings import (
-    MAX_DIGITS,
-    NAMING_HINT,
-    OWN_FLAGS,
-    candidate_fields,
-    fields_named,
-    setting_names,
-    typed_value,
-)
+from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, refuse_unknown, typed_value
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, release
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
@@ -148,10 +140,7 @@ def _checked(settings: Mapping[str, Value]) -> dict[str, Value]:
     """
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
-        if name in OWN_FLAGS:
-            raise InputError(f"{name} has a flag of its own: --{name.replace('_', '-')}.")
-        if name not in setting_names():
-            raise UnknownName("setting", name, setting_names(), hint=NAMING_HINT)
+        refuse_unknown(name)
     return {name: typed_value(name, value) for name, value in given.items()}
 
 
