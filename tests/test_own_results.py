@@ -13,7 +13,7 @@ from msgspec import structs
 from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, fake_measurement
 
 from planner.candidate import Candidate
-from planner.cli import run
+from planner.commands.main import run
 from planner.errors import InputError
 from planner.estimate import estimate
 from planner.files.journal import append_line, lines_of
