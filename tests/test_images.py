@@ -261,3 +261,24 @@ def test_a_real_trainer_with_images_peaks_where_its_dry_run_does(
     note = next(line for line in json.loads(capsys.readouterr().out)["warnings"] if "the probe at" in line)
     dry, real = map(float, re.findall(r"at (\d+\.\d+) MiB", note))
     assert real == pytest.approx(dry, rel=0.002)
+
+
+def test_a_job_without_images_can_say_so(capsys):
+    assert (
+        run(
+            [
+                "--model",
+                "Qwen2.5-0.5B",
+                "--gpus",
+                "1xT4",
+                "--method",
+                "sft",
+                "--images-per-row",
+                "0",
+                "--json",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["job"]["pinned"]["images_per_row"] == 0

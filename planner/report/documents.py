@@ -94,7 +94,7 @@ def _json_type(row: Setting, hint: object) -> object:
     least, most = row.bounds
     if hint is float:
         return Annotated[float, Meta(ge=0, le=1) if most == 1 else Meta(ge=0)]
-    whole = Annotated[int, Meta(ge=0 if row.file == "deepspeed" else max(1, int(least)) if row.unset is ... else 1)]
+    whole = Annotated[int, Meta(ge=int(least))]
     return whole | Literal["auto"] if hint == Elements else whole
 
 
