@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from planner.commands.main import EPILOG, run
+from scripts.picture import PICTURE, picture
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ("answer", "examples", "python", "serve", "accuracy", "choosing", "design", "limits")  # of docs/
+DOCUMENTS = "\n".join([README, *((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)])
 HELP_PAGE = ROOT / "docs" / "command.md"
 SUBCOMMANDS = (
     "",
@@ -52,18 +55,19 @@ def help_page(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 COMMANDS = [
-    pytest.param(command, marks=pytest.mark.slow if "--probe" in command else ()) for command in shown_commands(README)
+    pytest.param(command, marks=pytest.mark.slow if "--probe" in command else ())
+    for command in shown_commands(DOCUMENTS)
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """One folder for all commands of the README: later ones read what earlier ones have written."""
+    """One folder for all commands of the documents: later ones read what earlier ones have written."""
     return tmp_path_factory.mktemp("readme")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_the_readme_answers_in_the_order_printed(command, folder, capsys, monkeypatch):
+def test_every_command_of_the_documents_answers_in_the_order_printed(command, folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     assert run(shlex.split(command)[1:]) in (0, 3)
     assert capsys.readouterr().out
@@ -97,6 +101,22 @@ def test_the_readme_shows_one_line_that_installs_and_tests():
 
 def test_the_readme_begins_with_the_command_of_the_mission():
     assert shown_commands(README)[0] == "plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo"
+
+
+def test_the_readme_is_one_page():
+    assert len(README.splitlines()) <= 100
+
+
+def test_every_link_of_the_documents_leads_to_a_file():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_picture_is_that_of_the_answer():
+    if REWRITE:
+        PICTURE.write_text(picture(), encoding="utf-8")
+    assert PICTURE.read_text(encoding="utf-8") == picture()
 
 
 def test_what_is_pinned_for_the_tests_is_what_the_project_asks_for():

@@ -18,7 +18,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-from test_docs import README, shown_commands
+from test_docs import DOCUMENTS, shown_commands
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 900  # to install an environment, or for one command
@@ -37,7 +37,7 @@ def extra_of(command: str) -> str:
     return "report" if "--html" in words else ""
 
 
-COMMANDS = shown_commands(README)
+COMMANDS = shown_commands(DOCUMENTS)
 PROVEN = [command for command in COMMANDS if extra_of(command) == "probe"]
 CLUSTER_PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 CLUSTER_COMMANDS = shown_commands(CLUSTER_PAGE)
@@ -71,7 +71,7 @@ def finished(
 
 
 def test_the_readme_names_every_extra_that_it_needs() -> None:
-    named = {extra for line in re.findall(r"pip install '\.\[([\w,]+)\]'", README) for extra in line.split(",")}
+    named = {extra for line in re.findall(r"pip install '\.\[([\w,]+)\]'", DOCUMENTS) for extra in line.split(",")}
     assert {"probe", "dryrun", "report", "serve", "notebook"} <= named
 
 
@@ -104,7 +104,7 @@ def test_a_page_is_written_with_its_extra(installed: Installed, tmp_path: Path) 
 
 
 def test_a_notebook_runs_the_lines_of_the_readme(installed: Installed, tmp_path: Path) -> None:
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "sweep" in block]
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", DOCUMENTS, flags=re.DOTALL) if "sweep" in block]
     finished([str(installed("notebook") / "python"), "-c", code], tmp_path)
 
 
@@ -128,7 +128,7 @@ def served(plan: Path, folder: Path) -> Iterator[int]:
 
 
 def test_a_server_answers_the_requests_of_the_readme(installed: Installed, tmp_path: Path) -> None:
-    requests = re.findall(r"^ {4}(curl .*)$", README, flags=re.MULTILINE)
+    requests = re.findall(r"^ {4}(curl .*)$", DOCUMENTS, flags=re.MULTILINE)
     assert len(requests) == 2
     with served(installed("serve") / "plan", tmp_path) as port:
         for request in requests:

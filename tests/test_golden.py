@@ -1,4 +1,4 @@
-"""The whole JSON of `plan` against golden files; `make golden` rewrites them and the README's output."""
+"""The whole JSON of `plan` against golden files; `make golden` rewrites them and the output in docs/answer.md."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from planner.commands.main import run
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 README = ROOT / "README.md"
+ANSWER = ROOT / "docs" / "answer.md"
 REWRITE = os.environ.get("PLAN_REWRITE_GOLDEN") == "1"
 OUTPUT = re.compile(r"<!-- output of (plan [^\n]+) -->\n```\n(.*?)```\n", re.DOTALL)
 ACCURACY = re.compile(r"(<!-- accuracy -->)\n.*?(<!-- end of accuracy -->)", re.DOTALL)
@@ -54,17 +55,17 @@ def test_the_readme_s_accuracy_is_that_of_the_results() -> None:
     )
 
 
-def test_the_readme_shows_what_the_command_prints(
+def test_the_answer_that_is_explained_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    page = README.read_text(encoding="utf-8")
+    page = ANSWER.read_text(encoding="utf-8")
 
     def printed(match: re.Match[str]) -> str:
         run([*match.group(1).split()[1:], "--quiet"])
         return f"<!-- output of {match.group(1)} -->\n```\n{capsys.readouterr().out.rstrip()}\n```\n"
 
-    rewrite_or_compare(README, OUTPUT.sub(printed, page))
+    rewrite_or_compare(ANSWER, OUTPUT.sub(printed, page))
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.nightly)])

@@ -28,7 +28,7 @@ from planner.requests.options import SearchOptions
 from planner.serve.openapi import OPERATIONS, openapi
 from planner.serve.requests import Allowed, PlanRequest, read_request
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "serve.md"
 START = "from planner.commands.main import main\nif __name__ == '__main__': main()"
 JOB = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft", "tuning": "lora"}
 TOKEN = "a-token-of-the-tests"
@@ -136,10 +136,8 @@ class TestAnswers:
         assert (reply.status, json.loads(reply.body)["verdict"]) == (200, "does_not_fit")
 
     @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-    def test_the_requests_of_the_readme_are_answered(self, server):
-        lines = [
-            line.strip() for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("    curl ")
-        ]
+    def test_the_requests_of_the_page_are_answered(self, server):
+        lines = [line.strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("    curl ")]
         assert len(lines) == 2
         for line in lines:
             command = [*shlex.split(line.replace(":8642/", f":{server.port}/")), "--silent", "--fail", "--noproxy", "*"]
