@@ -38,6 +38,10 @@ FEW_WORDS = Head(
     tokens=5000, labelled_tokens=5000, logit_tokens=5000, vocab_size=1000, hidden_size=16, hidden_width=4,
     weight_width=4, compute_width=2, trainable=False, norm_bytes=0,
 )  # fmt: skip
+FEW_TOKENS = Head(
+    tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=1000, hidden_size=16, hidden_width=4, weight_width=4,
+    compute_width=2, trainable=False, norm_bytes=0,
+)  # fmt: skip
 CAPPED = Head(
     tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=1000, hidden_size=16, hidden_width=2, weight_width=2,
     compute_width=2, trainable=False, norm_bytes=0, softcapped=True,
@@ -105,6 +109,12 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
         "chunked_nll",
         FEW_WORDS,
         (640_000 + 4_096_000, 320_000, 640_000 + 4_096_000 + 32_000),
+    ),
+    # one tile has one chunk of all words, here the head in 16 bits
+    (
+        "fused",
+        FEW_TOKENS,
+        (768 + 640 + 224 + 524_288 + 32_000 + 256, 512 + 256, 512 + 256 + 524_288 + 512 + 32_000 + 256),
     ),
     # chunks of 1 token (10 / 6,250): hidden states and their gradients 640, the head's gradient 3,200,000; a chunk of
     # 200,000 and its product with its float32 copy 9,600,000

@@ -9,7 +9,7 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
 from planner.quantities import Estimate
-from planner.search.bounds import LEANEST_MARGIN, allocated_bytes, leanest, speed_bound
+from planner.search.bounds import LEANEST_MARGIN, allocated_bytes, leanest, smallest_may_fit, speed_bound
 from planner.search.fit import estimate_with_engine
 from planner.search.knobs import SearchProblem, structures
 from planner.search.search import (
@@ -109,6 +109,33 @@ def test_structures_are_left_out_for_a_reason(asked: SearchProblem) -> None:
     assert all((each.answer is None) == bool(each.reason) for each in seen if each.reason or each.answer is not None)
 
 
+def test_slow_structures_are_left_out() -> None:
+    """Those whose bound is more than 2 % below the best speed so far; without a bound none would be."""
+    asked = PROBLEMS["fits easily"]
+    seen = list(examined(asked))
+    best = max(each.answer.throughput.tokens_per_second for each in seen if each.answer and each.answer.fits)
+    slow = [each.structure for each in seen if each.reason.startswith("at most")]
+    assert slow
+    assert all(speed_bound(each, asked) < NEAR_BEST * best for each in slow)
+    estimated = [each.structure for each in seen if each.answer is not None]
+    assert all(speed_bound(each, asked) >= NEAR_BEST * best for each in estimated[1:])
+
+
+def test_what_lacks_more_than_a_percent_may_not_fit() -> None:
+    fits, fits_not = (next(structures(PROBLEMS[name])) for name in ("fits easily", "fits nowhere"))
+    assert smallest_may_fit(fits, PROBLEMS["fits easily"])
+    assert not smallest_may_fit(fits_not, PROBLEMS["fits nowhere"])
+    # a structure without a size is not known to fit nowhere
+    uneven = problem("Qwen2.5-0.5B", "2xRTX-4090", "sft", "lora", FEW, effective_batch_size=7)
+    assert smallest_may_fit(next(structures(uneven)), uneven)
+
+
+def test_an_engine_that_does_not_start_may_not_fit() -> None:
+    pinned = {**FEW, "vllm": "colocate", "vllm_gpu_memory_utilization": 0.05}
+    asked = problem("Qwen2.5-7B", "1xRTX-4090", "grpo", "lora", pinned)
+    assert not any(smallest_may_fit(each, asked) for each in structures(asked))
+
+
 def test_the_merit_is_what_the_job_optimizes_then_speed() -> None:
     answer = best_of_class(PROBLEMS["fits easily"])
     assert answer is not None
@@ -141,3 +168,5 @@ def test_the_slack_of_the_allocator_is_not_allocated() -> None:
     totals = [sum(phase.components.values()) for phase in answer.gpus[0].phases]
     slack = [phase.components.get("fragmentation", 0) for phase in answer.gpus[0].phases]
     assert allocated_bytes(answer) == max(total - loose for total, loose in zip(totals, slack, strict=True))
+    tight = replace(answer.gpus[0].phases[0], components={"weights": 1000})
+    assert allocated_bytes(replace(answer, gpus=(replace(answer.gpus[0], phases=(tight,)),))) == 1000

@@ -193,6 +193,21 @@ class TestCommunication:
             head + 10**9 // 2 + largest
         )
 
+    def test_zero_3_gathers_the_embedding_with_the_first_layer(self) -> None:
+        """The docstring's example: Qwen2.5-7B with LoRA in bfloat16, 1.02 + 0.43 + 2.03 GiB, and a bucket."""
+        adapted = candidate(sharding="zero3", tuning="lora", dtype="bfloat16")
+        embedding, layer = 152_064 * HIDDEN, adapted.model.layers[0].params
+        bucket = HIDDEN**2  # of 40 million trained parameters
+        assert gather_bytes(adapted, "first_layer_backward") == 2 * (3 * embedding + layer + bucket)
+        assert gather_bytes(adapted, "embedding_backward") == 2 * 2 * embedding
+        # no gradient reaches the embedding, or it is the head
+        assert gather_bytes(replace(adapted, gradient_checkpointing=False), "first_layer_backward") == 0
+        assert gather_bytes(replace(adapted, gradient_checkpointing=False), "embedding_backward") == 2 * embedding
+        tied = replace(adapted, model=load_model("Qwen/Qwen2.5-1.5B"))
+        assert gather_bytes(tied, "first_layer_backward") == 0
+        assert gather_bytes(tied, "embedding_backward") == 2 * 151_936 * 1536
+        assert gather_bytes(adapted, "embedding") == 0
+
     def test_a_small_model_is_gathered_whole(self) -> None:
         small = candidate(model=load_model("Qwen/Qwen2.5-0.5B"), sharding="zero3", gradient_checkpointing=False)
         assert gather_bytes(small, "forward") == 2 * policy_parameters(small).base
@@ -203,6 +218,14 @@ class TestCommunication:
         assert gather_bytes(held, "forward") == 2 * 2 * layer
         assert gather_bytes(held, "head_backward") == 2 * (layer + head)
         assert gather_bytes(held, "backward") == 2 * 3 * layer
+
+    def test_fsdp_receives_the_first_layer_beside_an_untied_embedding(self) -> None:
+        """An embedding of 1.05e9 parameters, and of the first layer, 0.86e9, what is received and what is copied."""
+        held = candidate(sharding="fsdp2", model=load_model("Llama-3.1-70B"))
+        embedding, layer = 128_256 * 8192, held.model.layers[0].params
+        assert gather_bytes(held, "embedding") == 2 * (embedding + 2 * layer)
+        smaller = candidate(sharding="fsdp2")
+        assert gather_bytes(smaller, "embedding") == 2 * 2 * 152_064 * HIDDEN
 
     def test_fsdp_holds_a_tied_embedding_from_the_forward_pass_to_the_end(self) -> None:
         held = candidate(sharding="fsdp2", model=load_model("Qwen/Qwen2.5-1.5B"))

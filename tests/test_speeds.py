@@ -408,6 +408,7 @@ def test_an_engine_decodes_as_many_rows_as_its_cache_holds(
     [
         ({"vllm": "off"}, WORK, 0.0),
         ({"vllm": "colocate"}, WORK, 2 * 2e9 / MEMORY),
+        ({"vllm": "colocate", "dtype": "float32"}, WORK, 2 * 2e9 / MEMORY),  # the engine's weights have 16 bits
         ({"vllm": "colocate", "vllm_enable_sleep_mode": True}, WORK, 2 * 2e9 / MEMORY + 0.8),
         ({"vllm": "server", "vllm_enable_sleep_mode": True}, WORK, 2e9 / NETWORK),
         ({"vllm": "colocate", "tuning": "lora"}, ADAPTED, 2 * 2e9 / MEMORY + 6 * 2e9 / MEMORY),
@@ -416,6 +417,13 @@ def test_an_engine_decodes_as_many_rows_as_its_cache_holds(
 )
 def test_weights_move_into_the_engine(changes: dict[str, Any], work_: Work, seconds: float) -> None:
     assert weight_sync_seconds(grpo(**changes), CLUSTER, work_) == near(seconds)
+
+
+def test_generate_casts_float32_weights_for_each_token() -> None:
+    """Autocast writes 2 bytes per weight, which the product reads; the 4 that it casts count with the weights."""
+    cast = replace(WORK, cast_bytes=6e9)
+    seconds = PREFILL + 200 * smooth(1e-3, TOKEN + CACHE / MEMORY + 4e9 / MEMORY)
+    assert generation_seconds(grpo(dtype="float32"), CLUSTER, cast, 0.0) == near(seconds)
 
 
 def test_experts_without_a_token_stay_unread() -> None:

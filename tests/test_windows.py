@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from planner.candidate import Candidate
 from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
-from planner.memory.kv_cache import kv_cache_bytes
+from planner.memory.kv_cache import kv_cache_bytes, kv_cache_peak_bytes
 from planner.models.from_config import shape_of
 from planner.models.shape import ModelShape
 from planner.throughput.rates import attention_rate
@@ -75,6 +75,26 @@ def test_a_cache_keeps_no_more_tokens_than_the_window(tokens: int, window: int, 
     a_token = 2 * HEADS * HEAD_DIM * 2  # key and value in 16 bits
     kept = of_four * min(tokens, window) + (LAYERS - of_four) * tokens
     assert kv_cache_bytes(windowed(window, of_four), 3, tokens, 2) == 3 * kept * a_token
+
+
+@pytest.mark.parametrize(("tokens", "old"), [(10, 9), (16, 15), (17, 16), (40, 16)])
+def test_growing_a_window_copies_keys_and_values_of_the_tokens_before(tokens: int, old: int) -> None:
+    model, a_token = windowed(16), 2 * HEADS * HEAD_DIM * 2
+    copies = kv_cache_peak_bytes(model, 3, 1, tokens, 2) - kv_cache_bytes(model, 3, tokens, 2)
+    assert copies == 3 * old * a_token
+
+
+@pytest.mark.parametrize(("window", "rotary"), [(None, [True] * 4), (16, [True, True, True, False])])
+def test_exaone4_rotates_in_windows_only_if_it_has_some(window: int | None, rotary: list[bool]) -> None:
+    """transformers, models/exaone4: `sliding_window_pattern` 4 makes every fourth layer see all tokens."""
+    config = {
+        "model_type": "exaone4", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True, "sliding_window": window, "sliding_window_pattern": 4,
+    }  # fmt: skip
+    layers = shape_of(config, id="exaone4").layers
+    assert [layer.attention.rotary for layer in layers] == rotary
+    assert [layer.attention.sliding_window for layer in layers] == [window] * 3 + [None]
 
 
 @pytest.mark.parametrize(("kernel", "pairs"), [("eager", 128 * 128), ("sdpa-masked", 128 * 128), ("sdpa", 128 * 64)])
