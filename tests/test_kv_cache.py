@@ -145,6 +145,13 @@ def test_growth_of_mixed_layers_stays_within_a_token_of_the_formula(name):  # ty
     assert 0 <= kv_cache_peak_bytes(shape, ROWS, PROMPT, TOKENS, 2) - grown.peak <= a_token
 
 
+def test_a_grown_latent_cache_copies_the_latent_of_the_tokens_before():
+    """Of 32 + 8 numbers per token the 32 of the latent are the larger tensor."""
+    shape = shape_of(CONFIGS["deepseek_v3"]().to_dict(), id="deepseek_v3")
+    copies = kv_cache_peak_bytes(shape, ROWS, 1, TOKENS, 2) - kv_cache_bytes(shape, ROWS, TOKENS, 2)
+    assert copies == ROWS * (TOKENS - 1) * 32 * 2
+
+
 def test_latent_attention_expands_every_token_of_one_layer():
     model, shape = _model("deepseek_v3", torch.bfloat16)
     sizes = {
