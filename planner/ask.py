@@ -13,7 +13,7 @@ from planner.jobs.base_candidate import single_candidate
 from planner.jobs.config_changes import config_changes
 from planner.jobs.job import Job
 from planner.measurements.corrected_estimate import correct_estimate
-from planner.measurements.corrected_plan import contradiction
+from planner.measurements.corrected_plan import contradiction, probe_notes
 from planner.measurements.own_results import (
     apply_own_results,
     correct_by_own_probes,
@@ -22,7 +22,8 @@ from planner.measurements.own_results import (
 )
 from planner.plan import Plan
 from planner.plan import plan as plan_job
-from planner.quantities import Estimate
+from planner.quantities import Estimate, Note
+from planner.report.sentences import sentence
 from planner.requests.read_options import JobRequest
 from planner.search.explain import notes
 from planner.search.knobs import problem_of_estimate, tuning_class_of
@@ -58,17 +59,15 @@ def checked_plan(request: JobRequest, say: Say) -> Plan:
 
     If the dry run needs more than the estimate's interval allows, the search runs again with estimates raised by that.
     """
-    from planner.report.dry_run import second_search_note  # imports the documents, which a table does not need
-
     answer = planned_job(request.job, request.cluster)
     note, residual = _check_by_dry_run(answer.best, answer.cluster, say)
-    lines = [note]
+    checks = [note]
     if residual:
-        say(f"{note}; searching again")
+        say(f"{sentence(note)}; searching again")
         residuals = {tuning_class_of(answer.best.candidate, answer.job): residual}
         answer = apply_own_results(plan_job(answer.job, answer.cluster, residuals), read_own_results())
-        lines.append(second_search_note(residual))
-    return _with_notes(request, replace(answer, warnings=(*lines, *answer.warnings)))
+        checks.append(Note("searched_again", {"residual": residual}))
+    return _with_notes(request, replace(answer, warnings=(*checks, *answer.warnings)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,18 +107,17 @@ def _with_notes(request: JobRequest, answer: Plan) -> Plan:
     return replace(answer, warnings=(*request.warnings, *_changes(request, answer), *answer.warnings))
 
 
-def _changes(request: JobRequest, answer: Plan) -> tuple[str, ...]:
-    """Return a line for each change that turns the given config files into the plan's settings."""
+def _changes(request: JobRequest, answer: Plan) -> tuple[Note, ...]:
+    """Return a note for each change that turns the given config files into the plan's settings."""
     if not request.in_files:
         return ()
-    changes = config_changes(request.in_files, answer.best.candidate)
-    return tuple(f"config {change}" for change in changes) or ("the config needs no change",)
+    return tuple(config_changes(request.in_files, answer.best.candidate)) or (Note("config_unchanged"),)
 
 
 # -- one candidate -----------------------------------------------------------------------------------------------------
 
 
-def estimated(request: JobRequest, dry_run: Say | None = None) -> tuple[Estimate, tuple[str, ...]]:
+def estimated(request: JobRequest, dry_run: Say | None = None) -> tuple[Estimate, tuple[Note, ...]]:
     """Return the estimate of a job's one candidate, corrected by this machine's own probes, and the notes about it.
 
     `dry_run`: also check it by a dry run, whose progress this prints.
@@ -146,7 +144,7 @@ def _simulated(answer: Estimate, cluster: Cluster, say: Say) -> Simulation:
     return with_reserved(training_stack.dry_run(answer, cluster.gpu, say), cluster.gpu)
 
 
-def _check_by_dry_run(answer: Estimate, cluster: Cluster, say: Say) -> tuple[str, float]:
+def _check_by_dry_run(answer: Estimate, cluster: Cluster, say: Say) -> tuple[Note, float]:
     """Run a dry run of an estimate. Return a note about it, and the share by which it exceeds the estimate's interval.
 
     The share is 0 if the dry run is within the interval and fits the GPU, or if the packages or settings do not allow
@@ -157,7 +155,7 @@ def _check_by_dry_run(answer: Estimate, cluster: Cluster, say: Say) -> tuple[str
     try:
         simulation = _simulated(answer, cluster, say)
     except DryRunUnsupported as error:
-        return f"no dry run: {error}", 0.0
+        return Note("no_dry_run", {"reason": str(error)}), 0.0
     return dry_run_note(simulation), exceeded_by(simulation, answer)
 
 
@@ -166,13 +164,13 @@ class ProbedCandidate:
     """A candidate after its probe.
 
     `estimate`: corrected by the measurement; `fits`: the verdict, which a probe on the CPU leaves as it was expected;
-    `lines`: the probe beside what was expected; `contradiction`: one line, empty if they agree.
+    `notes`: the probe beside what was expected; `contradiction`: None if they agree.
     """
 
     estimate: Estimate
     fits: bool
-    lines: tuple[str, ...]
-    contradiction: str
+    notes: tuple[Note, ...]
+    contradiction: Note | None
 
 
 def probed(request: "CandidateRequest", settings: ProbeSettings, say: Say, report_phase: Say) -> ProbedCandidate:
@@ -182,8 +180,6 @@ def probed(request: "CandidateRequest", settings: ProbeSettings, say: Say, repor
         InputError: this machine has not the GPUs, or a package is missing.
         ProbeFailed: the probe measured no memory.
     """
-    from planner.report.proof import probe_lines
-
     candidate, cluster, risk = request.candidate, request.cluster, request.risk
     expected = estimate_candidate(candidate, cluster, risk)
     run = training_stack.open_device(cluster, settings, report_phase)
@@ -193,7 +189,7 @@ def probed(request: "CandidateRequest", settings: ProbeSettings, say: Say, repor
     return ProbedCandidate(
         estimate=answer,
         fits=(expected if measurement.device == "cpu" else answer).fits,
-        lines=(*probe_lines(expected, measurement), *compared.lines),
+        notes=(*probe_notes(expected, measurement), *compared.notes),
         contradiction=contradiction(expected, measurement) or compared.contradiction,
     )
 

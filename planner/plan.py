@@ -11,27 +11,30 @@ from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
-from planner.jobs.settings import settings_of_fields, settings_text
+from planner.jobs.settings import settings_of_fields
 from planner.memory.engine.budget import EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
 from planner.methods import METHODS
-from planner.quantities import Estimate, Evidence, PhaseDifference, ProbedOn
+from planner.quantities import Estimate, Evidence, Note, PhaseDifference, ProbedOn
 from planner.search.explain import limits, notes, reasons
 from planner.search.knobs import SearchProblem, TuningClass, problem_of_estimate, structures, tuning_classes
-from planner.search.remedies import Remedy, offloading_note, remedies
+from planner.search.remedies import Remedy, offloading_notes, remedies
 from planner.search.search import NEAR_BEST, search
-from planner.search.shared_rows import longest_shared_rows, search_with_shared_rows, shared_rows_note
+from planner.search.shared_rows import longest_shared_rows, search_with_shared_rows, shared_rows_notes
 from planner.search.sizes import length_field
 from planner.settings.table import with_role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """The best candidate of another tuning class, with offloading, or without the pinned settings."""
+    """The best candidate of another tuning class, with offloading, or without the pinned settings.
 
-    label: str
+    `label`: which of them it is; `notes`: what it takes.
+    """
+
+    label: Note
     estimate: Estimate
-    note: str
+    notes: tuple[Note, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +53,7 @@ class Proof:
 class Plan:
     """The answer to a job.
 
-    `more`: what limits the batch and the length, one line each; `versions`: the library versions that are modelled.
+    `more`: what limits the batch and the length; `versions`: the library versions that are modelled.
     """
 
     job: Job
@@ -59,13 +62,12 @@ class Plan:
     best: Estimate
     alternatives: tuple[Alternative, ...]
     remedies: tuple[Remedy, ...]
-    more: tuple[str, ...]
-    warnings: tuple[str, ...]
+    more: tuple[Note, ...]
+    warnings: tuple[Note, ...]
     versions: dict[str, str]
     proof: Proof | None = None  # None: no probe ran
 
 
-CLASS_LABELS: dict[TuningClass, str] = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 # The library versions whose defaults and code paths are modelled; planner/memory cites their files and lines.
 VERSIONS = {
     "transformers": "5.23",
@@ -102,9 +104,9 @@ def on_fewer_gpus(answer: Plan, residuals: Mapping[TuningClass, float]) -> Plan:
     if job.pinned.keys() & {"num_processes", "num_nodes"} or job.optimize != "throughput":
         return answer
     if cluster.nodes > 1:
-        smaller, used = replace(cluster, nodes=1), f"one of {cluster.nodes} nodes"
+        smaller, used = replace(cluster, nodes=1), {"count": cluster.nodes, "unit": "nodes"}
     elif cluster.num_gpus > 1 and not best.fits:
-        smaller, used = replace(cluster, gpus_per_node=1), f"one of {cluster.num_gpus} GPUs"
+        smaller, used = replace(cluster, gpus_per_node=1), {"count": cluster.num_gpus, "unit": "GPUs"}
     else:
         return answer
     floor = best.throughput.tokens_per_second / NEAR_BEST if best.fits else 0.0
@@ -113,7 +115,7 @@ def on_fewer_gpus(answer: Plan, residuals: Mapping[TuningClass, float]) -> Plan:
     if not any(each and each.fits and each.throughput.tokens_per_second >= floor for each in tiers):
         return answer
     other = plan_on_all_gpus(job, smaller, residuals)
-    reason = f"{used} is planned: all of them are slower" if best.fits else f"{used} is planned: only there it fits"
+    reason = Note("fewer_gpus_faster" if best.fits else "fewer_gpus_fit", used)
     return replace(other, warnings=(reason, *other.warnings))
 
 
@@ -141,7 +143,7 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
         more=limits(best, problem) if best.fits else (),
         warnings=(
             *faster_alternative(best, others),
-            *shared_rows_note(best, job),
+            *shared_rows_notes(best, job),
             *notes(best, problem),
             *unplanned_classes(found),
         ),
@@ -223,17 +225,16 @@ def alternatives(found: BestByProblem, chosen: SearchProblem) -> tuple[Alternati
     for problem, answer in found.items():
         if answer is None or problem.tuning_class == chosen.tuning_class:
             continue
-        label = CLASS_LABELS[problem.tuning_class]
-        longest = length_note(answer) if problem.job.optimize == "max-length" and answer.fits else ""
-        rest.append(Alternative(label=label, estimate=answer, note=longest))
+        tuning = {"tuning": problem.tuning_class}
+        longest = (length_note(answer),) if problem.job.optimize == "max-length" and answer.fits else ()
+        rest.append(Alternative(label=Note("tuning_class", tuning), estimate=answer, notes=longest))
         if answer.fits or chosen.offload:
             continue
         offloaded = search(replace(problem, offload=True))
         if offloaded is not None and offloaded.fits:
-            note = offloading_note(offloaded)
-            rest.append(
-                Alternative(label=f"{label} {'with offloading' if note else 'sharded'}", estimate=offloaded, note=note)
-            )
+            takes = offloading_notes(offloaded)
+            label = Note("tuning_class_offloading" if takes else "tuning_class_sharded", tuning)
+            rest.append(Alternative(label=label, estimate=offloaded, notes=takes))
     return tuple(rest)
 
 
@@ -246,36 +247,35 @@ def longer_rows(best: Estimate, problem: SearchProblem) -> tuple[Alternative, ..
     if job.optimize != "max-length" or not best.fits or problem.offload or best.candidate.row_gpus > 1:
         return ()
     offloaded = search(replace(problem, offload=True))
-    ways = (("with offloading", offloaded), ("with shared rows", longest_shared_rows(problem)))
+    ways = ((Note("with_offloading"), offloaded), (Note("with_shared_rows"), longest_shared_rows(problem)))
     return tuple(
-        Alternative(label=label, estimate=answer, note=note_of_longer(answer))
+        Alternative(label=label, estimate=answer, notes=notes_of_longer(answer))
         for label, answer in ways
         if answer and answer.fits and answer.candidate.row_tokens > best.candidate.row_tokens
     )
 
 
-def note_of_longer(answer: Estimate) -> str:
+def notes_of_longer(answer: Estimate) -> tuple[Note, ...]:
     """Return the length of an alternative with longer rows, and what it takes."""
-    takes = offloading_note(answer) or f"{answer.candidate.row_gpus} GPUs share each row"
-    return f"{length_note(answer)}; {takes}"
+    takes = offloading_notes(answer) or (Note("gpus_share_rows", {"gpus": answer.candidate.row_gpus}),)
+    return (length_note(answer), *takes)
 
 
-def length_note(answer: Estimate) -> str:
+def length_note(answer: Estimate) -> Note:
     """Return the setting for the length of a candidate's rows and its value."""
     field = length_field(answer.candidate)
-    return f"{field} {getattr(answer.candidate, field):,}"
+    return Note("row_length", {"setting": field, "length": getattr(answer.candidate, field)})
 
 
-def faster_alternative(best: Estimate, others: tuple[Alternative, ...]) -> tuple[str, ...]:
-    """Return one line about the fastest alternative if it fits and is 1.3 times as fast as the recommendation."""
+def faster_alternative(best: Estimate, others: tuple[Alternative, ...]) -> tuple[Note, ...]:
+    """Note the fastest alternative if it fits and is 1.3 times as fast as the recommendation."""
     fitting = [each for each in others if each.estimate.fits]
     if not best.fits or not fitting:
         return ()
     fastest = max(fitting, key=lambda each: each.estimate.throughput.tokens_per_second)
     factor = fastest.estimate.throughput.tokens_per_second / best.throughput.tokens_per_second
-    options = {label: f" (--tuning {name})" for name, label in CLASS_LABELS.items()}
-    line = f"{fastest.label} is {factor:.1f} times as fast{options.get(fastest.label, '')}"
-    return (line,) if factor >= NOTABLY_FASTER else ()
+    note = Note("alternative_faster", {"alternative": fastest.label, "factor": factor})
+    return (note,) if factor >= NOTABLY_FASTER else ()
 
 
 NOTABLY_FASTER = 1.3  # an alternative that the plan points at
@@ -298,15 +298,16 @@ def alternative_without_pins(best: Estimate, problem: SearchProblem) -> tuple[Al
     changed = [name for name in dropped if getattr(free.candidate, name) != getattr(best.candidate, name)]
     if not changed:
         return ()
-    found = settings_text(settings_of_fields({name: getattr(free.candidate, name) for name in changed}))
-    return (Alternative(label="without those pins", estimate=free, note=f"with {found}"),)
+    settings = settings_of_fields({name: getattr(free.candidate, name) for name in changed})
+    instead = Note("pins_instead", {"settings": settings})
+    return (Alternative(label=Note("without_pins"), estimate=free, notes=(instead,)),)
 
 
-def unplanned_classes(found: BestByProblem) -> tuple[str, ...]:
+def unplanned_classes(found: BestByProblem) -> tuple[Note, ...]:
     """Return one warning for each tuning class that is not planned because its layers could not be measured."""
     missing = {problem: measuring_refusal(problem) for problem, answer in found.items() if answer is None}
     return tuple(
-        f"{CLASS_LABELS[problem.tuning_class]} is not planned: {reason}"
+        Note("class_not_planned", {"tuning": problem.tuning_class, "reason": reason})
         for problem, reason in missing.items()
         if reason
     )

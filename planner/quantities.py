@@ -1,11 +1,14 @@
-"""Quantities of estimates and measurements: memory by phase and component on each GPU, and speed."""
+"""Quantities of estimates and measurements: memory by phase and component on each GPU, speed, and what is to be said
+about them as data (`Reason`, `Note`), whose sentences planner/report/sentences.py makes."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
 from planner.candidate import Candidate
+from planner.settings.setting import Value
 
 # The device of a probe that decided; "none": it was not probed.
 ProbedOn = Literal["none", "cuda", "cpu", "simulated", "emulated"]
@@ -142,6 +145,66 @@ class Throughput:
     evidence: Evidence
 
 
+# Identifiers of what is said about a candidate, in JSON too: they do not change.
+NoteCode = Literal[
+    # Why a setting has its value: a `Reason`.
+    "setting_chosen",
+    # The largest length and batch, and what lies beyond them.
+    "length_is_longest", "length_up_to", "length_up_to_model",
+    "batch_fits_no_faster", "batch_not_estimated", "batch_does_not_fit",
+    "layers_not_measured", "engine_does_not_start", "host_memory_short", "phase_peaks",
+    # A candidate's memory and speed.
+    "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
+    "images_not_counted", "network_assumed", "generates_without_cache", "flash_attention_from_hub", "sdpa_builds_mask",
+    "model_prepared", "adapters_cast_back", "model_untouched", "vllm_without_bitsandbytes", "largest_rank",
+    "method_came_later", "method_left", "method_experimental", "rows_beyond_context", "prompt_length_assumed",
+    "engine_takes_context", "engine_length_set", "effective_batch_changed", "gpus_idle", "model_source",
+    # A plan: fewer GPUs, the other ways to run and the changes with which a job fits.
+    "fewer_gpus_faster", "fewer_gpus_fit", "alternative_faster", "rows_shared", "class_not_planned",
+    "tuning_class", "tuning_class_offloading", "tuning_class_sharded", "with_offloading", "with_shared_rows",
+    "without_pins", "host_memory_needed", "row_length", "gpus_share_rows", "pins_instead",
+    "setting_not_pinned", "with_option", "with_settings", "more_gpus", "larger_cards", "whole_nodes",
+    "states_in_8_bit", "length_asked",
+    # Dry runs, probes and the user's own results.
+    "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again",
+    "no_cpu_dry_run", "cpu_dry_run", "cpu_dry_run_differs",
+    "cpu_counts_tensors", "ran_out_of_memory", "server_not_measured", "larger_card_probed",
+    "probe_ran_out_of_memory", "probe_fits", "probe_needs_more", "proven_instead", "probe_peak", "probe_has_no_phase",
+    "phase_measured", "attention_not_installed",
+    "own_probe_ran_out_of_memory", "own_probes", "own_runs", "own_context", "own_lines_unread",
+    "own_storage_not_read",
+    # Settings of the job and its config files.
+    "keys_not_counted", "keys_not_used", "method_lacks_settings", "length_not_used", "oldest_trl_taken",
+    "config_change", "config_unchanged",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something to say about a candidate or a plan: a code and the values of its sentence, other notes among them."""
+
+    code: NoteCode
+    values: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Why a searched setting has its value and not another one.
+
+    `saved_bytes`: by how much the largest peak falls, below 0 if it grows; `speed`: how many times as fast;
+    `fits_alone`: it fits, and the other value does not; `gathered_bytes`: of the whole model, which ZeRO-3 gathers on
+    each GPU to generate with the other value; 0 for other settings.
+    """
+
+    setting: str
+    value: Value
+    other: Value
+    saved_bytes: int
+    speed: float
+    fits_alone: bool
+    gathered_bytes: int = 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """Memory and speed of a candidate.
@@ -157,7 +220,7 @@ class Estimate:
     host_peak_bytes: int  # on one node
     host_capacity_bytes: int
     throughput: Throughput
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason | Note, ...]
     versions: tuple[tuple[str, str], ...] = ()  # of the libraries in a dry run or probe
     device: ProbedOn = "none"  # that a probe of it ran on
 

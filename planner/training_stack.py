@@ -25,10 +25,10 @@ from planner.measurements.measurement import DeviceName, Measurement
 from planner.measurements.own_results import save_new_results
 from planner.models.shape import ModelShape
 from planner.plan import Plan
-from planner.quantities import Estimate
+from planner.quantities import Estimate, Note
+from planner.report.sentences import sentence
 from planner.search.knobs import SearchProblem, attention
 from planner.settings.setting import Value
-from planner.units import format_size
 
 if TYPE_CHECKING:
     from planner.memory.layers.measured_layers import LayerResult
@@ -171,7 +171,7 @@ class ProbeSettings:
     ray: str = ""
 
 
-def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, tuple[str, ...]]:
+def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, tuple[Note, ...]]:
     """Return the job without what probes on this device cannot run, and a warning about each change.
 
     FlashAttention 2 has no CPU kernels; on GPUs it needs flash-attn, or the Hub's kernels for it
@@ -184,9 +184,8 @@ def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, 
         return job, ()
     if FLASH not in attention(SearchProblem(job=job, cluster=cluster, tuning_class="lora")):
         return job, ()
-    where = "has no CPU kernels" if device == "cpu" else "is not installed here (pip install kernels)"
     changed = replace(job, pinned={**job.pinned, "attn_implementation": "sdpa"})
-    return changed, (f"attn_implementation sdpa: flash_attention_2 {where}",)
+    return changed, (Note("attention_not_installed", {"device": device}),)
 
 
 def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) -> Probe:
@@ -315,17 +314,17 @@ def prove(
         reason = f"The probes ended early ({study.ending}): {study.reason or SET_ASIDE}."
         return ProvenPlan(plan=corrected, ending="broken off", reason=reason)
     if wrong := plan_contradiction(plan, study.measurements):
-        reason = f"The probes contradict the plan: {wrong}."
+        reason = f"The probes contradict the plan: {sentence(wrong)}."
         return ProvenPlan(plan=corrected, ending="contradicted", reason=reason)
     return ProvenPlan(plan=corrected, ending="proven", reason="")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRunComparison:
-    """A probe on the CPU beside a dry run of the same kernels. `contradiction`: one line; empty if they agree."""
+    """A probe on the CPU beside a dry run of the same kernels. `contradiction`: None if they agree."""
 
-    lines: tuple[str, ...] = ()
-    contradiction: str = ""
+    notes: tuple[Note, ...] = ()
+    contradiction: Note | None = None
 
 
 def compare_with_dry_run(expected: Estimate, measurement: Measurement, say: Say) -> DryRunComparison:
@@ -339,23 +338,19 @@ def compare_with_dry_run(expected: Estimate, measurement: Measurement, say: Say)
     try:
         trace = dry_run(expected, None, say).trace
     except DryRunUnsupported as error:
-        return DryRunComparison(lines=(f"no dry run of it on the CPU: {error}",))
+        return DryRunComparison(notes=(Note("no_cpu_dry_run", {"reason": str(error)}),))
     measured = {phase.name: phase.allocated_bytes for phase in heaviest_rank(measurement).phases}
-    resumed = {"load": " (it also loads a checkpoint)"}  # a dry run does not resume
-    differences = [
-        f"{phase.name.replace('_', ' ')} {measured[phase.name] / phase.total_bytes - 1:+.2%}"
-        f"{resumed.get(phase.name, '')}"
+    differences = {
+        phase.name: measured[phase.name] / phase.total_bytes - 1
         for phase in trace.phases
         if measured.get(phase.name, 0)
-    ]
+    }
     peak_bytes = max(size for name, size in measured.items() if name not in NOT_IN_DRY_RUNS)
-    found = (
-        f"a dry run with the CPU's kernels peaks at {format_size(trace.peak_bytes)}, the probe at "
-        f"{format_size(peak_bytes)}"
-    )
+    peaks = {"dry_run_bytes": trace.peak_bytes, "probe_bytes": peak_bytes}
     wrong = abs(peak_bytes / trace.peak_bytes - 1) > CPU_PROBE_TOLERANCE
     return DryRunComparison(
-        lines=(f"{found}; by phase the probe is at {', '.join(differences)}",), contradiction=found if wrong else ""
+        notes=(Note("cpu_dry_run", {**peaks, "differences": differences}),),
+        contradiction=Note("cpu_dry_run_differs", peaks) if wrong else None,
     )
 
 

@@ -9,7 +9,7 @@ from planner.gpus.cluster import Cluster, Gpu, HostMemory
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
 from planner.plan import Alternative, Plan
-from planner.quantities import Estimate, GpuMemory, PhaseMemory, Throughput
+from planner.quantities import Estimate, GpuMemory, Note, PhaseMemory, Throughput
 from planner.search.remedies import Remedy
 from planner.units import GIB, MIB
 
@@ -92,7 +92,7 @@ ESTIMATE = Estimate(
     throughput=Throughput(
         tokens_per_second=2904.7, step_seconds=14.1, seconds={"rollout": 9.1, "training": 5.0}, evidence="estimated"
     ),
-    reasons=("TRL loads in float32 unless dtype is set: that would need 14.0 GiB more; the plan sets bfloat16",),
+    reasons=(Note("float32_by_default", {"more_bytes": 14 * GIB, "dtype": "bfloat16"}),),
 )
 TOO_LARGE = replace(
     ESTIMATE,
@@ -122,12 +122,14 @@ PLAN = Plan(
     best=ESTIMATE,
     alternatives=(
         Alternative(
-            label="full fine-tuning", estimate=TOO_LARGE, note="cheapest way in: ZeRO-3 with the optimizer on the host"
+            label=Note("tuning_class", {"tuning": "full"}),
+            estimate=TOO_LARGE,
+            notes=(Note("host_memory_needed", {"needed_bytes": 20 * GIB}),),
         ),
     ),
     remedies=(),
-    more=("max_completion_length 2304 at batch 4; why not more: the backward phase",),
-    warnings=("the catalogue has this model's config without its licence",),
+    more=(Note("batch_fits_no_faster", {"batch": 4}),),
+    warnings=(Note("model_source", {"model": "org/model", "remark": "its config has no licence"}),),
     versions={"trl": "1.16"},
 )
 NOTHING_FITS = replace(
@@ -135,5 +137,7 @@ NOTHING_FITS = replace(
     verdict="does_not_fit",
     best=TOO_LARGE,
     alternatives=(),
-    remedies=(Remedy(change="--tuning lora", estimate=ESTIMATE, note="trains 0.6 % of the parameters"),),
+    remedies=(
+        Remedy(change=Note("with_option", {"option": "--tuning", "value": "lora"}), estimate=ESTIMATE, notes=()),
+    ),
 )

@@ -14,6 +14,7 @@ from planner.launch.export import export
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.plan import plan
+from planner.report.sentences import sentences
 from planner.search.knobs import SEARCHED, TUNING_CLASSES, SearchProblem, structures
 
 LOGS = Path(__file__).parent / "logs"
@@ -216,7 +217,7 @@ def test_a_list_and_a_word_are_written_as_in_yaml() -> None:
     held = Candidate(
         model=load_model("Qwen2.5-0.5B"), method="sft", tuning="lora", lora_target_modules=("q_proj", "v_proj")
     )
-    assert config_changes({"tuning": "full"}, held) == [
-        "use_peft: false -> true",
-        "lora_target_modules: not set -> [q_proj, v_proj]",
-    ]
+    assert sentences(config_changes({"tuning": "full"}, held)) == (
+        "config use_peft: false -> true",
+        "config lora_target_modules: not set -> [q_proj, v_proj]",
+    )

@@ -23,8 +23,9 @@ from planner.jobs.settings import settings_of
 from planner.models.catalogue import load_model
 from planner.quantities import Estimate, PhaseMemory
 from planner.report.documents import json_schema
-from planner.report.dry_run import difference_lines, dry_run_note, dry_run_report, dry_run_table
+from planner.report.dry_run import difference_notes, dry_run_note, dry_run_report, dry_run_table
 from planner.report.json import json_text
+from planner.report.sentences import sentence
 from planner.requests.saved_report import candidate_from_settings
 from planner.units import GIB, MIB
 
@@ -110,10 +111,10 @@ def simulation(simulated_bytes: int, estimated_bytes: int) -> Simulation:
 
 def test_a_note_names_the_installed_trl_and_how_near_the_dry_run_comes() -> None:
     near, far = simulation(100_000, 101_010), simulation(100_000, 90_000)
-    assert dry_run_note(near) == "a dry run with the installed trl 1.16.0 agrees within 1.1 %"
-    assert dry_run_note(far).startswith("a dry run with the installed trl 1.16.0 peaks at")
-    assert "11.1% more than estimated; they differ most in the backward" in dry_run_note(far)
-    assert difference_lines(near) == ()
+    assert sentence(dry_run_note(near)) == "a dry run with the installed trl 1.16.0 agrees within 1.1 %"
+    assert sentence(dry_run_note(far)).startswith("a dry run with the installed trl 1.16.0 peaks at")
+    assert "11.1% more than estimated; they differ most in the backward" in sentence(dry_run_note(far))
+    assert difference_notes(near) == ()
 
 
 def test_a_dry_run_above_the_interval_or_the_card_is_a_residual() -> None:

@@ -19,7 +19,9 @@ from planner.commands.main import run
 from planner.errors import PlanError
 from planner.estimate import estimate as estimate_candidate
 from planner.jobs.base_candidate import single_candidate
+from planner.quantities import Note
 from planner.report.json import estimate_report, json_text
+from planner.report.sentences import sentences
 
 # TRL's classes set `gradient_checkpointing`, which transformers 5.23 calls `activation_checkpointing`.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
@@ -113,10 +115,10 @@ def test_what_is_not_counted_is_named_and_nothing_else(tmp_path: Path) -> None:
     args = SFTConfig(output_dir=str(tmp_path), **CPU, neftune_noise_alpha=5.0, learning_rate=1e-4)
     lora = LoraConfig(target_modules="all-linear", rank_pattern={"q_proj": 4})
     found = estimate(args, "Qwen2.5-7B", "1xH100", peft_config=lora)
-    assert found.warnings[0] == "the config sets what the plan does not count: neftune_noise_alpha, rank_pattern"
-    assert not any("learning_rate" in line for line in found.warnings)
+    assert found.warnings[0] == Note("keys_not_counted", {"keys": ("neftune_noise_alpha", "rank_pattern")})
+    assert not any("learning_rate" in line for line in sentences(found.warnings))
     inherited = estimate(GKDConfig(output_dir=str(tmp_path), **CPU), "Qwen2.5-7B", "1xH100")
-    assert not any("packing" in line for line in inherited.warnings)
+    assert not any("packing" in line for line in sentences(inherited.warnings))
 
 
 def test_a_candidate_and_a_cluster_are_taken_as_they_are_and_shown_as_the_table() -> None:

@@ -16,7 +16,8 @@ from planner.gpus.parse import parse_cluster
 from planner.models.architectures.image_tower import image_sides, image_tower
 from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
-from planner.search.explain import NOT_MEASURED, describe_shortage
+from planner.quantities import Note
+from planner.search.explain import NOT_MEASURED, shortage
 from planner.training_stack import complete_models
 
 GEMMA = load_model("google/gemma-3-4b-it")
@@ -175,8 +176,9 @@ def test_an_image_of_mistral_3_has_a_token_after_each_row(size: str, rows: int, 
 
 
 def test_a_batch_that_is_not_measured_is_not_said_to_want_an_engine() -> None:
-    assert describe_shortage(None, candidate()) == NOT_MEASURED
-    assert "vLLM" in describe_shortage(None, structs.replace(candidate(), method="grpo", vllm="colocate"))
+    assert shortage(None, candidate()) == NOT_MEASURED
+    engine = structs.replace(candidate(), method="grpo", vllm="colocate")
+    assert shortage(None, engine) == Note("engine_does_not_start")
 
 
 def test_images_cost_memory_and_time() -> None:

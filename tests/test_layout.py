@@ -161,6 +161,15 @@ def test_nothing_stands_on_the_command() -> None:
     assert [module for module in outside if any(part(name) == "commands" for name in IMPORTS[module])] == []
 
 
+# Functions of `planner.units` that make text of numbers; sentences are made in `report`.
+FORMATTING = re.compile(r"planner\.units\.format_")
+
+
+def test_the_search_and_the_plan_make_no_sentences() -> None:
+    makers = {module for module, tree in TREES.items() for _, name in imported_names(tree) if FORMATTING.match(name)}
+    assert {module for module in makers if part(module) in ("search", "plan")} == set()
+
+
 # Libraries of extras that a notebook alone needs: the one module that imports each, inside a function.
 OF_NOTEBOOKS = {"plotly": "planner.notebook.figures", "pandas": "planner.report.frame"}
 

@@ -29,10 +29,11 @@ from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage
 from planner.models.catalogue import load_model
 from planner.plan import Alternative, Plan, plan
-from planner.quantities import Component, Estimate, PhaseMemory
+from planner.quantities import Component, Estimate, Note, PhaseMemory
 from planner.report.documents import json_schema
 from planner.report.html import plan_html
 from planner.report.json import estimate_report, json_text, plan_report
+from planner.report.sentences import sentence, sentences
 from planner.report.table import estimate_table, plan_table
 from planner.units import GIB, MIB
 
@@ -103,7 +104,7 @@ PLANNED = Plan(
     alternatives=(),
     remedies=(),
     more=(),
-    warnings=("a note",),
+    warnings=(Note("rounds_small_updates"),),
     versions={"trl": "1.16"},
 )
 
@@ -225,7 +226,7 @@ class TestCorrectEstimate:
         )
         expected = replace(EXPECTED, gpus=(*EXPECTED.gpus, server))
         answer = correct_estimate(expected, fake_measurement())
-        assert answer.gpus[1] is server and "the vLLM server's cards are still estimated" in answer.reasons
+        assert answer.gpus[1] is server and "the vLLM server's cards are still estimated" in sentences(answer.reasons)
 
 
 class TestOtherDevices:
@@ -257,11 +258,11 @@ class TestOtherDevices:
             < answer.gpus[0].interval_bytes[1] - answer.gpus[0].peak_bytes
             < EXPECTED.gpus[0].interval_bytes[1] - EXPECTED.gpus[0].peak_bytes
         )
-        assert "the probe ran on the CPU, where tensors' bytes are counted" in answer.reasons[-1]
+        assert "the probe ran on the CPU, where tensors' bytes are counted" in sentence(answer.reasons[-1])
         assert "measured on the CPU (torch 2.13, trl 1.16)" in estimate_table(answer, CLUSTER, (), 120).plain
         plan = correct_plan(PLANNED, CANDIDATE, [fake_measurement(device="cpu", capacity=0)], ["it ran"], {})
         assert "no GPU was measured: the probes ran on the CPU" in plan_table(plan, 120).plain
-        assert " of tensors, its peak in the " in plan.warnings[0]
+        assert " of tensors, its peak in the " in sentence(plan.warnings[0])
 
 
 class TestDifferences:
@@ -305,7 +306,8 @@ class TestContradiction:
 
     def test_fitting_contradicts_a_plan_that_had_denied_it(self):
         denied = replace(EXPECTED, fits=False)
-        assert contradiction(denied, fake_measurement()) == "the candidate fits on the GPU, which the plan had denied"
+        wrong = contradiction(denied, fake_measurement())
+        assert wrong is not None and sentence(wrong) == "the candidate fits on the GPU, which the plan had denied"
         assert not contradiction(denied, fake_measurement(outcome="out_of_memory", shortage=SHORT))
 
     def test_a_probe_on_the_cpu_contradicts_no_plan_for_a_gpu(self):
@@ -329,7 +331,8 @@ class TestCorrectPlan:
         plan = correct_plan(PLANNED, CANDIDATE, [fake_measurement(more=100 * MIB)], ["1 probe"], {"probes": 1})
         assert plan.best.evidence == "measured" and plan.verdict == "fits"
         assert plan.proof is not None and plan.proof.lines == ("1 probe",) and plan.proof.expected == "estimated"
-        assert plan.warnings[0].startswith("the probe on the GPU needed ") and plan.warnings[-1] == "a note"
+        assert sentence(plan.warnings[0]).startswith("the probe on the GPU needed ")
+        assert plan.warnings[-1] == Note("rounds_small_updates")
         assert plan.versions["torch"] == "2.13.0"
 
     def test_the_proven_candidate_takes_the_place_of_one_that_ran_out(self):
@@ -340,8 +343,8 @@ class TestCorrectPlan:
         ]
         plan = correct_plan(PLANNED, smaller, measurements, [], {})
         assert plan.best.candidate == smaller and plan.best.evidence == "measured"
-        assert "ran out of memory on the GPU in the backward" in plan.warnings[0]
-        assert plan.warnings[1] == "proven instead of what was recommended: per_device_train_batch_size=2"
+        assert "ran out of memory on the GPU in the backward" in sentence(plan.warnings[0])
+        assert plan.warnings[1] == Note("proven_instead", {"settings": {"per_device_train_batch_size": 2}})
 
     def test_where_nothing_was_proven_the_plan_says_that_it_does_not_fit(self):
         plan = correct_plan(PLANNED, None, [fake_measurement(outcome="out_of_memory", shortage=SHORT)], [], {})
@@ -353,7 +356,8 @@ class TestCorrectPlan:
 
     def test_an_alternative_that_was_probed_is_measured_too(self):
         other = estimate(structs.replace(CANDIDATE, tuning="full"), CLUSTER)
-        plan = replace(PLANNED, alternatives=(Alternative(label="full fine-tuning", estimate=other, note=""),))
+        full = Alternative(label=Note("tuning_class", {"tuning": "full"}), estimate=other, notes=())
+        plan = replace(PLANNED, alternatives=(full,))
         shown = correct_plan(plan, CANDIDATE, [fake_measurement(), fake_measurement(other)], [], {})
         assert shown.alternatives[0].estimate.evidence == "measured"
 

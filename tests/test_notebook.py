@@ -8,7 +8,9 @@ import pytest
 from planner import Job, load_model, parse_cluster, plan, sweep
 from planner.commands.main import run
 from planner.errors import PlanError
+from planner.quantities import Note
 from planner.report.json import json_text, plan_report
+from planner.report.sentences import sentence
 
 JOB = "--model Qwen2.5-7B --gpus 2xA100-40G --method grpo"
 
@@ -42,7 +44,7 @@ def test_a_notebook_shows_the_table_and_nothing_of_it_is_markup() -> None:
 def test_a_frame_has_a_row_for_every_alternative() -> None:
     answer = plan("Qwen2.5-7B", "2xA100-40G", method="grpo")
     frame = answer.to_frame()
-    assert list(frame.index) == ["best", *(other.label for other in answer.alternatives)]
+    assert list(frame.index) == ["best", *(sentence(other.label) for other in answer.alternatives)]
     assert frame.loc["best", "tokens_per_second"] == answer.best.throughput.tokens_per_second
 
 
@@ -129,4 +131,4 @@ def test_a_config_is_followed_by_what_the_plan_changes_in_it(tmp_path: Path) -> 
     config = tmp_path / "train.yaml"
     config.write_text("model_name_or_path: Qwen/Qwen2.5-0.5B\nuse_peft: true\n")
     answer = plan("Qwen2.5-0.5B", "1xL4", method="sft", config=str(config), lora_r=32)
-    assert "config lora_r: not set -> 32" in answer.warnings
+    assert Note("config_change", {"setting": "lora_r", "after": 32}) in answer.warnings

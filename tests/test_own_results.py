@@ -34,6 +34,7 @@ from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
 from planner.plan import plan
 from planner.report.json import json_text, plan_report
+from planner.report.sentences import sentence, sentences
 from planner.units import GIB, MIB
 
 GPU = CLUSTER.gpu
@@ -85,7 +86,8 @@ class TestTheFile:
         save_result(fake_measurement(), CARD, "probe")
         found = read_own_results()
         assert len(found.results) == 2 and found.unread == 4
-        assert any("4 lines of" in note and "cannot be read" in note for note in own_result_notes(EXPECTED, GPU, found))
+        notes = own_result_notes(EXPECTED, GPU, found)
+        assert [note.values["lines"] for note in notes if note.code == "own_lines_unread"] == [4]
 
     def test_a_wrong_measurement_names_the_file(self):
         save_result(fake_measurement(), CARD, "probe")
@@ -125,14 +127,14 @@ class TestPlans:
         found = apply_own_results(PLANNED, read_own_results())
         assert found.best.evidence == "measured" and found.verdict == "fits"
         assert found.best.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 100 * MIB
-        assert found.warnings[0].startswith("measured by 1 probe of your own on RTX-3090: ")
+        assert sentence(found.warnings[0]).startswith("measured by 1 probe of your own on RTX-3090: ")
 
     def test_the_heaviest_of_several_probes_counts_in_whatever_order(self):
         for more in (MIB, 200 * MIB, 100 * MIB):
             save_result(fake_measurement(more=more), CARD, "probe")
         found = apply_own_results(PLANNED, read_own_results())
         assert found.best.gpus[0].peak_bytes == EXPECTED.gpus[0].peak_bytes + 200 * MIB
-        assert "measured by 3 probes of your own" in found.warnings[0]
+        assert "measured by 3 probes of your own" in sentence(found.warnings[0])
 
     @pytest.mark.parametrize(
         ("card", "candidate"),
@@ -155,14 +157,15 @@ class TestPlans:
         save_result(fake_measurement(more=-GIB), CARD, "run")
         found = apply_own_results(PLANNED, read_own_results())
         assert found.best == EXPECTED
-        assert "1 run of your own on RTX-3090 needed" in found.warnings[0] and "with your data" in found.warnings[0]
+        text = sentence(found.warnings[0])
+        assert "1 run of your own on RTX-3090 needed" in text and "with your data" in text
 
     def test_out_of_memory_is_a_note_that_says_what_to_do(self):
         save_result(fake_measurement(), CARD, "probe")
         save_result(fake_measurement(outcome="out_of_memory", shortage=SHORT), CARD, "probe")
         found = apply_own_results(PLANNED, read_own_results())
         assert found.best == EXPECTED
-        assert found.warnings[0].startswith(
+        assert sentence(found.warnings[0]).startswith(
             "your own probe of this candidate on RTX-3090 ran out of memory in the backward"
         )
 
@@ -178,7 +181,7 @@ class TestPlans:
             ranks=(replace(measurement.ranks[0], phases=phases),),
         )
         save_result(other, CARD, "run")
-        (note,) = own_result_notes(EXPECTED, GPU, read_own_results())
+        (note,) = sentences(own_result_notes(EXPECTED, GPU, read_own_results()))
         assert (
             note
             == "CUDA took 0.77 GiB beside PyTorch on your RTX-3090 (median of 1 measurement); 0.47 GiB are estimated"

@@ -17,7 +17,7 @@ from planner.jobs.job import Job
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from planner.plan import plan
-from planner.quantities import Component, Estimate
+from planner.quantities import Component, Estimate, Note
 from planner.report.documents import COMPONENT_DESCRIPTIONS, PinnedSettings, Settings, json_schema
 from planner.report.frame import breakdown, candidates
 from planner.report.html import estimate_html, plan_html
@@ -51,7 +51,7 @@ class TestJson:
             plan_report(PLAN),
             plan_report(NOTHING_FITS),
             estimate_report(ESTIMATE),
-            estimate_report(TOO_LARGE, ["a word"]),
+            estimate_report(TOO_LARGE, [Note("no_bfloat16", {"gpu": "T4"})]),
         ],
     )
     def test_reports_follow_the_schema(self, report):
@@ -338,7 +338,8 @@ class TestHtml:
         assert "full fine-tuning" in page
 
     def test_an_estimate_has_a_page_with_its_warnings(self):
-        assert "a word &amp; more" in estimate_html(ESTIMATE, CLUSTER, ("a word & more",))
+        note = Note("model_source", {"model": "org/model", "remark": "a word & more"})
+        assert "org/model: a word &amp; more" in estimate_html(ESTIMATE, CLUSTER, (note,))
 
     def test_a_model_name_cannot_write_html(self):
         evil = replace(ESTIMATE, candidate=structs.replace(COLOCATED, model=replace(MODEL, id="<b>x</b>")))

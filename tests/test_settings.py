@@ -12,6 +12,7 @@ from planner.candidate import FIELDS
 from planner.errors import InputError
 from planner.jobs.settings import candidate_fields, field_types, parse_assignments, setting_names, settings_of
 from planner.models.lora_targets import default_targets
+from planner.report.sentences import sentences
 from planner.requests.launch_config import PROCESSES, PROFILES, load_launch_config
 from planner.requests.train_config import ConfigFiles, load_config_files, load_train_config
 from planner.settings.table import SPELLINGS
@@ -188,7 +189,7 @@ class TestTrainConfig:
             "expandable_segments": True,
             "sync_each_batch": False,
         }
-        assert read.warnings == ("not used by the plan: learning_rate, use_reentrant",)
+        assert sentences(read.warnings) == ("not used by the plan: learning_rate, use_reentrant",)
 
     def test_fp16_turns_the_default_bf16_off(self, tmp_path):
         assert (
@@ -211,7 +212,7 @@ class TestTrainConfig:
         text = "accelerator_config: {split_batches: false, gradient_accumulation_kwargs: {sync_each_batch: true}}"
         read = load_train_config(config(tmp_path, text))
         assert read.settings["sync_each_batch"] is True
-        assert read.warnings == ("not used by the plan: split_batches",)
+        assert sentences(read.warnings) == ("not used by the plan: split_batches",)
 
     def test_a_deepspeed_file_beside_the_config_is_read(self, tmp_path):
         (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
@@ -227,7 +228,7 @@ class TestTrainConfig:
 
     def test_what_may_change_memory_and_is_not_counted_is_said_first(self, tmp_path):
         read = load_train_config(config(tmp_path, "torch_compile: true\nuse_dora: false\nlearning_rate: 1"))
-        assert read.warnings == (
+        assert sentences(read.warnings) == (
             "the config sets what the plan does not count: torch_compile",
             "not used by the plan: learning_rate",
         )
@@ -296,7 +297,7 @@ class TestLaunchConfig:
         )
         read = load_config_files(ConfigFiles(accelerate=file))
         assert candidate_fields(read.settings, PUBLISHED) == {"sharding": "fsdp2", "offload_param": True, "cp_size": 2}
-        assert read.warnings == ("the config sets what the plan does not count: parallelism_config_tp_size",)
+        assert sentences(read.warnings) == ("the config sets what the plan does not count: parallelism_config_tp_size",)
 
     @pytest.mark.parametrize(
         ("zero", "named"),
@@ -319,7 +320,7 @@ class TestLaunchConfig:
             ConfigFiles(accelerate=launcher),
             ConfigFiles(train=config(tmp_path, "deepspeed: zero.json")),
         ):
-            assert load_config_files(files).warnings == warnings
+            assert sentences(load_config_files(files).warnings) == warnings
 
     def test_a_deepspeed_config_that_another_replaces_is_not_read(self, tmp_path):
         (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
@@ -341,7 +342,7 @@ class TestLaunchConfig:
         fields = candidate_fields(read.settings, PUBLISHED)
         assert (fields["sharding"], fields["offload_param"]) == ("fsdp2", True)
         assert "gradient_checkpointing" not in fields
-        assert read.warnings == ()
+        assert sentences(read.warnings) == ()
 
     def test_a_deepspeed_file_replaces_the_one_that_accelerate_has(self, tmp_path):
         (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}')
@@ -382,7 +383,7 @@ class TestLaunchConfig:
         train = config(tmp_path, "accelerate_config: accelerate.yaml\nnum_processes: 4")
         read = load_config_files(ConfigFiles(train=train))
         assert (read.settings["zero_stage"], read.settings["num_processes"]) == (2, 4)
-        assert read.warnings == ()
+        assert sentences(read.warnings) == ()
 
     @pytest.mark.parametrize("name", sorted(PROFILES))
     def test_a_launch_file_of_trl_has_a_name(self, name):

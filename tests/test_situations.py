@@ -11,6 +11,8 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
 from planner.plan import plan
+from planner.quantities import Note
+from planner.report.sentences import in_one_line
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, structures, tuning_class_of, tuning_classes
 from planner.search.search import search
@@ -243,9 +245,9 @@ def test_checkpoints_stay_on_the_gpu_where_they_fit() -> None:
 
 def test_the_longest_rows_of_other_tuning_classes_are_named() -> None:
     answer = plan(Job(model=load_model("Qwen2.5-7B"), method="dpo", optimize="max-length"), parse_cluster("1xA100-40G"))
-    qlora = next(other for other in answer.alternatives if other.label == "QLoRA")
+    qlora = next(other for other in answer.alternatives if other.label == Note("tuning_class", {"tuning": "qlora"}))
     assert qlora.estimate.candidate.max_length > answer.best.candidate.max_length
-    assert qlora.note == f"max_length {qlora.estimate.candidate.max_length:,}"
+    assert in_one_line(qlora.notes) == f"max_length {qlora.estimate.candidate.max_length:,}"
 
 
 def test_a_gpu_that_no_engine_can_use_is_left_idle() -> None:
@@ -396,5 +398,5 @@ def test_a_plan_without_the_pins_keeps_the_precision_of_the_training() -> None:
     pinned = {"precision": "no", "sharding": "zero3", "per_device_train_batch_size": 1}
     job = Job(model=load_model("Qwen2.5-7B"), method="sft", pinned=pinned)
     others = plan(job, parse_cluster("8xA100-40G")).alternatives
-    free = next(other for other in others if other.label == "without those pins")
+    free = next(other for other in others if other.label == Note("without_pins"))
     assert free.estimate.candidate.precision == "no"

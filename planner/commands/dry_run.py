@@ -12,8 +12,9 @@ from planner.requests.options import CandidateOptions
 def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) -> int:
     """Run one candidate's real trainer on fake tensors, without weights and GPU, beside the estimate."""
     from planner.ask import dry_run_of
-    from planner.report.dry_run import difference_lines, dry_run_report, dry_run_table
+    from planner.report.dry_run import difference_notes, dry_run_report, dry_run_table
     from planner.report.json import json_text
+    from planner.report.sentences import sentences
     from planner.requests.saved_report import candidate_request
     from planner.training_stack import complete_models
 
@@ -25,6 +26,6 @@ def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) 
         print(json_text(dry_run_report(simulation)))
     else:
         print_table(dry_run_table(simulation, request.cluster))
-        for text in difference_lines(simulation) if not output.quiet else ():
+        for text in sentences(difference_notes(simulation)) if not output.quiet else ():
             print(text, file=sys.stderr)
     return EXIT_PLANNED

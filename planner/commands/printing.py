@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from planner.gpus.cluster import Cluster
     from planner.plan import Plan
-    from planner.quantities import Estimate
+    from planner.quantities import Estimate, Note
 
 PIPE_WIDTH = 100  # columns of the table if stdout is no terminal
 
@@ -81,7 +81,7 @@ def print_plan(output: ReportOptions, plan: "Plan") -> None:
     _print_report(output, document, plan_table(plan, width()), page)
 
 
-def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster", notes: Sequence[str]) -> None:
+def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster", notes: "Sequence[Note]") -> None:
     """Print an estimate as a table or as JSON, and write the files of --out and --html."""
     from planner.report.table import estimate_table
 

@@ -19,6 +19,7 @@ def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, pr
     contradicts that."""
     from planner.ask import probed
     from planner.files.write import refuse_unwritable
+    from planner.report.sentences import sentence
     from planner.report.table import shortfall
     from planner.requests.saved_report import candidate_request
     from planner.training_stack import complete_models
@@ -28,9 +29,9 @@ def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, pr
     refuse_unwritable(output.out, output.html)
     with live_line(output, "probing") as line:
         found = probed(request, probe_settings(probing), line.say, line.phase)
-    print_estimate(output, found.estimate, request.cluster, found.lines)
-    if found.contradiction:
-        print_error(found.contradiction)
+    print_estimate(output, found.estimate, request.cluster, found.notes)
+    if found.contradiction is not None:
+        print_error(sentence(found.contradiction))
         return EXIT_PROBE_CONTRADICTS
     if found.fits:
         return EXIT_PLANNED

@@ -5,9 +5,9 @@ from typing import Any
 
 from planner.candidate import FIELDS, MODEL_FIELDS, Candidate
 from planner.jobs.settings import is_shown, settings_of_fields
+from planner.quantities import Note
 from planner.settings.table import SETTING_OF
 
-NOT_SET = "not set"
 # Fields that a search or TRL's defaults may decide: not the question, another model or a fact of the data.
 IN_FILES = tuple(
     row.field
@@ -16,14 +16,14 @@ IN_FILES = tuple(
 )
 
 
-def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[str]:
-    """Return one line for each setting that differs: `gradient_checkpointing: false -> true`.
+def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[Note]:
+    """Return a note for each setting that differs: `config gradient_checkpointing: false -> true`.
 
     `in_files`: the Candidate fields that the files set. A setting that no file sets is listed if it differs from TRL's
     default.
     """
     usual = Candidate(model=candidate.model, method=candidate.method, **candidate.method_row.defaults)  # type: ignore[arg-type]
-    lines: list[str] = []
+    changes: list[Note] = []
     for name in IN_FILES:
         is_set, value = name in in_files, getattr(candidate, name)
         before = settings_of_fields({name: in_files[name] if is_set else getattr(usual, name)})
@@ -31,14 +31,6 @@ def config_changes(in_files: Mapping[str, Any], candidate: Candidate) -> list[st
         for setting in dict.fromkeys((*before, *after)):
             old, new = before.get(setting), after.get(setting)
             if old != new:
-                lines.append(f"{setting}: {_text(old) if is_set else NOT_SET} -> {_text(new)}")
-    return lines
-
-
-def _text(value: object) -> str:
-    """Return a value as YAML writes it."""
-    if value is None:
-        return NOT_SET
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+                before_too = {"before": old} if is_set else {}
+                changes.append(Note("config_change", {"setting": setting, "after": new, **before_too}))
+    return changes

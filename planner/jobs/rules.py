@@ -15,6 +15,7 @@ from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
 from planner.methods import METHODS
 from planner.models.architectures.image_tower import ImageTower, has_image_tower, image_tower, needs_image_size
 from planner.models.catalogue import model_rows
+from planner.quantities import Note
 from planner.settings.table import LENGTH_SETTINGS, SETTINGS, STAGE_3_SIZES, ZERO_SIZES, details_of, has_setting
 from planner.units import format_count
 
@@ -68,11 +69,11 @@ def refuse_contradictions(job: Job, cluster: Cluster) -> None:
             raise InputError(problem)
 
 
-def unused_lengths(job: Job) -> list[str]:
+def unused_lengths(job: Job) -> list[Note]:
     """Return one warning for each pinned length that the method does not use."""
-    limits = "max_length" if has_setting(job.method, "max_length") else "prompt_length and max_completion_length"
+    limits = ("max_length",) if has_setting(job.method, "max_length") else ("prompt_length", "max_completion_length")
     return [
-        f"{field} is not used: the rows of {job.method} are {limits}"
+        Note("length_not_used", {"setting": field, "method": job.method, "limits": limits})
         for field in LENGTH_SETTINGS
         if field in job.pinned and not has_setting(job.method, field)
     ]

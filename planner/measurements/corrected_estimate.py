@@ -23,7 +23,7 @@ from planner.errors import PlanError
 from planner.estimate import RISK
 from planner.measurements.measurement import DeviceName, Measurement, PhasePeak, RankMemory, Shortage
 from planner.memory.runtime import SLACK_THOUSANDTHS
-from planner.quantities import Component, Estimate, GpuMemory, Phase, PhaseDifference, PhaseMemory, Throughput
+from planner.quantities import Component, Estimate, GpuMemory, Note, Phase, PhaseDifference, PhaseMemory, Throughput
 from planner.units import MIB, format_gib
 
 # Largest difference of the peaks of two runs of one candidate: the last segment of the allocator's small and of its
@@ -59,16 +59,6 @@ LEAST_SURE_FIRST: tuple[Component, ...] = (
 )
 # Components of a measured phase that the estimate does not have: they stay through the whole run.
 STAYS: tuple[Component, ...] = ("weights", "adapters", "optimizer_states", "runtime")
-DEVICE_WORDS = {
-    "cuda": "on the GPU",
-    "cpu": "on the CPU",
-    "simulated": "in a simulated card",
-    "emulated": "on an emulated card",
-}
-CPU_REASON = (
-    "the probe ran on the CPU, where tensors' bytes are counted: "
-    "what CUDA takes besides ({}) and the speed are still {}"
-)
 
 
 def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float = RISK) -> Estimate:
@@ -99,7 +89,7 @@ def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float =
         device=measurement.device,
         gpus=(gpu, *others),
         throughput=_throughput(estimate.throughput, measurement),
-        reasons=(*estimate.reasons, *_reasons(estimate, gpu, measurement)),
+        reasons=(*estimate.reasons, *_left_out(estimate, gpu, measurement)),
         versions=tuple(sorted(measurement.versions.items())),
     )
 
@@ -315,20 +305,16 @@ def _throughput(expected: Throughput, measurement: Measurement) -> Throughput:
     )
 
 
-def _reasons(estimate: Estimate, gpu: GpuMemory, measurement: Measurement) -> Iterator[str]:
-    """Yield what the corrected figures leave out."""
+def _left_out(estimate: Estimate, gpu: GpuMemory, measurement: Measurement) -> Iterator[Note]:
+    """Note what the corrected figures leave out."""
     if measurement.device == "cpu":
-        yield CPU_REASON.format(
-            format_gib(sum(gpu.peak.components.get(name, 0) for name in UNMEASURED["cpu"]), 1), estimate.evidence
-        )
+        unmeasured_bytes = sum(gpu.peak.components.get(name, 0) for name in UNMEASURED["cpu"])
+        yield Note("cpu_counts_tensors", {"unmeasured_bytes": unmeasured_bytes, "evidence": estimate.evidence})
     if measurement.outcome == "out_of_memory":
         shortage = shortage_of(estimate.gpus[0], measurement)
-        where = f"{DEVICE_WORDS[measurement.device]} in the {shortage.phase.replace('_', ' ')}"
-        yield (
-            f"it ran out of memory {where}, {format_gib(shortage.over_bytes, 2)} short at least; "
-            "phases that it did not reach are not listed"
-        )
+        values = {"device": measurement.device, "phase": shortage.phase, "over_bytes": shortage.over_bytes}
+        yield Note("ran_out_of_memory", values)
     if len(estimate.gpus) > 1:
-        yield f"the vLLM server's cards are still {estimate.evidence}"
+        yield Note("server_not_measured", {"evidence": estimate.evidence})
     if measurement.outcome == "fits" and _larger_card(gpu, measurement):
-        yield "the probe had a larger card: what its allocator kept to spare is left out"
+        yield Note("larger_card_probed")

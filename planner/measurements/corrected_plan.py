@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from planner.candidate import FIELDS, Candidate
 from planner.estimate import estimate
-from planner.jobs.settings import settings_of_fields, settings_text
+from planner.jobs.settings import settings_of_fields
 from planner.measurements.corrected_estimate import (
-    DEVICE_WORDS,
     correct_estimate,
     needed_peak_bytes,
     phase_differences,
@@ -16,20 +15,19 @@ from planner.measurements.corrected_estimate import (
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import Measurement
 from planner.plan import Plan, Proof
-from planner.quantities import Estimate
-from planner.units import format_size
+from planner.quantities import Estimate, Evidence, Note, PhaseDifference
 
 
 def contradicts(plan: Plan, measurements: Sequence[Measurement]) -> bool:
     """Return whether a probe of the recommended candidate contradicts the plan: exit code 4."""
-    return bool(plan_contradiction(plan, measurements))
+    return plan_contradiction(plan, measurements) is not None
 
 
-def plan_contradiction(plan: Plan, measurements: Sequence[Measurement]) -> str:
-    """Return the first contradiction of a plan by probes of its best candidate, in one line; empty if there is none."""
+def plan_contradiction(plan: Plan, measurements: Sequence[Measurement]) -> Note | None:
+    """Return the first contradiction of a plan by probes of its best candidate; None: they agree."""
     best = plan_before_measurements(plan).best
     found = (contradiction(best, measurement) for measurement in _measurements_of(best.candidate, measurements))
-    return next(filter(None, found), "")
+    return next(filter(None, found), None)
 
 
 def plan_before_measurements(plan: Plan) -> Plan:
@@ -44,8 +42,8 @@ def plan_before_measurements(plan: Plan) -> Plan:
     return replace(plan, best=best, verdict="fits" if best.fits else "does_not_fit")
 
 
-def contradiction(answer: Estimate, measurement: Measurement) -> str:
-    """Return how a measurement contradicts an estimate, in one line; empty if it does not, or decides nothing.
+def contradiction(answer: Estimate, measurement: Measurement) -> Note | None:
+    """Return how a measurement contradicts an estimate; None if it does not, or decides nothing.
 
     It does if only one of both says that the candidate fits, or if more was needed than the interval's upper bound.
     The allocator's cache is not needed (`corrected_estimate.needed_bytes`). A need below the lower bound is no
@@ -53,25 +51,21 @@ def contradiction(answer: Estimate, measurement: Measurement) -> str:
     `training_stack.compare_with_dry_run` holds it against a dry run of the same kernels.
     """
     if measurement.device == "cpu" or why_undecided(answer, measurement):
-        return ""
+        return None
     measured = correct_estimate(answer, measurement)
-    device = DEVICE_WORDS[measurement.device]
     expected = answer.gpus[0]
+    of_probe = {"device": measurement.device, "evidence": answer.evidence}
     if measurement.outcome == "out_of_memory":
         if not answer.fits:
-            return ""
-        phase = measured.gpus[0].peak_phase.replace("_", " ")
-        fits = f"{answer.evidence}: it fits in {format_size(expected.peak_bytes)}"
-        return f"the candidate ran out of memory {device} in the {phase} ({fits})"
+            return None
+        values = {**of_probe, "phase": measured.gpus[0].peak_phase, "expected_bytes": expected.peak_bytes}
+        return Note("probe_ran_out_of_memory", values)
     if not answer.fits:
-        return f"the candidate fits {device}, which the plan had denied" if measured.fits else ""
-    needed, high = needed_peak_bytes(expected, measurement), expected.interval_bytes[1]
-    if needed <= high:
-        return ""
-    return (
-        f"the candidate needs {format_size(needed)} {device}, more than the {format_size(high)} "
-        f"that were {answer.evidence} at most"
-    )
+        return Note("probe_fits", {"device": measurement.device}) if measured.fits else None
+    needed, most = needed_peak_bytes(expected, measurement), expected.interval_bytes[1]
+    if needed <= most:
+        return None
+    return Note("probe_needs_more", {**of_probe, "needed_bytes": needed, "most_bytes": most})
 
 
 def correct_plan(
@@ -151,35 +145,67 @@ def _correct(answer: Estimate, measurements: Sequence[Measurement], risk: float)
 
 def _corrections(
     plan: Plan, expected: Estimate, measured: Measurement | None, measurements: Sequence[Measurement]
-) -> list[str]:
+) -> list[Note]:
     """Return notes: how wrong the plan was, and the settings that the proven candidate changes."""
     of_best = decisive_measurement(plan.best, measurements)
     notes = [wrong] if of_best is not None and (wrong := contradiction(plan.best, of_best)) else []
     if expected is not plan.best:
         settings = changed_settings(plan.best.candidate, expected.candidate)
-        notes.append(f"proven instead of what was recommended: {settings}")
+        notes.append(Note("proven_instead", {"settings": settings}))
     if measured is not None and measured.outcome == "fits":
         notes.append(compare_peaks(expected, measured))
     return notes
 
 
-def compare_peaks(expected: Estimate, measured: Measurement) -> str:
-    """Return a line with the measured and the expected peak, which may be in different phases."""
-    device = DEVICE_WORDS[measured.device]
+def probe_notes(expected: Estimate, measured: Measurement) -> tuple[Note, ...]:
+    """Return a single probe beside the estimate of its candidate: a note on both peaks, then one for each phase.
+
+    A probe on the CPU runs other kernels than those of the estimate: it has no notes here.
+    """
+    if measured.outcome != "fits" or measured.device == "cpu":
+        return ()
+    differences = phase_differences(expected, measured)
+    phases = phase_notes(differences, measured.evidence, expected.evidence)
+    return (compare_peaks(expected, measured), *phases)
+
+
+def compare_peaks(expected: Estimate, measured: Measurement) -> Note:
+    """Return a note with the measured and the expected peak, which may be in different phases."""
     found = phase_differences(expected, measured)
     if not found:
-        return f"the probe {device} has no phase that was expected"
+        return Note("probe_has_no_phase", {"device": measured.device})
     heaviest = max(found, key=lambda each: each.needed_bytes)
-    expected_bytes = max(each.expected_bytes for each in found)
-    tensors = " of tensors" if measured.device == "cpu" else ""
-    return (
-        f"the probe {device} needed {format_size(heaviest.needed_bytes)}{tensors}, its peak in the "
-        f"{heaviest.name.replace('_', ' ')}; {expected.evidence}: {format_size(expected_bytes)} "
-        f"({expected_bytes / heaviest.needed_bytes - 1:+.1%})"
+    return Note(
+        "probe_peak",
+        {
+            "device": measured.device,
+            "phase": heaviest.name,
+            "needed_bytes": heaviest.needed_bytes,
+            "evidence": expected.evidence,
+            "expected_bytes": max(each.expected_bytes for each in found),
+        },
     )
 
 
-def changed_settings(before: Candidate, after: Candidate) -> str:
-    """Return the settings of the second candidate that differ from the first, as `--set` takes them."""
+def phase_notes(differences: Sequence[PhaseDifference], evidence: Evidence, expected: Evidence) -> tuple[Note, ...]:
+    """Return a note for each phase of a probe beside the expectation, each with its evidence."""
+    return tuple(
+        Note(
+            "phase_measured",
+            {
+                "phase": each.name,
+                "needed_bytes": each.needed_bytes,
+                "evidence": evidence,
+                "spare_bytes": each.measured_bytes - each.needed_bytes,
+                "expected_bytes": each.expected_bytes,
+                "expected": expected,
+            },
+        )
+        for each in differences
+    )
+
+
+def changed_settings(before: Candidate, after: Candidate) -> dict[str, object]:
+    """Return the settings of the second candidate that differ from the first, by the libraries' names."""
     names = [field for field in FIELDS if getattr(before, field) != getattr(after, field)]
-    return settings_text(settings_of_fields({name: getattr(after, name) for name in names}))
+    return settings_of_fields({name: getattr(after, name) for name in names})

@@ -26,8 +26,8 @@ from planner.measurements.measurement import SCHEMA as MEASUREMENT_SCHEMA
 from planner.measurements.measurement import Measurement
 from planner.memory.runtime import context_bytes
 from planner.plan import Plan
-from planner.quantities import Estimate
-from planner.units import MIB, format_gib
+from planner.quantities import Estimate, Note
+from planner.units import MIB
 
 SCHEMA: Literal[1] = 1  # of a line, `candidate_key` included
 Source = Literal["probe", "run"]
@@ -70,13 +70,13 @@ class OwnResult:
 class OwnResults:
     """The lines of the file or database, oldest first.
 
-    `unread`: how many this release cannot read. `skipped`: why the database was not read; empty if it was.
+    `unread`: how many this release cannot read. `skipped`: the database of $PLAN_STORAGE was not read.
     """
 
     path: Path | str  # of the file; of a database the URL without its password
     results: tuple[OwnResult, ...]
     unread: int
-    skipped: str = ""
+    skipped: bool = False
 
     def of_gpu(self, gpu: Gpu) -> list[OwnResult]:
         return [result for result in self.results if result.gpu == gpu.name]
@@ -187,12 +187,9 @@ def read_own_results(storage: str = "") -> OwnResults:
         InputError: `storage` is given without the extra storage.
         PlanError: the database cannot be read.
     """
-    url, skipped = storage_url(storage), ""
-    if url and not storage and not can_open():
-        url, skipped = (
-            "",
-            "$PLAN_STORAGE is not read: it needs the extra storage (pip install 'finetune-plan[storage]')",
-        )
+    url = storage_url(storage)
+    skipped = bool(url and not storage and not can_open())
+    url = "" if skipped else url
     read = [read_result(line) for line in (lines_of(results_file()) if skipped else result_lines(storage))]
     return OwnResults(
         skipped=skipped,
@@ -217,7 +214,7 @@ def apply_own_results(plan: Plan, own: OwnResults) -> Plan:
     """
     gpu, risk = plan.cluster.gpu, plan.job.risk
     if own.skipped:
-        plan = replace(plan, warnings=(own.skipped, *plan.warnings))
+        plan = replace(plan, warnings=(Note("own_storage_not_read"), *plan.warnings))
     if not own.of_gpu(gpu):
         return plan
     best = correct_by_own_probes(plan.best, gpu, own, risk)
@@ -248,41 +245,32 @@ def correct_by_own_probes(answer: Estimate, gpu: Gpu, own: OwnResults, risk: flo
     return correct_estimate(answer, heaviest, risk)
 
 
-def own_result_notes(answer: Estimate, gpu: Gpu, own: OwnResults) -> tuple[str, ...]:
+def own_result_notes(answer: Estimate, gpu: Gpu, own: OwnResults) -> tuple[Note, ...]:
     """Return notes about the user's measurements on such a card. `answer` is the estimate before correction."""
     return tuple(_notes(answer, gpu, own))
 
 
-def _notes(answer: Estimate, gpu: Gpu, own: OwnResults) -> Iterator[str]:
+def _notes(answer: Estimate, gpu: Gpu, own: OwnResults) -> Iterator[Note]:
     fitting, out_of_memory = _probes(answer, gpu, own)
     train = answer.gpus[0]
-    expected = f"{answer.evidence}: {format_gib(train.peak_bytes, 1)}"
+    expected = {"gpu": gpu.name, "evidence": answer.evidence, "expected_bytes": train.peak_bytes}
     if out_of_memory:
         shortage = out_of_memory[-1].shortage
-        phase = shortage.phase.replace("_", " ") if shortage is not None else "step"
-        yield (
-            f"your own probe of this candidate on {gpu.name} ran out of memory in the {phase} ({expected}): "
-            "take a smaller batch or length, or let plan --probe find the largest that fits"
-        )
+        phase = shortage.phase if shortage is not None else "step"
+        yield Note("own_probe_ran_out_of_memory", {**expected, "phase": phase})
     elif fitting:
         needed = max(needed_peak_bytes(train, measurement) for measurement in fitting)
-        yield (
-            f"measured by {_count(len(fitting), 'probe')} of your own on {gpu.name}: "
-            f"{format_gib(needed, 1)} needed at most ({expected})"
-        )
+        yield Note("own_probes", {**expected, "probes": len(fitting), "needed_bytes": needed})
     runs = [run for run in _measurements_of(answer, gpu, own, "run") if run.outcome == "fits" and run.ranks]
     if runs:
         needed = max(needed_peak_bytes(train, run) for run in runs)
-        yield (
-            f"{_count(len(runs), 'run')} of your own on {gpu.name} needed {format_gib(needed, 1)} "
-            f"in the first steps, with your data ({expected})"
-        )
+        yield Note("own_runs", {**expected, "runs": len(runs), "needed_bytes": needed})
     yield from _context_note(gpu, own)
     if own.unread:
-        yield f"{_count(own.unread, 'line')} of {own.path} cannot be read"
+        yield Note("own_lines_unread", {"lines": own.unread, "path": str(own.path)})
 
 
-def _context_note(gpu: Gpu, own: OwnResults) -> Iterator[str]:
+def _context_note(gpu: Gpu, own: OwnResults) -> Iterator[Note]:
     """The memory outside PyTorch in single processes without an engine, if it differs from the estimated context."""
     recent = _decode_gpu_results(own.of_gpu(gpu)[-NEWEST:])
     alone = [
@@ -295,9 +283,14 @@ def _context_note(gpu: Gpu, own: OwnResults) -> Iterator[str]:
         if peak is not None and peak.driver_bytes and peak.reserved_bytes
     ]
     if outside and abs(median(outside) - context_bytes(gpu)) >= NOTABLE_BYTES:
-        yield (
-            f"CUDA took {format_gib(median(outside), 2)} beside PyTorch on your {gpu.name} "
-            f"(median of {_count(len(outside), 'measurement')}); {format_gib(context_bytes(gpu), 2)} are estimated"
+        yield Note(
+            "own_context",
+            {
+                "gpu": gpu.name,
+                "measured_bytes": median(outside),
+                "measurements": len(outside),
+                "estimated_bytes": context_bytes(gpu),
+            },
         )
 
 
@@ -329,7 +322,3 @@ def read_result(line: str) -> OwnResult | None:
     except InputError:
         return None
     return result if result.measurement.get("schema") == MEASUREMENT_SCHEMA else None
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number != 1 else ''}"

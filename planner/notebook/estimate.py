@@ -9,7 +9,7 @@ from planner.estimate import RISK
 from planner.estimate import estimate as estimate_candidate
 from planner.gpus.cluster import Cluster
 from planner.notebook.answer import WIDTH, options_of, table_html
-from planner.quantities import Estimate
+from planner.quantities import Estimate, Note
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -20,7 +20,7 @@ class EstimateAnswer(Estimate):
     """An estimate that a notebook shows as the command's table. `warnings`: settings that it does not count."""
 
     cluster: Cluster
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Note, ...] = ()
 
     def __repr__(self) -> str:
         """Return the command's table."""
@@ -81,6 +81,6 @@ def estimate(
     return _answer(answer, request.cluster, notes)
 
 
-def _answer(found: Estimate, cluster: Cluster, warnings: tuple[str, ...]) -> EstimateAnswer:
+def _answer(found: Estimate, cluster: Cluster, warnings: tuple[Note, ...]) -> EstimateAnswer:
     own = {field.name: getattr(found, field.name) for field in fields(Estimate)}
     return EstimateAnswer(**own, cluster=cluster, warnings=warnings)

@@ -13,6 +13,7 @@ from planner.quantities import Estimate, GpuMemory
 from planner.report.bars import SMALLEST_BYTES
 from planner.report.frame import examined_structures
 from planner.report.html import COLOURS
+from planner.report.sentences import sentence
 from planner.report.words import (
     bare_gib,
     describe_candidate,
@@ -112,7 +113,7 @@ def candidates_figure(plan: Plan) -> "Figure":
     """
     examined = list(examined_structures(plan))
     found = [(label, each.answer) for label, each in examined if each.answer is not None]
-    others = [(other.label, other.estimate) for other in plan.alternatives]
+    others = [(sentence(other.label), other.estimate) for other in plan.alternatives]
     labels = list(dict.fromkeys(label for label, _ in found))
     traces = []
     for label, colour in zip(labels, SERIES, strict=False):

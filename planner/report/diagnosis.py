@@ -8,12 +8,14 @@ from planner.candidate import Sharding
 from planner.diagnose.advice import advice, describe_incident
 from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
+from planner.jobs.settings import settings_text
 from planner.measurements.corrected_plan import changed_settings
 from planner.plan import Plan
 from planner.quantities import OUTSIDE_THE_ALLOCATOR
 from planner.report.documents import SCHEMA, DiagnosisReport, IncidentReport
 from planner.report.json import best_candidate
 from planner.report.lines import joined, listed, wrapped
+from planner.report.sentences import sentence
 from planner.report.table import MAX_WIDTH, MIN_WIDTH
 from planner.report.words import (
     bare_gib,
@@ -136,7 +138,8 @@ def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
     yield from wrapped("instead", [describe_candidate(best.candidate)], width, style="bold")
     yield from wrapped("", [describe_fit(best)], width, style="green" if best.fits else "red")
     yield from wrapped("", [describe_speed(best)], width)
-    yield from wrapped("change", changed_settings(diagnosis.expected.candidate, best.candidate).split(" · "), width)
+    changes = changed_settings(diagnosis.expected.candidate, best.candidate)
+    yield from wrapped("change", [settings_text(changes)], width)
     yield from listed(
         "to fit",
         [_remedy(diagnosis.fitting_plan, number) for number in range(len(diagnosis.fitting_plan.remedies))],
@@ -147,7 +150,7 @@ def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
 def _remedy(plan: Plan, number: int) -> str:
     remedy = plan.remedies[number]
     gpu = tightest(remedy.estimate)
-    return f"{remedy.change}: fits in {bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}"
+    return f"{sentence(remedy.change)}: fits in {bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}"
 
 
 def diagnosis_report(diagnosis: Diagnosis) -> DiagnosisReport:

@@ -1,6 +1,5 @@
 """A dry run beside the estimate, as text and as JSON: both peaks of each phase, and the memory alive at the peak."""
 
-import math
 from collections.abc import Iterator
 
 from msgspec import UNSET
@@ -9,7 +8,7 @@ from rich.text import Text
 from planner.allocator.reserved import Reserved
 from planner.allocator.simulation import Simulation
 from planner.gpus.cluster import Cluster
-from planner.quantities import Component, PhaseMemory
+from planner.quantities import Component, Note, PhaseMemory
 from planner.report.documents import SCHEMA, DryRunPhase, DryRunReport, EstimatedPhases, OutOfMemory
 from planner.report.json import DECIMALS, settings_report
 from planner.report.words import describe_candidate, describe_cluster, readable
@@ -20,28 +19,19 @@ HOLDINGS = 15  # rows of the list of what is alive at the peak
 PHASE_WIDTH, NUMBER_WIDTH, COUNT_WIDTH, COMPONENT_WIDTH = 20, 12, 7, 18
 
 
-def dry_run_note(simulation: Simulation) -> str:
-    """Return one line: how far the dry run's peak is from the estimate's, rounded up.
+def dry_run_note(simulation: Simulation) -> Note:
+    """Return how far the dry run's peak is from the estimate's.
 
-    Beyond `NOTABLE_DIFFERENCE` the line also names the phase that differs most.
+    Beyond `NOTABLE_DIFFERENCE` the note also names the phase that differs most.
     """
-    trl = dict(simulation.trace.versions)["trl"]
-    if explained := difference_lines(simulation):
-        return explained[0].replace("a dry run of the step", f"a dry run with the installed trl {trl}")
-    percent = max(math.ceil(abs(simulation.difference) * 1000), 1) / 10
-    return f"a dry run with the installed trl {trl} agrees within {percent:.1f} %"
+    trl = {"trl": dict(simulation.trace.versions)["trl"]}
+    for note in difference_notes(simulation):
+        return Note(note.code, {**trl, **note.values})
+    return Note("dry_run_agrees", {**trl, "difference": simulation.difference})
 
 
-def second_search_note(residual: float) -> str:
-    """Return one line: the plan was searched again because the dry run needed more than the estimate allowed."""
-    return (
-        f"searched again with {residual:.1%} more memory for this tuning class, "
-        "which the dry run needed above the estimate"
-    )
-
-
-def difference_lines(simulation: Simulation) -> tuple[str, ...]:
-    """Return a line with both peaks and the phase that differs most; empty within `NOTABLE_DIFFERENCE`."""
+def difference_notes(simulation: Simulation) -> tuple[Note, ...]:
+    """Return a note on both peaks and the phase that differs most; empty within `NOTABLE_DIFFERENCE`."""
     if abs(simulation.difference) <= NOTABLE_DIFFERENCE:
         return ()
     estimated = {phase.name: phase.total_bytes for phase in simulation.estimated}
@@ -49,14 +39,15 @@ def difference_lines(simulation: Simulation) -> tuple[str, ...]:
         (phase for phase in simulation.simulated if phase.name in estimated),
         key=lambda phase: abs(phase.total_bytes - estimated[phase.name]),
     )
-    above = simulation.peak.total_bytes / simulation.estimated_peak.total_bytes - 1
-    peak = format_gib(simulation.peak.total_bytes, 1)
-    return (
-        f"a dry run of the step peaks at {peak} in the {readable(simulation.peak.name)}, "
-        f"{abs(above):.1%} {'more' if above > 0 else 'less'} than estimated; they differ most in the "
-        f"{readable(phase.name)}: {format_gib(phase.total_bytes, 1)} simulated, "
-        f"{format_gib(estimated[phase.name], 1)} estimated",
-    )
+    values = {
+        "peak_bytes": simulation.peak.total_bytes,
+        "peak_phase": simulation.peak.name,
+        "above": simulation.peak.total_bytes / simulation.estimated_peak.total_bytes - 1,
+        "phase": phase.name,
+        "simulated_bytes": phase.total_bytes,
+        "estimated_bytes": estimated[phase.name],
+    }
+    return (Note("dry_run_differs", values),)
 
 
 def dry_run_table(simulation: Simulation, cluster: Cluster) -> Text:

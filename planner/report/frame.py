@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from planner.errors import PlanError
 from planner.jobs.settings import settings_of
 from planner.measurements.validate import Validation
-from planner.plan import CLASS_LABELS, Plan
+from planner.plan import Plan
 from planner.quantities import Estimate
+from planner.report.sentences import CLASS_LABELS, sentence
 from planner.report.validation import csv_rows
 from planner.report.words import describe_excess
 from planner.search.knobs import SearchProblem, tuning_classes
@@ -42,8 +43,8 @@ def candidates(plan: Plan) -> "pd.DataFrame":
     """
     labelled = [
         ("best", plan.best),
-        *((other.label, other.estimate) for other in plan.alternatives),
-        *((r.change, r.estimate) for r in plan.remedies),
+        *((sentence(other.label), other.estimate) for other in plan.alternatives),
+        *((sentence(remedy.change), remedy.estimate) for remedy in plan.remedies),
     ]
     return frame_of({"label": label, **figures(estimate)} for label, estimate in labelled).set_index("label")
 

@@ -15,9 +15,10 @@ from planner.errors import InputError, PlanError
 from planner.gpus.cluster import Cluster
 from planner.launch.files import launch_files
 from planner.plan import Plan
-from planner.quantities import Estimate
+from planner.quantities import Estimate, Note
 from planner.report.bars import COUNTS, SMALLEST_BYTES
 from planner.report.json import estimate_report, plan_report
+from planner.report.sentences import in_one_line, sentence, sentences
 from planner.report.shown_settings import shown_settings
 from planner.report.words import (
     bare_gib,
@@ -68,15 +69,15 @@ def plan_html(plan: Plan, form: str = "") -> str:
     """
     report = to_builtins(plan_report(plan))
     others = [
-        (other.label, describe_candidate(other.estimate.candidate), other.estimate, other.note)
+        (sentence(other.label), describe_candidate(other.estimate.candidate), other.estimate, in_one_line(other.notes))
         for other in plan.alternatives
     ]
     changes = [
         (
-            remedy.change,
+            sentence(remedy.change),
             describe_candidate(remedy.estimate.candidate),
             remedy.estimate,
-            "; ".join(filter(None, (describe_saving(remedy, plan.best), remedy.note))),
+            "; ".join(filter(None, (describe_saving(remedy, plan.best), *sentences(remedy.notes)))),
         )
         for remedy in plan.remedies
     ]
@@ -85,7 +86,7 @@ def plan_html(plan: Plan, form: str = "") -> str:
     return _page(plan.best, plan.cluster, report, others + changes, form)
 
 
-def estimate_html(estimate: Estimate, cluster: Cluster, warnings: Sequence[str]) -> str:
+def estimate_html(estimate: Estimate, cluster: Cluster, warnings: Sequence[Note]) -> str:
     """Return an estimate as a page.
 
     Raises:

@@ -1,7 +1,7 @@
 """The JSON documents of plans and estimates (their types: documents.py), and documents as text."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from msgspec import UNSET, Struct, convert, structs, to_builtins
@@ -11,7 +11,7 @@ from planner.confidence import comparisons, kind_of, worst_miss
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
 from planner.plan import Plan, Proof
-from planner.quantities import Estimate, GpuMemory, PhaseMemory, Throughput
+from planner.quantities import Estimate, GpuMemory, Note, PhaseMemory, Throughput
 from planner.report.documents import (
     SCHEMA,
     AlternativeReport,
@@ -28,7 +28,7 @@ from planner.report.documents import (
     RemedyReport,
     Settings,
 )
-from planner.report.proof import proof_lines
+from planner.report.sentences import in_one_line, proof_lines, sentence, sentences
 
 # Decimals of seconds, tokens per second, probabilities and errors: more than is known of any of them.
 DECIMALS = 6
@@ -51,28 +51,36 @@ def plan_report(plan: Plan) -> PlanReport:
         verdict=plan.verdict,
         best=best_candidate(plan.best),
         alternatives=tuple(
-            AlternativeReport(label=other.label, note=other.note, **structs.asdict(best_candidate(other.estimate)))
+            AlternativeReport(
+                label=sentence(other.label),
+                note=in_one_line(other.notes),
+                **structs.asdict(best_candidate(other.estimate)),
+            )
             for other in plan.alternatives
         ),
         remedies=tuple(
             RemedyReport(
-                change=remedy.change,
-                note=remedy.note,
+                change=sentence(remedy.change),
+                note=in_one_line(remedy.notes),
                 saves_bytes=remedy.saved_bytes(plan.best),
                 **structs.asdict(best_candidate(remedy.estimate)),
             )
             for remedy in plan.remedies
         ),
-        more=plan.more,
-        warnings=plan.warnings,
+        more=sentences(plan.more),
+        warnings=sentences(plan.warnings),
         versions=plan.versions,
         proof=UNSET if plan.proof is None else _proof(plan.proof),
     )
 
 
-def estimate_report(estimate: Estimate, warnings: Iterable[str] = ()) -> EstimateReport:
-    """Return the document of `plan estimate --json`: the keys of `best` in a plan, `schema` and `warnings`."""
-    return EstimateReport(schema=SCHEMA, warnings=tuple(warnings), **structs.asdict(best_candidate(estimate)))
+def estimate_report(estimate: Estimate, warnings: Sequence[Note] = ()) -> EstimateReport:
+    """Return the document of `plan estimate --json`: the keys of `best` in a plan, `schema` and the warnings."""
+    return EstimateReport(
+        schema=SCHEMA,
+        warnings=sentences(warnings),
+        **structs.asdict(best_candidate(estimate)),
+    )
 
 
 def best_candidate(estimate: Estimate) -> BestCandidate:
@@ -87,7 +95,7 @@ def best_candidate(estimate: Estimate) -> BestCandidate:
         gpus=tuple(_gpus(gpu) for gpu in estimate.gpus),
         host=Host(peak_bytes=estimate.host_peak_bytes, capacity_bytes=estimate.host_capacity_bytes),
         throughput=_rounded(estimate.throughput),
-        reasons=estimate.reasons,
+        reasons=sentences(estimate.reasons),
         device=UNSET if estimate.device == "none" else estimate.device,
     )
 

@@ -6,10 +6,10 @@ from rich.text import Text
 
 from planner.gpus.cluster import Cluster
 from planner.plan import Alternative, Plan, faster_alternative
-from planner.quantities import Estimate, GpuMemory
+from planner.quantities import Estimate, GpuMemory, Note
 from planner.report.bars import bars
 from planner.report.lines import joined, listed, wrapped
-from planner.report.proof import difference_lines, proof_lines
+from planner.report.sentences import difference_lines, proof_lines, sentence, sentences
 from planner.report.shown_settings import launch_environment, shown_settings
 from planner.report.words import (
     bare_gib,
@@ -38,18 +38,21 @@ def plan_table(plan: Plan, width: int) -> Text:
     """Return a plan as text."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     faster = faster_alternative(plan.best, plan.alternatives)
+    warnings = [note for note in plan.warnings if note not in faster]
     lines = [
-        *_answer("recommended" if plan.verdict == "fits" else "nearest", plan.best, plan.cluster, width, faster),
+        *_answer(
+            "recommended" if plan.verdict == "fits" else "nearest", plan.best, plan.cluster, width, sentences(faster)
+        ),
         *_proof(plan, width),
         *listed("to fit", [_remedy(remedy, plan.best) for remedy in plan.remedies], width),
         *listed("also", [_alternative(other, plan.best) for other in plan.alternatives], width),
-        *listed("more", plan.more, width),
-        *_notes(plan.best, [line for line in plan.warnings if line not in faster], width),
+        *listed("more", sentences(plan.more), width),
+        *_notes(plan.best, warnings, width),
     ]
     return joined(lines)
 
 
-def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[str], width: int) -> Text:
+def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[Note], width: int) -> Text:
     """Return an estimate as text."""
     width = min(max(width, MIN_WIDTH), MAX_WIDTH)
     return joined([*_answer("candidate", estimate, cluster, width), *_notes(estimate, warnings, width)])
@@ -58,7 +61,7 @@ def estimate_table(estimate: Estimate, cluster: Cluster, warnings: Sequence[str]
 def refusal(plan: Plan) -> str:
     """Return one line: by how much the nearest candidate does not fit, in which phase, and the first remedy."""
     gpu, host = tightest(plan.best), describe_host_shortage(plan.best, plan.cluster.host)
-    remedy = f" It fits with {plan.remedies[0].change}." if plan.remedies else ""
+    remedy = f" It fits with {sentence(plan.remedies[0].change)}." if plan.remedies else ""
     peak = (
         f"peaks at {_with_bound(gpu)} in the {readable(gpu.peak.name)}, "
         f"{format_gib(plan.best.over_bytes, 1)} too much at a risk of {plan.job.risk:g}"
@@ -142,19 +145,20 @@ def _proof(plan: Plan, width: int) -> Iterator[Text]:
     yield Text()
 
 
-def _notes(estimate: Estimate, warnings: Sequence[str], width: int) -> Iterator[Text]:
-    yield from listed("why", estimate.reasons, width)
-    yield from listed("note", warnings, width)
+def _notes(estimate: Estimate, warnings: Sequence[Note], width: int) -> Iterator[Text]:
+    yield from listed("why", sentences(estimate.reasons), width)
+    yield from listed("note", sentences(warnings), width)
 
 
 def _alternative(other: Alternative, best: Estimate) -> str:
-    return f"{other.label}: {_outcome(other.estimate, best)}" + (f"; {other.note}" if other.note else "")
+    return "; ".join([f"{sentence(other.label)}: {_outcome(other.estimate, best)}", *sentences(other.notes)])
 
 
 def _remedy(remedy: Remedy, best: Estimate) -> str:
     saving = describe_saving(remedy, best)
     saves = f", {saving}" if saving else ""
-    return f"{remedy.change}: {_outcome(remedy.estimate, best)}{saves}" + (f"; {remedy.note}" if remedy.note else "")
+    outcome = f"{sentence(remedy.change)}: {_outcome(remedy.estimate, best)}{saves}"
+    return "; ".join([outcome, *sentences(remedy.notes)])
 
 
 def _outcome(estimate: Estimate, best: Estimate) -> str:

@@ -10,6 +10,7 @@ from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job, effective_batch_size
 from planner.jobs.settings import NAMING_HINT, fields_named, is_shown, setting_names
+from planner.quantities import Note
 from planner.requests.options import JobOptions, SearchOptions, config_paths
 from planner.settings.setting import Value
 from planner.settings.table import LENGTH_SETTINGS, details_of
@@ -23,7 +24,7 @@ SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of on
 BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fields that the effective batch is made of
 
 
-def config_files(options: JobOptions, train: "TrainConfig | None") -> tuple[dict[str, Value], tuple[str, ...]]:
+def config_files(options: JobOptions, train: "TrainConfig | None") -> tuple[dict[str, Value], tuple[Note, ...]]:
     """Return the settings of the config files, and the warnings about keys that the plan does not use.
 
     `train`: a TRL config that was read already, instead of a file.

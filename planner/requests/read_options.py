@@ -16,6 +16,7 @@ from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, release
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
 from planner.models.shape import ModelShape
+from planner.quantities import Note
 from planner.requests.options import JobOptions, SearchOptions, refuse_empty
 from planner.requests.read_config import config_files, freed, with_batch_of_files, with_server_node, without_unread
 from planner.settings.setting import Value
@@ -51,7 +52,7 @@ class JobRequest:
 
     job: Job
     cluster: Cluster
-    warnings: tuple[str, ...]
+    warnings: tuple[Note, ...]
     in_files: Mapping[str, Any]
 
 
@@ -172,7 +173,7 @@ def _without(settings: Mapping[str, Value], decided: set[str]) -> dict[str, Valu
 
 def _read_by(
     method: MethodName, settings: Mapping[str, Value], in_file: Collection[str]
-) -> tuple[dict[str, Value], list[str]]:
+) -> tuple[dict[str, Value], list[Note]]:
     """Return the settings without those of a file that the method does not have, and a warning about these."""
     unread = [
         name
@@ -180,7 +181,7 @@ def _read_by(
         if name in in_file
         and any(field not in LENGTH_SETTINGS and not has_setting(method, field) for field in fields_named([name]))
     ]
-    warnings = [f"{method} has no {', '.join(unread)}: TRL stops at a config that sets it"] if unread else []
+    warnings = [Note("method_lacks_settings", {"method": method, "settings": tuple(unread)})] if unread else []
     return {name: value for name, value in settings.items() if name not in unread}, warnings
 
 
@@ -226,7 +227,7 @@ def _with_adapters(pins: Mapping[str, Any], tuning: TuningOption, model: ModelSh
     return pinned
 
 
-def _trl_version(text: str | None) -> tuple[str, list[str]]:
+def _trl_version(text: str | None) -> tuple[str, list[Note]]:
     """Return the TRL release to plan for, and a warning if it is older than the oldest that is modelled.
 
     Raises:
@@ -239,7 +240,7 @@ def _trl_version(text: str | None) -> tuple[str, list[str]]:
             "Leave it out to plan for that."
         )
     if release(version) < release(OLDEST_TRL):
-        return version, [f"trl {version} is taken for {OLDEST_TRL}, the oldest whose code paths are counted"]
+        return version, [Note("oldest_trl_taken", {"trl": version, "oldest": OLDEST_TRL})]
     return version, []
 
 

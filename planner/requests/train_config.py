@@ -7,6 +7,7 @@ from pathlib import Path
 
 from planner.errors import InputError
 from planner.jobs.settings import setting_names
+from planner.quantities import Note
 from planner.requests.launch_config import (
     DEEPSPEED_UNMODELLED,
     PROCESSES,
@@ -89,14 +90,10 @@ class TrainConfig:
     accelerate: Path | None = None  # the launch file that it names
 
     @property
-    def warnings(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[Note, ...]:
         """One warning for the unmodelled keys and one for the ignored keys, if there are any."""
-        lines = []
-        if self.unmodelled:
-            lines.append(f"the config sets what the plan does not count: {', '.join(self.unmodelled)}")
-        if self.ignored:
-            lines.append(f"not used by the plan: {', '.join(self.ignored)}")
-        return tuple(lines)
+        notes = (Note("keys_not_counted", {"keys": self.unmodelled}), Note("keys_not_used", {"keys": self.ignored}))
+        return tuple(note for note in notes if note.values["keys"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

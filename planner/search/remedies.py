@@ -9,14 +9,14 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.host_memory import with_given_host, with_usual_host
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
-from planner.jobs.settings import settings_of_fields, settings_text
-from planner.quantities import Estimate
+from planner.jobs.settings import settings_of_fields
+from planner.quantities import Estimate, Note
 from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem, TuningClass
 from planner.search.search import search
 from planner.search.sizes import LENGTH_STEP, length_field
 from planner.settings.table import with_role
-from planner.units import GIB, format_count, format_gib
+from planner.units import GIB
 
 MAX_REMEDIES = 4  # a report with more is not read
 MORE_GPUS = (2, 4, 8)  # factors on the number of GPUs
@@ -29,11 +29,11 @@ PAGED_OPTIMIZER = "paged_adamw_8bit"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change with which the job fits. `change`: the flag or setting; `estimate`: of the best candidate then."""
+    """A change with which the job fits. `estimate`: of the best candidate then; `notes`: on what the change takes."""
 
-    change: str
+    change: Note
     estimate: Estimate
-    note: str
+    notes: tuple[Note, ...]
 
     def saved_bytes(self, nearest: Estimate) -> int:
         """Return by how much the peak of the heaviest GPU falls; 0 if it does not."""
@@ -43,12 +43,12 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """A change that may be a remedy: its text, and the changed job and cluster."""
+    """A change that may be a remedy, the changed job and cluster, and notes on what it takes."""
 
-    change: str
+    change: Note
     job: Job
     cluster: Cluster
-    note: str = ""
+    notes: tuple[Note, ...] = ()
     last: bool = False  # if it fits, stop: the proposals after it cost more
 
 
@@ -58,7 +58,8 @@ def remedies(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estima
     for proposal in proposals(job, cluster, problem, nearest):
         answer = search_proposal(proposal, problem)
         if answer is not None and answer.fits:
-            found.append(Remedy(change=proposal.change, estimate=answer, note=proposal.note or offloading_note(answer)))
+            notes = proposal.notes or offloading_notes(answer)
+            found.append(Remedy(change=proposal.change, estimate=answer, notes=notes))
         if len(found) == MAX_REMEDIES or (proposal.last and answer is not None and answer.fits):
             break
     return tuple(found) or first_node_that_fits(job, cluster, problem)
@@ -70,24 +71,22 @@ def first_node_that_fits(job: Job, cluster: Cluster, problem: SearchProblem) -> 
     4-bit weights are not sharded, so that a job that leaves the tuning open gets LoRA there.
     """
     opened = job.tuning == "auto" and problem.tuning_class == "qlora" and "quantization" not in job.pinned
-    wanted, words = (replace(job, tuning="lora"), "--tuning lora on ") if opened else (job, "")
+    wanted, tuning = (replace(job, tuning="lora"), {"tuning": "lora"}) if opened else (job, {})
     for name in dict.fromkeys((cluster.gpu.name, *LARGEST_CARDS)):
         for nodes in WHOLE_NODES:
             larger = with_usual_host(Cluster(gpu=load_gpu(name), nodes=nodes, gpus_per_node=GPUS_PER_NODE))
-            change = (
-                f"{words}{nodes} nodes of {GPUS_PER_NODE} x {name}" if nodes > 1 else f"{words}{GPUS_PER_NODE} x {name}"
-            )
+            change = Note("whole_nodes", {"nodes": nodes, "gpus_per_node": GPUS_PER_NODE, "card": name, **tuning})
             answer = search_proposal(Proposal(change=change, job=wanted, cluster=larger), problem)
             if answer is not None and answer.fits:
-                return (Remedy(change=change, estimate=answer, note=offloading_note(answer)),)
+                return (Remedy(change=change, estimate=answer, notes=offloading_notes(answer)),)
     return ()
 
 
-def offloading_note(answer: Estimate) -> str:
-    """Return the host memory of a candidate that offloads to the host; empty for others."""
+def offloading_notes(answer: Estimate) -> tuple[Note, ...]:
+    """Note the host memory of a candidate that offloads to the host; empty for others."""
     candidate = answer.candidate
     offloads = candidate.offload_optimizer or candidate.offload_param or candidate.checkpoint_offload
-    return f"{format_gib(answer.host_peak_bytes, 0)} of host memory a node" if offloads else ""
+    return (Note("host_memory_needed", {"needed_bytes": answer.host_peak_bytes}),) if offloads else ()
 
 
 def search_proposal(proposal: Proposal, problem: SearchProblem) -> Estimate | None:
@@ -117,12 +116,11 @@ def proposals(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estim
     yield from without_one_pin(job, cluster)
     yield from cheaper_tuning(job, cluster)
     if nearest.candidate.tuning == "full" and "optim" not in job.pinned:
-        note = "8-bit states, paged to the host under pressure"
         yield Proposal(
-            change=f"--set optim={PAGED_OPTIMIZER}",
+            change=Note("with_settings", {"settings": {"optim": PAGED_OPTIMIZER}}),
             job=with_pins(job, optim=PAGED_OPTIMIZER),
             cluster=cluster,
-            note=note,
+            notes=(Note("states_in_8_bit"),),
         )
     yield from shorter_rows(job, cluster, problem, nearest)
     yield from more_host_memory(job, cluster, nearest)
@@ -138,9 +136,9 @@ def without_one_pin(job: Job, cluster: Cluster) -> Iterator[Proposal]:
     for name in job.pinned:
         if name in data:
             continue
-        spelled = settings_text(settings_of_fields({name: job.pinned[name]}))
+        change = Note("setting_not_pinned", {"settings": settings_of_fields({name: job.pinned[name]})})
         kept = {key: value for key, value in job.pinned.items() if key != name}
-        yield Proposal(change=f"{spelled} not pinned", job=replace(job, pinned=kept), cluster=cluster)
+        yield Proposal(change=change, job=replace(job, pinned=kept), cluster=cluster)
 
 
 def cheaper_tuning(job: Job, cluster: Cluster) -> Iterator[Proposal]:
@@ -148,7 +146,8 @@ def cheaper_tuning(job: Job, cluster: Cluster) -> Iterator[Proposal]:
     cheaper: dict[str, tuple[TuningClass, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",)}
     for name in cheaper.get(job.tuning, ()):
         kept = {key: value for key, value in job.pinned.items() if key not in ("tuning", "quantization", "dtype")}
-        yield Proposal(change=f"--tuning {name}", job=replace(job, tuning=name, pinned=kept), cluster=cluster)
+        change = Note("with_option", {"option": "--tuning", "value": name})
+        yield Proposal(change=change, job=replace(job, tuning=name, pinned=kept), cluster=cluster)
 
 
 def shorter_rows(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Estimate) -> Iterator[Proposal]:
@@ -156,28 +155,29 @@ def shorter_rows(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Es
     name = length_field(nearest.candidate)
     length = getattr(nearest.candidate, name)
 
-    def fits(steps: int) -> bool:
-        answer = search_proposal(
-            Proposal(change="", job=with_pins(job, **{name: steps * LENGTH_STEP}), cluster=cluster), problem
+    def proposal(shorter: int) -> Proposal:
+        return Proposal(
+            change=Note("with_option", {"option": f"--{name.replace('_', '-')}", "value": shorter}),
+            job=with_pins(job, **{name: shorter}),
+            cluster=cluster,
+            notes=(Note("length_asked", {"length": length}),),
         )
+
+    def fits(steps: int) -> bool:
+        answer = search_proposal(proposal(steps * LENGTH_STEP), problem)
         return answer is not None and answer.fits
 
     longest = largest(1, (length - 1) // LENGTH_STEP, fits) * LENGTH_STEP
     if longest:
-        flag = name.replace("_", "-")
-        yield Proposal(
-            change=f"--{flag} {longest}",
-            job=with_pins(job, **{name: longest}),
-            cluster=cluster,
-            note=f"{format_count(length)} tokens asked for",
-        )
+        yield proposal(longest)
 
 
 def more_host_memory(job: Job, cluster: Cluster, nearest: Estimate) -> Iterator[Proposal]:
     """Yield the main memory in whole GiB that the nearest candidate needs, if its GPUs have enough."""
     if nearest.over_bytes <= 0:
         size = f"{-(-nearest.host_peak_bytes // GIB)}GiB"
-        yield Proposal(change=f"--host-memory {size}", job=job, cluster=with_given_host(cluster, size))
+        change = Note("with_option", {"option": "--host-memory", "value": size})
+        yield Proposal(change=change, job=job, cluster=with_given_host(cluster, size))
 
 
 def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Proposal]:
@@ -192,12 +192,14 @@ def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Proposal]:
             if within
             else replace(cluster, nodes=cluster.nodes * times)
         )
-        yield Proposal(change=f"{more.num_gpus} GPUs", job=job, cluster=with_usual_host(more))
+        change = Note("more_gpus", {"gpus": more.num_gpus})
+        yield Proposal(change=change, job=job, cluster=with_usual_host(more))
     for name in USUAL_CARDS:
         card = load_gpu(name)
         if card.total_bytes > cluster.gpu.total_bytes:
             larger = with_usual_host(replace(cluster, gpu=card))
-            yield Proposal(change=f"{cluster.num_gpus} x {name}", job=job, cluster=larger, last=True)
+            change = Note("larger_cards", {"gpus": cluster.num_gpus, "card": name})
+            yield Proposal(change=change, job=job, cluster=larger, last=True)
 
 
 def with_pins(job: Job, **fields: str | int) -> Job:

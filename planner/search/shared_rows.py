@@ -6,7 +6,7 @@ from dataclasses import replace
 from planner.errors import InputError
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
-from planner.quantities import Estimate
+from planner.quantities import Estimate, Note
 from planner.search.knobs import SearchProblem
 from planner.search.search import search
 
@@ -58,10 +58,9 @@ def with_allowed_pins(problem: SearchProblem, pins: Mapping[str, object]) -> Sea
     return replace(problem, job=job)
 
 
-def shared_rows_note(best: Estimate, job: Job) -> tuple[str, ...]:
-    """Return one line about rows that several GPUs share though the job does not pin it."""
+def shared_rows_notes(best: Estimate, job: Job) -> tuple[Note, ...]:
+    """Note rows that several GPUs share though the job does not pin it."""
     candidate = best.candidate
     if candidate.row_gpus == 1 or job.pinned.keys() & {"cp_size", "sp_size"}:
         return ()
-    samples = f"{candidate.effective_batch_size} samples a step"
-    return (f"{candidate.row_gpus} GPUs share each row, which none can hold alone: {samples}",)
+    return (Note("rows_shared", {"gpus": candidate.row_gpus, "samples": candidate.effective_batch_size}),)

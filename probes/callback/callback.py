@@ -24,6 +24,7 @@ from planner.candidate import Candidate
 from planner.errors import InputError, PlanError
 from planner.estimate import RISK, estimate
 from planner.gpus.cluster import Cluster
+from planner.jobs.settings import settings_text
 from planner.measurements.corrected_estimate import heaviest_rank, needed_peak_bytes
 from planner.measurements.corrected_plan import changed_settings
 from planner.measurements.fingerprint import candidate_key
@@ -263,7 +264,7 @@ def _cluster(candidate: Candidate, memory: RunMemory) -> Cluster:
 def _differences(planned: Candidate, run: Candidate) -> str:
     """Return the settings in which a run differs from its plan, as text."""
     return (
-        changed_settings(planned, replace(run, model=planned.model))
+        settings_text(changed_settings(planned, replace(run, model=planned.model)))
         or f"its model has other layers than {planned.model.id}"
     )
 

@@ -1,0 +1,431 @@
+"""The sentences of reasons, limits, notes and remedies: one row of `SENTENCES` for each code of a `Note`."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+
+from planner.candidate import BITSANDBYTES
+from planner.jobs.settings import settings_text
+from planner.measurements.corrected_plan import phase_notes
+from planner.methods import KbitPreparation
+from planner.plan import Proof
+from planner.quantities import Note, NoteCode, Reason
+from planner.search.explain import MIN_REPORTED_BYTES, MIN_REPORTED_SPEEDUP
+from planner.search.knobs import TuningClass
+from planner.units import MIB, format_count, format_gib, format_size
+
+LEAST_SPARE_BYTES = 5 * MIB  # a smaller difference is the rounding of two figures in GiB
+CLASS_LABELS: dict[TuningClass, str] = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+DEVICE_WORDS = {
+    "cuda": "on the GPU",
+    "cpu": "on the CPU",
+    "simulated": "in a simulated card",
+    "emulated": "on an emulated card",
+}
+# Weights that a trainer casts to bfloat16, by its k-bit preparation.
+CAST: dict[KbitPreparation, str] = {
+    "none": "adapters", "embeddings_and_head": "embeddings and head", "everything_unquantized": "everything unquantized"
+}  # fmt: skip
+NOT_SET = "not set"
+# First lines of the certificate of probes that ran on another device than a GPU.
+FIRST_LINES = {
+    "simulated": ("nothing here was measured: the probes ran in simulated cards",),
+    "emulated": ("no GPU was measured: the probes ran the CUDA stack on emulated cards, which count memory only",),
+    "cpu": ("no GPU was measured: the probes ran on the CPU, where the bytes of tensors are counted",),
+}
+
+
+def sentence(said: Note | Reason) -> str:
+    """Return a reason or a note as text: a line, or a part of one."""
+    note = as_note(said)
+    return SENTENCES[note.code](**note.values)
+
+
+def sentences(said: Iterable[Note | Reason]) -> tuple[str, ...]:
+    """Return one line for each reason or note."""
+    return tuple(sentence(each) for each in said)
+
+
+def as_note(said: Note | Reason) -> Note:
+    """Return a reason as a note."""
+    if isinstance(said, Note):
+        return said
+    return Note("setting_chosen", {field.name: getattr(said, field.name) for field in fields(Reason)})
+
+
+def in_one_line(notes: Iterable[Note]) -> str:
+    """Return the notes beside an alternative or a remedy: `max_length 8,192; 2 GPUs share each row`."""
+    return "; ".join(sentences(notes))
+
+
+def proof_lines(proof: Proof) -> tuple[str, ...]:
+    """Return the certificate; that of another device than a GPU begins with a line that says so."""
+    return (*FIRST_LINES.get(proof.device, ()), *proof.lines)
+
+
+def difference_lines(proof: Proof) -> tuple[str, ...]:
+    """Return a line for each phase: its measured need, what the allocator kept to spare, and the expected memory."""
+    return sentences(phase_notes(proof.differences, proof.evidence, proof.expected))
+
+
+# -- parts of sentences ------------------------------------------------------------------------------------------------
+
+
+def _value(value: object) -> str:
+    """Return a value as the libraries' files write it: `true` for True."""
+    if value is None:
+        return NOT_SET
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _phase(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number != 1 else ''}"
+
+
+def _in_brackets(evidence: str) -> str:
+    """Return the evidence of a figure, if it differs from that of the best candidate: ` (estimated)`."""
+    return f" ({evidence})" if evidence else ""
+
+
+def _expected(evidence: str, expected_bytes: int) -> str:
+    return f"{evidence}: {format_gib(expected_bytes, 1)}"
+
+
+# -- sentences that are more than one line of code ---------------------------------------------------------------------
+
+
+def _setting_chosen(
+    setting: str, value: object, other: object, saved_bytes: int, speed: float, fits_alone: bool, gathered_bytes: int
+) -> str:
+    """Example: "gradient_checkpointing true instead of false: saves 12.3 GiB, 0.78 times the speed"."""
+    parts = []
+    if abs(saved_bytes) >= MIN_REPORTED_BYTES:
+        parts.append(f"{'saves' if saved_bytes > 0 else 'takes'} {format_gib(abs(saved_bytes), 1)}")
+    if max(speed, 1 / speed) >= MIN_REPORTED_SPEEDUP:
+        parts.append(f"{speed:.2f} times the speed")
+    parts += ["and does not fit without"] if fits_alone else []
+    gathers = (
+        f"; gathering the whole model on every GPU takes {format_gib(gathered_bytes, 1)} there"
+        if gathered_bytes
+        else ""
+    )
+    return f"{setting} {_value(value)} instead of {_value(other)}: {', '.join(parts)}{gathers}"
+
+
+def _phase_peaks(phase: str, peak_bytes: int, most_bytes: int = 0) -> str:
+    bound = f", up to {format_gib(most_bytes, 1)}" if most_bytes else ""
+    return f"the {_phase(phase)} peaks at {format_gib(peak_bytes, 1)}{bound}"
+
+
+def _images_not_counted(can_count: bool, needs_size: bool) -> str:
+    size = " --image-size 1024x768" if needs_size else ""
+    flag = f": --images-per-row 1{size}" if can_count else ""
+    return f"rows of text are planned: images and the passes of the vision tower are not counted{flag}"
+
+
+def _model_prepared(
+    quantization: str,
+    kbit_preparation: KbitPreparation,
+    float32_adapters: bool,
+    gradient_checkpointing: bool,
+    use_reentrant: bool,
+) -> str:
+    """Name the steps in which TRL and PEFT prepare a model for adapters."""
+    steps = [f"load the model ({quantization})" if quantization != "none" else "load the model", "get_peft_model"]
+    if quantization in BITSANDBYTES:
+        steps[1:1] = ["prepare_model_for_kbit_training"] if kbit_preparation != "none" else []
+        steps.append(f"{CAST[kbit_preparation]} cast to bfloat16")
+    steps += ["train.py casts them to float32"] if float32_adapters else []
+    steps += ["enable_input_require_grads"] if gradient_checkpointing else []
+    reentrant = "reentrant, which PEFT under ZeRO-3 needs" if use_reentrant else "non-reentrant"
+    steps += [
+        f"checkpointing at train(), {reentrant}"
+        if gradient_checkpointing
+        else f"train() (checkpointing off; were it on, {reentrant})"
+    ]
+    return f"TRL prepares the model itself, in this order: {', '.join(steps[:-1])}, {steps[-1]}"
+
+
+def _alternative_faster(alternative: Note, factor: float) -> str:
+    flag = f" (--tuning {alternative.values['tuning']})" if alternative.code == "tuning_class" else ""
+    return f"{sentence(alternative)} is {factor:.1f} times as fast{flag}"
+
+
+def _dry_run_agrees(trl: str, difference: float) -> str:
+    """`difference` is rounded up."""
+    percent = max(math.ceil(abs(difference) * 1000), 1) / 10
+    return f"a dry run with the installed trl {trl} agrees within {percent:.1f} %"
+
+
+def _dry_run_differs(
+    peak_bytes: int,
+    peak_phase: str,
+    above: float,
+    phase: str,
+    simulated_bytes: int,
+    estimated_bytes: int,
+    trl: str = "",
+) -> str:
+    run = f"a dry run with the installed trl {trl}" if trl else "a dry run of the step"
+    return (
+        f"{run} peaks at {format_gib(peak_bytes, 1)} in the {_phase(peak_phase)}, "
+        f"{abs(above):.1%} {'more' if above > 0 else 'less'} than estimated; they differ most in the "
+        f"{_phase(phase)}: {format_gib(simulated_bytes, 1)} simulated, {format_gib(estimated_bytes, 1)} estimated"
+    )
+
+
+def _cpu_dry_run(dry_run_bytes: int, probe_bytes: int, differences: Mapping[str, float]) -> str:
+    resumed = {"load": " (it also loads a checkpoint)"}  # a dry run does not resume
+    phases = (f"{_phase(name)} {share:+.2%}{resumed.get(name, '')}" for name, share in differences.items())
+    return f"{_cpu_dry_run_differs(dry_run_bytes, probe_bytes)}; by phase the probe is at {', '.join(phases)}"
+
+
+def _cpu_dry_run_differs(dry_run_bytes: int, probe_bytes: int) -> str:
+    return (
+        f"a dry run with the CPU's kernels peaks at {format_size(dry_run_bytes)}, the probe at "
+        f"{format_size(probe_bytes)}"
+    )
+
+
+def _probe_peak(device: str, needed_bytes: int, phase: str, evidence: str, expected_bytes: int) -> str:
+    tensors = " of tensors" if device == "cpu" else ""
+    return (
+        f"the probe {DEVICE_WORDS[device]} needed {format_size(needed_bytes)}{tensors}, its peak in the "
+        f"{_phase(phase)}; {evidence}: {format_size(expected_bytes)} ({expected_bytes / needed_bytes - 1:+.1%})"
+    )
+
+
+def _phase_measured(
+    phase: str, needed_bytes: int, evidence: str, spare_bytes: int, expected_bytes: int, expected: str
+) -> str:
+    """The word "before" tells the evidence of the expected figure from equal evidence of the probes."""
+    kept = f" and {format_size(spare_bytes)} kept to spare" if spare_bytes >= LEAST_SPARE_BYTES else ""
+    before = f"{expected} before" if expected == evidence else expected
+    return (
+        f"{_phase(phase)} {format_size(needed_bytes)} {evidence}{kept}; {format_size(expected_bytes)} {before} "
+        f"({expected_bytes / needed_bytes - 1:+.1%})"
+    )
+
+
+def _attention_not_installed(device: str) -> str:
+    where = "has no CPU kernels" if device == "cpu" else "is not installed here (pip install kernels)"
+    return f"attn_implementation sdpa: flash_attention_2 {where}"
+
+
+def _fewer_gpus(count: int, unit: str) -> str:
+    return f"one of {count} {unit} is planned"
+
+
+def _whole_nodes(nodes: int, gpus_per_node: int, card: str, tuning: str = "") -> str:
+    words = f"--tuning {tuning} on " if tuning else ""
+    return f"{words}{f'{nodes} nodes of ' if nodes > 1 else ''}{gpus_per_node} x {card}"
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+SENTENCES: dict[NoteCode, Callable[..., str]] = {
+    "setting_chosen": _setting_chosen,
+    # limits
+    "length_is_longest": lambda setting, length, beyond: (
+        f"{setting} {format_count(length)} is as long as this batch allows; beyond that {sentence(beyond)}"
+    ),
+    "length_up_to": lambda setting, length, beyond, evidence="": (
+        f"{setting} up to {format_count(length)} at this batch{_in_brackets(evidence)}; beyond that {sentence(beyond)}"
+    ),
+    "length_up_to_model": lambda setting, length, evidence="": (
+        f"{setting} up to {format_count(length)} at this batch{_in_brackets(evidence)}, "
+        "which is as far as the model goes"
+    ),
+    "batch_fits_no_faster": lambda batch, evidence="": (
+        f"per_device_train_batch_size {batch} fits too and is no faster{_in_brackets(evidence)}"
+    ),
+    "batch_not_estimated": lambda batch, because: (
+        f"per_device_train_batch_size {batch} is not estimated: {sentence(because)}"
+    ),
+    "batch_does_not_fit": lambda batch, because, evidence="": (
+        f"per_device_train_batch_size {batch} does not fit: {sentence(because)}{_in_brackets(evidence)}"
+    ),
+    "layers_not_measured": lambda: "this model's layers have no formulas, and are not measured with these settings",
+    "engine_does_not_start": lambda: "the vLLM engine would not start",
+    "host_memory_short": lambda needed_bytes: f"a node needs {format_gib(needed_bytes, 1)} of main memory",
+    "phase_peaks": _phase_peaks,
+    # memory and speed
+    "float32_by_default": lambda more_bytes, dtype: (
+        f"TRL loads in float32 unless dtype is set: that would need {format_gib(more_bytes, 1)} more; "
+        f"the plan sets {dtype}"
+    ),
+    "rounds_small_updates": lambda: (
+        "16-bit weights without a float32 copy round small updates away: float32 ones would not fit here"
+    ),
+    "no_bfloat16": lambda gpu: f"{gpu} has no bfloat16: the plan trains in fp16 (bf16 false, fp16 true)",
+    "display_takes_memory": lambda total_bytes: (
+        f"if this card also drives a display, that takes a part of the {format_gib(total_bytes, 1)}: give what "
+        "nvidia-smi shows as free with --free-memory"
+    ),
+    "image_mask_dropped": lambda attn_implementation: (
+        f"with {attn_implementation} the tokens of an image see only those before them; sdpa keeps their mask"
+    ),
+    "images_not_counted": _images_not_counted,
+    "network_assumed": lambda bytes_per_second: (
+        f"the network of each node is taken as {8 * bytes_per_second / 1e9:g} Gb/s: give yours with --network"
+    ),
+    "generates_without_cache": lambda method: (
+        f"{method} generates without a KV cache, since TRL turns it off under gradient "
+        "checkpointing: every token takes a forward pass over the whole row"
+    ),
+    "flash_attention_from_hub": lambda: (
+        "attn_implementation flash_attention_2 needs no build: without the flash-attn package, transformers "
+        "takes kernels-community/flash-attn2 through the kernels package"
+    ),
+    "sdpa_builds_mask": lambda: (
+        "batches with padding make sdpa build a mask of rows x length squared in every layer; "
+        "--no-padded if yours have none"
+    ),
+    "model_prepared": _model_prepared,
+    "adapters_cast_back": lambda: (
+        "TRL casts the adapters to bfloat16, and fp16's GradScaler stops at bfloat16 gradients: plan export "
+        "writes a train.py that casts them back; in a script of your own, set "
+        "parameter.data = parameter.data.float() for each trained parameter before train()"
+    ),
+    "model_untouched": lambda: (
+        "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads "
+        "before checkpointing, or no gradient arrives"
+    ),
+    "vllm_without_bitsandbytes": lambda: (
+        "vLLM dropped bitsandbytes after 0.22, and TRL asks for it with QLoRA: install a vLLM that still has it"
+    ),
+    "largest_rank": lambda lora_r, ranks: f"lora_r {lora_r} is the largest of {', '.join(map(str, ranks))} that fits",
+    "method_came_later": lambda method, trl: f"{method} came to TRL with {trl}: the plan is for trl {trl}",
+    "method_left": lambda method, trl: (
+        f"{method} left TRL after {trl}: the plan is for trl {trl}; install trl<={trl}.*"
+    ),
+    "method_experimental": lambda trainer: f"{trainer} is in trl.experimental: it may change without notice",
+    "rows_beyond_context": lambda row_tokens, positions, model: (
+        f"rows of {format_count(row_tokens)} tokens are longer than the {format_count(positions)} "
+        f"positions of {model} (max_position_embeddings), which it was trained with"
+    ),
+    "prompt_length_assumed": lambda prompt_length: (
+        f"prompts are taken to be up to {format_count(prompt_length)} tokens; "
+        "TRL does not cut them: give --prompt-length for yours"
+    ),
+    "engine_takes_context": lambda positions: (
+        f"vLLM takes the model's whole context of {format_count(positions)} tokens: vllm_max_model_length is not set"
+    ),
+    "engine_length_set": lambda vllm_max_model_length, positions: (
+        f"vllm_max_model_length {format_count(vllm_max_model_length)} is prompt and completion; "
+        f"TRL's default is the model's whole context, {format_count(positions)}"
+    ),
+    "effective_batch_changed": lambda samples, samples_per_process, num_processes, gpus, samples_on_all: (
+        f"an optimizer step sees {format_count(samples)} samples, {samples_per_process} for each of "
+        f"{num_processes} processes; on all {gpus} GPUs it would be "
+        f"{format_count(samples_on_all)}: say --effective-batch-size to keep one"
+    ),
+    "gpus_idle": lambda idle, gpus, vllm_tensor_parallel_size: (
+        f"{idle} of {gpus} GPUs are idle: engines of {vllm_tensor_parallel_size} on the others are faster"
+    ),
+    "model_source": lambda model, remark: f"{model}: {remark}",
+    # a plan
+    "fewer_gpus_faster": lambda count, unit: f"{_fewer_gpus(count, unit)}: all of them are slower",
+    "fewer_gpus_fit": lambda count, unit: f"{_fewer_gpus(count, unit)}: only there it fits",
+    "alternative_faster": _alternative_faster,
+    "rows_shared": lambda gpus, samples: (
+        f"{gpus} GPUs share each row, which none can hold alone: {samples} samples a step"
+    ),
+    "class_not_planned": lambda tuning, reason: f"{CLASS_LABELS[tuning]} is not planned: {reason}",
+    # alternatives and what they take
+    "tuning_class": lambda tuning: CLASS_LABELS[tuning],
+    "tuning_class_offloading": lambda tuning: f"{CLASS_LABELS[tuning]} with offloading",
+    "tuning_class_sharded": lambda tuning: f"{CLASS_LABELS[tuning]} sharded",
+    "with_offloading": lambda: "with offloading",
+    "with_shared_rows": lambda: "with shared rows",
+    "without_pins": lambda: "without those pins",
+    "host_memory_needed": lambda needed_bytes: f"{format_gib(needed_bytes, 0)} of host memory a node",
+    "row_length": lambda setting, length: f"{setting} {format_count(length)}",
+    "gpus_share_rows": lambda gpus: f"{gpus} GPUs share each row",
+    "pins_instead": lambda settings: f"with {settings_text(settings)}",
+    # remedies and what they take
+    "setting_not_pinned": lambda settings: f"{settings_text(settings)} not pinned",
+    "with_option": lambda option, value: f"{option} {value}",
+    "with_settings": lambda settings: f"--set {settings_text(settings)}",
+    "more_gpus": lambda gpus: f"{gpus} GPUs",
+    "larger_cards": lambda gpus, card: f"{gpus} x {card}",
+    "whole_nodes": _whole_nodes,
+    "states_in_8_bit": lambda: "8-bit states, paged to the host under pressure",
+    "length_asked": lambda length: f"{format_count(length)} tokens asked for",
+    # dry runs
+    "no_dry_run": lambda reason: f"no dry run: {reason}",
+    "dry_run_agrees": _dry_run_agrees,
+    "dry_run_differs": _dry_run_differs,
+    "searched_again": lambda residual: (
+        f"searched again with {residual:.1%} more memory for this tuning class, "
+        "which the dry run needed above the estimate"
+    ),
+    "no_cpu_dry_run": lambda reason: f"no dry run of it on the CPU: {reason}",
+    "cpu_dry_run": _cpu_dry_run,
+    "cpu_dry_run_differs": _cpu_dry_run_differs,
+    # probes
+    "cpu_counts_tensors": lambda unmeasured_bytes, evidence: (
+        "the probe ran on the CPU, where tensors' bytes are counted: "
+        f"what CUDA takes besides ({format_gib(unmeasured_bytes, 1)}) and the speed are still {evidence}"
+    ),
+    "ran_out_of_memory": lambda device, phase, over_bytes: (
+        f"it ran out of memory {DEVICE_WORDS[device]} in the {_phase(phase)}, {format_gib(over_bytes, 2)} short at "
+        "least; phases that it did not reach are not listed"
+    ),
+    "server_not_measured": lambda evidence: f"the vLLM server's cards are still {evidence}",
+    "larger_card_probed": lambda: "the probe had a larger card: what its allocator kept to spare is left out",
+    "probe_ran_out_of_memory": lambda device, phase, evidence, expected_bytes: (
+        f"the candidate ran out of memory {DEVICE_WORDS[device]} in the {_phase(phase)} "
+        f"({evidence}: it fits in {format_size(expected_bytes)})"
+    ),
+    "probe_fits": lambda device: f"the candidate fits {DEVICE_WORDS[device]}, which the plan had denied",
+    "probe_needs_more": lambda device, needed_bytes, most_bytes, evidence: (
+        f"the candidate needs {format_size(needed_bytes)} {DEVICE_WORDS[device]}, more than the "
+        f"{format_size(most_bytes)} that were {evidence} at most"
+    ),
+    "proven_instead": lambda settings: f"proven instead of what was recommended: {settings_text(settings)}",
+    "probe_peak": _probe_peak,
+    "probe_has_no_phase": lambda device: f"the probe {DEVICE_WORDS[device]} has no phase that was expected",
+    "phase_measured": _phase_measured,
+    "attention_not_installed": _attention_not_installed,
+    # the user's own results
+    "own_probe_ran_out_of_memory": lambda gpu, phase, evidence, expected_bytes: (
+        f"your own probe of this candidate on {gpu} ran out of memory in the {_phase(phase)} "
+        f"({_expected(evidence, expected_bytes)}): "
+        "take a smaller batch or length, or let plan --probe find the largest that fits"
+    ),
+    "own_probes": lambda probes, gpu, needed_bytes, evidence, expected_bytes: (
+        f"measured by {_counted(probes, 'probe')} of your own on {gpu}: "
+        f"{format_gib(needed_bytes, 1)} needed at most ({_expected(evidence, expected_bytes)})"
+    ),
+    "own_runs": lambda runs, gpu, needed_bytes, evidence, expected_bytes: (
+        f"{_counted(runs, 'run')} of your own on {gpu} needed {format_gib(needed_bytes, 1)} "
+        f"in the first steps, with your data ({_expected(evidence, expected_bytes)})"
+    ),
+    "own_context": lambda gpu, measured_bytes, measurements, estimated_bytes: (
+        f"CUDA took {format_gib(measured_bytes, 2)} beside PyTorch on your {gpu} "
+        f"(median of {_counted(measurements, 'measurement')}); {format_gib(estimated_bytes, 2)} are estimated"
+    ),
+    "own_lines_unread": lambda lines, path: f"{_counted(lines, 'line')} of {path} cannot be read",
+    "own_storage_not_read": lambda: (
+        "$PLAN_STORAGE is not read: it needs the extra storage (pip install 'finetune-plan[storage]')"
+    ),
+    # settings of the job and its config files
+    "keys_not_counted": lambda keys: f"the config sets what the plan does not count: {', '.join(keys)}",
+    "keys_not_used": lambda keys: f"not used by the plan: {', '.join(keys)}",
+    "method_lacks_settings": lambda method, settings: (
+        f"{method} has no {', '.join(settings)}: TRL stops at a config that sets it"
+    ),
+    "length_not_used": lambda setting, method, limits: (
+        f"{setting} is not used: the rows of {method} are {' and '.join(limits)}"
+    ),
+    "oldest_trl_taken": lambda trl, oldest: f"trl {trl} is taken for {oldest}, the oldest whose code paths are counted",
+    "config_change": lambda setting, after, before=None: f"config {setting}: {_value(before)} -> {_value(after)}",
+    "config_unchanged": lambda: "the config needs no change",
+}

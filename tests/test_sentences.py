@@ -1,0 +1,367 @@
+"""Every code of a note has a sentence, and every note that the planner builds has the values of its sentence."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from planner.quantities import Note, NoteCode, Reason
+from planner.report.sentences import SENTENCES, in_one_line, sentence
+from planner.units import GIB, MIB
+
+CODES = get_args(NoteCode)
+PEAK = Note("phase_peaks", {"phase": "optimizer_step", "peak_bytes": 40 * GIB})
+
+# One sentence for each code. A code is in the JSON of users: it is added here, and never renamed or removed.
+EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
+    "setting_chosen": (
+        {
+            "setting": "gradient_checkpointing", "value": True, "other": False, "saved_bytes": 12 * GIB, "speed": 0.78,
+            "fits_alone": True, "gathered_bytes": 0,
+        },
+        "gradient_checkpointing true instead of false: saves 12.0 GiB, 0.78 times the speed, and does not fit without",
+    ),
+    "length_is_longest": (
+        {"setting": "max_length", "length": 2048, "beyond": PEAK},
+        "max_length 2,048 is as long as this batch allows; beyond that the optimizer step peaks at 40.0 GiB",
+    ),
+    "length_up_to": (
+        {"setting": "max_length", "length": 2048, "beyond": PEAK, "evidence": "estimated"},
+        "max_length up to 2,048 at this batch (estimated); beyond that the optimizer step peaks at 40.0 GiB",
+    ),
+    "length_up_to_model": (
+        {"setting": "max_length", "length": 4096},
+        "max_length up to 4,096 at this batch, which is as far as the model goes",
+    ),
+    "batch_fits_no_faster": ({"batch": 8}, "per_device_train_batch_size 8 fits too and is no faster"),
+    "batch_not_estimated": (
+        {"batch": 8, "because": Note("layers_not_measured")},
+        "per_device_train_batch_size 8 is not estimated: this model's layers have no formulas, and are not measured "
+        "with these settings",
+    ),
+    "batch_does_not_fit": (
+        {"batch": 8, "because": Note("engine_does_not_start")},
+        "per_device_train_batch_size 8 does not fit: the vLLM engine would not start",
+    ),
+    "layers_not_measured": ({}, "this model's layers have no formulas, and are not measured with these settings"),
+    "engine_does_not_start": ({}, "the vLLM engine would not start"),
+    "host_memory_short": ({"needed_bytes": 300 * GIB}, "a node needs 300.0 GiB of main memory"),
+    "phase_peaks": (
+        {"phase": "backward", "peak_bytes": 39 * GIB, "most_bytes": 41 * GIB},
+        "the backward peaks at 39.0 GiB, up to 41.0 GiB",
+    ),
+    "float32_by_default": (
+        {"more_bytes": 14 * GIB, "dtype": "bfloat16"},
+        "TRL loads in float32 unless dtype is set: that would need 14.0 GiB more; the plan sets bfloat16",
+    ),
+    "rounds_small_updates": (
+        {}, "16-bit weights without a float32 copy round small updates away: float32 ones would not fit here",
+    ),
+    "no_bfloat16": ({"gpu": "T4"}, "T4 has no bfloat16: the plan trains in fp16 (bf16 false, fp16 true)"),
+    "display_takes_memory": (
+        {"total_bytes": 12 * GIB},
+        "if this card also drives a display, that takes a part of the 12.0 GiB: give what nvidia-smi shows as free "
+        "with --free-memory",
+    ),
+    "image_mask_dropped": (
+        {"attn_implementation": "flash_attention_2"},
+        "with flash_attention_2 the tokens of an image see only those before them; sdpa keeps their mask",
+    ),
+    "images_not_counted": (
+        {"can_count": True, "needs_size": True},
+        "rows of text are planned: images and the passes of the vision tower are not counted: --images-per-row 1 "
+        "--image-size 1024x768",
+    ),
+    "network_assumed": (
+        {"bytes_per_second": 50e9}, "the network of each node is taken as 400 Gb/s: give yours with --network",
+    ),
+    "generates_without_cache": (
+        {"method": "grpo"},
+        "grpo generates without a KV cache, since TRL turns it off under gradient checkpointing: every token takes a "
+        "forward pass over the whole row",
+    ),
+    "flash_attention_from_hub": (
+        {},
+        "attn_implementation flash_attention_2 needs no build: without the flash-attn package, transformers takes "
+        "kernels-community/flash-attn2 through the kernels package",
+    ),
+    "sdpa_builds_mask": (
+        {},
+        "batches with padding make sdpa build a mask of rows x length squared in every layer; --no-padded if yours "
+        "have none",
+    ),
+    "model_prepared": (
+        {
+            "quantization": "nf4", "kbit_preparation": "embeddings_and_head", "float32_adapters": True,
+            "gradient_checkpointing": True, "use_reentrant": False,
+        },
+        "TRL prepares the model itself, in this order: load the model (nf4), prepare_model_for_kbit_training, "
+        "get_peft_model, embeddings and head cast to bfloat16, train.py casts them to float32, "
+        "enable_input_require_grads, checkpointing at train(), non-reentrant",
+    ),
+    "adapters_cast_back": (
+        {},
+        "TRL casts the adapters to bfloat16, and fp16's GradScaler stops at bfloat16 gradients: plan export writes a "
+        "train.py that casts them back; in a script of your own, set parameter.data = parameter.data.float() for each "
+        "trained parameter before train()",
+    ),
+    "model_untouched": (
+        {},
+        "so pass peft_config and an untouched model; one wrapped by hand needs enable_input_require_grads before "
+        "checkpointing, or no gradient arrives",
+    ),
+    "vllm_without_bitsandbytes": (
+        {},
+        "vLLM dropped bitsandbytes after 0.22, and TRL asks for it with QLoRA: install a vLLM that still has it",
+    ),
+    "largest_rank": ({"lora_r": 32, "ranks": (16, 32, 64)}, "lora_r 32 is the largest of 16, 32, 64 that fits"),
+    "method_came_later": (
+        {"method": "gkd", "trl": "0.11"}, "gkd came to TRL with 0.11: the plan is for trl 0.11",
+    ),
+    "method_left": (
+        {"method": "ppo", "trl": "0.24"},
+        "ppo left TRL after 0.24: the plan is for trl 0.24; install trl<=0.24.*",
+    ),
+    "method_experimental": (
+        {"trainer": "CPOTrainer"}, "CPOTrainer is in trl.experimental: it may change without notice",
+    ),
+    "rows_beyond_context": (
+        {"row_tokens": 65536, "positions": 32768, "model": "org/model"},
+        "rows of 65,536 tokens are longer than the 32,768 positions of org/model (max_position_embeddings), which it "
+        "was trained with",
+    ),
+    "prompt_length_assumed": (
+        {"prompt_length": 512},
+        "prompts are taken to be up to 512 tokens; TRL does not cut them: give --prompt-length for yours",
+    ),
+    "engine_takes_context": (
+        {"positions": 32768},
+        "vLLM takes the model's whole context of 32,768 tokens: vllm_max_model_length is not set",
+    ),
+    "engine_length_set": (
+        {"vllm_max_model_length": 1536, "positions": 32768},
+        "vllm_max_model_length 1,536 is prompt and completion; TRL's default is the model's whole context, 32,768",
+    ),
+    "effective_batch_changed": (
+        {"samples": 8, "samples_per_process": 8, "num_processes": 1, "gpus": 2, "samples_on_all": 16},
+        "an optimizer step sees 8 samples, 8 for each of 1 processes; on all 2 GPUs it would be 16: say "
+        "--effective-batch-size to keep one",
+    ),
+    "gpus_idle": (
+        {"idle": 1, "gpus": 3, "vllm_tensor_parallel_size": 2},
+        "1 of 3 GPUs are idle: engines of 2 on the others are faster",
+    ),
+    "model_source": ({"model": "org/model", "remark": "its size is approximate"}, "org/model: its size is approximate"),
+    "fewer_gpus_faster": (
+        {"count": 2, "unit": "nodes"}, "one of 2 nodes is planned: all of them are slower",
+    ),
+    "fewer_gpus_fit": ({"count": 2, "unit": "GPUs"}, "one of 2 GPUs is planned: only there it fits"),
+    "alternative_faster": (
+        {"alternative": Note("tuning_class", {"tuning": "qlora"}), "factor": 1.52},
+        "QLoRA is 1.5 times as fast (--tuning qlora)",
+    ),
+    "rows_shared": (
+        {"gpus": 4, "samples": 16}, "4 GPUs share each row, which none can hold alone: 16 samples a step",
+    ),
+    "class_not_planned": (
+        {"tuning": "full", "reason": "needs the extra dryrun"},
+        "full fine-tuning is not planned: needs the extra dryrun",
+    ),
+    "tuning_class": ({"tuning": "lora"}, "LoRA"),
+    "tuning_class_offloading": ({"tuning": "full"}, "full fine-tuning with offloading"),
+    "tuning_class_sharded": ({"tuning": "lora"}, "LoRA sharded"),
+    "with_offloading": ({}, "with offloading"),
+    "with_shared_rows": ({}, "with shared rows"),
+    "without_pins": ({}, "without those pins"),
+    "host_memory_needed": ({"needed_bytes": 60 * GIB}, "60 GiB of host memory a node"),
+    "row_length": ({"setting": "max_length", "length": 8192}, "max_length 8,192"),
+    "gpus_share_rows": ({"gpus": 2}, "2 GPUs share each row"),
+    "pins_instead": (
+        {"settings": {"use_vllm": True, "vllm_mode": "server"}}, "with use_vllm=true vllm_mode=server",
+    ),
+    "setting_not_pinned": ({"settings": {"zero_stage": 3}}, "zero_stage=3 not pinned"),
+    "with_option": ({"option": "--tuning", "value": "lora"}, "--tuning lora"),
+    "with_settings": ({"settings": {"optim": "paged_adamw_8bit"}}, "--set optim=paged_adamw_8bit"),
+    "more_gpus": ({"gpus": 4}, "4 GPUs"),
+    "larger_cards": ({"gpus": 2, "card": "H100"}, "2 x H100"),
+    "whole_nodes": (
+        {"nodes": 2, "gpus_per_node": 8, "card": "H100", "tuning": "lora"}, "--tuning lora on 2 nodes of 8 x H100",
+    ),
+    "states_in_8_bit": ({}, "8-bit states, paged to the host under pressure"),
+    "length_asked": ({"length": 8192}, "8,192 tokens asked for"),
+    "no_dry_run": ({"reason": "trl not installed"}, "no dry run: trl not installed"),
+    "dry_run_agrees": (
+        {"trl": "1.16.0", "difference": -0.0101}, "a dry run with the installed trl 1.16.0 agrees within 1.1 %",
+    ),
+    "dry_run_differs": (
+        {
+            "peak_bytes": 20 * GIB, "peak_phase": "backward", "above": 0.111, "phase": "optimizer_step",
+            "simulated_bytes": 12 * GIB, "estimated_bytes": 10 * GIB,
+        },
+        "a dry run of the step peaks at 20.0 GiB in the backward, 11.1% more than estimated; they differ most in the "
+        "optimizer step: 12.0 GiB simulated, 10.0 GiB estimated",
+    ),
+    "searched_again": (
+        {"residual": 0.031},
+        "searched again with 3.1% more memory for this tuning class, which the dry run needed above the estimate",
+    ),
+    "no_cpu_dry_run": ({"reason": "no kernel"}, "no dry run of it on the CPU: no kernel"),
+    "cpu_dry_run": (
+        {"dry_run_bytes": 20 * MIB, "probe_bytes": 21 * MIB, "differences": {"load": 0.05, "optimizer_step": -0.01}},
+        "a dry run with the CPU's kernels peaks at 20.00 MiB, the probe at 21.00 MiB; by phase the probe is at "
+        "load +5.00% (it also loads a checkpoint), optimizer step -1.00%",
+    ),
+    "cpu_dry_run_differs": (
+        {"dry_run_bytes": 20 * MIB, "probe_bytes": 21 * MIB},
+        "a dry run with the CPU's kernels peaks at 20.00 MiB, the probe at 21.00 MiB",
+    ),
+    "cpu_counts_tensors": (
+        {"unmeasured_bytes": GIB, "evidence": "estimated"},
+        "the probe ran on the CPU, where tensors' bytes are counted: what CUDA takes besides (1.0 GiB) and the speed "
+        "are still estimated",
+    ),
+    "ran_out_of_memory": (
+        {"device": "cuda", "phase": "backward", "over_bytes": GIB},
+        "it ran out of memory on the GPU in the backward, 1.00 GiB short at least; phases that it did not reach are "
+        "not listed",
+    ),
+    "server_not_measured": ({"evidence": "estimated"}, "the vLLM server's cards are still estimated"),
+    "larger_card_probed": ({}, "the probe had a larger card: what its allocator kept to spare is left out"),
+    "probe_ran_out_of_memory": (
+        {"device": "emulated", "phase": "loss", "evidence": "estimated", "expected_bytes": 20 * GIB},
+        "the candidate ran out of memory on an emulated card in the loss (estimated: it fits in 20.00 GiB)",
+    ),
+    "probe_fits": ({"device": "cuda"}, "the candidate fits on the GPU, which the plan had denied"),
+    "probe_needs_more": (
+        {"device": "simulated", "needed_bytes": 22 * GIB, "most_bytes": 21 * GIB, "evidence": "estimated"},
+        "the candidate needs 22.00 GiB in a simulated card, more than the 21.00 GiB that were estimated at most",
+    ),
+    "proven_instead": (
+        {"settings": {"per_device_train_batch_size": 2}},
+        "proven instead of what was recommended: per_device_train_batch_size=2",
+    ),
+    "probe_peak": (
+        {
+            "device": "cpu", "phase": "optimizer_step", "needed_bytes": 20 * GIB, "evidence": "estimated",
+            "expected_bytes": 21 * GIB,
+        },
+        "the probe on the CPU needed 20.00 GiB of tensors, its peak in the optimizer step; estimated: 21.00 GiB "
+        "(+5.0%)",
+    ),
+    "probe_has_no_phase": ({"device": "cuda"}, "the probe on the GPU has no phase that was expected"),
+    "phase_measured": (
+        {
+            "phase": "backward", "needed_bytes": 20 * GIB, "evidence": "measured", "spare_bytes": GIB,
+            "expected_bytes": 21 * GIB, "expected": "measured",
+        },
+        "backward 20.00 GiB measured and 1.00 GiB kept to spare; 21.00 GiB measured before (+5.0%)",
+    ),
+    "attention_not_installed": (
+        {"device": "cpu"}, "attn_implementation sdpa: flash_attention_2 has no CPU kernels",
+    ),
+    "own_probe_ran_out_of_memory": (
+        {"gpu": "L4", "phase": "optimizer_step", "evidence": "estimated", "expected_bytes": 20 * GIB},
+        "your own probe of this candidate on L4 ran out of memory in the optimizer step (estimated: 20.0 GiB): take a "
+        "smaller batch or length, or let plan --probe find the largest that fits",
+    ),
+    "own_probes": (
+        {"probes": 1, "gpu": "L4", "needed_bytes": 19 * GIB, "evidence": "estimated", "expected_bytes": 20 * GIB},
+        "measured by 1 probe of your own on L4: 19.0 GiB needed at most (estimated: 20.0 GiB)",
+    ),
+    "own_runs": (
+        {"runs": 2, "gpu": "L4", "needed_bytes": 19 * GIB, "evidence": "estimated", "expected_bytes": 20 * GIB},
+        "2 runs of your own on L4 needed 19.0 GiB in the first steps, with your data (estimated: 20.0 GiB)",
+    ),
+    "own_context": (
+        {"gpu": "L4", "measured_bytes": 640 * MIB, "measurements": 3, "estimated_bytes": 512 * MIB},
+        "CUDA took 0.62 GiB beside PyTorch on your L4 (median of 3 measurements); 0.50 GiB are estimated",
+    ),
+    "own_lines_unread": ({"lines": 4, "path": "results.jsonl"}, "4 lines of results.jsonl cannot be read"),
+    "own_storage_not_read": (
+        {}, "$PLAN_STORAGE is not read: it needs the extra storage (pip install 'finetune-plan[storage]')",
+    ),
+    "keys_not_counted": (
+        {"keys": ("neftune_noise_alpha", "use_dora")},
+        "the config sets what the plan does not count: neftune_noise_alpha, use_dora",
+    ),
+    "keys_not_used": ({"keys": ("learning_rate",)}, "not used by the plan: learning_rate"),
+    "method_lacks_settings": (
+        {"method": "sft", "settings": ("beta",)}, "sft has no beta: TRL stops at a config that sets it",
+    ),
+    "length_not_used": (
+        {"setting": "max_length", "method": "grpo", "limits": ("prompt_length", "max_completion_length")},
+        "max_length is not used: the rows of grpo are prompt_length and max_completion_length",
+    ),
+    "oldest_trl_taken": (
+        {"trl": "0.1", "oldest": "0.12"}, "trl 0.1 is taken for 0.12, the oldest whose code paths are counted",
+    ),
+    "config_change": (
+        {"setting": "gradient_checkpointing", "before": False, "after": True},
+        "config gradient_checkpointing: false -> true",
+    ),
+    "config_unchanged": ({}, "the config needs no change"),
+}  # fmt: skip
+
+
+def test_every_code_has_one_sentence() -> None:
+    assert list(SENTENCES) == list(CODES)
+    assert list(EXAMPLES) == list(CODES)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_note_is_one_sentence(code: NoteCode) -> None:
+    values, text = EXAMPLES[code]
+    assert sentence(Note(code, values)) == text
+
+
+def test_a_reason_is_the_note_of_its_code() -> None:
+    values, text = EXAMPLES["setting_chosen"]
+    assert sentence(Reason(**values)) == text  # type: ignore[arg-type]
+
+
+def test_several_notes_stand_in_one_line() -> None:
+    notes = [Note("row_length", {"setting": "max_length", "length": 8192}), Note("gpus_share_rows", {"gpus": 2})]
+    assert in_one_line(notes) == "max_length 8,192; 2 GPUs share each row" and in_one_line([]) == ""
+
+
+# -- the notes that the planner builds ---------------------------------------------------------------------------------
+
+PLANNER = Path(__file__).parent.parent / "planner"
+BUILT = [
+    (path, node)
+    for path in sorted(PLANNER.rglob("*.py"))
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "Note"
+]
+
+
+def codes_of(node: ast.expr) -> Iterator[str]:
+    """Yield the codes that an expression can be: a constant, or one of two."""
+    if isinstance(node, ast.Constant):
+        yield node.value
+    elif isinstance(node, ast.IfExp):
+        yield from codes_of(node.body)
+        yield from codes_of(node.orelse)
+
+
+def test_every_code_is_said_somewhere() -> None:
+    said = {code for _, call in BUILT for code in codes_of(call.args[0])}
+    assert said == set(CODES)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_note_has_no_value_that_its_sentence_does_not_take(code: NoteCode) -> None:
+    """Values that are spread (`**expected`) or in a variable are not seen; those that are seen must be known."""
+    parameters = inspect.signature(SENTENCES[code]).parameters
+    for path, call in BUILT:
+        if code not in codes_of(call.args[0]):
+            continue
+        values = call.args[1] if len(call.args) > 1 else ast.Dict(keys=[], values=[])
+        if isinstance(values, ast.Dict):
+            keys = {key.value for key in values.keys if isinstance(key, ast.Constant)}
+            assert keys <= set(parameters), (path, code)
+            needed = {name for name, each in parameters.items() if each.default is inspect.Parameter.empty}
+            assert needed <= keys or None in values.keys, (path, code)
