@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from planner.quantities import Note, NoteCode, Reason
+from planner.report.json import note_report
 from planner.report.sentences import SENTENCES, in_one_line, sentence
 from planner.units import GIB, MIB
 
@@ -317,9 +318,15 @@ def test_a_note_is_one_sentence(code: NoteCode) -> None:
     assert sentence(Note(code, values)) == text
 
 
-def test_a_reason_is_the_note_of_its_code() -> None:
+def test_a_reason_is_a_note_in_reports() -> None:
     values, text = EXAMPLES["setting_chosen"]
-    assert sentence(Reason(**values)) == text  # type: ignore[arg-type]
+    report = note_report(Reason(**values))  # type: ignore[arg-type]
+    assert (report.code, report.values, report.text) == ("setting_chosen", values, text)
+
+
+def test_a_note_in_a_note_has_its_own_sentence_in_reports() -> None:
+    report = note_report(Note("length_is_longest", EXAMPLES["length_is_longest"][0]))
+    assert report.values["beyond"] == note_report(PEAK)
 
 
 def test_several_notes_stand_in_one_line() -> None:

@@ -16,7 +16,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.job import Goal, TuningOption
 from planner.measurements.measurement import Quantity
 from planner.methods import METHODS, MethodName
-from planner.quantities import Component, Evidence, GpuRole, Phase, ProbedOn, Throughput
+from planner.quantities import Component, Evidence, GpuRole, NoteCode, Phase, ProbedOn, Throughput
 from planner.settings.setting import Setting
 from planner.settings.table import SETTINGS
 
@@ -35,6 +35,20 @@ Versions = Annotated[dict[str, str], Meta(description="Releases of the libraries
 
 class Document(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all objects in a document: frozen, and without unknown keys."""
+
+
+class NoteReport(Document, frozen=True):
+    """A reason, a limit, a note or a change as data, and its sentence."""
+
+    code: Annotated[NoteCode, Meta(description="Identifies what is said; it does not change.")]
+    values: Annotated[
+        dict[str, Any],
+        Meta(description="The values in the sentence; one that is a note itself has `code`, `values` and `text` too."),
+    ]
+    text: Annotated[str, Meta(description="The sentence in English; it may change.")]
+
+
+WarningsData = Annotated[tuple[NoteReport, ...], Meta(description="The warnings as data.")]
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -246,6 +260,7 @@ class BestCandidate(Document, frozen=True):
     host: Host
     throughput: Throughput
     reasons: Annotated[tuple[str, ...], Meta(description="Reasons for the settings, one line each.")]
+    reasons_data: Annotated[tuple[NoteReport, ...], Meta(description="The reasons as data.")]
     device: (
         Annotated[ProbeDevice, Meta(description="The device of the candidate's probe; absent: no probe ran.")]
         | UnsetType
@@ -257,6 +272,7 @@ class EstimateReport(BestCandidate, frozen=True, kw_only=True):
 
     schema: Version
     warnings: Warnings
+    warnings_data: WarningsData
 
 
 # -- a plan ------------------------------------------------------------------------------------------------------------
@@ -281,14 +297,18 @@ class AlternativeReport(BestCandidate, frozen=True, kw_only=True):
     """A runner-up: the best of another tuning class, or of another way to run."""
 
     label: str
+    label_data: Annotated[NoteReport, Meta(description="The label as data.")]
     note: str
+    note_data: Annotated[tuple[NoteReport, ...], Meta(description="The parts of the note as data.")]
 
 
 class RemedyReport(BestCandidate, frozen=True, kw_only=True):
     """A change that makes the job fit, tried by estimating it."""
 
     change: Annotated[str, Meta(description="The change, as options of the command.")]
+    change_data: Annotated[NoteReport, Meta(description="The change as data.")]
     note: Annotated[str, Meta(description="The cost of the change.")]
+    note_data: Annotated[tuple[NoteReport, ...], Meta(description="The parts of the note as data.")]
     saves_bytes: Annotated[Bytes, Meta(description="By how much the peak of the heaviest GPU falls.")]
 
 
@@ -324,7 +344,9 @@ class PlanReport(Document, frozen=True):
     alternatives: tuple[AlternativeReport, ...]
     remedies: Annotated[tuple[RemedyReport, ...], Meta(description="Changes that make the job fit, cheapest first.")]
     more: Annotated[tuple[str, ...], Meta(description="Larger settings, and what limits them.")]
+    more_data: Annotated[tuple[NoteReport, ...], Meta(description="`more` as data.")]
     warnings: Warnings
+    warnings_data: WarningsData
     versions: Versions
     proof: ProofReport | UnsetType = UNSET
 

@@ -1,7 +1,7 @@
 """The JSON documents of plans and estimates (their types: documents.py), and documents as text."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from msgspec import UNSET, Struct, convert, structs, to_builtins
@@ -11,7 +11,7 @@ from planner.confidence import comparisons, kind_of, worst_miss
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
 from planner.plan import Plan, Proof
-from planner.quantities import Estimate, GpuMemory, Note, PhaseMemory, Throughput
+from planner.quantities import Estimate, GpuMemory, Note, PhaseMemory, Reason, Throughput
 from planner.report.documents import (
     SCHEMA,
     AlternativeReport,
@@ -20,6 +20,7 @@ from planner.report.documents import (
     Gpus,
     Host,
     JobReport,
+    NoteReport,
     PhaseDifferenceReport,
     PhaseReport,
     PinnedSettings,
@@ -28,7 +29,7 @@ from planner.report.documents import (
     RemedyReport,
     Settings,
 )
-from planner.report.sentences import in_one_line, proof_lines, sentence, sentences
+from planner.report.sentences import as_note, in_one_line, proof_lines, sentence, sentences
 
 # Decimals of seconds, tokens per second, probabilities and errors: more than is known of any of them.
 DECIMALS = 6
@@ -53,7 +54,9 @@ def plan_report(plan: Plan) -> PlanReport:
         alternatives=tuple(
             AlternativeReport(
                 label=sentence(other.label),
+                label_data=note_report(other.label),
                 note=in_one_line(other.notes),
+                note_data=note_reports(other.notes),
                 **structs.asdict(best_candidate(other.estimate)),
             )
             for other in plan.alternatives
@@ -61,14 +64,18 @@ def plan_report(plan: Plan) -> PlanReport:
         remedies=tuple(
             RemedyReport(
                 change=sentence(remedy.change),
+                change_data=note_report(remedy.change),
                 note=in_one_line(remedy.notes),
+                note_data=note_reports(remedy.notes),
                 saves_bytes=remedy.saved_bytes(plan.best),
                 **structs.asdict(best_candidate(remedy.estimate)),
             )
             for remedy in plan.remedies
         ),
         more=sentences(plan.more),
+        more_data=note_reports(plan.more),
         warnings=sentences(plan.warnings),
+        warnings_data=note_reports(plan.warnings),
         versions=plan.versions,
         proof=UNSET if plan.proof is None else _proof(plan.proof),
     )
@@ -79,6 +86,7 @@ def estimate_report(estimate: Estimate, warnings: Sequence[Note] = ()) -> Estima
     return EstimateReport(
         schema=SCHEMA,
         warnings=sentences(warnings),
+        warnings_data=note_reports(warnings),
         **structs.asdict(best_candidate(estimate)),
     )
 
@@ -96,8 +104,28 @@ def best_candidate(estimate: Estimate) -> BestCandidate:
         host=Host(peak_bytes=estimate.host_peak_bytes, capacity_bytes=estimate.host_capacity_bytes),
         throughput=_rounded(estimate.throughput),
         reasons=sentences(estimate.reasons),
+        reasons_data=note_reports(estimate.reasons),
         device=UNSET if estimate.device == "none" else estimate.device,
     )
+
+
+def note_reports(said: Iterable[Note | Reason]) -> tuple[NoteReport, ...]:
+    """Return reasons or notes with their sentences."""
+    return tuple(note_report(each) for each in said)
+
+
+def note_report(said: Note | Reason) -> NoteReport:
+    """Return a reason or a note with its sentence; notes among its values have theirs."""
+    note = as_note(said)
+    return NoteReport(
+        code=note.code, values={name: _note_value(value) for name, value in note.values.items()}, text=sentence(note)
+    )
+
+
+def _note_value(value: object) -> object:
+    if isinstance(value, Note):
+        return note_report(value)
+    return round(value, DECIMALS) if isinstance(value, float) else value
 
 
 def settings_report(candidate: Candidate) -> Settings:
