@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +140,7 @@ def test_a_step_with_images_of_a_size_needs_what_the_trainer_allocates(name: str
     pytest.importorskip("trl")
     from probes.dryrun.simulate import simulate
 
-    case = replace(few_layers_of(name), **settings)  # type: ignore[arg-type]
+    case = structs.replace(few_layers_of(name), **settings)  # type: ignore[arg-type]
     tower = image_tower(case.model, case.image_size)
     assert tower is not None
     waiting = case.rows * case.images_per_row * tower.pixels * 4
