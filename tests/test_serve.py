@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
@@ -110,7 +111,7 @@ def small(tmp_path_factory) -> Iterator[Server]:
     yield found
     found.process.terminate()
     _, err = found.process.communicate(timeout=20)
-    assert (found.process.returncode, err) == (0, "a worker process was ended; new ones start\n")
+    assert (found.process.returncode, err) == (0, "a worker process was ended; a new one starts\n")
 
 
 class TestAnswers:
@@ -419,3 +420,65 @@ class TestOpenApi:
         assert options.set == {
             "lora_target_modules": ("q_proj", "v_proj"), "packing": True, "lora_r": 16, "beta": None,
         }  # fmt: skip
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    for _ in range(100):
+        if true():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it never became true")
+
+
+def processes_of(server: Server) -> list[int]:
+    return [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
+
+
+class TestTheEnd:
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+    def test_no_process_outlives_a_server_that_is_killed(self, number, tmp_path):
+        server = started(tmp_path, "--workers", "2")
+        processes = processes_of(server)
+        assert len(processes) >= 2
+        server.process.send_signal(number)
+        server.process.communicate(timeout=10)
+        wait_until(lambda: not any(psutil.pid_exists(process) for process in processes))
+
+    def test_requests_that_run_at_a_signal_are_answered_and_nothing_is_logged(self, tmp_path):
+        server = started(tmp_path)
+        slow = {"model": "Llama-3.1-70B", "gpus": "16x8xH100", "method": "grpo"}
+        with ThreadPoolExecutor() as threads:
+            asked = [threads.submit(server.post, "/plan", slow) for _ in range(4)]
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            statuses = {each.result().status for each in asked}
+        _, err = server.process.communicate(timeout=10)
+        assert statuses <= {200, 503}
+        assert (server.process.returncode, err) == (0, "")
+
+
+class TestManyConnections:
+    def test_idle_connections_beyond_the_most_do_not_stop_the_server(self, tmp_path):
+        server = started(tmp_path)
+        held = []
+        try:
+            for _ in range(700):
+                connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+                held.append(connection)
+            assert server.post("/estimate", JOB).status == 200
+            open_files = psutil.Process(server.process.pid).num_fds()
+            assert open_files < 700
+        finally:
+            for connection in held:
+                connection.close()
+            server.process.send_signal(signal.SIGTERM)
+            _, err = server.process.communicate(timeout=20)
+        assert (server.process.returncode, err) == (0, "")
+
+    def test_a_worker_that_is_killed_costs_no_other_request(self, tmp_path):
+        server = started(tmp_path, "--workers", "2")
+        children = [psutil.Process(process) for process in processes_of(server)]
+        next(child for child in children if "spawn_main" in " ".join(child.cmdline())).kill()
+        assert [server.post("/estimate", JOB).status for _ in range(3)] == [200, 200, 200]
+        server.process.send_signal(signal.SIGTERM)
+        server.process.communicate(timeout=20)

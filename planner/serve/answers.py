@@ -1,7 +1,10 @@
 """The work of a request, in a process of its own: a body in, a status and a document out."""
 
 import logging
+import multiprocessing
+import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -68,11 +71,22 @@ WARM_UP: tuple[tuple[Task, bytes], ...] = (
 
 
 def start_worker() -> None:
-    """Prepare a worker process: Ctrl-C is for the server, which ends its workers; a timer ends work that is late."""
+    """Prepare a worker process: Ctrl-C is for the server, which ends its workers; a timer ends work that is late.
+
+    It ends with the server, also if that is killed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_server, daemon=True).start()
     signal.signal(signal.SIGALRM, _time_is_up)
     logging.basicConfig()
     warm_up()
+
+
+def _end_with_the_server() -> None:
+    server = multiprocessing.parent_process()
+    if server is not None:
+        server.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def warm_up() -> None:

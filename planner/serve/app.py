@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import re
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from msgspec.json import encode
@@ -30,61 +30,117 @@ from planner.serve.requests import Allowed, Limits
 JSON, HTML = "application/json", "text/html; charset=utf-8"
 BODY_SECONDS = 10  # in which a body must have arrived, or in --time-limit if that is less
 MOST_QUERY = 8192  # characters of the form's fields
+RESTART_SECONDS = 1.0  # before another worker starts in place of one that ended while it started
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Workers:
-    """The processes that plan. Planning holds the interpreter's lock, so that threads would share one core."""
+    """The processes that plan. Planning holds the interpreter's lock, so that threads would share one core.
+
+    Each process is a pool of its own: one that is killed fails the request that it worked on and no other, and the
+    others answer while a new one starts.
+    """
 
     def __init__(self, limits: Limits, allowed: Allowed) -> None:
         self._limits, self._allowed = limits, allowed
         self._active = 0
-        self._pool = self._new_pool()
+        self._idle: asyncio.Queue[ProcessPoolExecutor] = asyncio.Queue()
+        self._ending = asyncio.Event()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._pools = {_new_pool() for _ in range(limits.workers)}
 
     async def answer(self, task: Task, body: bytes) -> Answer:
-        """Do a task in a worker; refuse it if there are too many."""
+        """Do a task in a worker; refuse it if there are too many, or if the server ends before it is done."""
         if self._active >= self._limits.concurrency:
             return error_answer(UNAVAILABLE, "The server has more requests than --concurrency allows. Ask again later.")
         self._active += 1
+        work = asyncio.ensure_future(self._work(task, body))
+        ending = asyncio.ensure_future(self._ending.wait())
         try:
-            return await asyncio.wrap_future(self._submit(task, body))
-        except BrokenProcessPool:
-            # A worker was killed during the work, such as for its memory.
-            return error_answer(UNAVAILABLE, "The process that worked on this was ended. Ask for less.")
+            await asyncio.wait({work, ending}, return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else error_answer(UNAVAILABLE, "The server ends. Ask again later.")
         finally:
+            work.cancel()
+            ending.cancel()
             self._active -= 1
 
     def start(self) -> None:
-        """Start every process and wait until as many tasks are done.
+        """Start every process and wait until each has done its first task.
 
         Raises:
             BrokenProcessPool: a process ended before that.
         """
-        # A pool starts a process for each task that finds none idle. Without this, the first requests would start them,
-        # and wait for their imports.
-        for started in [self._pool.submit(os.getpid) for _ in range(self._limits.workers)]:
+        for pool, started in [(pool, pool.submit(os.getpid)) for pool in self._pools]:
             started.result()
+            self._idle.put_nowait(pool)
+
+    def refuse(self) -> None:
+        """Answer every open request with an error: the server ends."""
+        self._ending.set()
 
     def stop(self) -> None:
         """End the processes, whatever they do."""
         for process in multiprocessing.active_children():
             process.terminate()
-        self._pool.shutdown(cancel_futures=True)
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
 
-    def _submit(self, task: Task, body: bytes) -> Future[Answer]:
+    async def _work(self, task: Task, body: bytes) -> Answer:
         deadline = time.monotonic() + self._limits.seconds
+        while True:
+            try:
+                pool = await asyncio.wait_for(self._idle.get(), max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return error_answer(UNAVAILABLE, "No worker was free within --time-limit. Ask again later.")
+            try:
+                work = asyncio.wrap_future(pool.submit(answer, task, body, deadline, self._allowed))
+                break
+            except BrokenProcessPool:
+                self._replace(pool)  # it was killed while it was idle
         try:
-            return self._pool.submit(answer, task, body, deadline, self._allowed)
+            found = await asyncio.shield(work)
         except BrokenProcessPool:
-            # A worker was killed, and its pool takes no more work.
-            logging.getLogger(__name__).warning("a worker process was ended; new ones start")
-            self._pool = self._new_pool()
-            return self._pool.submit(answer, task, body, deadline, self._allowed)
+            # The worker was killed, such as for its memory.
+            self._replace(pool)
+            return error_answer(UNAVAILABLE, "The process that worked on this was ended. Ask for less.")
+        except asyncio.CancelledError:
+            work.add_done_callback(lambda ended: self._give_back(pool, ended))
+            raise
+        self._idle.put_nowait(pool)
+        return found
 
-    def _new_pool(self) -> ProcessPoolExecutor:
-        # Not forked: this process has threads.
-        context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self._limits.workers, mp_context=context, initializer=start_worker)
+    def _give_back(self, pool: ProcessPoolExecutor, ended: "asyncio.Future[Answer]") -> None:
+        """Take back a worker whose request was given up, once it has ended the work."""
+        if ended.cancelled() or ended.exception() is not None:
+            self._replace(pool)
+        else:
+            self._idle.put_nowait(pool)
+
+    def _replace(self, pool: ProcessPoolExecutor) -> None:
+        logging.getLogger(__name__).warning("a worker process was ended; a new one starts")
+        pool.shutdown(wait=False)
+        self._pools.discard(pool)
+        starting = asyncio.ensure_future(self._start_another())
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+
+    async def _start_another(self) -> None:
+        while not self._ending.is_set():
+            pool = _new_pool()
+            self._pools.add(pool)
+            try:
+                await asyncio.wrap_future(pool.submit(os.getpid))
+            except BrokenProcessPool:
+                self._pools.discard(pool)
+                await asyncio.sleep(RESTART_SECONDS)
+            else:
+                self._idle.put_nowait(pool)
+                return
+
+
+def _new_pool() -> ProcessPoolExecutor:
+    """Return a pool of one process. It is not forked: this process has threads."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=start_worker)
 
 
 def application(workers: Workers, limits: Limits, token: str, hosts: frozenset[str]) -> ASGIApp:

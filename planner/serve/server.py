@@ -12,8 +12,9 @@ from planner.errors import InputError, PlanError
 from planner.serve.requests import Allowed, Limits
 
 KEEP_ALIVE_SECONDS = 5  # in which a client begins its next request
-SHUTDOWN_SECONDS = 5  # in which open requests may end
-BACKLOG = 512  # connections that wait to be accepted
+DRAIN_SECONDS = 4  # in which open requests may end after a signal; then they are answered with an error
+SHUTDOWN_SECONDS = DRAIN_SECONDS + 2  # in which their answers are sent
+BACKLOG = 128  # connections that wait to be accepted; asyncio accepts as many at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,7 @@ def run_server(settings: ServerSettings, say: Callable[[str], None]) -> None:
         import uvicorn
 
         from planner.serve.app import LOOPBACK_NAMES, Workers, application
-        from planner.serve.protocol import TimedProtocol
+        from planner.serve.protocol import DrainingServer, TimedProtocol
     except ImportError as error:
         raise PlanError(
             f"plan serve needs {error.name}, which is in the serve extra: pip install 'finetune-plan[serve]'."
@@ -64,10 +65,11 @@ def run_server(settings: ServerSettings, say: Callable[[str], None]) -> None:
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            backlog=BACKLOG,
         )
         port = listening.getsockname()[1]
         say(f"plan answers at http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C ends it)")
-        uvicorn.Server(config).run(sockets=[listening])
+        DrainingServer(config, DRAIN_SECONDS, workers.refuse).run(sockets=[listening])
     finally:
         listening.close()
         workers.stop()
