@@ -184,7 +184,7 @@ class TestPlans:
         (note,) = sentences(own_result_notes(EXPECTED, GPU, read_own_results()))
         assert (
             note
-            == "CUDA took 0.77 GiB beside PyTorch on your RTX-3090 (median of 1 measurement); 0.47 GiB are estimated"
+            == "CUDA took 0.74 GiB beside PyTorch on your RTX-3090 (median of 1 measurement); 0.45 GiB are estimated"
         )
 
     def test_a_crash_is_not_used(self):
