@@ -36,18 +36,22 @@ def best_of_structure(candidate: Candidate, problem: SearchProblem) -> Estimate 
     Estimated are the largest size that fits (the smallest size if none fits) and, where they may be faster:
 
     - with a colocated engine, the next smaller sizes, which leave the engine a larger share of the GPU;
-    - the smallest size if it needs no padding and the largest one does: one row alone has no attention mask.
+    - the smallest size if it needs no padding and the others do: one row alone has no attention mask, and may need more
+      or less than several rows;
+    - the largest size if it takes a whole optimizer step and the others do not: without accumulation no gradient waits
+      beside the next forward pass.
     """
     sizes = sizes_of(candidate, problem)
     if not sizes:
         return None
+    first = 1 if len(sizes) > 1 and sizes[0].pads != sizes[1].pads else 0
     top = largest(
-        0, len(sizes) - 1, lambda index: candidate_fits(with_smallest_utilization(sizes[index], problem), problem)
+        first, len(sizes) - 1, lambda index: candidate_fits(with_smallest_utilization(sizes[index], problem), problem)
     )
-    top = max(top, 0)
-    indices = set(range(max(0, top - SMALLER_BATCHES), top + 1)) if candidate.vllm == "colocate" else {top}
-    if sizes[0].pads != sizes[top].pads:
-        indices.add(0)
+    top = max(top, first)
+    indices = set(range(max(first, top - SMALLER_BATCHES), top + 1)) if candidate.vllm == "colocate" else {top}
+    indices |= {0} if first else set()
+    indices |= {len(sizes) - 1} if sizes[len(sizes) - 1].accumulates != sizes[top].accumulates else set()
     estimates = (estimate_with_engine(sizes[index], problem) for index in sorted(indices))
     answers = [answer for answer in estimates if answer is not None]
     return max(answers, key=lambda answer: (answer.fits, merit(answer, problem.job)), default=None)
