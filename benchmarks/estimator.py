@@ -10,7 +10,7 @@ from planner.estimate import estimate
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
 
-RISK = 0.01
+RISK = 0.05
 
 
 def candidates() -> list[Candidate]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from planner import training_stack
 from planner.allocator.simulation import Simulation, exceeded_by, with_reserved
 from planner.errors import DryRunUnsupported
+from planner.estimate import accepted
 from planner.estimate import estimate as estimate_candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import single_candidate
@@ -123,10 +124,10 @@ def estimated(request: JobRequest, dry_run: Say | None = None) -> tuple[Estimate
     `dry_run`: also check it by a dry run, whose progress this prints.
     """
     job, cluster = request.job, request.cluster
-    expected = estimate_candidate(single_candidate(job, cluster), cluster, job.risk)
+    expected = accepted(estimate_candidate(single_candidate(job, cluster), cluster, job.risk))
     checked = (_check_by_dry_run(expected, cluster, dry_run)[0],) if dry_run is not None else ()
     own = read_own_results()
-    answer = correct_by_own_probes(expected, cluster.gpu, own, job.risk)
+    answer = accepted(correct_by_own_probes(expected, cluster.gpu, own, job.risk))
     about = notes(answer, problem_of_estimate(job, cluster, answer))
     return answer, (*request.warnings, *checked, *own_result_notes(expected, cluster.gpu, own), *about)
 
@@ -181,11 +182,11 @@ def probed(request: "CandidateRequest", settings: ProbeSettings, say: Say, repor
         ProbeFailed: the probe measured no memory.
     """
     candidate, cluster, risk = request.candidate, request.cluster, request.risk
-    expected = estimate_candidate(candidate, cluster, risk)
+    expected = accepted(estimate_candidate(candidate, cluster, risk))
     run = training_stack.open_device(cluster, settings, report_phase)
     measurement = training_stack.probe(candidate, run, cluster.gpu.name, say)
     compared = training_stack.compare_with_dry_run(expected, measurement, say)
-    answer = correct_estimate(expected, measurement, risk)
+    answer = accepted(correct_estimate(expected, measurement, risk))
     return ProbedCandidate(
         estimate=answer,
         fits=(expected if measurement.device == "cpu" else answer).fits,

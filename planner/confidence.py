@@ -1,13 +1,12 @@
-"""Uncertainty of an estimate: an interval of the peak, and the probability that it fits.
+"""How sure an estimate is: the interval of a peak, the probability that a candidate runs, and published runs like it.
 
-The errors of the components that a training pass allocates are taken as one error; those of other components are
-independent. Each has a standard deviation proportional to its bytes:
+The error of a need, measured less predicted bytes, is logistic around a location, in units that depend on what the
+memory is (`unit_bytes`):
 
-    sigma^2 = (0.05 x pass)^2 + sum over the others of (share x bytes)^2
-    P(fits) = Phi((capacity - peak) / sigma), with the normal distribution function Phi
+    P(runs) = 1 / (1 + exp(location - margin / unit)), margin = card less need
 
-but never more than published runs of the same kind carry (`earned_probability`), and the interval reaches at least as
-far as those runs but the worst (`reach`).
+The units and the location are fitted to published figures and to published runs that ran or ran out of memory
+(scripts/fit_verdict.py, results/verdict.md).
 """
 
 import math
@@ -15,60 +14,84 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from planner.candidate import Candidate
-from planner.quantities import Component, GpuMemory, PhaseMemory
+from planner.quantities import GpuMemory, PhaseMemory
 
-# Components that a forward and backward pass allocates, and the standard deviation of their sum as a share of it.
-# Source: results/published.md, the eleven rows of LoRA with published allocated bytes: (measured - computed) / computed
-# of these components has a mean of 0.02 and a standard deviation of 0.05. It is smaller against the dry run
-# (results/estimated_vs_simulated.md).
-PASS: frozenset[Component] = frozenset({"activations", "attention_scores", "transients", "autocast_copies", "loss"})
-PASS_SPREAD = 0.05
-
-# Standard deviations of other components as shares of them; those without a row are exact.
-# Source: planner/memory/kv_cache.py (equal to the cache of `generate` but for one token); the allocator's slack:
-# results/replay_slack.md; for the others the spread around the median of contexts and NCCL's buffers in out-of-memory
-# messages, results/allocator_slack.md.
-SPREAD: dict[Component, float] = {"kv_cache": 0.01, "communication": 0.10, "fragmentation": 1.0, "runtime": 0.20}
-LEAST_SIGMA_BYTES = 2**20  # so that an interval is never a single number
+LEAST_UNIT_BYTES = 2**20  # so that an interval is never a single number
 
 # Kinds of job whose errors are alike: each GPU holds all weights, or gathers those of a layer from the others.
 Kind = Literal["whole", "gathered"]
 KINDS: tuple[Kind, ...] = ("whole", "gathered")
+# Kinds of memory with a unit: that of a job, of a vLLM engine, and what a simulated or emulated probe does not see:
+# the driver, kernels, and how the allocator's cache breaks up over time. A vLLM server on GPUs of its own has the least
+# one: it measures itself and gives its KV cache what is left of its share.
+UnitKind = Literal["whole", "gathered", "engine", "unseen", "server"]
+EDGE_RISK = 0.5  # a candidate that runs with less than the other half is refused
+
 Figure = Literal["need", "nvidia_smi"]  # what a published run is compared with
 NVIDIA_SMI_LEVEL = 0.9  # share of published runs below the upper end of the interval of nvidia-smi's figure
-COMPARISONS = Path(__file__).parent / "data" / "comparisons.jsonl"  # written by scripts/compare_published.py
+DATA = Path(__file__).parent / "data"
+COMPARISONS = DATA / "comparisons.jsonl"  # written by scripts/compare_published.py
+FIT, OUTCOMES = DATA / "verdict.json", DATA / "outcomes.jsonl"  # written by scripts/fit_verdict.py
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """A published run beside its estimate.
-
-    `score`: measured less predicted bytes, in standard deviations of the estimate. `miss`: the same over the predicted
-    bytes. `figure`: "need" where probabilities rest on it, "nvidia_smi" where the interval of that figure does.
-    """
+    """A published figure beside its estimate: measured less predicted bytes over the predicted, `miss`."""
 
     id: str
     source: str
     kind: Kind
     figure: Figure
-    score: float
     miss: float
 
 
-def sigma_bytes(phase: PhaseMemory) -> float:
-    """Standard deviation of a phase's total, in bytes."""
-    passed, squares = 0, 0.0
-    for component, size in phase.components.items():
-        if component in PASS:
-            passed += size
-        elif component in SPREAD:
-            squares += (SPREAD[component] * size) ** 2
-    squares += (PASS_SPREAD * passed) ** 2
-    return max(math.sqrt(squares), LEAST_SIGMA_BYTES)
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """The distribution of the errors of needs: a location in units, and each unit as a share of the need."""
+
+    location: float
+    units: dict[UnitKind, float]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A published run: what it needs by our formulas on its fullest GPU, the card, and if it ran.
+
+    `differs`: why the settings do not describe the run; empty if they do.
+    """
+
+    id: str
+    source: str
+    kind: UnitKind
+    need_bytes: int
+    card_bytes: int
+    ran: bool
+    differs: str = ""
+
+    @property
+    def spare(self) -> float:
+        """Share of the card that the run leaves free; below 0 if it needs more."""
+        return 1 - self.need_bytes / self.card_bytes
+
+
+class Like(NamedTuple):
+    """Published runs with as much to spare as a candidate, and how many of them ran.
+
+    `spare`: the share of the card that each of them left free, at least (`at_least`) or at most.
+    """
+
+    runs: int
+    ran: int
+    spare: float
+    at_least: bool
+
+
+@lru_cache(maxsize=1)
+def fit() -> Fit:
+    """The fitted distribution."""
+    return msgspec.json.decode(FIT.read_bytes(), type=Fit)
 
 
 @lru_cache(maxsize=64)
@@ -77,26 +100,63 @@ def quantile(risk: float) -> float:
     return NormalDist().inv_cdf(1 - risk)
 
 
-def interval_bytes(phases: Iterable[PhaseMemory], reach: float) -> tuple[int, int]:
-    """Interval of the peak over phases: each end is the largest of the phases' ends.
+@lru_cache(maxsize=64)
+def reach(risk: float) -> float:
+    """Units of headroom above a need with which a candidate runs out of memory with probability `risk`."""
+    return fit().location + math.log(1 / risk - 1)
 
-    The interval of a phase is `reach` standard deviations to both sides. A lighter phase that is less certain than the
-    heaviest one can reach higher: a backward pass beside a vLLM engine's fixed budget.
+
+def unit_bytes(phase: PhaseMemory, kind: UnitKind) -> float:
+    """The unit of a phase's error: its share of the engine's bytes and that of the kind of job of all others.
+
+        unit = units[kind] x (need - engine) + units["engine"] x engine
+
+    Example: 35 GiB of LoRA on one GPU and units of 2.2 %: 0.77 GiB.
     """
-    ends = [(phase.total_bytes, reach * sigma_bytes(phase)) for phase in phases]
-    return max(0, int(max(total - sigma for total, sigma in ends))), int(max(total + sigma for total, sigma in ends))
+    if kind == "server":
+        return LEAST_UNIT_BYTES
+    units, engine = fit().units, phase.components.get("engine", 0)
+    of_engine = units["unseen" if kind == "unseen" else "engine"]
+    return max(units[kind] * (phase.total_bytes - engine) + of_engine * engine, LEAST_UNIT_BYTES)
 
 
-def fit_probability(phase: PhaseMemory, capacity_bytes: int) -> float:
-    """Probability that a phase needs at most `capacity_bytes`."""
-    return 0.5 * math.erfc((phase.total_bytes - capacity_bytes) / (sigma_bytes(phase) * math.sqrt(2)))
+def interval_bytes(phases: Iterable[PhaseMemory], kind: UnitKind, risk: float) -> tuple[int, int]:
+    """Interval of the peak over phases, within which it stays with probability 1 - `risk` to each side.
+
+    Each end is the largest of the phases' ends: a lighter phase that is less certain than the heaviest one can reach
+    higher, such as a backward pass beside a vLLM engine's fixed budget.
+    """
+    location, high = fit().location, reach(risk)
+    low = min(2 * location - high, 0.0)
+    ends = [(phase.total_bytes, unit_bytes(phase, kind)) for phase in phases]
+    return max(0, int(max(total + low * unit for total, unit in ends))), int(
+        max(total + high * unit for total, unit in ends)
+    )
 
 
-def fit_probability_of(gpu: GpuMemory, risk: float, kind: Kind) -> float:
-    """Probability that a GPU's peak fits, from its interval: the upper end is `reach(kind, risk)` sigma above it."""
-    sigma = (gpu.interval_bytes[1] - gpu.peak_bytes) / reach(kind, risk)
-    score = (gpu.capacity_bytes - gpu.peak_bytes) / sigma
-    return min(NormalDist().cdf(score), earned_probability(kind, score))
+def margin_units(phases: Iterable[PhaseMemory], kind: UnitKind, capacity_bytes: int) -> float:
+    """The margin between a card and its least certain phase, in units of the phase."""
+    return min((capacity_bytes - phase.total_bytes) / unit_bytes(phase, kind) for phase in phases)
+
+
+def run_probability(margin: float) -> float:
+    """Probability that a candidate with a margin in units runs."""
+    return 1 / (1 + math.exp(min(fit().location - margin, 700.0)))  # exp(709) is the largest float
+
+
+def unit_kind(gpu: GpuMemory, job: UnitKind) -> UnitKind:
+    """The kind of the memory on a GPU of a job."""
+    return "server" if gpu.role == "vllm" else job
+
+
+def fit_probability_of(gpus: Iterable[GpuMemory], kind: UnitKind) -> float:
+    """Probability that a candidate runs, that of its least certain GPU."""
+    return min(run_probability(margin_units(gpu.phases, unit_kind(gpu, kind), gpu.capacity_bytes)) for gpu in gpus)
+
+
+def shown_probability(probability: float) -> float:
+    """A probability in whole percent, rounded down: the same number in text and JSON. Example: 0.97 for 0.9786."""
+    return math.floor(100 * probability) / 100
 
 
 # -- what published runs carry -----------------------------------------------------------------------------------------
@@ -109,55 +169,54 @@ def kind_of(candidate: Candidate) -> Kind:
 
 
 @lru_cache(maxsize=1)
-def comparisons() -> dict[Kind, tuple[Comparison, ...]]:
-    """The published runs that stand behind a probability, by kind of job."""
-    return {kind: _compared(kind, "need") for kind in KINDS}
+def outcomes() -> tuple[Outcome, ...]:
+    """The published runs that ran or ran out of memory."""
+    return tuple(msgspec.json.decode(line, type=Outcome) for line in OUTCOMES.read_bytes().splitlines())
 
 
-def _compared(kind: Kind, figure: Figure) -> tuple[Comparison, ...]:
+# More to spare is as good: most published runs have less.
+MOST_SPARE = 0.5
+TIGHT_STEP = 0.1  # of a card: a tight candidate is compared with runs that left at most so many tenths free
+
+
+@lru_cache(maxsize=4096)
+def runs_like(spare: float, tight: bool) -> Like:
+    """Published runs that left at least as much of their card free; for a tight candidate, as little but not nothing.
+
+    `spare`: the free share of the fullest GPU. Example: of 176 runs with 10 % to spare or more 174 ran.
+    """
+    if tight:
+        most = TIGHT_STEP * max(math.ceil(spare / TIGHT_STEP), 1)
+        found = [run.ran for run in outcomes() if 0 <= run.spare < most]
+        return Like(runs=len(found), ran=sum(found), spare=most, at_least=False)
+    least = min(max(spare, 0.0), MOST_SPARE)
+    found = [run.ran for run in outcomes() if run.spare >= least]
+    return Like(runs=len(found), ran=sum(found), spare=least, at_least=True)
+
+
+@lru_cache(maxsize=4)
+def compared(kind: Kind, figure: Figure) -> tuple[Comparison, ...]:
+    """The published figures of a kind of job beside ours."""
     found = (msgspec.json.decode(line, type=Comparison) for line in COMPARISONS.read_bytes().splitlines())
     return tuple(one for one in found if one.kind == kind and one.figure == figure)
+
+
+@lru_cache(maxsize=1)
+def comparisons() -> dict[Kind, tuple[Comparison, ...]]:
+    """Published needs beside ours, by kind of job."""
+    return {kind: compared(kind, "need") for kind in KINDS}
 
 
 @lru_cache(maxsize=8)
 def nvidia_smi_miss(kind: Kind) -> float:
     """The share by which nvidia-smi may show more than computed: 90 % of the published runs of a kind stay below it.
 
-    Split-conformal, as `earned_probability`: the ceil(0.9 (n + 1))-th of n misses in order; of too few, the largest.
+    Split-conformal: the ceil(0.9 (n + 1))-th of n misses in order; of too few, the largest.
+    Source: Vovk et al., Algorithmic Learning in a Random World (2005).
     """
-    misses = sorted(run.miss for run in _compared(kind, "nvidia_smi"))
+    misses = sorted(run.miss for run in compared(kind, "nvidia_smi"))
     rank = min(math.ceil(NVIDIA_SMI_LEVEL * (len(misses) + 1)), len(misses))
     return max(misses[rank - 1], 0.0)
-
-
-@lru_cache(maxsize=4096)
-def earned_probability(kind: Kind, score: float) -> float:
-    """The most that can be said of a need that is `score` standard deviations below the capacity (split-conformal).
-
-        P = (published runs whose measured figure was at most `score` standard deviations above ours) / (runs + 1)
-
-    It holds whatever the distribution of the errors, if the job is like the published ones.
-    Source: Vovk et al., Algorithmic Learning in a Random World (2005); tests/test_confidence.py.
-    """
-    runs = comparisons()[kind]
-    return sum(run.score <= score for run in runs) / (len(runs) + 1)
-
-
-@lru_cache(maxsize=64)
-def reach(kind: Kind, risk: float) -> float:
-    """Standard deviations from a peak to the ends of its interval.
-
-    Those of a normal distribution, or those within which published runs stayed, if that is more: the share 1 - risk of
-    them, but never the worst one alone (split-conformal: the ceil((1 - risk)(n + 1))-th of n scores in order).
-    """
-    scores = sorted(run.score for run in comparisons()[kind])
-    rank = min(math.ceil((1 - risk) * (len(scores) + 1)), len(scores) - 1)
-    return max(quantile(risk), scores[rank - 1])
-
-
-def most_earned(kind: Kind) -> float:
-    """The highest probability that the published runs of a kind carry."""
-    return earned_probability(kind, math.inf)
 
 
 def worst_miss(kind: Kind) -> float:

@@ -5,7 +5,14 @@ from functools import lru_cache
 
 from planner.cache_keys import TrainingSettings, state_settings, training_settings
 from planner.candidate import Candidate
-from planner.confidence import fit_probability_of, interval_bytes, kind_of, nvidia_smi_miss, reach
+from planner.confidence import (
+    EDGE_RISK,
+    fit_probability_of,
+    interval_bytes,
+    kind_of,
+    nvidia_smi_miss,
+    quantile,
+)
 from planner.gpus.cluster import Cluster, Gpu
 from planner.memory.engine.budget import EngineMemory, engine_memory
 from planner.memory.engine.settings import engine_settings
@@ -13,13 +20,11 @@ from planner.memory.host import host_peak_bytes
 from planner.memory.peak import training_phases, with_engine
 from planner.memory.slack import cache_shares
 from planner.memory.states import state_memory
-from planner.quantities import Estimate, GpuMemory, GpuRole, PhaseMemory
+from planner.quantities import DEFAULT_RISK, Estimate, GpuMemory, GpuRole, PhaseMemory
 from planner.throughput.step import training_seconds, with_generation
 
-RISK = 0.01  # default of the accepted probability of running out of memory
 
-
-def estimate(candidate: Candidate, cluster: Cluster, risk: float = RISK) -> Estimate:
+def estimate(candidate: Candidate, cluster: Cluster, risk: float = DEFAULT_RISK) -> Estimate:
     """Memory of every GPU and of the host, and speed, of one candidate.
 
     Raises:
@@ -30,10 +35,13 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = RISK) -> Esti
     training = training_estimate(training_settings(candidate), cluster)
     gpus = gpus_of(candidate, cluster, training, engine, risk)
     host_fits = training.host_peak_bytes <= cluster.host.total_bytes
+    probability = fit_probability_of(gpus, kind_of(candidate)) if host_fits else 0.0
+    fits = host_fits and _gpus_fit(gpus)
     return Estimate(
         candidate=candidate,
-        fits=host_fits and _gpus_fit(gpus),
-        fit_probability=_fit_probability(candidate, gpus, risk) if host_fits else 0.0,
+        fits=fits,
+        tight=not fits and probability >= 1 - EDGE_RISK,
+        fit_probability=probability,
         evidence="estimated",
         gpus=gpus,
         host_peak_bytes=training.host_peak_bytes,
@@ -76,26 +84,28 @@ def with_residual(answer: Estimate, residual: float, risk: float) -> Estimate:
         replace(phase, components={**phase.components, "unexplained": round(residual * phase.total_bytes)})
         for phase in train.phases
     )
-    corrected = replace(
-        train, phases=phases, interval_bytes=interval_bytes(phases, reach(kind_of(answer.candidate), risk))
-    )
-    gpus, host_fits = (corrected, *others), answer.host_over_bytes <= 0
+    kind = kind_of(answer.candidate)
+    gpus = (replace(train, phases=phases, interval_bytes=interval_bytes(phases, kind, risk)), *others)
+    host_fits = answer.host_over_bytes <= 0
+    probability = fit_probability_of(gpus, kind) if host_fits else 0.0
+    fits = host_fits and _gpus_fit(gpus)
     return replace(
         answer,
         gpus=gpus,
-        fits=host_fits and _gpus_fit(gpus),
-        fit_probability=_fit_probability(answer.candidate, gpus, risk) if host_fits else 0.0,
+        fits=fits,
+        tight=not fits and probability >= 1 - EDGE_RISK,
+        fit_probability=probability,
     )
+
+
+def accepted(answer: Estimate) -> Estimate:
+    """Return an estimate that is tight as one that fits: nothing safer was found, and it rather runs than not."""
+    return replace(answer, fits=True) if answer.tight else answer
 
 
 def _gpus_fit(gpus: tuple[GpuMemory, ...]) -> bool:
     """Return whether the upper bound of the peak is within the capacity of every GPU."""
     return all(gpu.interval_bytes[1] <= gpu.capacity_bytes for gpu in gpus)
-
-
-def _fit_probability(candidate: Candidate, gpus: tuple[GpuMemory, ...], risk: float) -> float:
-    """Return the smallest probability of any GPU's peak to be within its capacity."""
-    return min(fit_probability_of(gpu, risk, kind_of(candidate)) for gpu in gpus)
 
 
 def engine_of(candidate: Candidate, gpu: Gpu) -> EngineMemory | None:
@@ -112,14 +122,18 @@ def gpus_of(
     if candidate.vllm == "colocate" and engine is not None:
         role = "train+vllm"
         phases, details = tuple(with_engine(phase, engine) for phase in phases), details | engine_details(engine)
-    deviations = reach(kind_of(candidate), risk)
-    cache = cache_shares(candidate, deviations)
-    train = gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, deviations, cache)
-    gpus = [replace(train, nvidia_smi_miss=nvidia_smi_miss(kind_of(candidate)))]
+    kind = kind_of(candidate)
+    cache = cache_shares(candidate, quantile(risk))
+    train = gpu_memory(role, candidate.num_processes, cluster.gpu, phases, details, interval_bytes(phases, kind, risk))
+    gpus = [
+        replace(train, cache_share=cache[0], cache_reach=cache[1], nvidia_smi_miss=nvidia_smi_miss(kind)),
+    ]
     if candidate.vllm == "server" and engine is not None:
         serving = PhaseMemory(name="rollout", components={"engine": engine.total_bytes})
-        count = candidate.server_gpus
-        gpus.append(gpu_memory("vllm", count, cluster.gpu, (serving,), engine_details(engine), deviations))
+        interval = interval_bytes((serving,), "server", risk)
+        gpus.append(
+            gpu_memory("vllm", candidate.server_gpus, cluster.gpu, (serving,), engine_details(engine), interval)
+        )
     return tuple(gpus)
 
 
@@ -129,22 +143,16 @@ def gpu_memory(
     gpu: Gpu,
     phases: tuple[PhaseMemory, ...],
     details: dict[str, dict[str, int]],
-    deviations: float,
-    cache: tuple[float, float] = (0.0, 0.0),
+    interval: tuple[int, int],
 ) -> GpuMemory:
-    """Memory of the GPUs of one role.
-
-    `deviations`: standard deviations to the ends of its interval; `cache`: see `cache_shares`, planner/memory/slack.py.
-    """
+    """Memory of the GPUs of one role."""
     return GpuMemory(
         role=role,
         count=count,
         capacity_bytes=gpu.free_bytes,
         phases=phases,
-        interval_bytes=interval_bytes(phases, deviations),
+        interval_bytes=interval,
         details=details,
-        cache_share=cache[0],
-        cache_reach=cache[1],
     )
 
 

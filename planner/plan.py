@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import structs
 
 from planner.errors import NothingFits, NotMeasured
-from planner.estimate import estimate
+from planner.estimate import accepted, estimate
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
@@ -131,7 +131,7 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
         unmeasured = (reason for problem in problems if (reason := measuring_refusal(problem)))
         raise NothingFits(next(unmeasured, "") or no_candidate_reason(problems[-1]))
     problem, best = recommended
-    best = replace(best, reasons=reasons(best, problem))
+    best = accepted(replace(best, reasons=reasons(best, problem)))
     others = alternatives(found, problem) + longer_rows(best, problem) + alternative_without_pins(best, problem)
     return Plan(
         job=job,

@@ -10,6 +10,7 @@ from typing import Literal
 from planner.candidate import Candidate
 from planner.settings.setting import Value
 
+DEFAULT_RISK = 0.05  # accepted probability of running out of memory (results/verdict.md)
 # The device of a probe that decided; "none": it was not probed.
 ProbedOn = Literal["none", "cuda", "cpu", "simulated", "emulated"]
 Evidence = Literal["estimated", "simulated", "emulated", "measured"]
@@ -87,6 +88,11 @@ class GpuMemory:
     @property
     def peak_bytes(self) -> int:
         return self.peak.total_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Return the memory that must stay free above the peak at the job's risk."""
+        return self.interval_bytes[1] - self.peak_bytes
 
     @property
     def peak_phase(self) -> Phase:
@@ -210,6 +216,8 @@ class Estimate:
     """Memory and speed of a candidate.
 
     `fits`: on every GPU the upper bound of the peak is within the capacity, and on a node the main memory is enough.
+    `tight`: the upper bound is not, but it rather runs than not (planner/confidence.py, `EDGE_RISK`); a plan that found
+    nothing safer takes it as one that fits (planner/estimate.py, `accepted`).
     """
 
     candidate: Candidate
@@ -223,6 +231,7 @@ class Estimate:
     reasons: tuple[Reason | Note, ...]
     versions: tuple[tuple[str, str], ...] = ()  # of the libraries in a dry run or probe
     device: ProbedOn = "none"  # that a probe of it ran on
+    tight: bool = False
 
     @property
     def over_bytes(self) -> int:

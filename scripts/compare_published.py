@@ -6,8 +6,7 @@ python scripts/compare_published.py            writes results/published.md and p
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -24,19 +23,16 @@ from planner.confidence import (
     Comparison,
     Figure,
     Kind,
-    interval_bytes,
     kind_of,
-    quantile,
 )
 from planner.errors import PlanError
-from planner.estimate import RISK, estimate
+from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.cases import PublishedFigure, published_candidate
 from planner.memory.communication import nccl_bytes
 from planner.memory.kv_cache import kv_cache_bytes
 from planner.memory.runtime import context_bytes
-from planner.memory.slack import cache_shares
 from planner.quantities import Component, PhaseMemory
 from planner.units import GIB
 
@@ -53,11 +49,9 @@ Quantity = Literal[
     "over",  # the run did not fit its card
 ]
 DRIVER: tuple[Quantity, ...] = ("reserved", "process")
-LEVELS = (0.6, 0.7, 0.8, 0.9)  # of probabilities whose coverage is printed
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "gradients", "optimizer_states")
-PROBABILITIES = """A probability that a job fits is at most the share of such runs whose measured figure lay no further
-above ours, in standard deviations (`planner/confidence.py`, `earned_probability`). Held: how many runs of a source stay
-below the bound that the runs of all other sources give."""
+INTERVALS = """nvidia-smi's figure: held is how many runs of a source stay below the bound that the runs of all other
+sources give (`planner/confidence.py`, `nvidia_smi_miss`). Verdicts: `verdict.md`."""
 HEAD = """# Memory, computed against published
 
 Written by `python scripts/compare_published.py` from `tests/data/published.jsonl`: figures that others
@@ -231,31 +225,20 @@ def report(done: list[Compared], refused: Counter[str]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [_line(one) for one in done]
-    lines += ["", "## Probabilities", "", PROBABILITIES, "", *coverage(evidence(done))]
+    lines += ["", "## Intervals", "", INTERVALS, "", *coverage(evidence(done))]
     lines += ["", "## Assumed", "", *_assumptions(done), "", "## Left out", "", "| rows | why |", "|---|---|"]
     lines += [f"| {count} | {why} |" for why, count in (left_out() + refused).most_common()]
     return "\n".join(lines) + "\n"
 
 
 def comparison(one: Compared, figure: Figure = "need") -> Comparison:
-    """A row as evidence: its error in standard deviations of the estimate, and as a share of it."""
-    deviations = quantile(RISK)
-    memory = estimate(one.row.candidate, one.row.cluster).gpus[0]
-    memory = replace(
-        memory,
-        interval_bytes=interval_bytes(memory.phases, deviations),
-        cache_reach=cache_shares(one.row.candidate, deviations)[1],
-    )
-    allocated = one.row.quantity == "allocated"
-    reach = memory.interval_bytes[1] - memory.peak_bytes if allocated else memory.nvidia_smi_reach_bytes
-    missed = one.row.measured_bytes - one.computed_bytes
+    """A row as evidence: its error as a share of the estimate."""
     return Comparison(
         id=one.row.id,
         source=one.row.source.partition(":")[0],
         kind=kind_of(one.row.candidate),
         figure=figure,
-        score=round(missed / (reach / deviations), 3),
-        miss=round(missed / one.computed_bytes, 4),
+        miss=round(one.row.measured_bytes / one.computed_bytes - 1, 4),
     )
 
 
@@ -285,29 +268,18 @@ def evidence(done: list[Compared]) -> list[Comparison]:
 
 def coverage(found: list[Comparison]) -> list[str]:
     """How often a claim holds for runs of a source that it does not rest on (leave one source out)."""
-    lines = ["| kind of job | figure | runs | sources | claimed | held |", "|---|---|---|---|---|---|"]
-    claims: tuple[tuple[Figure, float], ...] = (
-        *(("need", level) for level in LEVELS),
-        ("nvidia_smi", NVIDIA_SMI_LEVEL),
-    )
-    for kind, (figure, level) in product(KINDS, claims):
-        runs = [one for one in found if one.kind == kind and one.figure == figure]
-        held: list[bool] = []
-        for source in {one.source for one in runs}:
-            others = sorted(_error(one) for one in runs if one.source != source)
-            rank = ceil(level * (len(others) + 1))
+    lines = ["| kind of job | runs | sources | claimed | held |", "|---|---|---|---|---|"]
+    for kind in KINDS:
+        runs = [one for one in found if one.kind == kind and one.figure == "nvidia_smi"]
+        sources, held = {one.source for one in runs}, list[bool]()
+        for source in sources:
+            others = sorted(one.miss for one in runs if one.source != source)
+            rank = ceil(NVIDIA_SMI_LEVEL * (len(others) + 1))
             if rank <= len(others):
-                held += [_error(one) <= others[rank - 1] for one in runs if one.source == source]
+                held += [one.miss <= others[rank - 1] for one in runs if one.source == source]
         said = f"{sum(held) / len(held):.0%} of {len(held)}" if held else "too few runs to claim it"
-        lines.append(
-            f"| {kind} | {figure} | {len(runs)} | {len({one.source for one in runs})} | {level:.0%} | {said} |"
-        )
+        lines.append(f"| {kind} | {len(runs)} | {len(sources)} | {NVIDIA_SMI_LEVEL:.0%} | {said} |")
     return lines
-
-
-def _error(one: Comparison) -> float:
-    """Bounds of a claim about a figure: standard deviations of a need, the share of nvidia-smi's figure."""
-    return one.score if one.figure == "need" else one.miss
 
 
 def _record(one: Compared) -> str:

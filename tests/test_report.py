@@ -23,7 +23,7 @@ from planner.report.frame import breakdown, candidates
 from planner.report.html import estimate_html, plan_html
 from planner.report.json import estimate_report, json_text, plan_report
 from planner.report.table import MAX_WIDTH, MIN_WIDTH, estimate_table, plan_table, refusal
-from planner.report.words import describe_candidate
+from planner.report.words import describe_candidate, describe_fit, describe_probability, published_like
 from planner.requests.saved_report import read_plan
 from planner.search.knobs import problem_of_estimate
 from planner.search.what_if import what_if
@@ -231,14 +231,23 @@ class TestTable:
     def test_defaults_of_a_chosen_structure_are_not_shown(self):
         assert "vllm_tensor_parallel_size" not in plan_table(PLAN, 100).plain
 
-    @pytest.mark.parametrize(
-        ("probability", "words"), [(13 / 14, "> 92 % (13 comparable runs"), (0.8599, "85 % ("), (0.5, "50 % (")]
-    )
+    def test_what_is_to_spare_comes_first_then_how_sure_that_is(self):
+        text = " ".join(plan_table(PLAN, 120).plain.split())
+        like = published_like(ESTIMATE)
+        assert f"to spare: of {like.runs} published runs with as much to spare {like.ran} ran · peak " in text
+        assert "fits, 4.3 GiB (11 %) to spare" in text
+
+    def test_a_tight_plan_says_so(self):
+        tight = replace(ESTIMATE, tight=True, fit_probability=0.684)
+        assert describe_fit(tight).startswith("tight, ")
+        assert "published runs with less than" in describe_fit(tight)
+        assert describe_probability(tight) == "tight, 68 %"
+
+    @pytest.mark.parametrize(("probability", "words"), [(0.99999, "99 %"), (0.8599, "85 %"), (0.5, "50 %")])
     def test_certainty_is_never_rounded_up(self, probability, words):
-        assert (
-            f"fits with {words}"
-            in plan_table(replace(PLAN, best=replace(ESTIMATE, fit_probability=probability)), 100).plain
-        )
+        estimate = replace(ESTIMATE, fit_probability=probability)
+        assert describe_probability(estimate) == words
+        assert f"{round(100 * plan_report(replace(PLAN, best=estimate)).best.fit_probability)} %" == words
 
     def test_the_memory_of_the_host_is_shown(self):
         assert (
@@ -249,7 +258,7 @@ class TestTable:
     def test_a_refusal_names_the_missing_bytes_and_a_remedy(self):
         assert refusal(NOTHING_FITS) == (
             "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
-            "18.5 GiB too much at a risk of 0.01. It fits with --tuning lora."
+            "18.5 GiB too much at a risk of 0.05. It fits with --tuning lora."
         )
 
     def test_a_refusal_names_a_node_that_is_too_small_as_well(self):
@@ -257,7 +266,7 @@ class TestTable:
         cluster = replace(CLUSTER, host=replace(CLUSTER.host, total_bytes=16 * GIB))
         assert refusal(replace(NOTHING_FITS, best=best, cluster=cluster, remedies=())) == (
             "No candidate fits 2 x A100-40G (39.5 GiB each). The nearest peaks at 56.0 GiB in the optimizer step, "
-            "18.5 GiB too much at a risk of 0.01, and needs 20.0 GiB of main memory on a node of 16.0 GiB "
+            "18.5 GiB too much at a risk of 0.05, and needs 20.0 GiB of main memory on a node of 16.0 GiB "
             "(assumed from a cloud's instances)."
         )
 

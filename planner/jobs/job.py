@@ -10,6 +10,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.settings import candidate_fields, field_types, setting_names, typed_value
 from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.shape import ModelShape
+from planner.quantities import DEFAULT_RISK
 from planner.settings.setting import Value
 from planner.units import format_gib
 
@@ -50,7 +51,7 @@ class Job:
     tuning: TuningOption = "auto"
     pinned: Mapping[str, object] = field(default_factory=dict)
     optimize: Goal = "throughput"
-    risk: float = 0.01  # accepted probability of running out of memory
+    risk: float = DEFAULT_RISK  # accepted probability of running out of memory
     effective_batch_size: int | None = None  # samples per optimizer step; None: TRL's defaults on the cluster
     trl_version: str = NEWEST_TRL
     lora_ranks: tuple[int, ...] = ()  # the search takes the largest that fits; empty: lora_r is not searched
@@ -94,7 +95,7 @@ class Job:
 def job_problems(job: Job) -> Iterator[str]:
     """Yield an error message for each contradiction inside the job, whatever the cluster."""
     if not SMALLEST_RISK <= job.risk <= LARGEST_RISK:
-        yield f"--risk {job.risk} is not between {SMALLEST_RISK:f} and 0.5. Give a probability such as 0.01."
+        yield f"--risk {job.risk} is not between {SMALLEST_RISK:f} and 0.5. Give a probability such as 0.05."
     if job.effective_batch_size is not None and job.effective_batch_size < 1:
         yield f"--effective-batch-size must be at least 1, not {job.effective_batch_size}."
     if job.tuning == "full" and job.pinned.get("quantization", "none") != "none":

@@ -14,16 +14,25 @@ Probes of simulated and of emulated cards give such an answer, never a measured 
 the order in which the memory of other streams becomes free are assumed there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from planner.confidence import fit_probability, quantile, sigma_bytes
+from planner.confidence import EDGE_RISK, fit_probability_of, interval_bytes, margin_units, run_probability
 from planner.errors import PlanError
-from planner.estimate import RISK
-from planner.measurements.measurement import DeviceName, Measurement, PhasePeak, RankMemory, Shortage
+from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage
 from planner.memory.runtime import SLACK_THOUSANDTHS
-from planner.quantities import Component, Estimate, GpuMemory, Note, Phase, PhaseDifference, PhaseMemory, Throughput
+from planner.quantities import (
+    DEFAULT_RISK,
+    Component,
+    Estimate,
+    GpuMemory,
+    Note,
+    Phase,
+    PhaseDifference,
+    PhaseMemory,
+    Throughput,
+)
 from planner.units import MIB, format_gib
 
 # Largest difference of the peaks of two runs of one candidate: the last segment of the allocator's small and of its
@@ -31,14 +40,8 @@ from planner.units import MIB, format_gib
 # `kSmallBuffer`, `kLargeBuffer` (2 MiB and 20 MiB). Derived, not yet measured on a GPU.
 RUN_TO_RUN_BYTES = 22 * MIB
 
-# Components that a device does not measure. A simulated card replays the allocator and so measures fragmentation; on an
-# emulated card the CUDA context and NCCL's buffers are constants of the estimate.
-UNMEASURED: dict[DeviceName, tuple[Component, ...]] = {
-    "cuda": (),
-    "cpu": ("fragmentation", "runtime"),
-    "simulated": ("runtime",),
-    "emulated": ("runtime", "communication"),
-}
+# Components that a CPU does not have.
+NOT_ON_A_CPU: tuple[Component, ...] = ("fragmentation", "runtime")
 # The order in which components are cut: those that estimates are least sure of first (planner/confidence.py).
 LEAST_SURE_FIRST: tuple[Component, ...] = (
     "transients",
@@ -61,7 +64,7 @@ LEAST_SURE_FIRST: tuple[Component, ...] = (
 STAYS: tuple[Component, ...] = ("weights", "adapters", "optimizer_states", "runtime")
 
 
-def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float = RISK) -> Estimate:
+def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float = DEFAULT_RISK) -> Estimate:
     """Return an estimate with the memory of its training GPUs and its speed as measured.
 
     The cards of a vLLM server keep their estimate. The phases are those that the probe distinguishes; the memory of any
@@ -81,10 +84,13 @@ def correct_estimate(estimate: Estimate, measurement: Measurement, risk: float =
     ran = measurement.outcome == "fits" and gpu.interval_bytes[1] <= gpu.capacity_bytes
     others_fit = all(other.interval_bytes[1] <= other.capacity_bytes for other in others)
     host_fits = estimate.host_over_bytes <= 0
+    fits = ran and others_fit and host_fits
+    probability = _probability(train, others, measurement, ran) if host_fits else 0.0
     return replace(
         estimate,
-        fits=ran and others_fit and host_fits,
-        fit_probability=_probability(gpu, measurement, ran) if host_fits else 0.0,
+        fits=fits,
+        tight=not fits and others_fit and probability >= 1 - EDGE_RISK,
+        fit_probability=probability,
         evidence=measurement.evidence,
         device=measurement.device,
         gpus=(gpu, *others),
@@ -121,7 +127,7 @@ def phase_differences(estimate: Estimate, measurement: Measurement) -> tuple[Pha
 
 def _difference(peak: PhasePeak, expected: PhaseMemory, measurement: Measurement) -> PhaseDifference:
     if measurement.device == "cpu":
-        tensors = expected.total_bytes - _unmeasured(expected, "cpu").total_bytes
+        tensors = expected.total_bytes - sum(expected.components.get(name, 0) for name in NOT_ON_A_CPU)
         return PhaseDifference(
             name=peak.name,
             expected_bytes=tensors,
@@ -262,34 +268,37 @@ def _tolerance_bytes(gpu: GpuMemory) -> int:
 
 
 def _interval(gpu: GpuMemory, measurement: Measurement, heaviest: PhaseMemory, risk: float) -> tuple[int, int]:
-    """Return bounds of the peak: the difference from run to run, or the uncertainty of unmeasured components.
+    """Return bounds of the peak: the difference from run to run, or the error that the device does not see.
 
     A candidate that ran on such a card stays within it.
     """
     peak = heaviest.total_bytes
     if measurement.outcome == "out_of_memory":
         return peak, max(peak, gpu.interval_bytes[1])
-    reach = RUN_TO_RUN_BYTES
     if measurement.device != "cuda":
-        reach = int(quantile(risk) * sigma_bytes(_unmeasured(heaviest, measurement.device)))
-    high = peak + reach
-    ran_here = measurement.device == "cuda" and not _larger_card(gpu, measurement)
-    return max(peak - reach, 0), max(peak, min(high, gpu.capacity_bytes)) if ran_here else high
+        low, high = interval_bytes(_needs(gpu, measurement), "unseen", risk)
+        return min(low, peak), max(high, peak)
+    high = peak + RUN_TO_RUN_BYTES
+    ran_here = not _larger_card(gpu, measurement)
+    return max(peak - RUN_TO_RUN_BYTES, 0), max(peak, min(high, gpu.capacity_bytes)) if ran_here else high
 
 
-def _unmeasured(phase: PhaseMemory, device: DeviceName) -> PhaseMemory:
-    return PhaseMemory(
-        name=phase.name,
-        components={name: size for name, size in phase.components.items() if name in UNMEASURED[device]},
-    )
+def _needs(gpu: GpuMemory, measurement: Measurement) -> tuple[PhaseMemory, ...]:
+    """Return the phases of the heaviest process with what they need, without cached blocks."""
+    found = ((peak, _expected(gpu, peak)) for peak in heaviest_rank(measurement).phases)
+    return tuple(_phase(peak, expected, needed_bytes(peak, expected)) for peak, expected in found)
 
 
-def _probability(gpu: GpuMemory, measurement: Measurement, ran: bool) -> float:
-    """Return 1 or 0 for a candidate that ran on the GPU or ran out of memory; else unmeasured components decide."""
+def _probability(gpu: GpuMemory, others: Sequence[GpuMemory], measurement: Measurement, ran: bool) -> float:
+    """Return 1 or 0 for a candidate that ran on the GPU or ran out of memory, else what is left of the error.
+
+    Simulation and emulation take the formulas' share of the error away. The driver, kernels and how the allocator's
+    cache breaks up over time stay uncertain until something is measured.
+    """
     if measurement.device == "cuda" or measurement.outcome == "out_of_memory":
         return float(ran)
-    unmeasured = _unmeasured(gpu.peak, measurement.device)
-    return fit_probability(unmeasured, gpu.capacity_bytes - (gpu.peak_bytes - unmeasured.total_bytes))
+    probed = run_probability(margin_units(_needs(gpu, measurement), "unseen", gpu.capacity_bytes))
+    return min(probed, fit_probability_of(others, "server")) if others else probed
 
 
 def _throughput(expected: Throughput, measurement: Measurement) -> Throughput:
@@ -308,7 +317,7 @@ def _throughput(expected: Throughput, measurement: Measurement) -> Throughput:
 def _left_out(estimate: Estimate, gpu: GpuMemory, measurement: Measurement) -> Iterator[Note]:
     """Note what the corrected figures leave out."""
     if measurement.device == "cpu":
-        unmeasured_bytes = sum(gpu.peak.components.get(name, 0) for name in UNMEASURED["cpu"])
+        unmeasured_bytes = sum(gpu.peak.components.get(name, 0) for name in NOT_ON_A_CPU)
         yield Note("cpu_counts_tensors", {"unmeasured_bytes": unmeasured_bytes, "evidence": estimate.evidence})
     if measurement.outcome == "out_of_memory":
         shortage = shortage_of(estimate.gpus[0], measurement)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.candidate import FIELDS, Candidate
-from planner.estimate import estimate
+from planner.estimate import accepted, estimate
 from planner.jobs.settings import settings_of_fields
 from planner.measurements.corrected_estimate import (
     correct_estimate,
@@ -38,7 +38,8 @@ def plan_before_measurements(plan: Plan) -> Plan:
     """
     if plan.best.device == "none":
         return plan
-    best = replace(estimate(plan.best.candidate, plan.cluster, plan.job.risk), reasons=plan.best.reasons)
+    again = estimate(plan.best.candidate, plan.cluster, plan.job.risk)
+    best = accepted(replace(again, reasons=plan.best.reasons))
     return replace(plan, best=best, verdict="fits" if best.fits else "does_not_fit")
 
 
@@ -90,7 +91,7 @@ def correct_plan(
         else _expected(plan, best)
     )
     measured = decisive_measurement(expected, measurements)
-    answer = correct_estimate(expected, measured, plan.job.risk) if measured is not None else expected
+    answer = accepted(correct_estimate(expected, measured, plan.job.risk) if measured is not None else expected)
     proof = Proof(
         evidence=measured.evidence if measured is not None else expected.evidence,
         device=measured.device if measured is not None else "none",

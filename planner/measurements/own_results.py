@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, Literal
 
 from planner.errors import InputError, UnknownName
+from planner.estimate import accepted
 from planner.files.cache import cache_root
 from planner.files.database import can_open, hide_password, storage_url
 from planner.files.journal import append_line, lines_of, rewrite_lines
@@ -217,7 +218,7 @@ def apply_own_results(plan: Plan, own: OwnResults) -> Plan:
         plan = replace(plan, warnings=(Note("own_storage_not_read"), *plan.warnings))
     if not own.of_gpu(gpu):
         return plan
-    best = correct_by_own_probes(plan.best, gpu, own, risk)
+    best = accepted(correct_by_own_probes(plan.best, gpu, own, risk))
     return replace(
         plan,
         best=best,

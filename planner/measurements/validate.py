@@ -246,7 +246,7 @@ def _predict(
     """Return the training GPU's memory by evidence, and whether the estimate and the dry run say that the case fits."""
     answer = estimate(case.candidate, cluster)
     predicted: dict[Evidence, GpuMemory] = {"estimated": answer.gpus[0]}
-    fits: dict[Evidence, bool] = {"estimated": answer.fits}
+    fits: dict[Evidence, bool] = {"estimated": answer.fits or answer.tight}
     if dry_run is not None:
         try:
             simulation = dry_run(answer, cluster.gpu)

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from planner.candidate import Candidate
 from planner.errors import InputError, shortened
-from planner.estimate import RISK
+from planner.estimate import accepted
 from planner.estimate import estimate as estimate_candidate
 from planner.gpus.cluster import Cluster
 from planner.notebook.answer import WIDTH, options_of, table_html
-from planner.quantities import Estimate, Note
+from planner.quantities import DEFAULT_RISK, Estimate, Note
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -64,8 +64,8 @@ def estimate(
     """
     if isinstance(args, Candidate):
         if not isinstance(model, Cluster) or gpus is not None or asked.keys() - {"risk"}:
-            raise InputError("estimate takes a Candidate with its Cluster, and no setting but risk=0.01 beside them.")
-        return _answer(estimate_candidate(args, model, asked.get("risk", RISK)), model, ())
+            raise InputError("estimate takes a Candidate with its Cluster, and no setting but risk=0.05 beside them.")
+        return _answer(accepted(estimate_candidate(args, model, asked.get("risk", DEFAULT_RISK))), model, ())
     from planner.ask import estimated, silent
     from planner.requests.options import CandidateOptions
     from planner.requests.read_options import read_options

@@ -233,6 +233,9 @@ class Gpus(Document, frozen=True):
         dict[str, dict[str, Bytes]],
         Meta(description="Parts of a component by name: bytes, or a count if the name ends in tokens or sequences."),
     ]
+    headroom_bytes: Annotated[
+        Bytes, Meta(description="Memory that must stay free above peak_bytes at the accepted risk.")
+    ] = 0
 
 
 class Host(Document, frozen=True):
@@ -246,11 +249,15 @@ class BestCandidate(Document, frozen=True):
     """A candidate, the memory that it needs and its speed."""
 
     settings: Settings
-    fits: Annotated[bool, Meta(description="GPUs (upper bound of the peak) and main memory are large enough.")]
-    fit_probability: Probability
-    comparable_runs: Annotated[Count, Meta(description="Published runs of such jobs, which carry fit_probability.")]
+    fits: Annotated[
+        bool, Meta(description="GPUs (upper bound of the peak) and main memory are large enough, or it is tight.")
+    ]
+    fit_probability: Annotated[Probability, Meta(description="Probability to run, in whole percent, rounded down.")]
+    comparable_runs: Annotated[
+        Count, Meta(description="Published runs with as much of their card to spare; with as little, if it is tight.")
+    ]
     worst_miss: Annotated[
-        float, Meta(description="Largest share by which one of them needed more than was predicted for it.")
+        float, Meta(description="Largest share by which a published run of such a job needed more than was predicted.")
     ]
     evidence: Annotated[
         Evidence,
@@ -261,6 +268,11 @@ class BestCandidate(Document, frozen=True):
     throughput: Throughput
     reasons: Annotated[tuple[str, ...], Meta(description="Reasons for the settings, one line each.")]
     reasons_data: Annotated[tuple[NoteReport, ...], Meta(description="The reasons as data.")]
+    tight: Annotated[
+        bool,
+        Meta(description="The risk is higher than accepted, nothing safer was found, and it rather runs than not."),
+    ] = False
+    comparable_ran: Annotated[Count, Meta(description="How many of comparable_runs ran.")] = 0
     device: (
         Annotated[ProbeDevice, Meta(description="The device of the candidate's probe; absent: no probe ran.")]
         | UnsetType

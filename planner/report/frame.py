@@ -5,6 +5,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from planner.confidence import shown_probability
 from planner.errors import PlanError
 from planner.jobs.settings import settings_of
 from planner.measurements.validate import Validation
@@ -107,7 +108,8 @@ def figures(estimate: Estimate) -> dict[str, object]:
     heaviest = max(estimate.gpus, key=lambda gpu: gpu.peak_bytes)
     found = {
         "fits": estimate.fits,
-        "fit_probability": estimate.fit_probability,
+        "tight": estimate.tight,
+        "fit_probability": shown_probability(estimate.fit_probability),
         "evidence": estimate.evidence,
         "peak_bytes": heaviest.peak_bytes,
         "peak_phase": heaviest.peak_phase,

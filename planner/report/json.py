@@ -7,7 +7,7 @@ from dataclasses import replace
 from msgspec import UNSET, Struct, convert, structs, to_builtins
 
 from planner.candidate import Candidate
-from planner.confidence import comparisons, kind_of, worst_miss
+from planner.confidence import kind_of, shown_probability, worst_miss
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
 from planner.plan import Plan, Proof
@@ -30,8 +30,9 @@ from planner.report.documents import (
     Settings,
 )
 from planner.report.sentences import as_note, in_one_line, proof_lines, sentence, sentences
+from planner.report.words import published_like
 
-# Decimals of seconds, tokens per second, probabilities and errors: more than is known of any of them.
+# Decimals of seconds, tokens per second and errors: more than is known of any of them.
 DECIMALS = 6
 
 
@@ -93,11 +94,14 @@ def estimate_report(estimate: Estimate, warnings: Sequence[Note] = ()) -> Estima
 
 def best_candidate(estimate: Estimate) -> BestCandidate:
     """Return an estimate as the object `best` of a plan."""
+    like = published_like(estimate)
     return BestCandidate(
         settings=settings_report(estimate.candidate),
         fits=estimate.fits,
-        fit_probability=round(estimate.fit_probability, DECIMALS),
-        comparable_runs=len(comparisons()[kind_of(estimate.candidate)]),
+        tight=estimate.tight,
+        fit_probability=shown_probability(estimate.fit_probability),
+        comparable_runs=like.runs,
+        comparable_ran=like.ran,
         worst_miss=round(worst_miss(kind_of(estimate.candidate)), DECIMALS),
         evidence=estimate.evidence,
         gpus=tuple(_gpus(gpu) for gpu in estimate.gpus),
@@ -151,6 +155,7 @@ def _gpus(gpu: GpuMemory) -> Gpus:
         nvidia_smi_interval_bytes=gpu.nvidia_smi_interval_bytes,
         phases=tuple(phase_report(phase) for phase in gpu.phases),
         details=gpu.details,
+        headroom_bytes=gpu.headroom_bytes,
     )
 
 

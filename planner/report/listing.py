@@ -147,8 +147,7 @@ def _cells(row: Compared, columns: tuple[str, ...]) -> tuple[str, ...]:
     step = f"{float(f'{best.throughput.step_seconds:.2g}'):,g}"
     batch = best.candidate.per_device_train_batch_size
     settings = f"{describe_candidate(best.candidate)} · batch {batch}"
-    probability = describe_probability(best).partition(" (")[0]  # without the runs that carry it
-    return (row.gpus, probability, peak, speed, step, *asked, settings)
+    return (row.gpus, describe_probability(best), peak, speed, step, *asked, settings)
 
 
 def comparison_report(rows: Sequence[Compared]) -> ComparisonReport:

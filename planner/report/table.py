@@ -165,6 +165,8 @@ def _outcome(estimate: Estimate, best: Estimate) -> str:
     """Return whether another candidate fits and its speed; its evidence, if it differs from that of the best."""
     gpu = tightest(estimate)
     evidence = "" if estimate.evidence == best.evidence else f" ({estimate.evidence})"
+    if estimate.tight:
+        return f"tight: {bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}{evidence}"
     if not estimate.fits:
         phase = f" in the {readable(gpu.peak.name)}" if estimate.host_over_bytes <= 0 else ""
         return f"does not fit, {describe_excess(estimate)}{phase}{evidence}"

@@ -1,7 +1,7 @@
 """A candidate and its estimate in words: settings, evidence, whether it fits, and its speed."""
 
 from planner.candidate import Candidate
-from planner.confidence import comparisons, kind_of, most_earned, worst_miss
+from planner.confidence import MOST_SPARE, Like, runs_like, shown_probability
 from planner.gpus.cluster import Cluster, HostMemory
 from planner.quantities import Estimate, GpuMemory
 from planner.search.explain import MIN_REPORTED_BYTES
@@ -100,19 +100,23 @@ def describe_evidence(estimate: Estimate) -> str:
 
 
 def describe_fit(estimate: Estimate) -> str:
-    """Return whether an estimate fits, and the peak of the GPUs with the least room.
+    """Return whether an estimate fits, how sure that is, and the peak of the GPUs with the least room.
 
-    Example: `fits with 99.9 % · peak 38.6 (38.1 to 39.2) of 39.5 GiB in the backward`.
+    Example: `fits, 4.0 GiB (10 %) to spare: of 194 published runs with as much to spare 192 ran · peak 35.5 (32.9 to
+    38.8) of 39.5 GiB in the backward`.
     """
     gpu = tightest(estimate)
     low, high = gpu.interval_bytes
     interval = f"({bare_gib(low)} to {bare_gib(high)})"
     capacity = format_gib(gpu.capacity_bytes, 1)
     peak = f"peak {bare_gib(gpu.peak_bytes)} {interval} of {capacity} in the {readable(gpu.peak.name)}"
-    if estimate.fits:
-        sure = "fits, as a probe showed" if estimate.device == "cuda" else f"fits with {describe_probability(estimate)}"
-        return f"{sure} · {peak}"
-    return f"does not fit, {describe_excess(estimate)} · {peak}"
+    if not estimate.fits and not estimate.tight:
+        return f"does not fit, {describe_excess(estimate)} · {peak}"
+    spare = max(gpu.capacity_bytes - gpu.peak_bytes, 0)
+    room = f"{format_gib(spare, 1)} ({spare / gpu.capacity_bytes:.0%}) to spare".replace("%", " %")
+    if estimate.device == "cuda":
+        return f"fits, as a probe showed, {room} · {peak}"
+    return f"{'tight' if estimate.tight else 'fits'}, {room}: {describe_runs(estimate)} · {peak}"
 
 
 def describe_excess(estimate: Estimate) -> str:
@@ -153,15 +157,27 @@ def describe_saving(remedy: Remedy, best: Estimate) -> str:
 
 
 def describe_probability(estimate: Estimate) -> str:
-    """Return the probability that an estimate fits, and the published runs that carry it.
+    """Return the probability that an estimate runs: `97 %`; of one that is tight, `tight, 68 %`."""
+    percent = f"{round(100 * shown_probability(estimate.fit_probability))} %"
+    return f"tight, {percent}" if estimate.tight else percent
 
-    Example: `> 92 % (13 comparable runs, worst miss 12.6 %)`: the runs carry no higher figure.
+
+def published_like(estimate: Estimate) -> Like:
+    """Return the published runs with as much to spare as the GPUs of an estimate with the least room."""
+    gpu = tightest(estimate)
+    return runs_like(1 - gpu.peak_bytes / gpu.capacity_bytes, estimate.tight)
+
+
+def describe_runs(estimate: Estimate) -> str:
+    """Return how many published runs with as much to spare ran: `of 194 published runs with as much to spare 192 ran`.
+
+    A tight candidate is compared with those that had as little: `with less than 10 % to spare`.
     """
-    kind = kind_of(estimate.candidate)
-    earned = most_earned(kind)
-    over = "> " if estimate.fit_probability >= earned else ""
-    runs = f"{len(comparisons()[kind])} comparable runs, worst miss {worst_miss(kind):.1%}".replace("%", " %")
-    return f"{over}{_percent(min(estimate.fit_probability, earned))} ({runs})"
+    like = published_like(estimate)
+    room = "as much" if like.spare < MOST_SPARE else "half of the card"
+    if not like.at_least:
+        room = f"less than {like.spare:.0%}".replace("%", " %")
+    return f"of {like.runs} published runs with {room} to spare {like.ran} ran"
 
 
 def describe_driver(estimate: Estimate) -> str:
@@ -206,11 +222,6 @@ def _about_seconds(seconds: float) -> str:
     """Return seconds rounded to two digits: `7.5 s`, `33 s`, `12 min`."""
     rounded = float(f"{seconds:.2g}")
     return f"{rounded:g} s" if rounded < MOST_SECONDS else f"{rounded / 60:.0f} min"
-
-
-def _percent(probability: float) -> str:
-    """Return a probability in whole percent, rounded down."""
-    return f"{int(probability * 100)} %"
 
 
 def bare_gib(size_bytes: int) -> str:

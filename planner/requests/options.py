@@ -11,6 +11,7 @@ from typing import Annotated
 from planner.errors import InputError
 from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
 from planner.methods import METHODS
+from planner.quantities import DEFAULT_RISK
 from planner.settings.setting import MAX_BATCH_SIZE, MAX_NUMBER, Value
 
 
@@ -123,9 +124,9 @@ class JobOptions:
             metavar="PROBABILITY",
             min=SMALLEST_RISK,
             max=LARGEST_RISK,
-            help="Accepted probability of running out of memory.",
+            help="Accepted probability of running out of memory: less of it leaves more of the card free.",
         ),
-    ] = 0.01
+    ] = DEFAULT_RISK
     trl_version: Annotated[
         str | None, Option(metavar="VERSION", help="The TRL to plan for. Default: the newest that is known.")
     ] = None

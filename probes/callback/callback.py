@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from planner.candidate import Candidate
 from planner.errors import InputError, PlanError
-from planner.estimate import RISK, estimate
+from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
 from planner.jobs.settings import settings_text
 from planner.measurements.corrected_estimate import heaviest_rank, needed_peak_bytes
@@ -202,7 +202,7 @@ class MemoryPlanCallback(TrainerCallback):
                 raise
             candidate = expected.candidate  # the trainer does not show all settings: assume the planned ones
         if expected is None:
-            expected = estimate(candidate, _cluster(candidate, memory), RISK)
+            expected = estimate(candidate, _cluster(candidate, memory))
         elif candidate_key(candidate) != candidate_key(expected.candidate):
             self._say(f"the run is not what was planned: {_differences(expected.candidate, candidate)}")
         self._recorder = PeakRecorder(expected, candidate, memory)
@@ -216,7 +216,7 @@ class MemoryPlanCallback(TrainerCallback):
             return self._plan
         report = Path(self._plan)
         candidate, cluster = read_plan(report, self._gpus, None, lambda shape: shape)
-        return estimate(candidate, cluster, RISK)
+        return estimate(candidate, cluster)
 
     def _record(self, phase: Phase) -> None:
         if self._recorder is not None:
