@@ -38,6 +38,7 @@ from planner.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "tests" / "data" / "published.jsonl"
+OUTCOMES = ROOT / "tests" / "data" / "outcomes.jsonl"  # more runs: those of which the outcome is known
 REPORT = ROOT / "results" / "published.md"
 RECORD = ROOT / "results" / "published.jsonl"
 
@@ -52,6 +53,14 @@ DRIVER: tuple[Quantity, ...] = ("reserved", "process")
 RESIDENT: tuple[Component, ...] = ("weights", "adapters", "gradients", "optimizer_states")
 INTERVALS = """nvidia-smi's figure: held is how many runs of a source stay below the bound that the runs of all other
 sources give (`planner/confidence.py`, `nvidia_smi_miss`). Verdicts: `verdict.md`."""
+# Groups of tests/data/published.jsonl whose settings do not describe the programs that ran (causes: results/
+# published.md). The rows of outcomes.jsonl have their own reasons.
+DIFFERS = {
+    "litgpt QLoRA": "bitsandbytes 0.42 kept the input of every 4-bit layer",
+    "Qwen Q-LoRA (GPTQ, ZeRO-2 on one GPU)": "the GPTQ kernel unpacks weights, and the loss stays in float16",
+    "fsdp_qlora, FSDP": "FSDP1, which has no unit of its own for head and embedding",
+    "LLaMA-Factory": "rows, packing and remote code are not published",
+}
 HEAD = """# Memory, computed against published
 
 Written by `python scripts/compare_published.py` from `tests/data/published.jsonl`: figures that others
@@ -243,10 +252,11 @@ def comparison(one: Compared, figure: Figure = "need") -> Comparison:
 
 
 def evidence(done: list[Compared]) -> list[Comparison]:
-    """The rows that certainty rests on: unquantized bases, since bitsandbytes of that time kept more.
+    """The rows that certainty rests on: those whose settings describe the run.
 
     The need: allocated bytes where a kind of job has them; the driver's, which are never less than the need, where it
-    has none. nvidia-smi's figure: the driver's.
+    has none. nvidia-smi's figure: the driver's. Published rows of quantized bases are left out, since bitsandbytes of
+    that time kept more.
     """
     found: list[Comparison] = []
     rests: tuple[tuple[Kind, Figure, tuple[Quantity, ...]], ...] = (
@@ -255,6 +265,7 @@ def evidence(done: list[Compared]) -> list[Comparison]:
         ("whole", "nvidia_smi", DRIVER),
         ("gathered", "nvidia_smi", DRIVER),
     )
+    more = list(outcomes_compared())
     for kind, figure, quantities in rests:
         found += [
             comparison(one, figure)
@@ -262,8 +273,47 @@ def evidence(done: list[Compared]) -> list[Comparison]:
             if one.row.quantity in quantities
             and one.row.candidate.quantization == "none"
             and kind_of(one.row.candidate) == kind
+            and one.row.group not in DIFFERS
+        ]
+        found += [
+            comparison(one, figure)
+            for one in more
+            if one.row.quantity in quantities and kind_of(one.row.candidate) == kind
         ]
     return found
+
+
+def outcome_rows() -> Iterator[dict[str, Any]]:
+    """Yield the rows of tests/data/outcomes.jsonl."""
+    for line in OUTCOMES.read_text(encoding="utf-8").splitlines():
+        yield json.loads(line)
+
+
+def outcome_job(row: dict[str, Any]) -> tuple[Candidate, Cluster]:
+    """Return the candidate of a row of outcomes.jsonl, and its GPUs with those of a vLLM server."""
+    candidate = published_candidate(convert(row, PublishedFigure))
+    gpus = (candidate.num_processes + candidate.server_gpus) // candidate.num_nodes
+    return candidate, parse_cluster(f"{candidate.num_nodes}x{gpus}x{row['gpu']}", None)
+
+
+def outcomes_compared() -> Iterator[Compared]:
+    """Yield the figures of outcomes.jsonl whose settings describe the run, without those of a vLLM engine."""
+    for row in outcome_rows():
+        candidate, cluster = outcome_job(row)
+        figures = {} if "differs" in row or candidate.vllm != "off" else row["figures_gib"]
+        for quantity, size in figures.items():
+            yield compared(
+                Row(
+                    id=row["id"],
+                    source=row["source"],
+                    group=row["group"],
+                    quantity=quantity,
+                    measured_bytes=round(size * GIB),
+                    candidate=candidate,
+                    cluster=cluster,
+                    assumptions=tuple(row["assumptions"]),
+                )
+            )
 
 
 def coverage(found: list[Comparison]) -> list[str]:

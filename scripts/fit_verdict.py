@@ -19,27 +19,13 @@ import msgspec
 
 from planner.confidence import EDGE_RISK, FIT, OUTCOMES, Fit, Outcome, UnitKind, kind_of, unit_kind
 from planner.estimate import estimate
-from planner.gpus.parse import parse_cluster
-from planner.measurements.cases import PublishedFigure, published_candidate
-from planner.memory.communication import nccl_bytes
-from planner.memory.runtime import context_bytes
 from planner.quantities import DEFAULT_RISK, GpuMemory
 from planner.units import GIB
 from scripts import compare_published
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS = ROOT / "tests" / "data" / "outcomes.jsonl"
 REPORT, DIAGRAM = ROOT / "results" / "verdict.md", ROOT / "results" / "verdict.svg"
 EMULATED = (("emulated_gpu_t4.jsonl", "measured", "reserved"), ("emulated_gpu_a100.jsonl", "published", "driver"))
-
-# Groups of tests/data/published.jsonl whose settings do not describe the programs that ran (causes: results/
-# published.md). The rows of outcomes.jsonl have their own reasons.
-DIFFERS = {
-    "litgpt QLoRA": "bitsandbytes 0.42 kept the input of every 4-bit layer",
-    "Qwen Q-LoRA (GPTQ, ZeRO-2 on one GPU)": "the GPTQ kernel unpacks weights, and the loss stays in float16",
-    "fsdp_qlora, FSDP": "FSDP1, which has no unit of its own for head and embedding",
-    "LLaMA-Factory": "rows, packing and remote code are not published",
-}
 
 KINDS: tuple[UnitKind, ...] = ("whole", "gathered", "engine")
 # A unit is drawn towards the others as by so many residuals of theirs: its logarithm, with this variance.
@@ -82,51 +68,39 @@ class Evidence:
 
 def read_evidence() -> Evidence:
     runs, residuals = list[Outcome](), list[Residual]()
-    for row in map(json.loads, ROWS.read_text(encoding="utf-8").splitlines()):
+    for row in compare_published.outcome_rows():
         run, found = _published_run(row)
         runs.append(run)
         residuals += found
     done, _ = compare_published.all_compared()
     runs += [_compared_run(one) for one in done]
-    described = [one for one in done if one.row.group not in DIFFERS]
     residuals += [
         Residual(source=_project(one.source), kind=one.kind, error=one.miss, unseen=one.kind == "gathered")
-        for one in compare_published.evidence(described)
+        for one in compare_published.evidence(done)
         if one.figure == "need"
     ]
     return Evidence(outcomes=_unique(runs), residuals=tuple(residuals), unseen=logistic_scale(_emulated_errors()))
 
 
 def _published_run(row: Mapping[str, Any]) -> tuple[Outcome, list[Residual]]:
-    """Return a row of outcomes.jsonl as a run, with its residuals if its settings describe it."""
-    candidate = published_candidate(msgspec.convert(row, PublishedFigure))
-    gpus = (candidate.num_processes + candidate.server_gpus) // candidate.num_nodes
-    cluster = parse_cluster(f"{candidate.num_nodes}x{gpus}x{row['gpu']}", None)
+    """Return a row of outcomes.jsonl as a run, with the residual of its vLLM engine if it has one."""
+    candidate, cluster = compare_published.outcome_job(row)
     answer, source, differs = estimate(candidate, cluster), _project(row["source"]), row.get("differs", "")
     run = _outcome(row["id"], source, kind_of(candidate), answer.gpus, row["outcome"] == "ran", differs)
-    measured = {name: size * GIB for name, size in row["figures_gib"].items()}
-    residuals = list[Residual]()
-    for gpu in answer.gpus if not differs else ():
-        kind, error, unseen = unit_kind(gpu, kind_of(candidate)), 0.0, True
-        if kind == "server" and "rollout" in measured:
-            kind, error = "engine", measured["rollout"] / gpu.peak_bytes - 1
-        elif kind == "whole" and "allocated" in measured:
-            outside = context_bytes(cluster.gpu) + nccl_bytes(candidate, cluster.gpu)
-            allocated = gpu.peak_bytes - outside - gpu.peak.components.get("fragmentation", 0)
-            error, unseen = measured["allocated"] / allocated - 1, False
-        elif kind == "gathered" and "process" in measured:
-            error = measured["process"] / gpu.nvidia_smi_bytes - 1
-        else:
-            continue
-        residuals.append(Residual(source=source, kind=kind, error=error, unseen=unseen))
-    return run, residuals
+    engines = [gpu for gpu in answer.gpus if gpu.role == "vllm" and "rollout" in row["figures_gib"]]
+    return run, [
+        Residual(
+            source=source, kind="engine", error=row["figures_gib"]["rollout"] * GIB / gpu.peak_bytes - 1, unseen=True
+        )
+        for gpu in engines
+    ]
 
 
 def _compared_run(one: compare_published.Compared) -> Outcome:
     row = one.row
     gpus = estimate(row.candidate, row.cluster).gpus
     ran = row.quantity != "over"
-    differs = DIFFERS.get(row.group, "")
+    differs = compare_published.DIFFERS.get(row.group, "")
     return _outcome(row.id.partition("#")[0], _project(row.source), kind_of(row.candidate), gpus, ran, differs)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from planner.confidence import FIT, Fit, fit, outcomes
-from scripts import fit_verdict
+from scripts import compare_published, fit_verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,6 +61,6 @@ def test_the_report_and_the_diagram_are_those_that_the_script_writes() -> None:
 
 
 def test_every_run_has_a_source_and_says_what_was_assumed() -> None:
-    lines = [json.loads(line) for line in fit_verdict.ROWS.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in compare_published.OUTCOMES.read_text(encoding="utf-8").splitlines()]
     assert all(line["source"] and line["assumptions"] for line in lines)
     assert len({line["id"] for line in lines}) == len(lines)
