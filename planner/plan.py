@@ -161,7 +161,7 @@ def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     It is the tuning class to prefer among those that fit without offloading (offloaded if that is 1.5 times as fast,
     such as by room for an engine), else the faster of the candidate that fits with the least host memory and of one
     whose rows several GPUs share, else the one of the least `distance` from fitting: offloaded ones too, where the GPUs
-    hold what is left on them.
+    hold what is left on them, or hold it tightly.
     """
     fitting = preferred_class(found)
     if fitting is not None:
@@ -171,7 +171,11 @@ def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     if ways:
         return max(ways, key=lambda way: way[1].throughput.tokens_per_second)
     answers = [(problem, answer) for problem, answer in found.items() if answer is not None]
-    answers += [(problem, answer) for problem, answer in offloaded.items() if answer and answer.over_bytes <= 0]
+    answers += [
+        (problem, answer)
+        for problem, answer in offloaded.items()
+        if answer and (answer.over_bytes <= 0 or answer.tight)
+    ]
     return min(answers, key=lambda each: each[1].distance, default=None)
 
 

@@ -244,12 +244,12 @@ class Estimate:
         return self.host_peak_bytes - self.host_capacity_bytes
 
     @property
-    def distance(self) -> tuple[int, int]:
-        """Sort key of candidates that do not fit: bytes too many on the worst GPU, then those on a node.
+    def distance(self) -> tuple[bool, int, int]:
+        """Sort key of candidates that do not fit: tight ones first, bytes too many on the worst GPU, those on a node.
 
         Main memory is the easier one to add.
         """
-        return max(self.over_bytes, 0), max(self.host_over_bytes, 0)
+        return not self.tight, max(self.over_bytes, 0), max(self.host_over_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

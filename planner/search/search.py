@@ -54,7 +54,8 @@ def best_of_structure(candidate: Candidate, problem: SearchProblem) -> Estimate 
     indices |= {len(sizes) - 1} if sizes[len(sizes) - 1].accumulates != sizes[top].accumulates else set()
     estimates = (estimate_with_engine(sizes[index], problem) for index in sorted(indices))
     answers = [answer for answer in estimates if answer is not None]
-    return max(answers, key=lambda answer: (answer.fits, merit(answer, problem.job)), default=None)
+    that_fit = [answer for answer in answers if answer.fits]
+    return max(that_fit, key=lambda answer: merit(answer, problem.job)) if that_fit else next(iter(answers), None)
 
 
 def merit(answer: Estimate, job: Job) -> tuple[float, ...]:
