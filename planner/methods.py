@@ -47,6 +47,10 @@ class Method:
     config: str  # class name in TRL
     loss: Loss  # of the newest release
     earlier_losses: tuple[tuple[Release, Loss], ...] = ()  # (last release that builds it, loss), oldest first
+    # From `LIGER_LEAVES_THE_LOSS` on the trainer gives the layers to Liger and keeps its loss; other trainers let Liger
+    # replace the model's forward pass, too. Source: trl 1.16, trainer/*_trainer.py, `__init__`
+    # (`fused_linear_cross_entropy` false).
+    liger_layers: bool = False
     liger_loss: bool = False  # before `LIGER_LEAVES_THE_LOSS`, use_liger_kernel replaces the loss
     rows_per_sample: int  # rows of the policy's forward for each of per_device_train_batch_size
     smallest_batch: int = 1  # samples a process at least
@@ -170,7 +174,7 @@ class Method:
 # with `bounded_rows` the rest of max_length.
 GRPO = Method(  # the row that GRPO's variants start from
     name="grpo", trainer="GRPOTrainer", config="GRPOConfig",
-    loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
+    loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers=True,
     rows_per_sample=1, reference="beta", reward_model="optional",
     generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
     learning_rate="1e-06", disables_dropout=False,
@@ -182,20 +186,20 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="sft", trainer="SFTTrainer", config="SFTConfig",
             loss="fused", earlier_losses=(((1, 4), "logits_cross_entropy"), ((1, 14), "chunked_nll")), liger_loss=True,
-            rows_per_sample=1, reference="never", has_beta=False, generates=False,
+            liger_layers=True, rows_per_sample=1, reference="never", has_beta=False, generates=False,
             packs=True, padding_free=True, offloads_activations=True, counts_images=True,
             learning_rate="2e-05", disables_dropout=False, shares_rows=True,
         ),
         Method(
             name="dpo", trainer="DPOTrainer", config="DPOConfig",
-            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
+            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers=True,
             rows_per_sample=2, reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, padding_free=True, offloads_activations=True, counts_images=True, defaults={"beta": 0.1},
             learning_rate="1e-06", disables_dropout=True,
         ),
         Method(
             name="kto", trainer="KTOTrainer", config="KTOConfig",
-            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True,
+            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers=True,
             rows_per_sample=1, smallest_batch=2, extra_forward_rows=1,
             reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, offloads_activations=True, defaults={"beta": 0.1},
@@ -223,7 +227,7 @@ METHODS: dict[MethodName, Method] = {
         GRPO,
         Method(
             name="rloo", trainer="RLOOTrainer", config="RLOOConfig",
-            loss="fused", earlier_losses=(((1, 14), "logits"),),
+            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_layers=True,
             rows_per_sample=1, reference="beta", reward_model="optional",
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
             defaults={"num_generations": 2, "beta": 0.05},

@@ -68,7 +68,8 @@ def test_what_is_freed_is_searched_and_the_effective_batch_stays(
         f"config per_device_train_batch_size: 8 -> {settings['per_device_train_batch_size']}",
         f"config gradient_accumulation_steps: 2 -> {settings['gradient_accumulation_steps']}",
         "config gradient_checkpointing: false -> true",
-        "config every_n_layers: not set -> 2",
+        "config every_n_layers: not set -> 4",
+        "config use_liger_kernel: not set -> true",
         "config PYTORCH_CUDA_ALLOC_CONF: not set -> expandable_segments:True",
     ]
 
@@ -205,6 +206,7 @@ def test_what_may_be_freed_is_what_searches_change(method: MethodName) -> None:
         for candidate in structures(SearchProblem(job=job, cluster=cluster, tuning_class=tuning_class, offload=offload))
     ]
     changed = {field for field in FIELDS if len({getattr(each, field) for each in found}) > 1}
+    changed |= {"use_liger_kernel"} if all(each.use_liger_kernel for each in found) else set()  # set, not searched
     batch = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "sync_each_batch"}
     if method == "grpo":
         only_sft = {"bnb_4bit_quant_storage"}

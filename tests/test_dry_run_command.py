@@ -132,6 +132,7 @@ def test_the_plan_is_searched_again_when_the_dry_run_needs_more_than_the_estimat
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--model", "Qwen2.5-1.5B", "--gpus", "1xA10G", "--method", "sft", "--tuning", "lora", "--json", "--quiet"]
+    asked += ["--set", "use_liger_kernel=false"]
     assert run(asked) == 0
     first = json.loads(capsys.readouterr().out)["best"]["gpus"][0]["peak_bytes"]
     heavy = PhaseMemory(name="backward", components={"weights": 2 * first})
@@ -141,6 +142,25 @@ def test_the_plan_is_searched_again_when_the_dry_run_needs_more_than_the_estimat
     report = json.loads(capsys.readouterr().out)
     assert report["best"]["gpus"][0]["phases"][-1]["components"]["unexplained"] > 0
     assert any("searched again with 100.0% more memory for this tuning class" in line for line in report["warnings"])
+
+
+def test_liger_s_kernels_are_left_out_of_both_rungs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[bool] = []
+
+    def dry(expected: Estimate, *_: object) -> Simulation:
+        ran.append(expected.candidate.use_liger_kernel)
+        peak = PhaseMemory(name="backward", components={"weights": expected.gpus[0].peak_bytes})
+        return replace(simulation(1, 1), simulated=(peak,), composed=True)
+
+    monkeypatch.setattr("planner.training_stack.dry_run", dry)
+    asked = ["--model", "Qwen2.5-1.5B", "--gpus", "1xA10G", "--method", "sft", "--json", "--quiet", "--dry-run"]
+    assert run(asked) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["best"]["settings"]["use_liger_kernel"]
+    assert ran == [False]
+    assert any(line.endswith(", both without Liger's kernels") for line in report["warnings"])
 
 
 def test_the_steps_own_fragmentation_stands_in_the_place_of_the_estimated_one() -> None:

@@ -230,7 +230,7 @@ def test_of_4_bit_weights_only_checkpoints_are_offloaded() -> None:
 
 
 def test_long_rows_on_a_small_card_fit_with_checkpoints_on_the_host() -> None:
-    job = Job(model=load_model("Qwen2.5-14B"), method="kto", pinned={"max_length": 8192})
+    job = Job(model=load_model("Qwen2.5-14B"), method="kto", pinned={"max_length": 8192, "use_liger_kernel": False})
     answer = plan(job, parse_cluster("1xRTX4090"))
     assert answer.verdict == "fits"
     assert answer.best.candidate.checkpoint_offload

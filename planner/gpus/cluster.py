@@ -32,6 +32,11 @@ class Gpu:
         """True from compute capability 8.0 (Ampere) on, which flash-attn 2 requires."""
         return self.compute_capability >= (8, 0)
 
+    @property
+    def runs_triton(self) -> bool:
+        """True from compute capability 8.0 on, which Triton supports (triton 3.7, README.md, "Supported Hardware")."""
+        return self.compute_capability >= (8, 0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemory:

@@ -16,6 +16,7 @@ RELEASES: dict[str, str] = {
     "accelerate": "1.15.*",
     "bitsandbytes": "0.50.*",
     "deepspeed": "0.19.*",
+    "liger-kernel": "0.8.*",
 }
 
 # Source: transformers 5.23, quantizers/quantizer_gptq.py, `GptqHfQuantizer`, quantizer_awq.py,
@@ -40,8 +41,6 @@ def requirements(candidate: Candidate) -> str:
     optimizer_package = candidate.optimizer_row.package
     if optimizer_package and optimizer_package not in RELEASES:
         lines.append(optimizer_package)
-    if candidate.use_liger_kernel:
-        lines.append("liger-kernel")
     return "\n".join(lines) + "\n"
 
 
@@ -66,5 +65,6 @@ def _packages(candidate: Candidate) -> list[str]:
         "peft": candidate.tuning == "lora",
         "bitsandbytes": candidate.quantization in BITSANDBYTES or candidate.optimizer_row.package == "bitsandbytes",
         "deepspeed": candidate.sharding in DEEPSPEED,
+        "liger-kernel": candidate.use_liger_kernel,
     }
     return [package for package, needed in required.items() if needed]

@@ -12,6 +12,7 @@ from planner.memory.parameters.kbit_preparation import prepared_bytes
 from planner.memory.parameters.lora import target_names, targets_experts
 from planner.memory.parameters.policy import SUBCLASSED_LINEARS
 from planner.models.architectures.image_tower import image_tower
+from planner.models.liger import NO_BLOCKS, liger_blocks
 from planner.models.shape import FLASH_HEAD_DIM, Attention, ModelShape
 
 # How quantized projections compute. Source: planner/memory/layers/linear.py.
@@ -95,7 +96,7 @@ def policy_recipe(candidate: StateInput) -> Recipe:
         lora_experts=lora and targets_experts(candidate.model, candidate.lora_target_modules),
         lora_dropout=lora and candidate.lora_dropout > 0,
         dropout=not candidate.method_row.disables_dropout or candidate.model.model_type in FUNCTIONAL_DROPOUT,
-        liger=candidate.use_liger_kernel,
+        liger_blocks=liger_blocks(candidate.model) if candidate.use_liger_kernel else NO_BLOCKS,
     )
 
 
@@ -135,6 +136,7 @@ def frozen_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
     """How the layers of a frozen model compute: reference, reward or teacher.
 
     TRL leaves `requires_grad` of its weights on, so that autocast keeps 16-bit copies of them; online DPO does not.
+    It is built before training starts, when Liger patches the trained model and the module's rotary function.
     """
     width = compute_weight_width(candidate)
     recipe = Recipe(
@@ -142,7 +144,7 @@ def frozen_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
         autocast_width=autocast_width(candidate),
         trainable=not candidate.method_row.experimental_reference,
         dropout=False,
-        liger=candidate.use_liger_kernel,
+        liger_blocks=liger_blocks(candidate.model) & {"rotary"} if candidate.use_liger_kernel else NO_BLOCKS,
     )
     return with_data(recipe, candidate, flash)
 

@@ -287,6 +287,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "batches with padding make sdpa build a mask of rows x length squared in every layer; "
         "--no-padded if yours have none"
     ),
+    "liger_kernel_set": lambda: (
+        "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
+        "warns that TRL 2.0 will drop it"
+    ),
     "model_prepared": _model_prepared,
     "adapters_cast_back": lambda: (
         "TRL casts the adapters to bfloat16, and fp16's GradScaler stops at bfloat16 gradients: plan export "
@@ -361,6 +365,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     # dry runs
     "no_dry_run": lambda reason: f"no dry run: {reason}",
     "dry_run_agrees": _dry_run_agrees,
+    "dry_run_without_liger": lambda dry_run: f"{sentence(dry_run)}, both without Liger's kernels",
     "dry_run_differs": _dry_run_differs,
     "searched_again": lambda residual: (
         f"searched again with {residual:.1%} more memory for this tuning class, "

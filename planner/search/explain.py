@@ -32,6 +32,7 @@ MIN_REPORTED_SPEEDUP = 1.05
 OTHER_VALUES: dict[str, tuple[Value, ...]] = {
     "dtype": ("float32",),
     "attn_implementation": ("sdpa",),
+    "use_liger_kernel": (False,),
     "gradient_checkpointing": (True, False),
     "sharding": ("ddp",),
     "vllm_enable_sleep_mode": (False, True),
@@ -245,6 +246,12 @@ def about_attention(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("sdpa_builds_mask")
 
 
+def about_liger(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note the package of Liger's kernels, and that TRL will drop the setting."""
+    if best.candidate.use_liger_kernel and "use_liger_kernel" not in problem.job.pinned:
+        yield Note("liger_kernel_set")
+
+
 def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note the order in which TRL and PEFT prepare a model for adapters; preparing it by hand often goes wrong."""
     candidate = best.candidate
@@ -352,6 +359,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_network,
     about_cache,
     about_attention,
+    about_liger,
     about_adapters,
     about_rank,
     about_versions,

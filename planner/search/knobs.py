@@ -16,8 +16,9 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
 from planner.memory.engine.budget import tensor_parallel_sizes
-from planner.methods import METHODS
+from planner.methods import LIGER_LEAVES_THE_LOSS, METHODS, release
 from planner.models.architectures.image_tower import image_tower
+from planner.models.liger import has_liger_formulas
 from planner.models.shape import FLASH_HEAD_DIM
 from planner.quantities import Estimate
 from planner.settings.table import searched_as
@@ -322,7 +323,7 @@ def structures(problem: SearchProblem) -> Iterator[Candidate]:
 
     The batch, the length and the engine's share of the GPU have their defaults; the search sets them.
     """
-    base = base_candidate(problem.job, problem.cluster)
+    base = with_liger(base_candidate(problem.job, problem.cluster), problem)
     choices = [allowed_by_pins(knob(problem), problem.job.pinned) for knob in KNOBS.values()]
     seen = set()
     for combination in product(*choices):
@@ -333,6 +334,19 @@ def structures(problem: SearchProblem) -> Iterator[Candidate]:
         if is_consistent(candidate, problem) and candidate not in seen:
             seen.add(candidate)
             yield candidate
+
+
+def with_liger(candidate: Candidate, problem: SearchProblem) -> Candidate:
+    """Return the candidate with Liger's kernels where model, trainer and GPU have them, unless the job pins them.
+
+    They are no choice of the search: by the formulas they are never slower and never need more memory
+    (tests/test_choices.py).
+    """
+    row, release_of_job = METHODS[problem.job.method], release(candidate.trl_version)
+    can = row.liger_layers and release_of_job >= LIGER_LEAVES_THE_LOSS and problem.cluster.gpu.runs_triton
+    if "use_liger_kernel" in problem.job.pinned or not (can and has_liger_formulas(problem.job.model)):
+        return candidate
+    return replace(candidate, use_liger_kernel=True)
 
 
 def with_derived_settings(candidate: Candidate, problem: SearchProblem) -> Candidate:

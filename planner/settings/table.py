@@ -310,6 +310,7 @@ SETTINGS: tuple[Setting, ...] = (
         field="use_liger_kernel",
         sentence="Liger's fused kernels replace those of the layers, and before TRL 1.15 the loss.",
         role="run",
+        search="derived",
     ),
     Setting(
         field="optim",

@@ -10,6 +10,7 @@ from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.parameters.policy import parameters
 from planner.memory.parameters.tensors import TensorSet
 from planner.methods import Head
+from planner.models.liger import NO_BLOCKS, LigerBlock, LigerBlocks, liger_blocks
 from planner.models.shape import Attention, Experts, Layer, Mlp, ModelShape
 from planner.throughput.rates import MEMORY_FRACTION
 
@@ -22,6 +23,7 @@ ELEMENTWISE_BYTES: dict[bool, dict[str, int]] = {
     False: {"norm": 36, "rotary": 22, "gated": 10, "plain": 4, "residual": 6},
     True: {"norm": 4, "rotary": 4, "gated": 6, "plain": 4, "residual": 6},
 }
+LIGER_COSTS: dict[LigerBlock, str] = {"norm": "norm", "rotary": "rotary", "mlp": "gated"}
 # Element-wise traffic with float32 weights under autocast, as a multiple of that with 16-bit weights. It is assumed to
 # grow like the saved bytes per token and hidden element of a layer without its attention kernel. 16-bit weights: two
 # norms of 8 (input in float32 4, normalised input 2, output 2). Float32 weights: two norms of 8 (input 4, normalised
@@ -171,7 +173,7 @@ def frozen_work(model: ModelShape, candidate: StateInput) -> Work:
             model=model,
             dtype=_dtype(candidate),
             autocast=candidate.precision != "no",
-            use_liger_kernel=candidate.use_liger_kernel,
+            use_liger_kernel=False,  # replaces the layers of the trained model only
         )
     )
 
@@ -208,6 +210,7 @@ def work(settings: WorkSettings) -> Work:
     adapter_forward, adapter_backward = (
         _adapter_bytes(counts.adapter_tensors, lora_r, settings.adapter_width) if lora else (0.0, 0.0)
     )
+    replaced = liger_blocks(model) if settings.use_liger_kernel else NO_BLOCKS
     unpacked = counts.quantized_params * (QUANTIZED_BYTES[quantization] + 2) * MEMORY_FRACTION
     return Work(
         linear_flops=2.0 * ((active or model.params - model.embed_params) - float32_experts),
@@ -215,7 +218,7 @@ def work(settings: WorkSettings) -> Work:
         weight_bytes=float(width * (linear or model.params)),
         expert_share=experts / linear if linear else 0.0,
         expert_chance=_expert_chance(model),
-        elementwise_bytes=factor * sum(_elementwise_bytes(layer, settings.use_liger_kernel) * n for layer, n in kinds),
+        elementwise_bytes=factor * sum(_elementwise_bytes(layer, replaced) * n for layer, n in kinds),
         adapter_flops=2.0 * adapter,
         adapter_bytes=adapter_forward,
         adapter_backward_bytes=adapter_backward,
@@ -278,8 +281,10 @@ def _inner_size(layer: Layer) -> int:
     )
 
 
-def _elementwise_bytes(layer: Layer, liger: bool) -> float:
-    cost = ELEMENTWISE_BYTES[liger]
+def _elementwise_bytes(layer: Layer, replaced: LigerBlocks) -> float:
+    """Bytes that element-wise kernels of one layer move per token; Liger replaces those of some parts."""
+    plain, fused = ELEMENTWISE_BYTES[False], ELEMENTWISE_BYTES[True]
+    cost = {**plain, **{LIGER_COSTS[part]: fused[LIGER_COSTS[part]] for part in replaced if part in LIGER_COSTS}}
     gated = not isinstance(layer.feed_forward, Mlp) or layer.feed_forward.gated
     rotary = cost["rotary"] * (layer.attention.q_dim + layer.attention.k_dim) if layer.attention.rotary else 0
     norms = cost["norm"] * sum(norm.features for norm in layer.norms)

@@ -19,6 +19,7 @@ from planner.memory.layers.one_layer import PassPeak, norm_memory
 from planner.memory.layers.recipe import Recipe
 from planner.memory.stack_recipe import StackRecipe
 from planner.models.architectures.image_tower import ImageTower, Merger, image_tower
+from planner.models.liger import NO_BLOCKS
 from planner.models.shape import ModelShape, Norm
 
 
@@ -59,7 +60,7 @@ def image_passes(
     weights = stack.recipe
     recipe = replace(
         stack,
-        recipe=replace(weights, liger=False),
+        recipe=replace(weights, liger_blocks=NO_BLOCKS),
         # a mask in another dtype than that of autocast is cast in every layer
         masked=tower.one_row and weights.autocast_width not in (0, weights.weight_width),
         flash=stack.flash and not tower.one_row,  # PyTorch's own flash kernel takes no mask

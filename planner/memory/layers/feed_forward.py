@@ -50,7 +50,7 @@ def mlp(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor, flat: bool = False) -
     if not block.gated:
         h = linear(tape, recipe, block.linears[0], x, flat)
         h = activate(tape, recipe, block.activation, h)
-    elif recipe.liger:
+    elif "mlp" in recipe.liger_blocks:
         h = liger_gate(tape, recipe, block, x)
     elif len(block.linears) == 2:
         h, *held = gate_of_fused_projection(tape, recipe, block, x)
@@ -81,9 +81,14 @@ def gate_of_fused_projection(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) 
 def liger_gate(tape: Tape, recipe: Recipe, block: Mlp, x: Tensor) -> Tensor:
     """Liger's SwiGLU and GeGLU: save only gate and up; the backward pass overwrites both with their gradients.
 
-    Source: liger-kernel, ops/swiglu.py.
+    Source: liger-kernel 0.8.5, ops/swiglu.py, `LigerSiLUMulFunction`; transformers/swiglu.py, `LigerPhi3SwiGLUMLP`.
     """
-    gate, up = linear(tape, recipe, block.linears[0], x), linear(tape, recipe, block.linears[1], x)
+    if len(block.linears) == 2:  # a fused projection, whose halves are copied (ops/utils.py, `ensure_contiguous`)
+        halves = op.split(tape, linear(tape, recipe, block.linears[0], x), (block.intermediate_size,) * 2)
+        gate, up = (op.clone(tape, half) for half in halves)
+        del halves
+    else:
+        gate, up = linear(tape, recipe, block.linears[0], x), linear(tape, recipe, block.linears[1], x)
     product = tape.empty(gate.elements, gate.width)
     saved = tape.save(gate, up)
     elements, width = gate.elements, gate.width

@@ -273,7 +273,7 @@ def unmeasured_setting(
     """The setting of a recipe under which layers are never measured."""
     if recipe.quantized != "none":
         return "quantized weights"
-    if recipe.liger:
+    if recipe.liger_blocks:
         return "Liger's kernels"
     return "flash-attention's package" if recipe.kernel == "flash_varlen" else "none"
 

@@ -8,14 +8,18 @@ Sources: transformers 5.23 `models/llama/modeling_llama.py` (`LlamaRMSNorm`), `m
 from planner.memory.layers import operators as op
 from planner.memory.layers.autograd import Size, Tape, Tensor
 from planner.memory.layers.recipe import Recipe
+from planner.models.liger import LigerBlock
 from planner.models.shape import Norm
 
 
-def norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor) -> Tensor:
-    """Apply a norm of any `planner.models.shape.NormKind` over the last `module.features` elements."""
+def norm(tape: Tape, recipe: Recipe, module: Norm, x: Tensor, part: LigerBlock = "norm") -> Tensor:
+    """Apply a norm of any `planner.models.shape.NormKind` over the last `module.features` elements.
+
+    `part`: what the norm is to Liger: a norm of the layer, or of its queries or keys.
+    """
     if module.kind == "none":
         return x
-    if recipe.liger and module.kind.startswith("rms"):
+    if part in recipe.liger_blocks and module.kind.startswith("rms"):
         return fused_rms_norm(tape, recipe, module, x)
     if module.kind in ("layer", "layer_unweighted"):
         return layer_norm(tape, recipe, module, x)

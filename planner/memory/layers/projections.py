@@ -52,16 +52,16 @@ def query_key_value_heads(tape: Tape, recipe: Recipe, block: Attention, x: Tenso
     if block.qkv_layout != "separate":
         return fused_heads(tape, recipe, block, x)
     if block.qk_norm_each:
-        q = norm(tape, recipe, query_norm(block, block.q_dim), project_heads(tape, recipe, block, 0, x))
-        k = norm(tape, recipe, query_norm(block, block.k_dim), project_heads(tape, recipe, block, 1, x))
+        q = norm(tape, recipe, query_norm(block, block.q_dim), project_heads(tape, recipe, block, 0, x), "query_norm")
+        k = norm(tape, recipe, query_norm(block, block.k_dim), project_heads(tape, recipe, block, 1, x), "query_norm")
         return q, k, project_heads(tape, recipe, block, 2, x)
     q = project_heads(tape, recipe, block, 0, x)
     if block.query_scaled:
         q = op.scale(tape, q)
     k, v = project_heads(tape, recipe, block, 1, x), project_heads(tape, recipe, block, 2, x)
     if block.qk_norm != "none":
-        q = norm(tape, recipe, query_norm(block, block.q_dim), q)
-        k = norm(tape, recipe, query_norm(block, block.k_dim), k)
+        q = norm(tape, recipe, query_norm(block, block.q_dim), q, "query_norm")
+        k = norm(tape, recipe, query_norm(block, block.k_dim), k, "query_norm")
     return q, k, v
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.memory.layers.autograd import Size
+from planner.models.liger import NO_BLOCKS, LigerBlocks
 
 Kernel = Literal["eager", "eager_masked", "flash", "flash_varlen", "efficient", "efficient_unmasked", "math"]
 
@@ -36,7 +37,7 @@ class Recipe:
     dropout: bool = True  # the model's own dropout, if its config has one; DPO, KTO and reward trainers disable it
     kernel: Kernel = "flash"
     several_rows: bool = True  # with one row, some tensors stay views that are copied for several rows
-    liger: bool = False
+    liger_blocks: LigerBlocks = NO_BLOCKS  # the parts that Liger's kernels replace
     device: Literal["cuda", "cpu"] = "cuda"
 
     @property

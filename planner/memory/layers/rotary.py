@@ -25,7 +25,7 @@ def rotary(tape: Tape, recipe: Recipe, block: Attention, q: Tensor, k: Tensor) -
 
     Liger rotates in place, in the backward pass too (ops/rope.py).
     """
-    if recipe.liger and block.rotary_style in ("half", "half_cast_back"):
+    if "rotary" in recipe.liger_blocks and block.rotary_style in ("half", "half_cast_back"):
         return op.in_place(tape, q), op.in_place(tape, k)
     return STYLES[block.rotary_style](tape, recipe, block, q, k)
 

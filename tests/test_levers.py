@@ -1,0 +1,88 @@
+"""Levers that an expert would use: searched or set where they help, named with their packages."""
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from planner.estimate import estimate
+from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.launch.requirements import requirements
+from planner.models.catalogue import load_model
+from planner.models.liger import LIGER_BLOCKS
+from planner.plan import Plan, plan
+from planner.search.search import NEAR_BEST
+from tests.test_laws_of_plans import Question, laws, planned, questions, speed
+
+SUPPORTED = ["Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-8B", "gemma-2-2b", "gemma-3-4b", "OLMo-2-0425-1B", "phi-4"]
+
+
+def answer_of(model: str, gpus: str, method: str, pins: Mapping[str, object] | None = None, **job: object) -> Plan:
+    cluster = parse_cluster(gpus, None, None)
+    return plan(Job(model=load_model(model), method=method, pinned=pins or {}, **job), cluster)  # type: ignore[arg-type]
+
+
+# -- Liger -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", SUPPORTED)
+def test_liger_is_set_where_it_has_kernels(model: str) -> None:
+    assert answer_of(model, "1xH100", "sft").best.candidate.use_liger_kernel
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "method", "job"),
+    [
+        ("pythia-1b", "1xH100", "sft", {}),  # gpt_neox has no kernels
+        ("Qwen3-30B-A3B", "8xH100", "sft", {}),  # Liger replaces the experts by a function without formulas
+        ("Qwen2.5-0.5B", "1xT4", "sft", {}),  # Triton needs compute capability 8.0
+        ("Qwen2.5-7B", "1xH100", "reward", {}),  # Liger would replace the forward pass of the classifier
+        ("Qwen2.5-7B", "1xH100", "sft", {"trl_version": "1.14"}),  # Liger would replace the loss
+        ("Qwen2.5-7B", "1xH100", "sft", {"pins": {"use_liger_kernel": False}}),
+    ],
+)
+def test_liger_is_not_set_elsewhere(model: str, gpus: str, method: str, job: dict[str, object]) -> None:
+    assert not answer_of(model, gpus, method, **job).best.candidate.use_liger_kernel  # type: ignore[arg-type]
+
+
+def test_liger_is_named_with_its_gain_and_its_package() -> None:
+    answer = answer_of("Llama-3.1-8B", "8xH100", "sft")
+    assert "liger-kernel==0.8.*" in requirements(answer.best.candidate).splitlines()
+    assert any(reason.startswith("use_liger_kernel true instead of false: saves") for reason in answer.best.reasons)
+    assert any("liger-kernel" in warning for warning in answer.warnings)
+
+
+@laws
+@given(questions(), st.booleans())
+def test_no_pin_of_liger_beats_the_free_plan(question: Question, value: bool) -> None:
+    pinned = planned(question, question.samples, {"use_liger_kernel": value})
+    if pinned.best.candidate.method_row.liger_layers:
+        assert speed(planned(question, question.samples)) >= NEAR_BEST * speed(pinned)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("model", SUPPORTED)
+def test_liger_never_needs_more_and_is_never_slower(model: str, tuning: str, checkpointing: bool) -> None:
+    cluster = parse_cluster("8xH100", None, None)
+    with_liger = answer_of(model, "8xH100", "sft", {"tuning": tuning, "gradient_checkpointing": checkpointing}).best
+    without = estimate(replace(with_liger.candidate, use_liger_kernel=False), cluster)
+    assert with_liger.gpus[0].peak_bytes <= without.gpus[0].peak_bytes
+    assert with_liger.throughput.tokens_per_second >= without.throughput.tokens_per_second
+
+
+def test_every_model_type_of_the_table_is_one_of_liger() -> None:
+    """The names in liger-kernel 0.8.5, transformers/monkey_patch.py, `MODEL_TYPE_TO_APPLY_LIGER_FN`."""
+    published = {
+        "deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma", "gemma2", "gemma3_text", "gemma3", "gemma4_text",
+        "gemma4", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "internvl", "llama", "llama4_text", "llama4", "llava",
+        "granite", "mllama", "mllama_text_model", "ministral", "mistral", "mixtral", "muse_glimmer", "nemotron",
+        "olmo2", "pixtral", "olmo3", "qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl",
+        "qwen2_5_vl_text", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl",
+        "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "smollm3", "phi3", "paligemma", "falcon_h1", "smolvlm",
+        "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
+    }  # fmt: skip
+    assert LIGER_BLOCKS.keys() <= published
