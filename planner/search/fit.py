@@ -1,6 +1,7 @@
 """The estimate of one candidate, with the share of the GPU that its colocated vLLM engine gets."""
 
 from dataclasses import replace
+from math import ceil
 
 from msgspec import structs
 
@@ -13,6 +14,10 @@ from planner.quantities import Estimate
 from planner.search.binary_search import largest
 from planner.search.knobs import SearchProblem
 
+# Rows that the KV cache of a colocated engine keeps, as a multiple of those of a micro-batch, and of a whole rollout
+# where memory is free: a cache that is off by its own size keeps them still. vLLM stops at start if its budget leaves
+# no block (v1/core/kv_cache_utils.py, "No available memory for the cache blocks").
+ROWS_KEPT = 2
 LARGEST_UTILIZATION = 95  # hundredths of the GPU; vLLM's default is 0.92, and a colocated trainer needs the rest
 
 
@@ -35,17 +40,34 @@ def candidate_fits(candidate: Candidate, problem: SearchProblem) -> bool:
 def utilization_range(candidate: Candidate, problem: SearchProblem) -> tuple[int, int]:
     """Return the smallest and largest `vllm_gpu_memory_utilization` of a colocated engine, in hundredths.
 
-    The smallest is the one with which the engine starts; it is above the largest if the engine never starts. Both are
-    the pinned value if there is one.
+    The smallest is the one with which the engine starts and its KV cache keeps `ROWS_KEPT` times the rows of a
+    micro-batch; it is above the largest if there is none. Both are the pinned value if there is one.
     """
     if "vllm_gpu_memory_utilization" in problem.job.pinned:
         pinned = round(100 * candidate.vllm_gpu_memory_utilization)
         return pinned, pinned
-    smallest = replace(engine_settings(candidate, problem.cluster.gpu), gpu_memory_utilization=0.01)
-    answer = engine_or_refusal(candidate.model, problem.cluster.gpu, smallest)
+    rows = candidate.per_device_train_batch_size * candidate.vllm_tensor_parallel_size
+    return share_that_keeps(rows, candidate, problem), LARGEST_UTILIZATION
+
+
+def share_that_keeps(rows: int, candidate: Candidate, problem: SearchProblem) -> int:
+    """Return the smallest `vllm_gpu_memory_utilization`, in hundredths, that keeps `ROWS_KEPT` times that many rows.
+
+    It is above `LARGEST_UTILIZATION` if the engine would not start with any share.
+    """
+    gpu, settings = problem.cluster.gpu, engine_settings(candidate, problem.cluster.gpu)
+    share = 1
+    answer = engine_or_refusal(candidate.model, gpu, replace(settings, gpu_memory_utilization=share / 100))
     if isinstance(answer, EngineRefusal):
-        return (round(100 * answer.utilization_that_fits) or LARGEST_UTILIZATION + 1), LARGEST_UTILIZATION
-    return 1, LARGEST_UTILIZATION
+        share = round(100 * answer.utilization_that_fits)
+        if not share:
+            return LARGEST_UTILIZATION + 1
+        answer = engine_or_refusal(candidate.model, gpu, replace(settings, gpu_memory_utilization=share / 100))
+    if isinstance(answer, EngineRefusal):
+        return LARGEST_UTILIZATION + 1
+    more_tokens = ROWS_KEPT * rows * candidate.row_tokens - answer.kv_tokens
+    more_bytes = max(0.0, more_tokens) * answer.kv_cache_bytes / answer.kv_tokens
+    return share + ceil(100 * more_bytes / gpu.total_bytes)
 
 
 def with_utilization(candidate: Candidate, hundredths: int, problem: SearchProblem) -> Candidate:

@@ -11,13 +11,16 @@ from functools import cache, partial
 from planner.candidate import FIELDS, Candidate
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
+from planner.memory.engine.settings import engine_settings
 from planner.quantities import Estimate
 from planner.search.binary_search import largest
 from planner.search.bounds import leanest, smallest_may_fit, speed_bound
 from planner.search.fit import (
+    LARGEST_UTILIZATION,
     candidate_fits,
     estimate_or_none,
     estimate_with_engine,
+    share_that_keeps,
     utilization_range,
     with_smallest_utilization,
     with_utilization,
@@ -26,6 +29,8 @@ from planner.search.knobs import SearchProblem, structures
 from planner.search.sizes import batch_sizes, sizes_of
 
 SMALLER_BATCHES = 2  # next smaller batches that are estimated beside the largest that fits
+USUAL_UTILIZATION = 0.3  # vllm_gpu_memory_utilization by default (trl 1.16, trainer/grpo_config.py)
+ENGINE_LEAVES = 0.1  # share of the card that stays free beyond the upper end of the estimate
 NO_SLOWER = 0.999  # share of a speed that counts as the same
 NEAR_BEST = 0.98  # share of the best speed from which on less memory is worth more: predicted speeds are not exact
 
@@ -157,7 +162,7 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
 
     near = (with_smaller_batch(each, near_best, problem) for each in answers if near_best(each))
     base = base_candidate(job, problem.cluster)
-    return min(
+    leanest_answer = min(
         (with_leanest_engine(each, near_best, problem) for each in near),
         key=lambda answer: (
             answer.candidate.checkpoint_offload,
@@ -165,6 +170,7 @@ def leanest_of(answers: Sequence[Estimate], problem: SearchProblem) -> Estimate:
             changed_settings(answer.candidate, base),
         ),
     )
+    return with_ample_engine(leanest_answer, problem)
 
 
 def trainer_peak_bytes(answer: Estimate) -> int:
@@ -213,3 +219,29 @@ def with_leanest_engine(answer: Estimate, near_best: Callable[[Estimate], bool],
         return other.throughput.tokens_per_second >= NO_SLOWER * answer.throughput.tokens_per_second
 
     return answers.get(largest(0, high - low, as_fast), answer) if high > low else answer
+
+
+def with_ample_engine(answer: Estimate, problem: SearchProblem) -> Estimate:
+    """Return the answer with the share of free memory that its colocated engine can use.
+
+    It is what keeps twice the rows of a rollout, and at least TRL's default, as far as the training GPUs still fit with
+    `ENGINE_LEAVES` of the card left.
+    """
+    candidate, gpu = answer.candidate, problem.cluster.gpu
+    if candidate.vllm != "colocate" or "vllm_gpu_memory_utilization" in problem.job.pinned:
+        return answer
+    low = round(100 * candidate.vllm_gpu_memory_utilization)
+    rows = engine_settings(candidate, gpu).max_num_seqs
+    high = max(round(100 * USUAL_UTILIZATION), share_that_keeps(rows, candidate, problem))
+    room = answer.gpus[0].capacity_bytes - ENGINE_LEAVES * gpu.total_bytes
+    answers: dict[int, Estimate] = {}
+
+    def leaves_room(more: int) -> bool:
+        other = estimate_or_none(with_utilization(candidate, low + more, problem), problem)
+        if other is None or not other.fits or other.gpus[0].interval_bytes[1] > room:
+            return False
+        answers[more] = other
+        return other.throughput.tokens_per_second >= NO_SLOWER * answer.throughput.tokens_per_second
+
+    most = min(high, LARGEST_UTILIZATION) - low
+    return answers.get(largest(1, most, leaves_room), answer) if most > 0 else answer
