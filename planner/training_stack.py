@@ -14,9 +14,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from planner.allocator.simulation import Simulation
-from planner.candidate import Candidate
+from planner.candidate import FLASH, Candidate
 from planner.errors import DryRunUnsupported, InputError, PlanError, ProbeFailed, UnknownArchitecture
 from planner.gpus.cluster import Cluster, Gpu
+from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.jobs.settings import field_types, is_shown
 from planner.measurements.corrected_estimate import heaviest_rank
@@ -27,7 +28,7 @@ from planner.models.shape import ModelShape
 from planner.plan import Plan
 from planner.quantities import Estimate, Note
 from planner.report.sentences import sentence
-from planner.search.knobs import SearchProblem, attention
+from planner.search.knobs import SearchProblem, attention, with_liger
 from planner.settings.setting import Value
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ NOT_IN_DRY_RUNS = frozenset({"save", "load"})
 # A probe on the CPU and a dry run of the same kernels agree within 0.1 % (results/cpu_probes.md); small models differ
 # more, by the state of the random number generator, 5,056 bytes a layer.
 CPU_PROBE_TOLERANCE = 0.01
-FLASH = {"attn_implementation": "flash_attention_2"}
 
 
 def dry_run_installed() -> bool:
@@ -174,18 +174,35 @@ class ProbeSettings:
 def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, tuple[Note, ...]]:
     """Return the job without what probes on this device cannot run, and a warning about each change.
 
-    FlashAttention 2 has no CPU kernels; on GPUs it needs flash-attn, or the Hub's kernels for it
-    (transformers 5.23, modeling_flash_attention_utils.py).
+    FlashAttention has no CPU kernels; on GPUs it needs flash-attn, or the Hub's kernels for it
+    (transformers 5.23, modeling_flash_attention_utils.py). Liger's kernels are Triton's.
     """
+    job, attention_changes = _with_attention_of(job, cluster, device)
+    problem = SearchProblem(job=job, cluster=cluster, tuning_class="lora")
+    on_gpu = device in ("cuda", "emulated")
+    if not with_liger(base_candidate(job, cluster), problem).use_liger_kernel or "use_liger_kernel" in job.pinned:
+        return job, attention_changes
+    if on_gpu and find_spec("liger_kernel") is not None:
+        return job, attention_changes
+    without = replace(job, pinned={**job.pinned, "use_liger_kernel": False})
+    return without, (*attention_changes, Note("liger_not_installed", {"device": device}))
+
+
+def _with_attention_of(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, tuple[Note, ...]]:
+    """Return the job with an attention kernel that probes on this device have, and a warning if it differs."""
     installed = device in ("cuda", "emulated") and any(
         find_spec(name) is not None for name in ("flash_attn", "kernels")
     )
     if device == "simulated" or installed or "attn_implementation" in job.pinned:
         return job, ()
-    if FLASH not in attention(SearchProblem(job=job, cluster=cluster, tuning_class="lora")):
+    choices = attention(SearchProblem(job=job, cluster=cluster, tuning_class="lora"))
+    flash = next((name for change in choices if (name := change["attn_implementation"]) in FLASH), None)
+    if flash is None:
         return job, ()
-    changed = replace(job, pinned={**job.pinned, "attn_implementation": "sdpa"})
-    return changed, (Note("attention_not_installed", {"device": device}),)
+    other = choices[0]["attn_implementation"]
+    changed = replace(job, pinned={**job.pinned, "attn_implementation": other})
+    values = {"device": device, "attn_implementation": other, "missing": flash}
+    return changed, (Note("attention_not_installed", values),)
 
 
 def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) -> Probe:

@@ -20,7 +20,7 @@ from planner.plan import Plan, plan
 from planner.search.fit import ROWS_KEPT, utilization_range, with_utilization
 from planner.search.knobs import SearchProblem
 from planner.search.search import ENGINE_LEAVES, NEAR_BEST, USUAL_UTILIZATION
-from tests.test_laws_of_plans import Question, laws, planned, questions, speed
+from tests.test_laws_of_plans import Question, laws, not_slower, planned, questions, speed
 
 SUPPORTED = ["Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-8B", "gemma-2-2b", "gemma-3-4b", "OLMo-2-0425-1B", "phi-4"]
 
@@ -136,3 +136,38 @@ def test_no_share_of_the_search_keeps_less_than_twice_a_micro_batch() -> None:
         for each in (share, share - 1)
     ]
     assert tokens[1] < ROWS_KEPT * 4 * candidate.row_tokens <= tokens[0]
+
+
+# -- FlashAttention 3 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [("1xH100", "flash_attention_3"), ("1xA100-80G", "flash_attention_2"), ("1xB200", "flash_attention_2")],
+)
+def test_long_rows_get_the_newest_flash_attention_of_the_card(gpus: str, expected: str) -> None:
+    answer = answer_of("Qwen2.5-1.5B", gpus, "sft", {"max_length": 4096, "per_device_train_batch_size": 4})
+    assert answer.best.candidate.attn_implementation == expected
+    assert any(line.startswith(f"attn_implementation {expected} needs no build") for line in answer.warnings)
+
+
+def test_attention_sinks_get_the_kernel_that_knows_them_on_hopper() -> None:
+    answers = {gpus: answer_of("gpt-oss-20b", gpus, "sft") for gpus in ("8xH100", "8xA100-80G")}
+    kernels = {gpus: answer.best.candidate.attn_implementation for gpus, answer in answers.items()}
+    assert kernels == {"8xH100": "flash_attention_3", "8xA100-80G": "eager"}
+    assert any("no gradient of attention sinks" in line for line in answers["8xH100"].warnings)
+    assert any(
+        reason.startswith("attn_implementation flash_attention_3 instead of eager: saves")
+        for reason in answers["8xH100"].best.reasons
+    )
+    eager = answer_of("gpt-oss-20b", "8xH100", "sft", {"attn_implementation": "eager"}).best
+    assert answers["8xH100"].best.throughput.tokens_per_second > 2 * eager.throughput.tokens_per_second
+
+
+@laws
+@given(questions(), st.sampled_from(["sdpa", "flash_attention_2", "flash_attention_3"]))
+def test_no_pin_of_an_attention_kernel_beats_the_free_plan(question: Question, name: str) -> None:
+    if name == "flash_attention_3" and not load_cluster(f"1x{question.card}").gpu.supports_flash_attention_3:
+        return
+    pinned = planned(question, question.samples, {"attn_implementation": name})
+    assert not_slower(planned(question, question.samples), pinned)

@@ -33,6 +33,11 @@ class Gpu:
         return self.compute_capability >= (8, 0)
 
     @property
+    def supports_flash_attention_3(self) -> bool:
+        """True for compute capability 9.0 (Hopper), whose instructions flash-attn 3 is written for (`sm_90a`)."""
+        return self.compute_capability == (9, 0)
+
+    @property
     def runs_triton(self) -> bool:
         """True from compute capability 8.0 on, which Triton supports (triton 3.7, README.md, "Supported Hardware")."""
         return self.compute_capability >= (8, 0)

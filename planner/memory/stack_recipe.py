@@ -32,6 +32,10 @@ QUANTIZED_LINEAR: dict[Quantization, QuantizedLinear] = {
 # models/seed_oss/modeling_seed_oss.py (nn.functional.dropout).
 FUNCTIONAL_DROPOUT = ("opt", "seed_oss")
 
+# The implementation with attention sinks: the build kernels-community/vllm-flash-attn3 (transformers 5.23,
+# modeling_flash_attention_utils.py, `FLASH_ATTN_KERNEL_FALLBACK`).
+SINKS: AttentionImplementation = "flash_attention_3"
+
 # Alignment of a head in the memory-efficient attention kernel. Source: pytorch 2.13,
 # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_head_dim_size_mem_efficient` and
 # `minimum_gemm_alignment`.
@@ -242,7 +246,7 @@ def loaded_attention(model: ModelShape, wanted: AttentionImplementation) -> Atte
 def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
     """The attention kernel that one layer runs.
 
-        eager, attention sinks                     "eager_masked"
+        eager, sinks without FlashAttention 3      "eager_masked"
         FlashAttention                             "flash_varlen" with padding, else "flash"
         sdpa with a mask                           "efficient", or "math" if a head is not a multiple of 16 bytes
         sdpa, 16-bit, equal head dims up to 256    "flash" on GPUs that have it
@@ -252,7 +256,7 @@ def kernel(stack: StackRecipe, attention: Attention) -> Kernel:
     window; eager always has one), integrations/sdpa_attention.py, `use_gqa_in_sdpa`; pytorch 2.13,
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (the memory-efficient kernel has no grouped queries).
     """
-    if stack.attn_implementation == "eager" or attention.sink_params:
+    if stack.attn_implementation == "eager" or (attention.sink_params and stack.attn_implementation != SINKS):
         return "eager_masked"
     if stack.attn_implementation != "sdpa":
         return "flash_varlen" if stack.unpads else "flash"

@@ -22,6 +22,11 @@ DEVICE_WORDS = {
     "simulated": "in a simulated card",
     "emulated": "on an emulated card",
 }
+# Source: transformers 5.23, modeling_flash_attention_utils.py, `FLASH_ATTN_KERNEL_FALLBACK`.
+HUB_KERNELS = {
+    "flash_attention_2": "kernels-community/flash-attn2",
+    "flash_attention_3": "kernels-community/vllm-flash-attn3",
+}
 # Weights that a trainer casts to bfloat16, by its k-bit preparation.
 CAST: dict[KbitPreparation, str] = {
     "none": "adapters", "embeddings_and_head": "embeddings and head", "everything_unquantized": "everything unquantized"
@@ -213,9 +218,15 @@ def _phase_measured(
     )
 
 
-def _attention_not_installed(device: str) -> str:
+def _attention_not_installed(device: str, attn_implementation: str, missing: str) -> str:
     where = "has no CPU kernels" if device == "cpu" else "is not installed here (pip install kernels)"
-    return f"attn_implementation sdpa: flash_attention_2 {where}"
+    return f"attn_implementation {attn_implementation}: {missing} {where}"
+
+
+def _liger_not_installed(device: str) -> str:
+    on_gpu = device in ("cuda", "emulated")
+    where = "is not installed here (pip install liger-kernel)" if on_gpu else "runs on GPUs only"
+    return f"use_liger_kernel false: liger-kernel {where}"
 
 
 def _fewer_gpus(count: int, unit: str) -> str:
@@ -279,9 +290,13 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"{method} generates without a KV cache, since TRL turns it off under gradient "
         "checkpointing: every token takes a forward pass over the whole row"
     ),
-    "flash_attention_from_hub": lambda: (
-        "attn_implementation flash_attention_2 needs no build: without the flash-attn package, transformers "
-        "takes kernels-community/flash-attn2 through the kernels package"
+    "flash_attention_from_hub": lambda attn_implementation: (
+        f"attn_implementation {attn_implementation} needs no build: without the flash-attn package, transformers "
+        f"takes {HUB_KERNELS[attn_implementation]} through the kernels package"
+    ),
+    "sinks_without_gradient": lambda: (
+        "the backward pass of that kernel had no gradient of attention sinks in 2025 (nvidia-cosmos/cosmos-rl#219; "
+        "huggingface/gpt-oss-recipes trains with it): compare your first steps with attn_implementation eager"
     ),
     "sdpa_builds_mask": lambda: (
         "batches with padding make sdpa build a mask of rows x length squared in every layer; "
@@ -399,6 +414,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "probe_has_no_phase": lambda device: f"the probe {DEVICE_WORDS[device]} has no phase that was expected",
     "phase_measured": _phase_measured,
     "attention_not_installed": _attention_not_installed,
+    "liger_not_installed": _liger_not_installed,
     # the user's own results
     "own_probe_ran_out_of_memory": lambda gpu, phase, evidence, expected_bytes: (
         f"your own probe of this candidate on {gpu} ran out of memory in the {_phase(phase)} "

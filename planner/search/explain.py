@@ -31,7 +31,7 @@ MIN_REPORTED_SPEEDUP = 1.05
 # these values that it does not have.
 OTHER_VALUES: dict[str, tuple[Value, ...]] = {
     "dtype": ("float32",),
-    "attn_implementation": ("sdpa",),
+    "attn_implementation": (),  # those of the model and the GPU
     "use_liger_kernel": (False,),
     "gradient_checkpointing": (True, False),
     "sharding": ("ddp",),
@@ -48,6 +48,8 @@ def reasons(best: Estimate, problem: SearchProblem) -> tuple[Reason, ...]:
     found = []
     for name, others in OTHER_VALUES.items():
         value = getattr(best.candidate, name)
+        if name == "attn_implementation":
+            others = tuple(str(change[name]) for change in attention(problem))
         other = next((each for each in others if each != value), None)
         if other is None or name in problem.job.pinned or not is_applicable(name, best.candidate, problem):
             continue
@@ -235,10 +237,13 @@ def about_cache(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_attention(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note the packages of FlashAttention 2, and the mask that sdpa builds for padded batches."""
+    """Note the packages of FlashAttention, the gradient that it lacks, and the mask of sdpa for padded batches."""
     candidate = best.candidate
-    if candidate.attn_implementation == "flash_attention_2" and "attn_implementation" not in problem.job.pinned:
-        yield Note("flash_attention_from_hub")
+    flash = candidate.attn_implementation in FLASH
+    if flash and "attn_implementation" not in problem.job.pinned:
+        yield Note("flash_attention_from_hub", {"attn_implementation": candidate.attn_implementation})
+    if flash and any(layer.attention.sink_params for layer, _ in candidate.model.layer_kinds):
+        yield Note("sinks_without_gradient")
     if candidate.attn_implementation != "sdpa" or not candidate.pads:
         return
     peak = estimate(candidate, problem.cluster).gpus[0].peak

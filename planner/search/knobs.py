@@ -208,24 +208,27 @@ def masks_images(job: Job) -> bool:
 def attention(problem: SearchProblem) -> Changes:
     """Return the attention implementations that the model and the GPU support.
 
-    FlashAttention 2 needs no mask; sdpa needs one of rows x length squared for padded batches. Models with softcaps
-    have no sdpa, those with attention sinks eager attention only. FlashAttention 2 drops the mask with which the tokens
-    of an image see one another in gemma 3 (transformers 5.23, masking_utils.py, `flash_attention_mask`), so it is not
-    offered there.
+    FlashAttention needs no mask; sdpa needs one of rows x length squared for padded batches. On Hopper it is release 3,
+    which needs no more memory than release 2 and is faster (flash-attention, hopper/flash_api.cpp, `mha_bwd`:
+    accumulates the gradients of keys in float32 for the key heads, release 2 in 16 bits for all query heads). Models
+    with softcaps have no sdpa. Those with attention sinks have eager attention and the build of FlashAttention 3 that
+    knows sinks (transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, `_compatible_flash_implementations`).
+    FlashAttention drops the mask with which the tokens of an image see one another in gemma 3 (transformers 5.23,
+    masking_utils.py, `flash_attention_mask`), so it is not offered there.
     Source: planner/memory/stack_recipe.py, `loaded_attention`.
     """
-    layers = [layer.attention for layer, _ in problem.job.model.layer_kinds]
-    if any(layer.sink_params for layer in layers):
-        return ({"attn_implementation": "eager"},)
-    other = "sdpa" if problem.job.model.supports_sdpa else "eager"
+    gpu, layers = problem.cluster.gpu, [layer.attention for layer, _ in problem.job.model.layer_kinds]
+    sinks = any(layer.sink_params for layer in layers)
+    other = "sdpa" if problem.job.model.supports_sdpa and not sinks else "eager"
     context_parallel = problem.job.pinned.get("cp_size", 1) != 1  # needs sdpa: planner/jobs/rules.py
     flash = (
-        problem.cluster.gpu.supports_flash_attention_2
+        (gpu.supports_flash_attention_3 if sinks else gpu.supports_flash_attention_2)
         and not context_parallel
         and not masks_images(problem.job)
         and all(layer.head_dim == layer.v_head_dim <= FLASH_HEAD_DIM for layer in layers)
     )
-    return tuple({"attn_implementation": name} for name in ((other, "flash_attention_2") if flash else (other,)))
+    release = "flash_attention_3" if gpu.supports_flash_attention_3 else "flash_attention_2"
+    return tuple({"attn_implementation": name} for name in ((other, release) if flash else (other,)))
 
 
 def generation(problem: SearchProblem) -> Changes:

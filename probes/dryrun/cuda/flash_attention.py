@@ -4,7 +4,8 @@ Source: flash-attention 2.8, flash_attn/flash_attn_interface.py (`FlashAttnFunc`
 csrc/flash_attn/flash_api.cpp (`mha_fwd`, `mha_varlen_fwd`, `mha_bwd`, `mha_varlen_bwd`);
 `kernels-community/flash-attn2` is built from the same files. The code around the kernels,
 transformers/modeling_flash_attention_utils.py, runs unchanged. Leaves out the partial sums of short forward passes that
-split the keys (`num_splits`).
+split the keys (`num_splits`). `s_aux`, attention sinks, is a parameter of FlashAttention 3 only, whose backward pass
+allocates no more than that of release 2 (hopper/flash_api.cpp, `mha_bwd`).
 """
 
 import contextlib
@@ -104,6 +105,7 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     deterministic: bool = False,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Replace `flash_attn.flash_attn_func`, for rows of equal length.
 
@@ -126,6 +128,7 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     deterministic: bool = False,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Replace `flash_attn.flash_attn_varlen_func`, for rows end to end; `cu_seqlens` holds where each row begins."""
     return _attend(q, k, v, cu_seqlens_q.numel() - 1)
