@@ -34,7 +34,7 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = DEFAULT_RISK)
     engine = engine_of(candidate, cluster.gpu)
     training = training_estimate(training_settings(candidate), cluster)
     gpus = gpus_of(candidate, cluster, training, engine, risk)
-    host_fits = training.host_peak_bytes <= cluster.host.total_bytes
+    host_fits = training.host_peak_bytes <= cluster.host.usable_bytes
     probability = fit_probability_of(gpus, kind_of(candidate)) if host_fits else 0.0
     fits = host_fits and _gpus_fit(gpus)
     return Estimate(
@@ -45,7 +45,7 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = DEFAULT_RISK)
         evidence="estimated",
         gpus=gpus,
         host_peak_bytes=training.host_peak_bytes,
-        host_capacity_bytes=cluster.host.total_bytes,
+        host_capacity_bytes=cluster.host.usable_bytes,
         throughput=with_generation(
             training.seconds, candidate, cluster, engine.max_concurrency if engine is not None else 0.0
         ),

@@ -17,7 +17,9 @@ from planner.memory.engine.settings import engine_settings
 from planner.methods import METHODS
 from planner.quantities import Estimate, Evidence, Note, PhaseDifference, ProbedOn
 from planner.search.explain import limits, notes, reasons
+from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, TuningClass, problem_of_estimate, structures, tuning_classes
+from planner.search.practical import impractical
 from planner.search.remedies import Remedy, offloading_notes, remedies
 from planner.search.search import NEAR_BEST, search
 from planner.search.shared_rows import longest_shared_rows, search_with_shared_rows, shared_rows_notes
@@ -158,14 +160,14 @@ BestByProblem = dict[SearchProblem, Estimate | None]
 def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
     """Return the recommended candidate with its problem; None if there is no candidate.
 
-    It is the tuning class to prefer among those that fit without offloading (offloaded if that is 1.5 times as fast,
-    such as by room for an engine), else the faster of the candidate that fits with the least host memory and of one
-    whose rows several GPUs share, else the one of the least `distance` from fitting: offloaded ones too, where the GPUs
-    hold what is left on them, or hold it tightly.
+    It is the tuning class to prefer among those that fit without offloading (offloaded if the job allows no other class
+    and that is 1.5 times as fast, such as by room for an engine), else the faster of the candidate that fits with the
+    least host memory and of one whose rows several GPUs share, else the one of the least `distance` from fitting:
+    offloaded ones too, where the GPUs hold what is left on them, or hold it tightly.
     """
     fitting = preferred_class(found)
     if fitting is not None:
-        return faster_with_offloading(*fitting) or fitting
+        return (faster_with_offloading(*fitting) or fitting) if len(found) == 1 else fitting
     offloaded = search_with_offloading(found)
     ways = [way for way in (search_with_shared_rows(found), least_host_memory(offloaded)) if way is not None]
     if ways:
@@ -180,16 +182,42 @@ def recommend(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
 
 
 def preferred_class(found: BestByProblem) -> tuple[SearchProblem, Estimate] | None:
-    """Return the first tuning class whose best candidate fits, but QLoRA instead of a LoRA that is much slower.
+    """Return the first tuning class whose best candidate fits and is a way to train, on GPUs of its own or shared rows.
 
-    Full fine-tuning learns most and QLoRA computes with rounded weights: hence the order.
+    Full fine-tuning learns most and QLoRA computes with rounded weights: hence the order. Full fine-tuning that is much
+    faster with offloading has no room on the GPUs, and gives way to a class that has; so does a LoRA to a much faster
+    QLoRA.
     """
-    fitting = [(problem, answer) for problem, answer in found.items() if answer is not None and answer.fits]
-    first = fitting[0] if fitting else None
-    if first is None or first[0].tuning_class != "lora" or first[0].job.optimize != "throughput":
+    fitting = []
+    for problem, answer in found.items():
+        way = (problem, answer) if answer is not None and answer.fits else with_shared_rows(problem, answer)
+        if way is not None:
+            fitting.append(way)
+    if not fitting or fitting[0][0].job.optimize != "throughput":
+        return fitting[0] if fitting else None
+    practical = [way for way in fitting if not impractical(way[1])]
+    fitting = practical or fitting
+    first = fitting[0]
+    if first[0].tuning_class == "full" and len(fitting) > 1 and faster_with_offloading(*first):
+        fitting = fitting[1:]
+        first = fitting[0]
+    if first[0].tuning_class != "lora":
         return first
     worth = MUCH_FASTER * first[1].throughput.tokens_per_second
     return next((each for each in fitting[1:] if each[1].throughput.tokens_per_second >= worth), first)
+
+
+def with_shared_rows(problem: SearchProblem, nearest: Estimate | None) -> tuple[SearchProblem, Estimate] | None:
+    """Return the best candidate whose rows several GPUs share, for a class that does not fit else; None if none fits.
+
+    It is searched only if rows of one GPU's share would fit: sharing divides activations, and leaves the states.
+    """
+    candidate, gpus = nearest.candidate if nearest else None, problem.cluster.gpus_per_node
+    if candidate is None or not candidate.method_row.shares_rows or gpus == 1 or problem.job.optimize != "throughput":
+        return None
+    piece = structs.replace(candidate, max_length=-(-candidate.max_length // gpus))
+    alone = estimate_or_none(piece, problem)
+    return search_with_shared_rows([problem]) if alone is not None and alone.fits else None
 
 
 def faster_with_offloading(problem: SearchProblem, answer: Estimate) -> tuple[SearchProblem, Estimate] | None:

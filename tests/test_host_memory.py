@@ -95,7 +95,8 @@ class TestVerdict:
         assert "153.6 of 16.0 GiB of memory on each node assumed from AWS g4dn" in " ".join(captured.out.split())
         assert captured.err == (
             "Error: No candidate fits 1 x T4 (14.6 GiB). The nearest needs 153.6 GiB of main memory on a node of "
-            "16.0 GiB (assumed from AWS g4dn.xlarge and larger). It fits with --host-memory 154GiB.\n"
+            "16.0 GiB (90% of which is planned, as it is assumed from AWS g4dn.xlarge and larger). "
+            "It fits with --host-memory 154GiB.\n"
         )
 
     def test_they_fit_where_the_node_has_enough(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from planner.estimate import estimate
 from planner.gpus.cluster import Cluster
+from planner.gpus.host_memory import with_given_host, with_usual_host
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.launch.requirements import requirements
@@ -17,9 +18,11 @@ from planner.memory.engine.settings import engine_settings
 from planner.models.catalogue import load_model
 from planner.models.liger import LIGER_BLOCKS
 from planner.plan import Plan, plan
+from planner.report.sentences import sentences
 from planner.search.fit import ROWS_KEPT, utilization_range, with_utilization
 from planner.search.knobs import SearchProblem
 from planner.search.search import ENGINE_LEAVES, NEAR_BEST, USUAL_UTILIZATION
+from planner.units import GIB
 from tests.test_laws_of_plans import Question, laws, not_slower, planned, questions, speed
 
 SUPPORTED = ["Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-8B", "gemma-2-2b", "gemma-3-4b", "OLMo-2-0425-1B", "phi-4"]
@@ -60,8 +63,10 @@ def test_liger_is_not_set_elsewhere(model: str, gpus: str, method: str, job: dic
 def test_liger_is_named_with_its_gain_and_its_package() -> None:
     answer = answer_of("Llama-3.1-8B", "8xH100", "sft")
     assert "liger-kernel==0.8.*" in requirements(answer.best.candidate).splitlines()
-    assert any(reason.startswith("use_liger_kernel true instead of false: saves") for reason in answer.best.reasons)
-    assert any("liger-kernel" in warning for warning in answer.warnings)
+    assert any(
+        reason.startswith("use_liger_kernel true instead of false: saves") for reason in sentences(answer.best.reasons)
+    )
+    assert any("liger-kernel" in warning for warning in sentences(answer.warnings))
 
 
 @laws
@@ -148,17 +153,17 @@ def test_no_share_of_the_search_keeps_less_than_twice_a_micro_batch() -> None:
 def test_long_rows_get_the_newest_flash_attention_of_the_card(gpus: str, expected: str) -> None:
     answer = answer_of("Qwen2.5-1.5B", gpus, "sft", {"max_length": 4096, "per_device_train_batch_size": 4})
     assert answer.best.candidate.attn_implementation == expected
-    assert any(line.startswith(f"attn_implementation {expected} needs no build") for line in answer.warnings)
+    assert any(line.startswith(f"attn_implementation {expected} needs no build") for line in sentences(answer.warnings))
 
 
 def test_attention_sinks_get_the_kernel_that_knows_them_on_hopper() -> None:
     answers = {gpus: answer_of("gpt-oss-20b", gpus, "sft") for gpus in ("8xH100", "8xA100-80G")}
     kernels = {gpus: answer.best.candidate.attn_implementation for gpus, answer in answers.items()}
     assert kernels == {"8xH100": "flash_attention_3", "8xA100-80G": "eager"}
-    assert any("no gradient of attention sinks" in line for line in answers["8xH100"].warnings)
+    assert any("no gradient of attention sinks" in line for line in sentences(answers["8xH100"].warnings))
     assert any(
         reason.startswith("attn_implementation flash_attention_3 instead of eager: saves")
-        for reason in answers["8xH100"].best.reasons
+        for reason in sentences(answers["8xH100"].best.reasons)
     )
     eager = answer_of("gpt-oss-20b", "8xH100", "sft", {"attn_implementation": "eager"}).best
     assert answers["8xH100"].best.throughput.tokens_per_second > 2 * eager.throughput.tokens_per_second
@@ -171,3 +176,44 @@ def test_no_pin_of_an_attention_kernel_beats_the_free_plan(question: Question, n
         return
     pinned = planned(question, question.samples, {"attn_implementation": name})
     assert not_slower(planned(question, question.samples), pinned)
+
+
+# -- the order of tuning classes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "job",
+    ["Qwen2.5-32B 8xH100 grpo", "Llama-3.1-8B 4xL40S kto", "Qwen3-30B-A3B 8xH100 rloo", "DeepSeek-V3 16x8xH200 grpo"],
+)
+def test_adapters_come_before_anything_is_offloaded(job: str) -> None:
+    model, gpus, method = job.split()
+    candidate = answer_of(model, gpus, method).best.candidate
+    assert candidate.tuning == "lora"
+    assert not (candidate.offload_optimizer or candidate.offload_param or candidate.checkpoint_offload)
+
+
+def test_full_fine_tuning_is_offloaded_where_it_is_asked_for() -> None:
+    answer = answer_of("Llama-3.1-8B", "4xL40S", "kto", tuning="full")
+    assert answer.best.candidate.offload_optimizer or answer.best.candidate.checkpoint_offload
+
+
+def test_full_fine_tuning_with_shared_rows_comes_before_adapters() -> None:
+    answer = answer_of("Llama-3.1-8B", "8xH100", "sft", {"max_length": 131072})
+    assert (answer.best.candidate.tuning, answer.best.candidate.row_gpus) == ("full", 2)
+
+
+def test_a_step_of_an_hour_is_said_to_be_no_way_to_train() -> None:
+    answer = answer_of("DeepSeek-V3", "2x8xH200", "grpo")
+    lines = [line for line in sentences(answer.warnings) if line.startswith("an optimizer step of 64 samples takes")]
+    assert len(lines) == 1 and lines[0].endswith("minutes: this is no way to train")
+
+
+def test_a_large_model_that_transformers_samples_from_is_said_to_be_no_way_to_train() -> None:
+    answer = answer_of("Qwen2.5-32B", "8xH100", "grpo", {"vllm": "off"})
+    assert any("generates with Transformers" in line for line in sentences(answer.warnings))
+
+
+def test_a_tenth_of_an_assumed_host_memory_is_left() -> None:
+    cluster = with_usual_host(load_cluster("8xH100"))
+    assert cluster.host.usable_bytes == int(0.9 * cluster.host.total_bytes)
+    assert with_given_host(cluster, "512GiB").host.usable_bytes == 512 * GIB

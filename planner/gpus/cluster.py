@@ -54,7 +54,15 @@ class HostMemory:
     origin: Literal["given", "local", "assumed", "unlimited"]
     source: str
 
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes that plans may use: all of what is known, `ASSUMED_SHARE` of what is assumed."""
+        return int(ASSUMED_SHARE * self.total_bytes) if self.origin == "assumed" else self.total_bytes
 
+
+# Share of an assumed main memory that plans use: nodes of one kind differ, and the system and the page cache of a
+# checkpoint that is read take their part.
+ASSUMED_SHARE = 0.9
 UNLIMITED_HOST = HostMemory(total_bytes=2**62, origin="unlimited", source="")
 
 

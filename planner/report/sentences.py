@@ -290,6 +290,13 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"{method} generates without a KV cache, since TRL turns it off under gradient "
         "checkpointing: every token takes a forward pass over the whole row"
     ),
+    "step_too_long": lambda samples, step_seconds: (
+        f"an optimizer step of {format_count(samples)} samples takes {step_seconds / 60:,.0f} minutes: this is no way "
+        "to train"
+    ),
+    "generates_large_model": lambda model, share: (
+        f"{model} generates with Transformers, without an engine: {share:.0%} of each step; this is no way to train"
+    ),
     "flash_attention_from_hub": lambda attn_implementation: (
         f"attn_implementation {attn_implementation} needs no build: without the flash-attn package, transformers "
         f"takes {HUB_KERNELS[attn_implementation]} through the kernels package"

@@ -18,6 +18,7 @@ from planner.quantities import Estimate, Note, Reason
 from planner.search.binary_search import largest
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, attention
+from planner.search.practical import impractical
 from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length
 from planner.settings.setting import Value
 from planner.units import GIB
@@ -197,6 +198,12 @@ def about_dtype(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("rounds_small_updates")
 
 
+def about_practice(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note a plan that fits and is no way to train."""
+    if best.fits:
+        yield from impractical(best)
+
+
 def about_precision(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note that the GPU has no bfloat16."""
     gpu = problem.cluster.gpu
@@ -357,6 +364,7 @@ def about_sources(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
+    about_practice,
     about_dtype,
     about_precision,
     about_display,

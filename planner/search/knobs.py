@@ -387,11 +387,14 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         and problem.job.pinned.get("dtype") == "float32"
         and candidate.sharding.startswith("zero")
     )
+    # Its kernels read DTensors as if they were whole (bitsandbytes 0.50.2; bitsandbytes-foundation/bitsandbytes#1633).
+    eight_bit = candidate.tuning == "full" and candidate.optimizer_row.kind == "bitsandbytes"
     newest = candidate.checkpoint_every_n_layers > 1 or candidate.checkpoint_offload  # needs transformers 5.23
     beside_vllm = newest and candidate.vllm != "off"
     return (
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
+        and not (eight_bit and candidate.sharding == "fsdp2" and "sharding" not in problem.job.pinned)
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and candidate.num_processes % candidate.dp_replicate_size == 0
