@@ -19,6 +19,7 @@ from planner.quantities import Estimate, Evidence, Note, PhaseDifference, Probed
 from planner.search.explain import limits, notes, reasons
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, TuningClass, problem_of_estimate, structures, tuning_classes
+from planner.search.levers import Lever, levers
 from planner.search.practical import impractical
 from planner.search.remedies import Remedy, offloading_notes, remedies
 from planner.search.search import NEAR_BEST, search
@@ -67,6 +68,7 @@ class Plan:
     more: tuple[Note, ...]
     warnings: tuple[Note, ...]
     versions: dict[str, str]
+    levers: tuple[Lever, ...] = ()  # what would be faster, at a price
     proof: Proof | None = None  # None: no probe ran
 
 
@@ -143,6 +145,7 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
         alternatives=others,
         remedies=() if best.fits else remedies(job, cluster, problem, best),
         more=limits(best, problem) if best.fits else (),
+        levers=levers(best, problem, full_without_offloading(found)),
         warnings=(
             *faster_alternative(best, others),
             *shared_rows_notes(best, job),
@@ -150,6 +153,13 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
             *unplanned_classes(found),
         ),
         versions={"trl": best.candidate.trl_version, **VERSIONS, **dict(best.versions)},
+    )
+
+
+def full_without_offloading(found: "BestByProblem") -> tuple[SearchProblem, Estimate] | None:
+    """Return full fine-tuning as it was found without offloading; None if the job allows no other or no such class."""
+    return next(
+        ((each, answer) for each, answer in found.items() if each.tuning_class == "full" and answer is not None), None
     )
 
 

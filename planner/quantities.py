@@ -173,6 +173,9 @@ NoteCode = Literal[
     "without_pins", "host_memory_needed", "row_length", "gpus_share_rows", "pins_instead",
     "setting_not_pinned", "with_option", "with_settings", "more_gpus", "larger_cards", "whole_nodes",
     "states_in_8_bit", "length_asked",
+    # What would be faster at a price.
+    "full_with_settings", "price_of_8_bit_states", "price_of_precomputing", "price_of_attention_adapters",
+    "price_of_longer_rollouts",
     # Dry runs, probes and the user's own results.
     "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again",
     "no_cpu_dry_run", "cpu_dry_run", "cpu_dry_run_differs",

@@ -18,9 +18,12 @@ from planner.memory.engine.settings import engine_settings
 from planner.models.catalogue import load_model
 from planner.models.liger import LIGER_BLOCKS
 from planner.plan import Plan, plan
-from planner.report.sentences import sentences
+from planner.report.json import plan_report
+from planner.report.sentences import sentence, sentences
+from planner.report.table import plan_table
 from planner.search.fit import ROWS_KEPT, utilization_range, with_utilization
 from planner.search.knobs import SearchProblem
+from planner.search.levers import Lever
 from planner.search.search import ENGINE_LEAVES, NEAR_BEST, USUAL_UTILIZATION
 from planner.units import GIB
 from tests.test_laws_of_plans import Question, laws, not_slower, planned, questions, speed
@@ -217,3 +220,46 @@ def test_a_tenth_of_an_assumed_host_memory_is_left() -> None:
     cluster = with_usual_host(load_cluster("8xH100"))
     assert cluster.host.usable_bytes == int(0.9 * cluster.host.total_bytes)
     assert with_given_host(cluster, "512GiB").host.usable_bytes == 512 * GIB
+
+
+# -- what would be faster at a price -----------------------------------------------------------------------------------
+
+
+def lever_named(answer: Plan, name: str) -> Lever:
+    return next(lever for lever in answer.levers if name in sentence(lever.change))
+
+
+def test_eight_bit_states_are_named_where_they_keep_full_fine_tuning_on_the_gpus() -> None:
+    answer = answer_of("Qwen3-30B-A3B", "8xH100", "rloo", tuning="full")
+    assert answer.best.candidate.offload_optimizer
+    lever = lever_named(answer, "optim=adamw_8bit")
+    candidate = lever.estimate.candidate
+    assert (candidate.tuning, candidate.optim, candidate.offload_optimizer) == ("full", "adamw_8bit", False)
+    assert candidate.sharding != "fsdp2"  # bitsandbytes misreads DTensors
+    assert lever.factor > 2 and "arXiv 2110.02861" in sentence(lever.price)
+    assert answer.best.candidate.optim != "adamw_8bit"
+
+
+def test_adapters_on_the_attention_alone_are_named_for_a_mixture_of_experts() -> None:
+    lever = lever_named(answer_of("Qwen3-30B-A3B", "8xH100", "sft", tuning="lora"), "lora_target_modules")
+    assert lever.factor > 2 and sentence(lever.price) == "the experts have no adapters and learn nothing"
+
+
+def test_a_precomputed_reference_counts_its_pass_over_the_data() -> None:
+    answer = answer_of("Llama-3.1-8B", "8xH100", "dpo")
+    lever = lever_named(answer, "precompute_ref_log_probs")
+    before, after = answer.best.throughput.step_seconds, lever.estimate.throughput.step_seconds
+    assert lever.factor == before / (after + (before - after) / 3)
+    assert 1.1 <= lever.factor < before / after
+
+
+def test_no_lever_is_named_that_the_job_pins() -> None:
+    pins = {"optim": "adamw_torch", "precompute_ref_log_probs": False}
+    assert not answer_of("Llama-3.1-8B", "8xH100", "dpo", pins).levers
+
+
+def test_the_report_names_levers_with_their_price() -> None:
+    answer = answer_of("Qwen3-30B-A3B", "8xH100", "rloo")
+    text = plan_table(answer, 100).plain
+    assert "faster if    you accept" in text
+    assert plan_report(answer).levers[0].factor == round(answer.levers[0].factor, 6)

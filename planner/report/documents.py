@@ -314,6 +314,16 @@ class AlternativeReport(BestCandidate, frozen=True, kw_only=True):
     note_data: Annotated[tuple[NoteReport, ...], Meta(description="The parts of the note as data.")]
 
 
+class LeverReport(BestCandidate, frozen=True, kw_only=True):
+    """A change that would be faster than the recommended candidate, at a price."""
+
+    change: Annotated[str, Meta(description="The change, as options of the command.")]
+    change_data: Annotated[NoteReport, Meta(description="The change as data.")]
+    factor: Annotated[float, Meta(ge=0, description="Its speed as a multiple of the recommended candidate's.")]
+    price: Annotated[str, Meta(description="What it changes in learning, or needs.")]
+    price_data: Annotated[NoteReport, Meta(description="The price as data.")]
+
+
 class RemedyReport(BestCandidate, frozen=True, kw_only=True):
     """A change that makes the job fit, tried by estimating it."""
 
@@ -355,6 +365,7 @@ class PlanReport(Document, frozen=True):
     best: BestCandidate
     alternatives: tuple[AlternativeReport, ...]
     remedies: Annotated[tuple[RemedyReport, ...], Meta(description="Changes that make the job fit, cheapest first.")]
+    levers: Annotated[tuple[LeverReport, ...], Meta(description="Changes that would be faster, at a price.")]
     more: Annotated[tuple[str, ...], Meta(description="Larger settings, and what limits them.")]
     more_data: Annotated[tuple[NoteReport, ...], Meta(description="`more` as data.")]
     warnings: Warnings

@@ -81,9 +81,18 @@ def plan_html(plan: Plan, form: str = "") -> str:
         )
         for remedy in plan.remedies
     ]
+    faster = [
+        (
+            sentence(lever.change),
+            describe_candidate(lever.estimate.candidate),
+            lever.estimate,
+            f"{lever.factor:.1f} times as fast; {sentence(lever.price)}",
+        )
+        for lever in plan.levers
+    ]
     grid = what_if(plan.best, problem_of_estimate(plan.job, plan.cluster, plan.best))
     report |= {"estimate": report["best"], "grid": _grid(grid, plan.best)}
-    return _page(plan.best, plan.cluster, report, others + changes, form)
+    return _page(plan.best, plan.cluster, report, others + faster + changes, form)
 
 
 def estimate_html(estimate: Estimate, cluster: Cluster, warnings: Sequence[Note]) -> str:

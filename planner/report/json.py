@@ -20,6 +20,7 @@ from planner.report.documents import (
     Gpus,
     Host,
     JobReport,
+    LeverReport,
     NoteReport,
     PhaseDifferenceReport,
     PhaseReport,
@@ -72,6 +73,17 @@ def plan_report(plan: Plan) -> PlanReport:
                 **structs.asdict(best_candidate(remedy.estimate)),
             )
             for remedy in plan.remedies
+        ),
+        levers=tuple(
+            LeverReport(
+                change=sentence(lever.change),
+                change_data=note_report(lever.change),
+                factor=round(lever.factor, DECIMALS),
+                price=sentence(lever.price),
+                price_data=note_report(lever.price),
+                **structs.asdict(best_candidate(lever.estimate)),
+            )
+            for lever in plan.levers
         ),
         more=sentences(plan.more),
         more_data=note_reports(plan.more),

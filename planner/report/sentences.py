@@ -378,6 +378,17 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     # remedies and what they take
     "setting_not_pinned": lambda settings: f"{settings_text(settings)} not pinned",
     "with_option": lambda option, value: f"{option} {value}",
+    "full_with_settings": lambda settings: f"--tuning full --set {settings_text(settings)}",
+    "price_of_8_bit_states": lambda: (
+        "8-bit optimizer states instead of 32-bit ones; the authors' runs learn as well (arXiv 2110.02861); package "
+        "bitsandbytes"
+    ),
+    "price_of_precomputing": lambda epochs: (
+        f"the same results; one pass over the data before the training, counted here for {epochs} epochs (with one "
+        "epoch nothing is won)"
+    ),
+    "price_of_attention_adapters": lambda: "the experts have no adapters and learn nothing",
+    "price_of_longer_rollouts": lambda: "the second step learns from completions of the policy before the first one",
     "with_settings": lambda settings: f"--set {settings_text(settings)}",
     "more_gpus": lambda gpus: f"{gpus} GPUs",
     "larger_cards": lambda gpus, card: f"{gpus} x {card}",

@@ -27,6 +27,7 @@ from planner.report.words import (
     tightest,
     tokens_per_second,
 )
+from planner.search.levers import Lever
 from planner.search.remedies import Remedy
 from planner.units import GIB, format_gib
 
@@ -46,6 +47,7 @@ def plan_table(plan: Plan, width: int) -> Text:
         *_proof(plan, width),
         *listed("to fit", [_remedy(remedy, plan.best) for remedy in plan.remedies], width),
         *listed("also", [_alternative(other, plan.best) for other in plan.alternatives], width),
+        *listed("faster if", [_lever(lever) for lever in plan.levers], width),
         *listed("more", sentences(plan.more), width),
         *_notes(plan.best, warnings, width),
     ]
@@ -159,6 +161,13 @@ def _remedy(remedy: Remedy, best: Estimate) -> str:
     saves = f", {saving}" if saving else ""
     outcome = f"{sentence(remedy.change)}: {_outcome(remedy.estimate, best)}{saves}"
     return "; ".join([outcome, *sentences(remedy.notes)])
+
+
+def _lever(lever: Lever) -> str:
+    """Return a change that is faster, by how much, and its price."""
+    rate = tokens_per_second(lever.estimate.throughput.tokens_per_second)
+    change, price = sentence(lever.change), sentence(lever.price)
+    return f"you accept {change}: {lever.factor:.1f} times as fast, about {rate}; {price}"
 
 
 def _outcome(estimate: Estimate, best: Estimate) -> str:
