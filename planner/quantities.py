@@ -162,7 +162,7 @@ NoteCode = Literal[
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
     "images_not_counted", "network_assumed", "generates_without_cache", "flash_attention_from_hub", "sdpa_builds_mask",
-    "sinks_without_gradient", "step_too_long", "generates_large_model",
+    "sinks_without_gradient", "segments_stop_engine", "segments_left_out", "step_too_long", "generates_large_model",
     "liger_not_installed", "liger_kernel_set", "dry_run_without_liger",
     "model_prepared", "adapters_cast_back", "model_untouched", "vllm_without_bitsandbytes", "largest_rank",
     "method_came_later", "method_left", "method_experimental", "rows_beyond_context", "prompt_length_assumed",

@@ -263,3 +263,13 @@ def test_the_report_names_levers_with_their_price() -> None:
     text = plan_table(answer, 100).plain
     assert "faster if    you accept" in text
     assert plan_report(answer).levers[0].factor == round(answer.levers[0].factor, 6)
+
+
+def test_an_engine_of_several_gpus_has_no_expandable_segments() -> None:
+    """vllm-project/vllm#42609: its custom all-reduce stops with them when it captures CUDA graphs."""
+    answer = answer_of("Qwen2.5-7B", "8xH100", "grpo", {"vllm": "colocate", "vllm_tensor_parallel_size": 4})
+    assert not answer.best.candidate.expandable_segments
+    assert any("vllm-project/vllm#42609" in line for line in sentences(answer.warnings))
+    alone = answer_of("Qwen2.5-7B", "8xH100", "grpo", {"vllm": "colocate", "vllm_tensor_parallel_size": 1})
+    assert alone.best.candidate.expandable_segments != alone.best.candidate.vllm_enable_sleep_mode
+    assert not any("vllm-project/vllm#42609" in line for line in sentences(alone.warnings))

@@ -32,6 +32,7 @@ CAST: dict[KbitPreparation, str] = {
     "none": "adapters", "embeddings_and_head": "embeddings and head", "everything_unquantized": "everything unquantized"
 }  # fmt: skip
 NOT_SET = "not set"
+SEGMENTS_STOP_ENGINE = "vLLM's custom all-reduce stops with them when it captures CUDA graphs (vllm-project/vllm#42609)"
 # First lines of the certificate of probes that ran on another device than a GPU.
 FIRST_LINES = {
     "simulated": ("nothing here was measured: the probes ran in simulated cards",),
@@ -297,6 +298,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "generates_large_model": lambda model, share: (
         f"{model} generates with Transformers, without an engine: {share:.0%} of each step; this is no way to train"
     ),
+    "segments_stop_engine": lambda: (
+        f"expandable_segments:True beside an engine of several GPUs: {SEGMENTS_STOP_ENGINE}. Leave it out"
+    ),
+    "segments_left_out": lambda: f"launch without expandable_segments: {SEGMENTS_STOP_ENGINE}",
     "flash_attention_from_hub": lambda attn_implementation: (
         f"attn_implementation {attn_implementation} needs no build: without the flash-attn package, transformers "
         f"takes {HUB_KERNELS[attn_implementation]} through the kernels package"

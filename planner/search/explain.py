@@ -329,6 +329,17 @@ def about_data(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("engine_length_set", {"vllm_max_model_length": length, "positions": positions})
 
 
+def about_segments(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note why an engine of several GPUs has no expandable segments, or must not have them."""
+    candidate = best.candidate
+    if candidate.vllm != "colocate" or candidate.vllm_tensor_parallel_size == 1 or candidate.vllm_enable_sleep_mode:
+        return
+    if candidate.expandable_segments:
+        yield Note("segments_stop_engine")
+    elif "expandable_segments" not in problem.job.pinned:
+        yield Note("segments_left_out")
+
+
 def about_batch(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note an effective batch that differs from the one on all GPUs, because a vLLM server takes some of them."""
     candidate, on_all_gpus = best.candidate, effective_batch_size(problem.job, problem.cluster)
@@ -378,6 +389,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_versions,
     about_context,
     about_data,
+    about_segments,
     about_batch,
     about_idle,
     about_sources,

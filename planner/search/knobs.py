@@ -252,7 +252,10 @@ def generation(problem: SearchProblem) -> Changes:
         found.clear()  # a pinned setting of vLLM means that vLLM is wanted
     for size, processes in colocated_engines(problem):
         awake = {"vllm": "colocate", "vllm_tensor_parallel_size": size, **processes}
-        found.append({**awake, "vllm_enable_sleep_mode": False, **segments})
+        # An engine of several GPUs dies with expandable segments when its custom all-reduce shares the buffers of CUDA
+        # graphs: cudaIpcGetMemHandle refuses mapped memory ("custom_all_reduce.cuh: invalid argument" on 3090, 5090,
+        # H100 and H200). Source: vllm-project/vllm#42609 and #56193, open in 0.31.
+        found.append({**awake, "vllm_enable_sleep_mode": False, "expandable_segments": size == 1})
         # Sleep mode uses vLLM's cumem allocator, which refuses expandable segments.
         found.append({**awake, "vllm_enable_sleep_mode": True, "expandable_segments": False})
     found += [
