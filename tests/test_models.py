@@ -12,7 +12,7 @@ from planner.errors import InputError, UnknownArchitecture, UnknownName
 from planner.jobs.rules import WITHOUT_CLASSIFIER
 from planner.memory.layers.measured_layers import MeasuringRefused, complete_shipped, load_shipped, shipped_path
 from planner.models.architectures.defaults import DEFAULTS
-from planner.models.catalogue import CATALOGUE, ModelRow, load_model, model_rows
+from planner.models.catalogue import ALIAS_POSITIONS, CATALOGUE, ModelRow, load_model, model_rows
 from planner.models.from_config import KNOWN_MODEL_TYPES, shape_of
 from planner.models.shape import Experts, Mlp, ModelShape
 
@@ -442,3 +442,23 @@ class TestShippedLayers:
         shipped_path(model).write_bytes(b"no xz file")
         with pytest.raises(InputError, match=r"^\S+\.json\.xz, a file of this package, is damaged: .*\.$"):
             load_shipped(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        ("Qwen2.5-7B", 131072),
+        ("Qwen2.5-7B-Instruct", 32768),
+        ("unsloth/Qwen2.5-7B-Instruct", 32768),
+        ("Qwen2.5-7B-Instruct-GPTQ-Int4", 32768),
+        ("qwen2.5-math-7b", 4096),
+        ("Qwen2.5-7B-Instruct-1M", 1010000),
+    ],
+)
+def test_an_alias_has_the_positions_of_its_own_config(name: str, positions: int) -> None:
+    assert load_model(name).max_position_embeddings == positions
+
+
+def test_every_alias_with_positions_of_its_own_is_in_the_catalogue() -> None:
+    known = {alias.rsplit("/", 1)[-1] for row in model_rows() for alias in row.aliases}
+    assert ALIAS_POSITIONS.keys() <= known

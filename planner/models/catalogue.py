@@ -17,6 +17,32 @@ from planner.models.shape import ModelShape
 
 CATALOGUE = Path(__file__).resolve().parents[1] / "data" / "models.jsonl"
 MIRRORS = ("unsloth/",)  # organisations that publish the weights of others unchanged, under the same names
+# `max_position_embeddings` of aliases whose config.json has another one than that of their row, by the name without its
+# organisation. Source: the published config.json of each (Qwen, microsoft, togethercomputer).
+ALIAS_POSITIONS: dict[str, int] = {
+    **dict.fromkeys(
+        (
+            "Qwen2.5-1.5B-Instruct", "Qwen2.5-Coder-1.5B", "Qwen2.5-Coder-1.5B-Instruct", "Qwen2.5-7B-Instruct",
+            "Qwen2.5-Coder-7B", "Qwen2.5-Coder-7B-Instruct", "Qwen2.5-14B-Instruct", "Qwen2.5-Coder-14B",
+            "Qwen2.5-Coder-14B-Instruct", "Qwen2.5-32B-Instruct", "Qwen2.5-Coder-32B", "Qwen2.5-Coder-32B-Instruct",
+            "QwQ-32B-Preview", "Qwen2.5-72B-Instruct", "Qwen2-0.5B-Instruct", "Qwen2-1.5B-Instruct",
+            "Qwen2-7B-Instruct", "Qwen2-72B-Instruct", "Qwen2-57B-A14B-Instruct", "Qwen3-0.6B-Base", "Qwen3-1.7B-Base",
+            "Qwen3-4B-Base", "Qwen3-8B-Base", "Qwen3-14B-Base", "Qwen3-30B-A3B-Base", "Phi-4-reasoning",
+            "Phi-4-reasoning-plus", "LLaMA-2-7B-32K",
+        ),
+        32_768,
+    ),
+    **dict.fromkeys(
+        (
+            "Qwen2.5-Math-1.5B", "Qwen2.5-Math-1.5B-Instruct", "Qwen2.5-Math-7B", "Qwen2.5-Math-7B-Instruct",
+            "Qwen2.5-Math-72B",
+        ),
+        4_096,
+    ),
+    "QwQ-32B": 40_960,
+    "Qwen2.5-7B-Instruct-1M": 1_010_000,
+    "Phi-3-medium-128k-instruct": 131_072,
+}  # fmt: skip
 BY_PATH = "Or give the path of a folder with its config.json: --model ./folder."
 
 
@@ -124,12 +150,20 @@ def _from_catalogue(name: str) -> ModelShape | None:
     """The model of that name, or of that name without its quantization ending; None if the catalogue has neither."""
     row = _find(name)
     if row is not None:
-        return _shape(row, _proper_name(row, name), published_checkpoint(_proper_name(row, name)))
+        proper = _proper_name(row, name)
+        return _shape(_with_positions_of(row, proper), proper, published_checkpoint(proper))
     base, published = from_name(name)
     if published is NOT_QUANTIZED and not name.lower().startswith(MIRRORS):
         return None
     row = _find(base) or _find(base.rsplit("/", 1)[-1])  # an organisation that quantized the original
-    return _shape(row, name, published) if row is not None else None
+    return _shape(_with_positions_of(row, base), name, published) if row is not None else None
+
+
+def _with_positions_of(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """The row with the positions of one of its aliases."""
+    tail = name.lower().rsplit("/", 1)[-1]
+    positions = next((count for alias, count in ALIAS_POSITIONS.items() if alias.lower() == tail), None)
+    return row if positions is None else {**row, "config": {**row["config"], "max_position_embeddings": positions}}
 
 
 def _shape(row: dict[str, Any], name: str, published: Published) -> ModelShape:
