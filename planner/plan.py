@@ -6,9 +6,10 @@ from typing import Literal
 
 from msgspec import structs
 
-from planner.errors import NothingFits, NotMeasured
+from planner.errors import InputError, NothingFits, NotMeasured
 from planner.estimate import accepted, estimate
 from planner.gpus.cluster import Cluster
+from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
 from planner.jobs.settings import settings_of_fields
@@ -113,6 +114,8 @@ def on_fewer_gpus(answer: Plan, residuals: Mapping[TuningClass, float]) -> Plan:
         smaller, used = replace(cluster, gpus_per_node=1), {"count": cluster.num_gpus, "unit": "GPUs"}
     else:
         return answer
+    if not allowed_on(job, smaller):
+        return answer
     floor = best.throughput.tokens_per_second / NEAR_BEST if best.fits else 0.0
     problem = problem_of_estimate(job, smaller, best)
     tiers = (search(replace(problem, offload=offload, faster_than=floor)) for offload in (False, True))
@@ -121,6 +124,16 @@ def on_fewer_gpus(answer: Plan, residuals: Mapping[TuningClass, float]) -> Plan:
     other = plan_on_all_gpus(job, smaller, residuals)
     reason = Note("fewer_gpus_faster" if best.fits else "fewer_gpus_fit", used)
     return replace(other, warnings=(reason, *other.warnings))
+
+
+def allowed_on(job: Job, cluster: Cluster) -> bool:
+    """Return whether what a job pins can be had on a cluster, such as a vLLM server beside a trainer."""
+    try:
+        refuse_contradictions(job, cluster)
+        base_candidate(job, cluster)
+    except InputError:
+        return False
+    return True
 
 
 def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, float]) -> Plan:

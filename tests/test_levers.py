@@ -273,3 +273,10 @@ def test_an_engine_of_several_gpus_has_no_expandable_segments() -> None:
     alone = answer_of("Qwen2.5-7B", "8xH100", "grpo", {"vllm": "colocate", "vllm_tensor_parallel_size": 1})
     assert alone.best.candidate.expandable_segments != alone.best.candidate.vllm_enable_sleep_mode
     assert not any("vllm-project/vllm#42609" in line for line in sentences(alone.warnings))
+
+
+def test_a_pinned_server_on_a_node_of_its_own_is_planned() -> None:
+    """The layout of open-r1, one node trains and one serves, was refused: one node alone has no room for both."""
+    answer = answer_of("Qwen2.5-1.5B-Instruct", "2x8xH100", "grpo", {"vllm": "server", "vllm_data_parallel_size": 8})
+    candidate = answer.best.candidate
+    assert (candidate.num_processes, candidate.server_gpus, candidate.num_nodes) == (8, 8, 2)
