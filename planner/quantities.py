@@ -185,7 +185,7 @@ NoteCode = Literal[
     "own_probe_ran_out_of_memory", "own_probes", "own_runs", "own_context", "own_lines_unread",
     "own_storage_not_read",
     # Settings of the job and its config files.
-    "keys_not_counted", "keys_not_used", "method_lacks_settings", "length_not_used", "oldest_trl_taken",
+    "machines_of_file_overridden", "keys_not_counted", "keys_not_used", "method_lacks_settings", "length_not_used", "oldest_trl_taken",
     "config_change", "config_unchanged",
 ]  # fmt: skip
 

@@ -223,3 +223,48 @@ def test_a_list_and_a_word_are_written_as_in_yaml() -> None:
         "config use_peft: false -> true",
         "config lora_target_modules: not set -> [q_proj, v_proj]",
     )
+
+
+def test_a_freed_batch_frees_the_accumulation_with_it(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The file's accumulation stayed, so that with the effective batch nothing was left to decide."""
+    assert run([*files, "--free=per_device_train_batch_size"]) in (0, 3)
+    settings = json.loads(capsys.readouterr().out)["best"]["settings"]
+    assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 8 * 2
+    assert settings["per_device_train_batch_size"] < 8
+
+
+def test_the_effective_batch_of_a_freed_batch_has_the_processes_of_the_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 1 process instead of the file's 8, the batch of 8 became 64."""
+    (tmp_path / "train.yaml").write_text("per_device_train_batch_size: 8\nuse_peft: true\n")
+    (tmp_path / "ddp.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    where = [f"--config={tmp_path / 'train.yaml'}", f"--accelerate-config={tmp_path / 'ddp.yaml'}"]
+    job = ["--model", "Qwen2.5-0.5B", "--method", "sft", "--gpus", "8xA100-40G", "--json", "--quiet"]
+    job.append("--set=num_processes=1")
+    assert run([*job, *where, "--set=distributed_type=NO", "--free=per_device_train_batch_size"]) == 0
+    settings = json.loads(capsys.readouterr().out)["best"]["settings"]
+    assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 8
+
+
+def test_more_nodes_than_the_accelerate_file_has_override_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "zero3.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 8\nnum_machines: 1\ndeepspeed_config: {zero_stage: 3}\n"
+    )
+    job = ["--model", "Qwen2.5-7B", "--method", "sft", "--gpus", "16x8xH100", "--json", "--quiet"]
+    assert run([*job, f"--accelerate-config={tmp_path / 'zero3.yaml'}"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["best"]["settings"]["zero_stage"] == 3
+    assert any("launch with --num_machines 16 --num_processes 128" in line for line in report["warnings"])
+
+
+def test_an_accelerate_file_without_fsdp_version_is_said_to_be_fsdp_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 8\n")
+    job = ["estimate", "--model", "Qwen2.5-1.5B", "--method", "sft", "--gpus", "8xH100", "--json"]
+    assert run([*job, f"--accelerate-config={tmp_path / 'fsdp.yaml'}"]) == 0
+    captured = capsys.readouterr()
+    assert "FSDP 1, which accelerate takes without fsdp_version" in captured.out + captured.err

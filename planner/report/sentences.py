@@ -469,6 +469,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "length_not_used": lambda setting, method, limits: (
         f"{setting} is not used: the rows of {method} are {' and '.join(limits)}"
     ),
+    "machines_of_file_overridden": lambda machines, nodes, gpus: (
+        f"num_machines {machines} of the accelerate file gives way to --gpus: launch with --num_machines {nodes} "
+        f"--num_processes {gpus}"
+    ),
     "oldest_trl_taken": lambda trl, oldest: f"trl {trl} is taken for {oldest}, the oldest whose code paths are counted",
     "config_change": lambda setting, after, before=None: f"config {setting}: {_value(before)} -> {_value(after)}",
     "config_unchanged": lambda: "the config needs no change",

@@ -54,6 +54,8 @@ UNMODELLED: dict[str, tuple[object, ...]] = {
     "fsdp_reshard_after_forward": (None, True, "FULL_SHARD"),
     "parallelism_config_tp_size": (None, 1),
 }
+# Source: accelerate 1.15, commands/launch.py, `--fsdp_version`; utils/dataclasses.py, `FullyShardedDataParallelPlugin`.
+FSDP_1 = "FSDP 1, which accelerate takes without fsdp_version (FSDP 2 is planned: write fsdp_version: 2)"
 # In stages 1 and 2 it has a second bucket; stage 3 is planned with it.
 # Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py,
 # `DeepSpeedZeroOptimizer.reduce_independent_p_g_buckets_and_remove_grads`.
@@ -132,7 +134,7 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
     if kind == "NO":
         settings["num_processes"] = 1  # accelerate 1.15, commands/launch.py, `simple_launcher`
     fsdp, parallel = (_section(keys, name) for name in ("fsdp_config", "parallelism_config"))
-    unmodelled: tuple[str, ...] = ()
+    unmodelled = _without_version(kind, fsdp)
     if kind == "DEEPSPEED":
         section = _section(keys, "deepspeed_config")
         plugin = _plugin_config(section if zero is None else {CONFIG_FILE: zero}, accelerate.parent)
@@ -150,6 +152,11 @@ def load_launch_config(accelerate: Path | None, deepspeed: Path | None) -> Launc
         mixed_precision=precision if isinstance(precision, str) else "",
         unmodelled=(*unmodelled, *(name for name, harmless in UNMODELLED.items() if named.get(name) not in harmless)),
     )
+
+
+def _without_version(kind: str, fsdp: Mapping[str, object]) -> tuple[str, ...]:
+    """Return what accelerate runs if a section of FSDP has no version; empty otherwise."""
+    return (FSDP_1,) if kind == "FSDP" and "fsdp_version" not in fsdp else ()
 
 
 def _section(keys: Mapping[str, object], name: str) -> dict[str, object]:

@@ -61,14 +61,17 @@ def freed(options: JobOptions) -> set[str]:
             other = "--optimize max-length" if name in LENGTH_SETTINGS else f"--set {name}=..."
             raise InputError(f"--free {name} leaves nothing to decide: no search changes it. Use {other}.")
     free = fields_named(names)
+    if not free.isdisjoint(SPLITS):
+        free = free.union(SPLITS)  # one follows from the other, as the effective batch stays
     return free.union(*(details_of(field, "run") for field in free))
 
 
 def with_batch_of_files(job: Job, cluster: Cluster, in_files: Mapping[str, Any], free: set[str]) -> Job:
-    """Return the job with the effective batch of the files, if the search may divide it otherwise."""
+    """Return the job with the effective batch of the files and flags, if the search may divide it otherwise."""
     if job.effective_batch_size is not None or free.isdisjoint(SPLITS):
         return job
     sizes = {name: in_files[name] for name in BATCH_FIELDS if name in in_files}
+    sizes |= {name: job.pinned[name] for name in BATCH_FIELDS if name in job.pinned}
     return replace(job, effective_batch_size=effective_batch_size(replace(job, pinned=sizes), cluster))
 
 
@@ -81,6 +84,24 @@ def without_unread(pinned: Mapping[str, Any], decided: set[str], candidate: Cand
     if candidate.sharding == "fsdp2":
         details.discard("offload_param")  # its name there is fsdp_offload_params
     return {name: value for name, value in pinned.items() if name not in details or is_shown(candidate, name)}
+
+
+def with_nodes_of_cluster(
+    settings: Mapping[str, Value], cluster: Cluster, launch_file: bool
+) -> tuple[dict[str, Value], tuple[Note, ...]]:
+    """Return the settings of the files without fewer machines than `--gpus` has, and a warning about that.
+
+    Recipes come with an accelerate file for one machine, and `accelerate launch --num_machines` overrides it.
+    """
+    machines = settings.get("num_machines")
+    if not launch_file or not isinstance(machines, int) or machines >= cluster.nodes:
+        return dict(settings), ()
+    server = settings.get("use_vllm") and settings.get("vllm_mode") == "server"
+    if server and machines == cluster.nodes - 1:
+        return dict(settings), ()
+    kept = {name: value for name, value in settings.items() if name not in ("num_machines", "num_processes")}
+    values = {"machines": machines, "nodes": cluster.nodes, "gpus": cluster.num_gpus}
+    return kept, (Note("machines_of_file_overridden", values),)
 
 
 def with_server_node(settings: Mapping[str, Value], cluster: Cluster) -> dict[str, Value]:

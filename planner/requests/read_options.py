@@ -18,7 +18,14 @@ from planner.models.lora_targets import default_targets
 from planner.models.shape import ModelShape
 from planner.quantities import Note
 from planner.requests.options import JobOptions, SearchOptions, refuse_empty
-from planner.requests.read_config import config_files, freed, with_batch_of_files, with_server_node, without_unread
+from planner.requests.read_config import (
+    config_files,
+    freed,
+    with_batch_of_files,
+    with_nodes_of_cluster,
+    with_server_node,
+    without_unread,
+)
 from planner.settings.setting import Value
 from planner.settings.table import LENGTH_SETTINGS, has_setting
 
@@ -84,7 +91,7 @@ def read_options(
         complete(load(name)),
         parse_cluster(options.gpus, options.free_memory, options.host_memory, options.network),
     )
-    settings = with_server_node(settings, cluster)
+    settings, nodes = _of_cluster(settings, in_file, flags, cluster, options.accelerate_config is not None)
     pinned = _pins(settings, model, lambda role: complete(load(role)))
     if "tuning" not in free:
         pinned = _with_adapters(pinned, tuning, model, options.config is not None or train is not None)
@@ -103,13 +110,28 @@ def read_options(
         trl_version=version,
         lora_ranks=ranks,
     )
+    in_file, _ = with_nodes_of_cluster(in_file, cluster, options.accelerate_config is not None)
     in_files = candidate_fields(with_server_node(in_file, cluster), model.dtype, loaded_quantization(model))
     return JobRequest(
         job=with_batch_of_files(job, cluster, in_files, free),
         cluster=cluster,
-        warnings=(*warnings, *unread, *unused_lengths(job), *older),
+        warnings=(*warnings, *nodes, *unread, *unused_lengths(job), *older),
         in_files=in_files,
     )
+
+
+def _of_cluster(
+    settings: Mapping[str, Value],
+    in_file: Mapping[str, Value],
+    flags: Mapping[str, Value],
+    cluster: Cluster,
+    launch_file: bool,
+) -> tuple[dict[str, Value], tuple[Note, ...]]:
+    """Return the settings with the nodes of the cluster instead of the files', and a warning about that."""
+    kept, warnings = with_nodes_of_cluster(in_file, cluster, launch_file)
+    dropped = in_file.keys() - kept.keys() - flags.keys()
+    own = {name: value for name, value in settings.items() if name not in dropped}
+    return with_server_node(own, cluster), warnings
 
 
 def _flags(options: JobOptions) -> dict[str, Value]:
