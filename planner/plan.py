@@ -23,7 +23,7 @@ from planner.search.knobs import SearchProblem, TuningClass, problem_of_estimate
 from planner.search.levers import Lever, levers
 from planner.search.practical import impractical
 from planner.search.remedies import Remedy, offloading_notes, remedies
-from planner.search.search import NEAR_BEST, search
+from planner.search.search import NEAR_BEST, merit, search
 from planner.search.shared_rows import longest_shared_rows, search_with_shared_rows, shared_rows_notes
 from planner.search.sizes import length_field
 from planner.settings.table import with_role
@@ -149,7 +149,7 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
         raise NothingFits(next(unmeasured, "") or no_candidate_reason(problems[-1]))
     problem, best = recommended
     best = accepted(replace(best, reasons=reasons(best, problem)))
-    others = alternatives(found, problem) + longer_rows(best, problem) + alternative_without_pins(best, problem)
+    others = alternatives(found, problem) + larger_sizes(best, problem) + alternative_without_pins(best, problem)
     return Plan(
         job=job,
         cluster=cluster,
@@ -293,27 +293,37 @@ def alternatives(found: BestByProblem, chosen: SearchProblem) -> tuple[Alternati
     return tuple(rest)
 
 
-def longer_rows(best: Estimate, problem: SearchProblem) -> tuple[Alternative, ...]:
-    """Return the longest rows with offloading, and shared by several GPUs, where the job asks for long rows.
+def larger_sizes(best: Estimate, problem: SearchProblem) -> tuple[Alternative, ...]:
+    """Return what has longer rows or a larger batch than the recommended candidate, where the job asks for that.
 
-    They are of the recommended tuning class, and only those that are longer than the recommended ones.
+    They are of the recommended tuning class: with offloading, with rows that several GPUs share, on one GPU, whose
+    process needs no buffers of NCCL, or with 16-bit weights.
     """
     job = problem.job
-    if job.optimize != "max-length" or not best.fits or problem.offload or best.candidate.row_gpus > 1:
+    if job.optimize == "throughput" or not best.fits or problem.offload or best.candidate.row_gpus > 1:
         return ()
-    offloaded = search(replace(problem, offload=True))
-    ways = ((Note("with_offloading"), offloaded), (Note("with_shared_rows"), longest_shared_rows(problem)))
+    ways: list[tuple[Note, Estimate | None]] = [(Note("with_offloading"), search(replace(problem, offload=True)))]
+    if job.optimize == "max-length":
+        ways.append((Note("with_shared_rows"), longest_shared_rows(problem)))
+    if problem.cluster.num_gpus > 1 and allowed_on(job, alone := replace(problem.cluster, nodes=1, gpus_per_node=1)):
+        ways.append((Note("on_one_gpu"), search(replace(problem, cluster=alone))))
+    if problem.tuning_class == "full" and "dtype" not in job.pinned and problem.cluster.gpu.supports_bf16:
+        half = replace(job, pinned={**job.pinned, "dtype": "bfloat16"})
+        ways.append((Note("with_16_bit_weights"), search(replace(problem, job=half))))
     return tuple(
-        Alternative(label=label, estimate=answer, notes=notes_of_longer(answer))
+        Alternative(label=label, estimate=answer, notes=notes_of_larger(answer, job))
         for label, answer in ways
-        if answer and answer.fits and answer.candidate.row_tokens > best.candidate.row_tokens
+        if answer and answer.fits and merit(answer, job)[0] > merit(best, job)[0]
     )
 
 
-def notes_of_longer(answer: Estimate) -> tuple[Note, ...]:
-    """Return the length of an alternative with longer rows, and what it takes."""
-    takes = offloading_notes(answer) or (Note("gpus_share_rows", {"gpus": answer.candidate.row_gpus}),)
-    return (length_note(answer), *takes)
+def notes_of_larger(answer: Estimate, job: Job) -> tuple[Note, ...]:
+    """Return the length or the batch of an alternative that has more of it, and what it takes."""
+    candidate = answer.candidate
+    shares = (Note("gpus_share_rows", {"gpus": candidate.row_gpus}),) if candidate.row_gpus > 1 else ()
+    batch = Note("micro_batch", {"per_device_train_batch_size": candidate.per_device_train_batch_size})
+    size = length_note(answer) if job.optimize == "max-length" else batch
+    return (size, *(offloading_notes(answer) or shares))
 
 
 def length_note(answer: Estimate) -> Note:

@@ -170,6 +170,7 @@ NoteCode = Literal[
     # A plan: fewer GPUs, the other ways to run and the changes with which a job fits.
     "fewer_gpus_faster", "fewer_gpus_fit", "alternative_faster", "rows_shared", "class_not_planned",
     "tuning_class", "tuning_class_offloading", "tuning_class_sharded", "with_offloading", "with_shared_rows",
+    "on_one_gpu", "with_16_bit_weights", "micro_batch", "lengths_in_steps",
     "without_pins", "host_memory_needed", "row_length", "gpus_share_rows", "pins_instead",
     "setting_not_pinned", "with_option", "with_settings", "more_gpus", "larger_cards", "whole_nodes",
     "states_in_8_bit", "length_asked",
@@ -185,7 +186,8 @@ NoteCode = Literal[
     "own_probe_ran_out_of_memory", "own_probes", "own_runs", "own_context", "own_lines_unread",
     "own_storage_not_read",
     # Settings of the job and its config files.
-    "machines_of_file_overridden", "keys_not_counted", "keys_not_used", "method_lacks_settings", "length_not_used", "oldest_trl_taken",
+    "machines_of_file_overridden",
+    "keys_not_counted", "keys_not_used", "method_lacks_settings", "length_not_used", "oldest_trl_taken",
     "config_change", "config_unchanged",
 ]  # fmt: skip
 

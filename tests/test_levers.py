@@ -280,3 +280,34 @@ def test_a_pinned_server_on_a_node_of_its_own_is_planned() -> None:
     answer = answer_of("Qwen2.5-1.5B-Instruct", "2x8xH100", "grpo", {"vllm": "server", "vllm_data_parallel_size": 8})
     candidate = answer.best.candidate
     assert (candidate.num_processes, candidate.server_gpus, candidate.num_nodes) == (8, 8, 2)
+
+
+# -- the longest rows, the largest batch -------------------------------------------------------------------------------
+
+
+def sizes(answer: Plan, field: str) -> dict[str, int]:
+    """The length or batch of the recommended candidate and of each alternative, by label."""
+    found = {
+        sentence(other.label): getattr(other.estimate.candidate, field)
+        for other in answer.alternatives
+        if other.estimate.fits
+    }
+    return {"best": getattr(answer.best.candidate, field), **found}
+
+
+def test_the_longest_rows_of_one_gpu_and_of_sixteen_bit_weights_are_named() -> None:
+    found = sizes(answer_of("Qwen2.5-1.5B", "1xA100-40G", "sft", optimize="max-length", tuning="full"), "max_length")
+    label = "with 16-bit weights, which round small updates away"
+    assert found[label] > found["best"]
+    qlora = answer_of("Llama-3.1-70B", "2xA100-80G", "sft", optimize="max-length", tuning="qlora")
+    assert "lengths are tried in steps of 256 tokens" in sentences(qlora.warnings)
+    pinned = answer_of(
+        "Llama-3.1-70B", "2xA100-80G", "sft", {"num_processes": 1}, optimize="max-length", tuning="qlora"
+    )
+    assert max(sizes(qlora, "max_length").values()) >= pinned.best.candidate.max_length
+
+
+def test_a_larger_batch_with_offloading_is_named() -> None:
+    answer = answer_of("Llama-3.1-8B", "4xA100-40G", "sft", optimize="batch-size", tuning="full")
+    found = sizes(answer, "per_device_train_batch_size")
+    assert found["with offloading"] > found["best"]

@@ -329,6 +329,12 @@ def about_data(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         yield Note("engine_length_set", {"vllm_max_model_length": length, "positions": positions})
 
 
+def about_steps(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
+    """Note that the longest rows are looked for in steps."""
+    if problem.job.optimize == "max-length":
+        yield Note("lengths_in_steps", {"step": LENGTH_STEP})
+
+
 def about_segments(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
     """Note why an engine of several GPUs has no expandable segments, or must not have them."""
     candidate = best.candidate
@@ -389,6 +395,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_versions,
     about_context,
     about_data,
+    about_steps,
     about_segments,
     about_batch,
     about_idle,
