@@ -96,7 +96,20 @@ def plan(job: Job, cluster: Cluster, residuals: Mapping[TuningClass, float] | No
         NothingFits: there is no candidate, such as for an effective batch that no number of processes divides.
     """
     refuse_contradictions(job, cluster)
-    return on_fewer_gpus(plan_on_all_gpus(job, cluster, residuals or {}), residuals or {})
+    answer = on_fewer_gpus(plan_on_all_gpus(job, cluster, residuals or {}), residuals or {})
+    return on_the_whole_host(answer, residuals or {})
+
+
+def on_the_whole_host(answer: Plan, residuals: Mapping[TuningClass, float]) -> Plan:
+    """Return a plan that uses all of a main memory that is assumed, if nothing fits with a tenth of it left."""
+    host = answer.cluster.host
+    if answer.best.fits or answer.best.host_over_bytes <= 0 or host.origin != "assumed":
+        return answer
+    whole = plan_on_all_gpus(answer.job, replace(answer.cluster, host=replace(host, whole=True)), residuals)
+    if not whole.best.fits:
+        return answer
+    used = {"share": whole.best.host_peak_bytes / host.total_bytes, "host_bytes": host.total_bytes}
+    return replace(whole, warnings=(Note("host_memory_tight", used), *whole.warnings))
 
 
 def on_fewer_gpus(answer: Plan, residuals: Mapping[TuningClass, float]) -> Plan:

@@ -156,39 +156,34 @@ NoteCode = Literal[
     # Why a setting has its value: a `Reason`.
     "setting_chosen",
     # The largest length and batch, and what lies beyond them.
-    "length_is_longest", "length_up_to", "length_up_to_model",
-    "batch_fits_no_faster", "batch_not_estimated", "batch_does_not_fit",
-    "layers_not_measured", "engine_does_not_start", "host_memory_short", "phase_peaks",
+    "length_is_longest", "length_up_to", "length_up_to_model", "batch_fits_no_faster", "batch_not_estimated",
+    "batch_does_not_fit", "layers_not_measured", "engine_does_not_start", "host_memory_short", "phase_peaks",
     # A candidate's memory and speed.
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
-    "images_not_counted", "network_assumed", "generates_without_cache", "flash_attention_from_hub", "sdpa_builds_mask",
-    "sinks_without_gradient", "segments_stop_engine", "segments_left_out", "step_too_long", "generates_large_model",
-    "liger_not_installed", "liger_kernel_set", "dry_run_without_liger",
-    "model_prepared", "adapters_cast_back", "model_untouched", "vllm_without_bitsandbytes", "largest_rank",
-    "method_came_later", "method_left", "method_experimental", "rows_beyond_context", "prompt_length_assumed",
-    "engine_takes_context", "engine_length_set", "effective_batch_changed", "gpus_idle", "model_source",
+    "images_not_counted", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
+    "segments_stop_engine", "segments_left_out", "flash_attention_from_hub", "sinks_without_gradient",
+    "sdpa_builds_mask", "liger_kernel_set", "model_prepared", "adapters_cast_back", "model_untouched",
+    "vllm_without_bitsandbytes", "largest_rank", "method_came_later", "method_left", "method_experimental",
+    "rows_beyond_context", "prompt_length_assumed", "engine_takes_context", "engine_length_set",
+    "effective_batch_changed", "gpus_idle", "model_source", "dry_run_without_liger", "liger_not_installed",
     # A plan: fewer GPUs, the other ways to run and the changes with which a job fits.
-    "fewer_gpus_faster", "fewer_gpus_fit", "alternative_faster", "rows_shared", "class_not_planned",
-    "tuning_class", "tuning_class_offloading", "tuning_class_sharded", "with_offloading", "with_shared_rows",
-    "on_one_gpu", "with_16_bit_weights", "micro_batch", "lengths_in_steps",
-    "without_pins", "host_memory_needed", "row_length", "gpus_share_rows", "pins_instead",
-    "setting_not_pinned", "with_option", "with_settings", "more_gpus", "larger_cards", "whole_nodes",
-    "states_in_8_bit", "length_asked",
+    "fewer_gpus_faster", "fewer_gpus_fit", "alternative_faster", "rows_shared", "class_not_planned", "tuning_class",
+    "tuning_class_offloading", "tuning_class_sharded", "with_offloading", "on_one_gpu", "with_16_bit_weights",
+    "micro_batch", "lengths_in_steps", "with_shared_rows", "without_pins", "host_memory_needed", "host_memory_tight",
+    "row_length", "gpus_share_rows", "pins_instead", "setting_not_pinned", "with_option", "with_settings", "more_gpus",
+    "larger_cards", "whole_nodes", "states_in_8_bit", "length_asked",
     # What would be faster at a price.
     "full_with_settings", "price_of_8_bit_states", "price_of_precomputing", "price_of_attention_adapters",
     "price_of_longer_rollouts",
     # Dry runs, probes and the user's own results.
-    "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again",
-    "no_cpu_dry_run", "cpu_dry_run", "cpu_dry_run_differs",
-    "cpu_counts_tensors", "ran_out_of_memory", "server_not_measured", "larger_card_probed",
+    "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again", "no_cpu_dry_run", "cpu_dry_run",
+    "cpu_dry_run_differs", "cpu_counts_tensors", "ran_out_of_memory", "server_not_measured", "larger_card_probed",
     "probe_ran_out_of_memory", "probe_fits", "probe_needs_more", "proven_instead", "probe_peak", "probe_has_no_phase",
-    "phase_measured", "attention_not_installed",
-    "own_probe_ran_out_of_memory", "own_probes", "own_runs", "own_context", "own_lines_unread",
-    "own_storage_not_read",
+    "phase_measured", "attention_not_installed", "own_probe_ran_out_of_memory", "own_probes", "own_runs",
+    "own_context", "own_lines_unread", "own_storage_not_read",
     # Settings of the job and its config files.
-    "machines_of_file_overridden",
-    "keys_not_counted", "keys_not_used", "method_lacks_settings", "length_not_used", "oldest_trl_taken",
-    "config_change", "config_unchanged",
+    "keys_not_counted", "keys_not_used", "method_lacks_settings", "length_not_used", "machines_of_file_overridden",
+    "oldest_trl_taken", "config_change", "config_unchanged",
 ]  # fmt: skip
 
 

@@ -329,7 +329,7 @@ class TestHtml:
     def test_the_page_plots_speed_against_need_and_has_the_launch_files(self):
         answer = plan(Job(model=load_model("Qwen2.5-7B"), method="grpo"), parse_cluster("2xA100-40G"))
         page = plan_html(answer)
-        assert page.count('<a href="#way-') == 1 + len(answer.alternatives)
+        assert page.count('<a href="#way-') == 1 + len(answer.alternatives) + len(answer.levers)
         assert "<summary><code>train.yaml</code>" in page and 'data-copy="file-1"' in page
         assert page.count('class="best"') == 1  # the plan in the what-if table
 

@@ -53,11 +53,13 @@ class HostMemory:
     total_bytes: int
     origin: Literal["given", "local", "assumed", "unlimited"]
     source: str
+    whole: bool = False  # True: plans may use all of it, though it is assumed
 
     @property
     def usable_bytes(self) -> int:
         """The bytes that plans may use: all of what is known, `ASSUMED_SHARE` of what is assumed."""
-        return int(ASSUMED_SHARE * self.total_bytes) if self.origin == "assumed" else self.total_bytes
+        is_known = self.origin != "assumed" or self.whole
+        return self.total_bytes if is_known else int(ASSUMED_SHARE * self.total_bytes)
 
 
 # Share of an assumed main memory that plans use: nodes of one kind differ, and the system and the page cache of a

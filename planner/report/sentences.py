@@ -381,6 +381,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "with_shared_rows": lambda: "with shared rows",
     "without_pins": lambda: "without those pins",
     "host_memory_needed": lambda needed_bytes: f"{format_gib(needed_bytes, 0)} of host memory a node",
+    "host_memory_tight": lambda share, host_bytes: (
+        f"{share:.0%} of the {format_gib(host_bytes, 0)} of main memory that are assumed would be used: "
+        "say what a node has with --host-memory"
+    ),
     "row_length": lambda setting, length: f"{setting} {format_count(length)}",
     "gpus_share_rows": lambda gpus: f"{gpus} GPUs share each row",
     "pins_instead": lambda settings: f"with {settings_text(settings)}",

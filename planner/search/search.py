@@ -238,7 +238,7 @@ def with_ample_engine(answer: Estimate, problem: SearchProblem) -> Estimate:
 
     def leaves_room(more: int) -> bool:
         other = estimate_or_none(with_utilization(candidate, low + more, problem), problem)
-        if other is None or not other.fits or other.gpus[0].interval_bytes[1] > room:
+        if other is None or not other.fits or other.gpus[0].peak_bytes > room:
             return False
         answers[more] = other
         return other.throughput.tokens_per_second >= NO_SLOWER * answer.throughput.tokens_per_second
