@@ -95,10 +95,13 @@ OPTIMIZERS: dict[Optimizer, OptimizerRow] = {
     # galore-torch 1.0, adamw.py, galore_projector.py; apollo-torch 1.0.3, apollo.py, random_projector.py
     "galore_adamw": OptimizerRow(kind="galore", package="galore-torch"),
     "apollo_adamw": OptimizerRow(kind="apollo", package="apollo-torch"),
-    # lomo-optim 0.1.1, lomo.py (no state), adalomo.py (row and column sums of every parameter, frozen or not);
+    # lomo-optim 0.1.1, lomo.py (no state; 16-bit parameters: float32 copies of gradient and parameter), adalomo.py (row
+    # and column sums of every parameter, frozen or not; two tensors of the update, 16-bit: and a float32 gradient);
     # both: `fuse_update`
-    "lomo": OptimizerRow(kind="dense", package="lomo-optim", step_largest=1, fused_backward=True),
-    "adalomo": OptimizerRow(kind="factored", package="lomo-optim", step_largest=2, fused_backward=True),
+    "lomo": OptimizerRow(kind="dense", package="lomo-optim", step_largest_16bit=2, fused_backward=True),
+    "adalomo": OptimizerRow(
+        kind="factored", package="lomo-optim", step_largest=2, step_largest_16bit=1, fused_backward=True
+    ),
     # grokadamw 0.1.2, grokadamw.py (three states, kept on the host between steps)
     "grokadamw": OptimizerRow(kind="dense", package="grokadamw", host_buffers=3, step_largest=5),
     # schedulefree 1.4.1, adamw_schedulefree.py and radam_schedulefree.py, `step` (z, exp_avg_sq; denom),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from planner.candidate import Candidate
+from planner.gpus.parse import parse_cluster
 from planner.memory.gradients import gradients_bytes
 from planner.memory.optimizer import (
     host_states_bytes,
@@ -17,8 +18,10 @@ from planner.memory.optimizer import (
     state_bytes,
     step_bytes,
     step_temporaries_bytes,
+    update_in_backward_bytes,
 )
 from planner.memory.parameters.tensors import EqualTensors, TensorSet, rounded_bytes
+from planner.memory.peak import training_phases
 from planner.models.catalogue import load_model
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
 
@@ -38,6 +41,7 @@ TENSORS = TensorSet(
         EqualTensors(part="linear", shape=(640, 640)),
     )
 )
+H100 = parse_cluster("1xH100").gpu
 SCALAR_BYTES = 8  # counts and norms that an optimizer keeps beside its states
 # A few scalars, 512 bytes each; Adafactor's update of the tensor before the largest, which a variable still holds.
 STEP_WITHIN = 16 * 512 + 4 * 4 * 96 * 40
@@ -251,8 +255,29 @@ class TestFacts:
         assert state_bytes(kind, 2, "galore_adamw", False) == 2 * (2 * 128 * 4096 + 128 * 1024)
 
     @pytest.mark.parametrize("optim", [name for name, row in OPTIMIZERS.items() if row.fused_backward])
-    def test_a_fused_backward_holds_two_gradients(self, optim: Optimizer) -> None:
-        assert gradients_bytes(candidate(optim=optim)) == 2 * 4 * 152_064 * 3584
+    def test_a_fused_backward_holds_one_gradient_at_its_end(self, optim: Optimizer) -> None:
+        assert gradients_bytes(candidate(optim=optim)) == 4 * 152_064 * 3584
+
+    @pytest.mark.parametrize(
+        ("optim", "dtype", "bytes_each"),
+        [("lomo", "float32", 0), ("lomo", "bfloat16", 6), ("adalomo", "float32", 8), ("adalomo", "bfloat16", 10)],
+    )
+    def test_an_update_within_the_backward_pass_takes_copies(
+        self, optim: Optimizer, dtype: str, bytes_each: int
+    ) -> None:
+        fused = candidate(optim=optim, dtype=dtype)
+        assert update_in_backward_bytes(fused, outside_layers=True) == bytes_each * 152_064 * 3584
+        assert update_in_backward_bytes(fused, outside_layers=False) == bytes_each * 18_944 * 3584
+        assert step_temporaries_bytes(fused) == 0
+
+    @pytest.mark.parametrize("accumulated", [1, 4])
+    @pytest.mark.parametrize("optim", [name for name, row in OPTIMIZERS.items() if row.fused_backward])
+    def test_a_fused_backward_never_holds_more_gradients_than_two_of_the_largest(
+        self, optim: Optimizer, accumulated: int
+    ) -> None:
+        fused = candidate(optim=optim, gradient_accumulation_steps=accumulated)
+        gradients = [phase.components.get("gradients", 0) for phase in training_phases(fused, H100)]
+        assert max(gradients) <= 2 * 4 * 152_064 * 3584
 
     def test_frozen_parameters_have_no_gradients_and_no_states(self) -> None:
         lora = candidate(tuning="lora")

@@ -42,13 +42,16 @@ class StackGradients:
 
     `exist`: `.grad` is set by earlier micro-steps, so that a new gradient is added to it and freed. `left`: bytes of a
     parameter's gradient that stay when the pass has left its layer, divided among so many GPUs; None: the gradient.
+    `dropped`: an optimizer drops each gradient within the backward pass, when the next one is complete.
     """
 
     exist: bool
     left: tuple[int, int] | None = None
+    dropped: bool = False
 
 
 EXISTING, NEW = StackGradients(True), StackGradients(False)
+DROPPED = StackGradients(False, (0, 1), dropped=True)
 
 
 @lru_cache(maxsize=4096)
@@ -76,7 +79,7 @@ def stack_memory(
     if gradients.left and learns_head and not model.tied:
         # an untied head is reduced before the last layer, whose pass runs beside what is reduced and what is left
         left_of_head = head_gradient_elements * gradients.left[0] // gradients.left[1]
-        learned[-1] += left_of_head
+        learned[-1] = left_of_head + (0 if gradients.dropped else learned[-1])
     for i in range(len(parts) - 1, -1, -1):
         learned[i] = (learned[i + 1] if i + 1 < len(parts) else left_of_head) + parts[i].gradient_bytes
     ends = first_and_last(parts)
@@ -251,7 +254,7 @@ def layer_part(layer: Layer, stack: StackRecipe, gradients: StackGradients, inde
         input_width=width,
         input_learns=index > 0 or stack.gradient_checkpointing or not starts_with_adapters(layer, stack.recipe),
     )
-    memory = layer_memory(layer, recipe, gradients.exist)
+    memory = layer_memory(layer, recipe, gradients.exist or gradients.dropped)
     checkpointed = is_checkpointed(stack, index)
     left = memory.checkpoint if checkpointed else memory.saved
     copied = dict(left.kinds).get("autocast_copies", NOTHING)[2]

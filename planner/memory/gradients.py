@@ -13,9 +13,6 @@ from planner.memory.weights import base_dtype_bytes, value_parameters
 from planner.methods import Head
 from planner.models.shape import ModelShape
 
-# Gradients that are alive with an optimizer that updates each parameter inside the backward pass: one in use and the
-# next. Source: lomo-optim 0.1.1, lomo.py and adalomo.py, `fuse_update`.
-FUSED_GRADIENTS_ALIVE = 2
 SIXTEEN_BIT_BYTES = 2
 
 
@@ -62,7 +59,7 @@ def gradients_bytes(candidate: StateInput) -> int:
         ZeRO-2           the full size of every tensor of which a part lies in the rank's partition
         ZeRO-3           sum of ceil(n / G) over tensors
         FSDP2            shards, in the dtype of the parameter
-        fused backward   the largest tensor, twice (lomo, adalomo)
+        fused backward   the largest tensor (lomo, adalomo), which is updated last; see `update_in_backward_bytes`
         accumulating     ZeRO-1 and ZeRO-2: also the new gradients of the rank's partition
                          FSDP2 without `sync_each_batch`: `whole_gradients_bytes`, at the end of all backward passes
                          but the last
@@ -82,10 +79,7 @@ def gradients_bytes(candidate: StateInput) -> int:
     Leaves out DDP's second copy (communication.py), and that ZeRO-1 has dropped other ranks' small gradients by then.
     """
     if candidate.optimizer_row.fused_backward:
-        return sum(
-            FUSED_GRADIENTS_ALIVE * rounded_bytes(tensors.largest * size)
-            for tensors, size in learning_groups(candidate)
-        )
+        return sum(rounded_bytes(tensors.largest * size) for tensors, size in learning_groups(candidate))
     kept = accumulated_gradients_bytes(candidate)
     if candidate.keeps_whole_gradients:
         return max(kept, step_gradients_bytes(candidate))

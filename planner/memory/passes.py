@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from planner.cache_keys import TrainingInput, state_settings
 from planner.candidate import DEEPSPEED
 from planner.gpus.cluster import Gpu
-from planner.memory.activations import EXISTING, NEW, StackGradients, StackMemory, stack_memory
+from planner.memory.activations import DROPPED, EXISTING, NEW, StackGradients, StackMemory, stack_memory
 from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.images.passes import ImagePasses, image_passes
 from planner.memory.layers.components import Components, add_components, component_bytes
@@ -78,8 +78,12 @@ def passes_of(candidate: TrainingInput, gpu: Gpu) -> Passes:
 
 
 def gradients_exist(candidate: TrainingInput) -> bool:
-    """Return whether gradients exist when a micro-step begins: accumulated ones, and the buffers of ZeRO."""
-    return candidate.accumulates or candidate.sharding in DEEPSPEED
+    """Return whether gradients exist when a micro-step begins: accumulated ones, and the buffers of ZeRO.
+
+    An optimizer that updates within the backward pass does so in every micro-step, and accumulates nothing.
+    """
+    accumulates = candidate.accumulates and not candidate.optimizer_row.fused_backward
+    return accumulates or candidate.sharding in DEEPSPEED
 
 
 def stack_gradients(candidate: TrainingInput) -> StackGradients:
@@ -89,6 +93,8 @@ def stack_gradients(candidate: TrainingInput) -> StackGradients:
     pass is over; `sync_each_batch` adds them to the shards of earlier micro-steps. Without it `.grad` stays.
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`; results/fsdp2_memory.md.
     """
+    if candidate.optimizer_row.fused_backward and not gradients_exist(candidate):
+        return DROPPED
     if candidate.sharding != "fsdp2" or candidate.keeps_whole_gradients:
         return EXISTING if gradients_exist(candidate) else NEW
     if candidate.accumulates:

@@ -221,7 +221,9 @@ def backward(passes: Passes) -> Components:
     gather: Components = {"communication": states.gathered["backward"], "gradients": gradients}
     head_gather: Components = {"communication": states.gathered["head_backward"], "gradients": gradients}
     exchange: Components = {"communication": row_exchange_bytes(passes.candidate, "backward")}
-    layers = add_components(gather, exchange, peak_components(passes.stack.backward, passes.tokens, passes.scores))
+    updated: Components = {"gradients": states.gradient_before, "transients": states.update_in_layers}
+    heaviest = peak_components(passes.stack.backward, passes.tokens, passes.scores)
+    layers = add_components(gather, exchange, heaviest, updated)
     moments = [layers, add_components(head_gather, head_backward(passes))]
     if states.gathered["first_layer_backward"]:
         first_gather: Components = {"communication": states.gathered["first_layer_backward"], "gradients": gradients}
@@ -259,6 +261,7 @@ def head_backward(passes: Passes) -> Components:
     norm_bytes = passes.norm.backward.at(passes.tokens, passes.scores)[0]
     if candidate.tuning == "full" and not passes.gradients.exist:
         norm_bytes += passes.head.weight_width * head_elements(candidate)  # the head's gradient
+        norm_bytes += 0 if candidate.model.tied else passes.states.update_of_largest
     own: Components = {"loss": max(passes.loss.backward, norm_bytes), "autocast_copies": -passes.stack.copies[2]}
     return add_components(kept, own)
 
@@ -281,7 +284,9 @@ def embedding_backward(passes: Passes) -> Components:
         "communication": passes.states.gathered["embedding_backward"],
         "gradients": gradients,
         "transients": passes.tokens * model.hidden_size * width
-        + (copies * model.embed_params * width if candidate.tuning == "full" else 0),
+        + max(
+            copies * model.embed_params * width if candidate.tuning == "full" else 0, passes.states.update_of_largest
+        ),
     }
 
 

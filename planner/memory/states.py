@@ -22,10 +22,12 @@ from planner.memory.communication import (
 from planner.memory.gradients import accumulated_gradients_bytes, gradients_bytes, step_gradients_bytes
 from planner.memory.layers.recipe import Recipe
 from planner.memory.optimizer import (
+    gradient_before_bytes,
     master_copy_bytes,
     master_weights_bytes,
     optimizer_states_bytes,
     step_temporaries_bytes,
+    update_in_backward_bytes,
 )
 from planner.memory.runtime import runtime_bytes
 from planner.memory.stack_recipe import policy_recipe
@@ -50,6 +52,9 @@ class StateMemory:
     unsharded_while_loading: int
     parameter_broadcast: int
     step_temporaries: int
+    update_in_layers: int  # within the backward pass, by lomo and adalomo
+    update_of_largest: int
+    gradient_before: int
     gathered: dict[GatherMoment, int]
     gathered_beside: int  # while a reference model runs after the policy, whose graph is alive
     gathered_of_reference: int
@@ -79,6 +84,9 @@ def state_memory(settings: StateSettings, gpu: Gpu) -> StateMemory:
         unsharded_while_loading=unsharded_while_loading_bytes(settings),
         parameter_broadcast=parameter_broadcast_bytes(settings),
         step_temporaries=step_temporaries_bytes(settings),
+        update_in_layers=update_in_backward_bytes(settings, outside_layers=False),
+        update_of_largest=update_in_backward_bytes(settings, outside_layers=True),
+        gradient_before=gradient_before_bytes(settings),
         gathered={moment: gather_bytes(settings, moment) for moment in GATHER_MOMENTS},
         gathered_beside=reference_gather_bytes(settings, "loss"),
         gathered_of_reference=reference_gather_bytes(settings, "forward"),
