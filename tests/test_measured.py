@@ -20,6 +20,7 @@ from planner.measurements.corrected_estimate import (
     LEAST_SURE_FIRST,
     RUN_TO_RUN_BYTES,
     correct_estimate,
+    lacking_bytes,
     needed_bytes,
     phase_differences,
 )
@@ -94,7 +95,7 @@ def fake_measurement(
 
 
 SHORT = Shortage(
-    rank=0, phase="backward", tried_bytes=2 * GIB, free_bytes=GIB, allocated_bytes=20 * GIB, reserved_bytes=21 * GIB
+    rank=0, phase="backward", tried_bytes=2 * GIB, free_bytes=GIB, allocated_bytes=20 * GIB, reserved_bytes=22 * GIB
 )
 PLANNED = Plan(
     job=Job(model=MODEL, method="sft"),
@@ -188,6 +189,18 @@ class TestCorrectEstimate:
     def test_out_of_memory_on_a_smaller_card_says_nothing_about_this_one(self):
         with pytest.raises(PlanError, match="smaller card"):
             correct_estimate(EXPECTED, fake_measurement(outcome="out_of_memory", shortage=SHORT, capacity=8 * GIB))
+
+    def test_out_of_memory_on_a_card_that_others_share_needs_what_the_process_held(self):
+        """79.2 GiB of which others hold 66.2; the plan was made for the 13.0 that are free."""
+        runtime = EXPECTED.gpus[0].phases[0].components["runtime"]
+        usable, card = 13 * GIB, 79 * GIB
+        short = replace(SHORT, tried_bytes=3 * GIB, free_bytes=2 * GIB, reserved_bytes=usable - 2 * GIB - runtime)
+        ran_out = fake_measurement(outcome="out_of_memory", shortage=short, capacity=card)
+        planned = replace(EXPECTED.gpus[0], capacity_bytes=usable)
+        assert lacking_bytes(planned, ran_out) == usable + GIB
+        assert lacking_bytes(replace(planned, capacity_bytes=10 * GIB), ran_out) == usable + GIB
+        with pytest.raises(PlanError, match=r"others share: it could use 13.0 GiB of 23.\d GiB"):
+            correct_estimate(EXPECTED, ran_out)
 
     def test_cards_that_differ_by_their_drivers_memory_are_of_one_kind(self):
         for capacity in (CAPACITY - CAPACITY // 200, CAPACITY + CAPACITY // 200):

@@ -108,7 +108,14 @@ def why_undecided(estimate: Estimate, measurement: Measurement) -> str:
     if measurement.outcome == "fits" and not any(rank.phases for rank in measurement.ranks):
         return "The probe ran to its end and has measured no process."
     if measurement.outcome == "out_of_memory" and lacking_bytes(gpu, measurement) <= gpu.capacity_bytes:
-        return f"The probe ran out of memory on a smaller card than one of {format_gib(gpu.capacity_bytes, 1)}."
+        usable, wanted = _usable_bytes(gpu, measurement), format_gib(gpu.capacity_bytes, 1)
+        if usable < _capacity_bytes(gpu, measurement):
+            left = format_gib(usable, 1)
+            return (
+                f"The probe ran out of memory on a card that others share: it could use {left} of {wanted}. "
+                f"End the other processes, or plan with --free-memory {left.replace(' ', '')}."
+            )
+        return f"The probe ran out of memory on a smaller card than one of {wanted}."
     return ""
 
 
@@ -177,12 +184,38 @@ def needed_peak_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
 
 def lacking_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
     """Return a lower bound of the card size that a candidate which ran out of memory needs."""
-    shortage = shortage_of(gpu, measurement)
-    capacities = [
-        rank.capacity_bytes for rank in measurement.ranks if rank.rank == shortage.rank and rank.capacity_bytes
-    ]
-    same_kind = not capacities or abs(capacities[0] - gpu.capacity_bytes) <= _tolerance_bytes(gpu)
-    return (gpu.capacity_bytes if same_kind else capacities[0]) + shortage.over_bytes
+    usable = _usable_bytes(gpu, measurement)
+    same_kind = abs(usable - gpu.capacity_bytes) <= _tolerance_bytes(gpu)
+    return (gpu.capacity_bytes if same_kind else usable) + shortage_of(gpu, measurement).over_bytes
+
+
+def _usable_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
+    """Return the memory that the process which ran out of it could use: the card, or what others left of it.
+
+        left = reserved by PyTorch + outside PyTorch + free
+
+    The free bytes in PyTorch's message are those of the card, of which other processes may hold a part. The process
+    itself holds outside PyTorch what the driver counted in earlier phases, and a CUDA context at least. So does every
+    other process: where less than a context is missing, nobody shares the card.
+    Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `cudaMemGetInfo` in the message of `OutOfMemoryError`.
+
+    Example: a card of 79.2 GiB of which others hold 66.2: 10.5 + 0.5 + 2.0 = 13.0 GiB.
+    """
+    capacity, shortage = _capacity_bytes(gpu, measurement), shortage_of(gpu, measurement)
+    if measurement.device != "cuda" or not shortage.reserved_bytes:
+        return capacity
+    ranks = [rank for rank in measurement.ranks if rank.rank == shortage.rank]
+    seen = [peak.driver_bytes - peak.reserved_bytes for rank in ranks for peak in rank.phases if peak.driver_bytes]
+    context = gpu.peak.components.get("runtime", 0)
+    left = shortage.reserved_bytes + max([context, *seen]) + shortage.free_bytes
+    return left if capacity - left > context else capacity
+
+
+def _capacity_bytes(gpu: GpuMemory, measurement: Measurement) -> int:
+    """Return the memory of the card of the process that ran out of it; the planned one's if that is not known."""
+    rank = shortage_of(gpu, measurement).rank
+    found = [each.capacity_bytes for each in measurement.ranks if each.rank == rank and each.capacity_bytes]
+    return found[0] if found else gpu.capacity_bytes
 
 
 def shortage_of(gpu: GpuMemory, measurement: Measurement) -> Shortage:
