@@ -316,6 +316,13 @@ class TestCommunication:
         assert generation_gather_bytes(replace(told, ds3_gather_for_generation=False)) == gather_bytes(told, "forward")
         assert generation_gather_bytes(replace(told, num_processes=64)) == generation_gather_bytes(told)
 
+    @pytest.mark.parametrize("tuning", ["full", "lora"])
+    def test_ppo_gathers_its_value_model_to_generate(self, tuning: str) -> None:
+        ppo = candidate(method="ppo", sharding="zero3", tuning=tuning)
+        policy = candidate(method="gkd", sharding="zero3", tuning=tuning)
+        value = 2 * (7_615_616_512 - 152_064 * HIDDEN)  # without the head
+        assert generation_gather_bytes(ppo) - generation_gather_bytes(policy) == pytest.approx(value, rel=1e-3)
+
     def test_adapters_gather_the_whole_model_for_the_engine(self) -> None:
         full, lora = (
             candidate(sharding="zero3", vllm="colocate"),

@@ -13,7 +13,14 @@ from planner.memory.parameters.lora import lora_in_order, targets_experts
 from planner.memory.parameters.policy import QUANTIZED_PARTS, Parameters, parameters, policy_parameters
 from planner.memory.parameters.sharding import gathered_bytes, prefetch_elements, reduce_bucket_elements
 from planner.memory.parameters.tensors import EqualTensors, tensors_in_order
-from planner.memory.weights import base_dtype_bytes, quantized_tensor_sizes, shards_4bit_weights, whole_policy_bytes
+from planner.memory.weights import (
+    base_dtype_bytes,
+    other_dtype_bytes,
+    quantized_tensor_sizes,
+    shards_4bit_weights,
+    value_parameters,
+    whole_policy_bytes,
+)
 from planner.methods import Head
 from planner.models.shape import ModelShape
 from planner.units import MIB
@@ -322,13 +329,18 @@ def row_exchange_bytes(candidate: TrainingInput, pass_name: str) -> int:
 def generation_gather_bytes(candidate: StateInput) -> int:
     """Bytes gathered on one GPU while `generate` runs.
 
-        ZeRO-3 with ds3_gather_for_generation: the whole model | else: as in a forward pass, with its head
+        ZeRO-3 with ds3_gather_for_generation: the whole model, and PPO's value model, a part of the same module
+        else: as in a forward pass, with its head
 
-    Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`.
+    Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`; trl 1.12, experimental/ppo/ppo_trainer.py,
+    `PPOTrainer.train` (unwraps the `PolicyAndValueWrapper`).
     Example: Qwen2.5-32B in bfloat16: 65.5 GB on every GPU, however many there are.
     """
     if candidate.sharding == "zero3" and candidate.ds3_gather_for_generation and not is_local(candidate):
-        return _whole_model_bytes(candidate)
+        if not candidate.method_row.value_model:
+            return _whole_model_bytes(candidate)
+        value = value_parameters(candidate).base_tensors
+        return _whole_model_bytes(candidate) + gathered_bytes(value, other_dtype_bytes(candidate), candidate)
     moments: tuple[GatherMoment, ...] = ("embedding", "forward", "loss")
     return max(gather_bytes(candidate, moment) for moment in moments)
 

@@ -169,12 +169,16 @@ def value_weights_bytes(candidate: StateInput) -> int:
     """
     if not candidate.method_row.value_model:
         return 0
-    size = (
-        SIXTEEN_BIT_BYTES
-        if candidate.sharding in DEEPSPEED and candidate.precision != "no"
-        else DTYPE_BYTES[candidate.dtype]
+    return sharded_bytes(
+        value_parameters(candidate).base_tensors, other_dtype_bytes(candidate), candidate, trained=True
     )
-    return sharded_bytes(value_parameters(candidate).base_tensors, size, candidate, trained=True)
+
+
+def other_dtype_bytes(candidate: StateInput) -> int:
+    """Bytes of one parameter of a model beside the policy: 2 under DeepSpeed with bf16 or fp16, else as loaded."""
+    if candidate.sharding in DEEPSPEED and candidate.precision != "no":
+        return SIXTEEN_BIT_BYTES
+    return DTYPE_BYTES[candidate.dtype]
 
 
 def value_parameters(candidate: StateInput) -> Parameters:
@@ -261,12 +265,7 @@ def quantized_tensor_sizes(shape: tuple[int, ...], quantization: Quantization, g
 
 def _frozen_bytes(model: ModelShape, head: str, candidate: StateInput) -> int:
     tensors = parameters(model, "full", 1, (), "none", "score" if head == "score" else "lm_head").base_tensors
-    size = (
-        SIXTEEN_BIT_BYTES
-        if candidate.sharding in DEEPSPEED and candidate.precision != "no"
-        else DTYPE_BYTES[candidate.dtype]
-    )
-    return sharded_bytes(tensors, size, candidate)
+    return sharded_bytes(tensors, other_dtype_bytes(candidate), candidate)
 
 
 @lru_cache(maxsize=1024)
