@@ -135,6 +135,7 @@ class TrainingSettings(NamedTuple):
     sub_group_size: int
     # generation
     generation_rows: int
+    generated_share: float
     prompts_differ: bool
     generates_without_cache: bool
     prompt_length: int

@@ -15,6 +15,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
 Quantization = Literal["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"]
 QuantStorage = Literal["uint8", "bfloat16", "float16", "float32"]  # dtype of the tensors that hold 4-bit weights
+PackingStrategy = Literal["bfd", "bfd_split", "wrapped"]
 AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attention_3")
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -70,8 +71,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     images_per_row: int = 0  # images in each row, for vision-language models
     image_size: str = ""  # WIDTHxHEIGHT in pixels, for models whose tokens of an image depend on it
     packing: bool = False
+    packing_strategy: PackingStrategy = "bfd"
     padding_free: bool = False
     beta: float = 0.0
+    lmbda: float = 0.5  # share of GKD's micro-batches that the policy generates
     precompute_ref_log_probs: bool = False
 
     # activations
@@ -170,9 +173,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def flattened(self) -> bool:
         """True if all rows of a batch are concatenated to one row: with packing or padding-free training.
 
-        Source: trl 1.16, sft_trainer.py, `padding_free`.
+        Strategy "wrapped" cuts the documents into rows of `max_length`, which stay rows of a batch.
+        Source: trl 1.16, sft_trainer.py, `SFTTrainer.__init__` (`self.padding_free`).
         """
-        return self.packing or self.padding_free
+        return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
 
     @property
     def pads(self) -> bool:
@@ -196,7 +200,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         runtime/sequence_parallel/ulysses_sp.py, `uattn_wrapper`).
         Leaves out `pad_to_multiple_of`, which TRL does not set by default.
         """
-        return self.padded and not self.flattened and self.generation_rows > 1 and self.row_gpus == 1
+        return (
+            self.padded and not self.packing and not self.flattened and self.generation_rows > 1 and self.row_gpus == 1
+        )
 
     @property
     def attention_length(self) -> int:
@@ -254,6 +260,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.rows
 
     @property
+    def generated_share(self) -> float:
+        """Share of the micro-batches that the policy generates; the others are rows of the dataset (GKD).
+
+        Source: trl 1.16, experimental/gkd/gkd_trainer.py, `GKDTrainer.training_step`.
+        """
+        return self.lmbda if self.method_row.mixes_rows else 1.0
+
+    @property
     def prompts_differ(self) -> bool:
         """True if a process samples from several prompts at once and batches are padded: their lengths differ."""
         if self.method_row.grouped_completions:
@@ -269,7 +283,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """
         prepared = self.method_row.kbit_preparation != "none" and self.quantization in BITSANDBYTES
         drops = self.method_row.checkpointing_drops_cache and not prepared
-        return drops and self.gradient_checkpointing and self.vllm == "off"
+        return drops and self.gradient_checkpointing and self.vllm == "off" and self.generated_share > 0
 
     @property
     def sets_engine_length(self) -> bool:

@@ -105,8 +105,7 @@ class Method:
     # The trainer builds vLLM's engine itself, with a context of max_length + max_completion_length, not through
     # trl/generation/vllm_generation.py. Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py, `__init__`.
     builds_engine: bool = False
-    # Share of the micro-batches that the policy generates; the others are rows of the dataset.
-    generated_share: float = 1.0
+    mixes_rows: bool = False  # the policy generates a share of the micro-batches (lmbda); the others are the dataset's
     # A step of the trainer is a rollout of all its micro-batches, and this many epochs over it, each of which ends with
     # an optimizer step; 0: a step is one optimizer step. Source: trl 1.12, experimental/ppo/ppo_trainer.py, `train`;
     # ppo_config.py, `num_ppo_epochs`.
@@ -167,7 +166,7 @@ class Method:
 # Source of the rows: trl 1.16, trainer/*_trainer.py, trainer/*_config.py and experimental/*/; PPO: trl 1.12,
 # experimental/ppo. `earlier_losses`: trl's CHANGELOG and trainer/utils.py `selective_log_softmax` of each release;
 # `chunked_nll` became SFT's default in 1.5, the fused head came to every stable trainer with 1.15.
-# `learning_rate`: the configs; PPO's is not known. `generated_share` of GKD: experimental/gkd/gkd_config.py, `lmbda`.
+# `learning_rate`: the configs; PPO's is not known.
 # Argument names: experimental/online_dpo/online_dpo_config.py, experimental/gkd/gkd_config.py, ppo/ppo_config.py.
 # `smallest_batch` of KTO: trainer/kto_trainer.py, "Actual (not effective) batch size must be > 1".
 # Prompts have no limit in TRL 1.16, so `prompt_length` describes the data: 512 tokens unless --prompt-length is given;
@@ -254,7 +253,7 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
             generates=True, always_gathers=True, checkpointing_drops_cache=True, bounded_rows=True,
             defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True, loads_policy=False,
-            learning_rate="2e-05", disables_dropout=True, generated_share=0.5,
+            learning_rate="2e-05", disables_dropout=True, mixes_rows=True,
             argument_names={"max_completion_length": "max_new_tokens"},
         ),
         Method(

@@ -336,8 +336,14 @@ def online_dpo_arguments(inputs: TrainerInputs) -> dict[str, Any]:
 
 
 def gkd_arguments(inputs: TrainerInputs) -> dict[str, Any]:
-    """Train on the student's own completions in every step (`lmbda` 1): the heavier of GKD's two kinds of step."""
-    return {"lmbda": 1.0, "teacher_model_init_kwargs": inputs.model_init_kwargs}
+    """Train on the student's own completions in every step (`lmbda` 1): the heavier of GKD's two kinds of step.
+
+    With `lmbda` 0 it has the other kind only.
+    """
+    return {
+        "lmbda": 1.0 if inputs.candidate.generated_share else 0.0,
+        "teacher_model_init_kwargs": inputs.model_init_kwargs,
+    }
 
 
 TRAINERS: dict[MethodName, TrainerRecipe] = {

@@ -48,6 +48,8 @@ BASES: dict[str, dict[str, Any]] = {
     },
     "distillation": {"method": "distillation", "teacher_model": TEACHER},
     "ppo": {"method": "ppo", "tuning": "lora"},
+    "gkd": {"method": "gkd", "teacher_model": TEACHER},
+    "sft of packed rows": {"method": "sft", "packing": True, "attn_implementation": "flash_attention_2"},
     "sft of images": {"method": "sft", "model": SEEING, "images_per_row": 1},
 }  # fmt: skip
 
@@ -78,8 +80,10 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "images_per_row": (2, 1),
     "image_size": ("1024x768", ""),
     "packing": (True, False),
+    "packing_strategy": ("wrapped", "bfd"),
     "padding_free": (True, False),
     "beta": (0.2, 0.0),
+    "lmbda": (0.0, 0.5),
     "precompute_ref_log_probs": (True, False),
     "gradient_checkpointing": (False, True),
     "checkpoint_every_n_layers": (2, 1),

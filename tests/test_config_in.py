@@ -146,6 +146,42 @@ def test_a_file_that_accumulates_under_fsdp2_has_whole_gradients(
     assert gradients == {("default", False): 16.1, ("synced", True): 4.0, ("none", True): 4.0}
 
 
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "bfd-requeue", "wrapped"])
+def test_wrapped_rows_stay_rows_of_a_batch(tmp_path: Path, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eager attention: 58 bytes a score (14 heads) of one row of 4,096 tokens, a quarter of it for 4 rows of 1,024."""
+    train = f"per_device_train_batch_size: 4\npacking: true\npacking_strategy: {strategy}\n"
+    (tmp_path / "train.yaml").write_text(train + "attn_implementation: eager\ndtype: bfloat16\n")
+    run(f"estimate --model Qwen2.5-0.5B --method sft --gpus 1xH200 --json --config {tmp_path / 'train.yaml'}".split())
+    report = json.loads(capsys.readouterr().out)
+    backward = next(phase for phase in report["gpus"][0]["phases"] if phase["name"] == "backward")
+    assert (backward["components"]["attention_scores"] == 973_078_528) == (strategy != "wrapped")
+    assert report["settings"].get("packing_strategy", "bfd") == strategy.replace("-requeue", "_split")
+
+
+@pytest.mark.parametrize(("flags", "warned"), [((), True), (("--max-length=4096",), False)])
+def test_rows_that_are_not_cut_have_no_known_length(
+    tmp_path: Path, flags: tuple[str, ...], warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.yaml").write_text("max_length: null\n")
+    asked = f"estimate --model Qwen2.5-0.5B --method sft --gpus 1xH100 --json --config {tmp_path / 'train.yaml'}"
+    run([*asked.split(), *flags])
+    report = json.loads(capsys.readouterr().out)
+    assert report["settings"]["max_length"] == (1024 if warned else 4096)
+    said = [line for line in report["warnings"] if "the longest is not known: 1,024 tokens are planned" in line]
+    assert bool(said) == warned
+
+
+@pytest.mark.parametrize(("lmbda", "generates"), [(0.0, False), (0.1, True)])
+def test_gkd_on_the_rows_of_the_dataset_alone_generates_nothing(
+    tmp_path: Path, lmbda: float, generates: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.yaml").write_text(f"lmbda: {lmbda}\nmax_length: 2048\n")
+    run(f"estimate --model Qwen2.5-0.5B --method gkd --gpus 1xH100 --json --config {tmp_path / 'train.yaml'}".split())
+    report = json.loads(capsys.readouterr().out)
+    assert ("rollout" in {phase["name"] for phase in report["gpus"][0]["phases"]}) == generates
+    assert report["settings"]["lmbda"] == lmbda
+
+
 def test_without_a_file_there_is_nothing_to_free(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--model=Qwen2.5-7B", "--gpus=1xH100", "--method=sft", "--free=dtype"]) == 2
     assert "frees a setting of a config file, and there is none" in capsys.readouterr().err

@@ -353,6 +353,11 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "oldest_trl_taken": (
         {"trl": "0.1", "oldest": "0.12"}, "trl 0.1 is taken for 0.12, the oldest whose code paths are counted",
     ),
+    "rows_not_cut": (
+        {"taken": 1024},
+        "max_length is null, so TRL cuts no row and the longest is not known: 1,024 tokens are planned. "
+        "Give your longest row with --max-length",
+    ),
     "config_change": (
         {"setting": "gradient_checkpointing", "before": False, "after": True},
         "config gradient_checkpointing: false -> true",

@@ -28,7 +28,7 @@ def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ..
     """
     passes = passes_of(candidate, gpu)
     phases: list[tuple[Phase, Components]] = [("load", load(passes))]
-    if candidate.method_row.generates:
+    if candidate.method_row.generates and candidate.generated_share:
         phases += [("weight_sync", weight_sync(passes))] if candidate.vllm != "off" else []
         phases += [("rollout", rollout(passes))]
     if scores_before_training(candidate):

@@ -482,6 +482,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         f"--num_processes {gpus}"
     ),
     "oldest_trl_taken": lambda trl, oldest: f"trl {trl} is taken for {oldest}, the oldest whose code paths are counted",
+    "rows_not_cut": lambda taken: (
+        f"max_length is null, so TRL cuts no row and the longest is not known: {taken:,} tokens are planned. "
+        "Give your longest row with --max-length"
+    ),
     "config_change": lambda setting, after, before=None: f"config {setting}: {_value(before)} -> {_value(after)}",
     "config_unchanged": lambda: "the config needs no change",
 }

@@ -80,7 +80,7 @@ def _sharding_words(candidate: Candidate) -> str:
 
 
 def _generation_words(candidate: Candidate) -> str:
-    if not candidate.method_row.generates:
+    if not candidate.method_row.generates or not candidate.generated_share:
         return ""
     if candidate.vllm == "server":
         gpus = candidate.server_gpus

@@ -24,19 +24,19 @@ SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of on
 BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fields that the effective batch is made of
 
 
-def config_files(options: JobOptions, train: "TrainConfig | None") -> tuple[dict[str, Value], tuple[Note, ...]]:
-    """Return the settings of the config files, and the warnings about keys that the plan does not use.
+def config_files(options: JobOptions, train: "TrainConfig | None") -> tuple[dict[str, Value], tuple[Note, ...], bool]:
+    """Return the settings of the config files, the warnings about keys that the plan does not use, and `untruncated`.
 
     `train`: a TRL config that was read already, instead of a file.
     """
     paths = {name: Path(path) for name, flag in CONFIG_FLAGS.items() if (path := getattr(options, flag)) is not None}
     if not paths and train is None:
-        return {}, ()
+        return {}, (), False
     from planner.requests.train_config import FILE_DEFAULTS, SEARCH_DEFAULTS, ConfigFiles, load_config_files
 
     defaults = SEARCH_DEFAULTS if isinstance(options, SearchOptions) else FILE_DEFAULTS
     config = load_config_files(ConfigFiles(**paths), defaults, train)
-    return config.settings, config.warnings
+    return config.settings, config.warnings, config.untruncated
 
 
 def freed(options: JobOptions) -> set[str]:

@@ -10,7 +10,7 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import Goal, Job, TuningOption, loaded_quantization
-from planner.jobs.rules import LORA_FIELDS, unused_lengths
+from planner.jobs.rules import DEFAULT_MAX_LENGTH, LORA_FIELDS, unused_lengths
 from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, refuse_unknown, typed_value
 from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, release
 from planner.models.catalogue import load_model
@@ -77,7 +77,7 @@ def read_options(
     """
     refuse_empty(options)
     flags, ranks = _flags(options), _ranks(options)
-    in_file, warnings = config_files(options, train)
+    in_file, warnings, untruncated = config_files(options, train)
     tuning = _one_of("tuning class", options.tuning, get_args(TuningOption))
     decided = fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})
     free = freed(options)
@@ -115,7 +115,9 @@ def read_options(
     return JobRequest(
         job=with_batch_of_files(job, cluster, in_files, free),
         cluster=cluster,
-        warnings=(*warnings, *nodes, *unread, *unused_lengths(job), *older),
+        warnings=(
+            *warnings, *nodes, *unread, *unused_lengths(job), *(_unknown_length(job) if untruncated else ()), *older,
+        ),  # fmt: skip
         in_files=in_files,
     )
 
@@ -247,6 +249,17 @@ def _with_adapters(pins: Mapping[str, Any], tuning: TuningOption, model: ModelSh
     if config and adapters and "lora_target_modules" not in pinned:
         pinned["lora_target_modules"] = default_targets(model.model_type)
     return pinned
+
+
+def _unknown_length(job: Job) -> list[Note]:
+    """Return a warning for a config with `max_length: null`, if neither a flag nor a search decides the length.
+
+    Source: trl 1.16, trainer/sft_trainer.py, `SFTTrainer._prepare_dataset` ("Truncate to max_length").
+    """
+    if "max_length" in job.pinned or job.optimize == "max-length" or not has_setting(job.method, "max_length"):
+        return []
+    taken = METHODS[job.method].defaults.get("max_length", DEFAULT_MAX_LENGTH)
+    return [Note("rows_not_cut", {"taken": taken})]
 
 
 def _trl_version(text: str | None) -> tuple[str, list[Note]]:

@@ -1,7 +1,7 @@
 """Read a TRL config file (YAML, as in `trl sft --config train.yaml`): its settings, and the keys that are not used."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import isfile
 from pathlib import Path
 
@@ -75,7 +75,7 @@ UNSHARDED = (("distributed_type", "NO"), ("distributed_type", "MULTI_GPU"))
 UNMODELLED = (
     "auto_find_batch_size", "cast_lm_head_to_fp32", "eval_strategy", "generation_batch_size",
     "include_num_input_tokens_seen", "label_smoothing_factor", "lora_modules_to_save", "lora_target_parameters",
-    "neftune_noise_alpha", "optim_args", "router_aux_loss_coef", "sync_ref_model", "torch_compile",
+    "neftune_noise_alpha", "optim_args", "router_aux_loss_coef", "seq_kd", "sync_ref_model", "torch_compile",
     "torch_empty_cache_steps", "use_dora", "use_transformers_continuous_batching",
 )  # fmt: skip
 
@@ -88,6 +88,7 @@ class TrainConfig:
     ignored: tuple[str, ...]
     unmodelled: tuple[str, ...]
     accelerate: Path | None = None  # the launch file that it names
+    untruncated: bool = False  # its max_length is null: TRL does not cut the rows
 
     @property
     def warnings(self) -> tuple[Note, ...]:
@@ -135,7 +136,7 @@ def load_config_files(
         if settings.setdefault(name, value) != value and name not in PROCESSES:
             where = files.train or "the config"
             raise InputError(f"{name} is {settings[name]} in {where} and {value} in {launcher}. Drop one of them.")
-    return TrainConfig(settings=settings, ignored=train.ignored, unmodelled=unmodelled)
+    return replace(train, settings=settings, unmodelled=unmodelled, accelerate=None)
 
 
 def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS) -> TrainConfig:
@@ -165,6 +166,7 @@ def train_config(
     return TrainConfig(
         accelerate=_beside(folder, str(launcher)) if launcher else None,
         settings=_without_unread(settings, pairs),
+        untruncated="max_length" in pairs and pairs["max_length"] is None,
         ignored=tuple(name for name in unknown if name not in unmodelled),
         unmodelled=tuple(name for name in unknown if name in unmodelled and pairs[name] not in (None, False)),
     )

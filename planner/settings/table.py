@@ -160,6 +160,17 @@ SETTINGS: tuple[Setting, ...] = (
         line="lengths",
     ),
     Setting(
+        field="packing_strategy",
+        value_aliases={"bfd-requeue": "bfd_split"},  # trl before 2.0
+        sentence="How rows are packed; wrapped ones are cut anywhere and stay rows of a batch.",
+        role="learning",
+        owner="packing",
+        methods=lambda method: method.packs,
+        needs="packing",
+        unset="bfd",
+        line="lengths",
+    ),
+    Setting(
         field="padding_free",
         sentence="The rows of a micro-batch are concatenated without padding.",
         role="learning",
@@ -270,6 +281,13 @@ SETTINGS: tuple[Setting, ...] = (
         role="learning",
         bounds=FROM_ZERO,
         methods=lambda method: method.has_beta,
+    ),
+    Setting(
+        field="lmbda",
+        sentence="Share of the micro-batches that the policy generates; 0: all rows are the dataset's.",
+        role="learning",
+        bounds=(0.0, 1.0),
+        methods=lambda method: method.mixes_rows,
     ),
     Setting(
         field="precompute_ref_log_probs",

@@ -48,7 +48,7 @@ def rollouts(candidate: TrainingInput) -> tuple[float, float]:
         GRPO, RLOO     rows x steps_per_generation; accumulation / (steps_per_generation x num_iterations)
         distillation   rows x accumulation; 1
         PPO            rows x accumulation; 1: a step is a rollout with its 4 epochs (`epochs_per_step`)
-        GKD            rows; accumulation / 2: it generates for half of the micro-batches
+        GKD            rows; accumulation x lmbda: it generates for this share of the micro-batches
         online DPO     rows; accumulation
 
     Source: trl 1.16, trainer/grpo_trainer.py, `GRPOTrainer._prepare_inputs`, trainer/distillation_trainer.py,
@@ -64,7 +64,7 @@ def rollouts(candidate: TrainingInput) -> tuple[float, float]:
         return float(rows * steps), accumulation / (steps * candidate.num_iterations)
     if method.generates_ahead or method.epochs_per_rollout:
         return float(rows * accumulation), 1.0
-    return float(rows), accumulation * method.generated_share
+    return float(rows), accumulation * candidate.generated_share
 
 
 def generation_seconds(candidate: Candidate, cluster: Cluster, work: Work, concurrency: float) -> float:
