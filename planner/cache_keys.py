@@ -66,6 +66,7 @@ class StateSettings(NamedTuple):
     vllm: Vllm
     reward_model: ModelShape | None
     teacher_model: ModelShape | None
+    teacher_load_dtype: str
 
     @property
     def method_row(self) -> Method:
@@ -147,6 +148,7 @@ class TrainingSettings(NamedTuple):
     # other models
     reward_model: ModelShape | None
     teacher_model: ModelShape | None
+    teacher_load_dtype: str
 
     @property
     def method_row(self) -> Method:

@@ -15,6 +15,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["bf16", "fp16", "no"]
 Quantization = Literal["none", "nf4", "nf4-double", "int8", "gptq", "awq", "fp8", "mxfp4"]
 QuantStorage = Literal["uint8", "bfloat16", "float16", "float32"]  # dtype of the tensors that hold 4-bit weights
+TeacherDtype = Literal["student", "auto", "float32", "bfloat16", "float16"]  # auto: that of the published weights
 PackingStrategy = Literal["bfd", "bfd_split", "wrapped"]
 AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attention_3")
@@ -119,6 +120,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     # other models; without another name they have the policy's shape
     reward_model: ModelShape | None = None  # None: rewards come from a function
     teacher_model: ModelShape | None = None  # None: the method has no teacher
+    teacher_dtype: TeacherDtype = "student"  # the dtype that its weights are loaded in
 
     # the allocator
     expandable_segments: bool = False
@@ -317,6 +319,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             return False
         inner = self.tuning == "lora" and self.method_row.generates and self.vllm == "off"
         return self.precision == "no" or not self.method_row.autocast or inner
+
+    @property
+    def teacher_load_dtype(self) -> str:
+        """The dtype of `teacher_model_init_kwargs`; without one the student's, as in TRL's scripts.
+
+        Source: trl 1.16, scripts/distillation.py, `main`; trainer/distillation_trainer.py,
+        `DistillationTrainer.__init__`; experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`.
+        """
+        if self.teacher_dtype == "auto":
+            return (self.teacher_model or self.model).dtype
+        return self.dtype if self.teacher_dtype == "student" else self.teacher_dtype
 
     @property
     def separate_reference(self) -> bool:

@@ -324,8 +324,15 @@ def generation_arguments(inputs: TrainerInputs) -> dict[str, Any]:
     return {"generation_kwargs": full_length_generation(inputs.candidate)}
 
 
+def teacher_kwargs(inputs: TrainerInputs) -> dict[str, Any] | None:
+    """Return arguments to load the teacher: the student's, in its own dtype; None: it exists already."""
+    if inputs.model_init_kwargs is None:
+        return None
+    return {**inputs.model_init_kwargs, "dtype": inputs.candidate.teacher_load_dtype}
+
+
 def distillation_arguments(inputs: TrainerInputs) -> dict[str, Any]:
-    return generation_arguments(inputs) | {"teacher_model_init_kwargs": inputs.model_init_kwargs}
+    return generation_arguments(inputs) | {"teacher_model_init_kwargs": teacher_kwargs(inputs)}
 
 
 def online_dpo_arguments(inputs: TrainerInputs) -> dict[str, Any]:
@@ -342,7 +349,7 @@ def gkd_arguments(inputs: TrainerInputs) -> dict[str, Any]:
     """
     return {
         "lmbda": 1.0 if inputs.candidate.generated_share else 0.0,
-        "teacher_model_init_kwargs": inputs.model_init_kwargs,
+        "teacher_model_init_kwargs": teacher_kwargs(inputs),
     }
 
 

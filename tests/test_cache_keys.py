@@ -116,6 +116,7 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "vllm_enable_sleep_mode": (True, False),
     "reward_model": (TEACHER, None),
     "teacher_model": (MODEL, None),
+    "teacher_dtype": ("bfloat16", "student"),
     "expandable_segments": (True, False),
 }
 FIELDS = list(FIELDS)

@@ -182,6 +182,21 @@ def test_gkd_on_the_rows_of_the_dataset_alone_generates_nothing(
     assert report["settings"]["lmbda"] == lmbda
 
 
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(None, 4), ("bfloat16", 2), ("auto", 2), ("float32", 4)])
+def test_a_teacher_is_loaded_in_its_own_dtype(
+    tmp_path: Path, dtype: str | None, bytes_each: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = "teacher_model_name_or_path: Qwen/Qwen2.5-7B\ndtype: float32\n"
+    train += f"teacher_model_init_kwargs: {{dtype: {dtype}}}\n" if dtype else ""
+    (tmp_path / "train.yaml").write_text(train)
+    config = f"--config {tmp_path / 'train.yaml'}"
+    run(f"estimate --model Qwen2.5-0.5B --method distillation --gpus 1xH200 --json {config}".split())
+    report = json.loads(capsys.readouterr().out)
+    weights = report["gpus"][0]["phases"][0]["components"]["weights"]
+    assert weights - 4 * 494_032_768 == pytest.approx(bytes_each * 7_615_616_512, rel=1e-3)
+    assert report["settings"].get("teacher_dtype") == dtype
+
+
 def test_without_a_file_there_is_nothing_to_free(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--model=Qwen2.5-7B", "--gpus=1xH100", "--method=sft", "--free=dtype"]) == 2
     assert "frees a setting of a config file, and there is none" in capsys.readouterr().err

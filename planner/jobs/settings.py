@@ -163,6 +163,8 @@ def trl_arguments(candidate: Candidate) -> dict[str, object]:
     arguments = {name: value for name, value in settings_of(candidate).items() if name not in missing}
     if candidate.sync_each_batch and is_shown(candidate, "sync_each_batch"):
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    if candidate.method_row.teacher and candidate.teacher_dtype != "student":
+        arguments["teacher_model_init_kwargs"] = {"dtype": candidate.teacher_dtype}
     return arguments
 
 

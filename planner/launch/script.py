@@ -19,10 +19,14 @@ VALUE_ARGUMENTS = (
 # Lines of the script before the trainer is constructed: how a teacher is loaded, as the policy that a trainer loads
 # itself, or as the one that this script loads; and tokens for PPO (trl 1.12, experimental/ppo/ppo_trainer.py,
 # `queries = data["input_ids"]`).
-TEACHER_AS_POLICY = "    training.teacher_model_init_kwargs = dict(training.model_init_kwargs)\n"
+TEACHER_AS_POLICY = (
+    "    training.teacher_model_init_kwargs = "
+    "{**(training.model_init_kwargs or {}), **(training.teacher_model_init_kwargs or {})}\n"
+)
 TEACHER_AS_LOADED = (
     "    training.teacher_model_init_kwargs = "
-    '{"dtype": model.dtype, "attn_implementation": model.attn_implementation}\n'
+    '{"dtype": model.dtype, "attn_implementation": model.attn_implementation, '
+    "**(training.teacher_model_init_kwargs or {})}\n"
 )
 TOKENS = (
     '    rows = rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, '

@@ -18,6 +18,7 @@ from planner.memory.loss import LINEAR_HEAD, loss_of
 from planner.memory.passes import Passes, gradients_exist, head_elements, passes_of
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import frozen_recipe, generation_stack, without_adapters
+from planner.memory.weights import teacher_dtype_bytes
 from planner.quantities import Phase, PhaseMemory
 
 
@@ -197,7 +198,8 @@ def frozen_forward(passes: Passes) -> Components:
     if other is None or not (compares or candidate.method_row.teacher):
         return {}
     apart = candidate.separate_reference or candidate.method_row.teacher
-    recipe = frozen_recipe(candidate, passes.recipe.flash) if apart else without_adapters(passes.recipe)
+    width = teacher_dtype_bytes(candidate) if candidate.method_row.teacher and candidate.sharding != "fsdp2" else 0
+    recipe = frozen_recipe(candidate, passes.recipe.flash, width) if apart else without_adapters(passes.recipe)
     stack = stack_memory(other, recipe, EXISTING, 0)
     layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
     images = image_passes(candidate, recipe, EXISTING, graph=False)

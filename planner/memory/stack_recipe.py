@@ -136,13 +136,14 @@ def quantized_linear(candidate: StateInput) -> QuantizedLinear:
     return QUANTIZED_LINEAR[candidate.quantization]
 
 
-def frozen_recipe(candidate: TrainingInput, flash: bool) -> StackRecipe:
+def frozen_recipe(candidate: TrainingInput, flash: bool, weight_width: int = 0) -> StackRecipe:
     """How the layers of a frozen model compute: reference, reward or teacher.
 
     TRL leaves `requires_grad` of its weights on, so that autocast keeps 16-bit copies of them; online DPO does not.
     It is built before training starts, when Liger patches the trained model and the module's rotary function.
+    `weight_width`: bytes of one of its weights; 0: as the policy's.
     """
-    width = compute_weight_width(candidate)
+    width = weight_width or compute_weight_width(candidate)
     recipe = Recipe(
         weight_width=width,
         autocast_width=autocast_width(candidate),

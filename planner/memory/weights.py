@@ -187,7 +187,7 @@ def value_parameters(candidate: StateInput) -> Parameters:
 
 
 def teacher_weights_bytes(candidate: StateInput) -> int:
-    """Bytes of the frozen teacher on one GPU, in the student's dtype as in TRL's scripts; sharded under ZeRO-3 only.
+    """Bytes of the frozen teacher on one GPU, in `teacher_dtype`; sharded under ZeRO-3 only.
 
     Source: trl 1.16, scripts/distillation.py, `main`, trainer/distillation_trainer.py, `DistillationTrainer.__init__`,
     experimental/gkd/gkd_trainer.py, `GKDTrainer.__init__`; accelerate 1.15, accelerator.py, `Accelerator.prepare_model`
@@ -198,9 +198,17 @@ def teacher_weights_bytes(candidate: StateInput) -> int:
     if candidate.sharding == "fsdp2":
         return tensor_bytes(
             parameters(candidate.teacher_model, "full", 1, (), "none", "lm_head").base_tensors,
-            DTYPE_BYTES[candidate.dtype],
+            DTYPE_BYTES[candidate.teacher_load_dtype],
         )
-    return _frozen_bytes(candidate.teacher_model, "lm_head", candidate)
+    whole = parameters(candidate.teacher_model, "full", 1, (), "none", "lm_head").base_tensors
+    return sharded_bytes(whole, teacher_dtype_bytes(candidate), candidate)
+
+
+def teacher_dtype_bytes(candidate: StateInput) -> int:
+    """Bytes of one parameter of the teacher: 2 under DeepSpeed with bf16 or fp16, else as loaded."""
+    if candidate.sharding in DEEPSPEED and candidate.precision != "no":
+        return SIXTEEN_BIT_BYTES
+    return DTYPE_BYTES[candidate.teacher_load_dtype]
 
 
 def weights_by_role(candidate: StateInput) -> dict[str, int]:

@@ -71,6 +71,9 @@ SEARCH_DEFAULTS: dict[str, Value] = {"lora_dropout": 0.05}
 # Launchers that start processes without sharding.
 UNSHARDED = (("distributed_type", "NO"), ("distributed_type", "MULTI_GPU"))
 
+# Keys of `teacher_model_init_kwargs` that change memory and are not modelled.
+TEACHER_UNMODELLED = {"quantization_config", "attn_implementation"}
+
 # Keys that change memory or speed and are not modelled; the plan warns about them.
 UNMODELLED = (
     "auto_find_batch_size", "cast_lm_head_to_fp32", "eval_strategy", "generation_batch_size",
@@ -162,7 +165,8 @@ def train_config(
     settings = {**defaults} | {name: value for name, value in pairs.items() if name in known and value is not None}
     launcher = pairs.pop(LAUNCHER, None)
     unknown = sorted(name for name in pairs if name not in known)
-    unmodelled = {*UNMODELLED, *DEEPSPEED_UNMODELLED}
+    of_teacher = (f"teacher_model_init_kwargs: {kind}" for kind in TEACHER_UNMODELLED)
+    unmodelled = {*UNMODELLED, *DEEPSPEED_UNMODELLED, *of_teacher}
     return TrainConfig(
         accelerate=_beside(folder, str(launcher)) if launcher else None,
         settings=_without_unread(settings, pairs),
@@ -189,6 +193,9 @@ def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Va
             yield from ((unmodelled, True) for unmodelled in launch.unmodelled)
         elif name == "quantization_config" and isinstance(value, Mapping):
             yield from ((QUANTIZATION_KEYS[key], _plain(value[key])) for key in value.keys() & QUANTIZATION_KEYS.keys())
+        elif name == "teacher_model_init_kwargs" and isinstance(value, Mapping):
+            yield from (("teacher_dtype", _plain(given)) for kind, given in value.items() if kind == "dtype")
+            yield from ((f"{name}: {kind}", True) for kind in value.keys() & TEACHER_UNMODELLED)
         elif name == "fsdp" and value:
             yield from _fsdp_settings(value)
         elif name == "fsdp_config" and isinstance(value, Mapping):

@@ -353,6 +353,14 @@ SETTINGS: tuple[Setting, ...] = (
         methods=lambda method: method.teacher,
         unset=None,
     ),
+    Setting(
+        field="teacher_dtype",
+        sentence="The dtype that the teacher is loaded in (teacher_model_init_kwargs).",
+        role="learning",
+        file="code",
+        methods=lambda method: method.teacher,
+        unset="student",
+    ),
     # -- adapters ------------------------------------------------------------------------------------------------------
     Setting(
         field="tuning",

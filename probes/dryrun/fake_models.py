@@ -69,11 +69,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(
-    shape: ModelShape, candidate: Candidate, device: Device, auto_class: str, **settings: Any
+    shape: ModelShape, candidate: Candidate, device: Device, auto_class: str, *, dtype: str = "", **settings: Any
 ) -> PreTrainedModel:
-    """Build a model from its shape's config in the candidate's dtype: on the meta device, or with weights on the CPU.
+    """Build a model from its shape's config: on the meta device, or with weights on the CPU.
 
-    `settings`: attributes of the config that are set before, such as `num_labels`.
+    `dtype`: of its weights; empty: the candidate's. `settings`: attributes of the config that are set before, such as
+    `num_labels`.
     """
     config = transformers_config(shape.config)
     for name, value in settings.items():
@@ -83,7 +84,7 @@ def build_model(
     # None: sdpa if the model supports it, else eager
     attention = None if candidate.attn_implementation == "sdpa" else candidate.attn_implementation
     with torch.device("meta" if device == "fake" else "cpu"):
-        model = auto.from_config(config, dtype=DTYPES[candidate.dtype], attn_implementation=attention)
+        model = auto.from_config(config, dtype=DTYPES[dtype or candidate.dtype], attn_implementation=attention)
     model.name_or_path = shape.id
     return model
 
@@ -109,7 +110,7 @@ def reward_model(shape: ModelShape, candidate: Candidate, device: Device) -> Pre
 def teacher(candidate: Candidate, device: Device) -> PreTrainedModel:
     """Build the teacher model; a job that names none is taught by the policy's own shape."""
     shape = candidate.teacher_model or candidate.model
-    return build_model(shape, candidate, device, shape.auto_class)
+    return build_model(shape, candidate, device, shape.auto_class, dtype=candidate.teacher_load_dtype)
 
 
 @contextmanager
