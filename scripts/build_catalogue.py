@@ -1,16 +1,20 @@
-"""Make `planner/data/models.jsonl` and `planner/data/gpus.toml` from two files of collected facts.
+"""Make `planner/data/models.jsonl` and `planner/data/gpus.toml` from files of collected facts.
 
     python scripts/build_catalogue.py [FACTS_FOLDER]      (default: ../shared/data)
 
-The facts are `models.jsonl` (one model a line) and `gpus.jsonl` (one card a line). The same facts give the same bytes.
+The facts are `models.jsonl` (one model a line), `gpus.jsonl` (one card a line) and, beside this script,
+`data_sheets.jsonl`: further cards in the same form, from NVIDIA's data sheets; a source that ends with "recalled" was
+not opened again. The same facts give the same bytes.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY / "planner" / "data"
+DATA_SHEETS = REPOSITORY / "scripts" / "data_sheets.jsonl"
 DEFAULT_FACTS = REPOSITORY.parent / "shared" / "data"
 GIB = 2**30
 MIB = 2**20
@@ -33,11 +37,8 @@ MODEL_KEYS = (
 # Names people use that the facts do not list.
 EXTRA_ALIASES = {
     "RTX-3050-Laptop-4G": ["RTX-3050-4G", "RTX-3050-Ti-4G", "RTX 3050 Ti Laptop GPU"],
-    "RTX-4060-Laptop": ["RTX-4060-8G"],
-    "RTX-3070": ["RTX-3060-Ti"],
-    "RTX-4080": ["RTX-4080-Super"],
-    "RTX-4070": ["RTX-4070-Super"],
-    "RTX-6000-Ada": ["6000-Ada"],
+    "RTX-6000-Ada": ["6000-Ada", "A6000-Ada"],
+    "RTX-PRO-6000": ["RTX-PRO-6000-Blackwell"],
     "A100-80G": ["A100-SXM-80G"],
     "A100-40G": ["A100-SXM-40G"],
     "H100-SXM": ["H100-SXM5"],
@@ -143,6 +144,8 @@ HEADER = """# The cards `plan` knows by name. Made by scripts/build_catalogue.py
 #                    0: no NVLink.
 # host_gib           main memory of a usual node: [GPUs of the node, GiB for each of them], from that number of GPUs on;
 #                    host_source names instances that have so much, or says what was assumed.
+# part               "slice": a MIG slice of a card; "unified": GPU and CPU share one memory, of which the GPU can use
+#                    what host_gib leaves.
 # Cards of other vendors are left out: the formulas are CUDA's.
 """
 
@@ -163,11 +166,22 @@ def models_text(path: Path) -> str:
 
 def gpus_text(path: Path) -> str:
     """One table a card, in the order of the facts."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    rows = [row for row in rows if is_nvidia(row)]
-    absolute, share = largest_reserve(rows)
+    facts, sheets = (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+        for file in (path, DATA_SHEETS)
+    )
+    own_names = {key(name) for row in sheets for name in (row["name"], *row["aliases"])}
+    for row in facts:  # a card that had the name of a similar one until it got a row
+        row["aliases"] = [alias for alias in row["aliases"] if key(alias) not in own_names]
+    rows = [row for row in [*facts, *sheets] if is_nvidia(row)]
+    absolute, share = largest_reserve([row for row in rows if row.get("part", "card") == "card"])
     tables = [gpu_table(row, absolute, share) for row in rows]
     return HEADER.format(absolute=absolute, share=share) + "".join("\n" + table for table in tables)
+
+
+def key(name: str) -> str:
+    """The name in lower case without blanks, dashes and the brand."""
+    return re.sub(r"[-_\s]|nvidia|geforce|tesla", "", name.lower())
 
 
 def is_nvidia(row: dict) -> bool:
@@ -191,8 +205,11 @@ def largest_reserve(rows: list[dict]) -> tuple[int, float]:
 
 def gpu_table(row: dict, absolute: int, share: float) -> str:
     name, known_bytes = row["name"], reported_bytes(row)
-    reserve = min(absolute * MIB, int(share * row["nvidia_smi_mib"] * MIB))
-    total_bytes = known_bytes or min(int(row["memory_gib"] * GIB), row["nvidia_smi_mib"] * MIB - reserve)
+    total_bytes = known_bytes
+    if not known_bytes:
+        reserve = min(absolute * MIB, int(share * row["nvidia_smi_mib"] * MIB))
+        less = row["nvidia_smi_mib"] * MIB - reserve
+        total_bytes = less if row["memory_gib"] is None else min(int(row["memory_gib"] * GIB), less)
     link = (row["interconnect"]["nvlink_gbs"] or 0) * 1e9 / 2
     values: dict[str, object] = {
         "aliases": sorted({*row["aliases"], *EXTRA_ALIASES.get(name, [])}),
@@ -204,22 +221,29 @@ def gpu_table(row: dict, absolute: int, share: float) -> str:
         "nvlink_bytes_per_second": 0.0 if name in BRIDGED else link,
         "pcie_bytes_per_second": pcie_bytes_per_second(row["interconnect"]["pcie"]),
         "compute_capability": [int(part) for part in row["compute_capability"].split(".")],
-        "multiprocessors": MULTIPROCESSORS[name],
+        "multiprocessors": row.get("multiprocessors") or MULTIPROCESSORS[name],
         "source": row["source"],
     }
     values["host_gib"], values["host_source"] = host_memory(row)
     if not known_bytes:
-        less = f"nvidia-smi's {row['nvidia_smi_mib']} MiB less {reserve // MIB} MiB"
-        values["derived"] = f"the lower of {row['memory_gib']} GiB and {less}"
+        derived = f"nvidia-smi's {row['nvidia_smi_mib']} MiB less {reserve // MIB} MiB"
+        values["derived"] = (
+            derived if row["memory_gib"] is None else f"the lower of {row['memory_gib']} GiB and {derived}"
+        )
+    if "part" in row:
+        values["part"] = row["part"]
     if name in BRIDGED and link:
         values["bridge_bytes_per_second"] = link
     if "note" in row:
         values["note"] = row["note"]
-    return f"[{name}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items())
+    table = json.dumps(name) if "." in name else name
+    return f"[{table}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items())
 
 
 def host_memory(row: dict) -> tuple[tuple[tuple[int, int], ...], str]:
     """The main memory of a usual node for each GPU, and its source."""
+    if "host_gib" in row:
+        return row["host_gib"], row["host_source"]
     desktop = 32 if row["marketing_gb"] >= LARGE_DESKTOP_GB else 16
     return HOST_MEMORY.get(row["name"], (((1, desktop),), DESKTOP))
 

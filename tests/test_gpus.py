@@ -1,17 +1,27 @@
 """GPUs by name, by capacity and from the driver."""
 
+import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from planner.errors import InputError, UnknownName
-from planner.gpus.catalogue import gpu_rows, load_gpu
+from planner.gpus.catalogue import OTHER_VENDORS, _key, gpu_rows, load_gpu
 from planner.gpus.local import DriverReading, _readings, _visible
 from planner.gpus.parse import parse_cluster
+from planner.jobs.job import Job
+from planner.models.catalogue import load_model
+from planner.plan import plan
 from planner.units import GIB
 
+SPELLINGS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "data" / "gpu_spellings.jsonl").read_text(encoding="utf-8").splitlines()
+]
 A100_40G_BYTES = 42_402_064_629  # 39.49 GiB, the lowest total that torch reported
 
 
@@ -25,7 +35,38 @@ class TestCatalogue:
             assert gpu.bf16_flops > 1e12
             assert gpu.memory_bytes_per_second > 1e11
             assert gpu.pcie_bytes_per_second > 1e10
-            assert gpu.free_bytes == gpu.total_bytes
+            assert gpu.free_bytes == gpu.total_bytes - (row.host_bytes(1) if row.part == "unified" else 0)
+
+    def test_there_are_at_least_129_cards_and_no_name_means_two_of_them(self) -> None:
+        keys = [re.sub(r"[-_ ]", "", row.gpu.name.lower()) for row in gpu_rows()]
+        assert len(keys) == len(set(keys)) >= 129
+
+    def test_a_slice_is_a_part_of_its_card(self) -> None:
+        slices = [row.gpu for row in gpu_rows() if row.part == "slice"]
+        assert {gpu.name.partition("-MIG-")[0] for gpu in slices} == {
+            "A100-40G",
+            "A100-80G",
+            "H100-SXM",
+            "H200",
+            "B200",
+        }
+        for gpu in slices:
+            whole = load_gpu(gpu.name.partition("-MIG-")[0])
+            assert gpu.total_bytes <= 0.51 * whole.total_bytes
+            assert gpu.memory_bytes_per_second <= 0.5 * whole.memory_bytes_per_second
+            assert gpu.bf16_flops / whole.bf16_flops == pytest.approx(
+                gpu.multiprocessors / whole.multiprocessors, rel=1e-2
+            )
+            assert gpu.nvlink_bytes_per_second == 0
+
+    def test_the_cpu_s_part_of_a_unified_memory_is_no_memory_of_the_gpu(self) -> None:
+        cluster = parse_cluster("DGX-Spark")
+        assert cluster.gpu.total_bytes == int(119.7 * GIB)
+        assert cluster.gpu.free_bytes + cluster.host.total_bytes == cluster.gpu.total_bytes
+        given = parse_cluster("DGX-Spark", host_memory="40GiB")
+        assert given.gpu.free_bytes + 40 * GIB == cluster.gpu.total_bytes
+        with pytest.raises(InputError, match=r"shares 119\.70 GiB with the CPU\. Give at most 119 GiB\.$"):
+            parse_cluster("DGX-Spark", host_memory="200GiB")
 
     def test_every_name_and_alias_finds_its_own_card(self) -> None:
         for row in gpu_rows():
@@ -88,11 +129,38 @@ class TestNames:
 
     @pytest.mark.parametrize(
         ("name", "message"),
-        [("A100", "A100-40G"), ("V100", "V100-16G"), ("4090", "RTX-4090"), ("H1000", "H100"), ("MI300X", "plan gpus")],
+        [("A100", "A100-40G"), ("V100", "V100-16G"), ("RTX-409", "RTX-4090"), ("H1000", "H800"), ("X1", "plan gpus")],
     )
     def test_an_unknown_card_is_answered_with_the_nearest(self, name: str, message: str) -> None:
         with pytest.raises(UnknownName, match=message):
             load_gpu(name)
+
+    @pytest.mark.parametrize(
+        ("name", "vendor"),
+        [
+            ("MI300X", "AMD"),
+            ("MI355X", "AMD"),
+            ("mi325", "AMD"),
+            ("AMD Instinct MI250X", "AMD"),
+            ("Radeon PRO W7900", "AMD"),
+            ("RX 7900 XTX", "AMD"),
+            ("Gaudi3", "Intel"),
+            ("Arc-Pro-B60", "Intel"),
+            ("TPU v5e", "Google"),
+            ("Trainium2", "AWS"),
+            ("Ascend 910B", "Huawei"),
+            ("M3 Max", "Apple"),
+        ],
+    )
+    def test_an_accelerator_of_another_vendor_is_said_to_be_not_covered(self, name: str, vendor: str) -> None:
+        with pytest.raises(UnknownName, match=rf"^Unknown GPU '{name}'\. {vendor} is not covered: ") as caught:
+            load_gpu(name)
+        assert "Did you mean" not in str(caught.value)
+
+    def test_no_card_of_the_catalogue_looks_like_another_vendor_s(self) -> None:
+        for row in gpu_rows():
+            for name in (row.gpu.name, *row.aliases):
+                assert not any(names.match(_key(name)) for names in OTHER_VENDORS.values()), name
 
 
 class TestClusters:
@@ -113,7 +181,13 @@ class TestClusters:
 
     @pytest.mark.parametrize(
         ("text", "size"),
-        [("1x24GiB", 24 * GIB), ("24GiB", 24 * GIB), ("2x39.5 GiB", int(39.5 * GIB)), ("1x4096MiB", 4 * GIB)],
+        [
+            ("1x24GiB", 24 * GIB),
+            ("24GiB", 24 * GIB),
+            ("2x39.5 GiB", int(39.5 * GIB)),
+            ("1x4096MiB", 4 * GIB),
+            ("1x24GB", 24 * 10**9),
+        ],
     )
     def test_a_bare_capacity_is_a_card_with_assumed_speeds(self, text: str, size: int) -> None:
         gpu = parse_cluster(text).gpu
@@ -138,7 +212,10 @@ class TestClusters:
             ("-2xH100", None, r"has -2 GPUs"),
             ("2x0xH100", None, r"has 0 GPUs"),
             ("", None, r"names no GPU"),
-            ("1x24GB", None, r"'24GB' is not a size"),
+            ("1x24QB", None, r"Unknown GPU '24QB'"),
+            ("9xGPU:8", None, r"Unknown GPU 'GPU:8'"),
+            ("2xA100-40G-3g.20gb", None, r"has 2 MIG slices, between which NCCL does not communicate\. Write 1xA100"),
+            ("8xMI300X", None, r"AMD is not covered"),
             ("1x0GiB", None, r"^A card of 0\.00 GiB does not exist\. Give from 1 GiB to 4,096 GiB\.$"),
             ("2x", None, r"names no GPU"),
             ("1x24", None, r"^--gpus '24' is no card\. A capacity needs its unit: 24GiB\.$"),
@@ -157,6 +234,16 @@ class TestClusters:
     def test_what_names_no_cluster_is_refused(self, text: str, free_memory: str | None, message: str) -> None:
         with pytest.raises(InputError, match=message):
             parse_cluster(text, free_memory)
+
+
+def test_the_table_has_at_least_129_spellings() -> None:
+    assert len({row["text"] for row in SPELLINGS}) == len(SPELLINGS) >= 129
+
+
+@pytest.mark.parametrize("row", SPELLINGS, ids=[row["text"] for row in SPELLINGS])
+def test_a_spelling_means_its_cluster(row: dict[str, object]) -> None:
+    cluster = parse_cluster(str(row["text"]))
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name) == (row["nodes"], row["gpus"], row["name"])
 
 
 class FakeNvmlError(Exception):
@@ -248,3 +335,13 @@ def test_a_network_is_read_in_gigabits_a_second(text: str, speed: float) -> None
 def test_no_network_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="gigabits a second: 400Gb, 8x400Gb"):
         parse_cluster("2x8xH100", network=text)
+
+
+@pytest.mark.parametrize(("gpus", "own"), [("1x24GiB", False), ("H100-3g.40gb", False), ("1xH200", True)])
+def test_only_a_card_that_fits_into_a_node_again_is_proposed_in_larger_numbers(gpus: str, own: bool) -> None:
+    """A bare capacity and a slice have no nodes of eight of them."""
+    job = Job(model=load_model("DeepSeek-V3"), method="sft", tuning="full")
+    found = plan(job, parse_cluster(gpus))
+    assert found.remedies
+    cards = {str(remedy.change.values["card"]) for remedy in found.remedies if remedy.change.code == "whole_nodes"}
+    assert cards == ({"H200"} if own else {"H100"})

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from planner.errors import InputError, UnknownName
 from planner.gpus.cluster import Gpu
@@ -26,6 +26,19 @@ SMALLEST_BYTES, LARGEST_BYTES = 2**30, 2**42
 
 CATALOGUE = Path(__file__).resolve().parents[1] / "data" / "gpus.toml"
 
+# Prefixes of names that people leave out: 4090, A5500, 1080-Ti.
+FAMILIES = ("", "rtx", "gtx", "quadrortx")
+
+# Accelerators that the formulas do not cover, by normalised name (`_key`). Source: the vendors' product names.
+OTHER_VENDORS = {
+    "AMD": re.compile(r"amd|(instinct)?mi\d{2,3}[ax]?|instinct|radeon|rx\d{3}|w[67]\d00"),
+    "Intel": re.compile(r"intel|(habana)?gaudi|habana|arc(pro)?[ab]\d|(datacenter)?max1[15]\d0|pontevecchio"),
+    "Google": re.compile(r"google|tpu"),
+    "AWS": re.compile(r"aws|trainium|inferentia|trn\d|inf\d"),
+    "Huawei": re.compile(r"huawei|ascend|910[abc]"),
+    "Apple": re.compile(r"apple|mps|m[1-9](pro|max|ultra)?$"),
+}
+
 HINT = "`plan gpus` lists the cards; a bare capacity works too, such as 1x24GiB."
 
 
@@ -34,7 +47,8 @@ class GpuRow:
     """One GPU of the catalogue. `reported`: a log shows its memory; else `derived` says how it was derived.
 
     `host_gib`: the main memory of a usual node as pairs (GPUs of the node, GiB for each of them), smallest first; a
-    pair holds from that number of GPUs on.
+    pair holds from that number of GPUs on. `part`: a whole card, a MIG slice of one, or a GPU that shares one memory
+    with the CPU.
     """
 
     gpu: Gpu
@@ -45,6 +59,7 @@ class GpuRow:
     note: str
     host_gib: tuple[tuple[int, int], ...]
     host_source: str
+    part: Literal["card", "slice", "unified"] = "card"
 
     def host_bytes(self, gpus: int) -> int:
         """Main memory of a usual node with that many of these GPUs."""
@@ -61,10 +76,12 @@ def gpu_rows() -> tuple[GpuRow, ...]:
 def _row(name: str, table: dict[str, Any]) -> GpuRow:
     """The row of one TOML table."""
     major, minor = table["compute_capability"]
+    part = table.get("part", "card")
+    shared_bytes = table["host_gib"][0][1] * GIB if part == "unified" else 0  # the CPU's part of the memory
     gpu = Gpu(
         name=name,
         total_bytes=table["total_bytes"],
-        free_bytes=table["total_bytes"],
+        free_bytes=table["total_bytes"] - shared_bytes,
         bf16_flops=float(table["bf16_flops"]),
         memory_bytes_per_second=float(table["memory_bytes_per_second"]),
         nvlink_bytes_per_second=float(table["nvlink_bytes_per_second"]),
@@ -82,6 +99,7 @@ def _row(name: str, table: dict[str, Any]) -> GpuRow:
         note=table.get("note", ""),
         host_gib=tuple((least, gib) for least, gib in table["host_gib"]),
         host_source=table["host_source"],
+        part=part,
     )
 
 
@@ -93,20 +111,42 @@ def load_gpu(name: str) -> Gpu:
 def row_of(name: str) -> GpuRow:
     """The row of the GPU of that name in the catalogue.
 
-    Ignores case, "NVIDIA", "GeForce", "Tesla", dashes, underscores and blanks; `-40G` equals `-40GB`. A GPU that exists
-    in one size only is also found with its size: L40S-48G.
+    Ignores case, "NVIDIA", "GeForce", "Tesla", dashes, underscores and blanks; `-40G` equals `-40GB`; RTX, GTX and
+    Quadro RTX may be left out. A GPU that exists in one size only is also found with its size: L40S-48G.
 
     Raises:
-        UnknownName: no GPU has that name; the message lists the nearest names.
+        UnknownName: no GPU has that name; the message lists the nearest names, or says that its vendor is not covered.
     """
-    known = _by_key()
-    key = _key(name)
-    if key in known:
-        return known[key]
-    for row in known.values():
-        if key.endswith(f"{row.marketing_gb}g") and known.get(key.removesuffix(f"{row.marketing_gb}g")) is row:
-            return row
+    row = _row_or_none(name)
+    if row is not None:
+        return row
+    for vendor, names in OTHER_VENDORS.items():
+        if names.match(_key(name)):
+            raise UnknownName("GPU", name, (), f"{vendor} is not covered: the formulas are CUDA's. {HINT}")
     raise UnknownName("GPU", name, _nearest_first(name), HINT)
+
+
+def is_gpu_name(name: str) -> bool:
+    """True if a GPU of the catalogue has that name."""
+    return _row_or_none(name) is not None
+
+
+def is_whole_card(name: str) -> bool:
+    """False for a GPU that is never one of several in a node: a MIG slice, or a GPU that shares the CPU's memory."""
+    row = _row_or_none(name)
+    return row is None or row.part == "card"
+
+
+def _row_or_none(name: str) -> GpuRow | None:
+    """The row that `row_of` finds; None: no GPU has that name."""
+    known = _by_key()
+    for key in (family + _key(name) for family in FAMILIES):
+        if key in known:
+            return known[key]
+        for row in known.values():
+            if key.endswith(f"{row.marketing_gb}g") and known.get(key.removesuffix(f"{row.marketing_gb}g")) is row:
+                return row
+    return None
 
 
 def _nearest_first(name: str) -> list[str]:
@@ -141,7 +181,7 @@ def _key(name: str) -> str:
 
 
 def bare_gpu(capacity_bytes: int) -> Gpu:
-    """A GPU of which only the memory is known, with the slowest speeds of listed bf16 GPUs of that size or more.
+    """A GPU of which only the memory is known, with the slowest speeds of listed bf16 cards of that size or more.
 
     Raises:
         InputError: the capacity is less than 1 GiB or more than 4 TiB.
@@ -171,6 +211,6 @@ def bare_gpu(capacity_bytes: int) -> Gpu:
 
 
 def peers_of(capacity_bytes: int) -> list[GpuRow]:
-    """The listed bf16 GPUs of that size or more; all of them if none is so large."""
-    bf16 = [row for row in gpu_rows() if row.gpu.supports_bf16]
+    """The listed whole bf16 cards of that size or more; all of them if none is so large."""
+    bf16 = [row for row in gpu_rows() if row.gpu.supports_bf16 and row.part == "card"]
     return [row for row in bf16 if row.gpu.total_bytes >= SAME_CLASS_SHARE * capacity_bytes] or bf16

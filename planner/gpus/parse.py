@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from planner.errors import InputError, shortened
-from planner.gpus.catalogue import SMALLEST_BYTES, bare_gpu, load_gpu
+from planner.gpus.catalogue import SMALLEST_BYTES, bare_gpu, is_gpu_name, load_gpu, row_of
 from planner.gpus.cluster import Cluster, Gpu
 from planner.gpus.host_memory import with_given_host, with_usual_host
 from planner.units import format_gib, parse_bytes
@@ -14,6 +14,8 @@ MOST_GPUS_PER_NODE = 16
 MOST_NODES = 4096  # Llama 3 was trained on 2,000 nodes of 8 (arXiv 2407.21783, section 3.3.1)
 MOST_GIGABITS, GIGABIT_BYTES = 100_000, 125e6  # 10^9 bits of 8 to a byte
 LOCAL = "local"
+# A count behind the name: "H100:8" as in SkyPilot and Slurm, "RTX 4090 x2", "H100x8".
+COUNTED_LAST = r"(?:gpu:)?(.*?[^\s:])(?:\s*:|\s+[xX*]|(?<=\d)[xX*])\s*(\d{1,20})"
 
 
 def parse_cluster(
@@ -22,7 +24,8 @@ def parse_cluster(
     """The cluster that `--gpus` names.
 
     Args:
-        text: `"A100-40G"`, `"2xA100-40G"`, `"4x8xH100"` (nodes x GPUs), `"1x24GiB"` (a bare capacity) or `"local"`.
+        text: `"A100-40G"`, `"2xA100-40G"`, `"A100-40G:2"`, `"4x8xH100"` (nodes x GPUs), `"1x24GiB"` (a bare capacity)
+            or `"local"`.
         free_memory: the memory that may be used on each GPU, such as `"30GiB"`; None: all of it (for `local`: all that
             is free now).
         host_memory: the main memory of a node, such as `"256GiB"`; None: what nodes with that GPU usually have (for
@@ -40,12 +43,17 @@ def parse_cluster(
         cluster = local_cluster()
     else:
         nodes, per_node, name = _counts_and_name(text)
+        _refuse_several_slices(text, nodes * per_node, name)
         cluster = Cluster(gpu=_gpu_or_capacity(name), nodes=nodes, gpus_per_node=per_node)
+    if host_memory is None:
+        cluster = with_usual_host(cluster)
+    else:
+        cluster = _without_the_cpu_s_part(with_given_host(cluster, host_memory))
     if free_memory is not None:
         cluster = replace(cluster, gpu=_partly_used(cluster.gpu, free_memory))
     if network is not None:
         cluster = replace(cluster, network_bytes_per_second=_network_bytes_per_second(network))
-    return with_usual_host(cluster) if host_memory is None else with_given_host(cluster, host_memory)
+    return cluster
 
 
 def _counts_and_name(text: str) -> tuple[int, int, str]:
@@ -61,6 +69,11 @@ def _counts_and_name(text: str) -> tuple[int, int, str]:
             "1x24GiB or local."
         )
     first, second, name = match.groups()
+    counted_last = re.fullmatch(COUNTED_LAST, name)
+    if first is None and counted_last is not None:
+        name, first = counted_last.groups()
+    elif second is None and first is not None and name.isdecimal() and is_gpu_name(first):
+        name, first = first, name  # 4090x2
     nodes, per_node = (1, int(first or 1)) if second is None else (int(first), int(second))
     if nodes < 1 or per_node < 1:
         raise InputError(f"--gpus {shortened(text)!r} has {nodes * per_node} GPUs; at least one is needed.")
@@ -77,15 +90,52 @@ def _counts_and_name(text: str) -> tuple[int, int, str]:
     return nodes, per_node, name
 
 
+def _refuse_several_slices(text: str, count: int, name: str) -> None:
+    """Raise InputError if the text names several MIG slices.
+
+    NCCL refuses two ranks on one card ("Duplicate GPU detected"), and there is no peer access between slices. Source:
+    nccl, src/init.cc, `initTransportsRank`; NVIDIA's MIG user guide, application considerations.
+    """
+    if count > 1 and is_gpu_name(name) and row_of(name).part == "slice":
+        raise InputError(
+            f"--gpus {shortened(text)!r} has {count} MIG slices, between which NCCL does not communicate. "
+            f"Write 1x{shortened(name)}."
+        )
+
+
+def _without_the_cpu_s_part(cluster: Cluster) -> Cluster:
+    """The cluster, where one memory serves CPU and GPU, with what --host-memory leaves to the GPU.
+
+    Raises:
+        InputError: it leaves less than 1 GiB.
+    """
+    gpu = cluster.gpu
+    if not is_gpu_name(gpu.name) or row_of(gpu.name).part != "unified":
+        return cluster
+    left_bytes = gpu.total_bytes - cluster.host.total_bytes
+    if left_bytes < SMALLEST_BYTES:
+        raise InputError(
+            f"--host-memory {format_gib(cluster.host.total_bytes)} leaves no memory to the GPU of {gpu.name}, which "
+            f"shares {format_gib(gpu.total_bytes)} with the CPU. Give at most "
+            f"{format_gib(gpu.total_bytes - SMALLEST_BYTES, 0)}."
+        )
+    return replace(cluster, gpu=replace(gpu, free_bytes=left_bytes))
+
+
 def _gpu_or_capacity(name: str) -> Gpu:
-    """The GPU of that name in the catalogue, or a GPU of that capacity.
+    """The GPU of that name in the catalogue, or a GPU of that capacity. GB are 10**9 bytes, as vendors sell them.
 
     Raises:
         InputError: a capacity without unit, or an impossible one.
         UnknownName: no GPU of the catalogue has that name.
     """
+    gigabytes = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*[gG][bB]", name)
+    if gigabytes:
+        return bare_gpu(int(float(gigabytes[1]) * 10**9))
     if re.fullmatch(r"\d+(\.\d+)?\s*[a-zA-Z]+", name) and name.lower().rstrip("b").endswith(("g", "gi", "m", "mi")):
         return bare_gpu(parse_bytes(name))
+    if is_gpu_name(name):
+        return load_gpu(name)
     if re.fullmatch(r"\d+(\.\d+)?", name):
         raise InputError(f"--gpus {shortened(name)!r} is no card. A capacity needs its unit: {shortened(name)}GiB.")
     return load_gpu(name)

@@ -44,7 +44,7 @@ class JobOptions:
     ] = None
     gpus: Annotated[
         str | None,
-        Option(metavar="CLUSTER", help="2xA100-40G, 4x8xH100 (nodes x GPUs), 1x24GiB, or local (this machine's)."),
+        Option(metavar="CLUSTER", help="2xA100-40G, H100:8, 4x8xH100 (nodes x GPUs), 1x24GB, or local."),
     ] = None
     free_memory: Annotated[
         str | None,

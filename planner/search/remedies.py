@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner.errors import PlanError
-from planner.gpus.catalogue import load_gpu
+from planner.gpus.catalogue import is_gpu_name, is_whole_card, load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.host_memory import with_given_host, with_usual_host
 from planner.jobs.job import Job
@@ -72,7 +72,8 @@ def first_node_that_fits(job: Job, cluster: Cluster, problem: SearchProblem) -> 
     """
     opened = job.tuning == "auto" and problem.tuning_class == "qlora" and "quantization" not in job.pinned
     wanted, tuning = (replace(job, tuning="lora"), {"tuning": "lora"}) if opened else (job, {})
-    for name in dict.fromkeys((cluster.gpu.name, *LARGEST_CARDS)):
+    own = (cluster.gpu.name,) if is_gpu_name(cluster.gpu.name) and is_whole_card(cluster.gpu.name) else ()
+    for name in dict.fromkeys((*own, *LARGEST_CARDS)):
         for nodes in WHOLE_NODES:
             larger = with_usual_host(Cluster(gpu=load_gpu(name), nodes=nodes, gpus_per_node=GPUS_PER_NODE))
             change = Note("whole_nodes", {"nodes": nodes, "gpus_per_node": GPUS_PER_NODE, "card": name, **tuning})
@@ -173,8 +174,11 @@ def shorter_rows(job: Job, cluster: Cluster, problem: SearchProblem, nearest: Es
 
 
 def more_host_memory(job: Job, cluster: Cluster, nearest: Estimate) -> Iterator[Proposal]:
-    """Yield the main memory in whole GiB that the nearest candidate needs, if its GPUs have enough."""
-    if nearest.over_bytes <= 0:
+    """Yield the main memory in whole GiB that the nearest candidate needs, if its GPUs have enough.
+
+    Main memory that is the GPU's as well cannot grow.
+    """
+    if nearest.over_bytes <= 0 and is_whole_card(cluster.gpu.name):
         size = f"{-(-nearest.host_peak_bytes // GIB)}GiB"
         change = Note("with_option", {"option": "--host-memory", "value": size})
         yield Proposal(change=change, job=job, cluster=with_given_host(cluster, size))
@@ -185,7 +189,7 @@ def larger_clusters(job: Job, cluster: Cluster) -> Iterator[Proposal]:
 
     Main memory that was assumed grows with them, main memory that was given stays.
     """
-    for times in MORE_GPUS:
+    for times in MORE_GPUS if is_whole_card(cluster.gpu.name) else ():
         within = cluster.gpus_per_node * times <= GPUS_PER_NODE
         more = (
             replace(cluster, gpus_per_node=cluster.gpus_per_node * times)
