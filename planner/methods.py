@@ -277,21 +277,96 @@ METHODS: dict[MethodName, Method] = {
 assert tuple(METHODS) == get_args(MethodName), "every method has one row, in the order of MethodName"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnplannedMethod:
+    """A method of TRL that is refused by name. `reason`: what it does that no formula counts."""
+
+    name: str
+    trainer: str  # class name in TRL
+    config: str  # class name in TRL
+    reason: str
+
+
+# Source: trl 1.16, the config and trainer of each in trl/experimental/.
+UNPLANNED: dict[str, UnplannedMethod] = {
+    row.name: row
+    for row in (
+        UnplannedMethod(
+            name="a2po", trainer="A2POTrainer", config="A2POConfig",
+            reason="it samples and scores completions of the whole dataset before it trains, which is not counted",
+        ),
+        UnplannedMethod(
+            name="async-distillation", trainer="AsyncDistillationTrainer", config="AsyncDistillationConfig",
+            reason="its rollouts and its teacher are on vLLM servers that run beside the training, "
+            "whose GPUs are not counted",
+        ),
+        UnplannedMethod(
+            name="async-grpo", trainer="AsyncGRPOTrainer", config="AsyncGRPOConfig",
+            reason="its rollouts are on a vLLM server that runs beside the training, whose GPUs are not counted",
+        ),
+        UnplannedMethod(
+            name="gold", trainer="GOLDTrainer", config="GOLDConfig",
+            reason="its teacher and its loss over the vocabularies of two tokenizers are not counted",
+        ),
+        UnplannedMethod(
+            name="iw-opd", trainer="IWOPDTrainer", config="IWOPDConfig",
+            reason="its teacher and its loss over the most likely tokens of both models are not counted",
+        ),
+        UnplannedMethod(
+            name="sdft", trainer="SDFTTrainer", config="SDFTConfig",
+            reason="the passes of its teacher, an earlier or the present policy with another prompt, are not counted",
+        ),
+        UnplannedMethod(
+            name="sdpo", trainer="SDPOTrainer", config="SDPOConfig",
+            reason="the passes of its teacher, which is the policy with feedback in the prompt, are not counted",
+        ),
+        UnplannedMethod(
+            name="server-distillation", trainer="ServerDistillationTrainer", config="ServerDistillationConfig",
+            reason="its teacher is on a vLLM server, whose GPUs are not counted",
+        ),
+        UnplannedMethod(
+            name="tpo", trainer="TPOTrainer", config="TPOConfig",
+            reason="its rows of three completions (chosen, rejected, reference) are not counted",
+        ),
+    )
+}  # fmt: skip
+
 # The method of each TRL config class, by the class's name.
 METHOD_OF = {row.config: name for name, row in METHODS.items()}
+UNPLANNED_CONFIGS = {row.config: row for row in UNPLANNED.values()}
+
+
+def refuse_unplanned(name: str, advice: str) -> None:
+    """Refuse a method of TRL that is not planned, by its name in the command.
+
+    Raises:
+        InputError: the method is in `UNPLANNED`. The message ends with the advice.
+    """
+    row = UNPLANNED.get(name.strip().lower().replace("_", "-"))
+    if row is not None:
+        raise InputError(f"{row.name} ({row.trainer}) cannot be planned: {row.reason}. {advice}")
 
 
 def method_of_config(config: type, advice: str) -> MethodName:
-    """Return the method of a class of configs: TRL's own, or one that inherits from it.
+    """Return the method of a class of configs: TRL's own, or a user's one that inherits from it.
+
+    The first class of TRL among its ancestors decides: a GOLDConfig is an SFTConfig, but no config of SFT.
 
     Raises:
-        InputError: it is no config of a TRL method. The message ends with the advice.
+        InputError: it is no config of a TRL method that is planned. The message ends with the advice.
     """
     for ancestor in config.__mro__:
         if ancestor.__name__ in METHOD_OF:
             return METHOD_OF[ancestor.__name__]
+        if ancestor.__name__ in UNPLANNED_CONFIGS:
+            raise InputError(
+                f"{ancestor.__name__} cannot be planned: {UNPLANNED_CONFIGS[ancestor.__name__].reason}. {advice}"
+            )
+        if ancestor.__module__.partition(".")[0] == "trl":
+            break
     raise InputError(
-        f"{config.__name__} is no config of a TRL method, so the loss and the passes are not known. {advice}"
+        f"{config.__name__} is no config of a TRL method that is planned, so the loss and the passes are not known. "
+        f"{advice}"
     )
 
 

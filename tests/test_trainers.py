@@ -4,6 +4,8 @@ arguments.
 
 import importlib
 import math
+import pkgutil
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from planner.errors import InputError, UnknownArchitecture
 from planner.jobs.base_candidate import trl_version
 from planner.jobs.job import Job
 from planner.jobs.settings import trl_arguments
-from planner.methods import METHODS, Method, MethodName
+from planner.methods import METHODS, UNPLANNED, Method, MethodName, method_of_config
 from planner.models.catalogue import load_model
+from planner.requests.options import JobOptions
+from planner.requests.read_options import read_options
 
 pytest.importorskip("trl")
 
@@ -119,6 +123,60 @@ def test_a_dry_run_and_a_probe_have_the_same_training_arguments(
 
 def test_there_is_a_trainer_for_every_method_of_the_newest_trl() -> None:
     assert TRAINERS.keys() == {name for name, method in METHODS.items() if method.last_trl == "current"}
+
+
+def trainers_of_trl() -> list[type]:
+    """Every trainer that `trl` and the packages of `trl.experimental` export."""
+    import trl
+    import trl.experimental
+
+    names = [f"trl.experimental.{package.name}" for package in pkgutil.iter_modules(trl.experimental.__path__)]
+    modules = [trl, *(importlib.import_module(name) for name in names)]
+    exported = [getattr(module, name) for module in modules for name in dir(module) if "Trainer" in name]
+    return [trainer for trainer in dict.fromkeys(exported) if trainer.__module__.startswith("trl.")]
+
+
+def config_of(trainer: type) -> type:
+    """The config class of a trainer of TRL, which is exported beside it."""
+    name = trainer.__name__.replace("Trainer", "Config")
+    module = importlib.import_module(trainer.__module__.rpartition(".")[0])
+    return getattr(module, name, None) or getattr(importlib.import_module("trl"), name)  # type: ignore[no-any-return]
+
+
+def test_every_trainer_of_trl_is_a_method_or_is_refused_by_name() -> None:
+    planned = {row.trainer: row for row in METHODS.values()}
+    refused = {row.trainer: row for row in UNPLANNED.values()}
+    found = trainers_of_trl()
+    assert len(found) >= 20
+    for trainer in found:
+        config, name = config_of(trainer), trainer.__name__
+        if name in planned:
+            assert method_of_config(config, "") == planned[name].name
+            continue
+        reason = re.escape(refused[name].reason)
+        with pytest.raises(InputError, match=f"^{config.__name__} cannot be planned: {reason}"):
+            method_of_config(config, "")
+        for spelling in (refused[name].name, refused[name].name.replace("-", "_").upper()):
+            with pytest.raises(InputError, match=rf"\({name}\) cannot be planned: {reason}"):
+                read_options(JobOptions(model="Qwen2.5-0.5B", gpus="1xL4", method=spelling), lambda model: model)
+    assert not refused.keys() & planned.keys()
+
+
+def test_a_config_of_one_s_own_has_the_method_of_trl_s_that_it_inherits_from() -> None:
+    from trl import SFTConfig
+    from trl.experimental.gold import GOLDConfig
+
+    assert method_of_config(type("OwnConfig", (SFTConfig,), {}), "") == "sft"
+    with pytest.raises(InputError, match="GOLDConfig cannot be planned"):
+        method_of_config(type("OwnConfig", (GOLDConfig,), {}), "")
+
+
+def test_a_config_of_a_trainer_that_a_later_trl_has_is_not_taken_for_the_one_it_inherits_from() -> None:
+    from trl import GRPOConfig
+
+    later = type("LaterConfig", (GRPOConfig,), {"__module__": "trl.experimental.later"})
+    with pytest.raises(InputError, match=r"^LaterConfig is no config of a TRL method that is planned"):
+        method_of_config(later, "")
 
 
 def test_a_setting_that_the_config_has_no_field_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from planner.candidate import Quantization
 from planner.errors import InputError, UnknownArchitecture, UnknownName, shortened
 from planner.gpus.cluster import Cluster
 from planner.jobs.settings import candidate_fields, field_types, setting_names, typed_value
-from planner.methods import METHODS, NEWEST_TRL, MethodName
+from planner.methods import METHODS, NEWEST_TRL, MethodName, refuse_unplanned
 from planner.models.shape import ModelShape
 from planner.quantities import DEFAULT_RISK
 from planner.settings.setting import Value
@@ -60,6 +60,7 @@ class Job:
         if not self.method:
             raise InputError(f"A Job needs a method: {', '.join(METHODS)}.")
         if self.method not in METHODS:
+            refuse_unplanned(self.method, f"It can be {', '.join(METHODS)}.")
             raise UnknownName("method", self.method, METHODS)
         if not isinstance(self.model, ModelShape):
             name = shortened(self.model)

@@ -12,7 +12,7 @@ from planner.jobs.base_candidate import TUNING_PINS
 from planner.jobs.job import Goal, Job, TuningOption, loaded_quantization
 from planner.jobs.rules import DEFAULT_MAX_LENGTH, LORA_FIELDS, unused_lengths
 from planner.jobs.settings import MAX_DIGITS, candidate_fields, fields_named, refuse_unknown, typed_value
-from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, release
+from planner.methods import METHODS, NEWEST_TRL, OLDEST_TRL, MethodName, refuse_unplanned, release
 from planner.models.catalogue import load_model
 from planner.models.lora_targets import default_targets
 from planner.models.shape import ModelShape
@@ -85,6 +85,7 @@ def read_options(
     name = _model_name(options.model, flags, in_file)
     _refuse_missing({"--model": name, "--gpus": options.gpus, "--method": options.method})
     assert options.gpus is not None and options.method is not None
+    refuse_unplanned(options.method, f"It can be {', '.join(METHODS)}.")
     method = _one_of("method", options.method, tuple(METHODS))
     settings, unread = _read_by(method, settings, in_file.keys() - flags.keys())
     model, cluster = (
