@@ -16,6 +16,8 @@ import difflib
 import unicodedata
 from collections.abc import Iterable
 
+# Of a suggestion: difflib's ratio, with which learning_rate is not like padding_free; characters of a part of a name.
+LEAST_SIMILARITY, SHORTEST_PART = 0.65, 4
 SHOWN_CHARACTERS = 80  # of input that a message repeats
 LONGEST_WORD = 200  # characters of a path that a message repeats whole
 LONGEST_MESSAGE = 1000  # characters; the longest of our own lists 40 model types
@@ -107,7 +109,8 @@ def without_middle(text: str, most: int) -> str:
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names most similar to `name`, best first: those that it begins, shortest first, then others.
 
-    Case and organisation prefixes are ignored.
+    Names that contain it come next; similar ones only if there are none of both. Case and organisation prefixes are
+    ignored.
     """
     by_key: dict[str, str] = {}
     for candidate in known:
@@ -115,5 +118,6 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         by_key.setdefault(candidate.lower().rsplit("/", 1)[-1], candidate)
     own = name.lower().rsplit("/", 1)[-1]
     begun = sorted((key for key in by_key if own and key.startswith(own)), key=len)
-    found = begun + difflib.get_close_matches(own, by_key, n=2 * count, cutoff=0.5)
+    within = sorted((key for key in by_key if len(own) >= SHORTEST_PART and own in key), key=len)
+    found = begun + within or difflib.get_close_matches(own, by_key, n=2 * count, cutoff=LEAST_SIMILARITY)
     return list(dict.fromkeys(by_key[key] for key in found))[:count]

@@ -183,7 +183,7 @@ NoteCode = Literal[
     "own_context", "own_lines_unread", "own_storage_not_read",
     # Settings of the job and its config files.
     "keys_not_counted", "keys_not_used", "method_lacks_settings", "length_not_used", "machines_of_file_overridden",
-    "oldest_trl_taken", "config_change", "config_unchanged", "rows_not_cut",
+    "oldest_trl_taken", "config_change", "config_unchanged", "rows_not_cut", "keys_without_effect",
 ]  # fmt: skip
 
 

@@ -340,6 +340,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "the config sets what the plan does not count: neftune_noise_alpha, use_dora",
     ),
     "keys_not_used": ({"keys": ("learning_rate",)}, "not used by the plan: learning_rate"),
+    "keys_without_effect": ({"keys": ("learning_rate",)}, "no matter of memory or speed: learning_rate"),
     "method_lacks_settings": (
         {"method": "sft", "settings": ("beta",)}, "sft has no beta: TRL stops at a config that sets it",
     ),

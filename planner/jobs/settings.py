@@ -14,6 +14,7 @@ from planner.models.architectures.image_tower import image_sides
 from planner.models.shape import ModelShape
 from planner.settings.setting import COUNT, MAX_BATCH_SIZE, Setting, Value
 from planner.settings.table import ALIASES, FIELD_OF_SETTING, FSDP_OFFLOAD, SETTING_OF, SETTINGS, SPELLINGS, has_setting
+from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
 
 MAX_DIGITS = 20  # of any whole number that a user can mean
 CHECKPOINTING_KWARGS = "gradient_checkpointing_kwargs"
@@ -54,7 +55,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
                 f"--set {shortened(assignment)} has no value. Write it as name=value, such as --set lora_r=16."
             )
         refuse_unknown(name)
-        value = _parse_value(name, text)
+        value = text if name in WITHOUT_EFFECT else _parse_value(name, text)
         if name in given and given[name] != value:
             raise InputError(f"{name} is set twice: {given[name]} and {value}.")
         given[name] = value
@@ -62,15 +63,17 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Value]:
 
 
 def refuse_unknown(name: str) -> None:
-    """Refuse a name that `--set` cannot use.
+    """Refuse a name that `--set` cannot use. It can use an argument without effect, which no field reads.
 
     Raises:
-        InputError: it has a flag of its own.
+        InputError: it has a flag of its own, or its effect is not counted.
         UnknownName: no library has it.
     """
     if name in OWN_FLAGS:
         raise InputError(f"{name} has a flag of its own: --{name.replace('_', '-')}.")
-    if name not in setting_names():
+    if name in UNMODELLED:
+        raise InputError(f"{name} changes memory or speed in a way that is not counted. Plan without it.")
+    if name not in setting_names() and name not in WITHOUT_EFFECT:
         raise UnknownName("setting", name, setting_names(), hint=NAMING_HINT)
 
 

@@ -28,6 +28,7 @@ from planner.requests.read_config import (
 )
 from planner.settings.setting import Value
 from planner.settings.table import LENGTH_SETTINGS, has_setting
+from planner.settings.unread import WITHOUT_EFFECT
 
 if TYPE_CHECKING:
     from planner.requests.train_config import TrainConfig
@@ -113,12 +114,11 @@ def read_options(
     )
     in_file, _ = with_nodes_of_cluster(in_file, cluster, options.accelerate_config is not None)
     in_files = candidate_fields(with_server_node(in_file, cluster), model.dtype, loaded_quantization(model))
+    lengths = (*unused_lengths(job), *(_unknown_length(job) if untruncated else ()))
     return JobRequest(
         job=with_batch_of_files(job, cluster, in_files, free),
         cluster=cluster,
-        warnings=(
-            *warnings, *nodes, *unread, *unused_lengths(job), *(_unknown_length(job) if untruncated else ()), *older,
-        ),  # fmt: skip
+        warnings=(*warnings, *nodes, *unread, *_without_effect(options.set or {}), *lengths, *older),
         in_files=in_files,
     )
 
@@ -160,6 +160,8 @@ def _flags(options: JobOptions) -> dict[str, Value]:
 def _checked(settings: Mapping[str, Value]) -> dict[str, Value]:
     """Return settings by any of their names with values in their types, each checked by itself; None: not given.
 
+    Those without effect are left out.
+
     Raises:
         InputError: a value has another type, or a setting is an option of its own.
         UnknownName: a name that no library has.
@@ -167,7 +169,14 @@ def _checked(settings: Mapping[str, Value]) -> dict[str, Value]:
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
         refuse_unknown(name)
+    given = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     return {name: typed_value(name, value) for name, value in given.items()}
+
+
+def _without_effect(settings: Mapping[str, Value]) -> list[Note]:
+    """Return a note that names the given settings without effect, if there are any."""
+    names = tuple(name for name in settings if name in WITHOUT_EFFECT)
+    return [Note("keys_without_effect", {"keys": names})] if names else []
 
 
 def _several(lora_r: str | int | None) -> TypeGuard[str]:

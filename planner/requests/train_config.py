@@ -17,6 +17,7 @@ from planner.requests.launch_config import (
 )
 from planner.settings.setting import Value
 from planner.settings.table import FSDP_OFFLOAD
+from planner.settings.unread import UNMODELLED
 
 # Keys whose value is a mapping of further settings.
 # Source: trl/scripts/utils.py, `TrlParser.parse_args_and_config` (env), transformers/training_args.py,
@@ -73,14 +74,6 @@ UNSHARDED = (("distributed_type", "NO"), ("distributed_type", "MULTI_GPU"))
 
 # Keys of `teacher_model_init_kwargs` that change memory and are not modelled.
 TEACHER_UNMODELLED = {"quantization_config", "attn_implementation"}
-
-# Keys that change memory or speed and are not modelled; the plan warns about them.
-UNMODELLED = (
-    "auto_find_batch_size", "cast_lm_head_to_fp32", "eval_strategy", "generation_batch_size",
-    "include_num_input_tokens_seen", "label_smoothing_factor", "lora_modules_to_save", "lora_target_parameters",
-    "neftune_noise_alpha", "optim_args", "router_aux_loss_coef", "seq_kd", "sync_ref_model", "torch_compile",
-    "torch_empty_cache_steps", "use_dora", "use_transformers_continuous_batching",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,9 @@ from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
 from planner.models.shape import ModelShape
 from planner.requests.read_options import LoadModel
-from planner.requests.train_config import UNMODELLED, TrainConfig, train_config
+from planner.requests.train_config import TrainConfig, train_config
 from planner.settings.table import has_setting
+from planner.settings.unread import UNMODELLED
 
 HINT = f"It can be {', '.join(METHOD_OF)}."
 # Fields of peft's LoraConfig -> settings of TRL's ModelConfig, and those that change memory and are not modelled.

@@ -1,0 +1,44 @@
+"""Arguments of TRL that no field of `Candidate` has: those without effect, and those whose effect is not counted.
+
+Source: trl 1.16, trainer/*_config.py and scripts/utils.py, `ScriptArguments`; transformers 5.23, training_args.py.
+"""
+
+# They change memory or speed and are not modelled: a plan warns about them in a file, `--set` refuses them.
+UNMODELLED = (
+    "auto_find_batch_size", "cast_lm_head_to_fp32", "eval_strategy", "generation_batch_size",
+    "include_num_input_tokens_seen", "label_smoothing_factor", "lora_modules_to_save", "lora_target_parameters",
+    "neftune_noise_alpha", "optim_args", "router_aux_loss_coef", "seq_kd", "sync_ref_model", "torch_compile",
+    "torch_empty_cache_steps", "use_dora", "use_transformers_continuous_batching",
+)  # fmt: skip
+
+# They decide what is learned, logged, saved and named, and change no tensor and no pass of a training step. `--set`
+# accepts them, and the answer names them.
+WITHOUT_EFFECT: frozenset[str] = frozenset(
+    (
+        # the schedule and the optimizer's numbers
+        "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay",
+        "adam_beta1", "adam_beta2", "adam_epsilon", "num_train_epochs", "max_steps",
+        # numbers of the losses and of sampling
+        "lora_alpha", "use_rslora", "epsilon", "epsilon_high", "delta", "scale_rewards", "reward_weights",
+        "label_smoothing", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "desirable_weight",
+        "undesirable_weight", "simpo_gamma", "missing_eos_penalty", "reward_clip_range", "importance_sampling_level",
+        "mask_truncated_completions", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg", "vespo_k_pos",
+        "vespo_lambda_neg", "vespo_lambda_pos",
+        # chance
+        "seed", "data_seed", "shuffle_dataset",
+        # the data's names; how it is prepared before the training
+        "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_num_proc",
+        "dataset_text_field", "chat_template_path", "eos_token", "pad_token", "truncation_mode", "label_names",
+        "remove_unused_columns",
+        # the model's names
+        "model_revision", "teacher_model_revision", "trust_remote_code",
+        # where a vLLM server listens
+        "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+        # logs, checkpoints and the Hub
+        "output_dir", "run_name", "project", "report_to", "log_level", "log_level_replica", "log_on_each_node",
+        "logging_dir", "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter",
+        "log_completions", "num_completions_to_print", "disable_tqdm", "save_strategy", "save_steps",
+        "save_total_limit", "metric_for_best_model", "greater_is_better", "push_to_hub", "hub_model_id",
+        "hub_strategy", "hub_token", "hub_private_repo", "hub_revision", "trackio_space_id", "ddp_timeout",
+    )
+)  # fmt: skip

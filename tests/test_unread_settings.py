@@ -1,0 +1,91 @@
+"""Arguments of TRL that `--set` accepts without an effect, or refuses because their effect is not counted."""
+
+import importlib
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from planner.errors import InputError, UnknownName, nearest
+from planner.gpus.catalogue import gpu_rows
+from planner.jobs.settings import parse_assignments, setting_names
+from planner.methods import METHODS
+from planner.models.shape import ModelShape
+from planner.report.sentences import sentence
+from planner.requests.options import JobOptions
+from planner.requests.read_options import JobRequest, read_options
+from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
+
+OLDER_NAMES = {"warmup_ratio", "logging_dir"}  # of releases of transformers before 5
+
+
+def complete(model: ModelShape) -> ModelShape:
+    return model
+
+
+def asked(**settings: Any) -> JobRequest:
+    options = JobOptions(model="Qwen2.5-0.5B", gpus="1xL4", method="grpo", set=settings)
+    return read_options(options, complete)
+
+
+def test_an_argument_without_effect_is_named_and_changes_nothing() -> None:
+    given = asked(learning_rate=1e-4, lora_r=8, seed="7")
+    assert [sentence(note) for note in given.warnings] == ["no matter of memory or speed: learning_rate, seed"]
+    assert asked(lora_r=8).warnings == ()
+    assert given.job == asked(lora_r=8).job
+
+
+@pytest.mark.parametrize("text", ["learning_rate=1e-4", "report_to=wandb", "warmup_ratio=0.1", "lora_alpha=32"])
+def test_a_command_takes_an_argument_without_effect(text: str) -> None:
+    name, _, value = text.partition("=")
+    assert parse_assignments([text]) == {name: value}
+
+
+@pytest.mark.parametrize("name", UNMODELLED)
+def test_an_argument_whose_effect_is_not_counted_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name} changes memory or speed in a way that is not counted"):
+        asked(**{name: "1"})
+
+
+@pytest.mark.parametrize("name", ["learning_rte", "max_grad_norm", "dataloader_num_workers", "foo"])
+def test_an_argument_that_is_unknown_is_refused_without_an_absurd_suggestion(name: str) -> None:
+    with pytest.raises(UnknownName) as caught:
+        asked(**{name: "1"})
+    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("zerostage", "zero_stage"),
+        ("batch_size", "per_device_train_batch_size"),
+        ("lora_rank", "lora_r"),
+        ("vllm_gpu_util", "vllm_gpu_memory_utilization"),
+        ("load_4bit", "load_in_4bit"),
+    ],
+)
+def test_a_similar_name_is_suggested_first(name: str, suggested: str) -> None:
+    assert nearest(name, setting_names())[0] == suggested
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "warmup_ratio", "seed", "adam_beta1", "report_to", "weight_decay"])
+def test_a_name_of_other_meaning_is_not_suggested(name: str) -> None:
+    assert nearest(name, setting_names()) == []
+
+
+@pytest.mark.parametrize("name", ["MI300X", "X1", "K80"])
+def test_a_card_of_other_letters_is_not_suggested(name: str) -> None:
+    assert nearest(name, [row.gpu.name for row in gpu_rows()]) == []
+
+
+def test_no_argument_is_in_two_lists() -> None:
+    assert not WITHOUT_EFFECT & {*setting_names(), *UNMODELLED}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_every_argument_without_effect_is_one_of_trl() -> None:
+    trl = pytest.importorskip("trl")
+    rows = [row for row in METHODS.values() if row.last_trl == "current"]
+    classes = [getattr(importlib.import_module(row.module), row.config) for row in rows]
+    names = {field.name for each in (*classes, trl.ModelConfig, trl.ScriptArguments) for field in fields(each)}
+    assert names >= WITHOUT_EFFECT - OLDER_NAMES
