@@ -15,6 +15,7 @@ Any other exception is a bug of ours and keeps its traceback. The command's exit
 import difflib
 import unicodedata
 from collections.abc import Iterable
+from typing import ClassVar, Literal
 
 # Of a suggestion: difflib's ratio, with which learning_rate is not like padding_free; characters of a part of a name.
 LEAST_SIMILARITY, SHORTEST_PART = 0.65, 4
@@ -26,41 +27,75 @@ LONGEST_MESSAGE = 1000  # characters; the longest of our own lists 40 model type
 INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
+# The class of an error as a word, as `--json` prints it.
+ErrorCode = Literal[
+    "failed",
+    "wrong_input",
+    "unknown_name",
+    "unknown_architecture",
+    "not_measured",
+    "dry_run_unsupported",
+    "probe_failed",
+    "nothing_fits",
+]
+
+
 class PlanError(Exception):
-    """An error that the user can act on. The message is one line and names the setting to change."""
+    """An error that the user can act on. The message is one line and names the setting to change.
+
+    code: the class of the error as a word. nearest: known names that are similar to an unknown one, best first.
+    """
+
+    code: ClassVar[ErrorCode] = "failed"
+    nearest: tuple[str, ...] = ()
 
 
 class InputError(PlanError):
     """Input that cannot be planned: settings that contradict each other, a wrong value, an unreadable file."""
 
+    code: ClassVar[ErrorCode] = "wrong_input"
+
 
 class UnknownName(InputError):
     """A name that is in no table. The message ends with the nearest known names."""
 
+    code: ClassVar[ErrorCode] = "unknown_name"
+
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         near = nearest(name, known) if len(name) <= LONGEST_WORD else []
         suggestion = f" Did you mean {' or '.join(near)}?" if near else ""
+        self.nearest = tuple(near)
         super().__init__(f"Unknown {kind} {shortened(name)!r}.{suggestion}{' ' + hint if hint else ''}")
 
 
 class UnknownArchitecture(InputError):
     """A model whose layers have no formulas here: its parameters are counted, its activations are unknown."""
 
+    code: ClassVar[ErrorCode] = "unknown_architecture"
+
 
 class NotMeasured(UnknownArchitecture):
     """A layer without formulas or measurements for a candidate's settings. A search skips such candidates."""
+
+    code: ClassVar[ErrorCode] = "not_measured"
 
 
 class DryRunUnsupported(PlanError):
     """A setting that a dry run cannot simulate. The message names it."""
 
+    code: ClassVar[ErrorCode] = "dry_run_unsupported"
+
 
 class ProbeFailed(PlanError):
     """A probe that ended without a result. The message says how it ended."""
 
+    code: ClassVar[ErrorCode] = "probe_failed"
+
 
 class NothingFits(PlanError):
     """No candidate fits. The message says by how much, and which change would help."""
+
+    code: ClassVar[ErrorCode] = "nothing_fits"
 
 
 def shortened(value: object) -> str:

@@ -1,12 +1,16 @@
-"""A wrong question gets one line that names what works, nothing on stdout, no file, exit code 2."""
+"""A wrong question gets one line that names what works, on stdout nothing but an asked-for document, exit code 2."""
 
 import json
 import sys
 from pathlib import Path
+from typing import get_args
 
+import jsonschema
 import pytest
 
 from planner.commands.main import run
+from planner.errors import ErrorCode, PlanError
+from planner.report.documents import json_schema
 
 LLAMA = {
     "model_type": "llama",
@@ -26,7 +30,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The single line of a refusal."""
     assert run(arguments) == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert (json.loads(out).keys() == {"error"}) if "--json" in arguments else out == ""
     assert err.startswith("Error: ")
     assert err.count("\n") == 1
     return err.removeprefix("Error: ").rstrip("\n")
@@ -406,3 +410,34 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is(flags, mes
     Path("folder").mkdir()
     assert refused([*asked(model="gpt2", method="sft"), *flags], capsys).endswith(message)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "nearest"),
+    [
+        (asked(method="grp"), "unknown_name", "grpo"),
+        ([*asked(), "--set", "zerostage=3"], "unknown_name", "zero_stage"),
+        (["estimate", *asked(gpus="2xA100")], "unknown_name", "A100-40G"),
+        (["diagnose", "no-such.log"], "wrong_input", ""),
+        ([*asked(), "--risk", "2"], "wrong_input", ""),
+    ],
+)
+def test_an_error_with_json_is_a_document_beside_the_line(
+    arguments: list[str], code: str, nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    jsonschema.Draft202012Validator(json_schema()).validate(document)
+    assert document["error"]["code"] == code
+    assert err == f"Error: {document['error']['message']}\n"
+    assert document["error"]["nearest"][:1] == ([nearest] if nearest else [])
+
+
+def test_every_error_of_the_tree_has_a_code_of_its_own() -> None:
+    def tree(kind: type[PlanError]) -> list[type[PlanError]]:
+        return [kind, *(below for child in kind.__subclasses__() for below in tree(child))]
+
+    kinds = [kind for kind in tree(PlanError) if kind.__module__ == "planner.errors"]
+    assert [kind.code for kind in kinds] == list(dict.fromkeys(kind.code for kind in kinds))
+    assert {kind.code for kind in kinds} == set(get_args(ErrorCode))

@@ -9,9 +9,9 @@ from io import StringIO
 import typer
 
 from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, serve, validate
-from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_WRONG_INPUT, exit_code_of
+from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, exit_code_of
 from planner.commands.printing import print_error
-from planner.errors import PlanError
+from planner.errors import InputError, PlanError
 
 EPILOG = """\
 Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts the plan, 1 anything else.
@@ -96,18 +96,26 @@ def _discard_output() -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command and return its exit code; print a `PlanError` or a usage error as one line on stderr."""
+    """Run the command and return its exit code; print a `PlanError` or a usage error."""
     # The parent class of typer.BadParameter is the class of all usage errors. Some releases of Typer do not export it.
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="plan", standalone_mode=False)
     except PlanError as error:
-        print_error(str(error))
-        return exit_code_of(error)
+        return _refused(error, arguments)
     except usage_error as error:
-        print_error(_with_commands(error.format_message()))  # type: ignore[attr-defined]
-        return EXIT_WRONG_INPUT
+        return _refused(InputError(_with_commands(error.format_message())), arguments)  # type: ignore[attr-defined]
     return int(code or EXIT_PLANNED)
+
+
+def _refused(error: PlanError, arguments: list[str]) -> int:
+    """Print an error on stderr, with `--json` also as a document on stdout; return its exit code."""
+    if "--json" in arguments:
+        from planner.report.json import error_document, json_text  # lazy import: a table does not need it
+
+        print(json_text(error_document(error)))
+    print_error(str(error))
+    return exit_code_of(error)
 
 
 def _with_commands(message: str) -> str:

@@ -12,6 +12,7 @@ from msgspec.json import schema_components
 from planner.allocator.trace import Holding
 from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements
 from planner.diagnose.incident import Kind
+from planner.errors import ErrorCode
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Goal, TuningOption
 from planner.measurements.measurement import Quantity
@@ -562,7 +563,52 @@ class ComparisonReport(Document, frozen=True):
     clusters: Annotated[tuple[ClusterReport, ...], Meta(description="In the order asked for.")]
 
 
-DOCUMENTS = (PlanReport, EstimateReport, DryRunReport, DiagnosisReport, ValidationReport, ComparisonReport)
+# -- an export ---------------------------------------------------------------------------------------------------------
+
+
+class ExportReport(Document, frozen=True):
+    """The answer of the tool export of `plan mcp`."""
+
+    schema: Version
+    settings: Settings
+    files: Annotated[tuple[str, ...], Meta(min_length=1, description="Paths of the files that were written.")]
+
+
+# -- an error ----------------------------------------------------------------------------------------------------------
+
+
+class ErrorDetails(Document, frozen=True):
+    """Why there is no answer."""
+
+    code: Annotated[
+        ErrorCode,
+        Meta(
+            description="wrong_input: settings that contradict each other, or a wrong value; unknown_name: a model, "
+            "GPU, method or setting that is in no table; unknown_architecture, not_measured: a model whose layers have "
+            "no formulas; dry_run_unsupported: what a dry run cannot simulate; probe_failed: a probe without a result; "
+            "nothing_fits: no candidate fits; failed: anything else."
+        ),
+    ]
+    message: Annotated[str, Meta(description="The line on stderr, for a person.")]
+    nearest: Annotated[tuple[str, ...], Meta(description="Known names similar to an unknown one, best first.")]
+
+
+class ErrorDocument(Document, frozen=True):
+    """The document of a command with `--json` that has no answer. The exit code is that of the error."""
+
+    error: ErrorDetails
+
+
+DOCUMENTS = (
+    PlanReport,
+    EstimateReport,
+    DryRunReport,
+    DiagnosisReport,
+    ValidationReport,
+    ComparisonReport,
+    ExportReport,
+    ErrorDocument,
+)
 
 
 def json_schema() -> dict[str, object]:

@@ -8,6 +8,7 @@ from msgspec import UNSET, Struct, convert, structs, to_builtins
 
 from planner.candidate import Candidate
 from planner.confidence import kind_of, shown_probability, worst_miss
+from planner.errors import PlanError, one_line
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
 from planner.plan import Plan, Proof
@@ -16,7 +17,10 @@ from planner.report.documents import (
     SCHEMA,
     AlternativeReport,
     BestCandidate,
+    ErrorDetails,
+    ErrorDocument,
     EstimateReport,
+    ExportReport,
     Gpus,
     Host,
     JobReport,
@@ -102,6 +106,16 @@ def estimate_report(estimate: Estimate, warnings: Sequence[Note] = ()) -> Estima
         warnings_data=note_reports(warnings),
         **structs.asdict(best_candidate(estimate)),
     )
+
+
+def export_report(candidate: Candidate, files: Iterable[str]) -> ExportReport:
+    """Return the document of an export: the settings, and the files that were written."""
+    return ExportReport(schema=SCHEMA, settings=settings_report(candidate), files=tuple(files))
+
+
+def error_document(error: PlanError) -> ErrorDocument:
+    """Return the document of a command with `--json` that has no answer."""
+    return ErrorDocument(error=ErrorDetails(code=error.code, message=one_line(str(error)), nearest=error.nearest))
 
 
 def best_candidate(estimate: Estimate) -> BestCandidate:
