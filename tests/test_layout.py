@@ -82,7 +82,7 @@ ALLOWED = {
     "commands": (
         "basics words models gpus files jobs launch plan measurements diagnose report requests training_stack ask serve"
     ),
-    "planner": "basics words models gpus jobs estimate plan notebook",
+    "planner": "basics files words models gpus jobs estimate plan notebook",
 }  # fmt: skip
 
 

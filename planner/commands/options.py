@@ -24,6 +24,13 @@ DryRun = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
+class VersionOption:
+    """The release instead of an answer."""
+
+    version: Annotated[bool, typer.Option("--version", help="Print the installed release and exit.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class PriceOptions:
     """Prices, by which several clusters are compared."""
 

@@ -7,7 +7,7 @@ import typer
 
 from planner.commands.compare import compare, compares
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS
-from planner.commands.options import CheckOptions, PriceOptions, StudyOptions, grouped
+from planner.commands.options import CheckOptions, PriceOptions, StudyOptions, VersionOption, grouped
 from planner.commands.printing import live_line, print_error, print_plan, progress
 from planner.errors import InputError
 from planner.requests.options import SearchOptions
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 @grouped
 def search(
-    ctx: typer.Context, options: SearchOptions, pricing: PriceOptions, output: CheckOptions, study: StudyOptions
+    ctx: typer.Context,
+    options: SearchOptions,
+    pricing: PriceOptions,
+    output: CheckOptions,
+    study: StudyOptions,
+    release: VersionOption,
 ) -> int:
     """Find the largest, fastest configuration of a TRL method that fits the GPUs."""
-    if ctx.invoked_subcommand is not None:
-        _refuse_leading_options(ctx)
-        return EXIT_PLANNED
+    if ctx.invoked_subcommand is not None or release.version:
+        return _without_job(ctx)
     from planner.ask import checked_plan, planned
     from planner.files.write import refuse_unwritable
     from planner.report.table import refusal
@@ -90,6 +94,17 @@ def _refuse_study_options_without_probe(study: StudyOptions) -> None:
     for entry in fields(StudyOptions) if not study.probe else ():
         if getattr(study, entry.name) != entry.default:
             raise InputError(f"--{entry.name.replace('_', '-')} says how to probe: give --probe too.")
+
+
+def _without_job(ctx: typer.Context) -> int:
+    """Print the installed release, or nothing before a subcommand that answers itself."""
+    if ctx.invoked_subcommand is not None:
+        _refuse_leading_options(ctx)
+        return EXIT_PLANNED
+    from planner.files.installed import installed_version
+
+    print(f"plan {installed_version()}")
+    return EXIT_PLANNED
 
 
 def _refuse_leading_options(ctx: typer.Context) -> None:

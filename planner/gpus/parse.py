@@ -37,6 +37,11 @@ def parse_cluster(
             not between 1 GiB and 64 TiB, or `network` is no speed.
         UnknownName: no GPU of the catalogue has that name.
     """
+    given = {"gpus": text, "free_memory": free_memory, "host_memory": host_memory, "network": network}
+    for name, value in given.items():
+        if not isinstance(value, str) and (value is not None or name == "gpus"):
+            example = {"gpus": "2xA100-40G", "network": "400Gb"}.get(name, "64GiB")
+            raise InputError(f"{name} must be text, such as '{example}', not {shortened(value)}.")
     if text.strip().lower() == LOCAL:
         from planner.gpus.local import local_cluster  # lazy import: it queries the driver
 

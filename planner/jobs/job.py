@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from types import NoneType
+from typing import Literal, get_args
 
 from planner.candidate import Quantization
 from planner.errors import InputError, UnknownArchitecture, UnknownName, shortened
@@ -27,6 +28,19 @@ DEFAULT_BATCH_SIZE = 8
 # Quantizations of published checkpoints that are dequantized for training (transformers 5.23,
 # quantizers/quantizer_mxfp4.py `dequantize`, quantizer_finegrained_fp8.py).
 DEQUANTIZED = ("fp8", "mxfp4")
+
+
+# Field of a Job -> its types, and their name in a message.
+FIELD_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "method": (str, "text"),
+    "tuning": (str, "text"),
+    "pinned": (Mapping, "settings by name, such as {'zero_stage': 3}"),
+    "optimize": (str, "text"),
+    "risk": ((int, float), "a number"),
+    "effective_batch_size": ((int, NoneType), "a whole number or None"),
+    "trl_version": (str, "text, such as '1.16.0'"),
+    "lora_ranks": (tuple, "a tuple of ranks"),
+}
 
 
 def loaded_quantization(model: ModelShape) -> Quantization:
@@ -57,6 +71,7 @@ class Job:
     lora_ranks: tuple[int, ...] = ()  # the search takes the largest that fits; empty: lora_r is not searched
 
     def __post_init__(self) -> None:
+        self._refuse_wrong_types()
         if not self.method:
             raise InputError(f"A Job needs a method: {', '.join(METHODS)}.")
         if self.method not in METHODS:
@@ -82,6 +97,22 @@ class Job:
                 "The extra dryrun measures such layers (planner.training_stack.complete_models)."
             )
 
+    def _refuse_wrong_types(self) -> None:
+        """Refuse a value of another type than its field has; `model` has a message of its own.
+
+        Raises:
+            InputError: names the field.
+        """
+        for name, (kind, wanted) in FIELD_TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise InputError(f"{name} of a Job must be {wanted}, not {shortened(value)}.")
+        for name, choices in (("tuning", get_args(TuningOption)), ("optimize", get_args(Goal))):
+            if getattr(self, name) not in choices:
+                raise UnknownName(name, getattr(self, name), choices)
+        if not all(isinstance(rank, int) and rank > 0 for rank in self.lora_ranks):
+            raise InputError(f"lora_ranks of a Job must be ranks, such as (16, 32), not {shortened(self.lora_ranks)}.")
+
     def _pinned_fields(self) -> Mapping[str, object]:
         """Return `pinned` by Candidate field; names of the libraries, such as zero_stage, are converted."""
         known = field_types().keys()
@@ -96,9 +127,9 @@ class Job:
 def job_problems(job: Job) -> Iterator[str]:
     """Yield an error message for each contradiction inside the job, whatever the cluster."""
     if not SMALLEST_RISK <= job.risk <= LARGEST_RISK:
-        yield f"--risk {job.risk} is not between {SMALLEST_RISK:f} and 0.5. Give a probability such as 0.05."
+        yield f"--risk {shortened(job.risk)} is not between {SMALLEST_RISK:f} and 0.5. Give a probability such as 0.05."
     if job.effective_batch_size is not None and job.effective_batch_size < 1:
-        yield f"--effective-batch-size must be at least 1, not {job.effective_batch_size}."
+        yield f"--effective-batch-size must be at least 1, not {shortened(job.effective_batch_size)}."
     if job.tuning == "full" and job.pinned.get("quantization", "none") != "none":
         yield "--tuning full cannot be quantized: quantized weights do not learn. Use --tuning qlora."
     if job.tuning == "qlora" and job.pinned.get("quantization") == "none":

@@ -64,7 +64,6 @@ class ModelRow:
     doubts: tuple[str, ...]
 
 
-@lru_cache(maxsize=1024)  # shapes are compared by identity: more than the catalogue has
 def load_model(name: str, paths: bool = True, hub: bool = True) -> ModelShape:
     """Return the model that `--model` names: a path, a name of the catalogue, or a name on the Hub.
 
@@ -80,6 +79,13 @@ def load_model(name: str, paths: bool = True, hub: bool = True) -> ModelShape:
         UnknownName: there is no such path, row of the catalogue or name on the Hub.
         InputError: the file is no model config, or lacks a key that its model type needs.
     """
+    if not isinstance(name, str):
+        raise InputError(f"A model's name must be text, such as 'Qwen2.5-7B', not {shortened(name)}.")
+    return _loaded(name, paths, hub)
+
+
+@lru_cache(maxsize=1024)  # shapes are compared by identity: more than the catalogue has
+def _loaded(name: str, paths: bool, hub: bool) -> ModelShape:
     if not name.strip():
         raise InputError("--model is empty. Give a name such as Qwen2.5-7B, or a path.")
     if not printable(name):

@@ -1,22 +1,19 @@
 """The command in Python, for notebooks: `plan("Qwen2.5-7B", "2xA100-40G", method="grpo", zero_stage=3)`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from html import escape
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from planner.errors import InputError, shortened
+from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
+from planner.notebook.arguments import options_of
 from planner.plan import Plan
 
 if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
 
-    from planner.requests.options import JobOptions
-
-Options = TypeVar("Options", bound="JobOptions")
 WIDTH = 100  # columns of the table in a notebook
 STYLE = "line-height:1.15;overflow-x:auto;font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
 
@@ -123,20 +120,3 @@ def _answer(found: Plan) -> Answer:
 def table_html(table: str) -> str:
     """Return a table of the command as HTML."""
     return f'<pre style="{STYLE}">{escape(table)}</pre>'
-
-
-def options_of(kind: type[Options], given: Mapping[str, Any], asked: Mapping[str, Any]) -> Options:
-    """Return the options of a job: those by their names, and every other argument as a setting.
-
-    Raises:
-        InputError: the risk is no number.
-    """
-    flags = {field.name for field in fields(kind)} - {"set"}
-    named = {**given, **{name: value for name, value in asked.items() if name in flags}}
-    if not isinstance(named.get("risk", 0.0), (int, float)):
-        raise InputError(f"risk must be a number, not {shortened(named['risk'])}.")
-    settings = {name: value for name, value in asked.items() if name not in flags}
-    return kind(
-        set={name: tuple(map(str, value)) if isinstance(value, list) else value for name, value in settings.items()},
-        **named,
-    )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 LIST_SETTINGS = frozenset({"lora_target_modules"})
 
 
-def sweep(model: str, gpus: str | Sequence[str], **asked: Any) -> "pd.DataFrame":
+def sweep(model: str | Sequence[str], gpus: str | Sequence[str], **asked: Any) -> "pd.DataFrame":
     """Plan every combination: a list, tuple or range as an argument of `plan` is an axis, a column of the frame.
 
     A setting that is a list itself (lora_target_modules) is no axis, but for a list of such lists. A combination that
@@ -27,10 +27,10 @@ def sweep(model: str, gpus: str | Sequence[str], **asked: Any) -> "pd.DataFrame"
     """
     from planner.report.frame import frame_of
 
-    given = {"gpus": gpus, **asked}
+    given = {"model": model, "gpus": gpus, **asked}
     axes = {name: value for name, value in given.items() if _is_axis(name, value)}
     fixed = {name: value for name, value in given.items() if name not in axes}
-    rows = [_row(model, fixed, dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
+    rows = [_row(fixed, dict(zip(axes, values, strict=True))) for values in product(*axes.values())]
     refusals = {row["reason"] for row in rows if "peak_bytes" not in row}
     if len(refusals) == 1 and not any("peak_bytes" in row for row in rows):
         raise InputError(refusals.pop())
@@ -60,13 +60,13 @@ def _is_axis(name: str, value: object) -> bool:
     return bool(values) and (name not in LIST_SETTINGS or isinstance(values[0], (list, tuple)))
 
 
-def _row(model: str, fixed: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
+def _row(fixed: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
     from planner.report.frame import figures
     from planner.report.table import refusal
 
     asked = {**fixed, **point}
     try:
-        answer = plan(model, asked.pop("gpus"), **asked)
+        answer = plan(asked.pop("model"), asked.pop("gpus"), **asked)
     except PlanError as error:
         return {**point, "fits": False, "reason": str(error)}
     return {**point, **figures(answer.best), "reason": "" if answer.best.fits else refusal(answer)}

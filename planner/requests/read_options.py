@@ -151,7 +151,7 @@ def _flags(options: JobOptions) -> dict[str, Value]:
     for setting, value in short.items():
         if value is None:
             continue
-        if flags.get(setting, value) != value:
+        if setting in flags and flags[setting] != value:
             raise InputError(f"{setting} is set twice: {value} and {flags[setting]}.")
         flags[setting] = value
     return flags
@@ -233,8 +233,9 @@ def _model_name(flag: str | None, flags: Mapping[str, Value], in_file: Mapping[s
     ]
     if flag is None:
         return str(names[0]) if names else ""
-    if {"model", "model_name_or_path"} & flags.keys() and names[0] != flag:
-        raise InputError(f"--model {flag} contradicts --set model={names[0]}. Drop one of them.")
+    if {"model", "model_name_or_path"} & flags.keys() and names[:1] != [flag]:
+        other = shortened(names[0] if names else "")
+        raise InputError(f"--model {flag} contradicts --set model={other}. Drop one of them.")
     return flag
 
 
