@@ -24,6 +24,7 @@ SUBCOMMANDS = (
     "validate",
     "export",
     "serve",
+    "mcp",
     "models",
     "gpus",
     "schema",

@@ -90,6 +90,7 @@ def test_a_command_without_its_extra_names_it(installed: Installed, tmp_path: Pa
         ([*job, "--html", "page.html"], "report"),
         ([*job, "--probe", "--device", "simulated"], "probe"),
         (["serve"], "serve"),
+        (["mcp"], "mcp"),
     ):
         ran = subprocess.run([plan, *asked], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
         assert ran.returncode in (1, 2), (asked, ran.stderr)

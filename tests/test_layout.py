@@ -79,8 +79,10 @@ ALLOWED = {
     ),
     "notebook": "basics words models gpus jobs estimate search plan report requests training_stack ask",
     "serve": "basics words models files jobs plan diagnose report requests training_stack ask",
+    "mcp": "basics words files jobs launch plan diagnose report requests training_stack ask",
     "commands": (
-        "basics words models gpus files jobs launch plan measurements diagnose report requests training_stack ask serve"
+        "basics words models gpus files jobs launch plan measurements diagnose report requests training_stack ask "
+        "serve mcp"
     ),
     "planner": "basics files words models gpus jobs estimate plan notebook",
 }  # fmt: skip
@@ -168,6 +170,15 @@ FORMATTING = re.compile(r"planner\.units\.format_")
 def test_the_search_and_the_plan_make_no_sentences() -> None:
     makers = {module for module, tree in TREES.items() for _, name in imported_names(tree) if FORMATTING.match(name)}
     assert {module for module in makers if part(module) in ("search", "plan")} == set()
+
+
+def test_the_tools_of_agents_know_no_protocol() -> None:
+    importers = {
+        module
+        for module in PATHS
+        if re.search(r"^\s*(?:from|import) mcp(?:_types)?\b", PATHS[module].read_text(), re.MULTILINE)
+    }
+    assert importers == {"planner.mcp.server"}
 
 
 # Libraries of extras that a notebook alone needs: the one module that imports each, inside a function.

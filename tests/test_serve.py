@@ -25,9 +25,10 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from planner.commands.main import run
 from planner.report.html import page_script
+from planner.requests.bodies import PlanRequest
 from planner.requests.options import SearchOptions
 from planner.serve.openapi import OPERATIONS, openapi
-from planner.serve.requests import Allowed, PlanRequest, read_request
+from planner.serve.requests import Allowed, read_request
 
 PAGE = Path(__file__).parents[1] / "docs" / "serve.md"
 START = "from planner.commands.main import main\nif __name__ == '__main__': main()"

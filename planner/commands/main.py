@@ -8,7 +8,7 @@ from io import StringIO
 
 import typer
 
-from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, serve, validate
+from planner.commands import diagnose, dry_run, estimate, export, lists, mcp, plan, probe, serve, validate
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, exit_code_of
 from planner.commands.printing import print_error
 from planner.errors import InputError, PlanError
@@ -35,6 +35,7 @@ app.command("diagnose", epilog=EPILOG)(diagnose.diagnose)
 app.command("validate", epilog=EPILOG)(validate.validate)
 app.command("export", epilog=EPILOG)(export.export)
 app.command("serve", epilog=EPILOG)(serve.serve)
+app.command("mcp", epilog=EPILOG)(mcp.mcp)
 app.command()(lists.models)
 app.command()(lists.gpus)
 app.command()(lists.schema)

@@ -1,7 +1,7 @@
 """The options of a job, as typed values: those of a command line, a request over HTTP, or a notebook's arguments.
 
 A group is a dataclass, each of its fields an option. `planner/commands/options.py` makes flags of them and
-`planner/serve/requests.py` the bodies of requests.
+`planner/requests/bodies.py` the types of requests.
 """
 
 from collections.abc import Mapping

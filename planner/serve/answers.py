@@ -23,10 +23,11 @@ from planner.models.catalogue import load_model
 from planner.report.diagnosis import diagnosis_report
 from planner.report.documents import Document
 from planner.report.json import estimate_report, json_text, plan_report
+from planner.requests.bodies import EstimateRequest, PlanRequest
 from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
 from planner.requests.read_options import JobRequest, read_options
 from planner.serve.form import form_page, read_form
-from planner.serve.requests import Allowed, DiagnoseRequest, EstimateRequest, PlanRequest, read_request
+from planner.serve.requests import Allowed, DiagnoseRequest, read_request
 from planner.training_stack import complete_models
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@ from msgspec import Struct
 from msgspec.json import schema_components
 
 from planner.report.documents import DiagnosisReport, EstimateReport, PlanReport
+from planner.requests.bodies import EstimateRequest, PlanRequest
 from planner.serve.answers import ErrorReport
-from planner.serve.requests import DiagnoseRequest, EstimateRequest, PlanRequest
+from planner.serve.requests import DiagnoseRequest
 
 # Path -> what it does, the type of its body, the type of its answer.
 OPERATIONS: dict[str, tuple[str, type[Struct], type[Struct]]] = {

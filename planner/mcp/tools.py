@@ -1,0 +1,169 @@
+"""The tools of `plan mcp`: arguments in, the command's table and document out. The protocol is in server.py."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, structs, to_builtins
+from msgspec.json import schema_components
+
+from planner.ask import diagnosed, estimated, planned, silent
+from planner.diagnose.log import incidents, read_incidents, refuse_none
+from planner.errors import InputError, NothingFits, PlanError, UnknownName, one_line
+from planner.files.decode import convert_json
+from planner.launch.export import export
+from planner.report.diagnosis import diagnosis_report, diagnosis_table
+from planner.report.documents import DiagnosisReport, EstimateReport, ExportReport, PlanReport
+from planner.report.json import error_document, estimate_report, export_report, plan_report
+from planner.report.table import estimate_table, plan_table, refusal
+from planner.requests.bodies import EstimateRequest, PlanRequest, options_in, request_type
+from planner.requests.options import CandidateOptions, JobOptions, SearchOptions, names_a_job
+from planner.requests.read_options import JobRequest, read_options
+from planner.training_stack import complete_models
+
+WIDTH = 100  # columns of a table
+
+DiagnoseArguments = request_type(
+    "DiagnoseArguments",
+    CandidateOptions,
+    (
+        ("log", Annotated[str | None, Meta(description="The text of the log; or give log_file.")], None),
+        ("log_file", Annotated[str | None, Meta(description="The path of the log.")], None),
+    ),
+)
+ExportArguments = request_type(
+    "ExportArguments",
+    SearchOptions,
+    (
+        ("folder", Annotated[str, Meta(description="The folder to write to.")]),
+        ("overwrite", Annotated[bool, Meta(description="Replace files that say something else.")], False),
+        (
+            "launcher",
+            Annotated[Literal["accelerate", "torchrun"], Meta(description="What starts the processes.")],
+            "accelerate",
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolAnswer:
+    """The answer of a tool: text for a reader, and the document of the command with `--json`."""
+
+    text: str
+    document: Mapping[str, Any]
+    is_error: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """A tool. `answer`: from its arguments, the text and the document. `writes`: it writes files."""
+
+    description: str
+    arguments: type[Struct]
+    document: type[Struct]
+    answer: Callable[[Struct], tuple[str, Struct]]
+    writes: bool = False
+
+    def argument_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of the arguments."""
+        return _object_schema(self.arguments)
+
+    def document_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of the document."""
+        return _object_schema(self.document)
+
+
+def call(name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+    """Call a tool by its name. An error that the caller can act on is an answer too."""
+    try:
+        if name not in TOOLS:
+            raise UnknownName("tool", name, TOOLS)
+        tool = TOOLS[name]
+        text, document = tool.answer(convert_json(dict(arguments), tool.arguments, "arguments"))
+    except PlanError as error:
+        return ToolAnswer(text=one_line(str(error)), document=to_builtins(error_document(error)), is_error=True)
+    return ToolAnswer(text=text, document=to_builtins(document))
+
+
+def _object_schema(kind: type[Struct]) -> dict[str, Any]:
+    """Return the JSON Schema of a type with its own properties at the root, as the protocol wants it."""
+    _, definitions = schema_components([kind], ref_template="#/$defs/{name}")
+    root = definitions.pop(kind.__name__)
+    return {**root, "$defs": definitions} if definitions else dict(root)
+
+
+def _requested(options: JobOptions) -> JobRequest:
+    return read_options(options, complete_models(silent))
+
+
+def _plan(arguments: Struct) -> tuple[str, Struct]:
+    answer = planned(_requested(options_in(arguments, SearchOptions)))
+    return plan_table(answer, WIDTH).plain, plan_report(answer)
+
+
+def _estimate(arguments: Struct) -> tuple[str, Struct]:
+    request = _requested(options_in(arguments, CandidateOptions))
+    answer, notes = estimated(request)
+    return estimate_table(answer, request.cluster, notes, WIDTH).plain, estimate_report(answer, notes)
+
+
+def _diagnose(arguments: Struct) -> tuple[str, Struct]:
+    given = structs.asdict(arguments)
+    text, path = given["log"], given["log_file"]
+    if (text is None) == (path is None) or path == "-":
+        raise InputError("Give the text of the log as log, or its path as log_file.")
+    found = refuse_none(incidents(text), "The log") if path is None else read_incidents(path)
+    options = options_in(arguments, CandidateOptions)
+    answer = diagnosed(found, _requested(options) if names_a_job(options) else None)
+    return diagnosis_table(answer, WIDTH).plain, diagnosis_report(answer)
+
+
+def _export(arguments: Struct) -> tuple[str, Struct]:
+    """Plan a job and write the files that run its best candidate.
+
+    Raises:
+        NothingFits: the job does not fit.
+        InputError: a file of the folder says something else.
+    """
+    given = structs.asdict(arguments)
+    answer = planned(_requested(options_in(arguments, SearchOptions)))
+    if answer.verdict != "fits":
+        raise NothingFits(refusal(answer))
+    paths = export(answer.best.candidate, Path(given["folder"]), given["overwrite"], given["launcher"])
+    files = tuple(map(str, paths))
+    return "\n".join(files), export_report(answer.best.candidate, files)
+
+
+TOOLS: dict[str, Tool] = {
+    "plan": Tool(
+        description="Find the largest, fastest TRL configuration that fits the GPUs: memory of each phase, speed, "
+        "alternatives, and, where nothing fits, changes that would. Needs model, gpus and method. No GPU is used.",
+        arguments=PlanRequest,
+        document=PlanReport,
+        answer=_plan,
+    ),
+    "estimate": Tool(
+        description="Estimate memory and speed of one configuration without a search: what is not set is as TRL has "
+        "it. Takes the user's own files by path (config, accelerate_config, deepspeed_config).",
+        arguments=EstimateRequest,
+        document=EstimateReport,
+        answer=_estimate,
+    ),
+    "diagnose": Tool(
+        description="Explain the log of a run that ended in out of memory; with model, gpus and method also what fits "
+        "instead.",
+        arguments=DiagnoseArguments,
+        document=DiagnosisReport,
+        answer=_diagnose,
+    ),
+    "export": Tool(
+        description="Plan a job and write the files that run it into a folder: train.yaml, accelerate.yaml, launch.sh, "
+        "requirements.txt and others. An error if the job does not fit.",
+        arguments=ExportArguments,
+        document=ExportReport,
+        answer=_export,
+        writes=True,
+    ),
+}

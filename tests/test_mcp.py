@@ -1,0 +1,126 @@
+"""`plan mcp` in a process of its own, asked by the package's own client: the tools, their types and their answers."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from planner.commands.main import run
+from planner.report.documents import json_schema
+
+mcp = pytest.importorskip("mcp", reason="the extra mcp is not installed")
+
+ROOT = Path(__file__).resolve().parents[1]
+START = "from planner.commands.main import main\nmain()"
+JOB = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft", "tuning": "lora"}
+FLAGS = [word for name, value in JOB.items() for word in (f"--{name}", value)]
+LOG = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB "
+    "of which 1.00 GiB is free. Including non-PyTorch memory, this process has 22.69 GiB memory in use. Of the "
+    "allocated memory 21.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
+)
+SECONDS = 120  # for a session, on a machine that does other work too
+
+
+def session(work: Callable[[Any], Awaitable[Any]]) -> Any:
+    """What `work` returns of a client that is connected to a server in a process of its own."""
+    own = {name: os.environ[name] for name in ("PLAN_CACHE", "PYTHONPATH") if name in os.environ}
+    server = mcp.StdioServerParameters(command=sys.executable, args=["-c", START, "mcp"], env=own, cwd=ROOT)
+
+    async def connected() -> Any:
+        async with mcp.Client(server, read_timeout_seconds=SECONDS) as client:
+            return await work(client)
+
+    return asyncio.run(asyncio.wait_for(connected(), SECONDS))
+
+
+def called(name: str, arguments: dict[str, Any]) -> Any:
+    return session(lambda client: client.call_tool(name, arguments))
+
+
+def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    assert run([*arguments, "--json", "--quiet"]) in (0, 3)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_tools_are_listed_with_the_types_of_their_arguments_and_answers() -> None:
+    tools = {tool.name: tool for tool in session(lambda client: client.list_tools()).tools}
+    assert list(tools) == ["plan", "estimate", "diagnose", "export"]
+    for tool in tools.values():
+        for schema in (tool.input_schema, tool.output_schema):
+            jsonschema.Draft202012Validator.check_schema(schema)
+            assert schema["type"] == "object"
+    assert {"model", "gpus", "method", "set"} <= tools["plan"].input_schema["properties"].keys()
+    assert tools["export"].input_schema["required"] == ["folder"]
+    assert [tool.annotations.read_only_hint for tool in tools.values()] == [True, True, True, False]
+
+
+def test_a_plan_and_an_estimate_are_the_documents_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    async def both(client: Any) -> tuple[Any, Any]:
+        return await client.call_tool("plan", JOB), await client.call_tool("estimate", {**JOB, "max_length": 512})
+
+    plan, estimate = session(both)
+    assert plan.structured_content == printed(FLAGS, capsys)
+    assert estimate.structured_content == printed(["estimate", *FLAGS, "--max-length", "512"], capsys)
+    assert "recommended" in plan.content[0].text and not plan.is_error
+
+
+@pytest.mark.parametrize("given", ["text", "file"])
+def test_a_log_is_diagnosed_as_text_and_as_a_file(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.log"
+    path.write_text(LOG)
+    answer = called("diagnose", {"log": LOG} if given == "text" else {"log_file": str(path), **JOB})
+    flags = [] if given == "text" else FLAGS
+    assert answer.structured_content == printed(["diagnose", str(path), *flags], capsys)
+
+
+def test_an_export_writes_files_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    async def both(client: Any) -> tuple[Any, Any]:
+        fits = await client.call_tool("export", {**JOB, "folder": str(tmp_path / "run")})
+        too_large = {"model": "Llama-3.1-70B", "gpus": "1xT4", "method": "sft", "tuning": "full"}
+        return fits, await client.call_tool("export", {**too_large, "folder": str(tmp_path / "none")})
+
+    written, refused = session(both)
+    jsonschema.Draft202012Validator(json_schema()).validate(written.structured_content)
+    assert sorted(written.structured_content["files"]) == sorted(map(str, (tmp_path / "run").iterdir()))
+    assert refused.is_error and refused.structured_content["error"]["code"] == "nothing_fits"
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "code", "message"),
+    [
+        ("plan", {**JOB, "method": "sftt"}, "unknown_name", "Did you mean sft"),
+        ("plan", {**JOB, "max_length": "many"}, "wrong_input", "`$.max_length`"),
+        ("plan", {**JOB, "zero_stage": 3}, "wrong_input", "zero_stage"),
+        ("diagnose", {}, "wrong_input", "log_file"),
+        ("diagnose", {"log_file": "-"}, "wrong_input", "log_file"),
+        ("explain", {}, "unknown_name", "Unknown tool"),
+    ],
+)
+def test_an_error_is_an_answer_of_the_tool(name: str, arguments: dict[str, Any], code: str, message: str) -> None:
+    from planner.mcp.tools import call
+
+    answer = call(name, arguments)
+    assert answer.is_error and message in answer.text
+    assert (answer.document["error"]["code"], answer.document["error"]["message"]) == (code, answer.text)
+
+
+def test_a_wrong_name_reaches_the_agent_as_an_error_of_the_tool() -> None:
+    answer = called("estimate", {**JOB, "gpus": "1xRTX-3091"})
+    assert answer.is_error and "RTX-3090" in answer.structured_content["error"]["nearest"]
+
+
+def test_without_its_extra_it_names_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp.server.stdio", None)
+    assert run(["mcp"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "finetune-plan[mcp]" in err
