@@ -42,7 +42,7 @@ nightly:
 # formula moved them.
 golden:
 	python -m scripts.freeze_estimates
-	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py
+	PLAN_REWRITE_GOLDEN=1 pytest -q tests/test_golden.py tests/test_docs.py tests/test_json_page.py
 	python -m scripts.notebooks
 
 bench:
