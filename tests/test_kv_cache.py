@@ -179,6 +179,12 @@ def test_qwen_under_autocast_caches_in_float32():
     assert kv_cache_bytes(qwen, 8, 1023, kv_cache_dtype_bytes(qwen, 4, autocast=True)) == 8 * 1023 * 28 * 1024 * 4
 
 
+def test_one_rotary_layer_makes_the_cache_of_a_float32_model_float32():
+    """SmolLM3 rotates in three of four layers, GPT-2 in none."""
+    assert kv_cache_dtype_bytes(load_model("SmolLM3-3B"), 4, autocast=True) == 4
+    assert kv_cache_dtype_bytes(load_model("gpt2"), 4, autocast=True) == 2
+
+
 @given(
     rows=st.integers(1, 64),
     tokens=st.integers(2, 8192),

@@ -16,7 +16,7 @@ from planner.models.from_config import shape_of
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
 # 10 tokens, 8 of them labelled, 100,000 words, 16 features, 5 bytes per token that the final norm saves: all in 16 bits
-# and trained; the same in float32 under 16-bit autocast; and that frozen.
+# and trained; the same in float32 under 16-bit autocast; and that frozen. `FLOAT` is float32 without autocast.
 HALF = Head(
     tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=100_000, hidden_size=16, hidden_width=2, weight_width=2,
     compute_width=2, trainable=True, norm_bytes=5,
@@ -41,6 +41,10 @@ FEW_WORDS = Head(
 FEW_TOKENS = Head(
     tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=1000, hidden_size=16, hidden_width=4, weight_width=4,
     compute_width=2, trainable=False, norm_bytes=0,
+)  # fmt: skip
+FLOAT = Head(
+    tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=100_000, hidden_size=16, hidden_width=4, weight_width=4,
+    compute_width=4, trainable=True, norm_bytes=5,
 )  # fmt: skip
 CAPPED = Head(
     tokens=10, labelled_tokens=8, logit_tokens=10, vocab_size=1000, hidden_size=16, hidden_width=2, weight_width=2,
@@ -110,6 +114,8 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
         FEW_WORDS,
         (640_000 + 4_096_000, 320_000, 640_000 + 4_096_000 + 32_000),
     ),
+    # float32 without autocast casts nothing
+    ("fused", FLOAT, (818 + 640 + 224 + 1_048_576, 818, 818 + 1_048_576 + 512 + 6_400_000)),
     # one tile has one chunk of all words, here the head in 16 bits
     (
         "fused",
