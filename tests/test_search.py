@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from planner.candidate import Candidate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
@@ -107,6 +108,15 @@ def test_structures_are_left_out_for_a_reason(asked: SearchProblem) -> None:
     seen = list(examined(asked))
     assert len(seen) == len(list(structures(asked)))
     assert all((each.answer is None) == bool(each.reason) for each in seen if each.reason or each.answer is not None)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "dtype", "precise"),
+    [("lora", "bfloat16", True), ("lora", "float32", True), ("full", "float32", True), ("full", "bfloat16", False)],
+)
+def test_16_bit_weights_trained_in_full_round_updates_away(tuning: Any, dtype: Any, precise: bool) -> None:
+    candidate = Candidate(model=load_model("Qwen2.5-0.5B"), method="sft", tuning=tuning, dtype=dtype)
+    assert is_precise(candidate) is precise
 
 
 def test_slow_structures_are_left_out() -> None:

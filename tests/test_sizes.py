@@ -122,6 +122,8 @@ def test_a_prompt_beside_the_limit_shortens_it(method: Any, limit: int) -> None:
 
 def test_lengths_are_multiples_of_256_up_to_the_model_s() -> None:
     assert list(length_sizes(SFT, problem(optimize="max-length")).values) == list(range(256, 32_769, 256))
+    longest = length_sizes(SFT, problem(optimize="max-length"))[127]
+    assert (longest.max_length, longest.per_device_train_batch_size) == (32_768, 1)
     completions = length_sizes(replace(GRPO, prompt_length=600), problem("grpo", optimize="max-length")).values
     assert (completions[0], completions[-1]) == (256, 32_000)  # 32,768 - 600 = 32,168
     short = replace(GRPO, prompt_length=40_000)

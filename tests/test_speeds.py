@@ -27,6 +27,7 @@ from planner.throughput.training import (
     extra_forwards,
     forward_seconds,
     head_seconds,
+    image_batches,
     micro_batch,
     micro_step,
     reuses,
@@ -412,6 +413,7 @@ def test_an_engine_decodes_as_many_rows_as_its_cache_holds(
         ({"vllm": "colocate", "vllm_enable_sleep_mode": True}, WORK, 2 * 2e9 / MEMORY + 0.8),
         ({"vllm": "server", "vllm_enable_sleep_mode": True}, WORK, 2e9 / NETWORK),
         ({"vllm": "colocate", "tuning": "lora"}, ADAPTED, 2 * 2e9 / MEMORY + 6 * 2e9 / MEMORY),
+        ({"vllm": "colocate", "sharding": "zero3", "num_processes": 2}, WORK, 2 * 2e9 / MEMORY + 0.5 * 2e9 / NVLINK),
         ({"vllm": "colocate", "sharding": "zero3", "num_processes": 4}, WORK, 2 * 2e9 / MEMORY + 0.75 * 2e9 / NVLINK),
     ],
 )
@@ -471,6 +473,19 @@ def test_float32_weights_are_cast_and_adapters_add_their_own() -> None:
     assert packed.unpack_bytes == near(linear * 2.5625 * 0.75 / 0.25)
     assert packed.rounded_bytes == 4 * linear
     assert packed.stored_bytes == near(0.5625 * linear + 2 * (plain.params - linear))
+
+
+def test_a_model_without_rotary_positions_rotates_nothing() -> None:
+    """GPT-2: two layer norms, two residuals, and an MLP of 4 x 768 without a gate, in each of twelve layers."""
+    counted = policy_work(sft(model=load_model("gpt2")))
+    assert counted.elementwise_bytes == 12 * (2 * 36 * 768 + 2 * 6 * 768 + 4 * 4 * 768)
+
+
+def test_rows_of_text_do_not_pass_the_vision_tower() -> None:
+    model = load_model("Qwen/Qwen2.5-VL-3B-Instruct")
+    assert image_batches(sft(model=model), ROWS) == []
+    images = image_batches(sft(model=model, images_per_row=2, image_size="448x448"), ROWS)
+    assert [batch.causal for _, batch in images] == [False]
 
 
 def test_liger_fuses_the_element_wise_kernels() -> None:
