@@ -281,6 +281,15 @@ def test_eager_attention_has_four_products_in_its_backward_pass() -> None:
     assert step.attention == near(once * 3)
 
 
+@pytest.mark.parametrize(
+    ("attention", "packing", "one_row"),
+    [("sdpa", True, True), ("flash_attention_2", True, False), ("sdpa", False, False)],
+)
+def test_only_flash_attention_keeps_concatenated_rows_apart(attention: Any, packing: bool, one_row: bool) -> None:
+    batch = micro_batch(sft(attn_implementation=attention, packing=packing), GPU)
+    assert (batch.flattened, batch.rows, batch.length, batch.scored) == (one_row, 8, 1024, 8192)
+
+
 def test_a_teacher_and_a_reward_model_run_forward_once() -> None:
     teacher = sft(method="gkd", teacher_model=MODEL, gradient_checkpointing=False)
     rewarded = sft(method="grpo", reward_model=MODEL, num_iterations=2, gradient_checkpointing=False)
@@ -380,6 +389,8 @@ def engine_step(batch: float, gpus: int = 1) -> float:
     [
         ({"vllm": "colocate"}, 100.0, PREFILL + 200 * engine_step(8)),
         ({"vllm": "colocate"}, 4.0, PREFILL + 200 * 2 * engine_step(4)),
+        ({"vllm": "colocate"}, 1.0, PREFILL + 200 * 8 * engine_step(1)),
+        ({"vllm": "colocate"}, 0.0, PREFILL + 200 * 8 * engine_step(1)),
         # a group of two GPUs samples the rows of two processes
         (
             {"vllm": "colocate", "vllm_tensor_parallel_size": 2, "num_processes": 2},

@@ -94,6 +94,17 @@ def test_every_layer_of_mistral_has_the_window_of_the_config(window: int | None)
     assert [layer.attention.sliding_window for layer in shape_of(config, id="mistral").layers] == [window] * 3
 
 
+def test_llama_has_no_window_and_rotates_everywhere() -> None:
+    """LlamaConfig has no `sliding_window`: one in its file is not read."""
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512, "max_position_embeddings": 4096,
+        "tie_word_embeddings": False, "sliding_window": 16,
+    }  # fmt: skip
+    attention = [layer.attention for layer in shape_of(config, id="llama").layers]
+    assert [(layer.sliding_window, layer.rotary) for layer in attention] == [(None, True)] * 3
+
+
 @pytest.mark.parametrize(("window", "rotary"), [(None, [True] * 4), (16, [True, True, True, False])])
 def test_exaone4_rotates_in_windows_only_if_it_has_some(window: int | None, rotary: list[bool]) -> None:
     """transformers, models/exaone4: `sliding_window_pattern` 4 makes every fourth layer see all tokens."""
