@@ -20,7 +20,7 @@ from planner.models.catalogue import load_model
 from planner.throughput.communication import offload_seconds
 from planner.throughput.generation import rollouts, weight_sync_seconds
 from planner.throughput.optimizer_step import optimizer_seconds
-from planner.throughput.rates import matmul_rate, shard_link_rate
+from planner.throughput.rates import attention_rate, matmul_rate, shard_link_rate
 from planner.throughput.smooth import smooth_max
 from planner.throughput.step import throughput
 from planner.throughput.training import (
@@ -42,6 +42,7 @@ SMALL = load_model("Qwen2.5-0.5B")
 A100 = parse_cluster("1xA100-80G", None)
 NODE = parse_cluster("8xA100-80G", None)
 SLOW_LINKS = parse_cluster("2xRTX-4090", None)
+H100 = parse_cluster("8xH100", None)
 SEQUENCES = 64.0
 
 ROUNDING = 1e-9  # of sums of floats
@@ -416,6 +417,55 @@ class TestPrices:
         candidate = sft(sharding="zero3", num_processes=2, per_device_train_batch_size=1)
 
         assert throughput(candidate, pcie, 0.0).step_seconds > throughput(candidate, nvlink, 0.0).step_seconds
+
+
+class TestAttentionKernels:
+    """Published: cuDNN is 1.7 to 2.3 times FlashAttention 2 on an H100 (transformers#48163); 529 and 333 TFLOP/s of the
+    causal forward pass and 518 and 318 of the backward pass in arXiv 2407.08608, figures 5 and 6."""
+
+    @pytest.mark.parametrize(
+        ("gpus", "low", "high"), [("1xH100", 1.5, 2.3), ("1xB200", 2.0, 5.0), ("1xA100-80G", 1, 1)]
+    )
+    def test_sdpa_runs_cudnn_where_pytorch_prefers_it(self, gpus: str, low: float, high: float) -> None:
+        gpu = parse_cluster(gpus, None).gpu
+        sdpa, flash = (
+            attention_seconds(
+                policy_work(sft()), gpu, Batch(rows=1, length=32768, scored=0, flattened=False, kernel=kernel)
+            )
+            for kernel in ("sdpa", "flash_attention_2")
+        )
+
+        assert low <= flash / sdpa <= high
+
+    def test_graphics_cards_of_blackwell_run_flash_attention(self) -> None:
+        gpu = parse_cluster("1xRTX-5090", None).gpu
+
+        assert attention_rate(gpu, "sdpa") == attention_rate(gpu, "flash_attention_2") == 0.5 * gpu.bf16_flops
+
+    def test_a_mask_is_cheaper_on_hopper_than_the_memory_efficient_kernel(self) -> None:
+        gpu = H100.gpu
+
+        assert attention_rate(gpu, "sdpa-masked") == 0.53 * gpu.bf16_flops
+        assert attention_rate(gpu, "sdpa-efficient") == 0.175 * gpu.bf16_flops
+
+
+class TestNormalisations:
+    def test_layer_norm_is_one_kernel_and_rotary_turns_a_quarter(self) -> None:
+        """GPT-NeoX under autocast: 2 norms x 20, rotary 22 / 4 + 4 on queries and keys, 2 residuals x 6, gelu 4 x 4."""
+        model = load_model("EleutherAI/pythia-6.9b")
+        hidden = model.hidden_size
+
+        bytes_per_token = policy_work(sft(model=model)).elementwise_bytes
+
+        assert bytes_per_token == model.num_layers * hidden * (2 * 20 + 2 * 9.5 + 2 * 6 + 4 * 4)
+
+    def test_rms_norm_is_written_out(self) -> None:
+        """Qwen2.5-7B: 2 norms x 36, rotary 22, 2 residuals x 6, gate 10."""
+        kv = 4 * 128
+
+        bytes_per_token = policy_work(sft()).elementwise_bytes
+
+        assert bytes_per_token == 28 * (3584 * (2 * 36 + 2 * 6) + 22 * (3584 + kv) + 10 * 18944)
 
 
 class TestPublishedSpeeds:

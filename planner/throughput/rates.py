@@ -18,22 +18,35 @@ MATMUL_FRACTION_ELSEWHERE = 0.73  # other capabilities, for which no figure was 
 # Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst.
 MEMORY_FRACTION = 0.75
 
-# Attention kernels as a fraction of the dense data-sheet rate: (Ampere and Ada, Hopper and later).
-# Source: FlashAttention-2 (arXiv 2307.08691, section 4.1: forward and backward 50-73 % of an A100) and FlashAttention-3
-# (arXiv 2407.08608, abstract: FlashAttention-2 reaches 35 % of an H100, FlashAttention-3 75 %). sdpa runs
-# FlashAttention-2 without a mask. With a mask PyTorch cannot use it (pytorch 2.13,
-# aten/src/ATen/native/transformers/sdp_utils_cpp.h, `check_for_attn_mask`) and runs the memory-efficient kernel, about
-# half as fast (arXiv 2307.08691, figure 4: xformers' cutlass kernel). eager is two matrix products at Hopper's
-# MATMUL_FRACTION, plus the traffic of ATTENTION_SCORE_BYTES.
-ATTENTION_FRACTION: dict[str, tuple[float, float]] = {
-    "flash_attention_2": (0.50, 0.35),
-    "flash_attention_3": (0.50, 0.75),
-    "sdpa": (0.50, 0.35),
-    "sdpa-masked": (0.25, 0.175),
-    "sdpa-efficient": (0.25, 0.175),  # the same kernel without a mask
-    "eager": (0.73, 0.73),
+# Attention kernels as a fraction of the dense data-sheet rate, forward and backward together, causal pairs counted
+# once: (Ampere and Ada, Hopper, data-center Blackwell).
+# Source: Ampere: FlashAttention-2 (arXiv 2307.08691, section 4.1: forward and backward 50-73 % of an A100). Hopper:
+# FlashAttention-3 (arXiv 2407.08608, figures 5 and 6, H100, heads of 128, 8k tokens): TFLOP/s of the causal forward and
+# of the backward pass are 333 and 318 for FlashAttention-2, 529 and 518 for cuDNN, 602 and 559 for FlashAttention-3, of
+# 989. Blackwell, B200: FlashAttention-2 346 TFLOP/s (Dao-AILab/flash-attention#1589, 16k tokens, heads of 64); cuDNN is
+# not slower than FlashAttention-4 (sgl-project/sglang#33655), which reaches 1418 and 1118 (flash-attention#2280), of
+# 2250.
+#
+# "sdpa" is the kernel that PyTorch takes first: cuDNN on Hopper and data-center Blackwell if its cuDNN is newer than
+# 9.15, which CUDA 13 wheels bring, FlashAttention-2 elsewhere (torch 2.13,
+# aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention` and `priority_order`; the
+# variable TORCH_CUDNN_SDPA_DEPRIORITIZED turns it off). cuDNN is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper
+# and not elsewhere (huggingface/transformers#48163).
+#
+# With a mask FlashAttention cannot run (sdp_utils_cpp.h, `check_for_attn_mask`). cuDNN can (`can_use_cudnn_attention`);
+# no rate with a mask was found, so that it is counted like that without one. Other cards run the memory-efficient
+# kernel, about half as fast as FlashAttention-2 (arXiv 2307.08691, figure 4: xformers' cutlass kernel). eager is two
+# matrix products at Hopper's MATMUL_FRACTION, plus the traffic of ATTENTION_SCORE_BYTES.
+ATTENTION_FRACTION: dict[str, tuple[float, float, float]] = {
+    "flash_attention_2": (0.50, 0.33, 0.15),
+    "flash_attention_3": (0.50, 0.58, 0.15),
+    "sdpa": (0.50, 0.53, 0.55),
+    "sdpa-masked": (0.25, 0.53, 0.55),
+    "sdpa-efficient": (0.25, 0.175, 0.15),  # the memory-efficient kernel without a mask
+    "eager": (0.73, 0.73, 0.73),
 }
-HOPPER = (9, 0)
+# Column of ATTENTION_FRACTION by major compute capability. Graphics cards of Blackwell (12.0) run Ada's kernels.
+ATTENTION_COLUMN = {9: 1, 10: 2}
 AMPERE = (8, 0)
 
 # float32 without autocast, as a fraction of the 16-bit rate: the rate of the CUDA cores, since torch leaves TF32 off
@@ -86,8 +99,11 @@ def float32_rate(gpu: Gpu) -> float:
 
 
 def attention_rate(gpu: Gpu, kernel: str) -> float:
-    """FLOP/s of an attention kernel (a key of ATTENTION_FRACTION) on one GPU."""
-    return gpu.bf16_flops * ATTENTION_FRACTION[kernel][gpu.compute_capability >= HOPPER]
+    """FLOP/s of an attention kernel (a key of ATTENTION_FRACTION) on one GPU.
+
+    Example: sdpa without a mask on an H100: 0.53 x 989e12 = 524e12; on an A100 0.50 x 312e12 = 156e12.
+    """
+    return gpu.bf16_flops * ATTENTION_FRACTION[kernel][ATTENTION_COLUMN.get(gpu.compute_capability[0], 0)]
 
 
 def memory_rate(gpu: Gpu) -> float:

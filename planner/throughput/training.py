@@ -110,6 +110,11 @@ class MicroStep:
     elapsed: float
     backward: float
 
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward passes, those without gradients included."""
+        return self.elapsed - self.backward
+
 
 def micro_batch(candidate: TrainingInput, gpu: Gpu) -> Batch:
     """The batch of the policy's training pass."""
@@ -127,9 +132,10 @@ def micro_batch(candidate: TrainingInput, gpu: Gpu) -> Batch:
 def attention_kernel(candidate: TrainingInput, flash: bool) -> str:
     """Name of the attention kernel in `ATTENTION_FRACTION`.
 
-    sdpa runs FlashAttention if the GPU has it (`flash`), the dtype has 16 bits and there is no mask; with a mask the
-    memory-efficient kernel. Without a mask and without FlashAttention, models with fewer key heads than query heads run
-    plain matrix products, since only those support them. Source: see `planner.memory.stack_recipe.kernel`.
+    sdpa runs cuDNN or FlashAttention ("sdpa", by card) if the GPU has it (`flash`), the dtype has 16 bits and there is
+    no mask; with a mask cuDNN or the memory-efficient kernel ("sdpa-masked"). Without a mask and without
+    FlashAttention, models with fewer key heads than query heads run plain matrix products, since only those support
+    them. Source: see `planner.memory.stack_recipe.kernel`.
     """
     if candidate.attn_implementation != "sdpa":
         return candidate.attn_implementation

@@ -10,20 +10,30 @@ from planner.memory.adapters import adapter_dtype_bytes
 from planner.memory.parameters.policy import parameters
 from planner.memory.parameters.tensors import TensorSet
 from planner.methods import Head
-from planner.models.liger import NO_BLOCKS, LigerBlock, LigerBlocks, liger_blocks
-from planner.models.shape import Attention, Experts, Layer, Mlp, ModelShape
+from planner.models.liger import NO_BLOCKS, LigerBlocks, liger_blocks
+from planner.models.shape import Attention, Experts, Layer, Mlp, ModelShape, Norm, NormKind
 from planner.throughput.rates import MEMORY_FRACTION
 
 # Bytes that element-wise kernels read and write per element and token in a forward pass in 16 bits, without and with
 # Liger; their backward pass moves twice as many. Source: transformers 5.23, models/llama/modeling_llama.py:
-# `LlamaRMSNorm` (cast 2+4, square 4+4, mean 4, multiply 4+4, cast 4+2, weight 2+2 = 36), `apply_rotary_pos_emb` (two
-# products 8, rotate_half 8, add 6 = 22), silu and product of `LlamaMLP` (4 + 6), residual add 6. Liger (arXiv
-# 2410.10989, section 3.2) fuses each into one kernel.
+# `apply_rotary_pos_emb` (two products 8, rotate_half 8, add 6 = 22), `LlamaMLP` (silu and product 4 + 6), residual add
+# 6; models/gpt_neox/modeling_gpt_neox.py, `apply_rotary_pos_emb` (join of turned and kept features, 2 + 2). Liger
+# (arXiv 2410.10989, section 3.2) fuses each into one kernel.
 ELEMENTWISE_BYTES: dict[bool, dict[str, int]] = {
-    False: {"norm": 36, "rotary": 22, "gated": 10, "plain": 4, "residual": 6},
-    True: {"norm": 4, "rotary": 4, "gated": 6, "plain": 4, "residual": 6},
+    False: {"rotary": 22, "join": 4, "gated": 10, "plain": 4, "residual": 6},
+    True: {"rotary": 4, "join": 0, "gated": 6, "plain": 4, "residual": 6},
 }
-LIGER_COSTS: dict[LigerBlock, str] = {"norm": "norm", "rotary": "rotary", "mlp": "gated"}
+# The same of a normalisation. Source: transformers 5.23: `LlamaRMSNorm` (cast 2+4, square 4+4, mean 4, multiply 4+4,
+# cast 4+2, weight 2+2 = 36), `Olmo2RMSNorm` and `GemmaRMSNorm` (the weight in float32: 40), `CohereLayerNorm` (cast 6,
+# mean 4, difference 8, square 8, mean 4, difference 8, quotient 8, weight 8, cast 6 = 60), `OlmoLayerNorm` (casts 12,
+# kernel 8). nn.LayerNorm is one kernel (2+2); autocast runs it in float32 (torch 2.13,
+# aten/src/ATen/autocast_mode.h, AT_FORALL_FP32: cast 2+4, kernel 4+4) and casts its output for the next product (4+2).
+NORM_BYTES: dict[NormKind, int] = {
+    "rms": 36, "rms_fp32_weight": 40, "rms_gemma": 40, "rms_unweighted": 32, "layer": 4, "layer_cohere": 60,
+    "layer_unweighted": 20, "none": 0,
+}  # fmt: skip
+LAYER_NORM_AUTOCAST_BYTES = 20
+FUSED_NORM_BYTES = 4
 # Element-wise traffic with float32 weights under autocast, as a multiple of that with 16-bit weights. It is assumed to
 # grow like the saved bytes per token and hidden element of a layer without its attention kernel. 16-bit weights: two
 # norms of 8 (input in float32 4, normalised input 2, output 2). Float32 weights: two norms of 8 (input 4, normalised
@@ -218,7 +228,7 @@ def work(settings: WorkSettings) -> Work:
         weight_bytes=float(width * (linear or model.params)),
         expert_share=experts / linear if linear else 0.0,
         expert_chance=_expert_chance(model),
-        elementwise_bytes=factor * sum(_elementwise_bytes(layer, replaced) * n for layer, n in kinds),
+        elementwise_bytes=factor * sum(_elementwise_bytes(layer, replaced, autocast) * n for layer, n in kinds),
         adapter_flops=2.0 * adapter,
         adapter_bytes=adapter_forward,
         adapter_backward_bytes=adapter_backward,
@@ -281,19 +291,39 @@ def _inner_size(layer: Layer) -> int:
     )
 
 
-def _elementwise_bytes(layer: Layer, replaced: LigerBlocks) -> float:
-    """Bytes that element-wise kernels of one layer move per token; Liger replaces those of some parts."""
-    plain, fused = ELEMENTWISE_BYTES[False], ELEMENTWISE_BYTES[True]
-    cost = {**plain, **{LIGER_COSTS[part]: fused[LIGER_COSTS[part]] for part in replaced if part in LIGER_COSTS}}
+def _elementwise_bytes(layer: Layer, replaced: LigerBlocks, autocast: bool) -> float:
+    """Bytes that element-wise kernels of one layer move per token; Liger replaces those of some blocks."""
+    cost = ELEMENTWISE_BYTES["mlp" in replaced]
     gated = not isinstance(layer.feed_forward, Mlp) or layer.feed_forward.gated
-    rotary = cost["rotary"] * (layer.attention.q_dim + layer.attention.k_dim) if layer.attention.rotary else 0
-    norms = cost["norm"] * sum(norm.features for norm in layer.norms)
+    norms = sum(_norm_bytes(norm, "norm" in replaced, autocast) * norm.features for norm in layer.norms)
     return (
         norms
-        + rotary
-        + 2 * cost["residual"] * layer.hidden_size
+        + _rotary_bytes(layer.attention, "rotary" in replaced)
+        + 2 * ELEMENTWISE_BYTES[False]["residual"] * layer.hidden_size
         + cost["gated" if gated else "plain"] * _inner_size(layer)
     )
+
+
+def _norm_bytes(norm: Norm, liger: bool, autocast: bool) -> int:
+    """Bytes per feature of a normalisation's forward pass."""
+    if norm.kind == "none":
+        return 0
+    if liger:
+        return FUSED_NORM_BYTES
+    return LAYER_NORM_AUTOCAST_BYTES if norm.kind == "layer" and autocast else NORM_BYTES[norm.kind]
+
+
+def _rotary_bytes(attention: Attention, liger: bool) -> float:
+    """Bytes per token of rotary embeddings in one layer's forward pass: on `rotary_dim` features of a head, or on all.
+
+    Example: GPT-NeoX turns a quarter of each head: 22 / 4 + 4 bytes per feature of queries and keys, not 22.
+    """
+    if not attention.rotary:
+        return 0.0
+    cost, features = ELEMENTWISE_BYTES[liger], attention.q_dim + attention.k_dim
+    if not 0 < attention.rotary_dim < attention.head_dim:
+        return float(cost["rotary"] * features)
+    return (cost["rotary"] * attention.rotary_dim / attention.head_dim + cost["join"]) * features
 
 
 def _adapter_bytes(adapters: TensorSet, lora_r: int, width: int) -> tuple[float, float]:
