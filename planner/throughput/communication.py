@@ -1,18 +1,22 @@
 """Seconds that a GPU waits for its links: gradients and parameters between GPUs, and copies to the host and back."""
 
 from planner.cache_keys import TrainingInput
-from planner.candidate import DTYPE_BYTES, Sharding
+from planner.candidate import DEEPSPEED, DTYPE_BYTES, Sharding
 from planner.gpus.cluster import Cluster
-from planner.throughput.rates import host_rate, link_rate, shard_link_rate
+from planner.throughput.rates import host_rate, link_rate, memory_rate, shard_link_rate
 from planner.throughput.training import Batch, MicroStep, extra_forwards
-from planner.throughput.work import Work, trained_models
+from planner.throughput.work import SIXTEEN_BIT_BYTES, Work, trained_models
 
-# Share of a computation that communication runs beside: of the backward pass (DDP), of the whole micro-step (FSDP2).
-# Source: DDP and FSDP overlap by design (arXiv 2006.15704, section 3.2.3; arXiv 2304.11277, section 3.3), and on two
-# RTX 4090 LoRA takes 481 s under FSDP and 437 s under DDP (AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md). ZeRO-3 is
-# counted without overlap: LoRA on Qwen-72B with 4 x A100-80G takes 2.20 s for 256 tokens, which is the sum of its
-# gathers (1.6 s) and its matrix products, not the larger of the two (QwenLM/Qwen, README.md).
-OVERLAP: dict[Sharding, float] = {"none": 0.0, "ddp": 1.0, "zero1": 0.0, "zero2": 0.0, "zero3": 0.0, "fsdp2": 1.0}
+# Seconds that computation loses per second of communication beside it: both share multiprocessors, memory bandwidth and
+# power. Computation beside communication takes 18.9 % longer in the mean over FSDP and pipelines of GPT and LLaMA on
+# four A100 or H100. Source: arXiv 2507.03114, abstract.
+CONTENTION = 1 - 1 / 1.189
+
+# Passes over the gathered parameters, and over the gradients in 16 bits, that FSDP2 makes on the computation's stream:
+# it copies each gathered layer into its parameters, and the gradients of a layer into the reduce-scatter's input.
+# Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_all_gather_copy_out` and
+# `foreach_reduce_scatter_copy_in`; a read and a write each.
+COPY_PASSES = 2
 
 # How often a micro-step gathers all parameters: before the forward and the backward pass of each layer.
 # Source: deepspeed 0.19.8, runtime/zero/parameter_offload.py, `_pre_forward_module_hook` and
@@ -20,10 +24,16 @@ OVERLAP: dict[Sharding, float] = {"none": 0.0, "ddp": 1.0, "zero1": 0.0, "zero2"
 # `pre_backward`. ZeRO-3's gather for recomputation is added in `_gathers`.
 GATHERS: dict[Sharding, int] = {"zero3": 2, "fsdp2": 2}
 
-# Parameters per second of DeepSpeed's Adam on the CPU, with its copies. Full fine-tuning of Qwen2.5-3B (3.09e9
-# parameters) on 2 x A100-40G takes 3.08 s per step with ZeRO offload on a host of 128 cores. The rate counts the whole
-# step as Adam, so that it is a lower bound. Source: deepspeedai/DeepSpeed, pull request 7474.
-CPU_ADAM_PARAMS_PER_SECOND = 1.0e9
+# Parameters per second that DeepSpeed's Adam updates on one core of the host: 10e9 take 2.57 s on a DGX-2's two Xeon
+# 8168, 48 cores. Source: arXiv 2101.06840, table 4, and section 6.1 for the host.
+CPU_ADAM_PARAMS_PER_SECOND_PER_CORE = 81e6
+# Cores of a usual host for each of its GPUs. Source: AWS p4d.24xlarge (8 A100) has
+# 96 hardware threads, 48 cores, and p5.48xlarge (8 H100) 192, 96 cores; Google a2-highgpu and a3-highgpu are alike.
+# A run uses them only with `OMP_NUM_THREADS` at that number: without it `accelerate launch` and torchrun give each
+# process one thread (accelerate 1.15, commands/launch.py, `_validate_launch_command`; torch 2.13, distributed/run.py).
+HOST_CORES_PER_GPU = 6
+HOST_CORES_PER_GPU_FROM_HOPPER = 12
+HOPPER_MAJOR = 9
 
 # Bytes per token that a layer saves without checkpointing, with 16-bit weights and as many key heads as query heads:
 # for each hidden element two norms of 8 (input in float32 4, normalised input 2, output 2) and 8 of attention (query,
@@ -34,20 +44,38 @@ SAVED_MLP_BYTES = 8
 FLOAT32_BYTES = 4
 
 
+def exposed_seconds(alone: float, beside: float, compute: float, layers: int) -> float:
+    """Seconds that a phase of a micro-step takes beyond its `compute` seconds.
+
+        exposed    = alone + beside / layers + (layers - 1) / layers x max(0, beside - compute)
+        contention = 0.159 x (beside - what of it is exposed)
+
+    `beside`: seconds on the link, in a part for each layer, which runs beside the computation of a neighbouring layer;
+    nothing runs beside the first gather, nor beside the last reduce-scatter. `alone`: seconds with no computation.
+
+    Example: gathers of 1.0 s over 32 layers beside 0.8 s of computation: 0.03 + 0.97 x 0.2 + 0.16 x 0.78 = 0.35 s.
+    """
+    waited = beside / layers + (layers - 1) / layers * max(0.0, beside - compute)
+    return alone + waited + CONTENTION * (beside - waited)
+
+
 def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: MicroStep) -> float:
     """Seconds per optimizer step that one of n GPUs waits for the others.
 
-        DDP             max(0, 2 (n - 1) / n x gradients / link - last backward pass): all-reduce once per step
-        ZeRO-1          2 (n - 1) / n x gradients / link: reduce-scatter, and all-gather of the trained parameters
-        ZeRO-2          (accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step
-        ZeRO-3, FSDP2   accumulation x max(0, (s - 1) / s x (gathers x stored + gradients) / link - overlap);
-                        FSDP2 without `sync_each_batch`: gradients in the last micro-step only
-        HSDP            in that overlap also 2 (r - 1) / r x gradients / network, of r copies of the model
+        DDP       exposed part of 2 (n - 1) / n x gradients / link beside the last backward pass
+        ZeRO-1    2 (n - 1) / n x gradients / link: reduce-scatter, and all-gather of the trained parameters
+        ZeRO-2    (accumulation + 1) (n - 1) / n x gradients / link: a reduce-scatter in every micro-step
+        ZeRO-3    accumulation x (s - 1) / s x (gathers x stored + gradients) / link
+        FSDP2     `fsdp2_seconds`
         + accumulation x `row_exchange_seconds` where GPUs share a row
 
     `gradients` and `stored` are bytes of the gradients and of all parameters as stored, s the GPUs that hold one copy
     of the model (n but for HSDP). Gradients are counted in 16 bits, under DDP in their own dtype. The GPUs of a node
     share its network: together they reduce all gradients.
+
+    DDP reduces beside the backward pass (arXiv 2006.15704, section 3.2.3). ZeRO-3 is counted without overlap: LoRA on
+    Qwen-72B with 4 x A100-80G takes 2.20 s for 256 tokens, which is the sum of its gathers (1.6 s) and its matrix
+    products, not the larger of the two (QwenLM/Qwen, README.md).
 
     Example: LoRA on Qwen-72B, ZeRO-3, 4 x A100-80G: 3 x 144e9 x 3/4 / 207e9 = 1.57 s per micro-step.
 
@@ -57,31 +85,76 @@ def communication_seconds(candidate: TrainingInput, cluster: Cluster, work: Work
     n, sharding = candidate.num_processes, candidate.sharding
     if n == 1 or sharding == "none":
         return 0.0
-    link = link_rate(cluster, candidate.num_nodes)
-    portion = (n - 1) / n
     accumulation = candidate.gradient_accumulation_steps
-    models = trained_models(candidate, work)
-    stored_bytes = sum(each.stored_bytes for each in models)
-    gradient_bytes = sum(
-        each.trainable_params
-        * (4.0 if sharding == "ddp" and (each.adapter_only or candidate.dtype == "float32") else 2.0)
-        for each in models
-    )
-    if sharding in GATHERS:
-        shard_gpus, copies = candidate.shard_gpus, n // candidate.shard_gpus
-        inner = shard_link_rate(cluster, shard_gpus, candidate.num_nodes)
-        portion = (shard_gpus - 1) / shard_gpus
-        gathering = portion * _gathers(candidate) * stored_bytes / inner
-        reducing = portion * gradient_bytes / inner + 2 * (copies - 1) / copies * gradient_bytes / link
-        beside = OVERLAP[sharding] * step.elapsed
-        exposed = max(0.0, gathering + reducing - beside)
-        earlier = max(0.0, gathering - beside) if candidate.keeps_whole_gradients else exposed
-        exchanged = accumulation * row_exchange_seconds(candidate, cluster)
-        return exposed + (accumulation - 1) * earlier + exchanged
+    exchanged = accumulation * row_exchange_seconds(candidate, cluster)
+    if sharding == "fsdp2":
+        return exchanged + fsdp2_seconds(candidate, cluster, work, step)
+    gradient_bytes = _gradient_bytes(candidate, work)
+    if sharding == "zero3":
+        stored_bytes = sum(each.stored_bytes for each in trained_models(candidate, work))
+        shards = candidate.shard_gpus
+        inner = shard_link_rate(cluster, shards, candidate.num_nodes)
+        moved = _gathers(candidate) * stored_bytes + gradient_bytes
+        reduced = _reduced_copies_seconds(candidate, cluster, gradient_bytes)
+        return exchanged + accumulation * ((shards - 1) / shards * moved / inner + reduced)
+    passes = (n - 1) / n * gradient_bytes / link_rate(cluster, candidate.num_nodes)
     if sharding == "ddp":
-        return max(0.0, 2 * portion * gradient_bytes / link - OVERLAP[sharding] * step.backward)
+        return exposed_seconds(0.0, 2 * passes, step.backward, work.layers)
     reductions = accumulation if sharding == "zero2" else 1
-    return portion * (reductions + 1) * gradient_bytes / link
+    return passes * (reductions + 1)
+
+
+def fsdp2_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, step: MicroStep) -> float:
+    """Seconds per optimizer step that FSDP2 adds to the computation, from its schedule.
+
+        forward    embedding and first layer gathered before; layer i + 1 beside layer i; no gather of the tail
+        backward   layer i - 1 gathered, then layer i + 1 reduced, beside layer i; the embedding's gradient after
+        copies     2 passes over gathered parameters and 16-bit gradients, on the computation's stream
+        HSDP       the reduction adds 2 (r - 1) / r x gradients / network, of r copies of the model
+
+    Gathers and reductions share one communicator and run in turn (pytorch/pytorch#186335). Without `sync_each_batch`
+    gradients are reduced in the last micro-step only.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `pre_forward`, `pre_backward`,
+    `post_backward`; accelerate 1.15, utils/fsdp_utils.py, `fsdp2_prepare_model`: a unit for the embedding, one for
+    each layer, one for norm and head.
+
+    Example: 8B with LoRA, 2 x RTX-3090: 16.1e9 / 2 / 19.8e9 = 0.40 s per gather. A row of 256 tokens computes for
+    0.10 s forward and 0.13 s backward; FSDP2 adds 0.69 s, DDP 2 ms.
+    """
+    shards, layers = candidate.shard_gpus, work.layers
+    link = (shards - 1) / shards / shard_link_rate(cluster, shards, candidate.num_nodes)
+    copy = COPY_PASSES / memory_rate(cluster.gpu)
+    stored_bytes = sum(each.stored_bytes for each in trained_models(candidate, work))
+    gradient_bytes = _gradient_bytes(candidate, work)
+    embedding_bytes = float(SIXTEEN_BIT_BYTES * work.vocab_size * work.hidden_size)
+    layer_bytes = max(0.0, stored_bytes - embedding_bytes)
+    forwards = _gathers(candidate) - 1
+    reduce = gradient_bytes * link + _reduced_copies_seconds(candidate, cluster, gradient_bytes)
+    last = 0.0 if work.adapter_only else min(1.0, embedding_bytes / gradient_bytes) * reduce
+    forward = exposed_seconds(forwards * embedding_bytes * link, forwards * layer_bytes * link, step.forward, layers)
+    both = forward + (forwards * stored_bytes + layer_bytes) * copy
+    reducing = both + exposed_seconds(last, layer_bytes * link + reduce - last, step.backward, layers)
+    reducing += gradient_bytes * copy
+    if not candidate.keeps_whole_gradients:
+        return candidate.gradient_accumulation_steps * reducing
+    keeping = both + exposed_seconds(0.0, layer_bytes * link, step.backward, layers)
+    return reducing + (candidate.gradient_accumulation_steps - 1) * keeping
+
+
+def _gradient_bytes(candidate: TrainingInput, work: Work) -> float:
+    """Bytes of all gradients as they are reduced: in 16 bits, under DDP in their own dtype."""
+    own = candidate.sharding == "ddp"
+    return sum(
+        each.trainable_params * (4.0 if own and (each.adapter_only or candidate.dtype == "float32") else 2.0)
+        for each in trained_models(candidate, work)
+    )
+
+
+def _reduced_copies_seconds(candidate: TrainingInput, cluster: Cluster, gradient_bytes: float) -> float:
+    """Seconds of the all-reduce between copies of the model (HSDP); 0 with one copy."""
+    copies = candidate.num_processes // candidate.shard_gpus
+    return 2 * (copies - 1) / copies * gradient_bytes / link_rate(cluster, candidate.num_nodes)
 
 
 def row_exchange_seconds(candidate: TrainingInput, cluster: Cluster) -> float:
@@ -113,13 +186,19 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
     """Seconds per optimizer step that one of n GPUs waits for its host.
 
         offload_optimizer   4 bytes x trained / n / host (16-bit gradients down, parameters up)
-                            + trained / (1e9 x nodes), Adam on the CPU, which the GPUs of a node share
+                            + trained / (81e6 x cores of all hosts), Adam on the CPU
+                            + ZeRO: 16-bit gradients kept on the host between micro-steps, down and up again:
+                            (accumulation - 1) x 4 bytes x trained / host; ZeRO-3: of its own 1 / n
         offload_param       gathers x stored bytes / n / host, in every micro-step
         activations         max(0, 2 x saved bytes / host - the micro-step), in every micro-step: down and up, beside it
         checkpoints         2 x checkpoints / host, in every micro-step: the copies run on the compute stream
                             (transformers 5.23, modeling_utils.py, `activation_checkpointing_enable`)
 
-    Example: Qwen2.5-7B, full, ZeRO-2 on 8 GPUs of one node: 7.6 s for Adam and 0.15 s for copies.
+    Source of the gradients kept on the host: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py,
+    `async_accumulate_grad_in_cpu_via_gpu` (each process keeps the gradients of all parameters), and stage3.py,
+    `partition_grads`.
+
+    Example: Qwen2.5-7B, full, ZeRO-2 on 8 A100 of one node: 7.6e9 / (48 x 81e6) = 1.96 s for Adam, 0.15 s for copies.
     """
     seconds, host = 0.0, host_rate(cluster.gpu)
     accumulation, n = candidate.gradient_accumulation_steps, candidate.num_processes
@@ -127,7 +206,10 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
     if candidate.offload_optimizer:
         trained = sum(each.trainable_params for each in models)
         seconds += 4.0 * trained / n / host
-        seconds += trained / CPU_ADAM_PARAMS_PER_SECOND / max(1, min(candidate.num_nodes, n))
+        seconds += trained / (CPU_ADAM_PARAMS_PER_SECOND_PER_CORE * _host_cores(candidate, cluster))
+        if candidate.sharding in DEEPSPEED:
+            kept = trained / n if candidate.sharding == "zero3" else trained
+            seconds += (accumulation - 1) * 4.0 * kept / host
     if candidate.offload_param:
         stored_bytes = sum(each.stored_bytes for each in models)
         seconds += accumulation * _gathers(candidate) * stored_bytes / candidate.shard_gpus / host
@@ -137,6 +219,13 @@ def offload_seconds(candidate: TrainingInput, cluster: Cluster, work: Work, batc
     elif candidate.checkpoint_offload and candidate.gradient_checkpointing:
         seconds += accumulation * copies
     return seconds
+
+
+def _host_cores(candidate: TrainingInput, cluster: Cluster) -> int:
+    """Cores of the hosts that the job's processes run on. The GPUs of a node share them; so do fewer processes."""
+    hopper = cluster.gpu.compute_capability[0] >= HOPPER_MAJOR
+    each = HOST_CORES_PER_GPU_FROM_HOPPER if hopper else HOST_CORES_PER_GPU
+    return each * cluster.gpus_per_node * max(1, min(candidate.num_nodes, candidate.num_processes))
 
 
 def _gathers(candidate: TrainingInput) -> float:

@@ -69,6 +69,9 @@ TF32_FRACTION = 0.5
 # all_reduce 208 of 300e9 B/s between two A100 with NVLink, 20 of 31.5e9 B/s with a third GPU behind PCIe 4.0 x16.
 NVLINK_FRACTION = 0.69
 PCIE_PEER_FRACTION = 0.63
+# NCCL's collectives over several nodes as a fraction of a node's network. Source: NVIDIA/nccl#1229: bus bandwidth of
+# reduce_scatter on four nodes of H100 360e9 B/s, of 400e9 with eight 400 Gb/s cards a node; 345 on eight, 320 on 16.
+NETWORK_FRACTION = 0.9
 # Copies between pinned host memory and a GPU as a fraction of PCIe.
 # Source: ZaidQureshi/bam#54: 25 of 32e9 B/s, PCIe 4.0 x16, A100.
 PCIE_COPY_FRACTION = 0.78
@@ -114,17 +117,17 @@ def memory_rate(gpu: Gpu) -> float:
 def link_rate(cluster: Cluster, num_nodes: int) -> float:
     """Bytes per second of one GPU in a ring over `num_nodes` nodes, which has the speed of its slowest link.
 
-    Example: 8 x H100: 0.69 x 450e9 = 310e9; over two nodes 50e9.
+    Example: 8 x H100: 0.69 x 450e9 = 310e9; over two nodes 0.9 x 50e9 = 45e9.
     """
     gpu = cluster.gpu
     inside = gpu.nvlink_bytes_per_second * NVLINK_FRACTION or gpu.pcie_bytes_per_second * PCIE_PEER_FRACTION
-    return min(inside, cluster.network_bytes_per_second) if num_nodes > 1 else inside
+    return min(inside, NETWORK_FRACTION * cluster.network_bytes_per_second) if num_nodes > 1 else inside
 
 
 def shard_link_rate(cluster: Cluster, shard_gpus: int, num_nodes: int) -> float:
     """Bytes per second of one GPU in a ring over the GPUs that hold one copy of the model; in a node if they fit one.
 
-    Example: 16 H100 on two nodes: 50e9; with a copy on each node 310e9.
+    Example: 16 H100 on two nodes: 45e9; with a copy on each node 310e9.
     """
     return link_rate(cluster, num_nodes if shard_gpus > cluster.gpus_per_node else 1)
 
