@@ -14,7 +14,7 @@ from planner.confidence import (
     quantile,
 )
 from planner.gpus.cluster import Cluster, Gpu
-from planner.memory.engine.budget import EngineMemory, engine_memory
+from planner.memory.engine.budget import EngineMemory, engine_memory, rows_at_once
 from planner.memory.engine.settings import engine_settings
 from planner.memory.host import host_peak_bytes
 from planner.memory.peak import training_phases, with_engine
@@ -46,9 +46,7 @@ def estimate(candidate: Candidate, cluster: Cluster, risk: float = DEFAULT_RISK)
         gpus=gpus,
         host_peak_bytes=training.host_peak_bytes,
         host_capacity_bytes=cluster.host.usable_bytes,
-        throughput=with_generation(
-            training.seconds, candidate, cluster, engine.max_concurrency if engine is not None else 0.0
-        ),
+        throughput=with_generation(training.seconds, candidate, cluster, rollout_rows(candidate, cluster.gpu, engine)),
         reasons=(),
     )
 
@@ -111,6 +109,14 @@ def _gpus_fit(gpus: tuple[GpuMemory, ...]) -> bool:
 def engine_of(candidate: Candidate, gpu: Gpu) -> EngineMemory | None:
     """The vLLM engine of a candidate on one of its GPUs, None without vLLM."""
     return None if candidate.vllm == "off" else engine_memory(candidate.model, gpu, engine_settings(candidate, gpu))
+
+
+def rollout_rows(candidate: Candidate, gpu: Gpu, engine: EngineMemory | None) -> float:
+    """Rows that a candidate's engine decodes at once, each with its own prompt and completion; 0 without vLLM."""
+    if engine is None:
+        return 0.0
+    row_tokens = candidate.prompt_length + candidate.max_completion_length
+    return rows_at_once(candidate.model, engine_settings(candidate, gpu), engine, row_tokens)
 
 
 def gpus_of(

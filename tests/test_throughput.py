@@ -12,14 +12,17 @@ from msgspec import structs
 
 from planner.candidate import Candidate
 from planner.errors import InputError
+from planner.estimate import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
+from planner.memory.engine.budget import engine_memory, rows_at_once
+from planner.memory.engine.settings import engine_settings
 from planner.models.catalogue import load_model
 from planner.throughput.communication import exposed_seconds, offload_seconds
-from planner.throughput.generation import rollouts, weight_sync_seconds
+from planner.throughput.generation import all_reduce_seconds, rollouts, weight_sync_seconds
 from planner.throughput.optimizer_step import optimizer_seconds
 from planner.throughput.rates import attention_rate, host_rate, matmul_rate, memory_rate, shard_link_rate
 from planner.throughput.smooth import smooth_max
@@ -120,6 +123,12 @@ class TestWorkedExamples:
 
     def test_communication_of_a_second_beside_less_computation_is_exposed(self) -> None:
         assert exposed_seconds(0.0, 1.0, 0.8, 32) == pytest.approx(0.348, rel=EXAMPLES_WITHIN)
+
+    def test_256_rows_of_a_1_5b_wait_less_than_a_millisecond_for_all_reduces_on_four_h100(self) -> None:
+        work = policy_work(grpo(model=load_model("Qwen2.5-1.5B")))
+
+        assert all_reduce_seconds(H100, work, 4, 256) == pytest.approx(0.717e-3, rel=EXAMPLES_WITHIN)
+        assert all_reduce_seconds(H100, work, 1, 256) == 0.0
 
     def test_colocated_weights_are_read_and_written_once(self) -> None:
         candidate = grpo(tuning="full", vllm="colocate")
@@ -534,6 +543,52 @@ class TestSharding:
                 for each in (job, once)
             )
             assert many - one == pytest.approx(copies / shards, rel=ROUNDING)
+
+
+class TestEngine:
+    def test_rows_at_once_follow_their_own_tokens(self) -> None:
+        """open-r1's demo: 47.7 s a step with the model's 32,768 positions, 10.5 with vllm_max_model_length=1536."""
+        job = grpo(
+            model=load_model("Qwen2.5-1.5B-Instruct"), tuning="full", num_processes=8, sharding="zero2",
+            vllm="colocate", vllm_gpu_memory_utilization=0.1, per_device_train_batch_size=16,
+            gradient_accumulation_steps=4, steps_per_generation=4, prompt_length=512, max_completion_length=1024,
+        )  # fmt: skip
+        long, short = (
+            estimate(structs.replace(job, vllm_max_model_length=length), H100).throughput.step_seconds
+            for length in (32768, 1536)
+        )
+
+        assert long == pytest.approx(short, rel=ROUNDING)
+
+    def test_rows_of_a_small_cache_wait_for_each_other(self) -> None:
+        model, gpu = load_model("Qwen2.5-1.5B-Instruct"), H100.gpu
+        settings_ = engine_settings(grpo(model=model, vllm="colocate", vllm_max_model_length=4096), gpu)
+        memory = engine_memory(model, gpu, settings_)
+        many = rows_at_once(model, replace(settings_, max_num_seqs=10_000), memory, 1536)
+
+        assert many == memory.kv_cache_bytes // (16 * 28_672) / 96  # blocks of 16 tokens, 96 a row
+        assert rows_at_once(model, replace(settings_, max_num_seqs=8), memory, 1536) == 8
+
+    @pytest.mark.parametrize("model", ["Qwen2.5-0.5B", "Qwen2.5-1.5B"])
+    def test_tensor_parallel_is_no_gain_for_a_small_model(self, model: str) -> None:
+        """TRL's blog "NO GPU left behind" found more tensor parallelism slower for a 1.5B."""
+        job = grpo(
+            model=load_model(model), tuning="full", num_processes=8, sharding="zero2", vllm="colocate",
+            per_device_train_batch_size=8, gradient_accumulation_steps=8, steps_per_generation=8,
+        )  # fmt: skip
+        alone, pair = (
+            throughput(structs.replace(job, vllm_tensor_parallel_size=size), H100, 1e4).seconds["generation"]
+            for size in (1, 2)
+        )
+
+        assert alone < pair
+
+    def test_four_gpus_over_pcie_wait_for_nccl(self) -> None:
+        work = policy_work(grpo())
+        four, two = (all_reduce_seconds(SLOW_LINKS, work, gpus, 0) for gpus in (4, 2))
+
+        assert four == pytest.approx(56 * 20e-6, rel=ROUNDING)
+        assert two == pytest.approx(56 * 9e-6, rel=ROUNDING)
 
 
 class TestPublishedSpeeds:

@@ -1,8 +1,11 @@
 """Seconds of rollouts: prefill and decode by `generate` or by vLLM, and moving the weights into the engine."""
 
+from functools import lru_cache
+
 from planner.cache_keys import TrainingInput
 from planner.candidate import DTYPE_BYTES, Candidate
 from planner.gpus.cluster import Cluster, Gpu
+from planner.models.shape import ModelShape
 from planner.throughput.rates import (
     attention_rate,
     host_rate,
@@ -13,12 +16,23 @@ from planner.throughput.rates import (
     sixteen_bit_rate,
 )
 from planner.throughput.smooth import smooth_max
-from planner.throughput.work import Work
+from planner.throughput.work import SIXTEEN_BIT_BYTES, Work
 
 # Seconds per layer of a vLLM decode step beside reading the weights. Qwen2.5-0.5B (24 layers) takes 3.21 ms per token,
 # 0.65 of them for reading; 7B (28 layers) 11.9 and 9.2; 14B (48 layers) 21.6 and 18.3: 0.07 to 0.12 ms per layer.
 # Source: QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst (vLLM 0.6.3, A100-80G).
 ENGINE_LAYER_SECONDS = 0.09e-3
+# Seconds of one all-reduce of a small message between the GPUs of a tensor-parallel group: vLLM's own kernel, and NCCL
+# in a CUDA graph. vLLM runs its own over NVLink, and between two GPUs over PCIe (vllm 0.31,
+# distributed/device_communicators/custom_all_reduce.py, `CustomAllreduce.__init__`: "not supported on more than two
+# PCIe-only GPUs"). Source: sgl-project/sglang#2904 (vLLM's kernel on H100, up to 32 KiB: 8.7 to 11.8 us for 2 to 8
+# GPUs); haohervchb/sglang-V100#2 (NCCL between four V100 over PCIe: 19 to 24 us).
+CUSTOM_ALL_REDUCE_SECONDS = 9e-6
+NCCL_ALL_REDUCE_SECONDS = 20e-6
+CUSTOM_ALL_REDUCE_PCIE_GPUS = 2
+# All-reduces of a layer, after attention and after the feed-forward block. Source: vllm 0.31,
+# model_executor/layers/linear.py, `RowParallelLinear.forward`.
+ALL_REDUCES_PER_LAYER = 2
 # How often a decode step of `generate` moves the cache through memory, counted with keys and values repeated to all
 # heads: attention under a mask repeats them for every token, and DynamicCache concatenates them. With a context of
 # 31,700 tokens a token takes 53 ms for 7B (7 query heads per key head), 122 ms for 14B and 179 ms for 32B (5 per key
@@ -71,7 +85,7 @@ def generation_seconds(candidate: Candidate, cluster: Cluster, work: Work, concu
     """Seconds that the trainer waits for one rollout.
 
     A colocated engine on t GPUs samples the rows of t processes; a server splits the rows of all processes between its
-    data-parallel replicas. `concurrency`: sequences that the engine's KV cache holds.
+    data-parallel replicas. `concurrency`: rows that the engine's KV cache holds at once, each with its own tokens.
     """
     rows, _ = rollouts(candidate)
     if candidate.vllm == "off":
@@ -80,7 +94,7 @@ def generation_seconds(candidate: Candidate, cluster: Cluster, work: Work, concu
     rows *= (
         candidate.num_processes / candidate.vllm_data_parallel_size if server else candidate.vllm_tensor_parallel_size
     )
-    return _engine_seconds(candidate, cluster.gpu, work, rows, concurrency)
+    return _engine_seconds(candidate, cluster, work, rows, concurrency)
 
 
 def _prefill_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, rate: float, length: float = 0) -> float:
@@ -160,31 +174,66 @@ def _generate_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: 
     return _prefill_seconds(candidate, gpu, work, rows, rate) + length * token + gather
 
 
-def _engine_seconds(candidate: Candidate, gpu: Gpu, work: Work, rows: float, concurrency: float) -> float:
+def _engine_seconds(candidate: Candidate, cluster: Cluster, work: Work, rows: float, concurrency: float) -> float:
     """Seconds of a rollout by vLLM on one tensor-parallel group, with as many rows at once as its KV cache holds.
 
-        step    = layers x 0.09 ms + (weights + batch x context x cache) / bandwidth + products / rate
-        rollout = prefill + completion tokens x max(1, rows / concurrency) x step
+        step    = layers x 0.09 ms + (weights / n + batch x context x own cache) / bandwidth + products / n / rate
+                  + `all_reduce_seconds` of batch tokens
+        rollout = prefill + all-reduces of all prompts + completion tokens x max(1, rows / concurrency) x step
 
     Example: Qwen2.5-7B, A100, 64 rows of 512 + 512 tokens, all at once: a step takes 2.5 + 9.2 + 1.8 + 3.7 ms, all
     steps 8.9 s, the prefill 2.1 s.
 
-    Leaves out the all-reduces of tensor parallelism, prefix caching, and that completions end early.
+    Leaves out prefix caching, and that completions end early.
     """
-    gpus = candidate.vllm_tensor_parallel_size
-    bandwidth, rate = memory_rate(gpu) * gpus, sixteen_bit_rate(gpu)
+    gpu, gpus = cluster.gpu, candidate.vllm_tensor_parallel_size
+    bandwidth, rate = memory_rate(gpu), sixteen_bit_rate(gpu)
     batch = min(rows, max(concurrency, 1.0))
     context = candidate.prompt_length + candidate.max_completion_length / 2
     # vLLM loads float32 weights in 16 bits (vllm/config/model.py, `_get_and_verify_dtype`), a quantized checkpoint as
     # it is.
     weights = (min(work.stored_bytes, 2.0 * work.params) - 2 * work.lookup_params) * _touched(work, batch)
     weights += _unpacked_bytes(work, gpu, batch)
-    step = work.layers * ENGINE_LAYER_SECONDS + (weights + batch * context * work.kv_bytes) / bandwidth
+    cache = batch * context * work.kv_bytes * _cache_share(candidate.model, gpus)
+    step = work.layers * ENGINE_LAYER_SECONDS + (weights / gpus + cache) / bandwidth
     step += batch * (work.linear_flops + work.float32_flops + work.head_flops) / rate / gpus
-    return (
-        _prefill_seconds(candidate, gpu, work, rows, rate) / gpus
-        + candidate.max_completion_length * (rows / batch) * step
-    )
+    step += all_reduce_seconds(cluster, work, gpus, batch)
+    prefill = _prefill_seconds(candidate, gpu, work, rows, rate) / gpus
+    prefill += all_reduce_seconds(cluster, work, gpus, rows * candidate.prompt_length)
+    return prefill + candidate.max_completion_length * (rows / batch) * step
+
+
+@lru_cache(maxsize=1024)
+def _cache_share(model: ModelShape, gpus: int) -> float:
+    """Share of a row's cache that each of `gpus` tensor-parallel GPUs reads: its key heads, at least one; all of MLA's.
+
+    Source: as `page_bytes`, planner/memory/engine/blocks.py. Example: Qwen2.5-1.5B has 2 key heads: 1/2 on 4 GPUs.
+    """
+    whole = part = 0.0
+    for kind, count in model.layer_kinds:
+        block = kind.attention
+        elements = count * (block.kv_latent_dim or block.k_dim + block.v_dim)
+        heads = block.num_key_value_heads
+        whole += elements
+        part += elements * (1.0 if block.kv_latent_dim else max(1, heads // gpus) / heads)
+    return part / whole if whole else 1.0
+
+
+def all_reduce_seconds(cluster: Cluster, work: Work, gpus: int, tokens: float) -> float:
+    """Seconds of all all-reduces of one pass over `tokens` tokens in a tensor-parallel group; 0 for one GPU.
+
+        2 x layers x (latency + 2 (n - 1) / n x tokens x hidden x 2 bytes / link)
+
+    Example: Qwen2.5-1.5B (28 layers, 1536 wide), 4 H100, 256 rows: 56 x (9 us + 1.5 x 0.79e6 / 310e9) = 0.72 ms a step,
+    0.9 ms less than which the weights are read.
+    """
+    if gpus == 1:
+        return 0.0
+    custom = cluster.gpu.nvlink_bytes_per_second or gpus <= CUSTOM_ALL_REDUCE_PCIE_GPUS
+    latency = CUSTOM_ALL_REDUCE_SECONDS if custom else NCCL_ALL_REDUCE_SECONDS
+    message = tokens * work.hidden_size * SIXTEEN_BIT_BYTES
+    moved = 2 * (gpus - 1) / gpus * message / link_rate(cluster, 1)
+    return ALL_REDUCES_PER_LAYER * work.layers * (latency + moved)
 
 
 def weight_sync_seconds(candidate: TrainingInput, cluster: Cluster, work: Work) -> float:

@@ -29,7 +29,7 @@ from planner.throughput.work import policy_work
 
 
 def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Throughput:
-    """Speed of a candidate on its GPUs. `concurrency`: sequences that the vLLM engine decodes at once, 0 without vLLM.
+    """Speed of a candidate on its GPUs. `concurrency`: rows that the vLLM engine decodes at once, 0 without vLLM.
 
         step = epochs x (accumulation x smooth_max(computation, launches) + communication + optimizer + offload)
              + rollouts x (generation + weight sync)

@@ -164,6 +164,23 @@ def engine_or_refusal(model: ModelShape, gpu: Gpu, settings: EngineSettings) -> 
     return replace(memory, kv_tokens=kv_tokens, max_concurrency=max_concurrency)
 
 
+def rows_at_once(model: ModelShape, settings: EngineSettings, memory: EngineMemory, row_tokens: int) -> float:
+    """Rows of `row_tokens` tokens that the engine decodes at once: as many as its KV cache holds, max_num_seqs at most.
+
+        rows = min(max_num_seqs, blocks / blocks of a row)
+
+    Blocks are handed out as a row grows, up to its own tokens; max_model_len only limits it.
+    Source: vllm/v1/core/kv_cache_manager.py, `allocate_slots`.
+
+    Example: 4,096 blocks of 16 tokens hold 42 rows of 1,536 tokens, and 2 of a max_model_len of 32,768.
+    """
+    layout = block_layout(model, settings.tensor_parallel_size, settings.kv_dtype_bytes)
+    blocks = layout.blocks_per_request(
+        min(row_tokens, settings.max_model_len), BATCHES_IN_FLIGHT * settings.max_num_batched_tokens
+    )
+    return min(float(settings.max_num_seqs), memory.kv_cache_bytes // layout.bytes_per_block / blocks)
+
+
 def _budget_bytes(gpu: Gpu, settings: EngineSettings) -> int:
     """Bytes that vLLM takes on each GPU: ceil(total x gpu_memory_utilization).
 
