@@ -52,6 +52,7 @@ SEQUENCES = 64.0
 ROUNDING = 1e-9  # of sums of floats
 EXAMPLES_WITHIN = 0.01  # docstrings give two or three figures
 HELD_OUT_MEDIAN = (0.9, 1.15)  # of predicted over measured; results/throughput.md says 1.03
+KIND_MEDIAN = (0.95, 1.05)  # of planned over published tokens per second; results/throughput.md
 PAIRS_IN_ORDER = 0.9  # results/throughput.md says 97 %
 
 
@@ -595,7 +596,7 @@ class TestPublishedSpeeds:
     def test_the_published_table_is_up_to_date(self) -> None:
         report = throughput_report
 
-        assert report.report(report.published_rows()) == report.REPORT.read_text(encoding="utf-8"), (
+        assert report.whole_report() == report.REPORT.read_text(encoding="utf-8"), (
             "run python scripts/throughput_report.py"
         )
 
@@ -604,6 +605,14 @@ class TestPublishedSpeeds:
         ratios = [report.predicted_seconds(row) / row["seconds"] for row in report.published_rows() if not row["used"]]
 
         assert HELD_OUT_MEDIAN[0] < median(ratios) < HELD_OUT_MEDIAN[1]
+
+    def test_commands_meet_published_speeds_in_the_median_of_a_kind(self) -> None:
+        report = throughput_report
+        ratios = report.ratios_by_kind(report.command_rows())
+        medians = {kind: median(each) for kind, each in ratios.items() if len(each) >= report.FEWEST}
+
+        assert medians.keys() == {"full", "lora"}
+        assert all(KIND_MEDIAN[0] < each < KIND_MEDIAN[1] for each in medians.values())
 
     def test_published_runs_are_ranked_as_they_were_measured(self) -> None:
         report = throughput_report
