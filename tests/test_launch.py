@@ -21,11 +21,12 @@ from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.jobs.settings import candidate_fields
 from planner.launch.accelerate import accelerate_config
-from planner.launch.command import launch_command, server_command
+from planner.launch.command import Launcher, launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
 from planner.launch.export import export
 from planner.launch.files import launch_files
 from planner.launch.requirements import RELEASES
+from planner.launch.shell import launch_script, slurm_script
 from planner.launch.torchrun import sharding_settings
 from planner.launch.trl_config import DATASET, trl_config
 from planner.methods import METHODS, MethodName
@@ -590,6 +591,29 @@ class TestRequirements:
 
     def test_a_method_that_has_left_pins_the_last_release_that_has_it(self) -> None:
         assert launch_files(candidate("ppo"))["requirements.txt"].startswith("trl==1.12.*\n")
+
+
+class TestHostThreads:
+    """`accelerate launch` and torchrun give each process one OpenMP thread, in which Adam on the host would run."""
+
+    @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+    @pytest.mark.parametrize(("told", "expected"), [({}, 24), ({"OMP_NUM_THREADS": "3"}, 3)])
+    def test_an_offloaded_optimizer_gets_the_cores_of_its_node(
+        self, launcher: Launcher, told: dict[str, str], expected: int
+    ) -> None:
+        held = candidate("sft", num_processes=8, sharding="zero2", offload_optimizer=True)
+        (line,) = (line for line in launch_script(held, launcher).splitlines() if "OMP_NUM_THREADS" in line)
+        shell = f"nproc() {{ echo 190; }}; {line}; echo $OMP_NUM_THREADS"  # 190 threads, 8 processes
+        done = subprocess.run(["bash", "-c", shell], env=told, capture_output=True, text=True, check=True)
+        assert int(done.stdout) == expected
+
+    def test_processes_of_one_node_share_its_cores(self) -> None:
+        held = candidate("sft", num_processes=16, num_nodes=2, sharding="zero2", offload_optimizer=True)
+        assert "/ 8)" in slurm_script(held)
+
+    def test_other_runs_keep_the_launchers_default(self) -> None:
+        held = candidate("sft", num_processes=8, sharding="zero2")
+        assert "OMP_NUM_THREADS" not in launch_script(held) + slurm_script(held)
 
 
 class TestExport:

@@ -17,6 +17,12 @@ HEAD = """#!/usr/bin/env bash
 set -euo pipefail
 cd "$(dirname "$0")"
 """
+# DeepSpeed's and torch's Adam on the host runs in OpenMP threads, of which `accelerate launch` and torchrun give each
+# process one (accelerate 1.15, commands/launch.py, `_validate_launch_command`; torch 2.13, distributed/run.py).
+THREADS = """
+# the optimizer runs on the CPU, with all of its cores
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((($(nproc) + {others}) / {processes}))}}"
+"""
 SERVER = """
 {devices}{command} &
 server=$!
@@ -87,7 +93,7 @@ def sky_task(candidate: Candidate) -> str:
 def launch_script(candidate: Candidate, launcher: Launcher = "accelerate") -> str:
     """The text of launch.sh for one node: starts the server if there is one, then the training."""
     placed = placement(candidate)
-    text = HEAD.format(title=title(candidate), fill_in=FILL_IN, file=LAUNCH_FILE)
+    text = HEAD.format(title=title(candidate), fill_in=FILL_IN, file=LAUNCH_FILE) + _threads(candidate)
     if placed.server_gpus:
         text += SERVER.format(
             devices=_devices(placed.server_devices), command=shlex.join(server_command(candidate)), port=SERVER_PORT
@@ -116,9 +122,17 @@ def slurm_script(candidate: Candidate, launcher: Launcher = "accelerate") -> str
         nodes=candidate.num_nodes,
         gpus=placed.gpus_per_node,
         train_nodes=placed.train_nodes,
-        server=server,
+        server=_threads(candidate) + server,
         start=start,
     )
+
+
+def _threads(candidate: Candidate) -> str:
+    """The lines that divide a node's cores between its processes; empty unless the optimizer runs on the CPU."""
+    if not candidate.offload_optimizer:
+        return ""
+    processes = max(1, candidate.num_processes // candidate.num_nodes)
+    return THREADS.format(processes=processes, others=processes - 1)
 
 
 def _accelerate_start(candidate: Candidate, placed: Placement) -> str:
