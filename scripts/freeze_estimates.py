@@ -104,6 +104,8 @@ def estimated(argv: list[str]) -> dict[str, object] | None:
     if code not in (0, 3) or not printed.getvalue():
         return None
     report = json.loads(printed.getvalue())
+    if "error" in report:
+        return None
     gpu = max(report["gpus"], key=lambda each: each["peak_bytes"])
     peak = next(phase for phase in gpu["phases"] if phase["name"] == gpu["peak_phase"])
     return {
