@@ -44,6 +44,7 @@ EXPERTS = 16
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 TUNINGS = ("full", "lora", "qlora")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
+AS_ANOTHER = ("gmpo",)  # methods whose passes are those of another one (GRPO)
 MOST_TOKENS = 8192  # samples x tokens of a sample
 ROUNDS = 3  # times that each method meets each model, with other settings
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -79,7 +80,7 @@ def cut(name: str) -> ModelShape:
 def candidates() -> Iterator[tuple[str, Candidate]]:
     """Every model with every method, `ROUNDS` times; tuning, checkpointing and padding in turn, the rest at random."""
     draw = random.Random(SEED)
-    methods = [name for name, row in METHODS.items() if row.last_trl == "current"]
+    methods = [name for name, row in METHODS.items() if row.last_trl == "current" and name not in AS_ANOTHER]
     models = {name: cut(name) for name in MODELS}
     deck: list[tuple[str, bool, bool]] = []
     for _, name, method in product(range(ROUNDS), MODELS, methods):

@@ -448,11 +448,14 @@ def test_probes_has_nothing_else() -> None:
 
 def test_a_kept_run_is_told_in_the_next_plan(tmp_path: Path, candidate: Candidate) -> None:
     from planner.measurements.own_results import own_result_notes
+    from planner.report.sentences import sentence
 
     plan = tmp_plan(candidate)
     trainer(
         tmp_path, MemoryPlanCallback(plan, memory=memory(lambda number: 7 * GIB + number), say=lambda line: None)
     ).train()
     notes = own_result_notes(plan, GPU, read_own_results())
-    assert notes[0].startswith("1 run of your own on RTX-3090 needed 7.5 GiB in the first steps, with your data")
+    assert sentence(notes[0]).startswith(
+        "1 run of your own on RTX-3090 needed 7.5 GiB in the first steps, with your data"
+    )
     assert json.loads(results_file().read_text(encoding="utf-8"))["source"] == "run"

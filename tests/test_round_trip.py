@@ -91,7 +91,7 @@ def read_back(
 
 def plain(report: dict[str, Any]) -> dict[str, Any]:
     """A report without its notes."""
-    return {name: value for name, value in report.items() if name not in ("warnings", "reasons")}
+    return {name: value for name, value in report.items() if not name.startswith(("warnings", "reasons"))}
 
 
 def single(model: str, method: MethodName, gpus: str, **pinned: object) -> Candidate:

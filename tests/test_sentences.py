@@ -340,7 +340,6 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "the config sets what the plan does not count: neftune_noise_alpha, use_dora",
     ),
     "keys_not_used": ({"keys": ("learning_rate",)}, "not used by the plan: learning_rate"),
-    "keys_without_effect": ({"keys": ("learning_rate",)}, "no matter of memory or speed: learning_rate"),
     "method_lacks_settings": (
         {"method": "sft", "settings": ("beta",)}, "sft has no beta: TRL stops at a config that sets it",
     ),
@@ -354,16 +353,17 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "oldest_trl_taken": (
         {"trl": "0.1", "oldest": "0.12"}, "trl 0.1 is taken for 0.12, the oldest whose code paths are counted",
     ),
-    "rows_not_cut": (
-        {"taken": 1024},
-        "max_length is null, so TRL cuts no row and the longest is not known: 1,024 tokens are planned. "
-        "Give your longest row with --max-length",
-    ),
     "config_change": (
         {"setting": "gradient_checkpointing", "before": False, "after": True},
         "config gradient_checkpointing: false -> true",
     ),
     "config_unchanged": ({}, "the config needs no change"),
+    "rows_not_cut": (
+        {"taken": 1024},
+        "max_length is null, so TRL cuts no row and the longest is not known: 1,024 tokens are planned. "
+        "Give your longest row with --max-length",
+    ),
+    "keys_without_effect": ({"keys": ("learning_rate",)}, "no matter of memory or speed: learning_rate"),
 }  # fmt: skip
 
 
