@@ -39,7 +39,7 @@ def measured(candidate: Candidate, more_bytes: int = 0, outcome: Outcome = "fits
     )  # fmt: skip
     rank = RankMemory(rank=0, phases=peaks, state_bytes={}, capacity_bytes=CLUSTER.gpu.free_bytes, allocator={})
     short = Shortage(
-        rank=0, phase="backward", tried_bytes=2**30, free_bytes=0, allocated_bytes=2**34, reserved_bytes=2**34
+        rank=0, phase="backward", tried_bytes=2**30, free_bytes=0, allocated_bytes=22 * 2**30, reserved_bytes=23 * 2**30
     )
     return Measurement(
         candidate=candidate, device="cuda", outcome=outcome, ranks=(rank,) if outcome == "fits" else (),

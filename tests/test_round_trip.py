@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from planner.candidate import SHARDED, Candidate
 from planner.commands.main import app
 from planner.errors import InputError, PlanError
-from planner.estimate import estimate
+from planner.estimate import accepted, estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
@@ -79,7 +79,7 @@ def read_back(
 
     The command is the one in the README.md of the files.
     """
-    before = json_text(estimate_report(estimate(held, parse_cluster(gpus))))
+    before = json_text(estimate_report(accepted(estimate(held, parse_cluster(gpus)))))
     (folder / "plan.json").write_text(before)
     export(read_candidate(folder / "plan.json", lambda model: model), folder / "run", launcher=launcher)
     (line,) = re.findall(r"^    plan (estimate .*)$", (folder / "run" / "README.md").read_text(), re.MULTILINE)
