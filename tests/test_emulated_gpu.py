@@ -21,6 +21,7 @@ from planner.commands.main import run
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.measurement import Measurement
+from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
 from planner.units import GIB, MIB
 from probes.emulated_gpu.machine import Machine, ProcessMemory, read_processes
@@ -82,7 +83,7 @@ class TestDriver:
         context, _, message = text.partition("\n")
         assert message == "CUDA out of memory."
         assert process.peak_bytes[0] <= A100.gpu.total_bytes < process.peak_bytes[0] + 2 * MIB
-        assert int(context) == 501 * MIB
+        assert int(context) == context_bytes(A100.gpu)
 
     def test_a_process_sees_the_cards_that_it_is_shown(self, on_card) -> None:
         code = (
@@ -95,7 +96,7 @@ class TestDriver:
     def test_memory_that_others_hold_is_not_free(self, on_card) -> None:
         gpu = replace(A100.gpu, free_bytes=A100.gpu.total_bytes - 30 * GIB)
         text, _ = on_card("import torch; print(torch.cuda.mem_get_info()[0])", gpu=gpu)
-        assert int(text) == gpu.free_bytes - 501 * MIB
+        assert int(text) == gpu.free_bytes - context_bytes(gpu)
 
     def test_two_processes_share_a_card(self, on_card) -> None:
         child = (
@@ -106,7 +107,7 @@ class TestDriver:
             f"print(subprocess.run([sys.executable, '-c', {child!r}], capture_output=True, text=True).stdout)"
         )
         text, processes = on_card(code)
-        assert int(text) == A100.gpu.total_bytes - 2 * (GIB + 501 * MIB) and len(processes) == 2
+        assert int(text) == A100.gpu.total_bytes - 2 * (GIB + context_bytes(A100.gpu)) and len(processes) == 2
 
     def test_pinned_memory_is_counted_apart(self, on_card) -> None:
         code = "import os, torch; x = torch.empty(2**28, dtype=torch.uint8).pin_memory(); os._exit(0)"
