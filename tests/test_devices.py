@@ -260,7 +260,7 @@ def test_fsdp2_shards_float32_weights_and_two_states_on_the_cpu_too(tmp_path: Pa
     options = DeviceOptions(
         logs=tmp_path, limits=Limits(host_reserve_share=0.0, disk_reserve_bytes=0), resume=False, save=False
     )
-    found = device("cpu", CLUSTER, options)(replace(SFT, sharding="fsdp2", num_processes=2))
+    found = device("cpu", CLUSTER, options)(structs.replace(SFT, sharding="fsdp2", num_processes=2))
     assert (found.outcome, found.message) == ("fits", "")
     for rank in found.ranks:
         assert rank.state_bytes["weights"] == 4 * MODEL.params // 2

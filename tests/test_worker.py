@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,7 +151,7 @@ def test_a_batch_of_one_row_is_padded_if_several_rows_are_padded_together(
     method: MethodName, pads: bool, tmp_path: Path
 ) -> None:
     alone = candidate(method, per_device_train_batch_size=1, gradient_checkpointing=False)
-    found, without = measured(alone, tmp_path), measured(replace(alone, padded=False), tmp_path)
+    found, without = measured(alone, tmp_path), measured(structs.replace(alone, padded=False), tmp_path)
     forward, forward_without = (
         next(phase for phase in case.ranks[0].phases if phase.name == "forward") for case in (found, without)
     )
@@ -171,9 +170,9 @@ def test_micro_batches_of_one_completion_hold_the_padding_of_all_that_were_sampl
         gradient_checkpointing=False,
     )
     found = measured(alone, tmp_path)
-    assert alone.pads and not replace(alone, steps_per_generation=1).pads
+    assert alone.pads and not structs.replace(alone, steps_per_generation=1).pads
     assert_peak_of_dry_run(found, alone)
-    assert found.peak_bytes > measured(replace(alone, padded=False), tmp_path).peak_bytes
+    assert found.peak_bytes > measured(structs.replace(alone, padded=False), tmp_path).peak_bytes
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double", "int8"])
@@ -187,7 +186,7 @@ def test_a_quantized_base_is_loaded_and_quantized_as_from_the_hub(quantization: 
 @pytest.mark.slow
 def test_completions_of_one_prompt_are_padded_by_one_that_ends_early(tmp_path: Path) -> None:
     padded = candidate("grpo", per_device_train_batch_size=2)
-    found, without = measured(padded, tmp_path), measured(replace(padded, padded=False), tmp_path)
+    found, without = measured(padded, tmp_path), measured(structs.replace(padded, padded=False), tmp_path)
     assert_peak_of_dry_run(found, padded)
     assert found.peak_bytes > without.peak_bytes
 
