@@ -203,17 +203,17 @@ def real_options(folder: Path, **settings: Any) -> DeviceOptions:
 def test_a_candidate_over_two_nodes_is_one_training_of_both(
     sharding: Sharding, nodes: RayCluster, tmp_path: Path
 ) -> None:
-    candidate = replace(OVER_TWO, sharding=sharding)
+    candidate = structs.replace(OVER_TWO, sharding=sharding)
     found = ray_device("cpu", TWO, real_options(tmp_path), nodes.address)(candidate)
     keeps_what_the_formulas_say(found, tmp_path)
     on_one = device("cpu", parse_cluster("2xA100-40G", None), real_options(tmp_path / "one"))
-    alone = on_one(replace(candidate, num_nodes=1))
+    alone = on_one(structs.replace(candidate, num_nodes=1))
     assert [rank.state_bytes for rank in found.ranks] == [rank.state_bytes for rank in alone.ranks]
 
 
 @pytest.mark.nightly
 def test_hybrid_sharding_keeps_a_copy_of_the_model_on_each_of_two_nodes(nodes: RayCluster, tmp_path: Path) -> None:
-    candidate = replace(OVER_TWO, num_processes=4, sharding="fsdp2", dp_replicate_size=2)
+    candidate = structs.replace(OVER_TWO, num_processes=4, sharding="fsdp2", dp_replicate_size=2)
     pair = [nodes.add_node(**NODE, num_gpus=2) for _ in range(2)]
     try:
         cluster = parse_cluster("2x2xA100-40G", None)
@@ -254,7 +254,7 @@ def test_a_shortage_on_one_of_two_nodes_decides_for_both(nodes: RayCluster, tmp_
 
 
 def test_a_server_on_a_node_of_its_own_is_said_not_to_be_probed(nodes: RayCluster, tmp_path: Path) -> None:
-    candidate = replace(
+    candidate = structs.replace(
         OVER_TWO, method="grpo", vllm="server", vllm_tensor_parallel_size=1, num_processes=1, sharding="none"
     )
     found = ray_device("cpu", TWO, real_options(tmp_path), nodes.address)(candidate)
