@@ -60,7 +60,9 @@ def best_of_structure(candidate: Candidate, problem: SearchProblem) -> Estimate 
     estimates = (estimate_with_engine(sizes[index], problem) for index in sorted(indices))
     answers = [answer for answer in estimates if answer is not None]
     that_fit = [answer for answer in answers if answer.fits]
-    return max(that_fit, key=lambda answer: merit(answer, problem.job)) if that_fit else next(iter(answers), None)
+    if not that_fit:
+        return min(answers, key=lambda answer: answer.distance, default=None)
+    return max(that_fit, key=lambda answer: merit(answer, problem.job))
 
 
 def merit(answer: Estimate, job: Job) -> tuple[float, ...]:
