@@ -1,4 +1,4 @@
-"""How sure an estimate is: the interval of a peak, the probability that a candidate runs, and published runs like it.
+"""Confidence of an estimate: interval of a peak, probability that a candidate runs, and similar published runs.
 
 The error of a need, measured less predicted bytes, is logistic around a location, in units that depend on what the
 memory is (`unit_bytes`):

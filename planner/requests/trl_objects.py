@@ -40,7 +40,7 @@ BITSANDBYTES = "bitsandbytes"  # as `quant_method` of a config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingObjects:
-    """What the objects of a training script say. `load`: returns the shape of a model that they name."""
+    """The settings that the objects of a training script hold. `load`: returns the shape of a model that they name."""
 
     method: MethodName
     model: str | None

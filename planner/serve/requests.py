@@ -1,4 +1,4 @@
-"""What requests over HTTP may do, and the bodies that name files."""
+"""Permissions and limits of HTTP requests, and the check that no body names a file or a Hub model without one."""
 
 from dataclasses import dataclass
 from typing import Annotated
