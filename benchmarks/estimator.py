@@ -6,7 +6,7 @@ from time import perf_counter
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
 

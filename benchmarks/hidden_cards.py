@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.candidate import Candidate
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage
 from planner.memory.communication import nccl_bytes
 from planner.memory.engine.budget import EngineDoesNotFit

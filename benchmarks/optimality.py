@@ -18,7 +18,7 @@ from typing import NamedTuple
 from benchmarks.random_jobs import UP_TO_64, random_questions
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.quantities import Estimate
 from planner.search import fit

@@ -26,12 +26,12 @@ from typing import Any, Literal, TypeVar
 
 from benchmarks.peer_packages import HARNESS, NOT_ASKED, PEERS, Peer
 from planner.candidate import Candidate
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
-from planner.plan import plan
+from planner.planning import plan
 from planner.units import GIB
 from scripts import compare_published, compare_simulated
 

@@ -10,7 +10,7 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Goal, Job
 from planner.methods import METHODS
 from planner.models.catalogue import load_model, model_rows
-from planner.plan import tuning_classes
+from planner.planning import tuning_classes
 from planner.search.knobs import SearchProblem
 from probes.study.space import Space, space_of
 

@@ -21,7 +21,7 @@ from planner.notebook.answer import plan
 from planner.notebook.estimate import estimate
 from planner.notebook.sweep import plot_cards, sweep
 from planner.notebook.trainer import job_from_trainer
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.quantities import Estimate
 
 __all__ = [

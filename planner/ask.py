@@ -9,8 +9,8 @@ from msgspec import structs
 from planner import training_stack
 from planner.allocator.simulation import Simulation, exceeded_by, with_reserved
 from planner.errors import DryRunUnsupported
-from planner.estimate import accepted
-from planner.estimate import estimate as estimate_candidate
+from planner.estimation import accepted
+from planner.estimation import estimate as estimate_candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.config_changes import config_changes
@@ -23,8 +23,8 @@ from planner.measurements.own_results import (
     own_result_notes,
     read_own_results,
 )
-from planner.plan import Plan
-from planner.plan import plan as plan_job
+from planner.planning import Plan
+from planner.planning import plan as plan_job
 from planner.quantities import Estimate, Note
 from planner.report.sentences import sentence
 from planner.requests.read_options import JobRequest

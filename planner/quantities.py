@@ -219,7 +219,7 @@ class Estimate:
 
     `fits`: on every GPU the upper bound of the peak is within the capacity, and on a node the main memory is enough.
     `tight`: the upper bound is not, but it rather runs than not (planner/confidence.py, `EDGE_RISK`); a plan that found
-    nothing safer takes it as one that fits (planner/estimate.py, `accepted`).
+    nothing safer takes it as one that fits (planner/estimation.py, `accepted`).
     """
 
     candidate: Candidate

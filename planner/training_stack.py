@@ -25,7 +25,7 @@ from planner.measurements.corrected_plan import correct_plan, plan_contradiction
 from planner.measurements.measurement import DeviceName, Measurement
 from planner.measurements.own_results import save_new_results
 from planner.models.shape import ModelShape
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.quantities import Estimate, Note
 from planner.report.sentences import sentence
 from planner.search.knobs import SearchProblem, attention, with_liger

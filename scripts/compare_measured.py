@@ -16,7 +16,7 @@ from pathlib import Path
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape

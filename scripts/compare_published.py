@@ -26,7 +26,7 @@ from planner.confidence import (
     kind_of,
 )
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.cases import PublishedFigure, published_candidate

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 
 from planner.candidate import Candidate
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.methods import METHODS
 from planner.models.catalogue import load_model

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import ModelRow, load_model, model_rows
 from planner.models.shape import ModelShape

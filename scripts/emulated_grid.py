@@ -20,7 +20,7 @@ from typing import Any
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.memory.communication import nccl_bytes

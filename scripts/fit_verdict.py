@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from planner.confidence import EDGE_RISK, FIT, OUTCOMES, Fit, Outcome, UnitKind, kind_of, unit_kind
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.quantities import DEFAULT_RISK, GpuMemory
 from planner.units import GIB
 from scripts import compare_published

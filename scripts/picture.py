@@ -9,7 +9,7 @@ from rich.text import Text
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
-from planner.plan import plan
+from planner.planning import plan
 from planner.report.table import plan_table
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "plan.svg"

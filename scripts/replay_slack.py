@@ -28,7 +28,7 @@ from planner.allocator.reserved import reserved_of
 from planner.allocator.trace import STAYS, Trace
 from planner.candidate import Candidate
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.parse import parse_cluster
 from planner.memory.slack import Checkpointing, checkpointing_of

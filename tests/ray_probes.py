@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from planner.candidate import Candidate  # noqa: E402
-from planner.estimate import estimate  # noqa: E402
+from planner.estimation import estimate  # noqa: E402
 from planner.gpus.parse import parse_cluster  # noqa: E402
 from planner.measurements.documents import measurement_line  # noqa: E402
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory, Shortage  # noqa: E402

@@ -8,7 +8,7 @@ from planner.candidate import Candidate
 from planner.gpus.cluster import Cluster, Gpu, HostMemory
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
-from planner.plan import Alternative, Plan
+from planner.planning import Alternative, Plan
 from planner.quantities import Estimate, GpuMemory, Note, PhaseMemory, Throughput
 from planner.search.remedies import Remedy
 from planner.units import GIB, MIB

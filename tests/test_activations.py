@@ -18,7 +18,7 @@ from pairwise import pairwise_cases
 from transformers import AutoConfig
 
 from planner.candidate import Candidate
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.memory.layers.attention import backward_workspace
 from planner.memory.layers.autograd import LiveBytes, Node, Tape

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from planner.cache_keys import StateSettings, TrainingSettings, state_settings, training_settings
 from planner.candidate import FIELDS, Candidate
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
 from planner.quantities import Estimate

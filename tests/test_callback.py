@@ -21,7 +21,7 @@ import transformers  # noqa: E402
 from planner import job_from_trainer  # noqa: E402
 from planner.candidate import Candidate  # noqa: E402
 from planner.errors import InputError  # noqa: E402
-from planner.estimate import estimate  # noqa: E402
+from planner.estimation import estimate  # noqa: E402
 from planner.gpus.catalogue import load_gpu  # noqa: E402
 from planner.gpus.cluster import Cluster  # noqa: E402
 from planner.jobs.base_candidate import base_candidate  # noqa: E402

@@ -16,7 +16,7 @@ from planner.candidate import Candidate
 from planner.commands.main import run
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.quantities import Estimate
 from planner.report.documents import json_schema
 from planner.report.words import DRY_RUN_HINT

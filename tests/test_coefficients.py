@@ -12,7 +12,7 @@ pytest.importorskip("trl")
 
 from planner.candidate import Candidate
 from planner.errors import NotMeasured, UnknownArchitecture
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.memory.activations import NEW, StackMemory, stack_memory
@@ -24,7 +24,7 @@ from planner.memory.stack_recipe import stack_recipe
 from planner.models.catalogue import load_model
 from planner.models.from_config import NOT_COUNTED, shape_of
 from planner.models.shape import ModelShape
-from planner.plan import plan
+from planner.planning import plan
 from planner.quantities import Phase, PhaseMemory
 from probes.dryrun.simulate import trace_step
 from probes.layers.coefficients import complete_by_measuring, measure_layers, read_shapes

@@ -33,13 +33,13 @@ from planner.confidence import (
     unit_bytes,
     worst_miss,
 )
-from planner.estimate import accepted, estimate
+from planner.estimation import accepted, estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK, Job
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
-from planner.plan import plan
+from planner.planning import plan
 from planner.quantities import DEFAULT_RISK, Estimate, PhaseMemory
 from planner.report.json import plan_report
 from planner.report.words import describe_fit, describe_probability, published_like

@@ -13,7 +13,7 @@ from planner.jobs.job import Job
 from planner.launch.export import export
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
-from planner.plan import plan
+from planner.planning import plan
 from planner.report.sentences import sentences
 from planner.search.knobs import SEARCHED, TUNING_CLASSES, SearchProblem, structures
 

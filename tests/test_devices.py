@@ -17,7 +17,7 @@ from script_workers import script
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.documents import measurement_line, measurement_of

@@ -15,7 +15,7 @@ from planner.candidate import Candidate
 from planner.commands.exit_codes import EXIT_WRONG_INPUT
 from planner.commands.main import run
 from planner.errors import DryRunUnsupported
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster

@@ -4,7 +4,7 @@ import pytest
 
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
 

@@ -17,7 +17,7 @@ from trl import DPOConfig, GRPOConfig, KTOConfig, ModelConfig, RewardConfig, RLO
 from planner import Job, estimate, load_model, parse_cluster
 from planner.commands.main import run
 from planner.errors import PlanError
-from planner.estimate import estimate as estimate_candidate
+from planner.estimation import estimate as estimate_candidate
 from planner.jobs.base_candidate import single_candidate
 from planner.quantities import Note
 from planner.report.json import estimate_report, json_text

@@ -15,7 +15,7 @@ from planner.jobs.job import Job
 from planner.launch.trl_config import trl_config
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
-from planner.plan import plan
+from planner.planning import plan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

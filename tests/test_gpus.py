@@ -15,7 +15,7 @@ from planner.gpus.local import DriverReading, _readings, _visible
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
-from planner.plan import plan
+from planner.planning import plan
 from planner.units import GIB
 
 SPELLINGS = [

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from planner.candidate import Candidate
 from planner.commands.main import run
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.models.architectures.image_tower import image_sides, image_tower
 from planner.models.catalogue import load_model

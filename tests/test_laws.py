@@ -9,7 +9,7 @@ from msgspec import structs
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
-from planner.estimate import estimate, training_estimate
+from planner.estimation import estimate, training_estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.memory.engine.budget import EngineDoesNotFit
@@ -17,7 +17,7 @@ from planner.memory.parameters.policy import policy_parameters
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
 from planner.models.from_config import shape_of
-from planner.plan import plan
+from planner.planning import plan
 from planner.quantities import Estimate
 from planner.search.bounds import LEANEST_MARGIN, allocated_bytes
 

@@ -25,7 +25,7 @@ ROOT_PARTS = {
     "errors": "basics", "units": "basics",
     "candidate": "words", "methods": "words", "optimizers": "words", "settings": "words", "quantities": "words",
     "cache_keys": "words",
-    "confidence": "estimate",
+    "confidence": "estimation",
 }  # fmt: skip
 
 # Part -> the parts that it may import, in functions too. From the bottom to the top: a part imports only parts above it
@@ -44,12 +44,12 @@ ALLOWED = {
     "throughput": "basics words models gpus memory memory/parameters",
     "allocator": "basics words gpus",
     "launch": "basics words jobs files",
-    "estimate": "basics words gpus memory memory/engine throughput",
-    "search": "basics words models gpus jobs memory/engine throughput estimate",
-    "plan": "basics words gpus jobs memory/engine estimate search",
-    "measurements": "basics words models gpus files jobs memory allocator estimate plan",
-    "diagnose": "basics words gpus files jobs estimate search plan",
-    "report": "basics words models gpus files jobs allocator launch estimate search plan measurements diagnose",
+    "estimation": "basics words gpus memory memory/engine throughput",
+    "search": "basics words models gpus jobs memory/engine throughput estimation",
+    "planning": "basics words gpus jobs memory/engine estimation search",
+    "measurements": "basics words models gpus files jobs memory allocator estimation planning",
+    "diagnose": "basics words gpus files jobs estimation search planning",
+    "report": "basics words models gpus files jobs allocator launch estimation search planning measurements diagnose",
     "requests": "basics words models gpus files jobs search report",
     "probes/substitution": "",
     "probes/task": "basics words measurements",
@@ -63,28 +63,28 @@ ALLOWED = {
         "probes/trainers"
     ),
     "probes/runner": (
-        "basics words gpus files jobs memory allocator launch estimate measurements probes/task probes/emulated_gpu "
+        "basics words gpus files jobs memory allocator launch estimation measurements probes/task probes/emulated_gpu "
         "probes/dryrun"
     ),
-    "probes/study": "basics words models gpus files jobs memory estimate search plan measurements",
-    "probes/callback": "basics words models gpus jobs estimate plan measurements requests probes/runner",
+    "probes/study": "basics words models gpus files jobs memory estimation search planning measurements",
+    "probes/callback": "basics words models gpus jobs estimation planning measurements requests probes/runner",
     "probes": "probes/callback",
     "training_stack": (
-        "basics words models gpus files jobs memory memory/layers allocator estimate search plan measurements report "
-        "probes/callback probes/dryrun probes/layers probes/runner probes/study"
+        "basics words models gpus files jobs memory memory/layers allocator estimation search planning measurements "
+        "report probes/callback probes/dryrun probes/layers probes/runner probes/study"
     ),
     "ask": (
-        "basics words models gpus jobs allocator estimate search plan measurements diagnose report requests "
+        "basics words models gpus jobs allocator estimation search planning measurements diagnose report requests "
         "training_stack"
     ),
-    "notebook": "basics words models gpus jobs estimate search plan report requests training_stack ask",
-    "serve": "basics words models files jobs plan diagnose report requests training_stack ask",
-    "mcp": "basics words files jobs launch plan diagnose report requests training_stack ask",
+    "notebook": "basics words models gpus jobs estimation search planning report requests training_stack ask",
+    "serve": "basics words models files jobs planning diagnose report requests training_stack ask",
+    "mcp": "basics words files jobs launch planning diagnose report requests training_stack ask",
     "commands": (
-        "basics words models gpus files jobs launch plan measurements diagnose report requests training_stack ask "
+        "basics words models gpus files jobs launch planning measurements diagnose report requests training_stack ask "
         "serve mcp"
     ),
-    "planner": "basics files words models gpus jobs estimate plan notebook",
+    "planner": "basics files words models gpus jobs estimation planning notebook",
 }  # fmt: skip
 
 
@@ -169,7 +169,7 @@ FORMATTING = re.compile(r"planner\.units\.format_")
 
 def test_the_search_and_the_plan_make_no_sentences() -> None:
     makers = {module for module, tree in TREES.items() for _, name in imported_names(tree) if FORMATTING.match(name)}
-    assert {module for module in makers if part(module) in ("search", "plan")} == set()
+    assert {module for module in makers if part(module) in ("search", "planning")} == set()
 
 
 def test_the_tools_of_agents_know_no_protocol() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.host_memory import with_given_host, with_usual_host
 from planner.gpus.parse import parse_cluster
@@ -17,7 +17,7 @@ from planner.memory.engine.budget import engine_memory
 from planner.memory.engine.settings import engine_settings
 from planner.models.catalogue import load_model
 from planner.models.liger import LIGER_BLOCKS
-from planner.plan import Plan, plan
+from planner.planning import Plan, plan
 from planner.report.json import plan_report
 from planner.report.sentences import sentence, sentences
 from planner.report.table import plan_table

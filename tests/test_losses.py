@@ -7,7 +7,7 @@ import pytest
 from pairwise import pairwise_cases
 
 from planner.candidate import Candidate, Dtype
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.memory.loss import FORMULAS, Head, LossMemory, loss_of
 from planner.methods import Loss, MethodName

@@ -12,7 +12,7 @@ from report_samples import ESTIMATE, PLAN, TOO_LARGE
 
 from planner.candidate import Candidate
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
@@ -29,7 +29,7 @@ from planner.measurements.documents import candidate_of_report, candidate_report
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage
 from planner.models.catalogue import load_model
-from planner.plan import Alternative, Plan, plan
+from planner.planning import Alternative, Plan, plan
 from planner.quantities import Component, Estimate, Note, PhaseMemory
 from planner.report.documents import json_schema
 from planner.report.html import plan_html

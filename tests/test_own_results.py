@@ -15,7 +15,7 @@ from test_measured import CANDIDATE, CLUSTER, EXPECTED, MODEL, PLANNED, SHORT, f
 from planner.candidate import Candidate
 from planner.commands.main import run
 from planner.errors import InputError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.files.journal import append_line, lines_of
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
@@ -32,7 +32,7 @@ from planner.measurements.own_results import (
 )
 from planner.memory.runtime import context_bytes
 from planner.models.catalogue import load_model
-from planner.plan import plan
+from planner.planning import plan
 from planner.report.json import json_text, plan_report
 from planner.report.sentences import sentence, sentences
 from planner.units import GIB, MIB

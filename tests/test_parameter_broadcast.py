@@ -3,7 +3,7 @@
 import pytest
 
 from planner.candidate import Candidate
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.memory.communication import parameter_broadcast_bytes
 from planner.models.catalogue import load_model

@@ -12,7 +12,7 @@ from planner.candidate import Candidate
 from planner.commands.exit_codes import EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS, EXIT_WRONG_INPUT
 from planner.commands.main import run
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster
 from planner.measurements.documents import measurement_of

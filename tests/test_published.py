@@ -12,7 +12,7 @@ import pytest
 
 from planner.candidate import Candidate
 from planner.confidence import KINDS, comparisons, nvidia_smi_miss
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.memory.loss import FORMULAS, Head
 from planner.memory.optimizer import step_temporaries_bytes

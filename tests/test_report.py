@@ -16,7 +16,7 @@ from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.methods import METHODS
 from planner.models.catalogue import load_model
-from planner.plan import plan
+from planner.planning import plan
 from planner.quantities import Component, Estimate, Note
 from planner.report.documents import COMPONENT_DESCRIPTIONS, PinnedSettings, Settings, json_schema
 from planner.report.frame import breakdown, candidates

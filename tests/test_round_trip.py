@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from planner.candidate import SHARDED, Candidate
 from planner.commands.main import app
 from planner.errors import InputError, PlanError
-from planner.estimate import accepted, estimate
+from planner.estimation import accepted, estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job

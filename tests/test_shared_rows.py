@@ -9,7 +9,7 @@ from msgspec import structs
 from planner.candidate import Candidate
 from planner.commands.main import run
 from planner.errors import InputError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.jobs.rules import refuse_contradictions
@@ -18,7 +18,7 @@ from planner.launch.torchrun import sharding_settings
 from planner.memory.communication import row_exchange_bytes
 from planner.methods import MethodName
 from planner.models.catalogue import load_model
-from planner.plan import plan
+from planner.planning import plan
 from planner.settings.setting import Value
 
 CLUSTER = parse_cluster("8xH100")

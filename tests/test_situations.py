@@ -10,7 +10,7 @@ from planner.commands.main import run
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
 from planner.models.catalogue import load_model
-from planner.plan import plan
+from planner.planning import plan
 from planner.quantities import Note
 from planner.report.sentences import in_one_line
 from planner.search.fit import estimate_or_none

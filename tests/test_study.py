@@ -23,7 +23,7 @@ from planner.candidate import Candidate  # noqa: E402
 from planner.errors import InputError  # noqa: E402
 from planner.jobs.job import Job  # noqa: E402
 from planner.measurements.measurement import Measurement  # noqa: E402
-from planner.plan import plan  # noqa: E402
+from planner.planning import plan  # noqa: E402
 from probes.study.certificate import certificate, certificate_lines, certificate_report  # noqa: E402
 from probes.study.posterior import PRIORS, Observation, belief_from, draw_samples, normal_cdf, prior_belief  # noqa: E402
 from probes.study.sampler import MEASUREMENT, PlanSampler, distributions_of  # noqa: E402

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster
 from planner.gpus.parse import parse_cluster

@@ -11,7 +11,7 @@ from test_measured import SHORT, fake_measurement
 
 from planner.candidate import Candidate
 from planner.errors import DryRunUnsupported, InputError, PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.files.journal import append_line, lines_of
 from planner.gpus.parse import parse_cluster
 from planner.measurements.cases import Case, Cases, LeftOut, case_of_measurement, read_cases

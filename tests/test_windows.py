@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.candidate import Candidate
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.memory.kv_cache import kv_cache_bytes, kv_cache_peak_bytes
 from planner.models.from_config import shape_of

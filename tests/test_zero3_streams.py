@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from planner.candidate import Candidate
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.memory.communication import nccl_bytes
 from planner.models.catalogue import load_model

@@ -105,7 +105,7 @@ def _within(max_cost: float, rows: "Sequence[Compared]") -> int:
 def _planned(
     options: SearchOptions, price_per_hour: float | None, prices: Mapping[str, float], tokens: int
 ) -> "Compared":
-    from planner.plan import plan
+    from planner.planning import plan
     from planner.report.listing import Compared
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from planner.gpus.cluster import Cluster
-    from planner.plan import Plan
+    from planner.planning import Plan
     from planner.quantities import Estimate, Note
 
 PIPE_WIDTH = 100  # columns of the table if stdout is no terminal

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from planner.diagnose.incident import Incident
 from planner.errors import PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
-from planner.plan import Plan, plan
+from planner.planning import Plan, plan
 from planner.quantities import Estimate, Phase, PhaseMemory
 from planner.search.knobs import problem_of_estimate
 from planner.settings.table import SETTING_OF, SETTINGS

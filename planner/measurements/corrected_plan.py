@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.candidate import FIELDS, Candidate
-from planner.estimate import accepted, estimate
+from planner.estimation import accepted, estimate
 from planner.jobs.settings import settings_of_fields
 from planner.measurements.corrected_estimate import (
     correct_estimate,
@@ -14,7 +14,7 @@ from planner.measurements.corrected_estimate import (
 )
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import Measurement
-from planner.plan import Plan, Proof
+from planner.planning import Plan, Proof
 from planner.quantities import Estimate, Evidence, Note, PhaseDifference
 
 

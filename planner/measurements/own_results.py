@@ -1,9 +1,9 @@
 """The user's own measurements: a file of JSON lines in the cache, or a team's database; and the corrections that later
 plans take from them.
 
-`planner.plan.plan` does not read them: commands do, and a corrected plan says so in its notes. A probe's measurement
-replaces the estimate of the same candidate on the same kind of card. Two measurements become notes and change no
-figure: real runs, whose rows are as long as the user's data, and the memory that CUDA takes outside PyTorch.
+`planner.planning.plan` does not read them: commands do, and a corrected plan says so in its notes. A probe's
+measurement replaces the estimate of the same candidate on the same kind of card. Two measurements become notes and
+change no figure: real runs, whose rows are as long as the user's data, and the memory that CUDA takes outside PyTorch.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, Literal
 
 from planner.errors import InputError, UnknownName
-from planner.estimate import accepted
+from planner.estimation import accepted
 from planner.files.cache import cache_root
 from planner.files.database import can_open, hide_password, storage_url
 from planner.files.journal import append_line, lines_of, rewrite_lines
@@ -26,7 +26,7 @@ from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import SCHEMA as MEASUREMENT_SCHEMA
 from planner.measurements.measurement import Measurement
 from planner.memory.runtime import context_bytes
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.quantities import Estimate, Note
 from planner.units import MIB
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from planner.allocator.simulation import Simulation
 from planner.candidate import Candidate
 from planner.errors import InputError, PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.files.journal import append_line, lines_of
 from planner.gpus.catalogue import load_gpu
 from planner.gpus.cluster import Cluster, Gpu

@@ -8,7 +8,7 @@ from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.notebook.arguments import options_of
-from planner.plan import Plan
+from planner.planning import Plan
 
 if TYPE_CHECKING:
     import pandas as pd

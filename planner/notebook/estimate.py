@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from planner.candidate import Candidate
 from planner.errors import InputError, shortened
-from planner.estimate import accepted
-from planner.estimate import estimate as estimate_candidate
+from planner.estimation import accepted
+from planner.estimation import estimate as estimate_candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
 from planner.notebook.answer import WIDTH, table_html

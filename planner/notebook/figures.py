@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import InputError, PlanError, UnknownName
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.quantities import Estimate, GpuMemory
 from planner.report.bars import SMALLEST_BYTES
 from planner.report.frame import examined_structures

@@ -10,7 +10,7 @@ from planner.diagnose.incident import Incident
 from planner.diagnose.job import Diagnosis
 from planner.jobs.settings import settings_text
 from planner.measurements.corrected_plan import changed_settings
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.quantities import OUTSIDE_THE_ALLOCATOR
 from planner.report.documents import SCHEMA, DiagnosisReport, IncidentReport
 from planner.report.json import best_candidate

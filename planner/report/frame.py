@@ -9,7 +9,7 @@ from planner.confidence import shown_probability
 from planner.errors import PlanError
 from planner.jobs.settings import settings_of
 from planner.measurements.validate import Validation
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.quantities import Estimate
 from planner.report.sentences import CLASS_LABELS, sentence
 from planner.report.validation import csv_rows

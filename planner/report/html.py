@@ -14,7 +14,7 @@ from msgspec import to_builtins
 from planner.errors import InputError, PlanError
 from planner.gpus.cluster import Cluster
 from planner.launch.files import launch_files
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.quantities import Estimate, Note
 from planner.report.bars import COUNTS, SMALLEST_BYTES
 from planner.report.json import estimate_report, plan_report

@@ -11,7 +11,7 @@ from planner.confidence import kind_of, shown_probability, worst_miss
 from planner.errors import PlanError, one_line
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
-from planner.plan import Plan, Proof
+from planner.planning import Plan, Proof
 from planner.quantities import Estimate, GpuMemory, Note, PhaseMemory, Reason, Throughput
 from planner.report.documents import (
     SCHEMA,

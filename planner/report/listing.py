@@ -10,7 +10,7 @@ from planner.gpus.catalogue import GpuRow
 from planner.gpus.prices import MILLION
 from planner.measurements.own_results import OwnResult
 from planner.models.catalogue import ModelRow
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.report.documents import SCHEMA, ClusterReport, ComparisonReport
 from planner.report.json import plan_report
 from planner.report.words import bare_gib, describe_candidate, describe_excess, describe_probability, tightest

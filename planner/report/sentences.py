@@ -8,7 +8,7 @@ from planner.candidate import BITSANDBYTES
 from planner.jobs.settings import settings_text
 from planner.measurements.corrected_plan import phase_notes
 from planner.methods import KbitPreparation
-from planner.plan import Proof
+from planner.planning import Proof
 from planner.quantities import Note, NoteCode, Reason
 from planner.search.explain import MIN_REPORTED_BYTES, MIN_REPORTED_SPEEDUP
 from planner.search.knobs import TuningClass

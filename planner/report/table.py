@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from planner.gpus.cluster import Cluster
-from planner.plan import Alternative, Plan, faster_alternative
+from planner.planning import Alternative, Plan, faster_alternative
 from planner.quantities import Estimate, GpuMemory, Note
 from planner.report.bars import bars
 from planner.report.lines import joined, listed, wrapped

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from msgspec.structs import replace
 
 from planner.candidate import BITSANDBYTES, FLASH, Candidate
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import USUAL_NETWORK_BYTES_PER_SECOND
 from planner.jobs.job import effective_batch_size
 from planner.jobs.settings import is_shown

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from planner.candidate import Candidate
 from planner.errors import NotMeasured
-from planner.estimate import estimate, with_residual
+from planner.estimation import estimate, with_residual
 from planner.memory.engine.budget import EngineDoesNotFit, EngineRefusal, engine_or_refusal
 from planner.memory.engine.settings import engine_settings
 from planner.quantities import Estimate

@@ -31,7 +31,7 @@ from planner.serve.requests import Allowed, DiagnoseRequest, read_request
 from planner.training_stack import complete_models
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.planning import Plan
 
 Task = Literal["plan", "estimate", "diagnose", "form"]
 OK, BAD_REQUEST, UNPROCESSABLE, INTERNAL_ERROR, UNAVAILABLE = 200, 400, 422, 500, 503

@@ -8,7 +8,7 @@ from planner.errors import InputError, shortened
 from planner.jobs.settings import parse_assignments
 from planner.methods import METHODS
 from planner.models.catalogue import model_rows
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.report.html import form_only_html, plan_html, template
 from planner.requests.options import SearchOptions
 

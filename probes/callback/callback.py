@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from planner.candidate import Candidate
 from planner.errors import InputError, PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster
 from planner.jobs.settings import settings_text
 from planner.measurements.corrected_estimate import heaviest_rank, needed_peak_bytes
@@ -30,7 +30,7 @@ from planner.measurements.corrected_plan import changed_settings
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import Measurement, PhasePeak, RankMemory
 from planner.measurements.own_results import save_result
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.quantities import Estimate, Phase
 from planner.requests.saved_report import read_plan
 from planner.settings.setting import Value

@@ -17,7 +17,7 @@ from planner.allocator.simulation import OUTSIDE, STATES, Simulation, without_st
 from planner.allocator.trace import STAYS, Trace
 from planner.candidate import SHARDED, Candidate
 from planner.errors import NothingFits, PlanError
-from planner.estimate import estimate
+from planner.estimation import estimate
 from planner.gpus.cluster import Cluster, Gpu
 from planner.measurements.measurement import Measurement, Outcome, PhasePeak, RankMemory, Shortage, without_memory
 from planner.quantities import Component, Phase, PhaseMemory

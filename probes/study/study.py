@@ -17,7 +17,7 @@ from planner.files.database import hide_password
 from planner.measurements.corrected_estimate import heaviest_rank, phase_differences
 from planner.measurements.documents import measurement_line, stored_measurement
 from planner.measurements.measurement import DeviceName, Measurement, Outcome
-from planner.plan import Plan
+from planner.planning import Plan
 from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, tuning_class_of

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import structs
 
 from planner.errors import InputError, NothingFits, NotMeasured
-from planner.estimate import accepted, estimate
+from planner.estimation import accepted, estimate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
