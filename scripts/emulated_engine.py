@@ -176,10 +176,10 @@ EXPLANATION = (
     "`ASLEEP_BYTES`, so that the emulated figure shows what PyTorch keeps of it. Sleep levels 1 and 2 leave the same."
 )
 NOTES = (
-    "With torch.compile on one GPU the profile run peaks at about twice the eager bytes: 7B at 0.5 has 0.69 GiB less "
-    "for its KV cache than the formula says: not explained. Real start-up logs (results/engine.md) are of the older "
-    "runner, whose sampler decides the peak. Weights are the growth of the card's used memory, with the rest of "
-    "PyTorch's segments."
+    "With torch.compile on one GPU the profile run peaks while Inductor times the first kernel, whose made-up "
+    "arguments hold a second embedding table (`autotune_peak_bytes`): a start from vLLM's cache of compiled graphs has "
+    "that much more for its KV cache. Real start-up logs (results/engine.md) are of the older runner, whose sampler "
+    "decides the peak. Weights are the growth of the card's used memory, with the rest of PyTorch's segments."
 )
 HEAD = "| model | tp | sequences | graphs | weights | activation | KV cache | awake | asleep |"
 
@@ -197,6 +197,7 @@ def table() -> None:
     ]
     lines += [_line(Engine(**each["engine"]), each["seen"]) for each in rows if "seen" in each]
     lines += [f"\nNot started: {each['engine']}: {each['failed']}" for each in rows if "failed" in each]
+    lines += ["", *wrap(NOTES, 118)]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -16,6 +16,7 @@ from planner.memory.engine.blocks import BLOCK_SIZE, BlockLayout, block_layout
 from planner.memory.engine.profile_run import (
     RUNNERS,
     activation_peak_bytes,
+    autotune_peak_bytes,
     cuda_graph_bytes,
     non_torch_bytes,
     persistent_buffer_bytes,
@@ -207,6 +208,8 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
         settings.runner,
         settings.quantization.startswith("bitsandbytes"),
     )
+    if RUNNERS[settings.runner].autotunes and not settings.enforce_eager:
+        activation = max(activation, autotune_peak_bytes(model, tensor_parallel_size, settings.max_num_batched_tokens))
     persistent = persistent_buffer_bytes(model, settings.max_num_seqs, settings.max_num_batched_tokens, settings.runner)
     non_torch, before_baseline = non_torch_bytes(tensor_parallel_size, settings.runner)
     graphs = 0 if settings.enforce_eager else cuda_graph_bytes(settings.max_num_seqs, settings.max_num_batched_tokens)

@@ -22,16 +22,17 @@ class Runner:
     sampler_bytes_per_logit: int
     keeps_penalties: bool  # keeps the count of every token of every sequence on the GPU
     graphs_in_budget: bool  # CUDA graphs are measured first and subtracted from the KV cache
+    autotunes: bool  # the profile run compiles the model, and Inductor times kernels (`autotune_peak_bytes`)
 
 
 RUNNERS: dict[str, Runner] = {
     # Sorts the logits, which copies them. 39 is the median of the 7 rows of tests/data/vllm.jsonl that print the number
     # of sequences and an activation peak caused by the sampler (38.6 to 41.0).
-    "v1": Runner(sampler_bytes_per_logit=39, keeps_penalties=False, graphs_in_budget=False),
+    "v1": Runner(sampler_bytes_per_logit=39, keeps_penalties=False, graphs_in_budget=False, autotunes=False),
     # 16-bit logits and one float32 copy; top-k and top-p work in place (vllm/v1/worker/gpu/sample/sampler.py,
     # apply_sampling_params; v1/sample/ops/topk_topp_triton.py). The profile run of vLLM 0.31 has the 16-bit logits
     # only.
-    "v2": Runner(sampler_bytes_per_logit=DTYPE_BYTES + 4, keeps_penalties=True, graphs_in_budget=True),
+    "v2": Runner(sampler_bytes_per_logit=DTYPE_BYTES + 4, keeps_penalties=True, graphs_in_budget=True, autotunes=True),
 }
 
 # Memory that the engine takes outside torch's allocator: kernels, workspaces. Median of the 13 single-GPU rows of
@@ -87,6 +88,26 @@ def activation_peak_bytes(
         rows * model.vocab_size * RUNNERS[runner].sampler_bytes_per_logit + DTYPE_BYTES * tokens * model.hidden_size
     )
     return max(forward, sampler)
+
+
+def autotune_peak_bytes(model: ModelShape, tensor_parallel_size: int, tokens: int) -> int:
+    """Peak on each GPU while torch.compile chooses the first kernel's configuration, inside vLLM's profile run.
+
+        one GPU       16-bit embedding table + 2 x tokens x hidden x 2
+        several GPUs  0: the table is looked up outside of the kernel, and the kernels of a layer need no more than it
+
+    Inductor times each Triton kernel on made-up arguments of full size, all of one piece of the graph at a time. On one
+    GPU the first kernel joins the embedding with the first norm, so that its arguments hold a second table.
+    Source: torch, _inductor/standalone_compile.py (`autotune_at_compile_time`) and codegen/wrapper.py
+    (`generate_and_run_autotune_block`); results/emulated_engine.md.
+    Example: Qwen2.5-7B, 4,096 tokens: 2 x 3,584 x (152,064 + 2 x 4,096) = 1.070 GiB, twice its forward pass.
+
+    Leaves out what flushes the L2 cache between timings (40 MiB on an A100), and that a start which finds the graph in
+    vLLM's cache of compiled graphs times nothing.
+    """
+    if tensor_parallel_size > 1:
+        return 0
+    return DTYPE_BYTES * model.hidden_size * (model.vocab_size + 2 * tokens)
 
 
 def _layer_bytes_per_token(layer: Layer, tensor_parallel_size: int) -> int:
