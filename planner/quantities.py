@@ -187,12 +187,50 @@ NoteCode = Literal[
 ]  # fmt: skip
 
 
+# Ranks of notes for a short answer, which shows a few of them: the most urgent first. A code that no row
+# names is background: it explains what the plan does by itself.
+ASKED, URGENT, ASSUMED, CHOSEN, BACKGROUND = range(5)
+RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
+    # The user asked for it: a dry run, a probe.
+    (ASKED, (
+        "no_dry_run", "dry_run_agrees", "dry_run_without_liger", "dry_run_differs", "searched_again",
+        "ran_out_of_memory", "probe_peak", "probe_has_no_phase", "proven_instead", "cpu_counts_tensors",
+    )),
+    # The run stops, learns something else or wastes the GPUs unless the user acts.
+    (URGENT, (
+        "step_too_long", "generates_large_model", "own_probe_ran_out_of_memory", "method_lacks_settings",
+        "method_left", "method_came_later", "adapters_cast_back", "vllm_without_bitsandbytes",
+        "segments_stop_engine", "sinks_without_gradient", "image_mask_dropped", "rows_beyond_context",
+        "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",
+        "keys_not_counted", "rows_not_cut", "length_not_used", "machines_of_file_overridden",
+        "attention_not_installed", "liger_not_installed",
+    )),
+    # The plan assumes what the user may know better.
+    (ASSUMED, (
+        "host_memory_tight", "display_takes_memory", "images_not_counted", "prompt_length_assumed",
+        "network_assumed", "effective_batch_changed", "engine_takes_context", "oldest_trl_taken", "keys_not_used",
+        "own_lines_unread", "own_storage_not_read", "model_source", "class_not_planned",
+    )),
+    # The plan chose what the user should know of: a package to install, data without padding.
+    (CHOSEN, (
+        "own_probes", "own_runs", "largest_rank", "keys_without_effect",
+        "sdpa_builds_mask", "method_experimental",
+    )),
+)  # fmt: skip
+NOTE_RANKS: Mapping[NoteCode, int] = {code: rank for rank, codes in RANKED_NOTES for code in codes}
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """Something to say about a candidate or a plan: a code and the values of its sentence, other notes among them."""
 
     code: NoteCode
     values: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """Return how urgent it is, from `ASKED` to `BACKGROUND`."""
+        return NOTE_RANKS.get(self.code, BACKGROUND)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,6 @@ from planner.jobs.job import Job
 from planner.planning import Plan
 from planner.quantities import Estimate
 from planner.report.documents import json_schema
-from planner.report.words import DRY_RUN_HINT
 
 ASKED = ["--model", "Qwen2.5-7B", "--gpus", "2xA100-40G", "--method", "grpo"]
 
@@ -52,8 +51,16 @@ class TestSearch:
         assert run(ASKED) == 0
         out, err = capsys.readouterr()
         assert out.startswith("Qwen/Qwen2.5-7B · grpo · 2 x A100-40G")
-        assert err in ("", f"{DRY_RUN_HINT}\n")  # with trl installed
+        assert err == ""
         assert "\x1b" not in out
+
+    def test_v_shows_the_memory_of_each_phase_and_every_note(self, capsys):
+        assert run([*ASKED, "-v"]) == 0
+        verbose = capsys.readouterr().out
+        assert run(ASKED) == 0
+        short = capsys.readouterr().out
+        assert "optimizer step  █" in verbose and "why          " in verbose
+        assert "optimizer step  █" not in short and len(short.splitlines()) < 24
 
     def test_json_is_one_document(self, capsys):
         assert run([*ASKED, "--json"]) == 0

@@ -58,7 +58,8 @@ def test_the_readme_s_accuracy_is_that_of_the_results() -> None:
 def test_the_answer_that_is_explained_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
     page = ANSWER.read_text(encoding="utf-8")
 
     def printed(match: re.Match[str]) -> str:

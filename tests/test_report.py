@@ -296,7 +296,7 @@ class TestTable:
             (
                 {"sharding": "zero3", "offload_optimizer": True, "offload_param": True, "vllm": "server"},
                 "LoRA r 16 on a bfloat16 base · ZeRO-3 with optimizer and parameters on the host"
-                " · vLLM server on 1 GPU of its own",
+                " · vLLM server on 1 GPU",
             ),
             ({"method": "sft", "sharding": "none"}, "LoRA r 16 on a bfloat16 base · one GPU"),
         ],

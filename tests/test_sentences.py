@@ -211,7 +211,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "micro_batch": ({"per_device_train_batch_size": 4}, "per_device_train_batch_size 4"),
     "lengths_in_steps": ({"step": 256}, "lengths are tried in steps of 256 tokens"),
     "with_shared_rows": ({}, "with shared rows"),
-    "without_pins": ({}, "without those pins"),
+    "without_pins": ({}, "without your pins"),
     "host_memory_needed": ({"needed_bytes": 60 * GIB}, "60 GiB of host memory a node"),
     "host_memory_tight": (
         {"share": 0.92, "host_bytes": 128 * GIB},

@@ -46,8 +46,8 @@ def answered(command: str, capsys: pytest.CaptureFixture[str], code: int = EXIT_
 
 
 def table(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The table as one line of words, so that line breaks do not matter."""
-    run([*command.split(), "--quiet"])
+    """The whole table as one line of words, so that line breaks do not matter."""
+    run([*command.split(), "--quiet", "--verbose"])
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -373,7 +373,7 @@ def test_a_remedy_says_what_it_saves(capsys: pytest.CaptureFixture[str], tmp_pat
     peaks = [max(gpu["peak_bytes"] for gpu in each["gpus"]) for each in (report["best"], shorter)]
     assert shorter["saves_bytes"] == peaks[0] - peaks[1] > 2**30
     page, saves = tmp_path / "page.html", f"saves {shorter['saves_bytes'] / 2**30:.1f} GiB"
-    assert run([*command.split(), "--quiet", "--html", str(page)]) == EXIT_NOTHING_FITS
+    assert run([*command.split(), "--quiet", "-v", "--html", str(page)]) == EXIT_NOTHING_FITS
     assert f", {saves}" in " ".join(capsys.readouterr().out.split())
     assert f"; {saves}" in page.read_text(encoding="utf-8")
 

@@ -96,6 +96,11 @@ class OutputOptions:
 class ReportOptions(OutputOptions):
     """How the answer is printed, and the files that it is written to."""
 
+    verbose: Annotated[
+        bool,
+        typer.Option("-v", "--verbose", help="The whole answer: memory by phase, reasons, main memory, every note."),
+    ] = False
+
     out: Annotated[
         str | None, typer.Option("--out", metavar="DIR", help="Also write plan.json and plan.txt there.")
     ] = None

@@ -32,9 +32,8 @@ def search(
     from planner.ask import checked_plan, planned
     from planner.files.write import refuse_unwritable
     from planner.report.table import refusal
-    from planner.report.words import DRY_RUN_HINT
     from planner.requests.read_options import read_options
-    from planner.training_stack import complete_models, dry_run_installed
+    from planner.training_stack import complete_models
 
     _refuse_study_options_without_probe(study)
     if study.probe and output.dry_run:
@@ -54,8 +53,6 @@ def search(
     else:
         with live_line(output, "searching") as line:
             answer = checked_plan(request, line.say) if output.dry_run else planned(request)
-        if not output.dry_run and dry_run_installed() and answer.verdict == "fits" and not output.json:
-            progress(output)(DRY_RUN_HINT)
     if exit_code == EXIT_PLANNED and answer.verdict != "fits":
         exit_code, error = EXIT_NOTHING_FITS, refusal(answer)
     print_plan(output, answer)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from planner.gpus.cluster import Cluster
     from planner.planning import Plan
     from planner.quantities import Estimate, Note
+    from planner.report.screen import Screen
 
 PIPE_WIDTH = 100  # columns of the table if stdout is no terminal
 
@@ -65,7 +66,8 @@ def live_line(output: OutputOptions, work: str = "") -> Iterator[LiveLine]:
 
 
 def print_plan(output: ReportOptions, plan: "Plan") -> None:
-    """Print a plan as a table or as JSON, and write the files of --out and --html."""
+    """Print a plan as text or as JSON, and write the files of --out and --html."""
+    from planner.report.screen import plan_screen
     from planner.report.table import plan_table
 
     def document() -> "Struct":
@@ -78,11 +80,13 @@ def print_plan(output: ReportOptions, plan: "Plan") -> None:
 
         return plan_html(plan)
 
-    _print_report(output, document, plan_table(plan, width()), page)
+    table = plan_table(plan, width())
+    _print_report(output, document, table, table if output.verbose else plan_screen(plan, _screen(output)), page)
 
 
 def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster", notes: "Sequence[Note]") -> None:
-    """Print an estimate as a table or as JSON, and write the files of --out and --html."""
+    """Print an estimate as text or as JSON, and write the files of --out and --html."""
+    from planner.report.screen import estimate_screen
     from planner.report.table import estimate_table
 
     def document() -> "Struct":
@@ -95,13 +99,26 @@ def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster"
 
         return estimate_html(answer, cluster, notes)
 
-    _print_report(output, document, estimate_table(answer, cluster, notes, width()), page)
+    table = estimate_table(answer, cluster, notes, width())
+    short = table if output.verbose else estimate_screen(answer, cluster, notes, _screen(output))
+    _print_report(output, document, table, short, page)
+
+
+def _screen(output: ReportOptions) -> "Screen":
+    """Return the size of the terminal, and the folder of --out."""
+    from planner.report.screen import MIN_LINES, Screen
+
+    lines = shutil.get_terminal_size(fallback=(PIPE_WIDTH, MIN_LINES)).lines
+    return Screen(width=width(), lines=lines, out=output.out or "")
 
 
 def _print_report(
-    output: ReportOptions, document: Callable[[], "Struct"], table: "Text", page: Callable[[], str]
+    output: ReportOptions, document: Callable[[], "Struct"], table: "Text", short: "Text", page: Callable[[], str]
 ) -> None:
-    """Print a table, or a document as JSON; write the files of --out and --html, whose paths go to stderr."""
+    """Print the short answer, or a document as JSON; write the files of --out and --html, whose paths go to stderr.
+
+    `table`: the whole answer, for plan.txt.
+    """
     from planner.files.write import write_all
 
     text = ""
@@ -121,7 +138,7 @@ def _print_report(
     if output.json:
         print(text)
     else:
-        print_table(table)
+        print_table(short)
 
 
 def print_table(table: "Text") -> None:

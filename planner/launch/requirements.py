@@ -28,6 +28,16 @@ QUANTIZATION_PACKAGES: dict[Quantization, tuple[str, ...]] = {
 }
 
 
+# Packages of every run with TRL.
+COMMON = ("trl", "torch", "datasets", "transformers", "accelerate")
+
+
+def special_packages(candidate: Candidate) -> list[str]:
+    """The packages and extras that not every run with TRL has, without releases."""
+    names = [line.partition("==")[0] for line in requirements(candidate).splitlines()]
+    return [name for name in names if name not in COMMON]
+
+
 def requirements(candidate: Candidate) -> str:
     """The text of requirements.txt, one package per line."""
     # The extra trl[vllm] has TRL's bounds on vLLM.

@@ -57,23 +57,30 @@ def _bar_row(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
     style = ("bold " if is_peak else "") + ("red" if over else "")
     return Text.assemble(
         (f"{readable(phase.name):<{PHASE_WIDTH}}", "bold" if is_peak else ""),
-        _bar(phase, gpu, bar_width),
+        bar(phase, gpu, bar_width),
         (number, style.strip()),
     )
 
 
-def _bar(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
+def bar(phase: PhaseMemory, gpu: GpuMemory, bar_width: int) -> Text:
     """Return the groups of a phase side by side; `▏` marks the card's end, which a bar that does not fit crosses."""
     inside = bar_width - 1
     scale_bytes = max(gpu.capacity_bytes, gpu.peak_bytes)
-    sizes = [sum(phase.components.get(component, 0) for component in components) for _, _, _, components in GROUPS]
-    ends = [0, *(round(end * inside / scale_bytes) for end in accumulate(sizes))]
-    bar = Text()
-    for (_, glyph, colour, _), start, end in zip(GROUPS, ends, ends[1:], strict=False):
-        bar.append(glyph * (end - start), style=colour)
-    bar.append(" " * (inside - len(bar.plain)))
+    groups = list(group_sizes(phase))
+    ends = [0, *(round(end * inside / scale_bytes) for end in accumulate(size for _, _, _, size in groups))]
+    text = Text()
+    for (_, glyph, colour, _), start, end in zip(groups, ends, ends[1:], strict=False):
+        text.append(glyph * (end - start), style=colour)
+    text.append(" " * (inside - len(text.plain)))
     card_end = round(gpu.capacity_bytes * inside / scale_bytes)
-    return bar[:card_end] + Text("▏", style="bold") + bar[card_end:]
+    return text[:card_end] + Text("▏", style="bold") + text[card_end:]
+
+
+def group_sizes(phase: PhaseMemory) -> Iterator[tuple[str, str, str, int]]:
+    """Yield the name, glyph and colour of each group of components that a phase has, and its bytes."""
+    for name, glyph, colour, components in GROUPS:
+        if size := sum(phase.components.get(component, 0) for component in components):
+            yield name, glyph, colour, size
 
 
 def _legend(estimate: Estimate, width: int) -> Iterator[Text]:

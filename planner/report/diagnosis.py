@@ -26,6 +26,7 @@ from planner.report.words import (
     describe_speed,
     readable,
     tightest,
+    verdict_style,
 )
 from planner.units import format_gib, format_size
 
@@ -136,7 +137,7 @@ def _instead(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
         return
     yield Text()
     yield from wrapped("instead", [describe_candidate(best.candidate)], width, style="bold")
-    yield from wrapped("", [describe_fit(best)], width, style="green" if best.fits else "red")
+    yield from wrapped("", [describe_fit(best)], width, style=verdict_style(best))
     yield from wrapped("", [describe_speed(best)], width)
     changes = changed_settings(diagnosis.expected.candidate, best.candidate)
     yield from wrapped("change", [settings_text(changes)], width)

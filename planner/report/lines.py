@@ -7,17 +7,24 @@ from rich.text import Text
 LABEL_WIDTH = 13
 
 
-def listed(label: str, items: Sequence[str], width: int) -> Iterator[Text]:
+def listed(label: str, items: Sequence[str], width: int, label_width: int = LABEL_WIDTH) -> Iterator[Text]:
     """Yield a line for each item; the first has the label."""
     for number, item in enumerate(items):
-        yield from wrapped(label if number == 0 else "", [item], width, hanging=2)
+        yield from wrapped(label if number == 0 else "", [item], width, hanging=2, label_width=label_width)
 
 
 def wrapped(
-    label: str, items: Sequence[str], width: int, *, style: str = "", separator: str = " · ", hanging: int = 0
+    label: str,
+    items: Sequence[str],
+    width: int,
+    *,
+    style: str = "",
+    separator: str = " · ",
+    hanging: int = 0,
+    label_width: int = LABEL_WIDTH,
 ) -> Iterator[Text]:
     """Yield items side by side, wrapped between items, and between words of an item that is longer than a line."""
-    room = width - LABEL_WIDTH
+    room = width - label_width
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + len(separator) + len(item) <= room:
@@ -25,7 +32,7 @@ def wrapped(
         else:
             lines.extend(_broken(item, room, hanging))
     for number, line in enumerate(lines):
-        yield Text.assemble((f"{label if number == 0 else '':<{LABEL_WIDTH}}", "dim"), (line, style))
+        yield Text.assemble((f"{label if number == 0 else '':<{label_width}}", "dim"), (line, style))
 
 
 def _broken(item: str, room: int, hanging: int) -> list[str]:

@@ -379,7 +379,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "micro_batch": lambda per_device_train_batch_size: f"per_device_train_batch_size {per_device_train_batch_size}",
     "lengths_in_steps": lambda step: f"lengths are tried in steps of {step} tokens",
     "with_shared_rows": lambda: "with shared rows",
-    "without_pins": lambda: "without those pins",
+    "without_pins": lambda: "without your pins",
     "host_memory_needed": lambda needed_bytes: f"{format_gib(needed_bytes, 0)} of host memory a node",
     "host_memory_tight": lambda share, host_bytes: (
         f"{share:.0%} of the {format_gib(host_bytes, 0)} of main memory that are assumed would be used: "

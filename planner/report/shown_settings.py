@@ -1,9 +1,14 @@
-"""The settings of a candidate that the table shows: the important ones, and those that differ from TRL's defaults."""
+"""The settings of a candidate that a report shows: the important ones, and those that differ from TRL's defaults."""
+
+import json
+import shlex
 
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
-from planner.jobs.settings import CHECKPOINTING_KWARGS, GROUPS, setting_field, settings_of
+from planner.jobs.settings import CHECKPOINTING_KWARGS, GROUPS, setting_field, settings_of, trl_arguments
+from planner.launch.command import SERVER_ARGUMENTS
+from planner.settings.setting import File
 from planner.settings.table import SETTING_OF, SETTINGS, SPELLINGS
 from planner.units import format_count
 
@@ -14,27 +19,88 @@ PLACES = {row.field: place for place, row in enumerate(SETTINGS)}
 STRUCTURE = ("tuning", "quantization", "precision", "sharding", "vllm")
 
 
+# TRL arguments that hold a setting of another name (planner/jobs/settings.py, `trl_arguments`).
+HOLDERS = ("accelerator_config", "teacher_model_init_kwargs")
+# Settings whose default in `Candidate` is not TRL's (trl 1.16, trainer/model_config.py: None and 0.05).
+OWN_DEFAULTS = ("lora_target_modules", "lora_dropout")
+LAUNCH_FILES: tuple[File, ...] = ("accelerate", "deepspeed", "code")
+SIZES = ("batch", "lengths")  # lines whose settings every reader looks for
+
+
 def shown_settings(candidate: Candidate) -> dict[str, list[str]]:
     """Return lines of settings by label, written as `--set` takes them."""
     settings = settings_of(candidate)
-    plain = Candidate(model=candidate.model, method=candidate.method, trl_version=candidate.trl_version)
+    lines: dict[str, list[str]] = {label: [] for label in LABELS}
+    for name in _shown_names(candidate):
+        line = "model" if name == CHECKPOINTING_KWARGS else SETTING_OF[setting_field(name)].line
+        lines[line].append(f"{name} {_value(settings[name])}")
+    lines["batch"].append(f"{format_count(candidate.effective_batch_size)} samples a step")
+    return {label: items for label, items in lines.items() if items}
+
+
+def flags(candidate: Candidate) -> list[str]:
+    """Return the settings that are arguments of TRL as flags of `trl <method>`; others are at TRL's defaults."""
+    arguments, usual = trl_arguments(candidate), settings_of(_plain(candidate))
+    served = SERVER_ARGUMENTS.values() if candidate.server_gpus else ()
+    shown = (*_shown_names(candidate, implied_too=True), *HOLDERS)
+    names = [name for name in shown if name in arguments and name not in served]
+    return [
+        f"--{name}{_flag_value(arguments[name])}"
+        for name in names
+        if arguments[name] is not None
+        and (
+            arguments[name] != usual.get(name) or name in OWN_DEFAULTS or SETTING_OF[setting_field(name)].line in SIZES
+        )
+    ]
+
+
+def launch_settings(candidate: Candidate) -> list[str]:
+    """Return the shown settings that are no arguments of TRL: those of accelerate, DeepSpeed and the environment."""
+    arguments, settings = trl_arguments(candidate), settings_of(candidate)
+    served = SERVER_ARGUMENTS.values() if candidate.server_gpus else ()
+    names = [name for name in _shown_names(candidate) if name not in (*arguments, *served)]
+    files = {name: SETTING_OF[setting_field(name)].file_of(name) for name in names}
+    return [
+        *(f"{name} {_value(settings[name])}" for name, file in files.items() if file in LAUNCH_FILES),
+        *(f"{name}={value}" for name, value in launch_environment(candidate)),
+    ]
+
+
+def _shown_names(candidate: Candidate, implied_too: bool = False) -> list[str]:
+    """Return the names of the settings to show, those that every report shows first.
+
+    `implied_too`: also those that a reader takes from others, such as use_vllm from vllm_mode.
+    """
+    settings, plain = settings_of(candidate), _plain(candidate)
     usual = settings_of(plain) | {
         "steps_per_generation": candidate.gradient_accumulation_steps
     }  # trl 1.16, grpo_config.py, `GRPOConfig.__post_init__`
     chosen = {name for field in STRUCTURE for name in SPELLINGS[field][getattr(candidate, field)]}
     implied = settings_of(replace(plain, **{field: getattr(candidate, field) for field in STRUCTURE}))
-    lines: dict[str, list[str]] = {label: [] for label in LABELS}
     rows = {name: SETTING_OF[setting_field(name)] for name in settings if name not in GROUPS}
+    shown = []
     for name in sorted(rows, key=lambda name: (rows[name].shown != "always", PLACES[rows[name].field])):
         row = rows[name]
         differs = settings[name] != usual.get(name) and (name in chosen or settings[name] != implied.get(name))
-        if (row.shown == "always" or (row.shown != "never" and differs)) and name not in row.hidden:
-            lines[row.line].append(f"{name} {_value(settings[name])}")
-    kwargs = settings[CHECKPOINTING_KWARGS]
-    if kwargs not in (usual[CHECKPOINTING_KWARGS], implied[CHECKPOINTING_KWARGS]):
-        lines["model"].append(f"{CHECKPOINTING_KWARGS} {_value(kwargs)}")
-    lines["batch"].append(f"{format_count(candidate.effective_batch_size)} samples a step")
-    return {label: items for label, items in lines.items() if items}
+        if (row.shown == "always" or (row.shown != "never" and differs)) and (implied_too or name not in row.hidden):
+            shown.append(name)
+    if settings[CHECKPOINTING_KWARGS] not in (usual[CHECKPOINTING_KWARGS], implied[CHECKPOINTING_KWARGS]):
+        shown.append(CHECKPOINTING_KWARGS)
+    return shown
+
+
+def _plain(candidate: Candidate) -> Candidate:
+    """Return the candidate with the defaults of every setting."""
+    return Candidate(model=candidate.model, method=candidate.method, trl_version=candidate.trl_version)
+
+
+def _flag_value(value: object) -> str:
+    """Return a flag's value as a shell and TRL's parser read it, after a space; a flag alone means true."""
+    if isinstance(value, bool):
+        return "" if value else " false"
+    if isinstance(value, dict):
+        return f" {shlex.quote(json.dumps(value))}"
+    return "".join(f" {shlex.quote(str(each))}" for each in (value if isinstance(value, list) else [value]))
 
 
 def _value(value: object) -> str:

@@ -26,6 +26,7 @@ from planner.report.words import (
     readable,
     tightest,
     tokens_per_second,
+    verdict_style,
 )
 from planner.search.levers import Lever
 from planner.search.remedies import Remedy
@@ -97,7 +98,7 @@ def _with_bound(gpu: GpuMemory) -> str:
 
 def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int, faster: Sequence[str] = ()) -> Iterator[Text]:
     """Yield a candidate, its GPUs, its settings and their memory."""
-    yield from _header(estimate, cluster, width)
+    yield from header(estimate, cluster, width)
     yield Text()
     yield from _candidate_block(label, estimate, width, faster)
     yield Text()
@@ -107,13 +108,14 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, width: int, faster
     yield Text()
 
 
-def _header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
+def header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
+    """Yield the job and the hardware, and the evidence at the right edge."""
     candidate = estimate.candidate
     job, hardware = (
         f"{candidate.model.id} · {candidate.method}",
         f"{describe_cluster(cluster)} · trl {candidate.trl_version}",
     )
-    evidence = f"{describe_evidence(estimate)}"
+    evidence = describe_evidence(estimate)
     room = width - len(evidence) - 2
     first = f"{job} · {hardware}" if len(f"{job} · {hardware}") <= room else job
     yield Text.assemble((first, "bold"), " " * max(room + 2 - len(first), 2), (evidence, "italic"))
@@ -123,7 +125,7 @@ def _header(estimate: Estimate, cluster: Cluster, width: int) -> Iterator[Text]:
 
 def _candidate_block(label: str, estimate: Estimate, width: int, faster: Sequence[str]) -> Iterator[Text]:
     """Yield the candidate in words, whether it fits, its speed, then its settings."""
-    style = "green" if estimate.fits else "red"
+    style = verdict_style(estimate)
     yield from wrapped(label, [describe_candidate(estimate.candidate)], width, style="bold")
     yield from wrapped("", [describe_fit(estimate)], width, style=style)
     if estimate.fits:

@@ -11,7 +11,6 @@ from planner.units import format_count, format_gib
 SHOWN_PART = 0.01  # of a step's time, for a part to be listed
 MOST_SECONDS = 600  # a longer step is printed in minutes
 
-DRY_RUN_HINT = "add --dry-run to check this with the installed trl, in about 15 s"
 STACK = ("torch", "trl")  # libraries whose releases are printed beside a measurement
 DEVICE_WORDS = {
     "cuda": "",
@@ -84,7 +83,7 @@ def _generation_words(candidate: Candidate) -> str:
         return ""
     if candidate.vllm == "server":
         gpus = candidate.server_gpus
-        return f"vLLM server on {gpus} GPU{'s' if gpus > 1 else ''} of its own"
+        return f"vLLM server on {gpus} GPU{'s' if gpus > 1 else ''}"
     if candidate.vllm == "colocate":
         return "vLLM colocated" + (", asleep while training" if candidate.vllm_enable_sleep_mode else "")
     return "generates with Transformers"
@@ -117,6 +116,11 @@ def describe_fit(estimate: Estimate) -> str:
     if estimate.device == "cuda":
         return f"fits, as a probe showed, {room} · {peak}"
     return f"{'tight' if estimate.tight else 'fits'}, {room}: {describe_runs(estimate)} · {peak}"
+
+
+def verdict_style(estimate: Estimate) -> str:
+    """Return the colour of a verdict: green if it fits, yellow at the edge, else red."""
+    return "yellow" if estimate.tight else "green" if estimate.fits else "red"
 
 
 def describe_excess(estimate: Estimate) -> str:
@@ -203,7 +207,7 @@ def tightest(estimate: Estimate) -> GpuMemory:
 def describe_speed(estimate: Estimate) -> str:
     """Return the speed in words: `about 2,200 tokens/s, 7.5 s a step`."""
     throughput = estimate.throughput
-    return f"about {tokens_per_second(throughput.tokens_per_second)}, {_about_seconds(throughput.step_seconds)} a step"
+    return f"about {tokens_per_second(throughput.tokens_per_second)}, {about_seconds(throughput.step_seconds)} a step"
 
 
 def describe_step(estimate: Estimate) -> str:
@@ -211,7 +215,7 @@ def describe_step(estimate: Estimate) -> str:
     throughput = estimate.throughput
     parts = sorted(throughput.seconds.items(), key=lambda part: -part[1])
     shown = [(name, seconds) for name, seconds in parts if seconds >= SHOWN_PART * throughput.step_seconds]
-    return " + ".join(f"{name.replace('_', ' ')} {_about_seconds(seconds)}" for name, seconds in shown)
+    return " + ".join(f"{name.replace('_', ' ')} {about_seconds(seconds)}" for name, seconds in shown)
 
 
 def tokens_per_second(tokens: float) -> str:
@@ -219,7 +223,7 @@ def tokens_per_second(tokens: float) -> str:
     return f"{format_count(int(float(f'{tokens:.2g}')))} tokens/s"
 
 
-def _about_seconds(seconds: float) -> str:
+def about_seconds(seconds: float) -> str:
     """Return seconds rounded to two digits: `7.5 s`, `33 s`, `12 min`."""
     rounded = float(f"{seconds:.2g}")
     return f"{rounded:g} s" if rounded < MOST_SECONDS else f"{rounded / 60:.0f} min"

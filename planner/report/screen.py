@@ -1,0 +1,296 @@
+"""The answer on one screen: the verdict, flags to paste, memory, speed, other ways, and the notes to act on.
+
+Everything else, such as the memory of each phase, is in the full table (planner/report/table.py), which -v prints.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from planner.confidence import MOST_SPARE, SPEED_RATIOS
+from planner.gpus.cluster import Cluster
+from planner.launch.command import server_command
+from planner.launch.requirements import special_packages
+from planner.planning import Alternative, Plan
+from planner.quantities import BACKGROUND, URGENT, Estimate, GpuMemory, Note, NoteCode, Phase
+from planner.report.bars import SMALLEST_BYTES, bar, group_sizes
+from planner.report.lines import joined, wrapped
+from planner.report.sentences import proof_lines, sentence
+from planner.report.shown_settings import flags, launch_settings
+from planner.report.table import header
+from planner.report.words import (
+    about_seconds,
+    bare_gib,
+    describe_candidate,
+    describe_excess,
+    published_like,
+    readable,
+    tightest,
+    tokens_per_second,
+    verdict_style,
+)
+from planner.search.levers import Lever
+from planner.search.remedies import Remedy
+from planner.units import format_count, format_gib
+
+MIN_WIDTH, MAX_WIDTH, MIN_LINES = 62, 100, 24
+LABEL_WIDTH = 10
+PROMPT_LINES = 1  # of the shell, below the answer
+MOST_WAYS, MOST_NOTES = 3, 3
+PASSES: tuple[Phase, ...] = ("forward", "backward")
+# What gives way first on a small screen: the larger number.
+ALWAYS, URGENT_NOTES, OTHERS, ROOM, PICTURE = range(5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Lines that are shown together or not at all. `order`: the block with the highest one gives way first."""
+
+    lines: tuple[Text, ...]
+    order: tuple[int, int, int] = (ALWAYS, 0, 0)
+    notes: int = 0  # that the lines say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Screen:
+    """Columns and lines of a terminal, and the folder of --out (empty: none)."""
+
+    width: int
+    lines: int = MIN_LINES
+    out: str = ""
+
+    @property
+    def room(self) -> int:
+        """Return the columns that the answer takes: longer lines are hard to follow back."""
+        return min(max(self.width, MIN_WIDTH), MAX_WIDTH)
+
+
+def plan_screen(plan: Plan, screen: Screen) -> Text:
+    """Return the short answer to a job."""
+    fits = plan.verdict == "fits"
+    blocks = [
+        *_answer("train" if fits else "nearest", plan.best, plan.cluster, screen),
+        *_listed("probes", proof_lines(plan.proof)[:MOST_WAYS] if plan.proof is not None else (), screen, (ALWAYS, 0)),
+        *_listed("also" if fits else "to fit", _ways(plan)[:MOST_WAYS], screen, (OTHERS, 0)),
+        *_notes(plan.warnings, screen),
+    ]
+    more = len(plan.warnings) + len(plan.best.reasons) + len(plan.more)
+    return _on_one_screen(blocks, more, screen, _next(plan.best, screen), _check(plan.best))
+
+
+def estimate_screen(estimate: Estimate, cluster: Cluster, warnings: Sequence[Note], screen: Screen) -> Text:
+    """Return the short answer about one candidate."""
+    blocks = [*_answer("given", estimate, cluster, screen), *_notes(warnings, screen)]
+    search = ["plan without `estimate` searches for a better one"] if estimate.evidence == "estimated" else []
+    steps = [*search, *_next(estimate, screen)]
+    more = len(warnings) + len(estimate.reasons)
+    return _on_one_screen(blocks, more, screen, steps, _check(estimate))
+
+
+def _on_one_screen(blocks: Sequence[Block], remarks: int, screen: Screen, steps: Sequence[str], check: str) -> Text:
+    """Join blocks and the next steps; leave out those that give way until the rest fits the lines of the screen.
+
+    `remarks`: all notes and reasons, of which -v shows those that are not here.
+    """
+    shown = list(blocks)
+    while True:
+        left = remarks - sum(block.notes for block in shown)
+        verbose = f"add -v: memory by phase{f', {left} more remarks' if left else ''}{check}"
+        ending = list(_next_lines([*steps, verbose], screen))
+        taken = sum(len(block.lines) for block in shown) + len(ending) + PROMPT_LINES
+        last = max(shown, key=lambda block: block.order)
+        if taken <= max(screen.lines, MIN_LINES) or last.order[0] == ALWAYS:
+            return joined([line for block in shown for line in block.lines] + ending)
+        shown.remove(last)
+
+
+def _next_lines(steps: Sequence[str], screen: Screen) -> Iterator[Text]:
+    for number, step in enumerate(steps):
+        yield from wrapped("next" if number == 0 else "", [step], screen.room, label_width=LABEL_WIDTH)
+
+
+def _next(estimate: Estimate, screen: Screen) -> list[str]:
+    """Return how to get the launch files of a candidate that fits."""
+    if not estimate.fits:
+        return []
+    folder = screen.out or "run"
+    export = f"plan export {folder} {folder}/files: launch files"
+    return [export if screen.out else f"add --out run, then {export}"]
+
+
+def _check(estimate: Estimate) -> str:
+    """Return how an estimate is checked, if nothing has checked it."""
+    return " · --dry-run: check it" if estimate.fits and estimate.evidence == "estimated" else ""
+
+
+# -- the answer --------------------------------------------------------------------------------------------------------
+
+
+def _answer(label: str, estimate: Estimate, cluster: Cluster, screen: Screen) -> Iterator[Block]:
+    """Yield the job, the verdict, the candidate, its memory, its speed and its flags."""
+    width = screen.room
+    gap = Block(lines=(Text(),), order=(ROOM, 0, 0))
+    yield Block(lines=tuple(header(estimate, cluster, width)))
+    yield gap
+    style = f"bold {verdict_style(estimate)}"
+    yield Block(lines=tuple(wrapped("", [_verdict(estimate)], width, style=style, separator=" ", label_width=0)))
+    yield _block(label, [describe_candidate(estimate.candidate)], screen)
+    gpu = tightest(estimate)
+    yield _block("memory", [_peak(gpu)], screen)
+    yield Block(lines=tuple(_picture(gpu, width)), order=(PICTURE, 0, 0))
+    if estimate.fits:
+        yield _block("speed", [_speed(estimate)], screen)
+        yield gap
+        yield from _settings(estimate, screen)
+    yield gap
+
+
+def _verdict(estimate: Estimate) -> str:
+    """Return a line such as `Fits, 4.3 GiB (11 %) to spare; 222 of 224 published runs with as much ran.`"""
+    if not estimate.fits and not estimate.tight:
+        return f"Does not fit: {describe_excess(estimate)}."
+    gpu, like = tightest(estimate), published_like(estimate)
+    spare = max(gpu.capacity_bytes - gpu.peak_bytes, 0)
+    room = f"{format_gib(spare, 1)} ({100 * spare / gpu.capacity_bytes:.0f} %) to spare"
+    if estimate.device == "cuda":
+        return f"Fits, as a probe showed, {room}."
+    as_much = "as much" if like.spare < MOST_SPARE else "half free"
+    if not like.at_least:
+        as_much = f"under {100 * like.spare:.0f} %"
+    verdict = "Tight" if estimate.tight else "Fits"
+    return f"{verdict}, {room}; {like.ran} of {like.runs} published runs with {as_much} ran."
+
+
+def _peak(gpu: GpuMemory) -> str:
+    low, high = gpu.interval_bytes
+    peak = f"peak {bare_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes, 1)}"
+    return f"{peak}, between {bare_gib(low)} and {bare_gib(high)}, in the {_phase(gpu.peak_phase)}"
+
+
+def _phase(name: Phase) -> str:
+    return f"{readable(name)} pass" if name in PASSES else readable(name)
+
+
+def _picture(gpu: GpuMemory, width: int) -> Iterator[Text]:
+    """Yield a bar of the heaviest phase, and what its parts are."""
+    indent = " " * LABEL_WIDTH
+    yield Text(indent) + bar(gpu.peak, gpu, width - LABEL_WIDTH)
+    line = Text(indent)
+    for name, glyph, colour, size in group_sizes(gpu.peak):
+        if size < SMALLEST_BYTES:
+            continue
+        entry = Text.assemble((glyph, colour), f" {name} {bare_gib(size)}  ")
+        if len(line.plain) + len(entry.plain.rstrip()) > width:
+            yield line
+            line = Text(indent)
+        line += entry
+    yield line
+
+
+def _speed(estimate: Estimate) -> str:
+    """Return the speed with the error of published ones.
+
+    Example: `about 2,200 tokens/s (typically -32 to +17 %), 16 samples in 7.5 s`.
+    """
+    samples, seconds = estimate.candidate.effective_batch_size, estimate.throughput.step_seconds
+    low, high = (f"{round(100 * ratio - 100):+d}" for ratio in SPEED_RATIOS)
+    error = "" if estimate.throughput.evidence == "measured" else f" (typically {low} to {high} %)"
+    rate = tokens_per_second(estimate.throughput.tokens_per_second)
+    return f"about {rate}{error}, {format_count(samples)} samples in {about_seconds(seconds)}"
+
+
+def _settings(estimate: Estimate, screen: Screen) -> Iterator[Block]:
+    """Yield the settings as flags of `trl <method>`, lines joined as a shell joins them, and what else a run needs."""
+    candidate = estimate.candidate
+    yield Block(lines=tuple(_pasted("settings", flags(candidate), screen)))
+    yield _block("launch", launch_settings(candidate), screen)
+    if server := server_command(candidate):
+        yield Block(lines=tuple(_pasted("server", _words(server), screen)))
+    if packages := special_packages(candidate):
+        yield Block(lines=tuple(wrapped("install", packages, screen.room, separator=" ", label_width=LABEL_WIDTH)))
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """Return a command with each option beside its value."""
+    words: list[str] = []
+    for word in command:
+        if words and words[-1].startswith("--") and " " not in words[-1] and not word.startswith("--"):
+            words[-1] += f" {word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _pasted(label: str, parts: Sequence[str], screen: Screen) -> Iterator[Text]:
+    r"""Yield parts of a command in as few lines as they fill, with ` \` at the end of each line but the last."""
+    ending = " \\"
+    room = screen.room - LABEL_WIDTH - len(ending)
+    lines: list[str] = []
+    for part in (part for part in parts if len(part) <= room):
+        place = next((row for row, line in enumerate(lines) if len(line) + 1 + len(part) <= room), None)
+        if place is None:
+            lines.append(part)
+        else:
+            lines[place] += f" {part}"
+    # A flag that is longer than a line comes last, its value in the line behind it.
+    lines += [piece for part in parts if len(part) > room for piece in part.split(" ", 1)]
+    for number, line in enumerate(lines):
+        head = (f"{label if number == 0 else '':<{LABEL_WIDTH}}", "dim")
+        yield Text.assemble(head, line, (ending if number < len(lines) - 1 else "", "dim"))
+
+
+# -- other ways and notes ----------------------------------------------------------------------------------------------
+
+
+def _ways(plan: Plan) -> list[str]:
+    """Return other ways in a line each: those that fit, then changes at a price, then those that do not fit."""
+    fitting = [_alternative(other) for other in plan.alternatives if other.estimate.fits]
+    others = [_alternative(other) for other in plan.alternatives if not other.estimate.fits]
+    return [*map(_remedy, plan.remedies), *fitting, *map(_lever, plan.levers), *others]
+
+
+def _alternative(other: Alternative) -> str:
+    return "; ".join([f"{sentence(other.label)}: {_outcome(other.estimate)}", *map(sentence, other.notes)])
+
+
+def _remedy(remedy: Remedy) -> str:
+    return "; ".join([f"{sentence(remedy.change)}: {_outcome(remedy.estimate)}", *map(sentence, remedy.notes)])
+
+
+def _lever(lever: Lever) -> str:
+    rate = tokens_per_second(lever.estimate.throughput.tokens_per_second)
+    return f"{sentence(lever.change)}: about {rate}, at a price (-v)"
+
+
+def _outcome(estimate: Estimate) -> str:
+    if not estimate.fits and not estimate.tight:
+        return f"does not fit, {describe_excess(estimate)}"
+    word = "tight" if estimate.tight else "fits"
+    return f"{word}, about {tokens_per_second(estimate.throughput.tokens_per_second)}"
+
+
+CHANGES: tuple[NoteCode, ...] = ("config_change", "config_unchanged")
+
+
+def _notes(notes: Sequence[Note], screen: Screen) -> Iterator[Block]:
+    """Yield the changes to a config file, then the notes that change what the user does, the most urgent first."""
+    changes = [sentence(note).removeprefix("config ") for note in notes if note.code in CHANGES]
+    if changes:
+        yield _block("config", changes, screen, (URGENT_NOTES, 0, 0), len(changes))
+    ranked = sorted((note for note in notes if note.rank < BACKGROUND), key=lambda note: note.rank)
+    for number, note in enumerate(ranked[:MOST_NOTES]):
+        order = URGENT_NOTES if note.rank <= URGENT else OTHERS
+        yield _block("note" if number == 0 else "", [sentence(note)], screen, (order, number, 1), 1)
+
+
+def _listed(label: str, items: Sequence[str], screen: Screen, order: tuple[int, int]) -> Iterator[Block]:
+    for number, item in enumerate(items):
+        yield _block(label if number == 0 else "", [item], screen, (order[0], number, order[1]))
+
+
+def _block(
+    label: str, items: Sequence[str], screen: Screen, order: tuple[int, int, int] = (ALWAYS, 0, 0), notes: int = 0
+) -> Block:
+    lines = wrapped(label, items, screen.room, hanging=2, label_width=LABEL_WIDTH)
+    return Block(lines=tuple(lines), order=order, notes=notes)
