@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from planner.commands.main import app
-from planner.launch.command import Launcher
+from planner.launch.trl_config import Launcher
 from planner.methods import METHODS, MethodName
 
 PLAN = typer.main.get_command(app).main

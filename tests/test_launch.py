@@ -21,14 +21,14 @@ from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import Job
 from planner.jobs.settings import candidate_fields
 from planner.launch.accelerate import accelerate_config
-from planner.launch.command import Launcher, launch_command, server_command
+from planner.launch.command import launch_command, server_command
 from planner.launch.deepspeed import deepspeed_config
 from planner.launch.export import export
 from planner.launch.files import launch_files
 from planner.launch.requirements import RELEASES
 from planner.launch.shell import launch_script, slurm_script
 from planner.launch.torchrun import sharding_settings
-from planner.launch.trl_config import DATASET, trl_config
+from planner.launch.trl_config import DATASET, Launcher, trl_config
 from planner.methods import METHODS, MethodName
 from planner.models.catalogue import load_model
 from planner.requests.train_config import load_train_config

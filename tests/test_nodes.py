@@ -19,7 +19,7 @@ from test_sharded_runs import CONFIG, Rank
 
 from planner.candidate import SHARDED, Candidate
 from planner.commands.main import app
-from planner.launch.command import Launcher
+from planner.launch.trl_config import Launcher
 from planner.memory.gradients import step_gradients_bytes
 from planner.memory.optimizer import optimizer_states_bytes
 from planner.memory.parameters.tensors import rounded_bytes

@@ -23,15 +23,15 @@ from planner.estimation import accepted, estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
-from planner.launch.command import Launcher
-from planner.launch.export import export
+from planner.launch.export import export, write_files
 from planner.launch.files import launch_files
+from planner.launch.trl_config import Launcher
 from planner.memory.engine.budget import EngineDoesNotFit
 from planner.memory.engine.settings import engine_settings
 from planner.methods import METHODS, NEWEST_TRL, MethodName
 from planner.models.catalogue import load_model
 from planner.report.json import estimate_report, json_text
-from planner.requests.saved_report import read_candidate
+from planner.requests.saved_report import read_run
 from planner.settings.table import has_setting
 
 PLAN = typer.main.get_command(app).main
@@ -77,15 +77,17 @@ def read_back(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The report of a candidate, and that of `plan estimate` from the files that `plan export` makes of it.
 
-    The command is the one in the README.md of the files.
+    The command is the one in the README.md of the files, which names everything that no file says.
     """
-    before = json_text(estimate_report(accepted(estimate(held, parse_cluster(gpus)))))
+    cluster = parse_cluster(gpus)
+    before = json_text(estimate_report(accepted(estimate(held, cluster)), cluster=cluster))
     (folder / "plan.json").write_text(before)
-    export(read_candidate(folder / "plan.json", lambda model: model), folder / "run", launcher=launcher)
+    run = read_run(folder / "plan.json", lambda model: model)
+    write_files(launch_files(run.candidate, launcher, run.site), folder / "run", overwrite=False)
     (line,) = re.findall(r"^    plan (estimate .*)$", (folder / "run" / "README.md").read_text(), re.MULTILINE)
     printed = io.StringIO()
     with contextlib.chdir(folder / "run"), contextlib.redirect_stdout(printed):
-        PLAN([*shlex.split(line), "--gpus", gpus, "--json", "--quiet"], standalone_mode=False)
+        PLAN([*shlex.split(line), "--json", "--quiet"], standalone_mode=False)
     return plain(json.loads(before)), plain(json.loads(printed.getvalue()))
 
 

@@ -5,18 +5,25 @@ from pathlib import Path
 
 from planner.commands.exit_codes import EXIT_PLANNED
 from planner.commands.options import ExportOptions, grouped
+from planner.errors import InputError
 
 
 @grouped
 def export(options: ExportOptions) -> int:
     """Write the files that run a plan's candidate: accelerate, DeepSpeed, TRL, vLLM, SLURM, requirements. Prints their
     paths."""
-    from planner.launch.export import export as write_launch_files
-    from planner.requests.saved_report import read_candidate
+    from planner.launch.export import write_files
+    from planner.launch.files import launch_files
+    from planner.requests.saved_report import read_run
     from planner.training_stack import complete_models
 
-    complete = complete_models(lambda line: print(line, file=sys.stderr))
-    candidate = read_candidate(Path(options.saved), complete)
-    for path in write_launch_files(candidate, Path(options.folder), options.overwrite, options.launcher):
+    run = read_run(Path(options.saved), complete_models(lambda line: print(line, file=sys.stderr)))
+    if not run.fits and not options.anyway:
+        raise InputError(
+            f"The candidate of {options.saved} does not fit its GPUs. Use --anyway to write it nevertheless."
+        )
+    for path in write_files(
+        launch_files(run.candidate, options.launcher, run.site), Path(options.folder), options.overwrite
+    ):
         print(path)
     return EXIT_PLANNED

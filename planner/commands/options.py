@@ -240,6 +240,7 @@ class ExportOptions:
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files of the same names that say something else.")
     ] = False
+    anyway: Annotated[bool, typer.Option("--anyway", help="Also of a candidate that does not fit.")] = False
     launcher: Annotated[
         Literal["accelerate", "torchrun"],
         typer.Option("--launcher", help="What starts the processes. torchrun: train.yaml has the sharding."),

@@ -92,7 +92,7 @@ def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster"
     def document() -> "Struct":
         from planner.report.json import estimate_report
 
-        return estimate_report(answer, notes)
+        return estimate_report(answer, notes, cluster)
 
     def page() -> str:
         from planner.report.html import estimate_html

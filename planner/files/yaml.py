@@ -22,7 +22,24 @@ def read_yaml(path: Path) -> object:
         InputError: the file cannot be read, is no YAML, or is nested too deeply; an alias multiplies its values beyond
             `MAX_VALUES`, or its own value contains it.
     """
-    text = read_text(path, MAX_YAML_BYTES)
+    return parse_yaml(read_yaml_text(path), str(path))
+
+
+def read_yaml_text(path: Path) -> str:
+    """Return the text of a YAML file.
+
+    Raises:
+        InputError: the file cannot be read, or is larger than `MAX_YAML_BYTES`.
+    """
+    return read_text(path, MAX_YAML_BYTES)
+
+
+def parse_yaml(text: str, path: str) -> object:
+    """Return the value of a YAML text; an error names `path`.
+
+    Raises:
+        InputError: as `read_yaml`.
+    """
     try:
         _refuse_deep(text)
         loader: Any = yaml.SafeLoader(text)

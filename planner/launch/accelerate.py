@@ -3,9 +3,10 @@
 from planner.candidate import DEEPSPEED, Candidate
 from planner.launch import deepspeed
 from planner.launch.placement import placement
+from planner.launch.trl_config import ACCELERATE_FILE
 from planner.settings.table import SPELLINGS
 
-FILE = "accelerate.yaml"
+FILE = ACCELERATE_FILE
 PORT = 29500  # torchrun's default port; accelerate 1.15, utils/launch.py, `prepare_deepspeed_cmd_env`
 
 # FSDP wraps each layer by itself; gradient checkpointing is left to the trainer.

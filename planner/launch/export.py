@@ -1,24 +1,34 @@
 """Write the launch files into a folder: all or none, without overwriting changed files unless requested."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from planner.candidate import Candidate
 from planner.errors import InputError
 from planner.files.read import read_text
 from planner.files.write import write_all
-from planner.launch.command import Launcher
 from planner.launch.files import launch_files
+from planner.launch.trl_config import Launcher
 
 
 def export(
     candidate: Candidate, folder: Path, overwrite: bool = False, launcher: Launcher = "accelerate"
 ) -> tuple[Path, ...]:
-    """Write the launch files of `candidate` and return their paths.
+    """Write the launch files of `candidate` for machines that are not known; return their paths.
+
+    Raises:
+        InputError: as `write_files`.
+    """
+    return write_files(launch_files(candidate, launcher), folder, overwrite)
+
+
+def write_files(files: Mapping[str, str], folder: Path, overwrite: bool) -> tuple[Path, ...]:
+    """Write launch files, texts by name, into a folder and return their paths.
 
     Raises:
         InputError: a file exists with other content and `overwrite` is False, or a file cannot be written.
     """
-    texts = {folder / name: text for name, text in launch_files(candidate, launcher).items()}
+    texts = {folder / name: text for name, text in files.items()}
     changed = [path for path, text in texts.items() if not overwrite and _differs(path, text)]
     if changed:
         raise InputError(

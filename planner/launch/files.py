@@ -3,18 +3,21 @@
 from planner.candidate import DEEPSPEED, Candidate
 from planner.errors import InputError, printable, shortened
 from planner.launch import accelerate, deepspeed, requirements, trl_config
-from planner.launch.command import SCRIPT_FILE, Launcher
+from planner.launch.command import SCRIPT_FILE
 from planner.launch.readme import README_FILE, readme
 from planner.launch.script import REWARDS, needs_script, train_script
 from planner.launch.shell import LAUNCH_FILE, SKY_FILE, SLURM_FILE, launch_script, sky_task, slurm_script
+from planner.launch.site import Site
 from planner.launch.torchrun import sharding_settings
+from planner.launch.trl_config import Launcher
 from planner.methods import release
 
 
-def launch_files(candidate: Candidate, launcher: Launcher = "accelerate") -> dict[str, str]:
+def launch_files(candidate: Candidate, launcher: Launcher = "accelerate", site: Site | None = None) -> dict[str, str]:
     """The texts of the launch files by file name.
 
-    `launcher`: torchrun reads no accelerate.yaml, so that train.yaml has the sharding.
+    `launcher`: torchrun reads no accelerate.yaml, so that train.yaml has the sharding. `site`: None if no report says
+    which machines were planned for.
 
     Raises:
         InputError: TRL has no argument for a setting, or the processes cannot be divided evenly among the nodes; a name
@@ -25,7 +28,7 @@ def launch_files(candidate: Candidate, launcher: Launcher = "accelerate") -> dic
         files = {trl_config.FILE: trl_config.train_yaml(candidate)}
         files[accelerate.FILE] = accelerate.accelerate_yaml(candidate)
     else:
-        files = {trl_config.FILE: trl_config.train_yaml(candidate, sharding_settings(candidate))}
+        files = {trl_config.FILE: trl_config.train_yaml(candidate, launcher, sharding_settings(candidate))}
     if candidate.sharding in DEEPSPEED:
         files[deepspeed.FILE] = deepspeed.deepspeed_json(candidate)
     if needs_script(candidate):
@@ -34,11 +37,11 @@ def launch_files(candidate: Candidate, launcher: Launcher = "accelerate") -> dic
         files[f"{trl_config.REWARD_MODULE}.py"] = REWARDS
     files[requirements.FILE] = requirements.requirements(candidate)
     if candidate.num_nodes > 1:
-        files[SLURM_FILE] = slurm_script(candidate, launcher)
+        files[SLURM_FILE] = slurm_script(candidate, launcher, site)
     else:
         files[LAUNCH_FILE] = launch_script(candidate, launcher)
-        files[SKY_FILE] = sky_task(candidate)
-    return {**files, README_FILE: readme(candidate, list(files), launcher)}
+        files[SKY_FILE] = sky_task(candidate, site)
+    return {**files, README_FILE: readme(candidate, list(files), launcher, site)}
 
 
 def _refuse_injection(candidate: Candidate) -> None:

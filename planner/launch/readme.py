@@ -4,11 +4,11 @@ import shlex
 
 from planner.candidate import Candidate
 from planner.jobs.settings import settings_of, settings_text
-from planner.launch import accelerate, requirements, trl_config
-from planner.launch.command import Launcher, estimate_command, torchrun_command
-from planner.launch.script import needs_script
-from planner.launch.shell import LAUNCH_FILE, SKY_FILE, SLURM_FILE, title
-from planner.launch.trl_config import FILL_IN
+from planner.launch import requirements, trl_config
+from planner.launch.command import estimate_command
+from planner.launch.shell import LAUNCH_FILE, SKY_FILE, SLURM_FILE, title, training_line
+from planner.launch.site import Site
+from planner.launch.trl_config import FILL_IN, Launcher
 
 README_FILE = "README.md"
 
@@ -31,7 +31,7 @@ ABOUT: dict[str, str] = {
 }
 
 
-def readme(candidate: Candidate, names: list[str], launcher: Launcher = "accelerate") -> str:
+def readme(candidate: Candidate, names: list[str], launcher: Launcher = "accelerate", site: Site | None = None) -> str:
     """The text of README.md: the commands in the order in which they are run, and one line for each file."""
     files = "\n".join(f"- `{name}`: {ABOUT[name]}" for name in names)
     settings = {
@@ -41,19 +41,24 @@ def readme(candidate: Candidate, names: list[str], launcher: Launcher = "acceler
     }
     return (
         f"# {title(candidate)}\n\n"
-        f"1. Complete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`):\n{_to_fill_in(candidate)}\n"
+        f"1. Complete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`):\n{_to_fill_in(candidate, site)}\n"
         f"2. Install: `pip install -r {requirements.FILE}`\n"
         f"3. Start: {_start(candidate, launcher)}\n\n"
         f"{files}\n\n"
         f"The plan did not choose these values, which do not change memory:\n\n{_not_chosen(candidate)}\n\n"
         f"The plan counts with the data's longest rows: {_lengths(candidate)}.\n\n"
-        f"The memory and speed of these files, after a change of them too, on the GPUs of `--gpus`:\n\n"
-        f"    {shlex.join(estimate_command(candidate, launcher))}\n\n"
+        f"The memory and speed of these files, after a change of them too, {_with_gpus(site)}:\n\n"
+        f"    {shlex.join(estimate_command(site))}\n\n"
         f"All settings: `{settings_text(settings)}`\n"
     )
 
 
-def _to_fill_in(candidate: Candidate) -> str:
+def _with_gpus(site: Site | None) -> str:
+    """The end of the sentence about the command that estimates the files."""
+    return "on these GPUs or others" if site is not None else "with the GPUs as `--gpus`, such as `--gpus 2xA100-40G`"
+
+
+def _to_fill_in(candidate: Candidate, site: Site | None) -> str:
     """A list of what the user has to fill in."""
     lines = ["`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one"]
     if trl_config.needs_reward_function(candidate):
@@ -61,9 +66,10 @@ def _to_fill_in(candidate: Candidate) -> str:
     argument = candidate.method_row.reward_model_argument
     if argument and candidate.reward_model is None:
         lines.append(f"`{argument}` in train.yaml: a trained reward model, no larger than the policy")
-    lines.append(
-        f"the time and the partition in {SLURM_FILE}" if candidate.num_nodes > 1 else f"the card in {SKY_FILE}"
-    )
+    if candidate.num_nodes > 1:
+        lines.append(f"the time and the partition in {SLURM_FILE}")
+    elif site is None or not site.skypilot_card:
+        lines.append(f"the card in {SKY_FILE}")
     return "\n".join(f"   - {line}" for line in lines)
 
 
@@ -75,13 +81,7 @@ def _start(candidate: Candidate, launcher: Launcher) -> str:
         f"`bash {LAUNCH_FILE}`, or `sky launch {SKY_FILE}`, which installs too. Arguments of TRL may follow, as in "
         f"`bash {LAUNCH_FILE} --max_steps 2`"
     )
-    if launcher == "torchrun":
-        start, arguments = torchrun_command(candidate)
-        return f"{started}. {LAUNCH_FILE} runs `{shlex.join([*start, *arguments])}`"
-    if needs_script(candidate):
-        return started
-    script = f"--module trl.scripts.{candidate.method} --config {trl_config.FILE}"
-    return f"{started}. {LAUNCH_FILE} runs `accelerate launch --config_file {accelerate.FILE} {script}`"
+    return f"{started}. {LAUNCH_FILE} runs `{training_line(candidate, launcher)}`"
 
 
 def _not_chosen(candidate: Candidate) -> str:

@@ -38,11 +38,16 @@ def special_packages(candidate: Candidate) -> list[str]:
     return [name for name in names if name not in COMMON]
 
 
+def pins_releases(candidate: Candidate) -> bool:
+    """True if the releases are those of RELEASES: vLLM and an older TRL have bounds of their own."""
+    return candidate.vllm == "off" and candidate.trl_version == NEWEST_TRL
+
+
 def requirements(candidate: Candidate) -> str:
     """The text of requirements.txt, one package per line."""
     # The extra trl[vllm] has TRL's bounds on vLLM.
     lines = [f"trl{'' if candidate.vllm == 'off' else '[vllm]'}=={candidate.trl_version}.*"]
-    pinned = candidate.vllm == "off" and candidate.trl_version == NEWEST_TRL  # an older TRL has its own bounds
+    pinned = pins_releases(candidate)
     lines += [
         f"{_with_kernels(package, candidate)}=={RELEASES[package]}" if pinned else _with_kernels(package, candidate)
         for package in _packages(candidate)

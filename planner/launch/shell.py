@@ -4,10 +4,11 @@ import shlex
 
 from planner.candidate import Candidate
 from planner.launch import accelerate
-from planner.launch.command import SERVER_PORT, Launcher, launch_command, server_command, torchrun_command
+from planner.launch.command import SERVER_PORT, launch_command, server_command, torchrun_command
 from planner.launch.placement import Placement, placement
+from planner.launch.site import Site
 from planner.launch.torchrun import environment, rendezvous
-from planner.launch.trl_config import FILL_IN
+from planner.launch.trl_config import FILL_IN, Launcher
 
 LAUNCH_FILE, SLURM_FILE, SKY_FILE = "launch.sh", "slurm.sh", "sky.yaml"
 
@@ -33,20 +34,23 @@ until curl --silent --fail http://127.0.0.1:{port}/health > /dev/null; do
 done
 """
 SKY = """# {title}
-# Complete the lines marked {fill_in}, then: sky launch {file}
+# Complete the lines {of_train}marked {fill_in}, then: sky launch {file}
 workdir: .
 resources:
-  accelerators: "GPU:{gpus}"  # {fill_in}: SkyPilot's name of the card that was planned for, as in A100-80GB:{gpus}
+  accelerators: "{accelerators}
 setup: pip install -r requirements.txt
 run: bash {launch}
 """
 SLURM = """#!/usr/bin/env bash
 # {title}
-# Complete the lines of train.yaml marked {fill_in}, set your partition and time, then: sbatch {file}
+# Complete the lines marked {fill_in} here and in train.yaml, then: sbatch {file}
 #SBATCH --job-name=finetune
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={gpus}
+#SBATCH --exclusive
+#SBATCH --mem=0  # all of a node's{need}
+#SBATCH --partition=gpu  # {fill_in}
 #SBATCH --time=24:00:00  # {fill_in}
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
@@ -55,10 +59,12 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 trainers=$(IFS=,; echo "${{nodes[*]:0:{train_nodes}}}")
 {start}
 """
-SRUN = 'srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --nodelist="$trainers" \\\n  '
+# A step gets one core a task unless it asks for more (slurm, doc/man/man1/srun.1, `--cpus-per-task`).
+CPUS = '--cpus-per-task="$SLURM_CPUS_ON_NODE"'
+SRUN = f'srun --nodes={{nodes}} --ntasks={{nodes}} --ntasks-per-node=1 {CPUS} --nodelist="$trainers" \\\n  '
 SLURM_SERVER = """
 # the server runs on the last node, which it does not share
-srun --nodes=1 --ntasks=1 --nodelist="${{nodes[{index}]}}" {command} &
+srun --nodes=1 --ntasks=1 {cpus} --nodelist="${{nodes[{index}]}}" {command} &
 server=$!
 trap 'kill "$server" 2> /dev/null || true' EXIT
 until curl --silent --fail "http://${{nodes[{index}]}}:{port}/health" > /dev/null; do
@@ -79,14 +85,16 @@ def title(candidate: Candidate) -> str:
     return f"{candidate.method} of {candidate.model.id} with trl {candidate.trl_version}, {processes}"
 
 
-def sky_task(candidate: Candidate) -> str:
+def sky_task(candidate: Candidate, site: Site | None = None) -> str:
     """The text of sky.yaml, a SkyPilot task that installs and starts the folder on one node.
 
     Source: SkyPilot's YAML specification, docs/source/reference/yaml-spec.rst; `workdir` is copied to the machine.
     """
+    gpus, card = placement(candidate).gpus_per_node, site.skypilot_card if site is not None else ""
+    unknown = f"GPU:{gpus}\"  # {FILL_IN}: SkyPilot's name of the card that was planned for, as in A100-80GB:{gpus}"
     return SKY.format(
-        title=title(candidate), fill_in=FILL_IN, file=SKY_FILE, gpus=placement(candidate).gpus_per_node,
-        launch=LAUNCH_FILE,
+        title=title(candidate), fill_in=FILL_IN, file=SKY_FILE, launch=LAUNCH_FILE,
+        accelerators=f'{card}:{gpus}"' if card else unknown, of_train="of train.yaml " if card else "",
     )  # fmt: skip
 
 
@@ -98,28 +106,35 @@ def launch_script(candidate: Candidate, launcher: Launcher = "accelerate") -> st
         text += SERVER.format(
             devices=_devices(placed.server_devices), command=shlex.join(server_command(candidate)), port=SERVER_PORT
         )
+    return f'{text}\n{training_line(candidate, launcher)} "$@"\n'
+
+
+def training_line(candidate: Candidate, launcher: Launcher = "accelerate") -> str:
+    """The line of launch.sh that starts the training, without further arguments."""
+    placed = placement(candidate)
     devices = ONE_DEVICE if candidate.sharding == "none" and not placed.server_gpus else _devices(placed.train_devices)
     if launcher == "torchrun":
         command = [word for part in torchrun_command(candidate) for word in part]
         devices += "".join(f"{name}={value} " for name, value in environment(candidate).items())
     else:
         command = launch_command(candidate)
-    return f'{text}\n{devices}{shlex.join(command)} "$@"\n'
+    return f"{devices}{shlex.join(command)}"
 
 
-def slurm_script(candidate: Candidate, launcher: Launcher = "accelerate") -> str:
+def slurm_script(candidate: Candidate, launcher: Launcher = "accelerate", site: Site | None = None) -> str:
     """The text of slurm.sh for several nodes: one SLURM task on each node starts the processes of that node."""
     placed = placement(candidate)
     server = ""
     if placed.server_gpus:
         command = shlex.join(server_command(candidate))
-        server = SLURM_SERVER.format(index=placed.train_nodes, command=command, port=SERVER_PORT)
+        server = SLURM_SERVER.format(index=placed.train_nodes, command=command, port=SERVER_PORT, cpus=CPUS)
     start = _torchrun_start(candidate, placed) if launcher == "torchrun" else _accelerate_start(candidate, placed)
     return SLURM.format(
         title=title(candidate),
         fill_in=FILL_IN,
         file=SLURM_FILE,
         nodes=candidate.num_nodes,
+        need=f"; the plan needs {site.host_need}" if site is not None and site.host_bytes else "",
         gpus=placed.gpus_per_node,
         train_nodes=placed.train_nodes,
         server=_threads(candidate) + server,

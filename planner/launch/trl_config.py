@@ -1,15 +1,34 @@
 """train.yaml, the file for `trl <method> --config`: a candidate's settings under the names of TRL's arguments."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 from planner.candidate import Candidate
 from planner.errors import InputError
-from planner.jobs.settings import settings_of, trl_arguments
+from planner.jobs.job import DEQUANTIZED
+from planner.jobs.settings import CHECKPOINTING_KWARGS, settings_of, settings_text, trl_arguments
+from planner.launch.requirements import pins_releases
 
 FILE = "train.yaml"
+ACCELERATE_FILE = "accelerate.yaml"
+Launcher = Literal["accelerate", "torchrun"]
+FACTS = "# Read by plan: "  # begins the line of what plan reads and TRL does not
 FILL_IN = "FILL IN"  # mark of a line that the user must complete
 DATASET = "your-organisation/your-dataset"
 OUTPUT = "output"
+# Argument of `trl vllm-serve` -> the setting with its value.
+SERVER_ARGUMENTS: dict[str, str] = {
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "data_parallel_size": "vllm_data_parallel_size",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "max_model_len": "vllm_max_model_length",
+}
+# Names of arguments in releases of Transformers before the pinned one -> in that one, which warns about the old names.
+# Source: transformers 5.23, training_args.py, `TrainingArguments.__post_init__`.
+NEWER_NAMES: dict[str, str] = {
+    "gradient_checkpointing": "activation_checkpointing",
+    CHECKPOINTING_KWARGS: "activation_checkpointing_kwargs",
+}
 REWARD_MODULE, REWARD_FUNCTION = "rewards", "reward"
 
 
@@ -24,7 +43,8 @@ def trl_config(candidate: Candidate) -> dict[str, object]:
             "TRL's scripts leave autocast_adapter_dtype at PEFT's true, and no argument changes it. Use --set "
             "autocast_adapter_dtype=true."
         )
-    config = {name: value for name, value in trl_arguments(candidate).items() if value is not None}
+    names = NEWER_NAMES if pins_releases(candidate) else {}
+    config = {names.get(name, name): value for name, value in trl_arguments(candidate).items() if value is not None}
     if candidate.optimizer_row.projects:
         config["optim_target_modules"] = "all-linear"
     argument = candidate.method_row.reward_model_argument
@@ -51,7 +71,35 @@ def needs_reward_function(candidate: Candidate) -> bool:
     return candidate.method_row.reward_model == "optional" and candidate.reward_model is None
 
 
-def train_yaml(candidate: Candidate, sharding: Mapping[str, object] | None = None) -> str:
+def facts(candidate: Candidate, launcher: Launcher = "accelerate") -> dict[str, object]:
+    """What no argument of TRL says and an estimate of the files needs, by the names of plan's options and settings.
+
+    These are the method, the release, the launch file, facts of the data, a quantization that the checkpoint keeps, and
+    the settings of a vLLM server.
+    """
+    said: dict[str, object] = {"method": candidate.method, "trl_version": candidate.trl_version}
+    said |= {"accelerate_config": ACCELERATE_FILE} if launcher == "accelerate" else {}
+    said |= {} if launcher == "accelerate" else {"num_processes": candidate.num_processes}
+    said |= {"padded": candidate.padded}
+    said |= {"images_per_row": candidate.images_per_row} if candidate.images_per_row else {}
+    said |= {"image_size": candidate.image_size} if candidate.image_size else {}
+    said |= {"prompt_length": candidate.prompt_length} if candidate.method_row.generates else {}
+    said |= {"quant_method": candidate.quantization} if candidate.quantization in DEQUANTIZED else {}
+    written, settings = trl_config(candidate), settings_of(candidate)
+    for name in SERVER_ARGUMENTS.values() if candidate.server_gpus else ():
+        if name not in written and settings[name] is not None:
+            said[name] = settings[name]
+    return said
+
+
+def facts_line(candidate: Candidate, launcher: Launcher = "accelerate") -> str:
+    """The comment of train.yaml with the facts, which `plan estimate --config` reads."""
+    return f"{FACTS}{settings_text(facts(candidate, launcher))}\n"
+
+
+def train_yaml(
+    candidate: Candidate, launcher: Launcher = "accelerate", sharding: Mapping[str, object] | None = None
+) -> str:
     """The text of train.yaml: first the lines that the user must complete, then the plan's settings.
 
     `sharding`: the trainer's arguments that shard the model, for a launcher that does not.
@@ -65,7 +113,7 @@ def train_yaml(candidate: Candidate, sharding: Mapping[str, object] | None = Non
     marked = "".join(f"{line}  # {FILL_IN}\n" for line in filled.splitlines())
     comment = f"# Complete the lines marked {FILL_IN}. The other lines are the plan's settings; they determine memory."
     sharded = yaml.safe_dump(dict(sharding), sort_keys=False) if sharding else ""
-    return f"{comment}\n{marked}\n{settings_lines(candidate)}{sharded}"
+    return f"{comment}\n{facts_line(candidate, launcher)}\n{marked}\n{settings_lines(candidate)}{sharded}"
 
 
 def settings_lines(candidate: Candidate) -> str:

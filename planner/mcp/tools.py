@@ -106,7 +106,7 @@ def _plan(arguments: Struct) -> tuple[str, Struct]:
 def _estimate(arguments: Struct) -> tuple[str, Struct]:
     request = _requested(options_in(arguments, CandidateOptions))
     answer, notes = estimated(request)
-    return estimate_table(answer, request.cluster, notes, WIDTH).plain, estimate_report(answer, notes)
+    return estimate_table(answer, request.cluster, notes, WIDTH).plain, estimate_report(answer, notes, request.cluster)
 
 
 def _diagnose(arguments: Struct) -> tuple[str, Struct]:

@@ -286,6 +286,7 @@ class EstimateReport(BestCandidate, frozen=True, kw_only=True):
     schema: Version
     warnings: Warnings
     warnings_data: WarningsData
+    cluster: Annotated[Cluster, Meta(description="The GPUs that the estimate is for.")] | UnsetType = UNSET
 
 
 # -- a plan ------------------------------------------------------------------------------------------------------------

@@ -4,11 +4,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from msgspec import UNSET, Struct, convert, structs, to_builtins
+from msgspec import UNSET, Struct, UnsetType, convert, structs, to_builtins
 
 from planner.candidate import Candidate
 from planner.confidence import kind_of, shown_probability, worst_miss
 from planner.errors import PlanError, one_line
+from planner.gpus.cluster import Cluster
 from planner.jobs.job import Job
 from planner.jobs.settings import settings_of, settings_of_fields
 from planner.planning import Plan, Proof
@@ -98,10 +99,13 @@ def plan_report(plan: Plan) -> PlanReport:
     )
 
 
-def estimate_report(estimate: Estimate, warnings: Sequence[Note] = ()) -> EstimateReport:
-    """Return the document of `plan estimate --json`: the keys of `best` in a plan, `schema` and the warnings."""
+def estimate_report(
+    estimate: Estimate, warnings: Sequence[Note] = (), cluster: Cluster | UnsetType = UNSET
+) -> EstimateReport:
+    """Return the document of `plan estimate --json`: the keys of `best` in a plan, `schema`, cluster and warnings."""
     return EstimateReport(
         schema=SCHEMA,
+        cluster=cluster,
         warnings=sentences(warnings),
         warnings_data=note_reports(warnings),
         **structs.asdict(best_candidate(estimate)),

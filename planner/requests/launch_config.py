@@ -88,9 +88,20 @@ def load_mapping(path: Path, kind: str, example: str) -> dict[str, object]:
     Raises:
         InputError: the file cannot be read, or holds something else; the message calls it a `kind`.
     """
-    from planner.files.yaml import read_yaml  # imports PyYAML, which takes 20 ms
+    from planner.files.yaml import read_yaml_text
 
-    read = read_yaml(path)
+    return parse_mapping(read_yaml_text(path), path, kind, example)
+
+
+def parse_mapping(text: str, path: Path, kind: str, example: str) -> dict[str, object]:
+    """Return the keys and values of a YAML text that was read from `path`.
+
+    Raises:
+        InputError: as `load_mapping`.
+    """
+    from planner.files.yaml import parse_yaml  # imports PyYAML, which takes 20 ms
+
+    read = parse_yaml(text, str(path))
     if not isinstance(read, dict):
         raise InputError(f"{path} is no {kind}: it should hold keys and values, such as {example}.")
     return {str(name): value for name, value in read.items()}

@@ -1,7 +1,7 @@
 """Read the config files of a job: TRL's, accelerate's and DeepSpeed's, and what `--free` gives to the search."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +24,41 @@ SPLITS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of on
 BATCH_FIELDS = (*SPLITS, "num_processes", "cp_size", "sp_size")  # Candidate fields that the effective batch is made of
 
 
-def config_files(options: JobOptions, train: "TrainConfig | None") -> tuple[dict[str, Value], tuple[Note, ...], bool]:
-    """Return the settings of the config files, the warnings about keys that the plan does not use, and `untruncated`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FromFiles:
+    """What the config files say. `untruncated`: TRL does not cut the rows; `launch_file`: one is accelerate's.
+
+    `method` and `trl_version` are those of an exported train.yaml; None: no file says them.
+    """
+
+    settings: Mapping[str, Value] = field(default_factory=dict)
+    warnings: tuple[Note, ...] = ()
+    untruncated: bool = False
+    launch_file: bool = False
+    method: str | None = None
+    trl_version: str | None = None
+
+
+def config_files(options: JobOptions, train: "TrainConfig | None") -> FromFiles:
+    """Return what the config files say.
 
     `train`: a TRL config that was read already, instead of a file.
     """
     paths = {name: Path(path) for name, flag in CONFIG_FLAGS.items() if (path := getattr(options, flag)) is not None}
     if not paths and train is None:
-        return {}, (), False
+        return FromFiles()
     from planner.requests.train_config import FILE_DEFAULTS, SEARCH_DEFAULTS, ConfigFiles, load_config_files
 
     defaults = SEARCH_DEFAULTS if isinstance(options, SearchOptions) else FILE_DEFAULTS
     config = load_config_files(ConfigFiles(**paths), defaults, train)
-    return config.settings, config.warnings, config.untruncated
+    return FromFiles(
+        settings=config.settings,
+        warnings=config.warnings,
+        untruncated=config.untruncated,
+        launch_file=config.accelerate is not None,
+        method=config.method or None,
+        trl_version=config.trl_version or None,
+    )
 
 
 def freed(options: JobOptions) -> set[str]:

@@ -78,28 +78,29 @@ def read_options(
     """
     refuse_empty(options)
     flags, ranks = _flags(options), _ranks(options)
-    in_file, warnings, untruncated = config_files(options, train)
+    files = config_files(options, train)
+    in_file, asked = files.settings, files.method if options.method is None else options.method
     tuning = _one_of("tuning class", options.tuning, get_args(TuningOption))
     decided = fields_named(flags) | (set() if tuning == "auto" else {"tuning", "quantization"})
     free = freed(options)
     settings = _without(in_file, decided | free) | flags
     name = _model_name(options.model, flags, in_file)
-    _refuse_missing({"--model": name, "--gpus": options.gpus, "--method": options.method})
-    assert options.gpus is not None and options.method is not None
-    refuse_unplanned(options.method, f"It can be {', '.join(METHODS)}.")
-    method = _one_of("method", options.method, tuple(METHODS))
+    _refuse_missing({"--model": name, "--gpus": options.gpus, "--method": asked})
+    assert options.gpus is not None and asked is not None
+    refuse_unplanned(asked, f"It can be {', '.join(METHODS)}.")
+    method = _one_of("method", asked, tuple(METHODS))
     settings, unread = _read_by(method, settings, in_file.keys() - flags.keys())
     model, cluster = (
         complete(load(name)),
         parse_cluster(options.gpus, options.free_memory, options.host_memory, options.network),
     )
-    settings, nodes = _of_cluster(settings, in_file, flags, cluster, options.accelerate_config is not None)
+    settings, nodes = _of_cluster(settings, in_file, flags, cluster, files.launch_file)
     pinned = _pins(settings, model, lambda role: complete(load(role)))
     if "tuning" not in free:
         pinned = _with_adapters(pinned, tuning, model, options.config is not None or train is not None)
     settled = {**METHODS[method].defaults, **TUNING_PINS[tuning], **pinned}
     pinned = without_unread(pinned, decided, Candidate(model=model, method=method, **settled))
-    version, older = _trl_version(options.trl_version)
+    version, older = _trl_version(files.trl_version if options.trl_version is None else options.trl_version)
     goal = options.optimize if isinstance(options, SearchOptions) else "throughput"
     job = Job(
         model=model,
@@ -112,13 +113,13 @@ def read_options(
         trl_version=version,
         lora_ranks=ranks,
     )
-    in_file, _ = with_nodes_of_cluster(in_file, cluster, options.accelerate_config is not None)
+    in_file, _ = with_nodes_of_cluster(in_file, cluster, files.launch_file)
     in_files = candidate_fields(with_server_node(in_file, cluster), model.dtype, loaded_quantization(model))
-    lengths = (*unused_lengths(job), *(_unknown_length(job) if untruncated else ()))
+    lengths = (*unused_lengths(job), *(_unknown_length(job) if files.untruncated else ()))
     return JobRequest(
         job=with_batch_of_files(job, cluster, in_files, free),
         cluster=cluster,
-        warnings=(*warnings, *nodes, *unread, *_without_effect(options.set or {}), *lengths, *older),
+        warnings=(*files.warnings, *nodes, *unread, *_without_effect(options.set or {}), *lengths, *older),
         in_files=in_files,
     )
 

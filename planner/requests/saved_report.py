@@ -17,6 +17,7 @@ from planner.gpus.host_memory import with_given_host
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.settings import candidate_fields
+from planner.launch.site import Site
 from planner.models.catalogue import load_model
 from planner.report.documents import Settings, Version
 from planner.requests.options import CandidateOptions
@@ -36,10 +37,18 @@ READ_HERE = (
 )
 
 
+class SavedHost(Struct, frozen=True):
+    """The part of `Host` that is read."""
+
+    peak_bytes: int
+
+
 class SavedCandidate(Struct, frozen=True):
     """The part of `BestCandidate` that is read. Unknown keys are skipped: later releases may add some."""
 
     settings: Settings
+    fits: bool = True
+    host: SavedHost = SavedHost(peak_bytes=0)
 
 
 class SavedReport(Struct, frozen=True):
@@ -47,8 +56,10 @@ class SavedReport(Struct, frozen=True):
 
     schema: Version
     best: SavedCandidate | UnsetType = UNSET  # of a plan
-    settings: Settings | UnsetType = UNSET  # of an estimate
-    cluster: Cluster | UnsetType = UNSET  # of a plan
+    settings: Settings | UnsetType = UNSET  # of an estimate, as the rest
+    fits: bool = True
+    host: SavedHost = SavedHost(peak_bytes=0)
+    cluster: Cluster | UnsetType = UNSET  # of a plan, and of an estimate since reports name it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +104,34 @@ def read_plan(
     if gpus is not None:
         return candidate, parse_cluster(gpus, free_memory)
     if isinstance(report.cluster, UnsetType):
-        raise InputError(f"{path} names no GPUs. Give --gpus: an estimate does not name them.")
+        raise InputError(f"{path} names no GPUs. Give --gpus: an estimate of an older release does not name them.")
     return candidate, report.cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedRun:
+    """The candidate of a saved report, whether it fits, and the machines that it was planned for (None: unknown)."""
+
+    candidate: Candidate
+    fits: bool
+    site: Site | None
+
+
+def read_run(path: Path, complete_model: CompleteModel) -> SavedRun:
+    """Read the candidate of a saved report and its machines.
+
+    Raises:
+        InputError: the file cannot be read, or is no report.
+    """
+    report = _read_report(path)
+    best = SavedCandidate(settings=_settings(path, report), fits=report.fits, host=report.host)
+    best = best if isinstance(report.best, UnsetType) else report.best
+    cluster = report.cluster
+    return SavedRun(
+        candidate=candidate_from_settings(to_builtins(best.settings), complete_model),
+        fits=best.fits,
+        site=None if isinstance(cluster, UnsetType) else Site(cluster=cluster, host_bytes=best.host.peak_bytes),
+    )
 
 
 def read_candidate(path: Path, complete_model: CompleteModel) -> Candidate:

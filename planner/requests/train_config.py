@@ -5,15 +5,16 @@ from dataclasses import dataclass, replace
 from os.path import isfile
 from pathlib import Path
 
-from planner.errors import InputError
-from planner.jobs.settings import setting_names
+from planner.errors import InputError, UnknownName
+from planner.jobs.settings import parse_assignments, setting_names
+from planner.launch.trl_config import FACTS
 from planner.quantities import Note
 from planner.requests.launch_config import (
     DEEPSPEED_UNMODELLED,
     PROCESSES,
     deepspeed_config,
     load_launch_config,
-    load_mapping,
+    parse_mapping,
 )
 from planner.settings.setting import Value
 from planner.settings.table import FSDP_OFFLOAD
@@ -65,6 +66,7 @@ QUANTIZATION_KEYS = {
 }
 
 LAUNCHER = "accelerate_config"  # a key for `trl`, not for the trainer: trl 1.16, cli/commands/training.py
+FACTS_OF_FLAGS = ("method", "trl_version", LAUNCHER)  # in an exported file's line of facts: options, and no settings
 
 # Of these, the ones that a search keeps: it decides the others itself.
 SEARCH_DEFAULTS: dict[str, Value] = {"lora_dropout": 0.05}
@@ -84,6 +86,8 @@ class TrainConfig:
     ignored: tuple[str, ...]
     unmodelled: tuple[str, ...]
     accelerate: Path | None = None  # the launch file that it names
+    method: str = ""  # of a file that was exported; empty: it does not say
+    trl_version: str = ""
     untruncated: bool = False  # its max_length is null: TRL does not cut the rows
 
     @property
@@ -132,7 +136,7 @@ def load_config_files(
         if settings.setdefault(name, value) != value and name not in PROCESSES:
             where = files.train or "the config"
             raise InputError(f"{name} is {settings[name]} in {where} and {value} in {launcher}. Drop one of them.")
-    return replace(train, settings=settings, unmodelled=unmodelled, accelerate=None)
+    return replace(train, settings=settings, unmodelled=unmodelled, accelerate=launcher)
 
 
 def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS) -> TrainConfig:
@@ -141,8 +145,30 @@ def load_train_config(path: Path, defaults: Mapping[str, Value] = FILE_DEFAULTS)
     Raises:
         InputError: the file cannot be read, or does not map keys to values.
     """
-    keys = load_mapping(path, "TRL config", "model_name_or_path: Qwen/Qwen2.5-7B")
-    return train_config(keys, path.parent, defaults)
+    from planner.files.yaml import read_yaml_text
+
+    text = read_yaml_text(path)
+    keys = parse_mapping(text, path, "TRL config", "model_name_or_path: Qwen/Qwen2.5-7B")
+    facts = exported_facts(text, path)
+    method, version = facts.pop("method", ""), facts.pop("trl_version", "")
+    read = train_config({**keys, **facts}, path.parent, defaults)
+    return replace(read, method=str(method), trl_version=str(version))
+
+
+def exported_facts(text: str, path: Path) -> dict[str, Value]:
+    """Return what the line of an exported train.yaml says that plan reads and TRL does not; empty without the line.
+
+    Raises:
+        InputError: the line has no names and values.
+        UnknownName: it has a name that no library has.
+    """
+    lines = [line.removeprefix(FACTS) for line in text.splitlines() if line.startswith(FACTS)]
+    words = [word for line in lines for word in line.split()]
+    own = dict(word.split("=", 1) for word in words if word.partition("=")[0] in FACTS_OF_FLAGS and "=" in word)
+    try:
+        return {**own, **parse_assignments(word for word in words if word.partition("=")[0] not in own)}
+    except (InputError, UnknownName) as error:
+        raise InputError(f"{path}, the line {FACTS!r}: {error}") from error
 
 
 def train_config(

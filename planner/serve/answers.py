@@ -146,7 +146,8 @@ def _answer_plan(body: bytes, allowed: Allowed) -> Answer:
 
 def _answer_estimate(body: bytes, allowed: Allowed) -> Answer:
     options = read_request(decode_json(body, EstimateRequest, "body"), CandidateOptions, allowed)
-    return _document(estimate_report(*estimated(_requested(options, allowed))))
+    request = _requested(options, allowed)
+    return _document(estimate_report(*estimated(request), request.cluster))
 
 
 def _answer_diagnose(body: bytes, allowed: Allowed) -> Answer:

@@ -1,0 +1,126 @@
+"""`plan export` and what its files say about the machines that were planned for."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from test_launch import ENGINES, VARIANTS, candidate
+
+from planner.commands.main import run
+from planner.gpus.parse import parse_cluster
+from planner.launch.files import launch_files
+from planner.launch.site import Site
+
+GRPO = "--model Qwen2.5-0.5B --gpus 3xL4 --method grpo"
+SERVED = "--set use_vllm=true --set vllm_mode=server --set vllm_data_parallel_size=2 --set num_processes=1"
+
+
+def site(gpus: str, **given: str) -> Site:
+    return Site(cluster=parse_cluster(gpus, **given), host_bytes=178 * 2**30)
+
+
+class TestSite:
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            "--gpus 2xA100-40G",
+            "--gpus 4x8xH100-SXM --network 3200Gb",
+            "--gpus 1x24GiB --free-memory 20GiB",
+            "--gpus 1x23.55GiB --host-memory 100GiB",
+            "--gpus 1x24GB",
+            "--gpus 1xDGX-Spark",
+            "--gpus 2xL4 --free-memory 23000000000",
+        ],
+    )
+    def test_its_options_mean_the_same_cluster(self, flags: str) -> None:
+        def cluster(words: list[str]) -> object:
+            given = dict(zip(words[::2], words[1::2], strict=True))
+            names = ("gpus", "free-memory", "host-memory", "network")
+            return parse_cluster(*(given.get(f"--{name}") for name in names))  # type: ignore[arg-type]
+
+        meant = cluster(shlex.split(flags))
+        assert cluster(Site(cluster=meant).flags) == meant  # type: ignore[arg-type]
+
+    def test_skypilot_rents_the_card_of_the_plan(self) -> None:
+        files = launch_files(candidate("grpo", **ENGINES["server"]), site=site("8xA100-80G"))
+        assert yaml.safe_load(files["sky.yaml"])["resources"]["accelerators"] == "A100-80GB:8"
+        assert "card in sky.yaml" not in files["README.md"]
+
+    def test_a_card_that_skypilot_has_not_is_to_be_filled_in(self) -> None:
+        files = launch_files(candidate("sft"), site=site("1x24GiB"))
+        assert "FILL IN" in files["sky.yaml"]
+        assert "card in sky.yaml" in files["README.md"]
+
+    def test_slurm_gives_each_task_its_whole_node(self) -> None:
+        held = candidate("sft", num_nodes=2, num_processes=16, sharding="fsdp2")
+        script = launch_files(held, site=site("2x8xH100"))["slurm.sh"]
+        lines = [line.partition("  #") for line in script.splitlines() if line.startswith("#SBATCH")]
+        assert {line for line, _, _ in lines} >= {"#SBATCH --exclusive", "#SBATCH --mem=0", "#SBATCH --partition=gpu"}
+        assert next(why for line, _, why in lines if "--mem" in line) == " all of a node's; the plan needs 178 GiB"
+        steps = [line for line in script.splitlines() if line.startswith("srun ")]
+        assert steps and all('--cpus-per-task="$SLURM_CPUS_ON_NODE"' in step for step in steps)
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+@pytest.mark.parametrize("settings", [VARIANTS["lora"], ENGINES["server"], {}])
+def test_the_readme_shows_the_command_of_the_script(settings: dict[str, object], launcher: str) -> None:
+    files = launch_files(candidate("grpo", **settings), launcher)  # type: ignore[arg-type]
+    (shown,) = (line for line in files["README.md"].splitlines() if line.startswith("3. Start"))
+    command = shown.rpartition(" runs `")[2].removesuffix("`")
+    assert f'\n{command} "$@"\n' in files["launch.sh"]
+
+
+def test_checkpointing_is_spelled_as_the_pinned_release_wants_it() -> None:
+    now = yaml.safe_load(launch_files(candidate("grpo"))["train.yaml"])
+    assert {"activation_checkpointing", "activation_checkpointing_kwargs"} <= now.keys()
+    assert not {"gradient_checkpointing", "gradient_checkpointing_kwargs"} & now.keys()
+    with_vllm = yaml.safe_load(launch_files(candidate("grpo", **ENGINES["colocate"]))["train.yaml"])
+    assert "gradient_checkpointing" in with_vllm  # vLLM takes an older Transformers
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+
+    def printed(self, command: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+        capsys.readouterr()
+        assert run(shlex.split(command)) == code
+        return capsys.readouterr().out
+
+    def test_an_estimate_of_the_files_needs_nothing_again(self, capsys: pytest.CaptureFixture[str]) -> None:
+        job = f"{GRPO} {SERVED} --prompt-length 777 --no-padded"
+        before = json.loads(self.printed(f"estimate {job} --quiet --json --out saved", capsys))
+        self.printed("export saved run", capsys)
+        after = json.loads(self.printed("estimate --config run/train.yaml --gpus 3xL4 --json --quiet", capsys))
+        assert after["settings"] == before["settings"]
+        assert after["settings"]["prompt_length"] == 777
+        assert after["settings"]["vllm_data_parallel_size"] == 2
+        assert after["gpus"] == before["gpus"]
+
+    def test_flags_win_over_what_the_files_say(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.printed(f"estimate {GRPO} --prompt-length 777 --quiet --out saved", capsys)
+        self.printed("export saved run", capsys)
+        asked = "estimate --config run/train.yaml --gpus 3xL4 --prompt-length 99 --method rloo --json --quiet"
+        settings = json.loads(self.printed(asked, capsys))["settings"]
+        assert (settings["prompt_length"], settings["method"]) == (99, "rloo")
+
+    def test_a_line_that_is_none_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "train.yaml").write_text("# Read by plan: promptlength=3\nmodel_name_or_path: Qwen/Qwen2.5-0.5B\n")
+        assert run(shlex.split("estimate --config train.yaml --gpus 1xL4 --method grpo")) == 2
+        assert "promptlength" in capsys.readouterr().err
+
+    def test_what_does_not_fit_is_written_only_if_that_is_meant(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.printed("--model Llama-3.1-70B --gpus 1xT4 --method sft --quiet --out saved", capsys, code=3)
+        assert run(["export", "saved", "run"]) == 2
+        assert "does not fit its GPUs. Use --anyway" in capsys.readouterr().err
+        assert not Path("run").exists()
+        assert "run/train.yaml" in self.printed("export saved run --anyway", capsys)
+
+    def test_the_check_in_the_readme_names_the_gpus(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.printed(f"{GRPO} --quiet --out saved", capsys)
+        self.printed("export saved run", capsys)
+        page = Path("run/README.md").read_text()
+        assert "\n    plan estimate --config train.yaml --gpus 3xL4\n" in page
