@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.jobs.settings import CHECKPOINTING_KWARGS, GROUPS, setting_field, settings_of, trl_arguments
-from planner.launch.command import SERVER_ARGUMENTS
+from planner.launch.trl_config import SERVER_ARGUMENTS
 from planner.settings.setting import File
 from planner.settings.table import SETTING_OF, SETTINGS, SPELLINGS
 from planner.units import format_count
