@@ -43,6 +43,8 @@ class StateSettings(NamedTuple):
     precision: Precision
     quantization: Quantization
     bnb_4bit_quant_storage: QuantStorage
+    prepare_model_for_kbit_training: bool
+    casts_adapters: bool
     separate_reference: bool
     images_per_row: int
     accumulates: bool
@@ -94,6 +96,8 @@ class TrainingSettings(NamedTuple):
     tf32: bool
     quantization: Quantization
     bnb_4bit_quant_storage: QuantStorage
+    prepare_model_for_kbit_training: bool
+    casts_adapters: bool
     # the batch
     rows: int
     row_tokens: int

@@ -27,6 +27,7 @@ DEEPSPEED: tuple[Sharding, ...] = STAGES
 SHARDED: tuple[Sharding, ...] = (*DEEPSPEED, "fsdp2")  # a rank keeps a piece of states that DDP repeats on each rank
 MODEL_FIELDS = ("model", "reward_model", "teacher_model")  # fields of Candidate that are a ModelShape
 BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
+PREPARATIONS = ("prepare_model_for_kbit_training", "float32_adapters")  # of a bitsandbytes base, by the script
 FOUR_BIT: frozenset[Quantization] = frozenset({"nf4", "nf4-double"})  # layers multiply a 16-bit copy of the weights
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -58,6 +59,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     tf32: bool = False  # float32 matrix products in TF32
     quantization: Quantization = "none"
     bnb_4bit_quant_storage: QuantStorage = "uint8"
+    prepare_model_for_kbit_training: bool = False  # the script calls PEFT's function before the trainer gets the model
+    float32_adapters: bool = False  # the script casts adapters on a bitsandbytes base after the trainer is built
 
     # the batch
     per_device_train_batch_size: int = 8
@@ -284,6 +287,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         off (trl 1.16, experimental/utils.py, `prepare_peft_model`).
         """
         prepared = self.method_row.kbit_preparation != "none" and self.quantization in BITSANDBYTES
+        prepared = self.method_row.kbit_preparation != "none" and self.quantization in BITSANDBYTES
         drops = self.method_row.checkpointing_drops_cache and not prepared
         return drops and self.gradient_checkpointing and self.vllm == "off" and self.generated_share > 0
 
@@ -298,14 +302,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.vllm_tensor_parallel_size * self.vllm_data_parallel_size if self.vllm == "server" else 0
 
     @property
-    def float32_adapters(self) -> bool:
-        """True if the training script must cast the adapters to float32 after the trainer is built.
+    def casts_adapters(self) -> bool:
+        """True if the training script casts the adapters to float32 after the trainer is built: it wants to, or must.
 
         TRL casts adapters on a bitsandbytes base to bfloat16 (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`),
         and fp16's GradScaler cannot unscale bfloat16 gradients (torch 2.13, aten/src/ATen/native/cuda/AmpKernels.cu,
         `_amp_foreach_non_finite_check_and_unscale_cuda_`: float32, float64 and float16).
         """
-        return self.tuning == "lora" and self.precision == "fp16" and self.quantization in BITSANDBYTES
+        wanted = self.float32_adapters or self.precision == "fp16"
+        return self.tuning == "lora" and wanted and self.quantization in BITSANDBYTES
 
     @property
     def float32_attention(self) -> bool:
@@ -319,6 +324,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             return False
         inner = self.tuning == "lora" and self.method_row.generates and self.vllm == "off"
         return self.precision == "no" or not self.method_row.autocast or inner
+
+    @property
+    def prepares_by_script(self) -> str:
+        """The setting with which the training script prepares a bitsandbytes base or its adapters; empty: none."""
+        names = PREPARATIONS if self.quantization in BITSANDBYTES else ()
+        return next((name for name in names if getattr(self, name)), "")
 
     @property
     def teacher_load_dtype(self) -> str:

@@ -85,7 +85,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         trainer.generation_config.eos_token_id = full_length_generation(candidate)["eos_token_id"]
     if candidate.tuning == "lora" and not candidate.autocast_adapter_dtype:
         adapters_in_dtype(trainer.model, DTYPES[candidate.dtype])
-    if candidate.float32_adapters:
+    if candidate.casts_adapters:
         train_in_float32(trainer.model)
     others = [
         *([trainer.ref_model] if method.reference != "never" else []),
@@ -238,7 +238,7 @@ def adapters_in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def train_in_float32(model: torch.nn.Module) -> None:
-    """Cast the trained parameters to float32, in place, like the exported train.py (`Candidate.float32_adapters`)."""
+    """Cast the trained parameters to float32, in place, like the exported train.py (`Candidate.casts_adapters`)."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

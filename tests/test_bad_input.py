@@ -262,6 +262,16 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
             "bnb_4bit_quant_storage=bfloat16 is planned with FSDP, not with DeepSpeed. Use --set dist",
         ),
         (
+            asked(method="sft"),
+            "prepare_model_for_kbit_training=true",
+            "prepare_model_for_kbit_training is about a base that bitsandbytes quantizes. Use --tuning qlora, or drop",
+        ),
+        (
+            [*asked(method="sft"), "--tuning", "qlora"],
+            "prepare_model_for_kbit_training=true zero_stage=3",
+            "prepare_model_for_kbit_training is planned for whole models, not with zero3. Use --set distributed_type=M",
+        ),
+        (
             [*asked(method="orpo"), "--tuning", "qlora"],
             "bnb_4bit_quant_storage=bfloat16 distributed_type=FSDP",
             "FSDP with bnb_4bit_quant_storage=bfloat16 is planned for sft, dpo, kto, reward, not for orpo.",

@@ -68,6 +68,8 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "tf32": (True, False),
     "quantization": ("int8", "none"),
     "bnb_4bit_quant_storage": ("bfloat16", "uint8"),
+    "prepare_model_for_kbit_training": (True, False),
+    "float32_adapters": (True, False),
     "per_device_train_batch_size": (4, 8),
     "gradient_accumulation_steps": (4, 1),
     "max_length": (2048, 1024),

@@ -43,6 +43,8 @@ SETTINGS: list[dict[str, object]] = [
     {"quantization": "nf4", "gradient_checkpointing": False},
     {"quantization": "nf4-double"},
     {"quantization": "int8"},
+    {"quantization": "nf4", "prepare_model_for_kbit_training": True},
+    {"quantization": "nf4", "prepare_model_for_kbit_training": True, "precision": "no", "float32_adapters": True},
     {"gradient_accumulation_steps": 4, "tuning": "full"},
     {"checkpoint_offload": True},
     {"checkpoint_offload": True, "tuning": "full"},

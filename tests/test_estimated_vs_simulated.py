@@ -7,11 +7,15 @@ import pytest
 
 from planner.candidate import Candidate
 from planner.errors import InputError
+from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
 from planner.memory.parameters.kbit_preparation import prepared_bytes
+from planner.memory.passes import final_norm, head_of
+from planner.memory.stack_recipe import policy_recipe
 from planner.models.catalogue import load_model
+from planner.units import MIB
 from scripts import compare_simulated
 
 # One row for each thing that only some trainers do: k-bit preparation, generation without autocast or without a cache,
@@ -86,6 +90,29 @@ class TestKbitPreparation:
 
     def test_stable_trainers_do_not_prepare(self) -> None:
         assert prepared_bytes(self.candidate(method="dpo")) is None
+
+    @pytest.mark.parametrize("quantization", ["nf4", "int8"])
+    def test_a_script_that_prepares_leaves_all_in_float32(self, quantization: str) -> None:
+        asked = self.candidate(method="sft", quantization=quantization, prepare_model_for_kbit_training=True)
+        assert prepared_bytes(asked) == (4, 4, 4, 4)
+
+    def test_online_dpo_casts_nothing_on_an_8_bit_base(self) -> None:
+        assert prepared_bytes(self.candidate(method="online-dpo", quantization="int8")) is None
+
+    def test_a_prepared_base_on_a_t4_is_loaded_as_measured(self) -> None:
+        """fitcheck-llm, Llama-3.2-1B, nf4, r 16 on attention: 1,538 MiB after loading."""
+        asked = self.candidate(
+            "Llama-3.2-1B", method="sft", dtype="float16", precision="no", prepare_model_for_kbit_training=True,
+            float32_adapters=True, lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"),
+        )  # fmt: skip
+        load = estimate(asked, parse_cluster("1xT4", None)).gpus[0].phases[0].components
+        assert (load["weights"] + load["adapters"]) / MIB == pytest.approx(1538.1, abs=1)
+
+    def test_a_prepared_head_multiplies_in_float32_without_autocast(self) -> None:
+        asked = self.candidate(
+            method="sft", trl_version="1.4", precision="no", dtype="float16", prepare_model_for_kbit_training=True
+        )
+        assert head_of(asked, final_norm(asked, policy_recipe(asked), 4)).weight_cast_bytes == 0
 
 
 class TestFlashAttentionInFloat32:

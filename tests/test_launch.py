@@ -271,6 +271,14 @@ class TestFloat32Adapters:
         ours = arguments_of(METHODS[method].trainer, launch_files(candidate(method, **QLORA_FP16))["train.py"])
         assert ours == theirs - {"eval_dataset"}
 
+    @pytest.mark.parametrize("method", [name for name in METHODS_NOW if METHODS[name].kbit_preparation == "none"])
+    def test_a_script_prepares_the_base_as_peft_does(self, method: MethodName) -> None:
+        settings = {"tuning": "lora", "quantization": "nf4", "prepare_model_for_kbit_training": True}
+        script = launch_files(candidate(method, **settings))["train.py"]
+        ast.parse(script)
+        assert script.count("prepare_model_for_kbit_training(") == 1
+        assert ("AutoModelForSequenceClassification.from_pretrained" in script) == (method == "reward")
+
     def test_bf16_needs_none(self) -> None:
         assert "train.py" not in launch_files(candidate("sft", **{**QLORA_FP16, "precision": "bf16"}))
 

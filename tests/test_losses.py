@@ -1,5 +1,6 @@
 """Memory of head and loss: worked examples by hand, and what the real modules and trainers allocate."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -143,6 +144,9 @@ EXAMPLES: list[tuple[Loss, Head, tuple[int, int, int]]] = [
     ("logits", CAST, (3_200_370 + 8_000_000, 3_200_370 + 6_000_000, 3_200_370 + 10_000_000)),
     ("logits", FROZEN, (3_200_050 + 8_000_000, 3_200_050 + 6_000_000, 3_200_050 + 10_000_000)),
     ("logits_cross_entropy", HALF, (370 + 12_000_000, 370 + 4_000_000, 370 + 12_000_000)),
+    # without autocast: 16-bit logits, float32 copy, log_softmax; float32 logits, log_softmax, and a shifted copy
+    ("logits_cross_entropy", replace(HALF, converted=False), (370 + 10_000_000, 370 + 4_000_000, 370 + 12_000_000)),
+    ("logits_cross_entropy", replace(FLOAT, converted=False), (690 + 12_000_000, 690 + 4_000_000, 690 + 12_000_000)),
     ("jsd", HALF, (370 + 40_000_000, 370 + 36_000_000, 370 + 68_000_000)),
     # 2 bytes of 10,000 logits more for the soft cap's tanh
     ("logits", CAPPED, (20_000 + 80_000, 20_000 + 60_000, 20_000 + 100_000)),

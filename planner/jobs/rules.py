@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from planner.candidate import DEEPSPEED, DEFAULTS, FLASH, FOUR_BIT, Candidate
+from planner.candidate import BITSANDBYTES, DEEPSPEED, DEFAULTS, FLASH, FOUR_BIT, PREPARATIONS, SHARDED, Candidate
 from planner.errors import InputError
 from planner.gpus.cluster import Cluster
 from planner.jobs.job import DEFAULT_BATCH_SIZE, DEQUANTIZED, Job, server_gpus
@@ -214,6 +214,21 @@ def quant_storage_problems(pins: PinnedJob) -> Iterator[str]:
         yield f"FSDP with {name} is planned without offloading. Use --set fsdp_offload_params=false."
 
 
+def kbit_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse the preparation of a bitsandbytes base, or of its adapters, without one, and of a sharded one."""
+    quantized = pins.job.tuning == "qlora" or pins.pinned.get("quantization") in BITSANDBYTES
+    sharding = pins.pinned.get("sharding", "none")
+    for name in (name for name in PREPARATIONS if pins.pinned.get(name)):
+        if sharding in SHARDED:
+            yield _whole_only(name, sharding)
+        if not quantized:
+            yield f"{name} is about a base that bitsandbytes quantizes. Use --tuning qlora, or drop it."
+
+
+def _whole_only(name: str, sharding: str) -> str:
+    return f"{name} is planned for whole models, not with {sharding}. Use --set distributed_type=MULTI_GPU."
+
+
 def precision_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse a dtype that the GPU or the training cannot have, and sdpa for a model without it.
 
@@ -239,7 +254,7 @@ def loss_scaling_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse fp16 with trained parameters in 16 bits: GradScaler cannot unscale their gradients.
 
     DeepSpeed scales the loss itself, and FSDP2 keeps float32 parameters under mixed precision. Adapters on a
-    bitsandbytes base are cast by the training script (`Candidate.float32_adapters`).
+    bitsandbytes base are cast by the training script (`Candidate.casts_adapters`).
     Source: torch 2.13, torch/amp/grad_scaler.py, `_unscale_grads_`; cuda/AmpKernels.cu has no bfloat16 kernel.
     """
     pinned = pins.pinned
@@ -507,6 +522,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     tuning_problems,
     quantization_problems,
     quant_storage_problems,
+    kbit_problems,
     precision_problems,
     loss_scaling_problems,
     checkpointing_problems,
@@ -603,6 +619,8 @@ def candidate_method_problems(candidate: Candidate, job: Job) -> Iterator[str]:
     row, batch = candidate.method_row, candidate.per_device_train_batch_size
     if batch < row.smallest_batch:
         yield (f"{candidate.method} needs a per_device_train_batch_size of at least {row.smallest_batch}, not {batch}.")
+    if candidate.sharding in SHARDED and candidate.prepares_by_script:
+        yield _whole_only(candidate.prepares_by_script, candidate.sharding)
     if candidate.vllm != "off" and not row.supports_vllm:
         yield f"{candidate.method} does not generate with vLLM. Drop use_vllm."
     if row.bounded_rows and candidate.max_completion_length >= candidate.max_length:

@@ -1,10 +1,11 @@
 """train.py for candidates that no command of TRL can train; it reads train.yaml.
 
 TRL has a trainer for the method but no command, or the adapters must be cast to float32 after the trainer is built
-(`Candidate.float32_adapters`), or the published weights must be dequantized while loading.
+(`Candidate.casts_adapters`), or the base must be prepared by PEFT before the trainer gets it, or the published weights
+must be dequantized while loading.
 """
 
-from planner.candidate import Candidate
+from planner.candidate import BITSANDBYTES, Candidate
 from planner.launch.trl_config import REWARD_FUNCTION, REWARD_MODULE, needs_reward_function
 from planner.methods import Method
 
@@ -32,6 +33,17 @@ TOKENS = (
     '    rows = rows.map(lambda row: {"input_ids": tokenizer(row["prompt"])["input_ids"]}, '
     "remove_columns=rows.column_names)\n"
 )
+# PEFT's preparation of a quantized base: of the model that this script loads anyway, and lines that load it for a
+# trainer that would load it itself (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`, takes either).
+PREPARED = "prepare_model_for_kbit_training({}, use_gradient_checkpointing=training.gradient_checkpointing)"
+LOADED_AND_PREPARED = """    quantization = get_quantization_config(model)
+    policy = {auto}.from_pretrained(
+        model.model_name_or_path, quantization_config=quantization,{labels} **training.model_init_kwargs
+    )
+    policy = {prepared}
+    training.model_init_kwargs = None
+"""
+PREPARE_IMPORT = "from peft import prepare_model_for_kbit_training\n"
 
 SCRIPT = '''"""{trainer} on the settings of train.yaml; launch.sh starts it."""
 
@@ -54,7 +66,7 @@ def main() -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     rows = load_dataset(script.dataset_name, name=script.dataset_config)[script.dataset_train_split]
 {prepared}    trainer = {trainer}(
-        model=load(AutoModelForCausalLM, quantization_config={quantization}),
+        model={policy},
         args=training,
         train_dataset=rows,
         processing_class=tokenizer,
@@ -82,7 +94,7 @@ def main() -> None:
     training.model_init_kwargs = {{"dtype": model.dtype, "attn_implementation": model.attn_implementation}}
 {prepared}    rows = load_dataset(script.dataset_name, name=script.dataset_config)[script.dataset_train_split]
     trainer = {trainer}(
-        model=model.model_name_or_path,
+        model={policy},
         args=training,
         train_dataset=rows,
         quantization_config={quantization},
@@ -112,6 +124,7 @@ FLOAT32_ADAPTERS = """with adapters in float32; launch.sh starts it.
 TRL casts adapters on a 4-bit or 8-bit model to bfloat16, and fp16's GradScaler cannot unscale bfloat16 gradients.
 """
 EXPERIMENTAL = "which TRL has no command for; launch.sh starts it."
+KBIT_PREPARED = "with a base that PEFT prepares (what is not quantized is float32); launch.sh starts it."
 DEQUANTIZED = """with dequantized weights; launch.sh starts it.
 
 The plan trains the checkpoint's quantized weights as 16-bit or 32-bit ones.
@@ -128,7 +141,13 @@ def {REWARD_FUNCTION}(completions, **columns):
 
 def needs_script(candidate: Candidate) -> bool:
     """True if the training is started with a train.py of ours instead of TRL's command for the method."""
-    return candidate.method_row.experimental or candidate.float32_adapters or bool(dequantizing_config(candidate))
+    own = candidate.method_row.experimental or candidate.casts_adapters or prepares_base(candidate)
+    return own or bool(dequantizing_config(candidate))
+
+
+def prepares_base(candidate: Candidate) -> bool:
+    """True if the script calls PEFT's `prepare_model_for_kbit_training` on a quantized base."""
+    return candidate.prepare_model_for_kbit_training and candidate.quantization in BITSANDBYTES
 
 
 def dequantizing_config(candidate: Candidate) -> str:
@@ -141,7 +160,14 @@ def train_script(candidate: Candidate) -> str:
     row, reward_function = candidate.method_row, needs_reward_function(candidate)
     script_module, _, script_name = row.script_arguments.rpartition(".")
     own_arguments = f"from {script_module} import {script_name}" if script_module != "trl" else ""
-    dequantizing = dequantizing_config(candidate)
+    dequantizing, prepares = dequantizing_config(candidate), prepares_base(candidate)
+    quantization = f"{dequantizing}(dequantize=True)" if dequantizing else "get_quantization_config(model)"
+    policy = "model.model_name_or_path"
+    if not row.loads_policy:
+        loaded = f"load(AutoModelForCausalLM, quantization_config={quantization})"
+        policy = PREPARED.format(loaded) if prepares else loaded
+    elif prepares:
+        policy, quantization = "policy", "None"
     return (COMMAND_SCRIPT if row.loads_policy else SCRIPT).format(
         trainer=row.trainer,
         config=row.config,
@@ -150,16 +176,39 @@ def train_script(candidate: Candidate) -> str:
         script_class="" if own_arguments else "ScriptArguments, ",
         script_name=script_name,
         imports=f"from transformers import {dequantizing}\n" * bool(dequantizing)
+        + PREPARE_IMPORT * prepares
+        + f"from transformers import {_auto_class(row)}\n" * (policy == "policy")
         + own_arguments
         + "\n" * bool(own_arguments)
         + f"\nfrom {REWARD_MODULE} import {REWARD_FUNCTION}\n" * reward_function,
-        prepared=_preparation(row),
+        prepared=_preparation(row) + _loaded_and_prepared(row) * (policy == "policy"),
+        policy=policy,
         extra=_extra_arguments(row).format(rewards=REWARD_FUNCTION if reward_function else "None"),
-        cast=CAST if candidate.float32_adapters else "",
-        quantization=f"{dequantizing}(dequantize=True)" if dequantizing else "get_quantization_config(model)",
+        cast=CAST if candidate.casts_adapters else "",
+        quantization=quantization,
         quantization_import="" if dequantizing else ", get_quantization_config",
-        reason=DEQUANTIZED if dequantizing else FLOAT32_ADAPTERS if candidate.float32_adapters else EXPERIMENTAL,
+        reason=_reason(candidate),
     )
+
+
+def _reason(candidate: Candidate) -> str:
+    """Why there is a script: the end of the first sentence of its docstring."""
+    if dequantizing_config(candidate):
+        return DEQUANTIZED
+    if candidate.casts_adapters:
+        return FLOAT32_ADAPTERS
+    return KBIT_PREPARED if prepares_base(candidate) else EXPERIMENTAL
+
+
+def _auto_class(row: Method) -> str:
+    """The class of Transformers that loads the policy of a method."""
+    return "AutoModelForSequenceClassification" if row.head == "score" else "AutoModelForCausalLM"
+
+
+def _loaded_and_prepared(row: Method) -> str:
+    """Lines that load and prepare the policy of a trainer that would load it itself."""
+    labels = " num_labels=1," if row.head == "score" else ""
+    return LOADED_AND_PREPARED.format(auto=_auto_class(row), labels=labels, prepared=PREPARED.format("policy"))
 
 
 def _extra_arguments(row: Method) -> str:

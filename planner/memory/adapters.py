@@ -14,7 +14,7 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
 
         DeepSpeed with bf16 or fp16                              2
         FSDP2 with mixed precision, unless the base is 4-bit     4
-        bitsandbytes base with fp16                              4 (`Candidate.float32_adapters`)
+        bitsandbytes base, cast by the script                    4 (`Candidate.casts_adapters`)
         bitsandbytes base                                        2, or 4 (`Method.bfloat16_adapters`)
         GPTQ, AWQ, fp8, mxfp4, or autocast_adapter_dtype         4
         else                                                     as the base
@@ -29,7 +29,7 @@ def adapter_dtype_bytes(candidate: StateInput) -> int:
         return SIXTEEN_BIT_BYTES
     if candidate.sharding == "fsdp2" and candidate.precision != "no" and not four_bit:
         return FLOAT32_BYTES
-    if candidate.quantization in BITSANDBYTES and candidate.precision == "fp16":
+    if candidate.casts_adapters:
         return FLOAT32_BYTES
     if candidate.quantization in BITSANDBYTES:
         cast = candidate.method_row.bfloat16_adapters

@@ -33,6 +33,7 @@ class Head:
     trainable: bool
     norm_bytes: int  # that the final norm saves for each token, less its input if that is freed
     softcapped: bool = False
+    converted: bool = True  # under autocast accelerate gives the trainer float32 copies of 16-bit logits
 
     @property
     def weight_elements(self) -> int:
@@ -298,16 +299,29 @@ def linear_backward(head: Head, logits: int) -> int:
     return max(product, inputs + weight + head.weight_width * head.weight_elements - freed)
 
 
+def logits_cross_entropy(head: Head) -> LossMemory:
+    """ForCausalLMLoss over all logits, and SFT's accuracy after it, in TRL 1.0 to 1.4.
+
+        in the model  c + (c != 4) 4 + 4 bytes a logit: the logits, their float32 copy, log_softmax (saved)
+        after it      4 + 2 l: log_softmax, the l bytes that the trainer gets, and a shifted copy of them (accuracy)
+        backward      12: log_softmax, the gradients of nll_loss and of log_softmax, all float32
+
+    l is 4 under autocast, as accelerate returns float32 copies, else c.
+
+    Source: transformers 5.23, loss/loss_utils.py, `ForCausalLMLoss` (in 4.45 and before in modeling_llama.py,
+    `logits.float()`, `shift_logits`); trl 1.0, trainer/sft_trainer.py, `SFTTrainer.compute_loss`; accelerate 1.15,
+    accelerator.py, `Accelerator.prepare_model`; torch 2.13, nn/functional.py, `cross_entropy` (its profiler shows 12.00
+    bytes per logit in the backward pass on the CPU for 512 x 8,192 logits).
+    """
+    given = FLOAT32 if head.converted else head.compute_width
+    in_model = head.compute_width + (FLOAT32 if head.compute_width != FLOAT32 else 0) + FLOAT32
+    return whole_logits(max(in_model, FLOAT32 + 2 * given), FLOAT32, 3 * FLOAT32)(head)
+
+
 # Bytes per logit under 16-bit autocast: (while the loss is computed, saved for its backward pass, the most during
 # that). accelerate returns float32 copies of 16-bit logits to the trainer (accelerate 1.15, accelerator.py,
 # `Accelerator.prepare_model`).
 LOGITS_BYTES: dict[str, tuple[int, int, int]] = {
-    # accelerate's float32 copy of the logits, the saved log_softmax, and a shifted copy for the accuracy (trl 1.0,
-    # trainer/sft_trainer.py, `SFTTrainer.compute_loss`); as much in transformers before 4.46 (modeling_llama.py,
-    # `logits.float()`, `shift_logits`, log_softmax). Backward: log_softmax, the gradients of nll_loss and of
-    # log_softmax, all float32 (torch 2.13, nn/functional.py, `cross_entropy`; its profiler shows 12.00 bytes per logit
-    # on the CPU for 512 x 8,192 logits of transformers' ForCausalLMLoss).
-    "logits_cross_entropy": (12, 4, 12),
     # The float32 logits and, for the chosen half, log_softmax of the NLL term and a copy of its input, a slice; without
     # the copy; the gradients of both. (While the logits are made: 16-bit logits and their float32 copy.)
     # Source: trl 1.16, experimental/cpo/cpo_trainer.py, `CPOTrainer.concatenated_forward`, trainer/utils.py
@@ -377,7 +391,7 @@ FORMULAS: dict[Loss, Callable[[Head], LossMemory]] = {
     "liger": liger,
     "score": score,
     "logits": whole_logits(*LOGITS_BYTES["logits"]),
-    "logits_cross_entropy": whole_logits(*LOGITS_BYTES["logits_cross_entropy"]),
+    "logits_cross_entropy": logits_cross_entropy,
     "log_softmax": log_softmax,
     "jsd": whole_logits(*LOGITS_BYTES["jsd"]),
 }

@@ -121,7 +121,7 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
     """Sizes of the output head and of the tokens that it scores in one micro-step."""
     model, width, tokens = candidate.model, compute_weight_width(candidate), candidate.tokens
     prepared, autocast = prepared_bytes(candidate), autocast_width(candidate)
-    labelled = candidate.labelled_tokens
+    labelled, weight_width = candidate.labelled_tokens, width if prepared is None else prepared.head
     return Head(
         tokens=tokens,
         labelled_tokens=labelled,
@@ -129,8 +129,9 @@ def head_of(candidate: TrainingInput, norm: NormMemory) -> Head:
         vocab_size=model.vocab_size,
         hidden_size=model.embed_params // model.vocab_size,
         hidden_width=norm.output_width,
-        weight_width=width if prepared is None else prepared.head,
-        compute_width=autocast or width,
+        weight_width=weight_width,
+        compute_width=autocast or weight_width,
+        converted=autocast > 0,
         trainable=candidate.tuning == "full",
         norm_bytes=norm.saved[0],
         softcapped=model.config.get("final_logit_softcapping", 30.0 if model.model_type == "gemma2" else None)

@@ -274,12 +274,12 @@ def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
         {
             "quantization": candidate.quantization,
             "kbit_preparation": candidate.method_row.kbit_preparation,
-            "float32_adapters": candidate.float32_adapters,
+            "float32_adapters": candidate.casts_adapters,
             "gradient_checkpointing": candidate.gradient_checkpointing,
             "use_reentrant": candidate.sharding == "zero3",
         },
     )
-    if candidate.float32_adapters:
+    if candidate.casts_adapters:
         yield Note("adapters_cast_back")
     if candidate.quantization in BITSANDBYTES:
         yield Note("model_untouched")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from planner.candidate import FLASH, Candidate
+from planner.candidate import FLASH, SHARDED, Candidate
 from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
@@ -398,6 +398,7 @@ def is_consistent(candidate: Candidate, problem: SearchProblem) -> bool:
         of_class[problem.tuning_class]
         and not loses_pinned_dtype
         and not (eight_bit and candidate.sharding == "fsdp2" and "sharding" not in problem.job.pinned)
+        and not (candidate.sharding in SHARDED and candidate.prepares_by_script)
         and not (candidate.attn_implementation in FLASH and candidate.float32_attention)
         and not (candidate.attn_implementation == "eager" and candidate.row_gpus > 1)
         and candidate.num_processes % candidate.dp_replicate_size == 0

@@ -275,6 +275,28 @@ SETTINGS: tuple[Setting, ...] = (
         unset="uint8",
     ),
     Setting(
+        field="prepare_model_for_kbit_training",
+        # Source: peft 0.21, utils/other.py. CPO and ORPO call it themselves; other trainers of TRL 1.x do not.
+        sentence="The script calls PEFT's function of this name: what is not quantized is cast to float32.",
+        role="learning",
+        file="code",
+        owner="quantization",
+        owner_values=("nf4", "nf4-double", "int8"),
+        methods=lambda method: method.kbit_preparation == "none",
+        unset=False,
+    ),
+    Setting(
+        field="float32_adapters",
+        sentence="The script casts adapters on a bitsandbytes base back to float32 (TRL makes them bfloat16).",
+        role="learning",
+        file="code",
+        owner="quantization",
+        owner_values=("nf4", "nf4-double", "int8"),
+        methods=lambda method: method.bfloat16_adapters != "never",
+        unset=False,
+        line="adapters",
+    ),
+    Setting(
         field="beta",
         aliases=("kl_coef",),  # PPO
         sentence="Weight of the reference model; GRPO and RLOO with 0 have no reference model.",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from peft import prepare_model_for_kbit_training
 from peft.tuners.tuners_utils import BaseTuner
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -99,6 +100,8 @@ def policy(candidate: Candidate, device: Device) -> PreTrainedModel:
         from probes.dryrun.cuda.quantized import quantize
 
         quantize(model, candidate.quantization, DTYPES[candidate.dtype])
+        if candidate.prepare_model_for_kbit_training:
+            model = prepare_model_for_kbit_training(model, candidate.gradient_checkpointing)
     return model
 
 

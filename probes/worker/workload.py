@@ -37,6 +37,11 @@ def trainer_of_task(task: Task, engine_arguments: dict[str, Any]) -> BuiltTraine
         raise InputError(
             f"Weights of {candidate.quantization} are published so and cannot be made up: probe with --weights hub."
         )
+    if candidate.prepare_model_for_kbit_training:
+        raise InputError(
+            "A probe gives the trainer a path, and no base that PEFT prepared (prepare_model_for_kbit_training): start "
+            "the launch files instead, or run `plan dry-run`."
+        )
     set_seed(task.seed)
     return build_trainer(trainer_inputs(task, engine_arguments))
 

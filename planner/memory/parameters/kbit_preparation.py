@@ -1,7 +1,8 @@
-"""Dtypes of the unquantized parameters of a bitsandbytes model whose trainer calls PEFT's k-bit preparation.
+"""Dtypes of the unquantized parameters of a bitsandbytes model after PEFT's k-bit preparation.
 
-`prepare_model_for_kbit_training` casts all of them to float32; the trainer then casts some back to bfloat16. TRL's
-stable trainers do not call it: everything keeps the dtype in which the model is loaded.
+`prepare_model_for_kbit_training` casts all of them to float32; CPO and ORPO, which call it, then cast some back to
+bfloat16. TRL's other trainers do not call it: everything keeps the dtype in which the model is loaded, unless the
+training script calls it before (the setting of that name).
 """
 
 from typing import NamedTuple
@@ -30,9 +31,10 @@ class PreparedBytes(NamedTuple):
 
 ALL_FLOAT32 = PreparedBytes(FLOAT32_BYTES, FLOAT32_BYTES, FLOAT32_BYTES, FLOAT32_BYTES)
 
-# Bytes after the trainer's casts on a 4-bit base with bf16. On an 8-bit base, and without bf16, everything stays in
-# float32. Source: see `Method.kbit_preparation` (`peft_module_casting_to_bf16` casts modules named lm_head,
-# embed_tokens, wte, wpe).
+# Bytes after the trainer's casts on a 4-bit base with bf16. On an 8-bit base, and without bf16, everything stays as it
+# is: in float32 with CPO and ORPO, as loaded with online DPO, which calls a function of TRL of the same name that casts
+# nothing (trl 1.16, experimental/utils.py). Source: see `Method.kbit_preparation` (`peft_module_casting_to_bf16` casts
+# modules named lm_head, embed_tokens, wte, wpe).
 AFTER_CASTS: dict[KbitPreparation, PreparedBytes] = {
     "embeddings_and_head": PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, FLOAT32_BYTES),
     "everything_unquantized": PreparedBytes(SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES, SIXTEEN_BIT_BYTES),
@@ -45,12 +47,14 @@ OTHER_NAMES: dict[str, tuple[Part, ...]] = {"gpt_neox": ("embedding",), "opt": (
 
 
 def prepared_bytes(candidate: StateInput) -> PreparedBytes | None:
-    """Return the dtypes that k-bit preparation leaves; None if the trainer does not call it."""
+    """Return the dtypes that k-bit preparation leaves; None if nobody calls it."""
     preparation = candidate.method_row.kbit_preparation
-    if candidate.quantization not in BITSANDBYTES or preparation == "none":
+    if candidate.quantization not in BITSANDBYTES:
         return None
+    if preparation == "none":
+        return ALL_FLOAT32 if candidate.prepare_model_for_kbit_training else None
     if candidate.quantization == "int8" or candidate.precision != "bf16":
-        return ALL_FLOAT32
+        return ALL_FLOAT32 if preparation == "embeddings_and_head" else None
     left = AFTER_CASTS[preparation]
     if left.rest == SIXTEEN_BIT_BYTES:
         return left
