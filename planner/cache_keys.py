@@ -27,6 +27,8 @@ from planner.candidate import (
 from planner.methods import METHODS, Method, MethodName
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
+from planner.rows.batches import Layout
+from planner.rows.lengths import RowLengths
 
 
 class StateSettings(NamedTuple):
@@ -106,6 +108,9 @@ class TrainingSettings(NamedTuple):
     labelled_tokens: int
     images_per_row: int
     image_size: str
+    lengths: RowLengths | None
+    max_length: int
+    layout: Layout
     row_gpus: int
     flattened: bool
     pads: bool

@@ -9,6 +9,8 @@ from planner.errors import InputError
 from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
+from planner.rows.batches import Layout
+from planner.rows.lengths import RowLengths
 from planner.settings.table import SETTINGS, STAGES
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -72,6 +74,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     steps_per_generation: int = 1
     num_iterations: int = 1
     padded: bool = True  # rows differ in length, so batches hold padding (see `pads`)
+    lengths: RowLengths | None = None  # None: every row is taken as full
     images_per_row: int = 0  # images in each row, for vision-language models
     image_size: str = ""  # WIDTHxHEIGHT in pixels, for models whose tokens of an image depend on it
     packing: bool = False
@@ -145,9 +148,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of one padded row in the training pass."""
+        """Tokens of one padded row in the training pass: with lengths, of the longest row of the dataset.
+
+        Padding-free batches without packing keep rows whole (trl 1.16, trainer/sft_trainer.py, `SFTTrainer.__init__`:
+        "`max_length` is not enforced").
+        """
         if not self.method_row.generates:
-            return self.max_length
+            if self.lengths is None or self.packing:
+                return self.max_length
+            return self.lengths.longest if self.padding_free else min(self.max_length, self.lengths.longest)
         whole = self.prompt_length + self.max_completion_length
         return min(self.max_length, whole) if self.method_row.bounded_rows else whole
 
@@ -182,6 +191,13 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         Source: trl 1.16, sft_trainer.py, `SFTTrainer.__init__` (`self.padding_free`).
         """
         return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
+
+    @property
+    def layout(self) -> Layout:
+        """How rows of the dataset become batches."""
+        if self.packing:
+            return self.packing_strategy
+        return "padding_free" if self.padding_free else "padded"
 
     @property
     def pads(self) -> bool:

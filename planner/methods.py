@@ -125,6 +125,9 @@ class Method:
 
     # batches and activations
     packs: bool = False  # packing exists
+    # Pairs with a row of more than max_length tokens are left out. Source: trl 1.16, trainer/reward_trainer.py,
+    # `RewardTrainer._prepare_dataset`.
+    drops_long_rows: bool = False
     padding_free: bool = False  # padding_free exists
     offloads_activations: bool = False  # activation_offloading exists
     counts_images: bool = False  # images in its rows are counted (TRL's GRPO and RLOO take images, too)
@@ -221,6 +224,7 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="reward", trainer="RewardTrainer", config="RewardConfig", loss="score",
             rows_per_sample=2, reference="never", has_beta=False, generates=False, offloads_activations=True,
+            drops_long_rows=True,
             learning_rate="0.0001", disables_dropout=True,
         ),
         GRPO,

@@ -23,6 +23,7 @@ from planner.search.knobs import SearchProblem, TuningClass, problem_of_estimate
 from planner.search.levers import Lever, levers
 from planner.search.practical import impractical
 from planner.search.remedies import Remedy, offloading_notes, remedies
+from planner.search.row_lengths import costs_of_lengths
 from planner.search.search import NEAR_BEST, merit, search
 from planner.search.shared_rows import longest_shared_rows, search_with_shared_rows, shared_rows_notes
 from planner.search.sizes import length_field
@@ -170,7 +171,7 @@ def plan_on_all_gpus(job: Job, cluster: Cluster, above: Mapping[TuningClass, flo
         best=best,
         alternatives=others,
         remedies=() if best.fits else remedies(job, cluster, problem, best),
-        more=limits(best, problem) if best.fits else (),
+        more=(*limits(best, problem), *costs_of_lengths(best, problem)) if best.fits else (),
         levers=levers(best, problem, full_without_offloading(found)),
         warnings=(
             *faster_alternative(best, others),

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Literal
 
 from planner.candidate import Candidate
+from planner.rows.batches import Epoch
 from planner.settings.setting import Value
 
 DEFAULT_RISK = 0.05  # accepted probability of running out of memory (results/verdict.md)
@@ -143,12 +144,16 @@ class GpuMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """Speed of a run: trained tokens per second of all GPUs, and the seconds of an optimizer step, by cause too."""
+    """Speed of a run: trained tokens per second of all GPUs, and the seconds of an optimizer step, by cause too.
+
+    Where the lengths of rows are given, tokens are those of the rows without padding.
+    """
 
     tokens_per_second: float
     step_seconds: float
     seconds: dict[str, float]
     evidence: Evidence
+    epoch: Epoch | None = None  # one pass over the dataset, where the lengths of its rows are given
 
 
 # Identifiers of what is said about a candidate, in JSON too: they do not change.
@@ -184,6 +189,8 @@ NoteCode = Literal[
     # Settings of the job and its config files.
     "keys_not_counted", "keys_not_used", "method_lacks_settings", "length_not_used", "machines_of_file_overridden",
     "oldest_trl_taken", "config_change", "config_unchanged", "rows_not_cut", "keys_without_effect",
+    # The lengths of rows.
+    "rows_taken_full", "rows_cut", "rows_packed", "length_costs",
 ]  # fmt: skip
 
 

@@ -68,3 +68,8 @@ def parse_seconds(text: str) -> float:
             f"{shortened(text)!r} is not a duration. Write it in seconds, minutes or hours, such as 90s, 10m or 1h."
         )
     return float(match.group(1)) * _SECONDS[suffix]
+
+
+def format_share(share: float) -> str:
+    """Return a share in percent with two or three digits: `38 %`, `1.3 %`, `99.7 %`; `0 %` for none."""
+    return f"{100 * share:.1f} %" if 0 < share < 0.1 or 0.98 < share < 1 else f"{100 * share:.0f} %"

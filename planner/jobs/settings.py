@@ -12,6 +12,8 @@ from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements
 from planner.errors import InputError, UnknownName, shortened
 from planner.models.architectures.image_tower import image_sides
 from planner.models.shape import ModelShape
+from planner.rows.lengths import RowLengths, counted_lengths
+from planner.rows.reading import row_lengths
 from planner.settings.setting import COUNT, MAX_BATCH_SIZE, Setting, Value
 from planner.settings.table import ALIASES, FIELD_OF_SETTING, FSDP_OFFLOAD, SETTING_OF, SETTINGS, SPELLINGS, has_setting
 from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
@@ -31,7 +33,8 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def field_types() -> dict[str, object]:
     """Return every Candidate field that `--set` can set, with its type; a model is set by its name."""
     hints = get_type_hints(Candidate)
-    return {name: str if name in MODEL_FIELDS else hints[name] for name in FIELDS if name not in OWN_FLAGS}
+    texts = (*MODEL_FIELDS, "lengths")
+    return {name: str if name in texts else hints[name] for name in FIELDS if name not in OWN_FLAGS}
 
 
 @cache
@@ -223,6 +226,8 @@ def _library_name(candidate: Candidate, field: str) -> str:
 
 def _library_value(field: str, value: object) -> object:
     """Return a field's value as TRL and JSON write it: a list for a tuple, None for vLLM's whole context."""
+    if isinstance(value, RowLengths):
+        return value.words
     if field == "vllm_max_model_length" and value == 0:
         return None
     if field == "lora_target_modules" and value == ("all-linear",):
@@ -285,6 +290,8 @@ def _parse_value(name: str, value: Value) -> Value:
     """
     kind = _type_of(name)
     field = ALIASES.get(name, name)
+    if field == "lengths":
+        return _row_lengths(value)
     row = SETTING_OF.get(field)
     text = _as_text(value)
     text = (row.value_aliases.get(text, text) if row else text).strip()
@@ -301,6 +308,21 @@ def _parse_value(name: str, value: Value) -> Value:
     if get_origin(kind) is tuple:
         return tuple(part for part in text.replace(",", " ").split() if part)
     return _checked_text(name, field, text)
+
+
+def _row_lengths(value: Value) -> RowLengths | None:
+    """Return the lengths of rows of a file, of quantiles in words, or of a list of counts.
+
+    Raises:
+        InputError: it is none of them.
+    """
+    if value is None or isinstance(value, RowLengths):
+        return value
+    if isinstance(value, tuple):
+        if not all(part.isascii() and part.isdecimal() for part in value):
+            raise InputError(f"lengths must be numbers of tokens, not {shortened(', '.join(value))}.")
+        return counted_lengths(tuple(map(int, value)))
+    return row_lengths(str(value))
 
 
 def _checked_text(name: str, field: str, text: str) -> str:

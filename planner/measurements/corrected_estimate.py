@@ -335,8 +335,16 @@ def _probability(gpu: GpuMemory, others: Sequence[GpuMemory], measurement: Measu
 
 
 def _throughput(expected: Throughput, measurement: Measurement) -> Throughput:
-    """Return the speed as measured on GPUs; a CPU and a simulated card do not measure it."""
-    if measurement.device != "cuda" or measurement.outcome != "fits" or not measurement.step_seconds:
+    """Return the speed as measured on GPUs; a CPU and a simulated card do not measure it.
+
+    A probe trains on full rows, so that it does not measure the speed of rows whose lengths are given either.
+    """
+    if (
+        expected.epoch is not None
+        or measurement.device != "cuda"
+        or measurement.outcome != "fits"
+        or not measurement.step_seconds
+    ):
         return expected
     phases = heaviest_rank(measurement).phases
     return Throughput(

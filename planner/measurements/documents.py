@@ -18,6 +18,7 @@ from planner.measurements.measurement import SCHEMA, Measurement
 from planner.models.architectures.published import Published, Quantization
 from planner.models.from_config import Counts, shape_of
 from planner.models.shape import ModelShape
+from planner.rows.lengths import lengths_in_words
 
 
 class PublishedDocument(Struct, frozen=True):
@@ -49,13 +50,17 @@ def _json_types(kind: type, names: Iterable[str]) -> dict[str, Any]:
 
 
 CANDIDATE_TYPES = _json_types(Candidate, FIELDS)
+# Fields that documents of earlier releases lack, with their types in JSON and their defaults.
+LATER_FIELDS: tuple[tuple[str, Any, Any], ...] = (("lengths", str | None, None),)
+OBJECTS = (*MODEL_FIELDS, *(name for name, _, _ in LATER_FIELDS))
 CandidateDocument = defstruct(
     "CandidateDocument",
     [
-        *((name, hint) for name, hint in CANDIDATE_TYPES.items() if name not in MODEL_FIELDS),
+        *((name, hint) for name, hint in CANDIDATE_TYPES.items() if name not in OBJECTS),
         ("model", ModelDocument),
         ("reward_model", ModelDocument | None),
         ("teacher_model", ModelDocument | None),
+        *LATER_FIELDS,
     ],
     frozen=True,
     kw_only=True,
@@ -75,7 +80,7 @@ MeasurementDocument = defstruct(
 # Candidate fields that a published figure gives; a field that it does not give is `UNSET`.
 PublishedSettings = defstruct(
     "PublishedSettings",
-    [(name, hint | UnsetType, UNSET) for name, hint in CANDIDATE_TYPES.items() if name not in MODEL_FIELDS],
+    [(name, hint | UnsetType, UNSET) for name, hint in CANDIDATE_TYPES.items() if name not in OBJECTS],
     frozen=True,
     forbid_unknown_fields=True,
 )
@@ -116,8 +121,12 @@ def stored_measurement(text: str) -> Measurement:
 
 
 def candidate_report(candidate: Candidate) -> dict[str, object]:
-    """Return every field of a candidate as a JSON object, its models with their whole config."""
+    """Return every field of a candidate as a JSON object, its models with their whole config.
+
+    Lengths of rows are quantiles in words, which have the longest row.
+    """
     values = {field: getattr(candidate, field) for field in FIELDS}
+    values["lengths"] = values["lengths"] and values["lengths"].words
     models = {name: _model_document(values[name]) for name in MODEL_FIELDS if values[name] is not None}
     report: dict[str, object] = to_builtins({**values, **models})
     return report
@@ -135,6 +144,8 @@ def candidate_of_report(report: Mapping[str, Any]) -> Candidate:
 def _candidate(document: Struct) -> Candidate:
     values = structs.asdict(document)
     models = {name: _model(values[name]) for name in MODEL_FIELDS if values[name] is not None}
+    if values["lengths"] is not None:
+        values["lengths"] = lengths_in_words(values["lengths"])
     return Candidate(**{**values, **models})
 
 

@@ -65,13 +65,15 @@ def _option(name: str, value: Any, hint: Any) -> Any:
 
 
 def _setting(name: str, value: Any) -> Any:
-    """Return the value of a setting: None, a number, text, or a tuple of texts.
+    """Return the value of a setting: None, a number, text or a path as text, or a tuple of texts.
 
     Raises:
         InputError: it is none of them, such as a dict.
     """
     if value is None or isinstance(value, str | bool):
         return value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, list | tuple) and all(isinstance(part, str | Real) for part in value):
         return tuple(map(str, value))
     for number in (_whole(value), _number(value)):

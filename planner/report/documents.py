@@ -96,7 +96,7 @@ def _settings_types() -> dict[str, tuple[Any, bool]]:
 
 def _json_type(row: Setting, hint: object) -> object:
     """Return the type that a field's value has in JSON."""
-    if row.field in MODEL_FIELDS:
+    if row.field in (*MODEL_FIELDS, "lengths"):
         return str
     if row.field == "lora_target_modules":
         return Literal["all-linear"] | Annotated[tuple[str, ...], Meta(min_length=1)] | None

@@ -12,7 +12,7 @@ from planner.planning import Proof
 from planner.quantities import Note, NoteCode, Reason
 from planner.search.explain import MIN_REPORTED_BYTES, MIN_REPORTED_SPEEDUP
 from planner.search.knobs import TuningClass
-from planner.units import MIB, format_count, format_gib, format_size
+from planner.units import MIB, format_count, format_gib, format_share, format_size
 
 LEAST_SPARE_BYTES = 5 * MIB  # a smaller difference is the rounding of two figures in GiB
 CLASS_LABELS: dict[TuningClass, str] = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
@@ -122,6 +122,10 @@ def _setting_chosen(
         else ""
     )
     return f"{setting} {_value(value)} instead of {_value(other)}: {', '.join(parts)}{gathers}"
+
+
+def _cut(rows: float, tokens: float) -> str:
+    return f"cuts {format_share(rows)} of the rows ({format_share(tokens)} of the tokens)" if rows else "cuts no row"
 
 
 def _phase_peaks(phase: str, peak_bytes: int, most_bytes: int = 0) -> str:
@@ -489,4 +493,22 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     ),
     "config_change": lambda setting, after, before=None: f"config {setting}: {_value(before)} -> {_value(after)}",
     "config_unchanged": lambda: "the config needs no change",
+    # the lengths of rows
+    "rows_taken_full": lambda max_length: (
+        f"every row is taken as {format_count(max_length)} tokens long: give those of your dataset (--lengths FILE or "
+        "p50=380,p95=1900,max=8192) for padding, packing and the hours of an epoch"
+    ),
+    "rows_cut": lambda max_length, rows, tokens, dropped: (
+        f"max_length {format_count(max_length)} {'leaves out' if dropped else 'cuts'} {format_share(rows)} of the rows "
+        f"({format_share(tokens)} of the tokens)"
+    ),
+    "rows_packed": lambda packed_rows, rows: (
+        "packing changes no row: it keeps its positions and sees no other one, by FlashAttention's kernel or a mask "
+        f"of sdpa, without another package; a step of {format_count(packed_rows)} packed rows holds about "
+        f"{format_count(rows)} of the dataset's, which a learning rate may have to follow"
+    ),
+    "length_costs": lambda max_length, rows, tokens, speed=0.0: (
+        f"max_length {format_count(max_length)} {_cut(rows, tokens)}"
+        + (f": an epoch is {speed:.2g} times as fast" if speed else " and does not fit")
+    ),
 }

@@ -16,6 +16,7 @@ from planner.report.words import (
     describe_candidate,
     describe_cluster,
     describe_driver,
+    describe_epoch,
     describe_evidence,
     describe_excess,
     describe_fit,
@@ -133,6 +134,7 @@ def _candidate_block(label: str, estimate: Estimate, width: int, faster: Sequenc
     yield from wrapped("", [describe_speed(estimate)], width, style=style)
     for line in faster:
         yield from wrapped("", [line], width)
+    yield from wrapped("rows", describe_epoch(estimate.throughput), width)
     yield Text()
     for line, settings in shown_settings(estimate.candidate).items():
         yield from wrapped(line, settings, width)

@@ -3,10 +3,10 @@
 from planner.candidate import Candidate
 from planner.confidence import MOST_SPARE, Like, runs_like, shown_probability
 from planner.gpus.cluster import ASSUMED_SHARE, Cluster, HostMemory
-from planner.quantities import Estimate, GpuMemory
+from planner.quantities import Estimate, GpuMemory, Throughput
 from planner.search.explain import MIN_REPORTED_BYTES
 from planner.search.remedies import Remedy
-from planner.units import format_count, format_gib
+from planner.units import format_count, format_gib, format_share
 
 SHOWN_PART = 0.01  # of a step's time, for a part to be listed
 MOST_SECONDS = 600  # a longer step is printed in minutes
@@ -208,6 +208,32 @@ def describe_speed(estimate: Estimate) -> str:
     """Return the speed in words: `about 2,200 tokens/s, 7.5 s a step`."""
     throughput = estimate.throughput
     return f"about {tokens_per_second(throughput.tokens_per_second)}, {about_seconds(throughput.step_seconds)} a step"
+
+
+def describe_epoch(throughput: Throughput) -> tuple[str, ...]:
+    """Return the rows of a dataset in words: their mean, their padding or packing, and the hours of an epoch.
+
+    Empty without their lengths. Example: `412 tokens a row`, `38 % of the computed tokens are padding`, `an epoch:
+    52,002 rows in 6,501 steps, 2.3 h`.
+    """
+    epoch = throughput.epoch
+    if epoch is None:
+        return ()
+    said = [f"{format_count(round(epoch.mean_tokens))} tokens a row"]
+    if epoch.layout in ("padded", "padding_free"):
+        said.append(f"{format_share(epoch.padding_share)} of the computed tokens are padding")
+    else:
+        per_row = epoch.drawn_rows / epoch.trained_rows
+        said.append(f"{per_row:.1f} rows packed into one, {format_share(epoch.fill)} full")
+    if epoch.rows:
+        hours = epoch.steps * throughput.step_seconds / 3600
+        said.append(f"an epoch: {format_count(epoch.rows)} rows in {format_count(epoch.steps)} steps, {_hours(hours)}")
+    return tuple(said)
+
+
+def _hours(hours: float) -> str:
+    """Return a duration rounded to two digits: `2.3 h`, `12 min`."""
+    return f"{float(f'{hours:.2g}'):g} h" if hours >= 1 else f"{max(hours * 60, 1):.0f} min"
 
 
 def describe_step(estimate: Estimate) -> str:

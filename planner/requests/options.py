@@ -117,6 +117,13 @@ class JobOptions:
         str | None,
         Option(metavar="WIDTHxHEIGHT", help="Pixels of an image, as the processor resizes it; models of Qwen need it."),
     ] = None
+    lengths: Annotated[
+        str | None,
+        Option(
+            metavar="FILE|QUANTILES",
+            help="Tokens of the dataset's rows: a file of counts, or quantiles, such as p50=380,p95=1900,max=8192.",
+        ),
+    ] = None
     padded: Annotated[bool | None, Option(help="Do batches hold padding? Default: yes, real data does.")] = None
     risk: Annotated[
         float,

@@ -44,6 +44,7 @@ SHORTHANDS = {
     "prompt_length": "prompt_length",
     "max_completion_length": "max_completion_length",
     "batch_size": "per_device_train_batch_size",
+    "lengths": "lengths",
     "padded": "padded",
     "images_per_row": "images_per_row",
     "image_size": "image_size",

@@ -20,15 +20,17 @@ def speed_bound(structure: Candidate, problem: SearchProblem) -> float:
 
     It is the speed at the largest batch, with an engine that decodes all sequences at once: more rows and more
     sequences at a time are never slower. Rows without padding, in batches of one, may be faster than padded ones, so
-    that the smallest batch counts too.
+    that the smallest batch counts too. Where the lengths of rows are given, larger batches hold more padding and any
+    size may be the fastest.
     """
     if problem.job.optimize != "throughput":
         return inf
     sizes = batch_sizes(structure, problem.job)
     if not sizes:
         return 0.0
-    ends = (sizes[0], sizes[len(sizes) - 1])
-    return max(throughput(each, problem.cluster, ALL_SEQUENCES).tokens_per_second for each in ends)
+    last = len(sizes) - 1
+    ends = range(len(sizes)) if structure.lengths is not None else (0, last)
+    return max(throughput(sizes[end], problem.cluster, ALL_SEQUENCES).tokens_per_second for end in ends)
 
 
 def leanest(structure: Candidate, problem: SearchProblem) -> Candidate:

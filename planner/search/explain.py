@@ -17,8 +17,9 @@ from planner.models.architectures.image_tower import has_image_tower, image_towe
 from planner.quantities import Estimate, Note, Reason
 from planner.search.binary_search import largest
 from planner.search.fit import estimate_or_none
-from planner.search.knobs import SearchProblem, attention
+from planner.search.knobs import SearchProblem, attention, packing
 from planner.search.practical import impractical
+from planner.search.row_lengths import about_rows
 from planner.search.sizes import LENGTH_STEP, batch_sizes, length_field, length_limit, with_length
 from planner.settings.setting import Value
 from planner.units import GIB
@@ -34,6 +35,7 @@ OTHER_VALUES: dict[str, tuple[Value, ...]] = {
     "dtype": ("float32",),
     "attn_implementation": (),  # those of the model and the GPU
     "use_liger_kernel": (False,),
+    "packing": (True, False),
     "gradient_checkpointing": (True, False),
     "sharding": ("ddp",),
     "vllm_enable_sleep_mode": (False, True),
@@ -84,6 +86,7 @@ def is_applicable(name: str, candidate: Candidate, problem: SearchProblem) -> bo
     """Return whether the setting has an effect and another value that the model and the cluster support."""
     needs: dict[str, bool] = {
         "attn_implementation": len(attention(problem)) > 1,
+        "packing": len(packing(problem)) > 1,
         "sharding": candidate.num_processes > 1 and not candidate.offload_optimizer,
         "vllm_enable_sleep_mode": candidate.vllm == "colocate",
         "ds3_gather_for_generation": candidate.sharding == "zero3"
@@ -395,6 +398,7 @@ NOTES: tuple[Callable[[Estimate, SearchProblem], Iterator[Note]], ...] = (
     about_versions,
     about_context,
     about_data,
+    about_rows,
     about_steps,
     about_segments,
     about_batch,

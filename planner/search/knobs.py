@@ -231,6 +231,22 @@ def attention(problem: SearchProblem) -> Changes:
     return tuple({"attn_implementation": name} for name in ((other, release) if flash else (other,)))
 
 
+def packing(problem: SearchProblem) -> Changes:
+    """Return rows as they are and packed ones, where the lengths of rows are known; else the trainer's default.
+
+    Rows of the dataset do not see one another in a packed row, whatever the attention: TRL gives their positions and
+    the places where they begin (trl 1.16, trainer/sft_trainer.py, `DataCollatorForLanguageModeling.torch_call`), from
+    which FlashAttention takes its rows and sdpa and eager attention a mask (transformers 5.23, masking_utils.py,
+    `find_packed_sequence_indices`). TRL refuses packing for images and for rows that GPUs share.
+    """
+    pinned = problem.job.pinned
+    apart = pinned.get("padding_free") or pinned.get("images_per_row")
+    shared = pinned.get("cp_size", 1) != 1 or pinned.get("sp_size", 1) != 1
+    if pinned.get("lengths") is None or not METHODS[problem.job.method].packs or apart or shared:
+        return ({},)
+    return ({"packing": False}, {"packing": True})
+
+
 def generation(problem: SearchProblem) -> Changes:
     """Return the ways to sample completions, with the allocator setting of each.
 
@@ -310,6 +326,7 @@ KNOBS: dict[str, Callable[[SearchProblem], Changes]] = {
     "sharding": sharding,
     "checkpointing": checkpointing,
     "attention": attention,
+    "packing": packing,
     "generation": generation,
 }
 

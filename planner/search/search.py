@@ -44,7 +44,8 @@ def best_of_structure(candidate: Candidate, problem: SearchProblem) -> Estimate 
     - the smallest size if it needs no padding and the others do: one row alone has no attention mask, and may need more
       or less than several rows;
     - the largest size if it takes a whole optimizer step and the others do not: without accumulation no gradient waits
-      beside the next forward pass.
+      beside the next forward pass;
+    - with the lengths of rows, every smaller size, whose batches hold less padding.
     """
     sizes = sizes_of(candidate, problem)
     if not sizes:
@@ -55,6 +56,7 @@ def best_of_structure(candidate: Candidate, problem: SearchProblem) -> Estimate 
     )
     top = max(top, first)
     indices = set(range(max(first, top - SMALLER_BATCHES), top + 1)) if candidate.vllm == "colocate" else {top}
+    indices |= set(range(top)) if candidate.lengths is not None else set()
     indices |= {0} if first else set()
     indices |= {len(sizes) - 1} if sizes[len(sizes) - 1].accumulates != sizes[top].accumulates else set()
     estimates = (estimate_with_engine(sizes[index], problem) for index in sorted(indices))

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 from planner.errors import InputError
 from planner.requests.bodies import Options, options_in, request_type
 from planner.requests.options import CandidateOptions
+from planner.rows.lengths import is_words
 
 # Options that name a file on the server.
 FILE_OPTIONS = ("config", "accelerate_config", "deepspeed_config")
@@ -46,7 +47,9 @@ def read_request(request: Struct, group: type[Options], allowed: Allowed) -> Opt
     """
     options = options_in(request, group)
     given = {name: getattr(options, name) for name in FILE_OPTIONS}
-    for name in () if allowed.paths else FILE_OPTIONS:
+    texts = (options.lengths, (options.set or {}).get("lengths"))
+    given["lengths"] = next((text for text in texts if isinstance(text, str) and not is_words(text)), None)
+    for name in () if allowed.paths else given:
         if given[name] is not None:
             raise InputError(f"{name} names a file of the server, which was started without --allow-paths.")
     return options

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.methods import Method
+from planner.rows.lengths import RowLengths
 
-Value = str | int | float | bool | tuple[str, ...] | None
+Value = str | int | float | bool | tuple[str, ...] | RowLengths | None
 Bounds = tuple[float, float]
 
 Role = Literal[

@@ -154,8 +154,9 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         field="packing",
-        sentence="Rows are concatenated up to max_length.",
+        sentence="Rows are concatenated up to max_length; searched where the lengths of rows are given.",
         role="learning",
+        search="choice",
         methods=lambda method: method.packs,
         line="lengths",
     ),
@@ -183,6 +184,16 @@ SETTINGS: tuple[Setting, ...] = (
         role="data",
         file="data",
         line="lengths",
+    ),
+    Setting(
+        field="lengths",
+        sentence="Tokens of the dataset's rows: a file of counts, or quantiles such as p50=380,p95=1900,max=8192.",
+        role="data",
+        file="data",
+        methods=lambda method: not method.generates,
+        unset=None,
+        line="lengths",
+        shown="never",
     ),
     # -- the model -----------------------------------------------------------------------------------------------------
     Setting(

@@ -12,9 +12,10 @@ The model is a roofline plus the time in which an eager framework launches its k
 - Communication and offloading as far as computation does not hide them, and the optimizer's memory traffic.
 - For methods that generate: prefill, decode and weight sync. The trainer and a vLLM server take turns, as in TRL.
 
-The seconds rank candidates. They count padded tokens at full length: all rows have `row_tokens` tokens, all completions
-have `max_completion_length`. They leave out data loading, logging, evaluation, saving, reward functions, stragglers and
-thermal limits. Predicted against published speeds: `results/throughput.md`.
+The seconds rank candidates. Without the lengths of rows they count full ones: all rows have `row_tokens` tokens, all
+completions have `max_completion_length`. With them a micro-batch has its mean number of tokens, padding included, and
+GPUs wait for the one with most of them (`waiting`). They leave out data loading, logging, evaluation, saving, reward
+functions, stragglers and thermal limits. Predicted against published speeds: `results/throughput.md`.
 """
 
 from planner.cache_keys import TrainingInput
@@ -24,7 +25,8 @@ from planner.quantities import Throughput
 from planner.throughput.communication import communication_seconds, offload_seconds
 from planner.throughput.generation import generation_seconds, rollouts, weight_sync_seconds
 from planner.throughput.optimizer_step import optimizer_seconds
-from planner.throughput.training import epochs_per_step, micro_batch, micro_step
+from planner.throughput.rows import epoch, mean_micro_batch
+from planner.throughput.training import epochs_per_step, micro_batch, micro_step, slowest_batch
 from planner.throughput.work import policy_work
 
 
@@ -35,7 +37,8 @@ def throughput(candidate: Candidate, cluster: Cluster, concurrency: float) -> Th
              + rollouts x (generation + weight sync)
         tokens per second = rows x row tokens x accumulation x processes / step
 
-    `epochs` is 1 but for PPO. A token counts once a step. `launch` in `seconds` is the time that the CPU's launches add
+    `epochs` is 1 but for PPO. A token counts once a step, and padding not at all where the lengths of rows are given:
+    the first factors are then the tokens of the rows. `launch` in `seconds` is the time that the CPU's launches add
     to the GPU's computation.
     """
     return with_generation(training_seconds(candidate, cluster), candidate, cluster, concurrency)
@@ -50,9 +53,15 @@ def with_generation(
         rollout = generation_seconds(candidate, cluster, policy_work(candidate), concurrency)
         seconds["generation"] = rollouts(candidate)[1] * rollout
     step_seconds = sum(seconds.values())
-    tokens = candidate.tokens * candidate.gradient_accumulation_steps * candidate.num_processes
+    mean = mean_micro_batch(candidate)
+    own_tokens = candidate.tokens if mean is None else mean.tokens / candidate.row_gpus
+    tokens = own_tokens * candidate.gradient_accumulation_steps * candidate.num_processes
     return Throughput(
-        tokens_per_second=tokens / step_seconds, step_seconds=step_seconds, seconds=seconds, evidence="estimated"
+        tokens_per_second=tokens / step_seconds,
+        step_seconds=step_seconds,
+        seconds=seconds,
+        evidence="estimated",
+        epoch=epoch(candidate),
     )
 
 
@@ -67,6 +76,8 @@ def training_seconds(candidate: TrainingInput, cluster: Cluster) -> dict[str, fl
     work, batch = policy_work(candidate), micro_batch(candidate, gpu)
     step = micro_step(candidate, work, gpu, batch)
     generates = candidate.method_row.generates
+    slowest = micro_step(candidate, work, gpu, slowest_batch(candidate, batch)) if candidate.lengths else step
+    waiting = {"waiting": passes * (slowest.elapsed - step.elapsed)} if candidate.lengths else {}
     return {
         "compute": passes * step.compute,
         "recompute": passes * step.recompute,
@@ -75,6 +86,7 @@ def training_seconds(candidate: TrainingInput, cluster: Cluster) -> dict[str, fl
         "communication": epochs * communication_seconds(candidate, cluster, work, step),
         "optimizer": epochs * optimizer_seconds(candidate, gpu, work),
         "offload": epochs * offload_seconds(candidate, cluster, work, batch, step),
+        **waiting,
         "generation": 0.0,
         "weight_sync": rollouts(candidate)[1] * weight_sync_seconds(candidate, cluster, work) if generates else 0.0,
     }

@@ -11,6 +11,7 @@ from planner.methods import Loss
 from planner.models.architectures.image_tower import image_tower
 from planner.models.shape import ModelShape
 from planner.throughput.rates import attention_rate, float32_rate, matmul_rate, memory_rate
+from planner.throughput.rows import mean_micro_batch, slowest_tokens
 from planner.throughput.smooth import smooth_max
 from planner.throughput.work import BACKWARD_LAUNCHES, Work, frozen_work, trained_models
 
@@ -72,19 +73,28 @@ class Batch:
     """One micro-batch on one GPU: `rows` of `length` tokens. `scored`: tokens of all rows with a label.
 
     `flattened`: attention sees one long row, without FlashAttention's kernel for rows of different lengths.
+    `lengths`: (tokens of a row that attention sees, how many of them there are), where rows differ; empty: `rows` of
+    `length`.
     """
 
     rows: int
-    length: int
-    scored: int
+    length: float
+    scored: float
     flattened: bool
     kernel: str
     row_gpus: int = 1  # that share each row
     causal: bool = True  # a token sees the tokens before it; the patches of an image see all others
+    lengths: tuple[tuple[float, float], ...] = ()
 
     @property
-    def tokens(self) -> int:
-        return self.rows * -(-self.length // self.row_gpus)
+    def tokens(self) -> float:
+        return self.rows * (self.length / self.row_gpus if self.lengths else -(-self.length // self.row_gpus))
+
+    @property
+    def seen(self) -> tuple[tuple[float, float], ...]:
+        """Return the rows that attention sees, as (tokens, how many)."""
+        whole = (self.rows * self.length, 1.0) if self.flattened else (self.length, self.rows)
+        return self.lengths or (whole,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +127,9 @@ class MicroStep:
 
 
 def micro_batch(candidate: TrainingInput, gpu: Gpu) -> Batch:
-    """The batch of the policy's training pass."""
+    """The batch of the policy's training pass: with lengths of rows the mean one, else full rows."""
     flattened, kernel = candidate.flattened, attention_kernel(candidate, gpu.supports_flash_attention_2)
-    return Batch(
+    full = Batch(
         rows=candidate.rows,
         length=candidate.row_tokens,
         scored=candidate.labelled_tokens,
@@ -127,6 +137,21 @@ def micro_batch(candidate: TrainingInput, gpu: Gpu) -> Batch:
         kernel=kernel,
         row_gpus=candidate.row_gpus,
     )
+    mean = mean_micro_batch(candidate)
+    if mean is None:
+        return full
+    scored = mean.tokens / candidate.row_gpus
+    return replace(full, length=mean.computed / candidate.rows, scored=scored, lengths=mean.seen)
+
+
+def slowest_batch(candidate: TrainingInput, batch: Batch) -> Batch:
+    """Return the batch of the GPU that the others wait for; the same one where rows are full."""
+    mean = mean_micro_batch(candidate)
+    if mean is None:
+        return batch
+    more = slowest_tokens(candidate, mean) / mean.computed
+    lengths = tuple((tokens, more * count) for tokens, count in batch.lengths)
+    return replace(batch, length=more * batch.length, scored=more * batch.scored, lengths=lengths)
 
 
 def attention_kernel(candidate: TrainingInput, flash: bool) -> str:
@@ -206,26 +231,28 @@ def attention_seconds(work: Work, gpu: Gpu, batch: Batch) -> float:
     Example: Qwen2.5-7B, 8192 tokens in a row, flash-attention 2 on an A100: 28 x 4 x 3584 x 8192^2 / 2 = 13.5e12 FLOP,
     86 ms.
     """
-    rows, length = (1, batch.rows * batch.length) if batch.flattened else (batch.rows, batch.length)
-    masked = batch.kernel in ("eager", "sdpa-masked")
     rate, bandwidth = attention_rate(gpu, batch.kernel), memory_rate(gpu)
     seconds = 0.0
     for window, flops, heads in work.attention:
-        pairs = float(length * length)
-        if batch.causal and not masked:
-            pairs = window * length - window * window / 2 if 0 < window < length else pairs / 2
-        elif not batch.causal and 0 < window < length:
-            pairs = float(window * length)
-        seconds += rows * pairs * flops / rate
+        pairs = sum(rows * _pairs(length, window, batch) for length, rows in batch.seen)
+        seconds += pairs * flops / rate
         if batch.kernel == "eager":
-            seconds += rows * pairs * heads * ATTENTION_SCORE_BYTES / bandwidth
+            seconds += pairs * heads * ATTENTION_SCORE_BYTES / bandwidth
     if batch.kernel == "sdpa-masked":
-        seconds += work.layers * rows * length * length * MASK_BYTES / bandwidth
+        squares = sum(rows * length * length for length, rows in batch.seen)
+        seconds += work.layers * squares * MASK_BYTES / bandwidth
     return seconds / batch.row_gpus
 
 
+def _pairs(length: float, window: int, batch: Batch) -> float:
+    """Return the pairs of tokens in a row that a kernel computes; see `attention_seconds`."""
+    if batch.causal and batch.kernel not in ("eager", "sdpa-masked"):
+        return window * length - window * window / 2 if 0 < window < length else length * length / 2
+    return window * length if not batch.causal and 0 < window < length else length * length
+
+
 def head_seconds(
-    work: Work, gpu: Gpu, rate: float, cost: HeadCost, scored: int, products: float, share: float = 1.0
+    work: Work, gpu: Gpu, rate: float, cost: HeadCost, scored: float, products: float, share: float = 1.0
 ) -> float:
     """Seconds of the output head on one GPU: `products` x `scored` tokens, and `share` of the logits' traffic."""
     traffic = (

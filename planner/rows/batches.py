@@ -1,0 +1,280 @@
+"""Padding of a batch and of an epoch: how many tokens a trainer computes for rows of different lengths.
+
+Rows come in random order (transformers 5.23, trainer.py, `_get_train_sampler`: RandomSampler), so that a batch of n
+rows is a random choice of n of all N, and its longest row has at most t tokens with the probability C(c, n) / C(N, n),
+where c rows have at most t. The expected padding of an epoch is exact; a run with one seed differs by chance.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import exp, inf, lgamma, sqrt
+from typing import Literal, NamedTuple
+
+from planner.rows.lengths import RowLengths
+from planner.rows.packing import documents, packed_rows
+
+# How rows become batches. padded: to the longest row of the batch. padding_free: concatenated to one row. The others
+# are strategies of packing; rows of "wrapped" stay rows of a batch.
+Layout = Literal["padded", "padding_free", "bfd", "bfd_split", "wrapped"]
+MOST_BINS = 32  # in which attention's rows are counted
+
+
+class Rows(NamedTuple):
+    """The rows that a trainer gets, and their batches.
+
+    `too_long`: what becomes of rows of more than `max_length` tokens; padding-free batches keep them whole (trl 1.16,
+    trainer/sft_trainer.py, `SFTTrainer.__init__`: "`max_length` is not enforced").
+    """
+
+    lengths: RowLengths
+    max_length: int
+    too_long: Literal["cut", "drop"]
+    layout: Layout
+    batch_rows: int  # on one process
+    processes: int  # that have batches of their own
+
+
+class Histogram(NamedTuple):
+    """Numbers of tokens, ascending, and how many rows have each."""
+
+    tokens: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def total(self) -> int:
+        """Return the tokens of all rows."""
+        return sum(tokens * count for tokens, count in zip(self.tokens, self.counts, strict=True))
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.rows
+
+
+def histogram(tokens: Counter[int]) -> Histogram:
+    """Return counted numbers of tokens as a histogram."""
+    ordered = sorted(tokens.items())
+    return Histogram(tuple(number for number, _ in ordered), tuple(count for _, count in ordered))
+
+
+@lru_cache(maxsize=256)
+def trained_rows(lengths: RowLengths, max_length: int, too_long: Literal["cut", "drop"], layout: Layout) -> Histogram:
+    """Return the rows of the trainer's dataset: packed ones, or those of the dataset without what `max_length` cuts."""
+    if layout == "padding_free":
+        return histogram(Counter(lengths.tokens))
+    if layout != "padded":
+        return histogram(Counter(packed_rows(lengths, max_length, layout)))
+    counted = Counter(lengths.tokens)
+    kept = Counter({tokens: count for tokens, count in counted.items() if tokens <= max_length})
+    if too_long == "cut" or not kept:
+        kept[max_length] += sum(count for tokens, count in counted.items() if tokens > max_length)
+    return histogram(kept)
+
+
+@lru_cache(maxsize=256)
+def attended_rows(rows: Rows) -> Histogram:
+    """Return the stretches of tokens that see one another where attention knows them: documents, not packed rows."""
+    if rows.layout in ("padded", "padding_free"):
+        return trained_rows(rows.lengths, rows.max_length, rows.too_long, rows.layout)
+    return histogram(Counter(documents(rows.lengths, rows.max_length, rows.layout)))
+
+
+def shares_of_longest(rows: Histogram, chosen: int) -> tuple[float, ...]:
+    """Return the probability of each number of tokens to be that of the longest of `chosen` random rows.
+
+    P(longest <= t) = C(c, n) / C(N, n), c of N rows have at most t tokens
+    """
+    total = rows.rows
+    chosen = min(chosen, total)
+    whole = _log_choices(total, chosen)
+    up_to = [exp(_log_choices(count, chosen) - whole) for count in accumulate(rows.counts)]
+    return tuple(now - before for before, now in zip([0.0, *up_to], up_to, strict=False))
+
+
+def expected_longest(rows: Histogram, chosen: int) -> float:
+    """Return the expected tokens of the longest of `chosen` random rows."""
+    if chosen == 1:
+        return rows.mean
+    return sum(t * share for t, share in zip(rows.tokens, shares_of_longest(rows, chosen), strict=True))
+
+
+def _log_choices(total: int, chosen: int) -> float:
+    """Return the logarithm of C(total, chosen), -infinity for 0."""
+    if chosen > total:
+        return -inf
+    return lgamma(total + 1) - lgamma(chosen + 1) - lgamma(total - chosen + 1)
+
+
+# -- a micro-batch -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """One micro-batch of one process in the mean.
+
+    `tokens`: without padding. `computed`: with padding. `slowest`: computed by the process with most of them, where all
+    wait for each other after one micro-batch. `seen`: (tokens that see one another, how many such stretches).
+    """
+
+    tokens: float
+    computed: float
+    slowest: float
+    seen: tuple[tuple[float, float], ...]
+
+
+@lru_cache(maxsize=1024)
+def micro_batch_of(rows: Rows, unpads: bool) -> MicroBatch:
+    """Return the micro-batch of a random order in the mean.
+
+    `unpads`: attention knows where each document begins and ends and skips padding, as FlashAttention's kernels for
+    rows of different lengths do; other kernels see padded rows and, of concatenated ones, one long row.
+
+        padded     n rows of E[longest of n]; slowest n x E[longest of n x processes]
+        flattened  n x mean; slowest n x mean + sqrt(n) x (E[longest of the processes] - mean), by the central limit
+
+    Leaves out the last batch of an epoch, which may be smaller, and that the two rows of a pair are alike.
+    """
+    own = trained_rows(rows.lengths, rows.max_length, rows.too_long, rows.layout)
+    batch, mean = rows.batch_rows, own.mean
+    if rows.layout in ("padded", "wrapped"):
+        computed = batch * expected_longest(own, batch)
+        slowest = batch * expected_longest(own, batch * rows.processes)
+    else:
+        computed = batch * mean
+        slowest = computed + sqrt(batch) * (expected_longest(own, rows.processes) - mean)
+    return MicroBatch(tokens=batch * mean, computed=computed, slowest=slowest, seen=_seen(rows, own, unpads, computed))
+
+
+def _seen(rows: Rows, own: Histogram, unpads: bool, computed: float) -> tuple[tuple[float, float], ...]:
+    """Return the stretches of a micro-batch that attention computes."""
+    batch = rows.batch_rows
+    if unpads:
+        attended = attended_rows(rows)
+        return _bins(attended.tokens, [batch * count / own.rows for count in attended.counts])
+    if rows.layout in ("padded", "wrapped"):
+        return _bins(own.tokens, [batch * share for share in shares_of_longest(own, batch)])
+    return ((computed, 1.0),)
+
+
+def _bins(tokens: tuple[int, ...], weights: list[float]) -> tuple[tuple[float, float], ...]:
+    """Return at most `MOST_BINS` pairs of (tokens, weight) with the same sum of squares, which attention grows with."""
+    room = sum(weights) / MOST_BINS
+    found: list[tuple[float, float]] = []
+    squares = weight = 0.0
+    for number, share in zip(tokens, weights, strict=True):
+        squares, weight = squares + share * number * number, weight + share
+        if weight >= room:
+            found.append((sqrt(squares / weight), weight))
+            squares = weight = 0.0
+    return (*found, (sqrt(squares / weight), weight)) if weight > 0 else tuple(found)
+
+
+# -- an epoch ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epoch:
+    """One pass over the dataset, without a validation split.
+
+    `rows`: of the dataset; 0: not known, and all counts are those of the rows that were drawn from quantiles.
+    `trained_rows`: of the trainer's dataset, packed ones or those of the dataset. `padding`: expected tokens of it.
+    `cut_rows`, `cut_tokens`: rows that are longer than `max_length`, and their tokens that are lost. `steps`: optimizer
+    steps.
+    """
+
+    rows: int
+    drawn_rows: int  # rows that all other counts are about
+    trained_rows: int
+    tokens: int
+    padding: int
+    cut_rows: int
+    cut_tokens: int
+    steps: int
+    layout: Layout
+    max_length: int
+
+    @property
+    def padding_share(self) -> float:
+        """Return the share of padding in all computed tokens."""
+        return self.padding / (self.tokens + self.padding)
+
+    @property
+    def fill(self) -> float:
+        """Return the share of packed rows that tokens fill."""
+        return self.tokens / (self.trained_rows * self.max_length)
+
+    @property
+    def cut_row_share(self) -> float:
+        """Return the share of the rows that are longer than `max_length`."""
+        return self.cut_rows / self.drawn_rows
+
+    @property
+    def cut_token_share(self) -> float:
+        """Return the share of the tokens that are lost."""
+        return self.cut_tokens / (self.tokens + self.cut_tokens)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Return the trained tokens of a row of the dataset."""
+        return self.tokens / self.drawn_rows
+
+
+def epoch_of(rows: Rows, accumulation: int, rows_per_sample: int) -> Epoch:
+    """Return an epoch: exact but for the padding, which is its expectation over all orders.
+
+    A batch is the last one of a process with what is left over; `rows_per_sample` rows form one sample. Steps: the
+    batches are dealt to the processes in turn, and every `accumulation` of a process end with an optimizer step, the
+    last one with fewer.
+
+    Leaves out the samples that accelerate repeats so that all processes have as many batches (accelerate 1.15,
+    data_loader.py, `BatchSamplerShard`, even_batches): fewer than one batch for each process.
+    """
+    own = trained_rows(rows.lengths, rows.max_length, rows.too_long, rows.layout)
+    samples, size = own.rows // rows_per_sample, rows.batch_rows // rows_per_sample
+    batches, rest = divmod(samples, size)
+    micro_steps = -(-(batches + bool(rest)) // rows.processes)
+    padding = 0.0
+    if rows.layout in ("padded", "wrapped"):
+        padding += batches * rows.batch_rows * (expected_longest(own, rows.batch_rows) - own.mean)
+        last = rest * rows_per_sample
+        padding += last * (expected_longest(own, last) - own.mean) if last else 0.0
+    cut_rows, cut_tokens = _lost(rows)
+    scale = _scale(rows.lengths)
+    return Epoch(
+        rows=rows.lengths.rows,
+        drawn_rows=round(scale * len(rows.lengths.tokens)),
+        trained_rows=round(scale * own.rows),
+        tokens=round(scale * own.total),
+        padding=round(scale * padding),
+        cut_rows=round(scale * cut_rows),
+        cut_tokens=round(scale * cut_tokens),
+        steps=-(-round(scale * micro_steps) // accumulation),
+        layout=rows.layout,
+        max_length=rows.max_length,
+    )
+
+
+def _scale(lengths: RowLengths) -> float:
+    """Return the rows of the dataset for each row that was drawn; 1 for counted rows."""
+    return lengths.rows / len(lengths.tokens) if lengths.rows else 1.0
+
+
+@lru_cache(maxsize=256)
+def lost_to(lengths: RowLengths, max_length: int) -> tuple[int, int]:
+    """Return how many rows are longer than `max_length`, and how many tokens lie beyond it."""
+    longer = [tokens for tokens in lengths.tokens if tokens > max_length]
+    return len(longer), sum(longer) - max_length * len(longer)
+
+
+def _lost(rows: Rows) -> tuple[int, int]:
+    """Return the rows and tokens of the dataset that are lost to `max_length`."""
+    if rows.layout in ("padding_free", "bfd_split", "wrapped"):
+        return 0, 0
+    longer, beyond = lost_to(rows.lengths, rows.max_length)
+    dropped = rows.layout == "padded" and rows.too_long == "drop"
+    return longer, beyond + rows.max_length * longer if dropped else beyond

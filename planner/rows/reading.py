@@ -1,0 +1,177 @@
+"""Token counts of rows from files: text, CSV, JSON lines, parquet, or a dataset that `save_to_disk` wrote."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from importlib import import_module
+from os.path import isdir
+from pathlib import Path
+from typing import Any
+
+from planner.errors import InputError, shortened
+from planner.files.read import MAX_LINES_BYTES, read_text
+from planner.rows.lengths import EXAMPLE, MOST_TOKENS, RowLengths, counted_lengths, is_words, lengths_in_words
+
+# Columns of counts, the first that a file has, and columns of tokens, whose length is the count.
+COUNT_COLUMNS = ("length", "lengths", "tokens", "num_tokens", "n_tokens", "token_count", "seq_length")
+TOKEN_COLUMNS = ("input_ids",)
+
+
+def row_lengths(text: str) -> RowLengths:
+    """Return the lengths of `--lengths`: quantiles in words, or a file of counts.
+
+    Raises:
+        InputError: the words are no quantiles, or the file cannot be read or holds no counts.
+    """
+    if is_words(text):
+        return lengths_in_words(text)
+    path = Path(text)
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise InputError(
+            f"--lengths {shortened(text)} cannot be read: {reason}. It is a file of token counts, or quantiles such as "
+            f"{EXAMPLE}."
+        ) from error
+    return _read(text, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read(text: str, changed_ns: int, size: int) -> RowLengths:
+    """Return the counts of a file. Cached by the time of its last change: a request reads its options several times."""
+    path = Path(text)
+    reader = _read_dataset if isdir(path) else READERS.get(path.suffix.lower(), _read_plain)
+    counts = [_count(value, path, number) for number, value in enumerate(reader(path), 1)]
+    if not any(counts):
+        raise InputError(f"{shortened(path)} holds no row with a token.")
+    return counted_lengths(tuple(counts))
+
+
+def _count(value: Any, path: Path, number: int) -> int:
+    """Return a value of a file as a count: a whole number, or the length of a list of tokens.
+
+    Raises:
+        InputError: it is neither; names the row.
+    """
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return len(value)
+    try:
+        count = int(value)
+        if isinstance(value, bool) or count != float(value) or not 0 <= count <= MOST_TOKENS:
+            raise ValueError
+    except (ValueError, TypeError, OverflowError):
+        raise InputError(f"{shortened(path)}, row {number}: {shortened(value)} is no number of tokens.") from None
+    return count
+
+
+def _column(names: Sequence[str], path: Path) -> str:
+    """Return the name of the column to read: a known one, or the only one.
+
+    Raises:
+        InputError: no column is known.
+    """
+    found = next((name for name in (*COUNT_COLUMNS, *TOKEN_COLUMNS) if name in names), None)
+    if found is None and len(names) == 1:
+        found = names[0]
+    if found is None:
+        raise InputError(
+            f"{shortened(path)} has no column of token counts, but {shortened(', '.join(map(str, names)))}. Name it "
+            "length, or count the tokens with plan lengths."
+        )
+    return found
+
+
+def _read_plain(path: Path) -> Iterator[str]:
+    """Yield the numbers of a text, one a line."""
+    return (line.strip() for line in read_text(path, MAX_LINES_BYTES).splitlines() if line.strip())
+
+
+def _read_json_lines(path: Path) -> Iterator[Any]:
+    """Yield the count of each line: a number, a list of tokens, or an object with a column of them."""
+    name = ""
+    for number, line in enumerate(_read_plain(path), 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{shortened(path)}, row {number}: that is no JSON.") from error
+        if isinstance(row, dict):
+            name = name if name in row else _column(list(row), path)
+            yield row[name]
+        else:
+            yield row
+
+
+def _read_json(path: Path) -> Iterator[Any]:
+    """Yield the counts of one JSON document: a list of numbers, or an object with such a list."""
+    try:
+        document = json.loads(read_text(path, MAX_LINES_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{shortened(path)} is no JSON.") from error
+    values = document[_column(list(document), path)] if isinstance(document, dict) and document else document
+    if not isinstance(values, list):
+        raise InputError(f"{shortened(path)} holds no list of token counts.")
+    return iter(values)
+
+
+def _read_csv(path: Path) -> Iterator[str]:
+    """Yield the column of counts; a file whose first line is a number has no header."""
+    text = read_text(path, MAX_LINES_BYTES)
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    try:
+        lines = [row for row in csv.reader(text.splitlines(), delimiter=separator) if row]
+    except csv.Error as error:
+        raise InputError(f"{shortened(path)} is no CSV: {error}.") from error
+    if not lines:
+        return iter(())
+    if len(lines[0]) == 1 and lines[0][0].strip().isdecimal():
+        return (row[0] for row in lines)
+    place = lines[0].index(_column(lines[0], path))
+    return (row[place] if place < len(row) else "" for row in lines[1:])
+
+
+def _read_parquet(path: Path) -> Iterator[Any]:
+    """Yield the column of counts of a parquet file, which pandas reads.
+
+    Raises:
+        InputError: pandas or its parquet engine is not installed, or it cannot read the file.
+    """
+    try:
+        pandas = import_module("pandas")
+        frame = pandas.read_parquet(path)
+    except ImportError as error:
+        raise InputError(
+            f"{shortened(path)} needs pandas and pyarrow: pip install pandas pyarrow. Or give the counts as text, one "
+            "a line."
+        ) from error
+    except Exception as error:  # pyarrow's own classes, which only an import of it names
+        raise InputError(f"{shortened(path)} is no parquet file: {shortened(error)}.") from error
+    return iter(frame[_column([str(name) for name in frame.columns], path)].tolist())
+
+
+def _read_dataset(path: Path) -> Iterator[Any]:
+    """Yield the counts of a dataset that `save_to_disk` wrote; of several splits it is `train`.
+
+    Raises:
+        InputError: datasets is not installed, or the folder holds no dataset.
+    """
+    folder = path if (path / "dataset_info.json").is_file() else path / "train"
+    if not (folder / "dataset_info.json").is_file():
+        raise InputError(f"{shortened(path)} is a folder without a dataset that save_to_disk wrote.")
+    try:
+        dataset = import_module("datasets").load_from_disk(str(folder))
+    except ImportError as error:
+        raise InputError(f"{shortened(path)} needs datasets: pip install datasets.") from error
+    return iter(dataset[_column(list(dataset.column_names), path)])
+
+
+# Ending of a file -> its reader; other files are text.
+READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+}
