@@ -27,7 +27,7 @@ from planner.candidate import (
 from planner.methods import METHODS, Method, MethodName
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
-from planner.rows.batches import Layout
+from planner.rows.batches import Layout, Order
 from planner.rows.lengths import RowLengths
 
 
@@ -111,6 +111,7 @@ class TrainingSettings(NamedTuple):
     lengths: RowLengths | None
     max_length: int
     layout: Layout
+    train_sampling_strategy: Order
     row_gpus: int
     flattened: bool
     pads: bool

@@ -9,7 +9,7 @@ from planner.errors import InputError
 from planner.methods import METHODS, NEWEST_TRL, Method, MethodName
 from planner.models.shape import ModelShape
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerRow
-from planner.rows.batches import Layout
+from planner.rows.batches import Layout, Order
 from planner.rows.lengths import RowLengths
 from planner.settings.table import SETTINGS, STAGES
 
@@ -80,6 +80,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     packing: bool = False
     packing_strategy: PackingStrategy = "bfd"
     padding_free: bool = False
+    train_sampling_strategy: Order = "random"
     beta: float = 0.0
     lmbda: float = 0.5  # share of GKD's micro-batches that the policy generates
     precompute_ref_log_probs: bool = False

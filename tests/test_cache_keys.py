@@ -14,10 +14,12 @@ from planner.estimation import estimate
 from planner.gpus.parse import parse_cluster
 from planner.models.catalogue import load_model
 from planner.quantities import Estimate
+from planner.rows.lengths import lengths_in_words
 
 CLUSTER = parse_cluster("4xA100-80G", None)
 MODEL = load_model("Qwen2.5-0.5B")
 TEACHER = load_model("Qwen2.5-1.5B")
+LENGTHS = lengths_in_words("rows=100,p50=300,max=5000")
 SEEING = load_model("google/gemma-3-4b-it")
 COLOCATED = {"vllm": "colocate", "vllm_max_model_length": 2048, "num_processes": 2}
 
@@ -50,6 +52,7 @@ BASES: dict[str, dict[str, Any]] = {
     "ppo": {"method": "ppo", "tuning": "lora"},
     "gkd": {"method": "gkd", "teacher_model": TEACHER},
     "sft of packed rows": {"method": "sft", "packing": True, "attn_implementation": "flash_attention_2"},
+    "sft of rows of known lengths": {"method": "sft", "lengths": LENGTHS},
     "sft of images": {"method": "sft", "model": SEEING, "images_per_row": 1},
 }  # fmt: skip
 
@@ -79,6 +82,8 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "steps_per_generation": (4, 1),
     "num_iterations": (2, 1),
     "padded": (False, True),
+    "lengths": (LENGTHS, None),
+    "train_sampling_strategy": ("group_by_length", "random"),
     "images_per_row": (2, 1),
     "image_size": ("1024x768", ""),
     "packing": (True, False),

@@ -51,7 +51,10 @@ def _json_types(kind: type, names: Iterable[str]) -> dict[str, Any]:
 
 CANDIDATE_TYPES = _json_types(Candidate, FIELDS)
 # Fields that documents of earlier releases lack, with their types in JSON and their defaults.
-LATER_FIELDS: tuple[tuple[str, Any, Any], ...] = (("lengths", str | None, None),)
+LATER_FIELDS: tuple[tuple[str, Any, Any], ...] = (
+    ("lengths", str | None, None),
+    ("train_sampling_strategy", CANDIDATE_TYPES["train_sampling_strategy"], "random"),
+)
 OBJECTS = (*MODEL_FIELDS, *(name for name, _, _ in LATER_FIELDS))
 CandidateDocument = defstruct(
     "CandidateDocument",

@@ -1,10 +1,12 @@
 """Padding of a batch and of an epoch: how many tokens a trainer computes for rows of different lengths.
 
-Rows come in random order (transformers 5.23, trainer.py, `_get_train_sampler`: RandomSampler), so that a batch of n
-rows is a random choice of n of all N, and its longest row has at most t tokens with the probability C(c, n) / C(N, n),
-where c rows have at most t. The expected padding of an epoch is exact; a run with one seed differs by chance.
+In random order (transformers 5.23, trainer.py, `_get_train_sampler`: RandomSampler) a batch of n rows is a random
+choice of n of all N, and its longest row has at most t tokens with the probability C(c, n) / C(N, n), where c rows have
+at most t. The expected padding of an epoch is exact; a run with one seed differs by chance. In the order of the dataset
+("sequential") it is that of a run.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +20,11 @@ from planner.rows.packing import documents, packed_rows
 # How rows become batches. padded: to the longest row of the batch. padding_free: concatenated to one row. The others
 # are strategies of packing; rows of "wrapped" stay rows of a batch.
 Layout = Literal["padded", "padding_free", "bfd", "bfd_split", "wrapped"]
+# Values of `train_sampling_strategy`. Leaves out "batch_rebalance", which has batches of different numbers of rows.
+Order = Literal["random", "sequential", "group_by_length"]
+# Batches, of a whole step on one process, among which "group_by_length" sorts rows by their lengths. Source:
+# transformers 5.23, trainer_pt_utils.py, `get_length_grouped_indices`.
+SORTED_STEPS, LEAST_PARTS = 50, 4
 MOST_BINS = 32  # in which attention's rows are counted
 
 
@@ -32,8 +39,10 @@ class Rows(NamedTuple):
     max_length: int
     too_long: Literal["cut", "drop"]
     layout: Layout
+    order: Order
     batch_rows: int  # on one process
     processes: int  # that have batches of their own
+    accumulation: int  # micro-batches of a process in a step
 
 
 class Histogram(NamedTuple):
@@ -110,6 +119,46 @@ def _log_choices(total: int, chosen: int) -> float:
     return lgamma(total + 1) - lgamma(chosen + 1) - lgamma(total - chosen + 1)
 
 
+@lru_cache(maxsize=256)
+def longest_of_batches(rows: Rows) -> tuple[float, ...]:
+    """Return the probability of each number of tokens to be that of the longest row of a whole batch."""
+    own = trained_rows(rows.lengths, rows.max_length, rows.too_long, rows.layout)
+    if rows.order == "group_by_length":
+        return _longest_of_sorted(own, rows)
+    if rows.order == "random" or not rows.lengths.counted or own.rows < rows.batch_rows:
+        return shares_of_longest(own, rows.batch_rows)
+    ordered = _in_order(rows)
+    whole = len(ordered) // rows.batch_rows * rows.batch_rows
+    longest = Counter(max(ordered[start : start + rows.batch_rows]) for start in range(0, whole, rows.batch_rows))
+    return tuple(longest[tokens] * rows.batch_rows / whole for tokens in own.tokens)
+
+
+def _longest_of_sorted(own: Histogram, rows: Rows) -> tuple[float, ...]:
+    """Return the shares of the longest rows of batches from rows that are sorted by length.
+
+    Of M random rows that are sorted together, the longest of batch k is the one at rank k n + 1 from the top, about the
+    quantile 1 - (k n + 1/2) / M. M is 50 steps of one process, or a quarter of the dataset where that is less.
+
+    Leaves out that the longest row of all is moved to the first batch.
+    """
+    step = rows.batch_rows * rows.accumulation
+    together = min(step * (min(own.rows // (step * LEAST_PARTS), SORTED_STEPS) or 1), own.rows)
+    batches = max(together // rows.batch_rows, 1)
+    up_to = tuple(accumulate(own.counts))
+    places = [bisect_left(up_to, own.rows * (1 - (k * rows.batch_rows + 0.5) / together)) for k in range(batches)]
+    found = Counter(places)
+    return tuple(found[place] / batches for place in range(len(own.tokens)))
+
+
+def _in_order(rows: Rows) -> tuple[int, ...]:
+    """Return the tokens of the trainer's rows in the order of the dataset."""
+    if rows.layout == "wrapped":
+        return packed_rows(rows.lengths, rows.max_length, rows.layout)
+    if rows.too_long == "drop":
+        return tuple(tokens for tokens in rows.lengths.tokens if tokens <= rows.max_length)
+    return tuple(min(tokens, rows.max_length) for tokens in rows.lengths.tokens)
+
+
 # -- a micro-batch -----------------------------------------------------------------------------------------------------
 
 
@@ -142,8 +191,10 @@ def micro_batch_of(rows: Rows, unpads: bool) -> MicroBatch:
     own = trained_rows(rows.lengths, rows.max_length, rows.too_long, rows.layout)
     batch, mean = rows.batch_rows, own.mean
     if rows.layout in ("padded", "wrapped"):
-        computed = batch * expected_longest(own, batch)
-        slowest = batch * expected_longest(own, batch * rows.processes)
+        shares = longest_of_batches(rows)
+        computed = batch * sum(tokens * share for tokens, share in zip(own.tokens, shares, strict=True))
+        apart = rows.order == "group_by_length"  # neighbouring batches, which are alike, go to different processes
+        slowest = computed if apart else max(computed, batch * expected_longest(own, batch * rows.processes))
     else:
         computed = batch * mean
         slowest = computed + sqrt(batch) * (expected_longest(own, rows.processes) - mean)
@@ -157,7 +208,7 @@ def _seen(rows: Rows, own: Histogram, unpads: bool, computed: float) -> tuple[tu
         attended = attended_rows(rows)
         return _bins(attended.tokens, [batch * count / own.rows for count in attended.counts])
     if rows.layout in ("padded", "wrapped"):
-        return _bins(own.tokens, [batch * share for share in shares_of_longest(own, batch)])
+        return _bins(own.tokens, [batch * share for share in longest_of_batches(rows)])
     return ((computed, 1.0),)
 
 
@@ -224,12 +275,12 @@ class Epoch:
         return self.tokens / self.drawn_rows
 
 
-def epoch_of(rows: Rows, accumulation: int, rows_per_sample: int) -> Epoch:
-    """Return an epoch: exact but for the padding, which is its expectation over all orders.
+def epoch_of(rows: Rows, rows_per_sample: int) -> Epoch:
+    """Return an epoch: exact but for the padding in random order, which is its expectation over all orders.
 
     A batch is the last one of a process with what is left over; `rows_per_sample` rows form one sample. Steps: the
-    batches are dealt to the processes in turn, and every `accumulation` of a process end with an optimizer step, the
-    last one with fewer.
+    batches are dealt to the processes in turn, and every `accumulation` of a process end with an optimizer step,
+    the last one with fewer.
 
     Leaves out the samples that accelerate repeats so that all processes have as many batches (accelerate 1.15,
     data_loader.py, `BatchSamplerShard`, even_batches): fewer than one batch for each process.
@@ -238,11 +289,6 @@ def epoch_of(rows: Rows, accumulation: int, rows_per_sample: int) -> Epoch:
     samples, size = own.rows // rows_per_sample, rows.batch_rows // rows_per_sample
     batches, rest = divmod(samples, size)
     micro_steps = -(-(batches + bool(rest)) // rows.processes)
-    padding = 0.0
-    if rows.layout in ("padded", "wrapped"):
-        padding += batches * rows.batch_rows * (expected_longest(own, rows.batch_rows) - own.mean)
-        last = rest * rows_per_sample
-        padding += last * (expected_longest(own, last) - own.mean) if last else 0.0
     cut_rows, cut_tokens = _lost(rows)
     scale = _scale(rows.lengths)
     return Epoch(
@@ -250,13 +296,28 @@ def epoch_of(rows: Rows, accumulation: int, rows_per_sample: int) -> Epoch:
         drawn_rows=round(scale * len(rows.lengths.tokens)),
         trained_rows=round(scale * own.rows),
         tokens=round(scale * own.total),
-        padding=round(scale * padding),
+        padding=round(scale * (_computed(rows, own, batches, rest * rows_per_sample) - own.total)),
         cut_rows=round(scale * cut_rows),
         cut_tokens=round(scale * cut_tokens),
-        steps=-(-round(scale * micro_steps) // accumulation),
+        steps=-(-round(scale * micro_steps) // rows.accumulation),
         layout=rows.layout,
         max_length=rows.max_length,
     )
+
+
+def _computed(rows: Rows, own: Histogram, batches: int, last: int) -> float:
+    """Return the tokens of an epoch with padding; `last`: rows of its last batch, where that is not a whole one."""
+    if rows.layout not in ("padded", "wrapped"):
+        return own.total
+    longest = sum(tokens * share for tokens, share in zip(own.tokens, longest_of_batches(rows), strict=True))
+    end = 0.0
+    if last and rows.order == "sequential" and rows.lengths.counted:
+        end = last * max(_in_order(rows)[-last:])
+    elif last and rows.order == "group_by_length":
+        end = last * expected_longest(own, 1)
+    elif last:
+        end = last * expected_longest(own, last)
+    return batches * rows.batch_rows * longest + end
 
 
 def _scale(lengths: RowLengths) -> float:

@@ -132,22 +132,23 @@ def _read_csv(path: Path) -> Iterator[str]:
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
-    """Yield the column of counts of a parquet file, which pandas reads.
+    """Yield the column of counts of a parquet file.
 
     Raises:
-        InputError: pandas or its parquet engine is not installed, or it cannot read the file.
+        InputError: pyarrow is not installed, or it cannot read the file.
     """
     try:
-        pandas = import_module("pandas")
-        frame = pandas.read_parquet(path)
+        parquet = import_module("pyarrow.parquet")
     except ImportError as error:
         raise InputError(
-            f"{shortened(path)} needs pandas and pyarrow: pip install pandas pyarrow. Or give the counts as text, one "
-            "a line."
+            f"{shortened(path)} needs pyarrow: pip install pyarrow. Or give the counts as text, one a line."
         ) from error
-    except Exception as error:  # pyarrow's own classes, which only an import of it names
+    try:
+        name = _column(parquet.read_schema(path).names, path)
+        values = parquet.read_table(path, columns=[name]).column(name).to_pylist()
+    except (OSError, ValueError) as error:  # parents of pyarrow's own classes
         raise InputError(f"{shortened(path)} is no parquet file: {shortened(error)}.") from error
-    return iter(frame[_column([str(name) for name in frame.columns], path)].tolist())
+    return iter(values)
 
 
 def _read_dataset(path: Path) -> Iterator[Any]:

@@ -179,6 +179,14 @@ SETTINGS: tuple[Setting, ...] = (
         line="lengths",
     ),
     Setting(
+        field="train_sampling_strategy",
+        sentence="The order of rows; group_by_length makes batches of rows of similar lengths.",
+        role="learning",
+        methods=lambda method: method.packs,  # rows of other trainers have no input_ids, whose length is taken
+        unset="random",
+        line="lengths",
+    ),
+    Setting(
         field="padded",
         sentence="Batches hold padding: a fact of the data, not a TRL setting.",
         role="data",

@@ -20,8 +20,10 @@ def rows_of(candidate: TrainingInput) -> Rows | None:
         max_length=candidate.max_length,
         too_long="drop" if candidate.method_row.drops_long_rows else "cut",
         layout=candidate.layout,
+        order=candidate.train_sampling_strategy,
         batch_rows=candidate.rows,
-        processes=candidate.num_processes // candidate.row_gpus,
+        processes=max(candidate.num_processes // candidate.row_gpus, 1),
+        accumulation=candidate.gradient_accumulation_steps,
     )
 
 
@@ -52,4 +54,4 @@ def epoch(candidate: TrainingInput) -> Epoch | None:
     rows = rows_of(candidate)
     if rows is None:
         return None
-    return epoch_of(rows, candidate.gradient_accumulation_steps, candidate.method_row.rows_per_sample)
+    return epoch_of(rows, candidate.method_row.rows_per_sample)

@@ -1,0 +1,436 @@
+"""Lengths of a dataset's rows: words and files, TRL's packing, and real epochs on the CPU beside what was predicted."""
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner import Candidate, parse_cluster, plan
+from planner.errors import InputError
+from planner.jobs.job import Job
+from planner.jobs.settings import typed_value
+from planner.measurements.documents import candidate_of_report, candidate_report
+from planner.models.catalogue import load_model
+from planner.requests.options import CandidateOptions
+from planner.requests.read_options import read_options
+from planner.rows.batches import Order, Rows, epoch_of, expected_longest, micro_batch_of, trained_rows
+from planner.rows.lengths import RowLengths, counted_lengths, lengths_in_words, summary
+from planner.rows.packing import packed_rows
+from planner.rows.reading import row_lengths
+from planner.throughput.step import throughput
+
+WORDS = "p50=380,p95=1900,max=8192"
+MODEL = load_model(str(Path(__file__).parent / "models" / "tiny-qwen2"))
+
+
+def log_normal(rows: int, median: float = 60, spread: float = 0.9, most: int = 10**6, seed: int = 0) -> tuple[int, ...]:
+    chance = random.Random(seed)
+    return tuple(max(1, min(most, round(median * chance.lognormvariate(0, spread)))) for _ in range(rows))
+
+
+LENGTHS = counted_lengths(log_normal(5000, most=1000))
+
+
+def rows_in(lengths: RowLengths, layout: Any, batch: int = 4, **changes: Any) -> Rows:
+    usual = Rows(
+        lengths=lengths, max_length=128, too_long="cut", layout=layout, order="random", batch_rows=batch, processes=1,
+        accumulation=1,
+    )  # fmt: skip
+    return usual._replace(**changes)
+
+
+class TestWords:
+    def test_quantiles_are_those_of_the_rows_that_are_drawn(self):
+        ordered = sorted(lengths_in_words(WORDS).tokens)
+        assert len(ordered) == 10_000
+        assert ordered[4999] == ordered[5000] == 380
+        assert (ordered[9499], ordered[9500], ordered[-1]) == (1899, 1901, 8192)
+
+    def test_rows_between_two_quantiles_are_log_normal(self):
+        # exp(mu + sigma^2 / 2) with sigma = log(5) / 1.645: 613; the row of 8,192 is nearer than the tail's 13,900
+        drawn = lengths_in_words("p50=380,p95=1900,p99.99=14500,max=15000").tokens
+        assert sum(drawn) / len(drawn) == pytest.approx(613, rel=0.01)
+
+    def test_a_count_of_rows_is_kept_and_not_drawn(self):
+        lengths = lengths_in_words(f"rows=1_000_000,{WORDS}")
+        assert (lengths.rows, len(lengths.tokens)) == (1_000_000, 10_000)
+        assert lengths.words == f"rows=1000000,{WORDS}"
+
+    def test_few_rows_are_drawn_as_they_are(self):
+        assert lengths_in_words("rows=3,min=10,p50=20,max=30").tokens.__len__() == 3
+        assert sorted(lengths_in_words("rows=3,min=10,p50=20,max=30").tokens) == [10, 20, 30]
+
+    @given(st.lists(st.integers(min_value=1, max_value=10**5), min_size=2, max_size=200))
+    def test_the_summary_of_a_file_can_be_read_again(self, counts):
+        again = lengths_in_words(summary(tuple(counts)))
+        assert (again.rows, again.longest, min(again.tokens)) == (len(counts), max(counts), min(counts))
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("p50=380", "lacks max, the longest row"),
+            ("max=380", "lacks a quantile beside it"),
+            ("p50=380,max=100", "max=100 is below p50=380"),
+            ("p50=0,max=100", "p50=0 is no quantile"),
+            ("p50=ten,max=100", "p50=ten is no quantile"),
+            ("p0=1,max=100", "p0 is no quantile"),
+            ("mean=5,max=100", "mean is no quantile"),
+            ("p50=3,p50=4,max=100", "twice"),
+        ],
+    )
+    def test_wrong_words_are_refused_in_one_line(self, text, said):
+        with pytest.raises(InputError, match=said):
+            row_lengths(text)
+
+
+class TestFiles:
+    COUNTS = (5, 12, 7, 900)
+
+    def written(self, path: Path) -> Path:
+        rows = [{"length": count, "other": "x"} for count in self.COUNTS]
+        match path.suffix:
+            case ".jsonl":
+                path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            case ".json":
+                path.write_text(json.dumps({"lengths": self.COUNTS}))
+            case ".csv":
+                with path.open("w", newline="") as file:
+                    writer = csv.DictWriter(file, ["other", "length"])
+                    writer.writeheader()
+                    writer.writerows(rows)
+            case ".parquet":
+                arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+                parquet.write_table(arrow.Table.from_pylist(rows), path)
+            case _:
+                path.write_text("\n".join(map(str, self.COUNTS)) + "\n")
+        return path
+
+    @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet"])
+    def test_counts_are_read_in_their_order(self, tmp_path, name):
+        assert row_lengths(str(self.written(tmp_path / name))).tokens == self.COUNTS
+
+    def test_a_column_of_tokens_is_counted(self, tmp_path):
+        path = tmp_path / "a.jsonl"
+        path.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [1]}\n')
+        assert row_lengths(str(path)).tokens == (3, 1)
+
+    def test_a_dataset_on_disk_is_counted(self, tmp_path):
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4]]}).save_to_disk(tmp_path / "data")
+        assert row_lengths(str(tmp_path / "data")).tokens == (3, 1)
+
+    def test_a_file_that_changes_is_read_again(self, tmp_path):
+        path = tmp_path / "a.txt"
+        path.write_text("1\n2\n")
+        row_lengths(str(path))
+        path.write_text("100\n200\n")
+        assert row_lengths(str(path)).tokens == (100, 200)
+
+    @pytest.mark.parametrize(
+        ("name", "text", "said"),
+        [
+            ("a.txt", "12\nmany\n", "row 2: many is no number of tokens"),
+            ("a.txt", "12\n-1\n", "row 2: -1 is no number of tokens"),
+            ("a.txt", "\n", "holds no row with a token"),
+            ("a.jsonl", "{\n", "row 1: that is no JSON"),
+            ("a.csv", "text,label\na,b\n", "has no column of token counts, but text, label"),
+            ("a.parquet", "no", "is no parquet file"),
+        ],
+    )
+    def test_a_file_without_counts_is_refused_in_one_line(self, tmp_path, name, text, said):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match=said):
+            row_lengths(str(tmp_path / name))
+
+
+class TestBatches:
+    def test_the_longest_of_one_row_is_the_mean_and_of_all_the_longest(self):
+        rows = trained_rows(LENGTHS, 128, "cut", "padded")
+        assert expected_longest(rows, 1) == rows.mean
+        assert expected_longest(rows, 5000) == pytest.approx(128)
+
+    def test_the_expected_longest_row_of_two_is_that_of_all_pairs(self):
+        rows = trained_rows(counted_lengths((1, 2, 4, 8)), 128, "cut", "padded")
+        assert expected_longest(rows, 2) == pytest.approx((2 + 4 + 8 + 4 + 8 + 8) / 6)
+
+    @pytest.mark.parametrize("batch", [2, 3, 8])
+    def test_expected_padding_is_the_mean_over_orders(self, batch):
+        tokens = list(log_normal(100, most=1000))
+        padded = []
+        for seed in range(2000):
+            random.Random(seed).shuffle(tokens)
+            batches = [tokens[start : start + batch] for start in range(0, 100, batch)]
+            padded.append(sum(len(each) * max(min(count, 128) for count in each) for each in batches))
+        epoch = epoch_of(rows_in(counted_lengths(tuple(tokens)), "padded", batch), 1)
+        assert epoch.tokens + epoch.padding == pytest.approx(sum(padded) / len(padded), rel=0.005)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("accumulation", [1, 4])
+    def test_grouped_lengths_have_the_padding_of_the_sampler(self, accumulation):
+        torch = pytest.importorskip("torch")
+        from transformers.trainer_pt_utils import get_length_grouped_indices
+
+        counts = [min(tokens, 128) for tokens in LENGTHS.tokens]
+        padded = 0
+        for seed in range(10):
+            generator = torch.Generator().manual_seed(seed)
+            order = get_length_grouped_indices(counts, 8 * accumulation, generator=generator)
+            batches = [order[start : start + 8] for start in range(0, len(order), 8)]
+            padded += sum(len(each) * max(counts[index] for index in each) for each in batches) / 10
+        rows = rows_in(LENGTHS, "padded", 8, order="group_by_length", accumulation=accumulation)
+        epoch = epoch_of(rows, 1)
+        assert epoch.tokens + epoch.padding == pytest.approx(padded, rel=0.005)
+
+    def test_pairs_are_two_rows_of_a_sample(self):
+        epoch = epoch_of(rows_in(LENGTHS, "padded", 8), 2)
+        assert (epoch.trained_rows, epoch.steps) == (5000, 625)
+
+    def test_rows_that_are_left_out_lose_all_their_tokens(self):
+        lengths = counted_lengths((100, 200, 300))
+        cut = epoch_of(rows_in(lengths, "padded", 1), 1)
+        dropped = epoch_of(rows_in(lengths, "padded", 1, too_long="drop"), 1)
+        assert (cut.tokens, cut.cut_rows, cut.cut_tokens) == (356, 2, 244)
+        assert (dropped.tokens, dropped.cut_rows, dropped.cut_tokens) == (100, 2, 500)
+
+    def test_quantiles_of_many_rows_give_the_steps_of_all(self):
+        epoch = epoch_of(rows_in(lengths_in_words(f"rows=1000000,{WORDS}"), "padded", 8, accumulation=2), 1)
+        assert (epoch.rows, epoch.drawn_rows, epoch.steps) == (1_000_000, 1_000_000, 62_500)
+
+    @pytest.mark.parametrize("layout", ["padded", "padding_free", "bfd", "bfd_split", "wrapped"])
+    def test_attention_sees_every_pair_of_tokens_of_a_batch(self, layout):
+        rows = rows_in(LENGTHS, layout)
+        seen = micro_batch_of(rows, unpads=True).seen
+        assert sum(count * tokens for tokens, count in seen) >= 0.98 * micro_batch_of(rows, unpads=True).tokens
+        if layout in ("padded", "bfd"):
+            squares = sum(min(count, 128) ** 2 for count in LENGTHS.tokens) / len(packed_or_own(layout))
+            assert sum(count * tokens**2 for tokens, count in seen) == pytest.approx(4 * squares)
+
+
+def packed_or_own(layout: str) -> tuple[int, ...]:
+    return LENGTHS.tokens if layout == "padded" else packed_rows(LENGTHS, 128, layout)
+
+
+def sft(**changes: Any) -> Candidate:
+    usual = {"model": MODEL, "method": "sft", "max_length": 128, "per_device_train_batch_size": 4, "lengths": LENGTHS}
+    return Candidate(**(usual | changes))
+
+
+class TestCandidates:
+    def test_memory_follows_the_longest_row(self):
+        short = counted_lengths((10, 20, 30))
+        assert sft(max_length=1024, lengths=short).row_tokens == 30
+        assert sft(max_length=1024, lengths=short, packing=True).row_tokens == 1024
+        assert sft(max_length=1024, lengths=LENGTHS).row_tokens == LENGTHS.longest
+        assert sft(max_length=128).row_tokens == 128
+        assert sft(max_length=128, padding_free=True).row_tokens == LENGTHS.longest
+
+    def test_full_rows_have_the_speed_of_no_lengths(self):
+        cluster = parse_cluster("1xA100-40G")
+        full = sft(lengths=counted_lengths((128,) * 100))
+        assert throughput(full, cluster, 0).tokens_per_second == pytest.approx(
+            throughput(sft(lengths=None), cluster, 0).tokens_per_second
+        )
+
+    def test_gpus_wait_for_the_longest_rows(self):
+        wide = {
+            "num_processes": 8,
+            "sharding": "ddp",
+            "per_device_train_batch_size": 1,
+            "model": load_model("Qwen2.5-7B"),
+        }
+        answer = throughput(sft(**wide), parse_cluster("8xA100-80G"), 0)
+        often = throughput(sft(**wide, gradient_accumulation_steps=16), parse_cluster("8xA100-80G"), 0)
+        even = throughput(sft(**wide, lengths=counted_lengths((60,) * 64)), parse_cluster("8xA100-80G"), 0)
+        assert answer.seconds["waiting"] > often.seconds["waiting"] / 16 > 0 == even.seconds["waiting"]
+
+    def test_a_document_of_a_candidate_keeps_the_longest_row(self):
+        again = candidate_of_report(candidate_report(sft(train_sampling_strategy="group_by_length")))
+        assert again.lengths is not None
+        assert (again.lengths.longest, again.lengths.rows) == (LENGTHS.longest, 5000)
+        assert again.row_tokens == sft().row_tokens
+
+    def test_a_document_of_an_earlier_release_has_no_lengths(self):
+        report = candidate_report(sft(lengths=None))
+        del report["lengths"], report["train_sampling_strategy"]
+        again = candidate_of_report(report)
+        assert (again.lengths, again.train_sampling_strategy, again.row_tokens) == (None, "random", 128)
+
+    def test_a_list_of_counts_is_a_value_too(self):
+        assert typed_value("lengths", ("10", "20")) == counted_lengths((10, 20))
+        with pytest.raises(InputError, match="numbers of tokens"):
+            typed_value("lengths", ("10", "x"))
+
+
+class TestPlans:
+    def options(self, **changes: Any) -> CandidateOptions:
+        usual = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft", "lengths": WORDS}
+        return CandidateOptions(**(usual | changes))
+
+    def test_packing_is_recommended_for_short_rows(self):
+        answer = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft", max_length=2048, lengths=WORDS)
+        assert answer.best.candidate.packing
+        epoch = answer.best.throughput.epoch
+        assert epoch is not None
+        assert epoch.fill > 0.95
+        assert "rows_packed" in [note.code for note in answer.warnings]
+
+    def test_packing_is_as_it_is_pinned_and_without_lengths_the_trainers_default(self):
+        pinned = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft", lengths=WORDS, packing=False)
+        without = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft")
+        assert not pinned.best.candidate.packing
+        assert not without.best.candidate.packing
+        assert [note.code for note in without.warnings].count("rows_taken_full") == 1
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("pins", [{}, {"packing": False}, {"attn_implementation": "sdpa"}])
+    def test_no_batch_or_packing_is_faster_than_the_plan(self, pins):
+        job = {"method": "sft", "max_length": 1024, "lengths": WORDS, "tuning": "lora", "effective_batch_size": 16}
+        best = plan("Qwen2.5-1.5B", "2xA100-40G", **job, **pins).best
+        for batch in (1, 2, 4, 8):
+            for packing in {False, pins.get("packing", True)}:
+                pinned = {**job, **pins, "batch_size": batch, "packing": packing}
+                found = plan("Qwen2.5-1.5B", "2xA100-40G", **pinned).best
+                assert found.throughput.tokens_per_second <= best.throughput.tokens_per_second / 0.98
+
+    def test_what_max_length_costs_is_said(self):
+        answer = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft", max_length=4096, lengths=WORDS)
+        costs = {note.values["max_length"]: note.values for note in answer.more if note.code == "length_costs"}
+        assert set(costs) == {8192, 2048}
+        assert costs[8192]["rows"] == 0
+        assert costs[2048]["rows"] == pytest.approx(0.0415, abs=0.005)
+
+    def test_lengths_of_generated_rows_are_refused(self):
+        with pytest.raises(InputError, match="grpo has no lengths"):
+            plan("Qwen2.5-0.5B", "1xRTX-3090", method="grpo", lengths=WORDS)
+
+    def test_a_job_takes_lengths_as_a_pinned_setting(self):
+        job = Job(model=MODEL, method="sft", pinned={"lengths": WORDS})
+        assert job.pinned["lengths"] == lengths_in_words(WORDS)
+        request = read_options(self.options(), lambda model: model)
+        assert request.job.pinned["lengths"] == job.pinned["lengths"]
+
+
+# -- beside TRL --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_rows_are_packed_as_trl_packs_100_000(strategy):
+    trl, datasets, numpy, arrow = (pytest.importorskip(name) for name in ("trl", "datasets", "numpy", "pyarrow"))
+    pytest.importorskip("pyarrow.compute")
+    counts = log_normal(100_000, median=30, most=1000, seed=1)
+    values = numpy.zeros(sum(counts), dtype=numpy.int8)
+    ids = arrow.ListArray.from_arrays(numpy.cumsum([0, *counts], dtype=numpy.int32), values)
+    datasets.disable_progress_bars()
+    dataset = datasets.Dataset(arrow.table({"input_ids": ids}))
+    packed = trl.pack_dataset(dataset, 100, strategy).with_format("arrow")[:]
+    theirs = arrow.compute.list_value_length(packed["input_ids"]).to_pylist()
+    ours = packed_rows(counted_lengths(counts), 100, strategy)
+    assert len(ours) == len(theirs)
+    assert sum(ours) == sum(theirs)
+    assert sorted(ours) == sorted(theirs)
+
+
+ROWS = log_normal(90, median=12, spread=0.7, most=60, seed=3)
+
+
+def trained(tmp_path: Path, candidate: Candidate, **settings: Any) -> tuple[int, int, int]:
+    """Train a tiny model for one epoch; return the tokens of rows, those of padding, and the optimizer steps."""
+    datasets, torch, transformers, trl = (
+        pytest.importorskip(name) for name in ("datasets", "torch", "transformers", "trl")
+    )
+    from probes.worker.random_weights import tokenizer
+
+    class Counted(trl.SFTTrainer):  # type: ignore[name-defined, misc]
+        batches: list[tuple[int, int]]
+
+        def training_step(self, model: Any, inputs: Any, *others: Any) -> Any:
+            computed = inputs["input_ids"].numel()
+            own = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else computed
+            self.batches.append((own, computed - own))
+            return super().training_step(model, inputs, *others)
+
+    datasets.disable_progress_bars()
+    torch.manual_seed(0)
+    fields = dict(MODEL.config)
+    config = transformers.AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    rows = [{"input_ids": [3 + place % 20 for place in range(count)]} for count in ROWS]
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path), num_train_epochs=1, per_device_train_batch_size=candidate.per_device_train_batch_size,
+        gradient_accumulation_steps=candidate.gradient_accumulation_steps, packing=candidate.packing,
+        packing_strategy=candidate.packing_strategy, padding_free=candidate.padding_free,
+        max_length=None if candidate.padding_free else candidate.max_length,
+        train_sampling_strategy=candidate.train_sampling_strategy, report_to="none", save_strategy="no", use_cpu=True,
+        bf16=False, logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, **settings,
+    )  # fmt: skip
+    trainer = Counted(
+        model=transformers.AutoModelForCausalLM.from_config(config),
+        args=args,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(MODEL.vocab_size),
+    )
+    trainer.batches = []
+    trainer.train()
+    own, padding = (sum(batch[place] for batch in trainer.batches) for place in (0, 1))
+    return own, padding, trainer.state.global_step
+
+
+WAYS: dict[str, tuple[dict[str, Any], Order]] = {
+    "padded": ({}, "sequential"),
+    "packed": ({"packing": True}, "random"),
+    "packed in pieces": ({"packing": True, "packing_strategy": "bfd_split"}, "random"),
+    "wrapped": ({"packing": True, "packing_strategy": "wrapped"}, "sequential"),
+    "padding-free": ({"padding_free": True}, "random"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_real_epoch_has_the_tokens_padding_and_steps_of_the_prediction(tmp_path, way, accumulation):
+    settings, order = WAYS[way]
+    candidate = sft(
+        max_length=40, lengths=counted_lengths(ROWS), train_sampling_strategy=order, per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulation, **settings,
+    )  # fmt: skip
+    epoch = throughput(candidate, parse_cluster("1xA100-40G"), 0).epoch
+    assert epoch is not None
+    assert trained(tmp_path, candidate) == (epoch.tokens, epoch.padding, epoch.steps)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_epoch_in_random_order_has_about_the_expected_padding(tmp_path):
+    candidate = sft(max_length=40, lengths=counted_lengths(ROWS))
+    epoch = throughput(candidate, parse_cluster("1xA100-40G"), 0).epoch
+    assert epoch is not None
+    runs = [trained(tmp_path, candidate, seed=seed) for seed in range(3)]
+    assert {(tokens, steps) for tokens, _, steps in runs} == {(epoch.tokens, epoch.steps)}
+    assert sum(padding for _, padding, _ in runs) / 3 == pytest.approx(epoch.padding, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_rows_do_not_see_each_other(attention):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    fields = dict(MODEL.config)
+    config = transformers.AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    rows = [[3 + (5 * row + place) % 20 for place in range(count)] for row, count in enumerate((9, 4, 17))]
+    packed = [{"input_ids": rows[0] + rows[1], "seq_lengths": [9, 4]}, {"input_ids": rows[2], "seq_lengths": [17]}]
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(packed)
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    with torch.no_grad():
+        together = model(**inputs, use_cache=False).logits[0]  # as SFTTrainer.compute_loss calls it
+        alone = [model(input_ids=torch.tensor([row])).logits[0] for row in rows]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-5)
