@@ -209,18 +209,18 @@ RANKED_NOTES: tuple[tuple[int, tuple[NoteCode, ...]], ...] = (
         "method_left", "method_came_later", "adapters_cast_back", "vllm_without_bitsandbytes",
         "segments_stop_engine", "sinks_without_gradient", "image_mask_dropped", "rows_beyond_context",
         "rounds_small_updates", "generates_without_cache", "fewer_gpus_fit", "fewer_gpus_faster", "gpus_idle",
-        "keys_not_counted", "rows_not_cut", "length_not_used", "machines_of_file_overridden",
+        "keys_not_counted", "rows_not_cut", "rows_cut", "length_not_used", "machines_of_file_overridden",
         "attention_not_installed", "liger_not_installed",
     )),
     # The plan assumes what the user may know better.
     (ASSUMED, (
         "host_memory_tight", "display_takes_memory", "images_not_counted", "prompt_length_assumed",
         "network_assumed", "effective_batch_changed", "engine_takes_context", "oldest_trl_taken", "keys_not_used",
-        "own_lines_unread", "own_storage_not_read", "model_source", "class_not_planned",
+        "own_lines_unread", "own_storage_not_read", "model_source", "class_not_planned", "rows_taken_full",
     )),
     # The plan chose what the user should know of: a package to install, data without padding.
     (CHOSEN, (
-        "own_probes", "own_runs", "largest_rank", "keys_without_effect",
+        "own_probes", "own_runs", "largest_rank", "keys_without_effect", "rows_packed",
         "sdpa_builds_mask", "method_experimental",
     )),
 )  # fmt: skip

@@ -14,6 +14,8 @@ from planner import Candidate, parse_cluster, plan
 from planner.errors import InputError
 from planner.jobs.job import Job
 from planner.jobs.settings import typed_value
+from planner.launch.accelerate import accelerate_yaml
+from planner.launch.trl_config import train_yaml
 from planner.measurements.documents import candidate_of_report, candidate_report
 from planner.models.catalogue import load_model
 from planner.requests.options import CandidateOptions
@@ -303,6 +305,14 @@ class TestPlans:
         assert set(costs) == {8192, 2048}
         assert costs[8192]["rows"] == 0
         assert costs[2048]["rows"] == pytest.approx(0.0415, abs=0.005)
+
+    def test_exported_files_keep_the_lengths(self, tmp_path):
+        best = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft", max_length=2048, lengths=WORDS).best
+        (tmp_path / "train.yaml").write_text(train_yaml(best.candidate))
+        (tmp_path / "accelerate.yaml").write_text(accelerate_yaml(best.candidate))
+        request = read_options(self.options(config=str(tmp_path / "train.yaml"), lengths=None), lambda model: model)
+        assert request.job.pinned["lengths"] == best.candidate.lengths
+        assert request.job.pinned["packing"] is True
 
     def test_lengths_of_generated_rows_are_refused(self):
         with pytest.raises(InputError, match="grpo has no lengths"):

@@ -23,6 +23,7 @@ from planner.report.words import (
     about_seconds,
     bare_gib,
     describe_candidate,
+    describe_epoch,
     describe_excess,
     published_like,
     readable,
@@ -141,6 +142,8 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, screen: Screen) ->
     yield Block(lines=tuple(_picture(gpu, width)), order=(PICTURE, 0, 0))
     if estimate.fits:
         yield _block("speed", [_speed(estimate)], screen)
+        if rows := describe_epoch(estimate.throughput):
+            yield _block("rows", rows, screen)
         yield gap
         yield from _settings(estimate, screen)
     yield gap
