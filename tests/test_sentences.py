@@ -358,6 +358,12 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "config gradient_checkpointing: false -> true",
     ),
     "config_unchanged": ({}, "the config needs no change"),
+    "rows_not_cut": (
+        {"taken": 1024},
+        "max_length is null, so TRL cuts no row and the longest is not known: 1,024 tokens are planned. "
+        "Give your longest row with --max-length",
+    ),
+    "keys_without_effect": ({"keys": ("learning_rate",)}, "no matter of memory or speed: learning_rate"),
     "rows_taken_full": (
         {"max_length": 1024},
         "every row is taken as 1,024 tokens long: give those of your dataset (--lengths FILE or "
@@ -377,12 +383,6 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         {"max_length": 2048, "rows": 0.013, "tokens": 0.04, "speed": 1.9},
         "max_length 2,048 cuts 1.3 % of the rows (4.0 % of the tokens): an epoch is 1.9 times as fast",
     ),
-    "rows_not_cut": (
-        {"taken": 1024},
-        "max_length is null, so TRL cuts no row and the longest is not known: 1,024 tokens are planned. "
-        "Give your longest row with --max-length",
-    ),
-    "keys_without_effect": ({"keys": ("learning_rate",)}, "no matter of memory or speed: learning_rate"),
 }  # fmt: skip
 
 
