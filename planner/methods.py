@@ -33,6 +33,7 @@ OLDEST_TRL = "1.0"  # the oldest one; earlier releases are planned as if they we
 # From this release on `use_liger_kernel` changes the kernels of the layers, not the loss (trl 1.16,
 # sft_trainer.py, `SFTTrainer.__init__`).
 LIGER_LEAVES_THE_LOSS: Release = (1, 15)
+LAYERS_ONLY = {"fused_linear_cross_entropy": False}  # a `liger_kernel_config`: the model's own forward pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +48,12 @@ class Method:
     config: str  # class name in TRL
     loss: Loss  # of the newest release
     earlier_losses: tuple[tuple[Release, Loss], ...] = ()  # (last release that builds it, loss), oldest first
-    # From `LIGER_LEAVES_THE_LOSS` on the trainer gives the layers to Liger and keeps its loss; other trainers let Liger
-    # replace the model's forward pass, too. Source: trl 1.16, trainer/*_trainer.py, `__init__`
-    # (`fused_linear_cross_entropy` false).
-    liger_layers: bool = False
+    # What keeps Liger from replacing the model's forward pass, which a classifier does not have ("'Qwen2ForSequence
+    # Classification' object has no attribute 'lm_head'"): "trainer": it passes `fused_linear_cross_entropy` false to
+    # Liger from `LIGER_LEAVES_THE_LOSS` on; "config": `liger_kernel_config` does; "never": the trainer's model is a
+    # wrapper that gets no kernels. Source: trl 1.16, trainer/*_trainer.py, `__init__`; trl 1.12,
+    # experimental/ppo/ppo_trainer.py; transformers 5.23, integrations/liger.py, `apply_liger_kernel`.
+    liger_layers: Literal["trainer", "config", "never"] = "config"
     liger_loss: bool = False  # before `LIGER_LEAVES_THE_LOSS`, use_liger_kernel replaces the loss
     rows_per_sample: int  # rows of the policy's forward for each of per_device_train_batch_size
     smallest_batch: int = 1  # samples a process at least
@@ -144,6 +147,12 @@ class Method:
     first_trl: str = "oldest"  # the first TRL release that has it
     last_trl: str = "current"  # the last one
 
+    def keeps_loss_with_liger(self, trl_version: str) -> bool:
+        """Return whether `use_liger_kernel` changes the layers' kernels only, with a release of TRL."""
+        if self.liger_layers == "trainer":
+            return release(trl_version) >= LIGER_LEAVES_THE_LOSS
+        return self.liger_layers == "config"
+
     @property
     def head(self) -> Head:
         """The policy's last layer."""
@@ -176,7 +185,7 @@ class Method:
 # with `bounded_rows` the rest of max_length.
 GRPO = Method(  # the row that GRPO's variants start from
     name="grpo", trainer="GRPOTrainer", config="GRPOConfig",
-    loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers=True,
+    loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
     rows_per_sample=1, reference="beta", reward_model="optional",
     generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
     learning_rate="1e-06", disables_dropout=False,
@@ -188,20 +197,20 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="sft", trainer="SFTTrainer", config="SFTConfig",
             loss="fused", earlier_losses=(((1, 4), "logits_cross_entropy"), ((1, 14), "chunked_nll")), liger_loss=True,
-            liger_layers=True, rows_per_sample=1, reference="never", has_beta=False, generates=False,
+            liger_layers="trainer", rows_per_sample=1, reference="never", has_beta=False, generates=False,
             packs=True, padding_free=True, offloads_activations=True, counts_images=True,
             learning_rate="2e-05", disables_dropout=False, shares_rows=True,
         ),
         Method(
             name="dpo", trainer="DPOTrainer", config="DPOConfig",
-            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers=True,
+            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
             rows_per_sample=2, reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, padding_free=True, offloads_activations=True, counts_images=True, defaults={"beta": 0.1},
             learning_rate="1e-06", disables_dropout=True,
         ),
         Method(
             name="kto", trainer="KTOTrainer", config="KTOConfig",
-            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers=True,
+            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
             rows_per_sample=1, smallest_batch=2, extra_forward_rows=1,
             reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, offloads_activations=True, defaults={"beta": 0.1},
@@ -230,7 +239,7 @@ METHODS: dict[MethodName, Method] = {
         GRPO,
         Method(
             name="rloo", trainer="RLOOTrainer", config="RLOOConfig",
-            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_layers=True,
+            loss="fused", earlier_losses=(((1, 14), "logits"),), liger_layers="trainer",
             rows_per_sample=1, reference="beta", reward_model="optional",
             generates=True, grouped_completions=True, completion_logits_only=True, supports_vllm=True,
             defaults={"num_generations": 2, "beta": 0.05},
@@ -270,7 +279,7 @@ METHODS: dict[MethodName, Method] = {
         Method(
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="logits",
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
-            generates=True, defaults={"max_completion_length": 53, "beta": 0.05},
+            generates=True, defaults={"max_completion_length": 53, "beta": 0.05}, liger_layers="never",
             experimental=True, loads_policy=False, last_trl="1.12",
             learning_rate="", disables_dropout=False, bfloat16_adapters="never", epochs_per_rollout=4,
             sampling_forwards=2, argument_names={"max_completion_length": "response_length", "beta": "kl_coef"},

@@ -167,8 +167,9 @@ NoteCode = Literal[
     "float32_by_default", "rounds_small_updates", "no_bfloat16", "display_takes_memory", "image_mask_dropped",
     "images_not_counted", "network_assumed", "generates_without_cache", "step_too_long", "generates_large_model",
     "segments_stop_engine", "segments_left_out", "flash_attention_from_hub", "sinks_without_gradient",
-    "sdpa_builds_mask", "liger_kernel_set", "model_prepared", "adapters_cast_back", "model_untouched",
-    "vllm_without_bitsandbytes", "largest_rank", "method_came_later", "method_left", "method_experimental",
+    "sdpa_builds_mask", "liger_needs_config", "liger_kernel_set", "model_prepared", "adapters_cast_back",
+    "model_untouched", "vllm_without_bitsandbytes", "largest_rank", "method_came_later", "method_left",
+    "method_experimental",
     "rows_beyond_context", "prompt_length_assumed", "engine_takes_context", "engine_length_set",
     "effective_batch_changed", "gpus_idle", "model_source", "dry_run_without_liger", "liger_not_installed",
     # A plan: fewer GPUs, the other ways to run and the changes with which a job fits.

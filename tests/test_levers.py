@@ -12,6 +12,7 @@ from planner.gpus.cluster import Cluster
 from planner.gpus.host_memory import with_given_host, with_usual_host
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
+from planner.jobs.settings import trl_arguments
 from planner.launch.requirements import requirements
 from planner.memory.engine.budget import engine_memory
 from planner.memory.engine.settings import engine_settings
@@ -54,13 +55,20 @@ def test_liger_is_set_where_it_has_kernels(model: str) -> None:
         ("pythia-1b", "1xH100", "sft", {}),  # gpt_neox has no kernels
         ("Qwen3-30B-A3B", "8xH100", "sft", {}),  # Liger replaces the experts by a function without formulas
         ("Qwen2.5-0.5B", "1xT4", "sft", {}),  # Triton needs compute capability 8.0
-        ("Qwen2.5-7B", "1xH100", "reward", {}),  # Liger would replace the forward pass of the classifier
         ("Qwen2.5-7B", "1xH100", "sft", {"trl_version": "1.14"}),  # Liger would replace the loss
         ("Qwen2.5-7B", "1xH100", "sft", {"pins": {"use_liger_kernel": False}}),
     ],
 )
 def test_liger_is_not_set_elsewhere(model: str, gpus: str, method: str, job: dict[str, object]) -> None:
     assert not answer_of(model, gpus, method, **job).best.candidate.use_liger_kernel  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["reward", "orpo", "online-dpo"])
+def test_liger_keeps_the_forward_pass_of_models_whose_trainer_does_not_say_so(method: str) -> None:
+    """Without the config an emulated probe stopped: 'Qwen2ForSequenceClassification' has no attribute 'lm_head'."""
+    best = answer_of("Qwen2.5-7B", "1xH100", method, {"tuning": "lora"}).best
+    assert best.candidate.use_liger_kernel
+    assert trl_arguments(best.candidate)["liger_kernel_config"] == {"fused_linear_cross_entropy": False}
 
 
 def test_liger_is_named_with_its_gain_and_its_package() -> None:
@@ -76,7 +84,7 @@ def test_liger_is_named_with_its_gain_and_its_package() -> None:
 @given(questions(), st.booleans())
 def test_no_pin_of_liger_beats_the_free_plan(question: Question, value: bool) -> None:
     pinned = planned(question, question.samples, {"use_liger_kernel": value})
-    if pinned.best.candidate.method_row.liger_layers:
+    if pinned.best.candidate.method_row.keeps_loss_with_liger(pinned.best.candidate.trl_version):
         assert speed(planned(question, question.samples)) >= NEAR_BEST * speed(pinned)
 
 

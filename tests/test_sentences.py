@@ -114,6 +114,10 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "batches with padding make sdpa build a mask of rows x length squared in every layer; --no-padded if yours "
         "have none",
     ),
+    "liger_needs_config": ({}, (
+        "use_liger_kernel needs liger_kernel_config {fused_linear_cross_entropy: false} here: without it Liger "
+        "replaces the forward pass of the reward model, which stops for want of an lm_head"
+    )),
     "liger_kernel_set": ({}, (
         "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
         "warns that TRL 2.0 will drop it"

@@ -10,6 +10,7 @@ from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from planner.candidate import FIELDS, MODEL_FIELDS, Candidate, Elements
 from planner.errors import InputError, UnknownName, shortened
+from planner.methods import LAYERS_ONLY
 from planner.models.architectures.image_tower import image_sides
 from planner.models.shape import ModelShape
 from planner.rows.lengths import RowLengths, counted_lengths
@@ -171,6 +172,8 @@ def trl_arguments(candidate: Candidate) -> dict[str, object]:
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if candidate.method_row.teacher and candidate.teacher_dtype != "student":
         arguments["teacher_model_init_kwargs"] = {"dtype": candidate.teacher_dtype}
+    if candidate.use_liger_kernel and candidate.method_row.liger_layers == "config":
+        arguments["liger_kernel_config"] = dict(LAYERS_ONLY)
     return arguments
 
 

@@ -322,6 +322,10 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "use_liger_kernel gives the same results with other rounding and needs the package liger-kernel; TRL 1.16 "
         "warns that TRL 2.0 will drop it"
     ),
+    "liger_needs_config": lambda: (
+        "use_liger_kernel needs liger_kernel_config {fused_linear_cross_entropy: false} here: without it Liger "
+        "replaces the forward pass of the reward model, which stops for want of an lm_head"
+    ),
     "model_prepared": _model_prepared,
     "adapters_cast_back": lambda: (
         "TRL casts the adapters to bfloat16, and fp16's GradScaler stops at bfloat16 gradients: plan export "

@@ -8,6 +8,7 @@ from pathlib import Path
 from planner.errors import InputError, UnknownName
 from planner.jobs.settings import parse_assignments, setting_names
 from planner.launch.trl_config import FACTS
+from planner.methods import LAYERS_ONLY
 from planner.quantities import Note
 from planner.requests.launch_config import (
     DEEPSPEED_UNMODELLED,
@@ -179,7 +180,9 @@ def train_config(
     Raises:
         InputError: a DeepSpeed config that the keys name cannot be read.
     """
-    pairs = dict(_flatten(keys, folder))
+    # `trl_arguments` gives LAYERS_ONLY to every method that needs it.
+    counted = {name: value for name, value in keys.items() if (name, value) != ("liger_kernel_config", LAYERS_ONLY)}
+    pairs = dict(_flatten(counted, folder))
     known = set(setting_names())
     settings = {**defaults} | {name: value for name, value in pairs.items() if name in known and value is not None}
     launcher = pairs.pop(LAUNCHER, None)

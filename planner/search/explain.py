@@ -262,9 +262,11 @@ def about_attention(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
 
 
 def about_liger(best: Estimate, problem: SearchProblem) -> Iterator[Note]:
-    """Note the package of Liger's kernels, and that TRL will drop the setting."""
+    """Note the package of Liger's kernels, that TRL will drop the setting, and that a classifier needs a config."""
     if best.candidate.use_liger_kernel and "use_liger_kernel" not in problem.job.pinned:
         yield Note("liger_kernel_set")
+    if best.candidate.use_liger_kernel and best.candidate.method_row.head == "score":
+        yield Note("liger_needs_config")
 
 
 def about_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Note]:

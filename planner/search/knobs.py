@@ -16,7 +16,7 @@ from planner.gpus.cluster import Cluster
 from planner.jobs.base_candidate import base_candidate
 from planner.jobs.job import DEQUANTIZED, Job, loaded_quantization
 from planner.memory.engine.budget import tensor_parallel_sizes
-from planner.methods import LIGER_LEAVES_THE_LOSS, METHODS, release
+from planner.methods import METHODS
 from planner.models.architectures.image_tower import image_tower
 from planner.models.liger import has_liger_formulas
 from planner.models.shape import FLASH_HEAD_DIM
@@ -365,8 +365,7 @@ def with_liger(candidate: Candidate, problem: SearchProblem) -> Candidate:
     They are no choice of the search: by the formulas they are never slower and never need more memory
     (tests/test_choices.py).
     """
-    row, release_of_job = METHODS[problem.job.method], release(candidate.trl_version)
-    can = row.liger_layers and release_of_job >= LIGER_LEAVES_THE_LOSS and problem.cluster.gpu.runs_triton
+    can = candidate.method_row.keeps_loss_with_liger(candidate.trl_version) and problem.cluster.gpu.runs_triton
     if "use_liger_kernel" in problem.job.pinned or not (can and has_liger_formulas(problem.job.model)):
         return candidate
     return replace(candidate, use_liger_kernel=True)
