@@ -74,7 +74,7 @@ class TestScreen:
         assert "speed     about 2,900 tokens/s (typically -32 to +17 %), 32 samples in 14 s" in text
 
     def test_it_ends_with_what_to_do_next(self):
-        assert "add --out run, then plan export run run/files: launch files" in plan_screen(PLAN, screen()).plain
+        assert "add --export run: launch files" in plan_screen(PLAN, screen()).plain
         assert "next      plan export mine mine/files: launch files" in plan_screen(PLAN, screen(out="mine")).plain
         assert "plan export" not in plan_screen(NOTHING_FITS, screen()).plain
 

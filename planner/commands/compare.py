@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
-from planner.commands.options import CheckOptions, PriceOptions, StudyOptions
+from planner.commands.options import AnswerOptions, PriceOptions, StudyOptions
 from planner.errors import InputError, PlanError
 from planner.gpus.parse import parse_cluster
 from planner.gpus.prices import MILLION, parse_tokens, read_prices
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BY_COST = "cost"  # a goal of comparisons: the cheapest tokens first
 
 
-def compare(options: SearchOptions, pricing: PriceOptions, output: CheckOptions, study: StudyOptions) -> int:
+def compare(options: SearchOptions, pricing: PriceOptions, output: AnswerOptions, study: StudyOptions) -> int:
     """Plan the job on each cluster and print one table, or one document with --json.
 
     Raises:
@@ -31,7 +31,10 @@ def compare(options: SearchOptions, pricing: PriceOptions, output: CheckOptions,
     from planner.report.json import json_text
     from planner.report.listing import comparison_report, comparison_table
 
-    one_plan = {"--dry-run": output.dry_run, "--probe": study.probe, "--out": output.out, "--html": output.html}
+    one_plan = {
+        "--dry-run": output.dry_run, "--probe": study.probe, "--out": output.out, "--html": output.html,
+        "--export": output.export, "--format": output.format,
+    }  # fmt: skip
     for flag in (flag for flag, value in one_plan.items() if value):
         raise InputError(f"{flag} is for one plan, and --gpus names several clusters.")
     names = [name.strip() for name in (options.gpus or "").split(",")]

@@ -1,26 +1,26 @@
 """`plan estimate`: memory and speed of one candidate, without a search."""
 
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
-from planner.commands.options import CheckOptions, grouped
-from planner.commands.printing import live_line, print_error, print_estimate
+from planner.commands.options import AnswerOptions, grouped
+from planner.commands.printing import export_files, live_line, print_error, print_estimate, refuse_contradicting_output
 from planner.requests.options import CandidateOptions
 
 
 @grouped
-def estimate(options: CandidateOptions, output: CheckOptions) -> int:
+def estimate(options: CandidateOptions, output: AnswerOptions) -> int:
     """One candidate, no search: what is not set is as TRL has it. Exit 3: it does not fit."""
     from planner.ask import estimated
-    from planner.files.write import refuse_unwritable
     from planner.report.table import shortfall
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
 
-    refuse_unwritable(output.out, output.html)
+    refuse_contradicting_output(output)
     with live_line(output) as line:
         request = read_options(options, complete_models(line.say))
         answer, notes = estimated(request, line.say if output.dry_run else None)
     print_estimate(output, answer, request.cluster, notes)
     if answer.fits:
+        export_files(output, options.config, answer, request.cluster)
         return EXIT_PLANNED
     print_error(shortfall(answer, request.cluster, request.job.risk))
     return EXIT_NOTHING_FITS

@@ -12,6 +12,7 @@ from planner.errors import InputError
 def export(options: ExportOptions) -> int:
     """Write the files that run a plan's candidate: accelerate, DeepSpeed, TRL, vLLM, SLURM, requirements. Prints their
     paths."""
+    from planner.files.yaml import read_yaml_text
     from planner.launch.export import write_files
     from planner.launch.files import launch_files
     from planner.requests.saved_report import read_run
@@ -22,8 +23,8 @@ def export(options: ExportOptions) -> int:
         raise InputError(
             f"The candidate of {options.saved} does not fit its GPUs. Use --anyway to write it nevertheless."
         )
-    for path in write_files(
-        launch_files(run.candidate, options.launcher, run.site), Path(options.folder), options.overwrite
-    ):
+    config = None if options.config is None else read_yaml_text(Path(options.config))
+    files = launch_files(run.candidate, options.launcher, run.site, config)
+    for path in write_files(files, Path(options.folder), options.overwrite):
         print(path)
     return EXIT_PLANNED

@@ -117,6 +117,25 @@ class CheckOptions(ReportOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerOptions(CheckOptions):
+    """Output options of a command whose answer is one candidate."""
+
+    export: Annotated[
+        str | None,
+        typer.Option("--export", metavar="DIR", help="Also write the files that run it there (plan export)."),
+    ] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="With --export: replace files that say something else.")
+    ] = False
+    format: Annotated[
+        Literal["yaml", "flags", "json"] | None,
+        typer.Option(
+            "--format", help="Print the settings alone, to paste: for train.yaml, for `trl`, or by library as JSON."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
     """How probes run."""
 
@@ -237,6 +256,10 @@ class ExportOptions:
 
     saved: Annotated[str, typer.Argument(metavar="PLAN.json", help="A saved report of plan or plan estimate.")]
     folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder for the files.")]
+    config: Annotated[
+        str | None,
+        typer.Option("--config", metavar="FILE", help="Your own TRL config: train.yaml is that file with the changes."),
+    ] = None
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files of the same names that say something else.")
     ] = False

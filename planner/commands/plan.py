@@ -7,8 +7,15 @@ import typer
 
 from planner.commands.compare import compare, compares
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, EXIT_PROBE_CONTRADICTS
-from planner.commands.options import CheckOptions, PriceOptions, StudyOptions, VersionOption, grouped
-from planner.commands.printing import live_line, print_error, print_plan, progress
+from planner.commands.options import AnswerOptions, PriceOptions, StudyOptions, VersionOption, grouped
+from planner.commands.printing import (
+    export_files,
+    live_line,
+    print_error,
+    print_plan,
+    progress,
+    refuse_contradicting_output,
+)
 from planner.errors import InputError
 from planner.requests.options import SearchOptions
 
@@ -22,7 +29,7 @@ def search(
     ctx: typer.Context,
     options: SearchOptions,
     pricing: PriceOptions,
-    output: CheckOptions,
+    output: AnswerOptions,
     study: StudyOptions,
     release: VersionOption,
 ) -> int:
@@ -30,7 +37,6 @@ def search(
     if ctx.invoked_subcommand is not None or release.version:
         return _without_job(ctx)
     from planner.ask import checked_plan, planned
-    from planner.files.write import refuse_unwritable
     from planner.report.table import refusal
     from planner.requests.read_options import read_options
     from planner.training_stack import complete_models
@@ -40,7 +46,7 @@ def search(
         raise InputError("--probe measures what --dry-run simulates: give one of them.")
     if compares(options, pricing):
         return compare(options, pricing, output, study)
-    refuse_unwritable(output.out, output.html)
+    refuse_contradicting_output(output)
     with live_line(output, "reading the job") as line:
         request = read_options(options, complete_models(line.say))
     exit_code, error = EXIT_PLANNED, ""
@@ -56,12 +62,14 @@ def search(
     if exit_code == EXIT_PLANNED and answer.verdict != "fits":
         exit_code, error = EXIT_NOTHING_FITS, refusal(answer)
     print_plan(output, answer)
+    if exit_code == EXIT_PLANNED:
+        export_files(output, options.config, answer.best, answer.cluster)
     if exit_code != EXIT_PLANNED:
         print_error(error)
     return exit_code
 
 
-def _proven(request: "JobRequest", study: StudyOptions, output: CheckOptions) -> "ProvenPlan":
+def _proven(request: "JobRequest", study: StudyOptions, output: AnswerOptions) -> "ProvenPlan":
     """Return the plan after a study of probes.
 
     Raises:

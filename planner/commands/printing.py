@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.commands.options import OutputOptions, ReportOptions
-from planner.errors import one_line, visible
+from planner.commands.options import AnswerOptions, OutputOptions, ReportOptions
+from planner.errors import InputError, one_line, visible
 from planner.files.write import REPORT_FILE
 
 if TYPE_CHECKING:
     from msgspec import Struct
     from rich.text import Text
 
+    from planner.candidate import Candidate
     from planner.gpus.cluster import Cluster
     from planner.planning import Plan
     from planner.quantities import Estimate, Note
     from planner.report.screen import Screen
+    from planner.report.shown_settings import SettingsForm
 
 PIPE_WIDTH = 100  # columns of the table if stdout is no terminal
 
@@ -81,7 +83,9 @@ def print_plan(output: ReportOptions, plan: "Plan") -> None:
         return plan_html(plan)
 
     table = plan_table(plan, width())
-    _print_report(output, document, table, table if output.verbose else plan_screen(plan, _screen(output)), page)
+    _print_report(
+        output, document, table, table if output.verbose else plan_screen(plan, _screen(output)), page, plan.best
+    )
 
 
 def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster", notes: "Sequence[Note]") -> None:
@@ -101,7 +105,7 @@ def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster"
 
     table = estimate_table(answer, cluster, notes, width())
     short = table if output.verbose else estimate_screen(answer, cluster, notes, _screen(output))
-    _print_report(output, document, table, short, page)
+    _print_report(output, document, table, short, page, answer)
 
 
 def _screen(output: ReportOptions) -> "Screen":
@@ -112,12 +116,57 @@ def _screen(output: ReportOptions) -> "Screen":
     return Screen(width=width(), lines=lines, out=output.out or "")
 
 
-def _print_report(
-    output: ReportOptions, document: Callable[[], "Struct"], table: "Text", short: "Text", page: Callable[[], str]
-) -> None:
-    """Print the short answer, or a document as JSON; write the files of --out and --html, whose paths go to stderr.
+def export_files(output: AnswerOptions, config: str | None, estimate: "Estimate", cluster: "Cluster") -> None:
+    """Write the files that run a candidate into the folder of --export, if it is given; say their paths on stderr.
 
-    `table`: the whole answer, for plan.txt.
+    `config`: the user's own train.yaml.
+
+    Raises:
+        InputError: the candidate does not fit, a file says something else, or TRL has no argument for a setting.
+    """
+    if output.export is None:
+        return
+    from planner.files.yaml import read_yaml_text
+    from planner.launch.export import write_files
+    from planner.launch.files import launch_files
+    from planner.launch.site import Site
+
+    text = None if config is None else read_yaml_text(Path(config))
+    site = Site(cluster=cluster, host_bytes=estimate.host_peak_bytes)
+    files = launch_files(estimate.candidate, site=site, config=text)
+    for path in write_files(files, Path(output.export), output.overwrite):
+        progress(output)(f"wrote {path}")
+
+
+def refuse_contradicting_output(output: AnswerOptions) -> None:
+    """Refuse output options that exclude each other, before anything is computed.
+
+    Raises:
+        InputError: names them.
+    """
+    from planner.files.write import refuse_unwritable
+
+    refuse_unwritable(output.out, output.html)
+    if output.export is not None and not output.export.strip():
+        raise InputError("--export is empty.")
+    if output.format is not None and output.json:
+        raise InputError("--format prints the settings alone and --json the whole report: give one of them.")
+    if output.overwrite and output.export is None:
+        raise InputError("--overwrite says how to write the files of --export: give --export too.")
+
+
+def _print_report(
+    output: ReportOptions,
+    document: Callable[[], "Struct"],
+    table: "Text",
+    short: "Text",
+    page: Callable[[], str],
+    answer: "Estimate",
+) -> None:
+    """Print the short answer, the document as JSON, or the settings alone; write the files of --out and --html.
+
+    Their paths go to stderr. `table`: the whole answer, for plan.txt. `answer`: whose settings are printed with
+    --format, if it fits.
     """
     from planner.files.write import write_all
 
@@ -137,8 +186,17 @@ def _print_report(
         print(visible(f"wrote {path}"), file=sys.stderr)
     if output.json:
         print(text)
+    elif isinstance(output, AnswerOptions) and output.format is not None:
+        if answer.fits:
+            _print_settings(answer.candidate, output.format)
     else:
         print_table(short)
+
+
+def _print_settings(candidate: "Candidate", form: "SettingsForm") -> None:
+    from planner.report.shown_settings import pasted_settings
+
+    print("\n".join(map(visible, pasted_settings(candidate, form).splitlines())))
 
 
 def print_table(table: "Text") -> None:

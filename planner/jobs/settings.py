@@ -212,12 +212,17 @@ def _nested(candidate: Candidate, values: dict[str, object]) -> dict[str, object
 
 
 def is_shown(candidate: Candidate, field: str) -> bool:
+    """Return whether the libraries read the setting, and would behave otherwise without it."""
+    row = SETTING_OF[field]
+    return is_read(candidate, field) and (row.unset is ... or getattr(candidate, field) != row.unset)
+
+
+def is_read(candidate: Candidate, field: str) -> bool:
     """Return whether the candidate's method, tuning and sharding read the setting."""
     row = SETTING_OF[field]
     return (
         has_setting(candidate.method, field)
         and (not row.owner_values or getattr(candidate, row.owner) in row.owner_values)
-        and (row.unset is ... or getattr(candidate, field) != row.unset)
         and (not row.needs or bool(attrgetter(row.needs)(candidate)))
     )
 

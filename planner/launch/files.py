@@ -1,5 +1,7 @@
 """All launch files of a candidate."""
 
+from functools import partial
+
 from planner.candidate import DEEPSPEED, Candidate
 from planner.errors import InputError, printable, shortened
 from planner.launch import accelerate, deepspeed, requirements, trl_config
@@ -10,30 +12,33 @@ from planner.launch.shell import LAUNCH_FILE, SKY_FILE, SLURM_FILE, launch_scrip
 from planner.launch.site import Site
 from planner.launch.torchrun import sharding_settings
 from planner.launch.trl_config import Launcher
+from planner.launch.user_config import merged_yaml
 from planner.methods import release
 
 
-def launch_files(candidate: Candidate, launcher: Launcher = "accelerate", site: Site | None = None) -> dict[str, str]:
+def launch_files(
+    candidate: Candidate, launcher: Launcher = "accelerate", site: Site | None = None, config: str | None = None
+) -> dict[str, str]:
     """The texts of the launch files by file name.
 
     `launcher`: torchrun reads no accelerate.yaml, so that train.yaml has the sharding. `site`: None if no report says
-    which machines were planned for.
+    which machines were planned for. `config`: the text of the user's own train.yaml, which is kept and changed.
 
     Raises:
         InputError: TRL has no argument for a setting, or the processes cannot be divided evenly among the nodes; a name
             has control characters, or the TRL release is none.
     """
     _refuse_injection(candidate)
+    sharding = {} if launcher == "accelerate" else sharding_settings(candidate)
+    write = trl_config.train_yaml if config is None else partial(merged_yaml, config)
+    files = {trl_config.FILE: write(candidate, launcher, sharding)}
     if launcher == "accelerate":
-        files = {trl_config.FILE: trl_config.train_yaml(candidate)}
         files[accelerate.FILE] = accelerate.accelerate_yaml(candidate)
-    else:
-        files = {trl_config.FILE: trl_config.train_yaml(candidate, launcher, sharding_settings(candidate))}
     if candidate.sharding in DEEPSPEED:
         files[deepspeed.FILE] = deepspeed.deepspeed_json(candidate)
     if needs_script(candidate):
         files[SCRIPT_FILE] = train_script(candidate)
-    if trl_config.needs_reward_function(candidate):
+    if trl_config.needs_reward_function(candidate) and f"{trl_config.REWARD_MODULE}." in "".join(files.values()):
         files[f"{trl_config.REWARD_MODULE}.py"] = REWARDS
     files[requirements.FILE] = requirements.requirements(candidate)
     if candidate.num_nodes > 1:
@@ -41,7 +46,7 @@ def launch_files(candidate: Candidate, launcher: Launcher = "accelerate", site: 
     else:
         files[LAUNCH_FILE] = launch_script(candidate, launcher)
         files[SKY_FILE] = sky_task(candidate, site)
-    return {**files, README_FILE: readme(candidate, list(files), launcher, site)}
+    return {**files, README_FILE: readme(candidate, files, launcher, site)}
 
 
 def _refuse_injection(candidate: Candidate) -> None:

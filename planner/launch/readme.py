@@ -1,6 +1,7 @@
 """README.md of the exported folder: the steps in start order, and the values that the plan did not choose."""
 
 import shlex
+from collections.abc import Mapping
 
 from planner.candidate import Candidate
 from planner.jobs.settings import settings_of, settings_text
@@ -31,9 +32,15 @@ ABOUT: dict[str, str] = {
 }
 
 
-def readme(candidate: Candidate, names: list[str], launcher: Launcher = "accelerate", site: Site | None = None) -> str:
-    """The text of README.md: the commands in the order in which they are run, and one line for each file."""
-    files = "\n".join(f"- `{name}`: {ABOUT[name]}" for name in names)
+def readme(
+    candidate: Candidate, texts: Mapping[str, str], launcher: Launcher = "accelerate", site: Site | None = None
+) -> str:
+    """The text of README.md: the commands in the order in which they are run, and one line for each file.
+
+    `texts`: the other files.
+    """
+    files = "\n".join(f"- `{name}`: {ABOUT[name]}" for name in texts)
+    train = texts[trl_config.FILE]
     settings = {
         name: value
         for name, value in settings_of(candidate).items()
@@ -41,11 +48,11 @@ def readme(candidate: Candidate, names: list[str], launcher: Launcher = "acceler
     }
     return (
         f"# {title(candidate)}\n\n"
-        f"1. Complete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`):\n{_to_fill_in(candidate, site)}\n"
+        f"1. Complete the lines marked {FILL_IN} (`grep -n '{FILL_IN}' *`):\n{_to_fill_in(candidate, site, texts)}\n"
         f"2. Install: `pip install -r {requirements.FILE}`\n"
         f"3. Start: {_start(candidate, launcher)}\n\n"
         f"{files}\n\n"
-        f"The plan did not choose these values, which do not change memory:\n\n{_not_chosen(candidate)}\n\n"
+        f"The plan did not choose these values, which do not change memory:\n\n{_not_chosen(candidate, train)}\n\n"
         f"The plan counts with the data's longest rows: {_lengths(candidate)}.\n\n"
         f"The memory and speed of these files, after a change of them too, {_with_gpus(site)}:\n\n"
         f"    {shlex.join(estimate_command(site))}\n\n"
@@ -58,19 +65,22 @@ def _with_gpus(site: Site | None) -> str:
     return "on these GPUs or others" if site is not None else "with the GPUs as `--gpus`, such as `--gpus 2xA100-40G`"
 
 
-def _to_fill_in(candidate: Candidate, site: Site | None) -> str:
+def _to_fill_in(candidate: Candidate, site: Site | None, texts: Mapping[str, str]) -> str:
     """A list of what the user has to fill in."""
-    lines = ["`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one"]
-    if trl_config.needs_reward_function(candidate):
+    marked = [line for line in texts[trl_config.FILE].splitlines() if line.endswith(FILL_IN)]
+    lines = []
+    if any(line.lstrip().startswith("dataset_name") for line in marked):
+        lines.append("`dataset_name` in train.yaml: a dataset of the Hub, or a folder with one")
+    if f"{trl_config.REWARD_MODULE}.py" in texts:
         lines.append("the function in rewards.py, which prefers short completions now")
     argument = candidate.method_row.reward_model_argument
-    if argument and candidate.reward_model is None:
+    if argument and any(line.lstrip().startswith(argument) for line in marked):
         lines.append(f"`{argument}` in train.yaml: a trained reward model, no larger than the policy")
     if candidate.num_nodes > 1:
         lines.append(f"the time and the partition in {SLURM_FILE}")
     elif site is None or not site.skypilot_card:
         lines.append(f"the card in {SKY_FILE}")
-    return "\n".join(f"   - {line}" for line in lines)
+    return "\n".join(f"   - {line}" for line in lines) or "   - there is none"
 
 
 def _start(candidate: Candidate, launcher: Launcher) -> str:
@@ -84,8 +94,13 @@ def _start(candidate: Candidate, launcher: Launcher) -> str:
     return f"{started}. {LAUNCH_FILE} runs `{training_line(candidate, launcher)}`"
 
 
-def _not_chosen(candidate: Candidate) -> str:
-    """A list of values that TRL's defaults decide."""
+def _not_chosen(candidate: Candidate, train: str) -> str:
+    """A list of values that TRL's defaults decide, or the user's own file."""
+    if trl_config.HEADER not in train:
+        return (
+            f"- all keys of {trl_config.FILE} that are not marked. It is the file that was given; lines that the plan "
+            "changed or added end with `# plan: ...`."
+        )
     rate = candidate.method_row.learning_rate
     rate_line = f"- `learning_rate`: TRL's default{f', {rate}' if rate else ''}."
     if candidate.tuning == "lora":

@@ -14,6 +14,7 @@ ACCELERATE_FILE = "accelerate.yaml"
 Launcher = Literal["accelerate", "torchrun"]
 FACTS = "# Read by plan: "  # begins the line of what plan reads and TRL does not
 FILL_IN = "FILL IN"  # mark of a line that the user must complete
+HEADER = f"# Complete the lines marked {FILL_IN}. The other lines are the plan's settings; they determine memory."
 DATASET = "your-organisation/your-dataset"
 OUTPUT = "output"
 # Argument of `trl vllm-serve` -> the setting with its value.
@@ -112,9 +113,8 @@ def train_yaml(
 
     filled = yaml.safe_dump(placeholders(candidate), sort_keys=False)
     marked = "".join(f"{line}  # {FILL_IN}\n" for line in filled.splitlines())
-    comment = f"# Complete the lines marked {FILL_IN}. The other lines are the plan's settings; they determine memory."
     sharded = yaml.safe_dump(dict(sharding), sort_keys=False) if sharding else ""
-    return f"{comment}\n{facts_line(candidate, launcher)}\n{marked}\n{settings_lines(candidate)}{sharded}"
+    return f"{HEADER}\n{facts_line(candidate, launcher)}\n{marked}\n{settings_lines(candidate)}{sharded}"
 
 
 def settings_lines(candidate: Candidate) -> str:

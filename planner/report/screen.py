@@ -115,9 +115,9 @@ def _next(estimate: Estimate, screen: Screen) -> list[str]:
     """Return how to get the launch files of a candidate that fits."""
     if not estimate.fits:
         return []
-    folder = screen.out or "run"
-    export = f"plan export {folder} {folder}/files: launch files"
-    return [export if screen.out else f"add --out run, then {export}"]
+    return [
+        f"plan export {screen.out} {screen.out}/files: launch files" if screen.out else "add --export run: launch files"
+    ]
 
 
 def _check(estimate: Estimate) -> str:

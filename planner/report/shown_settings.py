@@ -2,12 +2,15 @@
 
 import json
 import shlex
+from typing import Literal
 
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
 from planner.jobs.settings import CHECKPOINTING_KWARGS, GROUPS, setting_field, settings_of, trl_arguments
-from planner.launch.trl_config import SERVER_ARGUMENTS
+from planner.launch.consumers import settings_by_consumer
+from planner.launch.requirements import pins_releases
+from planner.launch.trl_config import NEWER_NAMES, SERVER_ARGUMENTS, facts_line, settings_lines
 from planner.settings.setting import File
 from planner.settings.table import SETTING_OF, SETTINGS, SPELLINGS
 from planner.units import format_count
@@ -18,6 +21,8 @@ PLACES = {row.field: place for place, row in enumerate(SETTINGS)}
 # Fields whose values have settings of their own; the defaults of those settings are not shown.
 STRUCTURE = ("tuning", "quantization", "precision", "sharding", "vllm")
 
+
+SettingsForm = Literal["yaml", "flags", "json"]
 
 # TRL arguments that hold or follow from a setting of another name (planner/jobs/settings.py, `trl_arguments`).
 HOLDERS = ("accelerator_config", "teacher_model_init_kwargs", "liger_kernel_config")
@@ -42,16 +47,32 @@ def flags(candidate: Candidate) -> list[str]:
     """Return the settings that are arguments of TRL as flags of `trl <method>`; others are at TRL's defaults."""
     arguments, usual = trl_arguments(candidate), settings_of(_plain(candidate))
     served = SERVER_ARGUMENTS.values() if candidate.server_gpus else ()
+    names_now = NEWER_NAMES if pins_releases(candidate) else {}
     shown = (*_shown_names(candidate, implied_too=True), *HOLDERS)
     names = [name for name in shown if name in arguments and name not in served]
     return [
-        f"--{name}{_flag_value(arguments[name])}"
+        f"--{names_now.get(name, name)}{_flag_value(arguments[name])}"
         for name in names
         if arguments[name] is not None
         and (
             arguments[name] != usual.get(name) or name in OWN_DEFAULTS or SETTING_OF[setting_field(name)].line in SIZES
         )
     ]
+
+
+def pasted_settings(candidate: Candidate, form: SettingsForm) -> str:
+    """Return all settings alone: YAML for train.yaml, flags of `trl <method>`, or JSON by the library that reads them.
+
+    Raises:
+        InputError: TRL has no argument for a setting.
+    """
+    if form == "flags":
+        model = shlex.quote(candidate.model.path or candidate.model.id)
+        return " ".join([f"--model_name_or_path {model}", *flags(candidate)])
+    if form == "json":
+        return json.dumps(settings_by_consumer(candidate), indent=2, ensure_ascii=False)
+    started = "".join(f"# for the launcher: {setting}\n" for setting in launch_settings(candidate))
+    return f"{facts_line(candidate)}{started}{settings_lines(candidate)}".rstrip()
 
 
 def launch_settings(candidate: Candidate) -> list[str]:
