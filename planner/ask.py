@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -85,11 +86,15 @@ class StudySettings:
 def proven_plan(request: JobRequest, study: StudySettings, say: Say, report_phase: Say) -> ProvenPlan:
     """Return the plan of a job after a study of probes; call `report_phase` with each phase that a worker enters.
 
+    The budget counts from here: a probe that still runs at its end is ended.
+
     Raises:
         InputError: this machine has not the GPUs, a package is missing, or the storage cannot be used.
     """
     cluster, device = request.cluster, study.probes.device
-    run = training_stack.open_device(cluster, study.probes, report_phase)
+    began = monotonic()
+    probes = replace(study.probes, ends_at=began + study.budget_seconds)
+    run = training_stack.open_device(cluster, probes, report_phase)
     report_phase("search")
     job, changes = training_stack.runnable_here(request.job, cluster, device)
     answer = apply_own_results(plan_job(job, cluster), read_own_results(study.storage))
@@ -99,6 +104,7 @@ def proven_plan(request: JobRequest, study: StudySettings, say: Say, report_phas
         device=device,
         storage=study.storage,
         budget_seconds=study.budget_seconds,
+        began=began,
         say=say,
         room=training_stack.probe_room(cluster, study.probes),
     )

@@ -5,6 +5,7 @@ Commands import it inside the function that needs it, since most answers need no
 
 import contextlib
 import io
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,9 +52,16 @@ NOT_IN_DRY_RUNS = frozenset({"save", "load"})
 CPU_PROBE_TOLERANCE = 0.01
 
 
-def dry_run_installed() -> bool:
-    """Return whether the packages of a dry run are installed."""
-    return all(find_spec(name) is not None for name in DRY_RUN_PACKAGES)
+def refuse_without_dry_run() -> None:
+    """Refuse a dry run where its packages are not installed.
+
+    Raises:
+        DryRunUnsupported: names the extra and the first package that is missing.
+    """
+    for name in DRY_RUN_PACKAGES:
+        if find_spec(name) is None:
+            missing = _missing("dryrun", DRY_RUN_PACKAGES, ModuleNotFoundError(name=name))
+            raise DryRunUnsupported(f"A dry run needs {missing}")
 
 
 # -- dry runs ----------------------------------------------------------------------------------------------------------
@@ -158,9 +166,9 @@ def trainer_job(trainer: Any, settings: Mapping[str, Value]) -> Job:
 class ProbeSettings:
     """Settings of probes.
 
-    `seconds`: time limit of one probe; `logs`: folder of the workers' logs; `hub_weights`: load real weights instead of
-    random ones; `evaluate`: also run one evaluation batch; `ray`: address of the Ray cluster whose nodes run
-    the probes, empty for this machine.
+    `seconds`: time limit of one probe; `ends_at`: of `time.monotonic`, when a probe that runs is ended; `logs`: folder
+    of the workers' logs; `hub_weights`: load real weights instead of random ones; `evaluate`: also run one evaluation
+    batch; `ray`: address of the Ray cluster whose nodes run the probes, empty for this machine.
     """
 
     device: DeviceName
@@ -169,6 +177,7 @@ class ProbeSettings:
     hub_weights: bool = False
     evaluate: bool = False
     ray: str = ""
+    ends_at: float = math.inf
 
 
 def runnable_here(job: Job, cluster: Cluster, device: DeviceName) -> tuple[Job, tuple[Note, ...]]:
@@ -222,7 +231,8 @@ def open_device(cluster: Cluster, settings: ProbeSettings, report_phase: Say) ->
             raise InputError(f"A probe needs {_missing('probe', PROBE_PACKAGES, error)}") from error
         options = DeviceOptions(
             logs=settings.logs,
-            limits=Limits(seconds=settings.seconds),
+            # Another machine of a Ray cluster has another clock: there the study only begins no probe after the end.
+            limits=Limits(seconds=settings.seconds, ends_at=math.inf if settings.ray else settings.ends_at),
             weights="hub" if settings.hub_weights else "random",
             evaluate=settings.evaluate,
             say=report_phase,
@@ -301,13 +311,14 @@ def prove(
     device: DeviceName,
     storage: str,
     budget_seconds: float,
+    began: float,
     say: Say,
     room: Callable[[], int] = lambda: 1,
 ) -> ProvenPlan:
     """Run an Optuna study of probes and return the plan corrected by its measurements.
 
-    `storage`: a database's URL, which keeps the measurements too; empty: files in the user's cache. `room`: how many
-    probes may run at a time.
+    `storage`: a database's URL, which keeps the measurements too; empty: files in the user's cache. `began`: of
+    `time.monotonic`, from when the budget counts. `room`: how many probes may run at a time.
 
     Raises:
         InputError: the storage cannot be used.
@@ -315,7 +326,9 @@ def prove(
     from probes.study import study as studies
     from probes.study.certificate import certificate_lines, certificate_report
 
-    options = studies.StudyOptions(device=device, storage=storage, budget_seconds=budget_seconds, say=say, room=room)
+    options = studies.StudyOptions(
+        device=device, storage=storage, budget_seconds=budget_seconds, began=began, say=say, room=room
+    )
     study = studies.prove(plan, run, options)
     _keep(study.measurements, plan.cluster.gpu.name, storage, say)
     report = {

@@ -12,6 +12,7 @@ import pytest
 from report_samples import ESTIMATE, NOTHING_FITS, PLAN
 
 import planner.ask
+import planner.training_stack
 from planner.candidate import Candidate
 from planner.commands.main import run
 from planner.gpus.cluster import Cluster
@@ -367,6 +368,31 @@ class TestWrongInput:
         monkeypatch.setattr(planner.ask, "plan_job", lambda job, cluster, residuals=None: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             run(ASKED)
+
+
+class TestNothingIsDroppedSilently:
+    @pytest.mark.parametrize("command", [[], ["estimate"]])
+    def test_a_dry_run_without_its_packages_is_an_error(self, command, capsys, monkeypatch):
+        real = planner.training_stack.find_spec
+        monkeypatch.setattr(planner.training_stack, "find_spec", lambda name: None if name == "trl" else real(name))
+        assert run([*command, *ASKED, "--dry-run"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err == (
+            "Error: A dry run needs the extra dryrun (pip install 'finetune-plan[dryrun]'): trl not installed.\n"
+        )
+
+    @pytest.mark.parametrize("command", [[], ["estimate"]])
+    def test_files_of_a_plan_that_does_not_fit_need_a_flag(self, command, tmp_path, capsys):
+        job = [*command, "--model", "Qwen2.5-7B", "--gpus", "1xT4", "--method", "sft", "--out", str(tmp_path)]
+        assert run(job) == 3
+        capsys.readouterr()
+        folder = tmp_path / "run"
+        assert run(["export", str(tmp_path), str(folder)]) == 2
+        assert "does not fit its GPUs. Use --anyway" in capsys.readouterr().err
+        assert not folder.exists()
+        assert run(["export", str(tmp_path), str(folder), "--anyway"]) == 0
+        assert (folder / "train.yaml").exists()
 
 
 class TestCatalogues:

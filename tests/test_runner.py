@@ -27,6 +27,13 @@ def test_a_workers_answer_is_its_measurement(tmp_path: Path) -> None:
     assert replace(measured, wall_seconds=0.1, log="") == ANSWER
 
 
+def test_a_worker_is_ended_when_the_time_of_all_probes_is_over(tmp_path: Path) -> None:
+    began = time.monotonic()
+    measured = run("time.sleep(60)", tmp_path, replace(LIMITS, ends_at=began + 0.5))
+    assert (measured.outcome, measured.message) == ("hung", "the time for all probes was over")
+    assert time.monotonic() - began < 15
+
+
 def test_the_probes_time_is_that_of_its_whole_process(tmp_path: Path) -> None:
     assert run("time.sleep(0.3); print(answer)", tmp_path).wall_seconds >= 0.3
 

@@ -211,6 +211,21 @@ def test_a_spent_budget_leaves_the_best_so_far(tmp_path: Path) -> None:
     assert proven(storage(tmp_path), probe, clock=lambda: now[0]).ending == "certified"
 
 
+def test_a_probe_that_the_budget_ends_says_nothing_about_its_candidate(tmp_path: Path) -> None:
+    now, asked = [0.0], problem()
+    card = HiddenProbe(card=CARD, space=space(asked))
+
+    def slow(candidate: Candidate) -> Measurement:
+        now[0] += 60.0
+        return replace(card(candidate), outcome="hung", message="the time for all probes was over")
+
+    short = proven(storage(tmp_path), slow, budget_seconds=60.0, clock=lambda: now[0])
+    assert (short.ending, short.probes) == ("budget", 0)
+    assert short.certificate.set_aside == ()
+    again = proven(storage(tmp_path), card, clock=lambda: now[0])
+    assert again.ending == "certified"
+
+
 def test_ctrl_c_leaves_the_best_so_far_and_a_study_that_goes_on(tmp_path: Path) -> None:
     asked, calls = problem(), []
     card = HiddenProbe(card=CARD, space=space(asked))

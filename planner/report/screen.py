@@ -200,7 +200,8 @@ def _speed(estimate: Estimate) -> str:
     low, high = (f"{round(100 * ratio - 100):+d}" for ratio in SPEED_RATIOS)
     error = "" if estimate.throughput.evidence == "measured" else f" (typically {low} to {high} %)"
     rate = tokens_per_second(estimate.throughput.tokens_per_second)
-    return f"about {rate}{error}, {format_count(samples)} samples in {about_seconds(seconds)}"
+    words = f"{format_count(samples)} sample{'s' if samples != 1 else ''}"
+    return f"about {rate}{error}, {words} in {about_seconds(seconds)}"
 
 
 def _settings(estimate: Estimate, screen: Screen) -> Iterator[Block]:

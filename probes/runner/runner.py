@@ -7,6 +7,7 @@ memory.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -58,6 +59,7 @@ class Limits:
     """The limits at which the runner ends a worker. 0 is no limit."""
 
     seconds: float = 1800.0
+    ends_at: float = math.inf  # of `time.monotonic`: workers that run then are ended
     host_bytes: int = 0  # main memory of all its processes together
     # Share of main memory that must stay available; at this share earlyoom sends SIGKILL by default.
     host_reserve_share: float = 0.05
@@ -237,7 +239,9 @@ def _watch(process: subprocess.Popen[bytes], worker: _Worker) -> Stop | None:
 
 
 def _over_time(worker: _Worker) -> Stop | None:
-    """Return the time limit if a worker has exceeded it."""
+    """Return the time limit if a worker has exceeded it, or the time of all probes is over."""
+    if time.monotonic() >= worker.limits.ends_at:
+        return Stop(outcome="hung", message="the time for all probes was over")
     if not worker.limits.seconds or time.monotonic() - worker.started < worker.limits.seconds:
         return None
     return Stop(outcome="hung", message=f"it had not ended after {format_seconds(worker.limits.seconds)}")

@@ -58,6 +58,7 @@ class StudyOptions:
     """How a study runs.
 
     `storage`: an Optuna storage URL; empty for a file in the user's cache folder.
+    `began`: by `clock`, from when the budget counts.
     `versions`: of the libraries that are measured; empty for the installed ones.
     `room`: how many probes may run at a time, read again before each. The device must be safe to call from threads if
     it is above 1.
@@ -66,6 +67,7 @@ class StudyOptions:
     device: DeviceName = "cuda"
     storage: str = ""
     budget_seconds: float = math.inf
+    began: float | Literal["now"] = "now"
     versions: dict[str, str] = field(default_factory=dict)
     say: Say = lambda _: None  # called with each line of progress
     estimator: Estimator = estimate_or_none  # estimates a candidate; None if its engine would not start
@@ -115,9 +117,8 @@ def prove(target: SearchProblem | Plan, probe: Probe, options: StudyOptions | No
         if before := len(sampler.knowledge(study).measured):
             probes = "probe of this study was" if before == 1 else "probes of this study were"
             options.say(f"{format_count(before)} {probes} measured before: {hide_password(url)}")
-        session = Session(
-            study=study, sampler=sampler, probe=probe, options=options, url=url, beats=beats, began=options.clock()
-        )
+        began = options.clock() if options.began == "now" else options.began
+        session = Session(study=study, sampler=sampler, probe=probe, options=options, url=url, beats=beats, began=began)
         ending, reason = session.run()
         knowledge = outlast(lambda: sampler.knowledge(study), url, options.say)
     best = best_measurement(knowledge)
@@ -283,6 +284,10 @@ class Session:
             elsewhere = isinstance(error, KeyboardInterrupt | PlanError)  # PlanError: the Ray cluster is lost
             fail(self.study, trial, INTERRUPTED if elsewhere else f"{type(error).__name__}: {error}")
             raise
+        if measurement.outcome == "hung" and self.options.clock() - self.began >= self.options.budget_seconds:
+            fail(self.study, trial, INTERRUPTED)  # the budget ended it, which says nothing about the candidate
+            self.options.say(f"probe {trial.number + 1}: ended with the budget")
+            return self._over_budget() or ("budget", "")
         outlast(lambda: self._record(trial, measurement), self.url, self.options.say)
         self.count += 1
         self.seconds = max(self.seconds, self.options.clock() - began)
@@ -308,10 +313,10 @@ class Session:
 
     def _over_budget(self) -> tuple[Ending, str] | None:
         """Return the ending if a probe as long as the longest so far would not end within the budget; the first always
-        may."""
+        may begin."""
         spent = self.options.clock() - self.began
         needed = spent + self.seconds if self.count else spent
-        if needed <= self.options.budget_seconds:
+        if needed < self.options.budget_seconds:
             return None
         budget = format_seconds(self.options.budget_seconds)
         return "budget", f"{budget} are spent, or the next probe would not fit into what is left"
