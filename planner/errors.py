@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 
 # Of a suggestion: difflib's ratio, with which learning_rate is not like padding_free; characters of a part of a name.
 LEAST_SIMILARITY, SHORTEST_PART = 0.65, 4
+LETTERS_PER_EDIT = 3  # of a name: a similar one differs by at most one edit for each so many letters
 SHOWN_CHARACTERS = 80  # of input that a message repeats
 LONGEST_WORD = 200  # characters of a path that a message repeats whole
 LONGEST_MESSAGE = 1000  # characters; the longest of our own lists 40 model types
@@ -154,5 +155,28 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     own = name.lower().rsplit("/", 1)[-1]
     begun = sorted((key for key in by_key if own and key.startswith(own)), key=len)
     within = sorted((key for key in by_key if len(own) >= SHORTEST_PART and own in key), key=len)
-    found = begun + within or difflib.get_close_matches(own, by_key, n=2 * count, cutoff=LEAST_SIMILARITY)
+    similar = () if begun or within else difflib.get_close_matches(own, by_key, n=2 * count, cutoff=LEAST_SIMILARITY)
+    found = begun + within + [key for key in similar if _is_like(own, key)]
     return list(dict.fromkeys(by_key[key] for key in found))[:count]
+
+
+def _is_like(name: str, known: str) -> bool:
+    """Return whether a name is a misspelt or an abbreviated one: few edits away, or its letters in the same order."""
+    letters = iter(known)
+    return edits(name, known) <= max(len(name) // LETTERS_PER_EDIT, 1) or all(letter in letters for letter in name)
+
+
+def edits(first: str, second: str) -> int:
+    """Return the least number of letters to insert, drop, replace or swap with the next that turn a text into another.
+
+    It is the distance of Damerau and Levenshtein between texts whose swapped letters are not edited again.
+    """
+    before, row = list[int](), list(range(len(second) + 1))
+    for place, letter in enumerate(first, 1):
+        two_above, before, row = before, row, [place]
+        for number, other in enumerate(second, 1):
+            ways = [before[number] + 1, row[-1] + 1, before[number - 1] + (letter != other)]
+            if place > 1 and number > 1 and letter == second[number - 2] and first[place - 2] == other:
+                ways.append(two_above[number - 2] + 1)
+            row.append(min(ways))
+    return row[-1]

@@ -42,7 +42,12 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["foo"], "No such command 'foo'. There are "),
         (["estimat"], "No such command 'estimat'. Did you mean"),
         ([*asked(), "estimate"], "--model stands before estimate."),
-        (["gpus", "--json"], "No such option: --json"),
+        (["schema", "--json"], "No such option: --json. plan schema --help lists all."),
+        (["--bogus"], "No such option: --bogus. plan --help lists all."),
+        (["--modle", "x"], "No such option: --modle. Did you mean --model?"),
+        (["models", "zzz"], "No model has 'zzz' in its name: plan models lists all"),
+        (["gpus", "zzz"], "No GPU has 'zzz' in its name: plan gpus lists all"),
+        ([*asked(), "--set", "learnin_rate=1e-4"], "Unknown setting 'learnin_rate'. Did you mean learning_rate?"),
         (asked(model=""), "--model is empty."),
         (asked(model=" "), "--model is empty."),
         (asked(model="Qwen2.5-7BB"), "Unknown model 'Qwen2.5-7BB'. Did you mean Qwen/Qwen2.5-7B"),
@@ -234,12 +239,12 @@ def test_a_flag_that_cannot_be_is_refused(arguments, message, capsys):
         (
             asked("Qwen2.5-7B-Instruct-GPTQ-Int4", method="sft"),
             "load_in_4bit=true",
-            "Qwen2.5-7B-Instruct-GPTQ-Int4 is quantized already (gptq)",
+            "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4 is quantized already (gptq)",
         ),
         (
             asked("Qwen2.5-7B-Instruct-GPTQ-Int4", method="sft"),
             "use_peft=false",
-            "Qwen2.5-7B-Instruct-GPTQ-Int4 is quantized (gptq)",
+            "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4 is quantized (gptq)",
         ),
         (
             asked(method="sft"),

@@ -261,6 +261,22 @@ class TestNames:
     def test_an_alias_keeps_its_own_name(self) -> None:
         assert load_model("qwen2.5-7b-instruct").id == "Qwen/Qwen2.5-7B-Instruct"
 
+    @pytest.mark.parametrize(
+        ("name", "repository"),
+        [
+            ("Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
+            ("meta-llama/llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
+            ("TinyLlama-1.1B", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
+            ("Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4"),
+        ],
+    )
+    def test_a_name_that_no_repository_has_becomes_one_of_the_hub(self, name: str, repository: str) -> None:
+        assert load_model(name).id == repository
+
+    def test_every_name_of_the_catalogue_becomes_one_with_an_organisation(self) -> None:
+        names = [name for row in model_rows() for name in (row.id, *row.aliases)]
+        assert [name for name in names if "/" not in load_model(name).id] == []
+
     def test_every_alias_finds_a_model_with_its_rows_count(self) -> None:
         counts = {row.id: row.params for row in model_rows()}
         for row in model_rows():
@@ -270,7 +286,7 @@ class TestNames:
     @pytest.mark.parametrize(
         ("name", "quantization", "group_size"),
         [
-            ("Qwen2.5-7B-Instruct-GPTQ-Int4", "gptq", 128),
+            ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "gptq", 128),
             ("Qwen/Qwen2.5-7B-Instruct-AWQ", "awq", 128),
             ("unsloth/Qwen2.5-7B-Instruct-bnb-4bit", "nf4", 64),
             ("unsloth/Qwen2.5-7B-Instruct-unsloth-bnb-4bit", "nf4", 64),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.errors import InputError, UnknownName, nearest
+from planner.errors import InputError, UnknownName, edits, nearest
 from planner.gpus.catalogue import gpu_rows
 from planner.jobs.settings import parse_assignments, setting_names
 from planner.methods import METHODS
@@ -47,7 +47,7 @@ def test_an_argument_whose_effect_is_not_counted_is_refused(name: str) -> None:
         asked(**{name: "1"})
 
 
-@pytest.mark.parametrize("name", ["learning_rte", "max_grad_norm", "dataloader_num_workers", "foo"])
+@pytest.mark.parametrize("name", ["lr_of_head", "max_grad_norm", "dataloader_num_workers", "foo"])
 def test_an_argument_that_is_unknown_is_refused_without_an_absurd_suggestion(name: str) -> None:
     with pytest.raises(UnknownName) as caught:
         asked(**{name: "1"})
@@ -76,6 +76,24 @@ def test_a_name_of_other_meaning_is_not_suggested(name: str) -> None:
 @pytest.mark.parametrize("name", ["MI300X", "X1", "K80"])
 def test_a_card_of_other_letters_is_not_suggested(name: str) -> None:
     assert nearest(name, [row.gpu.name for row in gpu_rows()]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "count"),
+    [("modle", "model", 1), ("bogus", "gpus", 3), ("lenght", "length", 1), ("", "abc", 3), ("kitten", "sitting", 3)],
+)
+def test_edits_are_counted_a_swap_as_one(name: str, known: str, count: int) -> None:
+    assert edits(name, known) == edits(known, name) == count
+
+
+def test_a_misspelt_argument_without_effect_is_suggested() -> None:
+    with pytest.raises(UnknownName, match=r"Did you mean learning_rate\?"):
+        asked(learning_rte="1")
+
+
+def test_a_name_with_many_other_letters_is_not_suggested() -> None:
+    assert nearest("bogus", ["gpus", "logs", "out"]) == []
+    assert nearest("modle", ["model", "method"]) == ["model"]
 
 
 def test_no_argument_is_in_two_lists() -> None:

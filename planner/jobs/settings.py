@@ -78,7 +78,7 @@ def refuse_unknown(name: str) -> None:
     if name in UNMODELLED:
         raise InputError(f"{name} changes memory or speed in a way that is not counted. Plan without it.")
     if name not in setting_names() and name not in WITHOUT_EFFECT:
-        raise UnknownName("setting", name, setting_names(), hint=NAMING_HINT)
+        raise UnknownName("setting", name, (*setting_names(), *WITHOUT_EFFECT), hint=NAMING_HINT)
 
 
 def typed_value(name: str, value: Value) -> Value:

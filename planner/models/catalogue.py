@@ -162,7 +162,11 @@ def _from_catalogue(name: str) -> ModelShape | None:
     if published is NOT_QUANTIZED and not name.lower().startswith(MIRRORS):
         return None
     row = _find(base) or _find(base.rsplit("/", 1)[-1])  # an organisation that quantized the original
-    return _shape(_with_positions_of(row, base), name, published) if row is not None else None
+    if row is None:
+        return None
+    organisation = row["id"].rpartition("/")[0]
+    proper = f"{organisation}/{name}" if organisation in QUANTIZING and "/" not in name else name
+    return _shape(_with_positions_of(row, base), proper, published)
 
 
 def _with_positions_of(row: dict[str, Any], name: str) -> dict[str, Any]:
@@ -181,12 +185,19 @@ def _shape(row: dict[str, Any], name: str, published: Published) -> ModelShape:
     return shape if shape.params == row["params"] else replace(shape, params=row["params"])
 
 
+# Aliases that no repository of the Hub has: names that people use.
+COLLOQUIAL = ("meta-llama/llama-3-8b", "tinyllama-1.1b", "llama-33b")
+# Organisations that publish GPTQ, AWQ and FP8 checkpoints of their models beside them, under the model's name.
+QUANTIZING = ("Qwen",)
+
+
 def _proper_name(row: dict[str, Any], name: str) -> str:
-    """The catalogue's spelling of a name: `qwen2.5-7b` -> `Qwen/Qwen2.5-7B`."""
+    """The catalogue's spelling of a name: `qwen2.5-7b` -> `Qwen/Qwen2.5-7B`, `Llama-3-8B` -> the repository's."""
     spellings: list[str] = [row["id"], *sorted(row["aliases"], key=lambda alias: "/" not in alias)]
     tail = name.lower().rsplit("/", 1)[-1]
     exact = [spelling for spelling in spellings if spelling.lower() == name.lower() and "/" in spelling]
-    return (exact + [spelling for spelling in spellings if spelling.lower().rsplit("/", 1)[-1] == tail])[0]
+    proper = (exact + [spelling for spelling in spellings if spelling.lower().rsplit("/", 1)[-1] == tail])[0]
+    return row["id"] if proper.lower() in COLLOQUIAL else proper
 
 
 def _find(name: str) -> dict[str, Any] | None:
