@@ -5,8 +5,8 @@ python scripts/compare_published.py            writes results/published.md and p
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -41,6 +41,7 @@ ROWS = ROOT / "tests" / "data" / "published.jsonl"
 OUTCOMES = ROOT / "tests" / "data" / "outcomes.jsonl"  # more runs: those of which the outcome is known
 REPORT = ROOT / "results" / "published.md"
 RECORD = ROOT / "results" / "published.jsonl"
+CASE_KEYS = ("model", "gpu", "settings", "config", "config_changes")  # with those of `_record` a case of plan validate
 
 Quantity = Literal[
     "allocated",  # torch.cuda.max_memory_allocated: tensors and cuBLAS workspaces
@@ -89,7 +90,10 @@ Causes of the larger errors, read in the sources of the programs that were run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One published figure and its candidate. `held_tokens`: tokens whose model output stays after a step."""
+    """One published figure and its candidate.
+
+    `held_tokens`: tokens whose model output stays after a step; `case`: its keys that `plan validate` reads.
+    """
 
     id: str
     source: str
@@ -100,6 +104,7 @@ class Row:
     cluster: Cluster
     assumptions: tuple[str, ...]
     held_tokens: int = 0
+    case: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +147,7 @@ def _row(row: dict[str, Any]) -> Row:
         cluster=parse_cluster(f"{nodes}x{candidate.num_processes // nodes}x{row['gpu']}", None),
         assumptions=tuple(row["assumptions"]),
         held_tokens=row.get("held_tokens", 0),
+        case={key: row[key] for key in CASE_KEYS if key in row},
     )
 
 
@@ -337,7 +343,7 @@ def _record(one: Compared) -> str:
     measured = one.row.measured_bytes or None
     return json.dumps({
         "id": one.row.id, "source": one.row.source, "group": one.row.group, "quantity": one.row.quantity,
-        "measured_bytes": measured, "predicted_bytes": one.computed_bytes, "phase": one.phase.name,
+        **one.row.case, "measured_bytes": measured, "predicted_bytes": one.computed_bytes, "phase": one.phase.name,
         "components": components,
     })  # fmt: skip
 

@@ -408,6 +408,33 @@ class TestCatalogues:
             line.startswith("A100-40G  ") and "39.49 GiB" in line for line in capsys.readouterr().out.splitlines()
         )
 
+    @pytest.mark.parametrize(
+        ("listed", "word", "found"),
+        [
+            ("models", "llama", {"meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3.1-8B"}),
+            ("models", "QWEN 2.5 7b", {"Qwen/Qwen2.5-7B"}),
+            ("gpus", "rtx 40", {"RTX-4090", "RTX-4060"}),
+        ],
+    )
+    def test_a_word_leaves_the_entries_that_have_it_in_a_name(self, listed, word, found, capsys):
+        assert run([listed]) == 0
+        every = capsys.readouterr().out.splitlines()
+        assert run([listed, word]) == 0
+        some = capsys.readouterr().out.splitlines()
+        assert found <= {line.split()[0] for line in some} and len(some) < len(every) / 3
+
+    @pytest.mark.parametrize("listed", ["models", "gpus"])
+    def test_lists_as_json_follow_the_schema(self, listed, capsys):
+        assert run([listed, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        jsonschema.Draft202012Validator(json_schema()).validate(document)
+        assert len(document[listed]) > 100
+
+    def test_no_measurements_are_said_to_be_none(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setenv("PLAN_CACHE", str(tmp_path))
+        assert run(["measurements"]) == 0
+        assert capsys.readouterr().out.startswith("no measurements are kept yet")
+
     def test_the_schema_is_printed(self, capsys):
         assert run(["schema"]) == 0
         assert json.loads(capsys.readouterr().out)["$schema"] == "https://json-schema.org/draft/2020-12/schema"

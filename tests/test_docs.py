@@ -1,5 +1,6 @@
 """Every command that the documents show runs, and the help that they quote is the command's."""
 
+import json
 import os
 import re
 import shlex
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.commands.main import EPILOG, run
+from planner.commands.help import EXAMPLES
+from planner.commands.main import COMMANDS as COMMANDS_OF_PLAN
+from planner.commands.main import run
 from scripts.picture import PICTURE, picture
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,21 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ("answer", "examples", "python", "serve", "accuracy", "choosing", "design", "limits")  # of docs/
 DOCUMENTS = "\n".join([README, *((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)])
 HELP_PAGE = ROOT / "docs" / "command.md"
-SUBCOMMANDS = (
-    "",
-    "estimate",
-    "dry-run",
-    "probe",
-    "diagnose",
-    "validate",
-    "export",
-    "serve",
-    "mcp",
-    "models",
-    "gpus",
-    "schema",
-    "measurements",
-)
+SUBCOMMANDS = ("", *COMMANDS_OF_PLAN)
 REWRITE = os.environ.get("PLAN_REWRITE_GOLDEN") == "1"
 
 
@@ -74,17 +63,55 @@ def test_every_command_of_the_documents_answers_in_the_order_printed(command, fo
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", shown_commands(EPILOG))
-def test_the_commands_at_the_end_of_the_help_run(command, capsys):
-    assert run(shlex.split(command)[1:]) == 0
-    assert capsys.readouterr().out
+# Examples that run until they are ended, need a GPU, or take minutes.
+NOT_RUN = ("plan serve", "plan mcp", "plan probe")
 
 
-def test_the_help_ends_with_the_exit_codes_and_two_commands(capsys, monkeypatch):
+@pytest.mark.slow
+def test_the_examples_of_the_help_run_in_the_order_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLAN_CACHE", str(tmp_path / "cache"))
+    log = ROOT / "tests" / "logs" / "grpo_optimizer_step.log"
+    (tmp_path / "train.log").write_text(log.read_text(encoding="utf-8"), encoding="utf-8")
+    case = {"model": "Qwen2.5-0.5B", "settings": {"method": "sft"}, "gpu": "L4", "quantity": "reserved"}
+    (tmp_path / "cases.jsonl").write_text(json.dumps(case | {"measured_gib": 7.9}) + "\n", encoding="utf-8")
+    for example in (example for examples in EXAMPLES.values() for example in examples):
+        if not example.startswith(NOT_RUN):
+            assert run(shlex.split(example)[1:]) == 0, example
+            assert capsys.readouterr().out
+
+
+def test_every_subcommand_has_examples_of_its_own():
+    assert EXAMPLES.keys() == {"", *COMMANDS_OF_PLAN}
+    for name, examples in EXAMPLES.items():
+        assert examples and all(example.startswith(f"plan {name}".strip()) for example in examples)
+        assert all(len(example) <= 78 for example in examples)
+
+
+def test_the_help_of_plan_has_panels_and_the_question_first(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    ending = help_text("", capsys).split("Exit codes: ")[1]
-    assert all(f"{code} " in ending for code in range(5))
-    assert len(re.findall(r"^ +plan ", ending, flags=re.MULTILINE)) == 2
+    shown = help_text("", capsys)
+    panels = re.findall(r"^╭─ (\w[\w ]*)", shown, flags=re.MULTILINE)
+    assert [panel.strip() for panel in panels] == [
+        "Job",
+        "Hardware",
+        "Pins",
+        "Goal and cost",
+        "Output",
+        "Probe",
+        "Commands",
+    ]
+    flags = re.findall(r"^│ (?:-\w, )?(--[\w-]+)", shown, flags=re.MULTILINE)
+    assert flags[:3] == ["--model", "--gpus", "--method"]
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_help_ends_with_examples_and_the_exit_codes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in SUBCOMMANDS:
+        ending = help_text(name, capsys).split("Examples:")[1]
+        assert all(f"  {example}\n" in ending for example in EXAMPLES[name])
+        assert all(f"{code} " in ending.split("Exit codes: ")[1] for code in range(5))
 
 
 def test_the_help_in_the_documents_is_the_help(capsys, monkeypatch):

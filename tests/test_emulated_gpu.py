@@ -215,7 +215,7 @@ def test_a_study_ends_in_a_certificate_of_emulated_evidence(capsys: pytest.Captu
     arguments = "--probe --device emulated --model Qwen2.5-0.5B --gpus 1xRTX-3090 --method sft"
     assert run(arguments.split()) == EXIT_PLANNED
     out = capsys.readouterr().out
-    assert "certified (emulated)" in out and "no GPU was measured" in out
+    assert "proven (emulated)" in out and "no GPU was measured" in out
 
 
 def test_an_emulated_probe_needs_a_compiler_once(monkeypatch, tmp_path, capsys) -> None:

@@ -401,7 +401,7 @@ class TestReports:
         assert "measured (torch 2.13, trl 1.16)" in text
         assert "fits, as a probe showed" in text
         assert "proof        3 probes: the next larger batch ran out of memory" in text
-        assert "GiB measured and 1.00 GiB kept to spare; " in text and "GiB estimated (-" in text
+        assert "GiB measured and 1.00 GiB cached; " in text and "GiB estimated (-" in text
 
     def test_the_page_shows_the_proof(self):
         page = plan_html(self.PROVEN)

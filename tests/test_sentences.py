@@ -284,7 +284,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
         "not listed",
     ),
     "server_not_measured": ({"evidence": "estimated"}, "the vLLM server's cards are still estimated"),
-    "larger_card_probed": ({}, "the probe had a larger card: what its allocator kept to spare is left out"),
+    "larger_card_probed": ({}, "the probe had a larger card: what its allocator cached there is left out"),
     "probe_ran_out_of_memory": (
         {"device": "emulated", "phase": "loss", "evidence": "estimated", "expected_bytes": 20 * GIB},
         "the candidate ran out of memory on an emulated card in the loss (estimated: it fits in 20.00 GiB)",
@@ -312,7 +312,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
             "phase": "backward", "needed_bytes": 20 * GIB, "evidence": "measured", "spare_bytes": GIB,
             "expected_bytes": 21 * GIB, "expected": "measured",
         },
-        "backward 20.00 GiB measured and 1.00 GiB kept to spare; 21.00 GiB measured before (+5.0%)",
+        "backward 20.00 GiB measured and 1.00 GiB cached; 21.00 GiB measured before (+5.0%)",
     ),
     "attention_not_installed": (
         {"device": "cpu", "attn_implementation": "sdpa", "missing": "flash_attention_2"},

@@ -71,7 +71,10 @@ def test_a_certificate_says_of_each_larger_neighbour_how_it_is_known_not_to_fit(
             assert each.interval_bytes[0] > each.capacity_bytes
     assert found.excluded_by_probe + found.excluded_by_belief > 0 and found.still_open == 0
     assert json.loads(json.dumps(certificate_report(found)))["holds"] is True
-    assert certificate_lines(found)[0] == f"certified: the best candidate ran, after {found.probes} probes"
+    lines = certificate_lines(found)
+    assert lines[0] == f"proven: this configuration ran, and none that is better fits; {found.probes} probes"
+    jargon = ("belief", "excluded", "learned", "to spare", "structure", "open", "set aside")
+    assert [word for word in jargon for line in lines if word in line] == []
 
 
 def test_a_certificate_of_a_simulated_device_says_so() -> None:
@@ -79,7 +82,7 @@ def test_a_certificate_of_a_simulated_device_says_so() -> None:
     point = GridPoint(0, 0, 0)
     measured = replace(HiddenProbe(card=CARD, space=candidates).at(point), device="simulated")
     assert certificate_lines(certificate(knowledge_of(candidates, {point: measured}, {})))[0].startswith(
-        "not certified (simulated): "
+        "not proven (simulated): "
     )
 
 
@@ -91,7 +94,7 @@ def test_where_nothing_fits_the_study_ends_and_says_so(tmp_path: Path) -> None:
     candidates = space_of(asked, "cuda", formulas_alone)
     knowledge = knowledge_of(candidates, {}, {})
     assert open_points(knowledge) == [] and next_point(knowledge) is None
-    assert certificate_lines(certificate(knowledge)) == ("no candidate fits: all are excluded",)
+    assert certificate_lines(certificate(knowledge)) == ("nothing fits: no configuration is left that could",)
 
 
 def test_no_candidate_is_probed_that_a_node_cannot_hold() -> None:

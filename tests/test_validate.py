@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from test_measured import SHORT, fake_measurement
 
 from planner.candidate import Candidate
+from planner.commands.main import run
 from planner.errors import DryRunUnsupported, InputError, PlanError
 from planner.estimation import estimate
 from planner.files.journal import append_line, lines_of
@@ -371,3 +373,20 @@ def test_a_figure_of_an_emulated_card_is_never_called_measured() -> None:
     found = measure_estimate(Candidate(model=load_model("Qwen2.5-0.5B"), method="sft"))
     case = case_of_measurement(replace(found, device="emulated"), 1, CLUSTER.gpu)
     assert isinstance(case, Case) and case.evidence == "emulated"
+
+
+def test_the_published_figures_of_the_results_are_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(__file__).parents[1] / "results" / "published.jsonl"
+    assert len(read_cases(file).cases) > 90
+
+
+def test_the_lines_that_the_help_shows_are_cases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["validate", "--help"]) == 0
+    shown = re.findall(r"^    (\{.*?\})$", capsys.readouterr().out, flags=re.DOTALL | re.MULTILINE)
+    file = tmp_path / "cases.jsonl"
+    file.write_text("".join(" ".join(each.split()) + "\n" for each in shown), encoding="utf-8")
+    read = read_cases(file)
+    assert [case.outcome for case in read.cases] == ["not measured", "fits"]

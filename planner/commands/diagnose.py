@@ -8,7 +8,7 @@ from planner.requests.options import CandidateOptions, names_a_job
 
 @grouped
 def diagnose(logged: LogFile, options: CandidateOptions, output: OutputOptions) -> int:
-    """Read a log that ends in out of memory: what happened, where, and, where the options say which job it was, what
+    """Explain a log that ends in out of memory: what happened, and where. Options that say which job it was add what
     fits instead."""
     from planner.ask import diagnosed
     from planner.diagnose.log import read_incidents

@@ -10,7 +10,8 @@ from planner.requests.options import CandidateOptions
 
 @grouped
 def dry_run(saved: SavedPlan, options: CandidateOptions, output: OutputOptions) -> int:
-    """Run one candidate's real trainer on fake tensors, without weights and GPU, beside the estimate."""
+    """Run one training step of the installed trainer on fake tensors, which need no weights and no GPU, beside the
+    estimate."""
     from planner.ask import dry_run_of
     from planner.report.dry_run import difference_notes, dry_run_report, dry_run_table
     from planner.report.json import json_text

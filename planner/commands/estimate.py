@@ -8,7 +8,7 @@ from planner.requests.options import CandidateOptions
 
 @grouped
 def estimate(options: CandidateOptions, output: AnswerOptions) -> int:
-    """One candidate, no search: what is not set is as TRL has it. Exit 3: it does not fit."""
+    """Estimate one configuration, without a search: what you do not set has TRL's default. Exit 3: it does not fit."""
     from planner.ask import estimated
     from planner.report.table import shortfall
     from planner.requests.read_options import read_options

@@ -10,8 +10,8 @@ from planner.errors import InputError
 
 @grouped
 def export(options: ExportOptions) -> int:
-    """Write the files that run a plan's candidate: accelerate, DeepSpeed, TRL, vLLM, SLURM, requirements. Prints their
-    paths."""
+    """Write the files that start a plan's run: train.yaml, accelerate.yaml, launch.sh and what else it needs. Their
+    paths are printed."""
     from planner.files.yaml import read_yaml_text
     from planner.launch.export import write_files
     from planner.launch.files import launch_files

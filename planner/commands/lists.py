@@ -1,28 +1,52 @@
 """`plan models`, `plan gpus`, `plan schema`, `plan measurements`: lists of what is known."""
 
 import json
+from collections.abc import Sequence
 
 from planner.commands.exit_codes import EXIT_PLANNED
-from planner.commands.options import MeasurementsOptions, grouped
+from planner.commands.options import ListOptions, MeasurementsOptions, grouped
 from planner.errors import InputError, shortened
 
 
-def models() -> int:
+@grouped
+def models(options: ListOptions) -> int:
     """List the models that are known by name."""
     from planner.models.catalogue import model_rows
-    from planner.report.listing import models_listing
+    from planner.report.json import json_text
+    from planner.report.listing import models_listing, models_report
 
-    print(models_listing(model_rows()))
+    rows = [row for row in model_rows() if _named(options.word, row.id, *row.aliases, row.model_type)]
+    _refuse_none(rows, options.word, "model", "plan models lists all; another model is given as a path or org/name.")
+    print(json_text(models_report(rows)) if options.json else models_listing(rows))
     return EXIT_PLANNED
 
 
-def gpus() -> int:
+@grouped
+def gpus(options: ListOptions) -> int:
     """List the GPUs that are known by name."""
     from planner.gpus.catalogue import gpu_rows
-    from planner.report.listing import gpus_listing
+    from planner.report.json import json_text
+    from planner.report.listing import gpus_listing, gpus_report
 
-    print(gpus_listing(gpu_rows()))
+    rows = [row for row in gpu_rows() if _named(options.word, row.gpu.name, *row.aliases)]
+    _refuse_none(rows, options.word, "GPU", "plan gpus lists all; --gpus takes a capacity too, such as 1x24GiB.")
+    print(json_text(gpus_report(rows)) if options.json else gpus_listing(rows))
     return EXIT_PLANNED
+
+
+def _named(word: str | None, *names: str) -> bool:
+    """Return whether one of the names has the word in it; case, spaces, hyphens and underscores make no difference."""
+    return word is None or any(_plain(word) in _plain(name) for name in names)
+
+
+def _plain(name: str) -> str:
+    return "".join(character for character in name.lower() if character not in " -_")
+
+
+def _refuse_none(rows: Sequence[object], word: str | None, kind: str, hint: str) -> None:
+    """Refuse a word that no entry has in a name."""
+    if not rows:
+        raise InputError(f"No {kind} has {shortened(word)!r} in its name: {hint}")
 
 
 def schema() -> int:
@@ -35,7 +59,7 @@ def schema() -> int:
 
 @grouped
 def measurements(options: MeasurementsOptions) -> int:
-    """List, export or forget your own measurements, which later plans for such cards use."""
+    """List, export or forget your own measurements, which correct later plans for the same cards."""
     from planner.measurements.own_results import catalogue_name, forget_results, listed_results
     from planner.report.listing import measurements_listing
 
@@ -56,6 +80,8 @@ def measurements(options: MeasurementsOptions) -> int:
         print(f"{count} measurement{'s' if count != 1 else ''} forgotten")
     elif options.export:
         print("\n".join(line for line, _ in found.values()))
+    elif not found:
+        print(f"no measurements{f' of {gpu}' if gpu else ''} are kept yet: plan probe and plan --probe add theirs")
     else:
         print(measurements_listing((digest, result) for digest, (_, result) in found.items()))
     return EXIT_PLANNED

@@ -3,23 +3,18 @@
 import codecs
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from io import StringIO
+from typing import Any
 
 import typer
 
-from planner.commands import diagnose, dry_run, estimate, export, lists, mcp, plan, probe, serve, validate
+from planner.commands import diagnose, dry_run, estimate, export, lists, plan, probe, serve, validate
 from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_OTHER, EXIT_PLANNED, exit_code_of
+from planner.commands.help import Command, Group
 from planner.commands.printing import print_error
-from planner.errors import InputError, PlanError
-
-EPILOG = """\
-Exit codes: 0 planned, 2 wrong input, 3 nothing fits, 4 the probe contradicts the plan, 1 anything else.
-
-\b
-plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo
-plan estimate --model Qwen2.5-0.5B --gpus 1xRTX-3090 --method sft --tuning lora --max-length 2048
-"""
+from planner.errors import InputError, PlanError, nearest
 
 app = typer.Typer(
     add_completion=False,
@@ -27,19 +22,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.callback(invoke_without_command=True, epilog=EPILOG)(plan.search)
-app.command("estimate", epilog=EPILOG)(estimate.estimate)
-app.command("dry-run", epilog=EPILOG)(dry_run.dry_run)
-app.command("probe", epilog=EPILOG)(probe.probe)
-app.command("diagnose", epilog=EPILOG)(diagnose.diagnose)
-app.command("validate", epilog=EPILOG)(validate.validate)
-app.command("export", epilog=EPILOG)(export.export)
-app.command("serve", epilog=EPILOG)(serve.serve)
-app.command("mcp", epilog=EPILOG)(mcp.mcp)
-app.command()(lists.models)
-app.command()(lists.gpus)
-app.command()(lists.schema)
-app.command(epilog=EPILOG)(lists.measurements)
+app.callback(cls=Group, invoke_without_command=True)(plan.search)
+COMMANDS: dict[str, Callable[..., int]] = {
+    "estimate": estimate.estimate,
+    "dry-run": dry_run.dry_run,
+    "probe": probe.probe,
+    "diagnose": diagnose.diagnose,
+    "validate": validate.validate,
+    "export": export.export,
+    "serve": serve.serve,
+    "mcp": serve.mcp,
+    "models": lists.models,
+    "gpus": lists.gpus,
+    "schema": lists.schema,
+    "measurements": lists.measurements,
+}
+for name, command in COMMANDS.items():
+    app.command(name, cls=Command)(command)
 
 
 def main() -> None:
@@ -105,7 +104,7 @@ def run(arguments: list[str]) -> int:
     except PlanError as error:
         return _refused(error, arguments)
     except usage_error as error:
-        return _refused(InputError(_with_commands(error.format_message())), arguments)  # type: ignore[attr-defined]
+        return _refused(InputError(_usage_message(error)), arguments)
     return int(code or EXIT_PLANNED)
 
 
@@ -119,11 +118,17 @@ def _refused(error: PlanError, arguments: list[str]) -> int:
     return exit_code_of(error)
 
 
-def _with_commands(message: str) -> str:
-    """Return the error message with the list of commands, if it is about an unknown command without a similar one."""
+def _usage_message(error: Any) -> str:
+    """Return the message of a usage error: an unknown option with those that are similar, an unknown command with all
+    commands if none is."""
+    message = str(error.format_message())
+    name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if message.startswith("No such option") and name and context is not None:
+        known = {option.lstrip("-"): option for param in context.command.params for option in param.opts}
+        near = [known[option] for option in nearest(name.lstrip("-"), known)]
+        command = f"plan {context.info_name}" if context.parent is not None else "plan"
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"{command} --help lists all."
+        return f"No such option: {name}. {hint}"
     if not message.startswith("No such command") or "Did you mean" in message:
         return message
-    commands = [
-        command.name or (command.callback.__name__ if command.callback else "") for command in app.registered_commands
-    ]
-    return f"{message} There are {', '.join(commands)}, and plan alone."
+    return f"{message} There are {', '.join(COMMANDS)}, and plan alone."

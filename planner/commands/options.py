@@ -6,6 +6,7 @@ A new command is a function in `planner/commands/` whose parameters are groups, 
 that only the command has.
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -16,10 +17,24 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import typer
 
 from planner.jobs.settings import parse_assignments
-from planner.requests.options import Option
+from planner.requests.options import Option, Panel
 
+# Headings of the groups of options in the help. A panel of the commands alone has no key.
+PANELS: dict[Panel, str] = {
+    "job": "Job",
+    "hardware": "Hardware",
+    "pins": "Pins: settings that you fix; the search decides the others",
+    "goal": "Goal and cost",
+}
+OUTPUT, PROBE = "Output", "Probe: a short real run of the trainer, which proves the answer"
+OPTIONS = "Options"
+HEADINGS = (OPTIONS, *PANELS.values(), OUTPUT, PROBE)  # in this order
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check the answer by a dry run of the installed libraries, about 15 s.")
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Check the answer by a dry run: one step of the installed trainer, without weights and GPU, about 15 s.",
+    ),
 ]
 
 
@@ -144,14 +159,14 @@ class ProbeOptions:
         typer.Option(
             "--device",
             metavar="DEVICE",
-            help="cuda: the GPUs here. emulated: the CUDA stack without a GPU. cpu: real runs of small models. "
-            "simulated: dry runs on such cards.",
+            help="Where probes run. cuda: on the GPUs here. emulated: PyTorch's CUDA build, without a GPU. cpu: small "
+            "models, here. simulated: dry runs instead.",
         ),
     ] = "cuda"
     time_limit: Annotated[
         str,
         typer.Option(
-            "--time-limit", metavar="DURATION", help="A probe that takes longer is ended, such as 90s, 30m, 1h."
+            "--time-limit", metavar="DURATION", help="A single probe that takes longer is ended, such as 90s, 30m, 1h."
         ),
     ] = "30m"
     evaluate: Annotated[bool, typer.Option("--evaluate", help="A probe also runs one evaluation batch.")] = False
@@ -176,17 +191,21 @@ class ProbeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyOptions(ProbeOptions):
-    """Options of a study of probes, which proves a plan."""
+class Study:
+    """Whether probes prove a plan, for how long, and where they are kept."""
 
     probe: Annotated[
         bool,
-        typer.Option("--probe", help="Prove the answer by probes: short real runs. Exit 4: they contradict the plan."),
+        typer.Option(
+            "--probe", help="Probe candidates until the best that fits has run. Exit 4: the probes contradict the plan."
+        ),
     ] = False
     budget: Annotated[
         str | None,
         typer.Option(
-            "--budget", metavar="DURATION", help="With --probe: time for all probes, such as 10m. Default: no limit."
+            "--budget",
+            metavar="DURATION",
+            help="With --probe: time for all probes, such as 10m; the last one is ended then. Default: no limit.",
         ),
     ] = None
     storage: Annotated[
@@ -194,10 +213,15 @@ class StudyOptions(ProbeOptions):
         typer.Option(
             "--storage",
             metavar="URL",
-            help="With --probe: the database of the study and its measurements, resumed. Default: $PLAN_STORAGE, else "
-            "files in the user's cache.",
+            help="With --probe: the database that keeps what was measured, so that no probe is repeated. Default: "
+            "$PLAN_STORAGE, else files in the user's cache.",
         ),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(ProbeOptions, Study):
+    """Options of a study of probes, which proves a plan; the fields of `Study` come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +231,7 @@ class ValidateOptions:
     cases: Annotated[
         str,
         typer.Argument(
-            metavar="CASES.jsonl", help="Grid points, measurements or published figures, one JSON object a line."
+            metavar="CASES.jsonl", help="The cases, one JSON object a line: a run, and what it measured, if it ran."
         ),
     ]
     gpus: Annotated[
@@ -231,6 +255,16 @@ class ValidateOptions:
         ),
     ] = None
     csv: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Also write the rows as CSV.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """Which entries of a catalogue to list, and how."""
+
+    word: Annotated[
+        str | None, typer.Argument(metavar="WORD", help="Only those with this word in a name, such as llama or rtx.")
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print them as JSON (`plan schema`).")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +300,11 @@ class ExportOptions:
     anyway: Annotated[bool, typer.Option("--anyway", help="Also of a candidate that does not fit.")] = False
     launcher: Annotated[
         Literal["accelerate", "torchrun"],
-        typer.Option("--launcher", help="What starts the processes. torchrun: train.yaml has the sharding."),
+        typer.Option(
+            "--launcher",
+            metavar="LAUNCHER",
+            help="What starts the processes: accelerate, or torchrun (train.yaml has the sharding then).",
+        ),
     ] = "accelerate"
 
 
@@ -346,24 +384,39 @@ def _value(name: str, given: Any) -> Any:
     return TEXTS[name][1](given) if name in TEXTS and given is not None else given
 
 
+# Groups whose options stand under one heading; those of a job have their own (`Option.panel`).
+GROUP_PANELS: dict[type, str] = {
+    VersionOption: OUTPUT,
+    PriceOptions: PANELS["goal"],
+    OutputOptions: OUTPUT,
+    ReportOptions: OUTPUT,
+    CheckOptions: OUTPUT,
+    ProbeOptions: PROBE,
+    StudyOptions: PROBE,
+}
+
+
 def _parameters(name: str, hint: Any) -> Iterator[inspect.Parameter]:
     """Yield the parameters of a group's fields, or the parameter itself if it is no group."""
     if not is_dataclass(hint):
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint)
         return
     types = get_type_hints(hint, include_extras=True)
+    assert isinstance(hint, type)
+    panel = GROUP_PANELS.get(hint)
     for field in fields(hint):
         default = inspect.Parameter.empty if field.default is MISSING else field.default
-        yield inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_flag(field.name, types[field.name])
-        )
+        annotation = _flag(field.name, types[field.name], panel)
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _flag(name: str, hint: Any) -> Any:
+def _flag(name: str, hint: Any, panel: str | None) -> Any:
     """Return the annotation of a flag as Typer reads it: `Annotated[int | None, typer.Option("--max-length", ...)]`."""
     kind, option = get_args(hint)
     if not isinstance(option, Option):
-        return hint
+        shown = copy.copy(option)
+        shown.rich_help_panel = panel
+        return Annotated[kind, shown]
     word = name.replace("_", "-")
     kinds = set(get_args(kind))
     if name in TEXTS:
@@ -371,4 +424,12 @@ def _flag(name: str, hint: Any) -> Any:
     elif kinds >= {int, str}:
         kind = str | None if NoneType in kinds else str  # a number is a text too
     flag = f"--{word}/--no-{word}" if bool in kinds else f"--{word}"
-    return Annotated[kind, typer.Option(flag, metavar=option.metavar, min=option.min, max=option.max, help=option.help)]
+    shown = typer.Option(
+        flag,
+        metavar=option.metavar,
+        min=option.min,
+        max=option.max,
+        help=option.help,
+        rich_help_panel=PANELS[option.panel],
+    )
+    return Annotated[kind, shown]

@@ -33,7 +33,7 @@ def search(
     study: StudyOptions,
     release: VersionOption,
 ) -> int:
-    """Find the largest, fastest configuration of a TRL method that fits the GPUs."""
+    """Find the largest, fastest configuration of a TRL training that fits the GPUs, and say how sure that is."""
     if ctx.invoked_subcommand is not None or release.version:
         return _without_job(ctx)
     from planner.ask import checked_plan, planned

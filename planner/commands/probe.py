@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @grouped
 def probe(saved: SavedPlan, options: CandidateOptions, output: ReportOptions, probing: ProbeOptions) -> int:
-    """Run one candidate's real trainer for a few steps in a process of its own, beside what was expected. Exit 4: it
-    contradicts that."""
+    """Run the real trainer of one configuration for a few steps, beside what was expected. Exit code 4: it contradicts
+    that."""
     from planner.ask import probed
     from planner.files.write import refuse_unwritable
     from planner.report.sentences import sentence

@@ -1,4 +1,4 @@
-"""`plan serve`: the command's answers over HTTP, and a form."""
+"""`plan serve`: the command's answers over HTTP, and a form. `plan mcp`: the same for coding agents."""
 
 import os
 import sys
@@ -35,6 +35,14 @@ def serve(options: ServeOptions) -> int:
         allowed=Allowed(paths=options.allow_paths, hub=options.allow_hub),
     )
     run_server(settings, say)
+    return EXIT_PLANNED
+
+
+def mcp() -> int:
+    """Answer a coding agent on stdin and stdout (MCP): the tools plan, estimate, diagnose and export."""
+    from planner.mcp.server import run_server
+
+    run_server()
     return EXIT_PLANNED
 
 

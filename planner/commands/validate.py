@@ -10,8 +10,21 @@ from planner.errors import InputError
 
 @grouped
 def validate(options: ValidateOptions, output: OutputOptions, probing: ProbeOptions) -> int:
-    """Compare what is predicted with what was measured, for a file of cases; with --measure, measure first what nobody
-    has."""
+    """Compare predicted with measured memory, for a file of cases. With --measure, cases that nobody has measured are
+    measured first.
+
+    A case is a JSON object in a line of its own: a run to measure, such as
+
+        {"model": "Qwen2.5-0.5B", "method": "sft", "max_length": 2048}
+
+    or a run with what was measured, such as (in one line)
+
+        {"model": "Qwen2.5-0.5B", "settings": {"method": "sft"}, "gpu": "L4",
+         "quantity": "reserved", "measured_gib": 7.9}
+
+    A quantity is allocated or reserved (PyTorch's maxima), process (nvidia-smi) or over (it ran out of memory). Lines
+    of --record, of `plan measurements --export` and of results/published.jsonl in this project are cases too.
+    """
     from planner.commands.probe import probe_settings
     from planner.files.write import write_all
     from planner.gpus.parse import parse_cluster

@@ -564,6 +564,49 @@ class ComparisonReport(Document, frozen=True):
     clusters: Annotated[tuple[ClusterReport, ...], Meta(description="In the order asked for.")]
 
 
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+
+class KnownModel(Document, frozen=True):
+    """A model of the catalogue."""
+
+    id: Annotated[str, Meta(description="Its name on the Hub.")]
+    aliases: Annotated[tuple[str, ...], Meta(description="Other names that --model takes.")]
+    params: Annotated[Count, Meta(description="Parameters.")]
+    dtype: Annotated[str, Meta(description="Of the published weights.")]
+    model_type: Annotated[str, Meta(description="Of config.json.")]
+    activations: Annotated[
+        Literal["formula", "dry run"],
+        Meta(description="formula: computed; dry run: measured on one layer of each kind."),
+    ]
+
+
+class ModelsReport(Document, frozen=True):
+    """The document of `plan models --json`."""
+
+    schema: Version
+    models: tuple[KnownModel, ...]
+
+
+class KnownGpu(Document, frozen=True):
+    """A card of the catalogue."""
+
+    name: str
+    aliases: Annotated[tuple[str, ...], Meta(description="Other names that --gpus takes.")]
+    total_bytes: Annotated[Bytes, Meta(description="Memory that the driver reports.")]
+    bf16: Annotated[bool, Meta(description="Whether it computes in bfloat16.")]
+    memory_from: Annotated[
+        Literal["driver", "derived"], Meta(description="driver: a driver's log; derived: from the data sheet.")
+    ]
+
+
+class GpusReport(Document, frozen=True):
+    """The document of `plan gpus --json`."""
+
+    schema: Version
+    gpus: tuple[KnownGpu, ...]
+
+
 # -- an export ---------------------------------------------------------------------------------------------------------
 
 
@@ -607,6 +650,8 @@ DOCUMENTS = (
     DiagnosisReport,
     ValidationReport,
     ComparisonReport,
+    ModelsReport,
+    GpusReport,
     ExportReport,
     ErrorDocument,
 )

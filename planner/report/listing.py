@@ -11,7 +11,15 @@ from planner.gpus.prices import MILLION
 from planner.measurements.own_results import OwnResult
 from planner.models.catalogue import ModelRow
 from planner.planning import Plan
-from planner.report.documents import SCHEMA, ClusterReport, ComparisonReport
+from planner.report.documents import (
+    SCHEMA,
+    ClusterReport,
+    ComparisonReport,
+    GpusReport,
+    KnownGpu,
+    KnownModel,
+    ModelsReport,
+)
 from planner.report.json import plan_report
 from planner.report.words import bare_gib, describe_candidate, describe_excess, describe_probability, tightest
 from planner.units import format_gib
@@ -30,6 +38,41 @@ def models_listing(rows: Iterable[ModelRow]) -> str:
         for row in rows
     ]
     return _columns(("model", "parameters", "dtype", "model_type", "activations"), lines)
+
+
+def models_report(rows: Iterable[ModelRow]) -> ModelsReport:
+    """Return the document of `plan models --json`."""
+    return ModelsReport(
+        schema=SCHEMA,
+        models=tuple(
+            KnownModel(
+                id=row.id,
+                aliases=row.aliases,
+                params=row.params,
+                dtype=row.dtype,
+                model_type=row.model_type,
+                activations="formula" if row.known else "dry run",
+            )
+            for row in rows
+        ),
+    )
+
+
+def gpus_report(rows: Iterable[GpuRow]) -> GpusReport:
+    """Return the document of `plan gpus --json`."""
+    return GpusReport(
+        schema=SCHEMA,
+        gpus=tuple(
+            KnownGpu(
+                name=row.gpu.name,
+                aliases=row.aliases,
+                total_bytes=row.gpu.total_bytes,
+                bf16=row.gpu.supports_bf16,
+                memory_from="driver" if row.reported else "derived",
+            )
+            for row in rows
+        ),
+    )
 
 
 def measurements_listing(results: Iterable[tuple[str, OwnResult | None]]) -> str:

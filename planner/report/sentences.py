@@ -70,7 +70,7 @@ def proof_lines(proof: Proof) -> tuple[str, ...]:
 
 
 def difference_lines(proof: Proof) -> tuple[str, ...]:
-    """Return a line for each phase: its measured need, what the allocator kept to spare, and the expected memory."""
+    """Return a line for each phase: its measured need, what the allocator cached, and the expected memory."""
     return sentences(phase_notes(proof.differences, proof.evidence, proof.expected))
 
 
@@ -215,7 +215,7 @@ def _phase_measured(
     phase: str, needed_bytes: int, evidence: str, spare_bytes: int, expected_bytes: int, expected: str
 ) -> str:
     """The word "before" tells the evidence of the expected figure from equal evidence of the probes."""
-    kept = f" and {format_size(spare_bytes)} kept to spare" if spare_bytes >= LEAST_SPARE_BYTES else ""
+    kept = f" and {format_size(spare_bytes)} cached" if spare_bytes >= LEAST_SPARE_BYTES else ""
     before = f"{expected} before" if expected == evidence else expected
     return (
         f"{_phase(phase)} {format_size(needed_bytes)} {evidence}{kept}; {format_size(expected_bytes)} {before} "
@@ -438,7 +438,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "least; phases that it did not reach are not listed"
     ),
     "server_not_measured": lambda evidence: f"the vLLM server's cards are still {evidence}",
-    "larger_card_probed": lambda: "the probe had a larger card: what its allocator kept to spare is left out",
+    "larger_card_probed": lambda: "the probe had a larger card: what its allocator cached there is left out",
     "probe_ran_out_of_memory": lambda device, phase, evidence, expected_bytes: (
         f"the candidate ran out of memory {DEVICE_WORDS[device]} in the {_phase(phase)} "
         f"({evidence}: it fits in {format_size(expected_bytes)})"

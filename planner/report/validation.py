@@ -25,7 +25,7 @@ PREDICTIONS: tuple[Evidence, ...] = ("estimated", "simulated")
 QUANTITY_WORDS = {
     "tensors": "tensors: what tensors hold",
     "allocated": "allocated: torch.cuda.max_memory_allocated",
-    "reserved": "reserved: torch.cuda.max_memory_reserved, with what the allocator keeps to spare",
+    "reserved": "reserved: torch.cuda.max_memory_reserved, with what the allocator caches",
     "driver": "driver: the whole process, context and NCCL too",
 }
 GROUP_WIDTH, COUNT_WIDTH, NUMBER_WIDTH, EVIDENCE_WIDTH = 22, 7, 10, 11

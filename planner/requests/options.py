@@ -6,7 +6,7 @@ A group is a dataclass, each of its fields an option. `planner/commands/options.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Annotated, Literal
 
 from planner.errors import InputError
 from planner.jobs.job import LARGEST_RISK, SMALLEST_RISK
@@ -14,12 +14,16 @@ from planner.methods import METHODS
 from planner.quantities import DEFAULT_RISK
 from planner.settings.setting import MAX_BATCH_SIZE, MAX_NUMBER, Value
 
+# Groups of options, as the command's help shows them.
+Panel = Literal["job", "hardware", "pins", "goal"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
     """The description of an option: one sentence, the word for its value, and the bounds of a number (None: none)."""
 
     help: str
+    panel: Panel = "job"
     metavar: str | None = None
     min: float | None = None
     max: float | None = None
@@ -29,6 +33,27 @@ class Option:
 class JobOptions:
     """The job: model, method and GPUs, and the files that a training is started with."""
 
+    model: Annotated[
+        str | None,
+        Option(metavar="NAME", help="A name of `plan models`, a folder with a config.json, or a name on the Hub."),
+    ] = None
+    gpus: Annotated[
+        str | None,
+        Option(
+            metavar="CLUSTER",
+            help="The GPUs: 2xA100-40G, H100:8, 4x8xH100 (4 nodes of 8), 1x24GB, or local: those of this machine.",
+        ),
+    ] = None
+    method: Annotated[
+        str | None,
+        Option(
+            metavar="METHOD",
+            help=f"The trainer of TRL: {', '.join(METHODS)}.",
+        ),
+    ] = None
+    tuning: Annotated[
+        str, Option(metavar="CLASS", help="What is trained: full, lora or qlora; auto: the first of them that fits.")
+    ] = "auto"
     config: Annotated[str | None, Option(metavar="FILE", help="A TRL config file (YAML); flags win over it.")] = None
     accelerate_config: Annotated[
         str | None,
@@ -38,41 +63,9 @@ class JobOptions:
         ),
     ] = None
     deepspeed_config: Annotated[str | None, Option(metavar="FILE", help="A DeepSpeed config (JSON).")] = None
-    model: Annotated[
-        str | None,
-        Option(metavar="NAME", help="A name of `plan models`, a folder with a config.json, or a name on the Hub."),
-    ] = None
-    gpus: Annotated[
-        str | None,
-        Option(metavar="CLUSTER", help="2xA100-40G, H100:8, 4x8xH100 (nodes x GPUs), 1x24GB, or local."),
-    ] = None
-    free_memory: Annotated[
-        str | None,
-        Option(metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all of it."),
-    ] = None
-    host_memory: Annotated[
-        str | None,
-        Option(
-            metavar="SIZE",
-            help="Main memory of each node, such as 256GiB. Default: what nodes with that GPU usually have.",
-        ),
-    ] = None
-    network: Annotated[
-        str | None,
-        Option(metavar="SPEED", help="Network of each node, such as 400Gb or 8x400Gb a second. Default: 400Gb."),
-    ] = None
-    method: Annotated[
-        str | None,
-        Option(
-            metavar="METHOD",
-            help=f"{', '.join(METHODS)}.",
-        ),
-    ] = None
-    tuning: Annotated[
-        str, Option(metavar="CLASS", help="auto, full, lora or qlora; auto takes the first of them that fits.")
-    ] = "auto"
     max_length: Annotated[
-        int | None, Option(metavar="TOKENS", min=1, max=MAX_NUMBER, help="Tokens of a whole row. Default: TRL's.")
+        int | None,
+        Option(metavar="TOKENS", min=1, max=MAX_NUMBER, help="Tokens of a row: prompt and completion. Default: TRL's."),
     ] = None
     prompt_length: Annotated[
         int | None,
@@ -88,7 +81,13 @@ class JobOptions:
     ] = None
     batch_size: Annotated[
         int | None,
-        Option(metavar="SAMPLES", min=1, max=MAX_BATCH_SIZE, help="per_device_train_batch_size. Default: searched."),
+        Option(
+            panel="pins",
+            metavar="SAMPLES",
+            min=1,
+            max=MAX_BATCH_SIZE,
+            help="per_device_train_batch_size. Default: searched.",
+        ),
     ] = None
     effective_batch_size: Annotated[
         int | None,
@@ -101,13 +100,19 @@ class JobOptions:
     ] = None
     lora_r: Annotated[
         str | int | None,
-        Option(metavar="RANK", help="LoRA rank; several (16,32,64) to get the largest that fits. Default: TRL's, 16."),
+        Option(
+            panel="pins",
+            metavar="RANK",
+            help="LoRA rank; several (16,32,64) to get the largest that fits. Default: TRL's, 16.",
+        ),
     ] = None
     set: Annotated[
         Mapping[str, Value] | None,
         Option(
+            panel="pins",
             metavar="NAME=VALUE",
-            help="Pin any setting by its own name, such as vllm_gpu_memory_utilization=0.3. Repeatable.",
+            help="Any other setting by its name in TRL, PEFT, accelerate, DeepSpeed or vLLM, such as "
+            "vllm_gpu_memory_utilization=0.3. Repeatable.",
         ),
     ] = None
     images_per_row: Annotated[
@@ -125,9 +130,32 @@ class JobOptions:
         ),
     ] = None
     padded: Annotated[bool | None, Option(help="Do batches hold padding? Default: yes, real data does.")] = None
+    free_memory: Annotated[
+        str | None,
+        Option(
+            panel="hardware", metavar="SIZE", help="What may be used of each GPU, such as 30GiB. Default: all of it."
+        ),
+    ] = None
+    host_memory: Annotated[
+        str | None,
+        Option(
+            panel="hardware",
+            metavar="SIZE",
+            help="Main memory of each node, such as 256GiB. Default: what nodes with that GPU usually have.",
+        ),
+    ] = None
+    network: Annotated[
+        str | None,
+        Option(
+            panel="hardware",
+            metavar="SPEED",
+            help="Network of each node, such as 400Gb or 8x400Gb a second. Default: 400Gb.",
+        ),
+    ] = None
     risk: Annotated[
         float,
         Option(
+            panel="goal",
             metavar="PROBABILITY",
             min=SMALLEST_RISK,
             max=LARGEST_RISK,
@@ -145,11 +173,20 @@ class SearchOptions(JobOptions):
 
     free: Annotated[
         list[str] | None,
-        Option(metavar="NAME,...", help="Let the search decide settings of --config. Repeatable."),
+        Option(
+            panel="pins",
+            metavar="NAME,...",
+            help="Settings of --config that the search decides all the same. Repeatable.",
+        ),
     ] = None
-    optimize: Annotated[str, Option(metavar="GOAL", help="throughput, max-length, batch-size, or cost (prices).")] = (
-        "throughput"
-    )
+    optimize: Annotated[
+        str,
+        Option(
+            panel="goal",
+            metavar="GOAL",
+            help="What the search prefers: throughput, max-length, batch-size, or cost (needs prices).",
+        ),
+    ] = "throughput"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +202,13 @@ class CandidateOptions(JobOptions):
     ] = "auto"
     batch_size: Annotated[
         int | None,
-        Option(metavar="SAMPLES", min=1, max=MAX_BATCH_SIZE, help="per_device_train_batch_size. Default: TRL's, 8."),
+        Option(
+            panel="pins",
+            metavar="SAMPLES",
+            min=1,
+            max=MAX_BATCH_SIZE,
+            help="per_device_train_batch_size. Default: TRL's, 8.",
+        ),
     ] = None
 
 

@@ -243,39 +243,48 @@ def certificate_report(found: Certificate) -> dict[str, object]:
 # The text of each verdict; intervals are of the bytes that the phase needs.
 SENTENCES: dict[Verdict, str] = {
     "probe": "ran out of memory in a probe",
-    "belief": "excluded: {low} to {high} in the {phase} phase, of {capacity}",
-    "no start": "its engine would not start, or a node cannot hold it",
-    "limit": "is as large as it goes",
-    "no gain": "would gain nothing",
-    "set aside": "set aside: its probes failed for another reason than memory",
-    "open": "open: {low} to {high} in the {phase} phase, of {capacity}; fits with {chance:.0%}",
+    "belief": "does not fit, judged by the probes: needs {low} to {high} of {capacity} in the {phase}",
+    "no start": "its vLLM engine would not start, or a node has too little main memory",
+    "limit": "has no larger value",
+    "no gain": "is no better",
+    "set aside": "not decided: its probes failed for another reason than memory",
+    "open": "not decided: needs {low} to {high} of {capacity} in the {phase}, fits with a probability of {chance:.0%}",
 }
 
 
 def certificate_lines(found: Certificate) -> tuple[str, ...]:
     """Return a certificate as a few lines of text."""
+    undecided = _counted(found.still_open, "configuration")
     if not found.best:
-        return (
-            (f"no candidate has run; {found.still_open} are open",)
-            if found.still_open
-            else ("no candidate fits: all are excluded",)
-        )
-    state = ("certified" if found.holds else "not certified") + ("" if found.device == "cuda" else f" ({found.device})")
+        if found.still_open:
+            return (f"no probe has run to its end; {undecided} may fit",)
+        return ("nothing fits: no configuration is left that could",)
+    device = "" if found.device == "cuda" else f" ({found.device})"
+    probes = _counted(found.probes, "probe")
     headline = (
-        f"{state}: the best candidate ran, after {format_count(found.probes)} probe{'s' if found.probes != 1 else ''}"
+        f"proven{device}: this configuration ran, and none that is better fits; {probes}"
+        if found.holds
+        else f"not proven{device}: this configuration ran, and better ones are not decided; {probes}"
     )
     by_probe, by_belief = format_count(found.excluded_by_probe), format_count(found.excluded_by_belief)
-    counts = f"better ones: {by_probe} excluded by probe, {by_belief} by belief"
-    counts += f", {found.still_open} open" if found.still_open else ""
+    counts = (
+        f"better ones that do not fit: {by_probe} ran out of memory in a probe, {by_belief} need too much by what the "
+        "probes showed"
+    )
+    counts += f"; {undecided} not decided" if found.still_open else ""
     shown = [neighbour_line(each) for each in found.neighbours[:SHOWN]]
     more = (
-        [f"and {len(found.neighbours) - SHOWN} structures that miss by more"] if len(found.neighbours) > SHOWN else []
+        [f"and {len(found.neighbours) - SHOWN} others, which need still more"] if len(found.neighbours) > SHOWN else []
     )
     not_probed = [
-        *(f"set aside: {each}" for each in found.set_aside),
+        *(f"not decided, as its probes failed: {each}" for each in found.set_aside),
         *(f"cannot run here: {each}" for each in found.unavailable),
     ]
     return (headline, counts, *shown, *more, *not_probed, learned_line(found.learned))
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{format_count(number)} {word}{'s' if number != 1 else ''}"
 
 
 def neighbour_line(each: Neighbour) -> str:
@@ -292,15 +301,24 @@ def neighbour_line(each: Neighbour) -> str:
     return f"{name}: {sentence}"
 
 
+# What a constant of the device scales (probes/study/posterior.py, `PRIORS`), in a reader's words.
+CONSTANT_WORDS = {"slack": "PyTorch's allocator", "runtime": "the CUDA context"}
+
+
 def learned_line(constants: Mapping[str, tuple[float, float]]) -> str:
-    """Return a line with the constants whose standard deviation the probes have at least halved."""
+    """Return a line with the constants whose standard deviation the probes have at least halved.
+
+    Example: `measured beside the formulas: activations -0.5% ± 1.7%, the CUDA context +12 ± 4 MiB`.
+    """
     parts = []
     for name, (mean, deviation) in constants.items():
         prior = PRIORS[name.partition(":")[0]]
         if deviation > prior.deviation / 2:
             continue
+        kind, _, detail = name.partition(":")
+        words = CONSTANT_WORDS.get(kind, kind.replace("_", " ")) + (f" ({detail})" if detail else "")
         if name == "runtime":
-            parts.append(f"outside torch {mean / 2**20:+,.0f} ± {deviation / 2**20:,.0f} MiB")
+            parts.append(f"{words} {mean / 2**20:+,.0f} ± {deviation / 2**20:,.0f} MiB")
         else:
-            parts.append(f"{name} {mean:+.1%} ± {deviation:.1%}")
-    return "learned of the device: " + (", ".join(parts) if parts else "nothing certain yet")
+            parts.append(f"{words} {mean:+.1%} ± {deviation:.1%}")
+    return "measured beside the formulas: " + (", ".join(parts) if parts else "nothing is certain yet")

@@ -449,7 +449,7 @@ def measurement_of_trial(trial: FrozenTrial) -> Measurement:
 
 def proposal_line(knowledge: Knowledge, point: GridPoint) -> str:
     """Return the line that announces a probe: its settings, and the probability that it fits."""
-    return f"{knowledge.space.describe(point)} (fits with {knowledge.chance(point):.0%})"
+    return f"{knowledge.space.describe(point)} (fits with a probability of {knowledge.chance(point):.0%})"
 
 
 def result_line(measurement: Measurement, answer: Estimate | None) -> str:
