@@ -109,6 +109,16 @@ def simulation(simulated_bytes: int, estimated_bytes: int) -> Simulation:
     )
 
 
+def test_the_components_of_the_peak_stand_under_its_row() -> None:
+    found = simulation(3 * GIB, 3 * GIB)
+    lines = [
+        line.split()[:2]
+        for line in dry_run_table(found, parse_cluster("1xA100-80G")).plain.splitlines()
+        if "3.00" in line
+    ]
+    assert lines == [["backward", "3.00"], ["weights", "3.00"]]
+
+
 def test_a_note_names_the_installed_trl_and_how_near_the_dry_run_comes() -> None:
     near, far = simulation(100_000, 101_010), simulation(100_000, 90_000)
     assert sentence(dry_run_note(near)) == "a dry run with the installed trl 1.16.0 agrees within 1.1 %"

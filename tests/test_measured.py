@@ -24,7 +24,7 @@ from planner.measurements.corrected_estimate import (
     needed_bytes,
     phase_differences,
 )
-from planner.measurements.corrected_plan import contradiction, contradicts, correct_plan
+from planner.measurements.corrected_plan import changed_settings, contradiction, contradicts, correct_plan
 from planner.measurements.documents import candidate_of_report, candidate_report
 from planner.measurements.fingerprint import candidate_key
 from planner.measurements.measurement import DeviceName, Measurement, Outcome, PhasePeak, RankMemory, Shortage
@@ -381,6 +381,11 @@ class TestCorrectPlan:
             correct_plan(PLANNED, read, [replace(fake_measurement(), candidate=read)], [], {}).best.evidence
             == "measured"
         )
+
+
+def test_settings_that_a_method_does_not_read_are_no_change():
+    grouped = structs.replace(CANDIDATE, steps_per_generation=4, gradient_accumulation_steps=4)
+    assert changed_settings(CANDIDATE, grouped) == {"gradient_accumulation_steps": 4}
 
 
 class TestReports:

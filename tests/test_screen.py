@@ -118,6 +118,11 @@ class TestScreen:
         text = plan_screen(replace(PLAN, warnings=changes), screen()).plain
         assert "config    a: 1 -> 2 · b: 1 -> 2 · c: 1 -> 2 · d: 1 -> 2 · e: 1 -> 2" in text
 
+    def test_a_checked_answer_does_not_point_at_the_dry_run(self):
+        agrees = Note("dry_run_agrees", {"trl": "1.16", "difference": 0.01})
+        assert "--dry-run" in plan_screen(PLAN, screen()).plain
+        assert "--dry-run" not in plan_screen(replace(PLAN, warnings=(agrees,)), screen()).plain
+
     def test_a_measured_speed_has_no_error(self):
         speed = replace(ESTIMATE.throughput, evidence="measured")
         text = estimate_screen(replace(ESTIMATE, throughput=speed), CLUSTER, (), screen()).plain

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from planner.candidate import FIELDS, Candidate
 from planner.estimation import accepted, estimate
-from planner.jobs.settings import settings_of_fields
+from planner.jobs.settings import is_shown, settings_of_fields
 from planner.measurements.corrected_estimate import (
     correct_estimate,
     needed_peak_bytes,
@@ -207,6 +207,6 @@ def phase_notes(differences: Sequence[PhaseDifference], evidence: Evidence, expe
 
 
 def changed_settings(before: Candidate, after: Candidate) -> dict[str, object]:
-    """Return the settings of the second candidate that differ from the first, by the libraries' names."""
-    names = [field for field in FIELDS if getattr(before, field) != getattr(after, field)]
+    """Return the settings that the second candidate reads and that differ from the first, by the libraries' names."""
+    names = [field for field in FIELDS if getattr(before, field) != getattr(after, field) and is_shown(after, field)]
     return settings_of_fields({name: getattr(after, name) for name in names})

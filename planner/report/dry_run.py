@@ -101,7 +101,7 @@ def _libraries(simulation: Simulation) -> str:
 
 
 def _phases(simulation: Simulation) -> Iterator[Text]:
-    """One row for each phase; the peak is marked, and its components follow the last row."""
+    """One row for each phase; the peak is marked, and its components stand under its row."""
     reserved = simulation.reserved
     heads = ("simulated", "estimated", "difference", *(("reserved",) if reserved is not None else ()))
     yield Text(f"{'GiB':<{PHASE_WIDTH}}" + "".join(f"{head:>{NUMBER_WIDTH}}" for head in heads), style="dim")
@@ -117,8 +117,8 @@ def _phases(simulation: Simulation) -> Iterator[Text]:
             f"{readable(phase.name):<{PHASE_WIDTH}}{numbers}{' ◂ peak' if is_peak else ''}",
             style="bold" if is_peak else "",
         )
-    for component, size in _largest_components(simulation.peak):
-        yield Text(f"  {readable(component):<{PHASE_WIDTH - 2}}{_gib(size):>{NUMBER_WIDTH}}", style="dim")
+        for component, size in _largest_components(simulation.peak) if is_peak else ():
+            yield Text(f"  {readable(component):<{PHASE_WIDTH - 2}}{_gib(size):>{NUMBER_WIDTH}}", style="dim")
 
 
 def _shortfall(reserved: Reserved | None) -> Iterator[Text]:

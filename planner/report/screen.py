@@ -13,7 +13,7 @@ from planner.gpus.cluster import Cluster
 from planner.launch.command import server_command
 from planner.launch.requirements import special_packages
 from planner.planning import Alternative, Plan
-from planner.quantities import BACKGROUND, URGENT, Estimate, GpuMemory, Note, NoteCode, Phase
+from planner.quantities import ASKED, BACKGROUND, URGENT, Estimate, GpuMemory, Note, NoteCode, Phase
 from planner.report.bars import SMALLEST_BYTES, bar, group_sizes
 from planner.report.lines import joined, wrapped
 from planner.report.sentences import proof_lines, sentence
@@ -77,7 +77,7 @@ def plan_screen(plan: Plan, screen: Screen) -> Text:
         *_notes(plan.warnings, screen),
     ]
     more = len(plan.warnings) + len(plan.best.reasons) + len(plan.more)
-    return _on_one_screen(blocks, more, screen, _next(plan.best, screen), _check(plan.best))
+    return _on_one_screen(blocks, more, screen, _next(plan.best, screen), _check(plan.best, plan.warnings))
 
 
 def estimate_screen(estimate: Estimate, cluster: Cluster, warnings: Sequence[Note], screen: Screen) -> Text:
@@ -86,7 +86,7 @@ def estimate_screen(estimate: Estimate, cluster: Cluster, warnings: Sequence[Not
     search = ["plan without `estimate` searches for a better one"] if estimate.evidence == "estimated" else []
     steps = [*search, *_next(estimate, screen)]
     more = len(warnings) + len(estimate.reasons)
-    return _on_one_screen(blocks, more, screen, steps, _check(estimate))
+    return _on_one_screen(blocks, more, screen, steps, _check(estimate, warnings))
 
 
 def _on_one_screen(blocks: Sequence[Block], remarks: int, screen: Screen, steps: Sequence[str], check: str) -> Text:
@@ -120,9 +120,10 @@ def _next(estimate: Estimate, screen: Screen) -> list[str]:
     ]
 
 
-def _check(estimate: Estimate) -> str:
+def _check(estimate: Estimate, notes: Sequence[Note]) -> str:
     """Return how an estimate is checked, if nothing has checked it."""
-    return " · --dry-run: check it" if estimate.fits and estimate.evidence == "estimated" else ""
+    checked = estimate.evidence != "estimated" or any(note.rank == ASKED for note in notes)
+    return "" if checked or not estimate.fits else " · --dry-run: check it"
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------
