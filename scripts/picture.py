@@ -13,7 +13,7 @@ from planner.report.screen import Screen, plan_screen
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "plan.svg"
 COMMAND = "plan --model Qwen2.5-7B --gpus 2xA100-40G --method grpo"
-SCREEN = Screen(width=80, lines=26)  # tall enough for the bar
+SCREEN = Screen(width=80, lines=30)  # tall enough for the bar
 
 
 def picture() -> str:

@@ -74,9 +74,9 @@ class TestScreen:
         assert "speed     about 2,900 tokens/s (typically -32 to +17 %), 32 samples in 14 s" in text
 
     def test_it_ends_with_what_to_do_next(self):
-        assert "add --export run: launch files" in plan_screen(PLAN, screen()).plain
-        assert "next      plan export mine mine/files: launch files" in plan_screen(PLAN, screen(out="mine")).plain
-        assert "plan export" not in plan_screen(NOTHING_FITS, screen()).plain
+        assert "next      add --export run: the files that start it" in plan_screen(PLAN, screen()).plain
+        assert "next      plan export mine mine/files: the files" in plan_screen(PLAN, screen(out="mine")).plain
+        assert "export" not in plan_screen(NOTHING_FITS, screen()).plain
 
     def test_what_does_not_fit_has_remedies_and_no_settings(self):
         text = plan_screen(NOTHING_FITS, screen()).plain
@@ -111,12 +111,13 @@ class TestScreen:
         assert "launch without" not in text
         assert "6 more remarks" in text  # four notes, a reason and what lies beyond the batch
 
-    def test_changes_to_a_config_are_one_list(self):
+    def test_changes_to_a_config_stand_for_its_settings(self):
         changes = tuple(
             Note("config_change", {"setting": name, "before": 1, "after": 2}) for name in ("a", "b", "c", "d", "e")
         )
         text = plan_screen(replace(PLAN, warnings=changes), screen()).plain
         assert "config    a: 1 -> 2 · b: 1 -> 2 · c: 1 -> 2 · d: 1 -> 2 · e: 1 -> 2" in text
+        assert "settings" not in text  # the others are in the user's file
 
     def test_a_checked_answer_does_not_point_at_the_dry_run(self):
         agrees = Note("dry_run_agrees", {"trl": "1.16", "difference": 0.01})

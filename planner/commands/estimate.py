@@ -12,11 +12,9 @@ def estimate(options: CandidateOptions, output: AnswerOptions) -> int:
     from planner.ask import estimated
     from planner.report.table import shortfall
     from planner.requests.read_options import read_options
-    from planner.training_stack import complete_models, refuse_without_dry_run
+    from planner.training_stack import complete_models
 
     refuse_contradicting_output(output)
-    if output.dry_run:
-        refuse_without_dry_run()
     with live_line(output) as line:
         request = read_options(options, complete_models(line.say))
         answer, notes = estimated(request, line.say if output.dry_run else None)

@@ -145,7 +145,9 @@ class AnswerOptions(CheckOptions):
     format: Annotated[
         Literal["yaml", "flags", "json"] | None,
         typer.Option(
-            "--format", help="Print the settings alone, to paste: for train.yaml, for `trl`, or by library as JSON."
+            "--format",
+            metavar="FORMAT",
+            help="Print the settings alone, to paste: yaml for train.yaml, flags for `trl`, json by library.",
         ),
     ] = None
 
@@ -391,6 +393,7 @@ GROUP_PANELS: dict[type, str] = {
     OutputOptions: OUTPUT,
     ReportOptions: OUTPUT,
     CheckOptions: OUTPUT,
+    AnswerOptions: OUTPUT,
     ProbeOptions: PROBE,
     StudyOptions: PROBE,
 }

@@ -39,7 +39,7 @@ def search(
     from planner.ask import checked_plan, planned
     from planner.report.table import refusal
     from planner.requests.read_options import read_options
-    from planner.training_stack import complete_models, refuse_without_dry_run
+    from planner.training_stack import complete_models
 
     _refuse_study_options_without_probe(study)
     if study.probe and output.dry_run:
@@ -47,8 +47,6 @@ def search(
     if compares(options, pricing):
         return compare(options, pricing, output, study)
     refuse_contradicting_output(output)
-    if output.dry_run:
-        refuse_without_dry_run()
     with live_line(output, "reading the job") as line:
         request = read_options(options, complete_models(line.say))
     exit_code, error = EXIT_PLANNED, ""

@@ -109,11 +109,12 @@ def print_estimate(output: ReportOptions, answer: "Estimate", cluster: "Cluster"
 
 
 def _screen(output: ReportOptions) -> "Screen":
-    """Return the size of the terminal, and the folder of --out."""
+    """Return the size of the terminal, and what the command writes besides."""
     from planner.report.screen import MIN_LINES, Screen
 
     lines = shutil.get_terminal_size(fallback=(PIPE_WIDTH, MIN_LINES)).lines
-    return Screen(width=width(), lines=lines, out=output.out or "")
+    exported = isinstance(output, AnswerOptions) and output.export is not None
+    return Screen(width=width(), lines=lines, out=output.out or "", exported=exported)
 
 
 def export_files(output: AnswerOptions, config: str | None, estimate: "Estimate", cluster: "Cluster") -> None:
@@ -139,14 +140,18 @@ def export_files(output: AnswerOptions, config: str | None, estimate: "Estimate"
 
 
 def refuse_contradicting_output(output: AnswerOptions) -> None:
-    """Refuse output options that exclude each other, before anything is computed.
+    """Refuse output options that exclude each other or cannot be kept, before anything is computed.
 
     Raises:
         InputError: names them.
+        DryRunUnsupported: the packages of a dry run are not installed.
     """
     from planner.files.write import refuse_unwritable
+    from planner.training_stack import refuse_without_dry_run
 
     refuse_unwritable(output.out, output.html)
+    if output.dry_run:
+        refuse_without_dry_run()
     if output.export is not None and not output.export.strip():
         raise InputError("--export is empty.")
     if output.format is not None and output.json:

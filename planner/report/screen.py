@@ -55,11 +55,12 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screen:
-    """Columns and lines of a terminal, and the folder of --out (empty: none)."""
+    """Columns and lines of a terminal, and what the command writes besides: the folder of --out (empty: none)."""
 
     width: int
     lines: int = MIN_LINES
     out: str = ""
+    exported: bool = False  # --export writes the launch files
 
     @property
     def room(self) -> int:
@@ -71,7 +72,7 @@ def plan_screen(plan: Plan, screen: Screen) -> Text:
     """Return the short answer to a job."""
     fits = plan.verdict == "fits"
     blocks = [
-        *_answer("train" if fits else "nearest", plan.best, plan.cluster, screen),
+        *_answer("train" if fits else "nearest", plan.best, plan.cluster, plan.warnings, screen),
         *_listed("probes", proof_lines(plan.proof)[:MOST_WAYS] if plan.proof is not None else (), screen, (ALWAYS, 0)),
         *_listed("also" if fits else "to fit", _ways(plan)[:MOST_WAYS], screen, (OTHERS, 0)),
         *_notes(plan.warnings, screen),
@@ -82,7 +83,7 @@ def plan_screen(plan: Plan, screen: Screen) -> Text:
 
 def estimate_screen(estimate: Estimate, cluster: Cluster, warnings: Sequence[Note], screen: Screen) -> Text:
     """Return the short answer about one candidate."""
-    blocks = [*_answer("given", estimate, cluster, screen), *_notes(warnings, screen)]
+    blocks = [*_answer("given", estimate, cluster, warnings, screen), *_notes(warnings, screen)]
     search = ["plan without `estimate` searches for a better one"] if estimate.evidence == "estimated" else []
     steps = [*search, *_next(estimate, screen)]
     more = len(warnings) + len(estimate.reasons)
@@ -97,13 +98,17 @@ def _on_one_screen(blocks: Sequence[Block], remarks: int, screen: Screen, steps:
     shown = list(blocks)
     while True:
         left = remarks - sum(block.notes for block in shown)
-        verbose = f"add -v: memory by phase{f', {left} more remarks' if left else ''}{check}"
+        verbose = f"add -v: memory by phase{_more(left)}{check}"
         ending = list(_next_lines([*steps, verbose], screen))
         taken = sum(len(block.lines) for block in shown) + len(ending) + PROMPT_LINES
         last = max(shown, key=lambda block: block.order)
         if taken <= max(screen.lines, MIN_LINES) or last.order[0] == ALWAYS:
             return joined([line for block in shown for line in block.lines] + ending)
         shown.remove(last)
+
+
+def _more(remarks: int) -> str:
+    return f", {remarks} more remark{'s' if remarks != 1 else ''}" if remarks else ""
 
 
 def _next_lines(steps: Sequence[str], screen: Screen) -> Iterator[Text]:
@@ -113,11 +118,10 @@ def _next_lines(steps: Sequence[str], screen: Screen) -> Iterator[Text]:
 
 def _next(estimate: Estimate, screen: Screen) -> list[str]:
     """Return how to get the launch files of a candidate that fits."""
-    if not estimate.fits:
+    if not estimate.fits or screen.exported:
         return []
-    return [
-        f"plan export {screen.out} {screen.out}/files: launch files" if screen.out else "add --export run: launch files"
-    ]
+    export = f"plan export {screen.out} {screen.out}/files" if screen.out else "add --export run"
+    return [f"{export}: the files that start it"]
 
 
 def _check(estimate: Estimate, notes: Sequence[Note]) -> str:
@@ -129,7 +133,7 @@ def _check(estimate: Estimate, notes: Sequence[Note]) -> str:
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
-def _answer(label: str, estimate: Estimate, cluster: Cluster, screen: Screen) -> Iterator[Block]:
+def _answer(label: str, estimate: Estimate, cluster: Cluster, notes: Sequence[Note], screen: Screen) -> Iterator[Block]:
     """Yield the job, the verdict, the candidate, its memory, its speed and its flags."""
     width = screen.room
     gap = Block(lines=(Text(),), order=(ROOM, 0, 0))
@@ -146,7 +150,7 @@ def _answer(label: str, estimate: Estimate, cluster: Cluster, screen: Screen) ->
         if rows := describe_epoch(estimate.throughput):
             yield _block("rows", rows, screen)
         yield gap
-        yield from _settings(estimate, screen)
+        yield from _settings(estimate, notes, screen)
     yield gap
 
 
@@ -205,10 +209,18 @@ def _speed(estimate: Estimate) -> str:
     return f"about {rate}{error}, {words} in {about_seconds(seconds)}"
 
 
-def _settings(estimate: Estimate, screen: Screen) -> Iterator[Block]:
-    """Yield the settings as flags of `trl <method>`, lines joined as a shell joins them, and what else a run needs."""
+# Notes on the user's own config, whose other settings stay.
+CHANGES: tuple[NoteCode, ...] = ("config_change", "config_unchanged")
+
+
+def _settings(estimate: Estimate, notes: Sequence[Note], screen: Screen) -> Iterator[Block]:
+    """Yield the changes to the user's config, else the settings as flags of `trl <method>`; what else a run needs."""
     candidate = estimate.candidate
-    yield Block(lines=tuple(_pasted("settings", flags(candidate), screen)))
+    changes = [sentence(note).removeprefix("config ") for note in notes if note.code in CHANGES]
+    if changes:
+        yield _block("config", changes, screen, notes=len(changes))
+    else:
+        yield Block(lines=tuple(_pasted("settings", flags(candidate), screen)))
     yield _block("launch", launch_settings(candidate), screen)
     if server := server_command(candidate):
         yield Block(lines=tuple(_pasted("server", _words(server), screen)))
@@ -275,14 +287,8 @@ def _outcome(estimate: Estimate) -> str:
     return f"{word}, about {tokens_per_second(estimate.throughput.tokens_per_second)}"
 
 
-CHANGES: tuple[NoteCode, ...] = ("config_change", "config_unchanged")
-
-
 def _notes(notes: Sequence[Note], screen: Screen) -> Iterator[Block]:
-    """Yield the changes to a config file, then the notes that change what the user does, the most urgent first."""
-    changes = [sentence(note).removeprefix("config ") for note in notes if note.code in CHANGES]
-    if changes:
-        yield _block("config", changes, screen, (URGENT_NOTES, 0, 0), len(changes))
+    """Yield the notes that change what the user does, the most urgent first."""
     ranked = sorted((note for note in notes if note.rank < BACKGROUND), key=lambda note: note.rank)
     for number, note in enumerate(ranked[:MOST_NOTES]):
         order = URGENT_NOTES if note.rank <= URGENT else OTHERS
