@@ -1,10 +1,14 @@
-"""Run the command on random hostile input for long; write what breaks it to tests/corpus, one file a kind of fault.
+"""Run the command, the server's work and the Python functions on random hostile input for long.
 
-python -m scripts.fuzz --cases 10000
+Writes what breaks the first two to tests/corpus, one file a kind of fault; prints calls that raise another exception
+than `PlanError`.
+
+python -m scripts.fuzz --cases 10000 --calls 1500
 """
 
 import argparse
 import hashlib
+import resource
 import time
 import traceback
 import warnings
@@ -13,6 +17,9 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from planner import PlanError
+from planner.units import GIB
+from tests.fuzz_calls import call, calls
 from tests.fuzz_cases import CORPUS, FuzzCase, any_case, fault
 
 
@@ -39,9 +46,24 @@ def record_fault(case: FuzzCase, found: Counter[str], tried: int) -> None:
         found[kind] += 1
 
 
+def count_faults_of_calls(seed_of_calls: int, count: int) -> int:
+    """Call the Python functions with wrong types; print and count calls that raise another error than `PlanError`."""
+    faults = 0
+    for name, wrong in calls(seed_of_calls, count):
+        try:
+            call(name, wrong)
+        except PlanError:
+            pass
+        except Exception as error:
+            faults += 1
+            print(f"{name}({[*wrong]}, {[str(value)[:80] for value in wrong.values()]}) raised {error!r}", flush=True)
+    return faults
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--calls", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -64,6 +86,9 @@ def main() -> None:
 
     attempt()
     print(f"{tried} cases of seed {options.seed}, {len(found)} kinds of faults: {dict(found)}")
+    faults = count_faults_of_calls(options.seed, options.calls)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"{options.calls} calls of seed {options.seed}, {faults} faults; peak memory {peak / GIB:.2f} GiB")
 
 
 if __name__ == "__main__":

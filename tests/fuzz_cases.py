@@ -5,11 +5,13 @@ import copy
 import io
 import json
 import os
+import re
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,17 @@ from hypothesis import strategies as st
 from planner.commands.main import run
 from planner.jobs.settings import setting_names
 from planner.models.catalogue import _lines
+from planner.requests.launch_config import DEEPSPEED_UNMODELLED, IN_SECTIONS, UNMODELLED
+from planner.requests.options import SearchOptions
 from planner.requests.train_config import NESTED_KEYS
+from planner.serve.answers import INTERNAL_ERROR, TASKS, _time_is_up, answer
+from planner.serve.requests import Allowed
 
 CORPUS = Path(__file__).parent / "corpus"
+LOGS = Path(__file__).parent / "logs"
+POST = "POST"  # the first argument of a case that is a request over HTTP: a task, and the file BODY
+BODY = "body"
+NOTHING_ALLOWED = Allowed(paths=False, hub=False)
 EXIT_CODES = (0, 2, 3, 4)
 MOST_ERROR_CHARACTERS = 1_200  # of a line of stderr: the longest message of our own, and its prefix
 MOST_SECONDS = 10.0  # of one case, of CPU time
@@ -28,7 +38,9 @@ MOST_SECONDS = 10.0  # of one case, of CPU time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FuzzCase:
-    """A command line and the files of its folder. Bytes are Latin-1 text, so that a case is JSON."""
+    """A command line, or POST and a task of the server, and the files of its folder. Bytes are Latin-1 text, so that
+    a case is JSON.
+    """
 
     arguments: tuple[str, ...]
     files: tuple[tuple[str, str], ...] = ()
@@ -58,7 +70,7 @@ def fault(case: FuzzCase) -> str:
         for name, text in case.files:
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).write_bytes(text.encode("latin-1"))
-        code = run(list(case.arguments))
+        code = _posted(case) if case.arguments[0] == POST else run(list(case.arguments))
     seconds = time.process_time() - begin
     if code not in EXIT_CODES:
         return f"exit code {code}: {err.getvalue()[-500:]}"
@@ -69,6 +81,17 @@ def fault(case: FuzzCase) -> str:
     if code == 2 and max(map(len, err.getvalue().splitlines()), default=0) > MOST_ERROR_CHARACTERS:
         return f"an error of {len(err.getvalue())} characters"
     return ""
+
+
+def _posted(case: FuzzCase) -> int:
+    """Do a task of the server in this process; return 1 if it failed, else 0."""
+    before = signal.signal(signal.SIGALRM, _time_is_up)  # as a worker of the server has it
+    try:
+        body = Path(BODY).read_bytes()
+        found = answer(case.arguments[1], body, time.monotonic() + MOST_SECONDS, NOTHING_ALLOWED)  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return int(found.status == INTERNAL_ERROR)
 
 
 @contextlib.contextmanager
@@ -261,15 +284,72 @@ OPTIONS = (
     "--config",
     "--accelerate-config",
     "--deepspeed-config",
+    "--network",
     "--out",
     "--html",
+    "--free",
+    "--prices",
+    "--price-per-hour",
+    "--tokens",
+    "--max-cost",
 )
+WRITTEN = ("--out", "--html")  # options that name what is written
+DEEPSPEED = {
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": 5e7,
+        "overlap_comm": True,
+    },
+    "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+}
+ACCELERATE = {
+    "distributed_type": "DEEPSPEED",
+    "mixed_precision": "bf16",
+    "num_machines": 1,
+    "num_processes": 2,
+    "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"},
+    "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": False},
+    "parallelism_config": {"parallelism_config_cp_size": 1},
+}
+ACCELERATE_KEYS = (*IN_SECTIONS, *UNMODELLED, "deepspeed_config_file", "zero_stage", "env")
+LAUNCH_FILES = (
+    ("deepspeed", DEEPSPEED, tuple(name.split(".")[-1] for name in DEEPSPEED_UNMODELLED)),
+    ("accelerate", ACCELERATE, ACCELERATE_KEYS),
+    ("accelerate", {**ACCELERATE, "distributed_type": "FSDP"}, ACCELERATE_KEYS),
+    ("accelerate", {**ACCELERATE, "deepspeed_config": {"deepspeed_config_file": "accelerate"}}, ACCELERATE_KEYS),
+)
+PINNED = ("--model", "gpt2", "--method", "sft", "--tuning", "lora", "--batch-size", "1", "--max-length", "128")
+PRICE_LINES = (
+    *(f"T4 = {number!r}" for number in (0, -1, 1e-300, 1e300, 10**400, 2**63, float("nan"), float("inf"), True)),
+    "A100-80G = 1",
+    "T4 = 1" + "0" * 5000,
+    "T4 = '1'",
+    "T4 = [1]",
+    "[L4]",
+    "T4 = 2026-01-01",
+    "L4.x = 1",
+    "'' = 1",
+    '"\x1b[31m" = 1',
+    "x" * 5000 + " = 1",
+    "a = " + "[" * 5000,
+    "1xL4 = 2",
+)
+LOG_TEXTS = tuple(path.read_text(encoding="utf-8") for path in sorted(LOGS.glob("*.log")))
+OPTION_NAMES = tuple(entry.name for entry in fields(SearchOptions))
+BODY_OF_A_JOB = {"model": "gpt2", "gpus": "1xL4", "method": "sft", "tuning": "lora", "set": {"lora_r": 8}}
 IMAGES = ((), (), ("--images-per-row", "1"), ("--images-per-row", "2", "--image-size", "90x60"))
 
 
 def _given(text: str) -> str:
     """Text as an argument of a process can be: without null characters."""
     return text.replace("\0", "")
+
+
+def _inside_the_folder(path: str) -> bool:
+    return not path.startswith(("/", ".."))
 
 
 words = (
@@ -285,7 +365,8 @@ def arguments(draw: st.DrawFn) -> FuzzCase:
     options = {"--model": "gpt2", "--gpus": "1xA100-80G", "--method": draw(st.sampled_from(["sft", "grpo", "dpo"]))}
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from(OPTIONS))
-        options[name] = draw(assignments if name == "--set" else words)
+        kind = assignments if name == "--set" else words.filter(_inside_the_folder) if name in WRITTEN else words
+        options[name] = draw(kind)
     command = draw(st.sampled_from([()] + 9 * [("estimate",)]))
     flags = ("--json",) if draw(st.booleans()) else ()
     return FuzzCase(arguments=(*command, *(part for pair in options.items() for part in pair), *flags))
@@ -321,9 +402,68 @@ def case_files(draw: st.DrawFn) -> FuzzCase:
     return FuzzCase(arguments=("validate", "c.jsonl"), files=(("c.jsonl", text),))
 
 
+@st.composite
+def launch_files(draw: st.DrawFn) -> FuzzCase:
+    """DeepSpeed's JSON, or accelerate's file, of which JSON is a part of YAML."""
+    name, document, keys = draw(st.sampled_from(LAUNCH_FILES))
+    text = draw(texts_of(changed(document, keys)))
+    arguments = ("estimate", "--model", "gpt2", "--gpus", "2xA100-80G", "--method", "sft", f"--{name}-config", name)
+    return FuzzCase(arguments=arguments, files=((name, text.encode("utf-8", "replace").decode("latin-1")),))
+
+
+@st.composite
+def price_files(draw: st.DrawFn) -> FuzzCase:
+    lines = ["L4 = 1.5", *draw(st.lists(st.sampled_from(PRICE_LINES) | st.text(max_size=20), min_size=1, max_size=2))]
+    text = "\n".join(draw(st.permutations(lines))).encode("utf-8", "replace").decode("latin-1")
+    further = draw(st.sampled_from([(), ("--optimize", "cost"), ("--max-cost", "5"), ("--tokens", "1.5B")]))
+    return FuzzCase(
+        arguments=("--gpus", "1xL4,1xT4", *PINNED, "--prices", "p.toml", *further), files=(("p.toml", text),)
+    )
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> FuzzCase:
+    """A log with lines that are gone, cut, repeated, or with another number; with and without its job."""
+    lines = draw(st.sampled_from(LOG_TEXTS)).splitlines()
+    for _ in range(draw(st.integers(1, 3))):
+        index = draw(st.integers(0, len(lines) - 1))
+        lines[index] = draw(_altered_lines(lines[index]))
+    job = draw(st.sampled_from([(), ("--gpus", "1xL4", *PINNED)]))
+    text = "\n".join(lines).encode("utf-8", "replace").decode("latin-1")
+    return FuzzCase(arguments=("diagnose", "run.log", *job), files=(("run.log", text),))
+
+
+@st.composite
+def _altered_lines(draw: st.DrawFn, line: str) -> str:
+    kind = draw(st.sampled_from(["gone", "cut", "twice", "other text", "number", "number"]))
+    numbers = list(re.finditer(r"\d+(\.\d+)?", line))
+    if kind == "number" and numbers:
+        found = draw(st.sampled_from(numbers))
+        return line[: found.start()] + draw(words) + line[found.end() :]
+    cut = line[: draw(st.integers(0, len(line)))]
+    return {"gone": "", "cut": cut, "twice": f"{line}\n{line}"}.get(kind, draw(st.sampled_from(TEXTS)))
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> FuzzCase:
+    """A request over HTTP: JSON, or the fields of the form."""
+    task = draw(st.sampled_from(["estimate", "estimate", "diagnose", "plan", "form"]))
+    if task == "form":
+        given = {"model": "gpt2", "gpus": "1xL4", "method": "sft", draw(st.sampled_from(OPTION_NAMES)): draw(words)}
+        text = "&".join(f"{name}={value}" for name, value in given.items())
+    else:
+        further = {"log": LOG_TEXTS[0]} if task == "diagnose" else {}
+        text = draw(texts_of(changed({**BODY_OF_A_JOB, **further}, OPTION_NAMES)))
+    assert task in TASKS
+    return FuzzCase(arguments=(POST, task), files=((BODY, text.encode("utf-8", "replace").decode("latin-1")),))
+
+
 def any_case() -> st.SearchStrategy[FuzzCase]:
     """Return the strategy of all kinds of cases."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         run(["estimate", "--model", "gpt2", *JOB, "--json", "--quiet"])
-    return st.one_of(arguments(), configs(), train_files(), reports(json.loads(out.getvalue())), case_files())
+    saved = reports(json.loads(out.getvalue()))
+    return st.one_of(
+        arguments(), configs(), train_files(), saved, case_files(), launch_files(), price_files(), logs(), bodies()
+    )

@@ -1,62 +1,30 @@
 """Values of wrong types in Python: an answer or the one documented exception, `planner.PlanError`."""
 
 import importlib.metadata
-import random
 import re
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields
-from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+from fuzz_calls import WRONG, call, calls
 
 import planner
-from planner import Job, PlanError, estimate, load_model, parse_cluster, plan, sweep
+from planner import PlanError, estimate, load_model, parse_cluster, plan, sweep
 from planner.commands.main import run
 from planner.errors import shortened
 from planner.files.installed import installed_version
-from planner.jobs.settings import setting_names
-from planner.requests.options import CandidateOptions, SearchOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 
-WRONG: tuple[Any, ...] = (
-    None, True, 0, -1, 7, 2**70, 10**5000, 1.16, float("nan"), float("inf"), -0.5, 1j, "", " ", "x", "1e3", b"x", "é\n",
-    [], ["x"], [1, 2], [["x"]], (), (1, "x"), {}, {"a": 1}, {1, 2}, frozenset(), object(), int, len, Path("x"),
-    Decimal("2.5"), Fraction(1, 3), numpy.int64(3), numpy.float32(0.5), numpy.array([1, 2]), iter([1]), ...,
-)  # fmt: skip
 CALLS = 300
-
-
-def calls(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Calls of `plan`, `estimate` and `Job` with one to three wrong values beside a right job."""
-    chosen = random.Random(seed)
-    for _ in range(CALLS):
-        name = chosen.choice(["plan", "estimate", "Job"])
-        kind = SearchOptions if name == "plan" else CandidateOptions
-        own = [field.name for field in fields(Job if name == "Job" else kind)]
-        names = own if name == "Job" else [*own, *chosen.sample(sorted(setting_names()), 8)]
-        wrong = chosen.sample(names, chosen.randint(1, 3))
-        yield name, {argument: chosen.choice(WRONG) for argument in wrong}
-
-
-def call(name: str, wrong: dict[str, Any]) -> None:
-    if name == "Job":
-        Job(**{"model": load_model("Qwen2.5-0.5B"), "method": "sft", **wrong})
-    elif name == "plan":
-        plan("Qwen2.5-0.5B", "1xL4", **{"method": "sft", **wrong})
-    else:
-        estimate("Qwen2.5-0.5B", "1xL4", **{"method": "sft", **wrong})
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_values_of_wrong_types_raise_nothing_but_the_documented_exception(seed: int) -> None:
     refused = 0
-    for name, wrong in calls(seed):
+    for name, wrong in calls(seed, CALLS):
         try:
             call(name, wrong)
         except PlanError as error:
@@ -69,9 +37,9 @@ def test_values_of_wrong_types_raise_nothing_but_the_documented_exception(seed: 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda value: type(value).__name__)
 def test_a_place_of_another_type_is_refused(wrong: Any) -> None:
-    for call in (load_model, parse_cluster, lambda value: parse_cluster("1xL4", value, value, value)):
+    for reader in (load_model, parse_cluster, lambda value: parse_cluster("1xL4", value, value, value)):
         with suppress(PlanError):
-            call(wrong)
+            reader(wrong)
     for first, second in ((wrong, "1xL4"), ("Qwen2.5-0.5B", wrong), (wrong, wrong)):
         for answer in (plan, estimate, sweep):
             with suppress(PlanError):
