@@ -52,17 +52,19 @@ def test_the_table_has_a_row_for_each_and_3_is_nowhere_fits(capsys: Capture) -> 
      (["--gpus", "1xL4,1xT4", "--max-cost", "3"], "--max-cost needs prices"),
      (["--gpus", "1xL4,1xT4", "--price-per-hour", "3"], "is the price of one cluster"),
      (["--gpus", "1xL4", "--price-per-hour", "-3"], "--price-per-hour -3 is no price"),
+     (["--gpus", "1xL4", "--price-per-hour", "1e300"], "--price-per-hour 1e+300 is no price"),
      (["--gpus", "1xL4", "--tokens", "many"], "is no number of tokens"),
      (["--gpus", "1xL4", "--prices", "x.toml", "--price-per-hour", "3"], "contradict each other"),
      (["--gpus", "1xL4,1xT4", "--prices", "none.toml"], "none.toml cannot be read")],
-    ids=range(12),
+    ids=range(13),
 )  # fmt: skip
 def test_what_cannot_be_compared_is_one_line(more: list[str], message: str, capsys: Capture) -> None:
     assert run([*JOB, *more, "--quiet"]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["L4 = -1", "L4 = true", "L4 = inf", "L4 = 'a'", "L5 = 1.0", "= 3", "\x00"])
+@pytest.mark.parametrize("text", ["L4 = -1", "L4 = true", "L4 = inf", "L4 = 'a'", "L5 = 1.0", "= 3", "\x00",
+                                  "L4 = " + "9" * 400, "L4 = " + "9" * 5000, "L4 = 1e300"])  # fmt: skip
 def test_prices_that_cannot_be(text: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "prices.toml").write_text(text)
     assert run([*JOB, "--gpus", "1xL4,1xT4", "--prices", str(tmp_path / "prices.toml"), "--quiet"]) == 2

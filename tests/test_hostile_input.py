@@ -1,9 +1,12 @@
 """Input that is meant to harm neither hangs the command, nor writes elsewhere, nor reaches a shell or a terminal."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,6 +157,29 @@ def test_an_answer_has_the_permissions_of_a_new_file(tmp_path):
     (tmp_path / "usual").touch()
     write_all({tmp_path / "new": "x"})
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_files_of_several_writers_are_those_of_one(tmp_path):
+    def write(writer):
+        for _ in range(40):
+            write_all({tmp_path / name: writer for name in ("plan.json", "plan.txt")})
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(write, "abcdef"))
+    assert len({path.read_text() for path in tmp_path.iterdir()}) == 1
+
+
+def test_files_are_moved_to_their_places_when_no_other_process_holds_the_folder(tmp_path):
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(write_all, {tmp_path / "plan.json": "x"})
+        with pytest.raises(FutureTimeout):
+            writing.result(timeout=0.3)
+        assert not (tmp_path / "plan.json").exists()
+        os.close(held)
+        writing.result(timeout=10)
+    assert (tmp_path / "plan.json").read_text() == "x"
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/", "."])

@@ -16,6 +16,7 @@ from planner.candidate import Candidate
 from planner.commands.main import run
 from planner.errors import InputError
 from planner.estimation import estimate
+from planner.files.database import make_folder_of
 from planner.files.journal import append_line, lines_of
 from planner.gpus.parse import parse_cluster
 from planner.jobs.job import Job
@@ -245,3 +246,15 @@ class TestWithoutTheExtraStorage:
 def test_the_cache_is_its_users_alone(own_cache):
     save_result(fake_measurement(), CARD, "run")
     assert own_cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_lies_in_a_cache_that_is_open_to_others_is_its_users_alone(own_cache):
+    own_cache.mkdir(mode=0o755)
+    save_result(fake_measurement(), CARD, "run")
+    assert results_file().parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_study_in_a_cache_that_is_open_to_others_is_its_users_alone(own_cache):
+    own_cache.mkdir(mode=0o755)
+    make_folder_of(f"sqlite:///{own_cache / 'probes.db'}")
+    assert (own_cache / "probes.db").stat().st_mode & 0o077 == 0

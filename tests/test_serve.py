@@ -1,5 +1,6 @@
 """`plan serve`: a real server in a process of its own, with answers that are the command's and limits that hold."""
 
+import gzip
 import http.client
 import json
 import os
@@ -213,6 +214,12 @@ class TestErrors:
 
     def test_a_body_must_be_sent_as_json(self, server):
         assert server.ask("POST", "/plan", b"{}", Content_Type="text/plain").status == 415
+
+    def test_a_compressed_body_is_refused_by_its_header(self, server):
+        body = gzip.compress(json.dumps(JOB).encode())
+        reply = server.ask("POST", "/estimate", body, Content_Encoding="gzip")
+        assert (reply.status, "without Content-Encoding" in reply.error) == (415, True)
+        assert server.ask("POST", "/estimate", json.dumps(JOB).encode(), Content_Encoding="identity").status == 200
 
     def test_ten_megabytes_are_too_large(self, server):
         reply = server.ask("POST", "/plan", b" " * 10 * 2**20)

@@ -10,7 +10,7 @@ from planner.commands.exit_codes import EXIT_NOTHING_FITS, EXIT_PLANNED
 from planner.commands.options import AnswerOptions, PriceOptions, StudyOptions
 from planner.errors import InputError, PlanError
 from planner.gpus.parse import parse_cluster
-from planner.gpus.prices import MILLION, parse_tokens, read_prices
+from planner.gpus.prices import MILLION, is_price, parse_tokens, read_prices
 from planner.requests.options import SearchOptions
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _refuse_contradicting_prices(pricing: PriceOptions, by_cost: bool, names: Se
     if unpriced and wanting:
         raise InputError(f"{wanting} needs prices: --prices FILE, or --price-per-hour PRICE for one cluster.")
     for flag, price in (("--price-per-hour", pricing.price_per_hour), ("--max-cost", pricing.max_cost)):
-        if price is not None and not 0 < price < math.inf:
+        if price is not None and not is_price(price):
             raise InputError(f"{flag} {price:g} is no price, such as 2.5.")
 
 

@@ -5,6 +5,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600  # permissions in the cache, also if its folder is open to others
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
@@ -15,14 +16,21 @@ def cache_root() -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder with its parents. The cache's own folder is created for its user alone (mode 700).
+    """Create a folder with its parents. Folders of the cache are created for their user alone (mode 700).
 
-    It holds logs of probes, measurements and studies, which may name models and paths that are nobody else's matter.
+    They hold logs of probes, measurements and studies, which may name models and paths that are nobody else's matter.
     """
-    root = cache_root()
-    if folder.is_relative_to(root):
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if is_in_cache(folder):
+        for each in (*reversed(folder.parents), folder):
+            if is_in_cache(each):
+                each.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def is_in_cache(path: Path) -> bool:
+    """Return whether a path is the cache's folder or lies within it."""
+    root = cache_root()
+    return path.is_relative_to(root) or path.resolve().is_relative_to(root.resolve())
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote_plus
 
 from planner.errors import InputError, PlanError
-from planner.files.cache import make_folder
+from planner.files.cache import PRIVATE_FILE, is_in_cache, make_folder
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -75,7 +75,7 @@ def new_engine(url: str) -> "Engine":
 
 
 def make_folder_of(url: str) -> None:
-    """Create the folder of an SQLite file.
+    """Create the folder of an SQLite file. A file in the user's cache is created too, for its user alone.
 
     Raises:
         PlanError: it cannot be created.
@@ -83,7 +83,10 @@ def make_folder_of(url: str) -> None:
     if not url.startswith(SQLITE):
         return
     try:
-        make_folder(Path(url.removeprefix(SQLITE)).expanduser().resolve().parent)
+        file = Path(url.removeprefix(SQLITE)).expanduser().resolve()
+        make_folder(file.parent)
+        if is_in_cache(file):
+            file.touch(mode=PRIVATE_FILE)
     except OSError as error:
         raise PlanError(
             f"The study in {hide_password(url)} cannot be read or written: {error.strerror}: {error.filename}."

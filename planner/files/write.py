@@ -1,9 +1,10 @@
 """Writing of reports: all files of a command, or none."""
 
-import contextlib
+import fcntl
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from planner.errors import InputError
@@ -40,7 +41,8 @@ def refuse_unwritable(out: str | None, html: str | None) -> None:
 
 def write_all(texts: Mapping[Path, str]) -> None:
     """Write all files or none: each is written beside its path under a random name, and moved to it after all are
-    written. A symbolic link at the path is replaced, not followed.
+    written. A symbolic link at the path is replaced, not followed. Of several processes that write the same files at
+    once, all files that are left are those of one.
 
     Raises:
         InputError: a file cannot be written, or the path is a folder, a pipe or a device.
@@ -53,13 +55,26 @@ def write_all(texts: Mapping[Path, str]) -> None:
                 raise InputError(f"{path} cannot be written: it is no regular file.")
             make_folder(path.parent)
             parts[path] = _write_beside(path, text)
-        for path, part in parts.items():
-            part.replace(path)
+        with _locked({path.parent for path in parts}):
+            for path, part in parts.items():
+                part.replace(path)
     except (OSError, ValueError) as error:  # ValueError: a null character in a path, a text that is no UTF-8
         for part in parts.values():
             part.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(f"{path} cannot be written: {reason}.") from error
+
+
+@contextmanager
+def _locked(folders: Set[Path]) -> Iterator[None]:
+    """Hold the locks of folders, in one order for all processes. A file system without locks has none."""
+    with ExitStack() as held:
+        for folder in sorted({folder.resolve() for folder in folders}):
+            with suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY)
+                held.callback(os.close, descriptor)  # ends the lock
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def _write_beside(path: Path, text: str) -> Path:
@@ -77,7 +92,7 @@ def _write_beside(path: Path, text: str) -> Path:
 
 def _permissions(path: Path) -> int:
     """Return the permissions of a file; if there is none, those that the process gives to new files."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return path.lstat().st_mode & 0o777 if not path.is_symlink() else _new_permissions()
     return _new_permissions()
 

@@ -14,6 +14,7 @@ else:
     import tomli as tomllib
 
 MILLION = 10**6
+MOST_PRICE = 10**9  # of an hour, in any currency
 COUNT_UNITS = {"": 1, "k": 10**3, "m": MILLION, "b": 10**9, "t": 10**12}
 
 
@@ -30,6 +31,11 @@ def parse_tokens(text: str) -> int:
     return tokens
 
 
+def is_price(price: float) -> bool:
+    """Return whether a number can be the price of an hour: positive and at most `MOST_PRICE`."""
+    return 0 < price <= MOST_PRICE
+
+
 def read_prices(path: Path) -> dict[str, float]:
     """Return the prices of a file, per GPU and hour, by the catalogue's names: `H100 = 2.5` in TOML.
 
@@ -38,10 +44,10 @@ def read_prices(path: Path) -> dict[str, float]:
     """
     try:
         read = tomllib.loads(read_text(path))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: tomllib's error, or an integer of 5,000 digits
         raise InputError(f"{path} is no TOML of prices, such as H100 = 2.5: {shortened(error)}.") from error
     for name, price in read.items():
-        if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 < price < float("inf"):
+        if isinstance(price, bool) or not isinstance(price, (int, float)) or not is_price(price):
             wrong = f"{shortened(name)} = {shortened(repr(price))}"
             raise InputError(f"{path} has {wrong}, which is no price for an hour of a GPU, such as 2.5.")
     return {load_gpu(name).name: float(price) for name, price in read.items()}

@@ -241,14 +241,21 @@ def _presented(authorization: str) -> bytes:
         return b""
 
 
+def _refuse_other_encodings(headers: Headers) -> None:
+    """Raise HTTPException if a body is no JSON by its type, or compressed."""
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+        raise HTTPException(415, "The body must be sent as application/json.")
+    if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+        raise HTTPException(415, "The body must be sent without Content-Encoding: it is not decompressed.")
+
+
 async def _body(request: Request, limits: Limits) -> bytes:
     """Return the body of a request.
 
     Raises:
-        HTTPException: it is no JSON by its type, too large, too slow, or cut off.
+        HTTPException: it is no JSON by its type, compressed, too large, too slow, or cut off.
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
-        raise HTTPException(415, "The body must be sent as application/json.")
+    _refuse_other_encodings(request.headers)
     most_bytes, most_seconds = limits.body_bytes, min(BODY_SECONDS, limits.seconds)
     too_large = HTTPException(413, f"The body has more than {most_bytes:,} bytes, which --max-body allows.")
     length = request.headers.get("content-length", "0")
