@@ -1,5 +1,7 @@
 """Faults of a study: killed at any moment, storage locked, probes that crash, a second process at it."""
 
+import contextlib
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -181,6 +183,48 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 def test_a_file_that_is_no_database_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "study.db").write_text("not a database, " * 100, encoding="utf-8")
     with pytest.raises(PlanError, match=r"^The study in sqlite:///\S+ cannot be read or written: .*not a database"):
+        proven(storage(tmp_path))
+
+
+ALTERATIONS = {
+    "a state": "UPDATE trials SET state = 'x' WHERE number = 1",
+    "a time": "UPDATE trials SET datetime_start = 'x'",
+    "a number": "UPDATE trials SET number = 'x' WHERE number = 1",
+    "a value's kind": "UPDATE trial_values SET value_type = 'x'",
+    "a setting": "UPDATE trial_params SET param_value = 10000 WHERE param_name = 'attn_implementation'",
+    "no JSON": "UPDATE trial_user_attributes SET value_json = '{'",
+    "no text": "UPDATE trial_user_attributes SET value_json = '[]'",
+    "no measurement": "UPDATE trial_user_attributes SET value_json = '\"[]\"' WHERE key = 'measurement'",
+    "the goal": "DELETE FROM study_directions",
+    "a trial that is gone": "DELETE FROM trials WHERE number = 1",
+    "the tables' release": "UPDATE alembic_version SET version_num = 'x'",
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measured")
+    proven(storage(folder))
+    return folder / "study.db"
+
+
+@pytest.mark.parametrize("alteration", ALTERATIONS.values(), ids=ALTERATIONS)
+def test_a_study_that_somebody_altered_is_one_line(alteration: str, measured: Path, tmp_path: Path) -> None:
+    shutil.copy(measured, tmp_path / "study.db")
+    with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection, connection:
+        connection.execute(alteration)
+    with pytest.raises(PlanError, match=r"^(The study|Trial \d+ of|A stored trial) .*\.$") as raised:
+        proven(storage(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def test_an_owner_that_somebody_altered_is_one_line(measured: Path, tmp_path: Path) -> None:
+    shutil.copy(measured, tmp_path / "study.db")
+    with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as connection, connection:
+        connection.execute("UPDATE trials SET state = 'RUNNING' WHERE number = 4")
+        connection.execute("DELETE FROM trial_user_attributes WHERE key = 'measurement'")
+        connection.execute("UPDATE trial_user_attributes SET value_json = '\"a:b\"'")
+    with pytest.raises(PlanError, match=r"is at this study\. Wait for it"):
         proven(storage(tmp_path))
 
 

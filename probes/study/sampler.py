@@ -10,6 +10,7 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from planner.errors import PlanError, shortened
 from planner.measurements.documents import stored_measurement
 from planner.measurements.measurement import Measurement
 from probes.study.space import NO_SHARE, SHARE_KNOB, GridPoint, Space
@@ -73,7 +74,7 @@ class PlanSampler(BaseSampler):
         for trial in trials:
             point = self.space.point(trial.params) if trial.state == TrialState.COMPLETE else None
             if point is not None and MEASUREMENT in trial.user_attrs and self.space.starts(point):
-                found[point] = self._measurement(trial.user_attrs[MEASUREMENT], point)
+                found[point] = self._measurement(text_of(trial, MEASUREMENT), point)
         return found
 
     def _measurement(self, line: str, point: GridPoint) -> Measurement:
@@ -114,11 +115,26 @@ class PlanSampler(BaseSampler):
         return self._random_sampler.sample_independent(study, trial, name, distribution)
 
 
+def text_of(trial: FrozenTrial, name: str) -> str:
+    """Return a user attribute of a trial that is text; empty if the trial has none.
+
+    Raises:
+        PlanError: it is no text, which somebody else has written.
+    """
+    value = trial.user_attrs.get(name, "")
+    if not isinstance(value, str):
+        raise PlanError(
+            f"Trial {trial.number} of the study has the {name} {shortened(repr(value))}, which is no text: the study "
+            "was altered. Give another --storage."
+        )
+    return value
+
+
 def set_aside(space: Space, trials: Sequence[FrozenTrial]) -> dict[GridPoint, str]:
     """Return the points that failed `TRIES` times for another reason than memory, with the last reason."""
     failed: dict[GridPoint, list[str]] = {}
     for trial in trials:
-        reason = trial.user_attrs.get(REASON, INTERRUPTED)
+        reason = text_of(trial, REASON) or INTERRUPTED
         point = space.point(trial.params) if trial.state == TrialState.FAIL and reason != INTERRUPTED else None
         if point is not None:
             failed.setdefault(point, []).append(reason)
@@ -129,7 +145,7 @@ def unavailable(space: Space, trials: Sequence[FrozenTrial]) -> dict[int, str]:
     """Return the lines of a space that need a package which a probe found missing, with the probe's message."""
     found: dict[int, str] = {}
     for trial in trials:
-        reason = trial.user_attrs.get(REASON, "")
+        reason = text_of(trial, REASON)
         for package, (field, values) in PACKAGES.items():
             if (
                 trial.state == TrialState.FAIL

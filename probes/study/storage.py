@@ -19,7 +19,7 @@ import optuna
 from sqlalchemy import NullPool
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
-from planner.errors import InputError, PlanError
+from planner.errors import InputError, PlanError, shortened
 from planner.files import database
 from planner.files.cache import cache_root
 from planner.files.database import (
@@ -42,6 +42,8 @@ from planner.units import format_seconds
 T = TypeVar("T")
 # Two missed heartbeats are a dead process (optuna 5.0, storages/_rdb/storage.py `_get_stale_trial_ids`).
 HEARTBEAT_SECONDS = 30
+# Errors of Optuna 5.0 and SQLAlchemy 2.1 where a table holds what Optuna did not write, such as an unknown state.
+ALTERED = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
 LOST_SECONDS = 600.0  # a study waits so long for a server that does not answer: a restart with recovery, a failover
 RETRY_SECONDS = 1.0
 READABLE = 60  # characters of a study's name before its digest
@@ -107,14 +109,26 @@ def open_study(url: str, name: str, sampler: optuna.samplers.BaseSampler) -> opt
     """Open the study of that name, or create it. On PostgreSQL one process at a time creates tables and studies.
 
     Raises:
-        PlanError: the folder of the storage's file cannot be created.
+        PlanError: the folder of the storage's file cannot be created, or Optuna cannot read a trial of the study.
     """
     make_folder_of(url)
-    with turn(url, "optuna"):
-        storage = optuna.storages.RDBStorage(url, engine_kwargs=engine_settings(url))
-        return optuna.create_study(
-            study_name=name, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True
-        )
+    try:
+        with turn(url, "optuna"):
+            storage = optuna.storages.RDBStorage(url, engine_kwargs=engine_settings(url))
+            study = optuna.create_study(
+                study_name=name, storage=storage, sampler=sampler, direction="maximize", load_if_exists=True
+            )
+        trials = study.get_trials(deepcopy=False)
+        if [trial.number for trial in trials] != list(range(len(trials))):
+            raise LookupError("trials are missing")
+        if study.directions != [optuna.study.StudyDirection.MAXIMIZE]:
+            raise ValueError("it has another goal")
+    except ALTERED as error:
+        raise PlanError(
+            f"The study in {hide_password(url)} was altered, or written by another release of Optuna: "
+            f"{shortened(error) or type(error).__name__}. Give another --storage."
+        ) from error
+    return study
 
 
 def engine_settings(url: str) -> dict[str, object]:
@@ -250,11 +264,17 @@ def this_process() -> str:
 
 def alive(owner: str) -> bool:
     """Return whether the process that started a trial still runs; a process of another host counts as running."""
-    process, _, start_time = owner.rpartition(":")
-    host, _, pid = process.rpartition(":")
+    host, pid, start_time = parts_of(owner)
     if host != socket.gethostname():
         return True
     return pid.isdecimal() and start_time != "" and _start_time(int(pid)) == start_time
+
+
+def parts_of(owner: str) -> tuple[str, str, str]:
+    """Return the host, the process id and the start time that `this_process` wrote; empty where text is missing."""
+    process, _, start_time = owner.rpartition(":")
+    host, _, pid = process.rpartition(":")
+    return host, pid, start_time
 
 
 def _start_time(pid: int) -> str:

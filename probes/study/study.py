@@ -23,7 +23,7 @@ from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, tuning_class_of
 from planner.units import format_count, format_seconds, format_size
 from probes.study.certificate import Certificate, certificate, learned_constants, learned_line
-from probes.study.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler
+from probes.study.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler, text_of
 from probes.study.space import Estimator, GridPoint, Space, space_of
 from probes.study.state import Knowledge
 from probes.study.storage import (
@@ -34,6 +34,7 @@ from probes.study.storage import (
     library_versions,
     open_study,
     outlast,
+    parts_of,
     storage_errors,
     study_name,
     this_process,
@@ -421,7 +422,7 @@ def adopt(
     for left in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if left.number in own:
             continue
-        owner = left.user_attrs.get(OWNER, "")
+        owner = text_of(left, OWNER)
         lives = owner not in ("", this_process()) and left._trial_id not in stopped and alive(owner)
         if beats is not None and lives:
             continue
@@ -431,7 +432,7 @@ def adopt(
             say(f"probe {left.number + 1}: was measured before the last session ended")
             continue
         if lives:
-            host, process, _ = owner.split(":")
+            host, process, _ = parts_of(owner)
             raise PlanError(
                 f"Process {process} on {host} is at this study. Wait for it, end it, or give another --storage."
             )
@@ -441,7 +442,7 @@ def adopt(
 
 def measurement_of_trial(trial: FrozenTrial) -> Measurement:
     """Return the measurement that is stored with a trial."""
-    return stored_measurement(trial.user_attrs[MEASUREMENT])
+    return stored_measurement(text_of(trial, MEASUREMENT))
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
