@@ -1,5 +1,6 @@
 """A team's database: studies and measurements of several processes at once, a server that dies, migrations."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -24,10 +25,11 @@ from test_measured import CLUSTER, EXPECTED, fake_measurement  # noqa: E402
 import probes.study.storage  # noqa: E402
 from planner.commands.exit_codes import EXIT_WRONG_INPUT  # noqa: E402
 from planner.commands.main import run  # noqa: E402
-from planner.errors import InputError  # noqa: E402
+from planner.errors import InputError, PlanError  # noqa: E402
 from planner.files.database import make_folder_of  # noqa: E402
 from planner.measurements.own_results import (  # noqa: E402
     correct_by_own_probes,
+    listed_results,
     read_own_results,
     results_file,
     save_new_results,
@@ -95,6 +97,25 @@ def test_tables_of_a_newer_release_are_refused_in_one_line(file: str) -> None:
     connection.close()
     with pytest.raises(InputError, match=r"was written by a newer release .* Update finetune-plan\.$"):
         team_lines(file)
+
+
+def altered(file: str, statement: str) -> None:
+    with contextlib.closing(sqlite3.connect(file.removeprefix("sqlite:///"))) as connection, connection:
+        connection.execute(statement)
+
+
+def test_a_database_whose_revision_somebody_emptied_is_one_line(file: str) -> None:
+    add_lines(file, LINES)
+    altered(file, "UPDATE plan_alembic_version SET version_num = ''")
+    with pytest.raises(PlanError, match=r"was altered: its table plan_alembic_version has no revision\.$"):
+        team_lines(file)
+
+
+def test_a_line_that_is_no_text_is_one_that_cannot_be_read(file: str) -> None:
+    add_lines(file, LINES)
+    altered(file, "UPDATE plan_measurements SET line = x'ff' WHERE id = 1")
+    assert read_own_results(file).unread == len(LINES)
+    assert len(list(listed_results(file))) == len(LINES)
 
 
 def test_measurements_go_to_the_database_instead_of_the_cache_and_later_plans_read_them(

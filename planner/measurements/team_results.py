@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.errors import InputError
+from planner.errors import InputError, PlanError
 from planner.files.database import database_errors, error_line, hide_password, make_folder_of, new_engine, wait_for_turn
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def team_lines(url: str) -> list[str]:
     with _opened(url) as connection:
         from sqlalchemy import text
 
-        return list(connection.scalars(text("SELECT line FROM plan_measurements ORDER BY id")))
+        found = connection.scalars(text("SELECT line FROM plan_measurements ORDER BY id"))
+        return [line if isinstance(line, str) else str(line) for line in found]  # SQLite keeps a value of any type
 
 
 def remove_lines(url: str, lines: Iterable[str]) -> int:
@@ -89,7 +90,7 @@ def migrate(url: str, revision: str = NEWEST_REVISION) -> None:
 
     Raises:
         InputError: the database does not answer, or a newer release has written it.
-        PlanError: the database cannot be written.
+        PlanError: the database cannot be written, or somebody has emptied its revision.
     """
     from alembic import command
     from alembic.config import Config
@@ -110,6 +111,8 @@ def migrate(url: str, revision: str = NEWEST_REVISION) -> None:
             raise InputError(
                 f"{hide_password(url)} was written by a newer release ({error_line(error, url)}). Update finetune-plan."
             ) from error
+        except AssertionError as error:  # of Alembic 1.20, runtime/migration.py, for an empty revision
+            raise PlanError(f"{hide_password(url)} was altered: its table {VERSION_TABLE} has no revision.") from error
 
 
 @contextmanager
