@@ -230,7 +230,7 @@ def test_a_release_that_somebody_built_is_a_release(version: str) -> None:
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_bars_are_ascii_where_the_stream_has_nothing_else(encoding):
     ended = subprocess.run(
-        [sys.executable, "-c", START, *ASKED, "--model", "gpt2", "--quiet"],
+        [sys.executable, "-c", START, *ASKED, "--model", "gpt2", "--quiet", "-v"],
         capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
     )  # fmt: skip
     said = ended.stdout.decode(encoding)
