@@ -96,12 +96,17 @@ def precomputed_reference(best: Estimate, problem: SearchProblem) -> Iterator[Le
 
 
 def attention_adapters(best: Estimate, problem: SearchProblem) -> Iterator[Lever]:
-    """Yield adapters on the attention alone for a mixture of experts, whose experts are most of its modules."""
+    """Yield adapters on the attention alone for a mixture of experts, whose experts are most of its modules.
+
+    Not where layers have no formulas: their measurements that ship are of adapters on all modules, so that the line
+    would stand only where the extra dryrun measures others.
+    """
     candidate = best.candidate
     layers = [layer for layer, _ in candidate.model.layer_kinds]
     mixture = any(isinstance(layer.feed_forward, Experts) for layer in layers)
     everywhere = candidate.tuning == "lora" and candidate.lora_target_modules == ("all-linear",)
-    if not mixture or not everywhere or "lora_target_modules" in problem.job.pinned:
+    measured = any(layer.program == "measured" for layer in layers)
+    if not mixture or measured or not everywhere or "lora_target_modules" in problem.job.pinned:
         return
     names = tuple(dict.fromkeys(linear.name for layer in layers for linear in layer.attention.linears))
     floor = WORTH_A_LINE * best.throughput.tokens_per_second

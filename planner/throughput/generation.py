@@ -213,7 +213,7 @@ def _cache_share(model: ModelShape, gpus: int) -> float:
     for kind, count in model.layer_kinds:
         block = kind.attention
         elements = count * (block.kv_latent_dim or block.k_dim + block.v_dim)
-        heads = block.num_key_value_heads
+        heads = block.num_key_value_heads or 1  # none where a layer caches nothing, as linear attention: 0 elements
         whole += elements
         part += elements * (1.0 if block.kv_latent_dim else max(1, heads // gpus) / heads)
     return part / whole if whole else 1.0
