@@ -11,6 +11,8 @@ from planner.models.catalogue import model_rows
 
 NAMES = sorted(row.id for row in model_rows())
 CLUSTERS = ("1xL4", "2xT4", "8xH100")
+# Its trainer computes without autocast, under which no layers are measured that ship: it is refused, and names the extra.
+WITHOUT_AUTOCAST = "distillation"
 METHODS_EACH = 4  # methods of a model, other ones for the next model
 # Mixtures of experts, hybrids that cannot generate, and images.
 SAMPLE = (
@@ -43,7 +45,7 @@ def test_no_layers_are_measured_for_a_plain_job(model: str, method: str, gpus: s
 
 def rotated(number: int) -> list[tuple[str, str]]:
     """Some methods, each with a cluster, that differ from model to model."""
-    methods = list(METHODS)
+    methods = [method for method in METHODS if method != WITHOUT_AUTOCAST]
     steps = range(METHODS_EACH * number, METHODS_EACH * (number + 1))
     return [(methods[step % len(methods)], CLUSTERS[step % len(CLUSTERS)]) for step in steps]
 
