@@ -22,12 +22,12 @@ from search import job_row  # noqa: E402
 from planner.candidate import Candidate  # noqa: E402
 from planner.errors import InputError  # noqa: E402
 from planner.jobs.job import Job  # noqa: E402
-from planner.measurements.measurement import Measurement  # noqa: E402
+from planner.measurements.measurement import Measurement, PhasePeak  # noqa: E402
 from planner.planning import plan  # noqa: E402
-from probes.study.certificate import certificate, certificate_lines, certificate_report  # noqa: E402
+from probes.study.certificate import MOST_OFF, certificate, certificate_lines, certificate_report  # noqa: E402
 from probes.study.posterior import PRIORS, Observation, belief_from, draw_samples, normal_cdf, prior_belief  # noqa: E402
 from probes.study.sampler import MEASUREMENT, PlanSampler, distributions_of  # noqa: E402
-from probes.study.space import GridPoint, space_of  # noqa: E402
+from probes.study.space import GridPoint, Space, space_of  # noqa: E402
 from probes.study.state import knowledge_of, next_point, open_points  # noqa: E402
 from probes.study.storage import study_name  # noqa: E402
 from probes.study.study import BYTES_OVER, problem_of  # noqa: E402
@@ -84,6 +84,47 @@ def test_a_certificate_of_a_simulated_device_says_so() -> None:
     assert certificate_lines(certificate(knowledge_of(candidates, {point: measured}, {})))[0].startswith(
         "not proven (simulated): "
     )
+
+
+def on_a_cpu(candidates: Space, point: GridPoint, kept_logits: float) -> Measurement:
+    """The measurement of a CPU whose loss keeps a multiple of a micro-batch's logits beyond the estimate."""
+    measured = HiddenProbe(card=CARD, space=candidates).at(point)
+    peaks = tuple(
+        PhasePeak(
+            name=phase.phase,
+            allocated_bytes=int(phase.allocated_bytes + kept_logits * phase.coefficients.get("logits", 0)),
+            reserved_bytes=0,
+            driver_bytes=0,
+            seconds=0.0,
+        )
+        for phase in candidates.phase_models(point)
+    )
+    rank = replace(measured.ranks[0], phases=peaks)
+    return replace(measured, device="cpu", outcome="fits", shortage=None, ranks=(rank,))
+
+
+@pytest.mark.parametrize(("kept_logits", "said"), [(0.0, " "), (4.0, "% from the estimate, more than 10%")])
+def test_a_cpu_whose_peak_is_not_the_estimates_certifies_nothing(kept_logits: float, said: str) -> None:
+    candidates = space_of(problem(), "cpu", formulas_alone)
+    point = GridPoint(0, 15, 0)
+    knowledge = knowledge_of(candidates, {point: on_a_cpu(candidates, point, kept_logits)}, {})
+    found = certificate(knowledge)
+    assert said in certificate_lines(found)[0]
+    assert (abs(found.off_share) > MOST_OFF) == (kept_logits > 0)
+    assert not (found.holds and kept_logits)
+
+
+def test_of_a_cpu_nothing_is_sure_before_a_probe_and_other_sizes_after_one() -> None:
+    candidates = space_of(problem(), "cpu", formulas_alone)
+    probed, larger = GridPoint(0, 7, 0), GridPoint(0, 15, 0)
+    before = knowledge_of(candidates, {}, {})
+    after = knowledge_of(candidates, {probed: on_a_cpu(candidates, probed, 4.0)}, {})
+    heaviest = max(candidates.phase_models(larger), key=lambda phase: phase.coefficients.get("logits", 0))
+    true = heaviest.total_bytes + 4.0 * heaviest.coefficients["logits"]
+    for knowledge, spread in ((before, 0.02), (after, 0.02)):
+        mean, deviation = knowledge.belief.needs(heaviest)
+        assert abs(mean - true) < 3 * deviation
+        assert (deviation < spread * true) == (knowledge is after)
 
 
 def test_where_nothing_fits_the_study_ends_and_says_so(tmp_path: Path) -> None:

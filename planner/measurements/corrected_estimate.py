@@ -42,6 +42,7 @@ RUN_TO_RUN_BYTES = 22 * MIB
 
 # Components that a CPU does not have.
 NOT_ON_A_CPU: tuple[Component, ...] = ("fragmentation", "runtime")
+NOT_COMPARED_ON_A_CPU: frozenset[Phase] = frozenset({"load"})
 # The order in which components are cut: those that estimates are least sure of first (planner/confidence.py).
 LEAST_SURE_FIRST: tuple[Component, ...] = (
     "transients",
@@ -120,7 +121,9 @@ def why_undecided(estimate: Estimate, measurement: Measurement) -> str:
 
 
 def phase_differences(estimate: Estimate, measurement: Measurement) -> tuple[PhaseDifference, ...]:
-    """Return the phases of both the estimate and the measurement; on the CPU, their tensors only.
+    """Return the phases of both the estimate and the measurement; on the CPU, their tensors only, and not the load.
+
+    There the tensors of the checkpoint's file lie on the device too.
 
     A probe that ran out of memory has none: its last phase is not complete.
     """
@@ -129,7 +132,9 @@ def phase_differences(estimate: Estimate, measurement: Measurement) -> tuple[Pha
     expected = {phase.name: phase for phase in estimate.gpus[0].phases}
     order = phase_order(estimate.gpus[0])
     peaks = sorted(heaviest_rank(measurement).phases, key=lambda peak: order.index(peak.name))
-    return tuple(_difference(peak, expected[peak.name], measurement) for peak in peaks if peak.name in expected)
+    left_out = NOT_COMPARED_ON_A_CPU if measurement.device == "cpu" else frozenset[Phase]()
+    compared = [peak for peak in peaks if peak.name in expected and peak.name not in left_out]
+    return tuple(_difference(peak, expected[peak.name], measurement) for peak in compared)
 
 
 def _difference(peak: PhasePeak, expected: PhaseMemory, measurement: Measurement) -> PhaseDifference:

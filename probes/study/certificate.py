@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal
 
+from planner.measurements.corrected_estimate import phase_differences
 from planner.measurements.measurement import DeviceName
 from planner.quantities import Phase
 from planner.search.binary_search import largest
@@ -24,6 +25,9 @@ Verdict = Literal[
     "set aside",  # its probes failed for another reason than memory
     "open",  # it may fit, and no probe has shown otherwise
 ]
+# A CPU's peak that is further than this share from the estimate certifies nothing: what it excludes may fit on a GPU.
+MOST_OFF = 0.10
+NOT_IN_A_STEP: frozenset[Phase] = frozenset({"load", "save"})
 DEVIATIONS = 2.5758  # half the interval in standard deviations: 0.5 % beyond each end, as LEAST_CHANCE
 SHOWN = 6  # neighbours that the text shows
 
@@ -50,12 +54,13 @@ class Neighbour:
 class Certificate:
     """The proof that a study's best candidate is the best that fits.
 
-    `holds`: the best candidate ran, and no better one is open or set aside. The counts are of candidates better than
-    it.
+    `holds`: the best candidate ran, no better one is open or set aside, and a CPU's peak is within `MOST_OFF` of the
+    estimate. The counts are of candidates better than it.
     """
 
     holds: bool
     device: DeviceName  # "simulated": nothing ran
+    off_share: float  # of the best candidate's peak on a CPU from the estimate, which is of a GPU; 0 on other devices
     best: Mapping[str, bool | int | float | str]
     probes: int
     neighbours: tuple[Neighbour, ...]
@@ -75,7 +80,8 @@ def certificate(knowledge: Knowledge) -> Certificate:
     by_probe = sum(count for point, count in better if knowledge.refuted(point))
     return Certificate(
         device=knowledge.space.device,
-        holds=best is not None and not still_open and not knowledge.set_aside,
+        off_share=(off := off_share(knowledge)),
+        holds=best is not None and not still_open and not knowledge.set_aside and abs(off) <= MOST_OFF,
         best={} if best is None else knowledge.space.knobs(best),
         probes=len(knowledge.measured),
         neighbours=tuple(_neighbours(knowledge, best, [point for point, _ in better])),
@@ -88,6 +94,22 @@ def certificate(knowledge: Knowledge) -> Certificate:
         unavailable=tuple(dict.fromkeys(knowledge.unavailable.values())),
         learned=learned_constants(knowledge.belief),
     )
+
+
+def off_share(knowledge: Knowledge) -> float:
+    """Return by which share the best candidate's peak on a CPU is above the estimate, which is of a GPU's kernels.
+
+    0 on other devices, whose kernels are the GPU's. Loading and saving do not count: on a CPU the file's tensors are on
+    the device too.
+    """
+    best = knowledge.ran[0] if knowledge.ran else None
+    expected = knowledge.space.estimate(best) if best is not None else None
+    if knowledge.space.device != "cpu" or best is None or expected is None:
+        return 0.0
+    phases = phase_differences(expected, knowledge.measured[best])
+    steps = [phase for phase in phases if phase.name not in NOT_IN_A_STEP]
+    peak = max(steps, key=lambda phase: phase.measured_bytes, default=None)
+    return peak.measured_bytes / peak.expected_bytes - 1 if peak is not None else 0.0
 
 
 def learned_constants(belief: Belief) -> dict[str, tuple[float, float]]:
@@ -266,6 +288,11 @@ def certificate_lines(found: Certificate) -> tuple[str, ...]:
         if found.holds
         else f"not proven{device}: this configuration ran, and better ones are not decided; {probes}"
     )
+    if abs(found.off_share) > MOST_OFF:
+        headline += (
+            f"; its peak is {found.off_share:+.0%} from the estimate, more than {MOST_OFF:.0%}: a CPU's kernels keep "
+            "other tensors than a GPU's"
+        )
     by_probe, by_belief = format_count(found.excluded_by_probe), format_count(found.excluded_by_belief)
     counts = (
         f"better ones that do not fit: {by_probe} ran out of memory in a probe, {by_belief} need too much by what the "

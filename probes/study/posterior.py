@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from planner.candidate import Candidate
 from planner.measurements.measurement import DeviceName
 from planner.quantities import Component, Estimate, Phase, PhaseMemory
 from planner.units import GIB, MIB
@@ -58,6 +59,9 @@ PRIORS: dict[str, Prior] = {
     # NCCL's buffers in out-of-memory messages around their median, results/allocator_slack.md
     "communication": Prior(0.0, 0.10),
     "kv_cache": Prior(0.0, 0.01),  # planner/memory/kv_cache.py: equal to the cache of `generate` but for one token
+    # Logits of a micro-batch in float32 that the CPU's kernels keep beyond the estimate, which is of a GPU's kernels.
+    # Source: results/cpu_kernels.md
+    "logits": Prior(2.0, 1.9),
     # bytes that torch counts for a colocated engine, which depend on its sleep mode: the prior is uninformative
     "counted": Prior(0.0, 256 * GIB),
 }
@@ -74,11 +78,12 @@ UNCHARGED: dict[DeviceName, frozenset[Component]] = {
 }
 # Constants that are 0 on a device by definition.
 KNOWN: dict[DeviceName, frozenset[str]] = {
-    "cuda": frozenset(),
-    "simulated": frozenset({"runtime"}),
-    "emulated": frozenset({"runtime"}),
+    "cuda": frozenset({"logits"}),
+    "simulated": frozenset({"runtime", "logits"}),
+    "emulated": frozenset({"runtime", "logits"}),
     "cpu": frozenset({"runtime", "slack"}),
 }
+WITH_LOGITS: frozenset[Phase] = frozenset({"loss", "backward"})
 OUTSIDE_TORCH: frozenset[Component] = frozenset({"runtime", "engine", "fragmentation"})
 KERNEL_COMPONENTS: tuple[Component, ...] = ("activations", "attention_scores")
 # A phase below this share of the heaviest one cannot become the heaviest.
@@ -116,14 +121,34 @@ def phase_models(estimate: Estimate, structure: str, nccl: int, device: DeviceNa
     """Return the models of all phases of an estimate. `nccl`: bytes of NCCL's buffers within it."""
     names = (f"kernel:{estimate.candidate.attn_implementation}", f"structure:{structure}")
     return tuple(
-        phase_model(phase, index, gpu.capacity_bytes, names, nccl if gpu.role != "vllm" else 0, device)
+        phase_model(
+            phase,
+            index,
+            gpu.capacity_bytes,
+            names,
+            nccl if gpu.role != "vllm" else 0,
+            device,
+            logits_bytes(estimate.candidate) if phase.name in WITH_LOGITS else 0,
+        )
         for index, gpu in enumerate(estimate.gpus)
         for phase in gpu.phases
     )
 
 
+def logits_bytes(candidate: Candidate) -> int:
+    """Return the bytes of a micro-batch's logits in float32: 4 x rows x tokens x vocabulary."""
+    rows = candidate.per_device_train_batch_size * candidate.method_row.rows_per_sample
+    return 4 * rows * candidate.row_tokens * candidate.model.vocab_size
+
+
 def phase_model(
-    phase: PhaseMemory, gpus: int, capacity_bytes: int, names: tuple[str, str], nccl: int, device: DeviceName
+    phase: PhaseMemory,
+    gpus: int,
+    capacity_bytes: int,
+    names: tuple[str, str],
+    nccl: int,
+    device: DeviceName,
+    logits: int = 0,
 ) -> PhaseModel:
     """Return the model of one phase. `names`: the constants of its attention kernel and of its structure."""
     charged = {name: size for name, size in phase.components.items() if name not in UNCHARGED[device]}
@@ -141,6 +166,7 @@ def phase_model(
         "engine": charged.get("engine", 0),
         "communication": charged.get("communication", 0) - nccl,
         "kv_cache": charged.get("kv_cache", 0),
+        "logits": logits,
     }
     return PhaseModel(
         phase=phase.name,

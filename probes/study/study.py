@@ -22,7 +22,7 @@ from planner.quantities import Estimate
 from planner.search.fit import estimate_or_none
 from planner.search.knobs import SearchProblem, tuning_class_of
 from planner.units import format_count, format_seconds, format_size
-from probes.study.certificate import Certificate, certificate, learned_constants, learned_line
+from probes.study.certificate import MOST_OFF, Certificate, certificate, learned_constants, learned_line, off_share
 from probes.study.sampler import INTERRUPTED, MEASUREMENT, OWNER, REASON, PlanSampler, text_of
 from probes.study.space import Estimator, GridPoint, Space, space_of
 from probes.study.state import Knowledge
@@ -44,9 +44,12 @@ from probes.study.storage import (
 Probe = Callable[[Candidate], Measurement]
 NoTrial = Literal["ended", "unaffordable", "wait"]  # why a session begins no trial
 Say = Callable[[str], None]
-# Why a study ended. "environment": an error that every other candidate would meet too, such as a full disk; "failing":
-# too many probes that failed for another reason than memory.
-Ending = Literal["certified", "nothing fits", "set aside", "budget", "interrupted", "environment", "failing"]
+# Why a study ended. "not certified": on a CPU, whose peak is too far from the estimate. "environment": an error that
+# every other candidate would meet too, such as a full disk; "failing": too many probes that failed for another reason
+# than memory.
+Ending = Literal[
+    "certified", "not certified", "nothing fits", "set aside", "budget", "interrupted", "environment", "failing"
+]
 
 BYTES_OVER = "bytes_over_budget"  # the trials' constraint: positive if the candidate ran out of memory
 ENVIRONMENT_OUTCOMES: frozenset[Outcome] = frozenset({"gpu_in_use", "disk_full"})
@@ -310,7 +313,9 @@ class Session:
         knowledge = self.sampler.knowledge(self.study)
         if knowledge.set_aside:
             return "set aside"
-        return "certified" if knowledge.ran else "nothing fits"
+        if not knowledge.ran:
+            return "nothing fits"
+        return "certified" if abs(off_share(knowledge)) <= MOST_OFF else "not certified"
 
     def _over_budget(self) -> tuple[Ending, str] | None:
         """Return the ending if a probe as long as the longest so far would not end within the budget; the first always
