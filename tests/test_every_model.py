@@ -11,7 +11,7 @@ from planner.models.catalogue import model_rows
 
 NAMES = sorted(row.id for row in model_rows())
 CLUSTERS = ("1xL4", "2xT4", "8xH100")
-# Its trainer computes without autocast, under which no layers that ship are measured: it is refused and names the extra.
+# Its trainer computes without autocast, under which no layers that ship are measured: it is refused.
 WITHOUT_AUTOCAST = "distillation"
 METHODS_EACH = 4  # methods of a model, other ones for the next model
 # Mixtures of experts, hybrids that cannot generate, and images.
