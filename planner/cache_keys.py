@@ -18,6 +18,7 @@ from planner.candidate import (
     Candidate,
     Dtype,
     Elements,
+    EvaluationBatch,
     Precision,
     Quantization,
     QuantStorage,
@@ -121,6 +122,10 @@ class TrainingSettings(NamedTuple):
     beta: float
     precompute_ref_log_probs: bool
     separate_reference: bool
+    # evaluation
+    evaluation: EvaluationBatch | None
+    kept_eval_batches: int
+    kept_eval_rows: int
     # activations and the allocator
     gradient_checkpointing: bool
     checkpoint_every_n_layers: int
@@ -181,6 +186,6 @@ def state_settings(settings: TrainingInput) -> StateSettings:
     return StateSettings._make(_state_values(settings))
 
 
-def training_settings(candidate: Candidate) -> TrainingSettings:
+def training_settings(candidate: TrainingInput) -> TrainingSettings:
     """The settings of a candidate that its training depends on."""
     return TrainingSettings._make(_training_values(candidate))

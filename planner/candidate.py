@@ -1,7 +1,7 @@
 """A candidate: one complete configuration of a job, in the names of TRL, Transformers, accelerate and vLLM."""
 
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,7 @@ AttentionImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_a
 FLASH: tuple[AttentionImplementation, ...] = ("flash_attention_2", "flash_attention_3")
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Vllm = Literal["off", "colocate", "server"]
+EvalStrategy = Literal["no", "steps", "epoch"]
 Elements = int | Literal["auto"]  # of a DeepSpeed size; auto: what Transformers derives from hidden_size
 
 DEEPSPEED: tuple[Sharding, ...] = STAGES
@@ -32,6 +33,18 @@ BITSANDBYTES: frozenset[Quantization] = frozenset({"nf4", "nf4-double", "int8"})
 PREPARATIONS = ("prepare_model_for_kbit_training", "float32_adapters")  # of a bitsandbytes base, by the script
 FOUR_BIT: frozenset[Quantization] = frozenset({"nf4", "nf4-double"})  # layers multiply a 16-bit copy of the weights
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class EvaluationBatch(NamedTuple):
+    """Sizes of an evaluation batch on one GPU, under the names of the same sizes of a training batch."""
+
+    rows: int
+    tokens: int
+    scores: int
+    labelled_tokens: int
+    generation_rows: int
+    pads: bool
+    prompts_differ: bool
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
@@ -84,6 +97,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     beta: float = 0.0
     lmbda: float = 0.5  # share of GKD's micro-batches that the policy generates
     precompute_ref_log_probs: bool = False
+
+    # evaluation
+    eval_strategy: EvalStrategy = "no"
+    per_device_eval_batch_size: int = 8
+    num_generations_eval: int = 0  # 0: as many as num_generations, TRL's None
+    compute_metrics: bool = False  # the script gives the trainer a function of metrics, which gets all logits
+    prediction_loss_only: bool = False  # that function gets none
+    eval_accumulation_steps: int = 0  # evaluation batches whose logits stay on the GPU; 0: all, Transformers' None
+    eval_rows: int = 0  # rows of the evaluation dataset; 0: unknown
 
     # activations
     gradient_checkpointing: bool = True
@@ -280,6 +302,35 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         if self.method_row.generates_ahead:
             return self.rows * self.gradient_accumulation_steps
         return self.rows
+
+    @property
+    def evaluation(self) -> EvaluationBatch | None:
+        """The evaluation batch of one GPU; None without evaluation."""
+        if self.eval_strategy == "no":
+            return None
+        batch = msgspec.structs.replace(
+            self, per_device_train_batch_size=self.per_device_eval_batch_size, gradient_accumulation_steps=1,
+            steps_per_generation=1,
+        )  # fmt: skip
+        return EvaluationBatch._make(getattr(batch, name) for name in EvaluationBatch._fields)
+
+    @property
+    def kept_eval_batches(self) -> int:
+        """Evaluation batches whose logits are on the GPU at a time, for a function of metrics; 0 without one.
+
+        Source: transformers 5.23, trainer.py, `Trainer.evaluate` (`prediction_loss_only` where there is no
+        `compute_metrics`) and `evaluation_loop` (`eval_accumulation_steps`).
+        """
+        wanted = self.compute_metrics and not self.prediction_loss_only and self.method_row.evaluation_logits
+        if self.eval_strategy == "no" or not wanted:
+            return 0
+        batches = -(-self.eval_rows // (self.per_device_eval_batch_size * self.num_processes))
+        return min(self.eval_accumulation_steps or batches, batches or self.eval_accumulation_steps)
+
+    @property
+    def kept_eval_rows(self) -> int:
+        """Rows whose logits a function of metrics gets at the end, on the host of every process; 0: none or unknown."""
+        return self.eval_rows if self.kept_eval_batches else 0
 
     @property
     def generated_share(self) -> float:

@@ -142,11 +142,16 @@ def without_middle(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[len(text) - most // 2 + 3 :]}"
 
 
+def _steps(name: str) -> int:
+    """Return the length of a name in steps of four letters."""
+    return len(name) // 4
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names most similar to `name`, best first: those that it begins, shortest first, then others.
 
-    Names that contain it come next; similar ones only if there are none of both. Case and organisation prefixes are
-    ignored.
+    Names that contain it come next, those of about the same length in their own order; similar ones only if there are
+    none of both. Case and organisation prefixes are ignored.
     """
     by_key: dict[str, str] = {}
     for candidate in known:
@@ -154,7 +159,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         by_key.setdefault(candidate.lower().rsplit("/", 1)[-1], candidate)
     own = name.lower().rsplit("/", 1)[-1]
     begun = sorted((key for key in by_key if own and key.startswith(own)), key=len)
-    within = sorted((key for key in by_key if len(own) >= SHORTEST_PART and own in key), key=len)
+    within = sorted((key for key in by_key if len(own) >= SHORTEST_PART and own in key), key=_steps)
     similar = () if begun or within else difflib.get_close_matches(own, by_key, n=2 * count, cutoff=LEAST_SIMILARITY)
     found = begun + within + [key for key in similar if _is_like(own, key)]
     return list(dict.fromkeys(by_key[key] for key in found))[:count]

@@ -138,6 +138,9 @@ class Method:
     # Its trainer can evaluate rows of text. Source: trl 1.16, experimental/online_dpo/online_dpo_trainer.py (has no
     # `prediction_step` of its own).
     evaluates: bool = True
+    # An evaluation returns the logits of whole rows, which a function of metrics gets. Source: trl 1.16,
+    # trainer/sft_trainer.py, dpo_trainer.py, kto_trainer.py, `prediction_step`; others return a number a row, or none.
+    evaluation_logits: bool = False
 
     experimental: bool = False  # in trl.experimental, without a `trl` command
     # The trainer loads a model from a path, with its argument `quantization_config`; otherwise scripts load it. Most
@@ -199,14 +202,14 @@ METHODS: dict[MethodName, Method] = {
             loss="fused", earlier_losses=(((1, 4), "logits_cross_entropy"), ((1, 14), "chunked_nll")), liger_loss=True,
             liger_layers="trainer", rows_per_sample=1, reference="never", has_beta=False, generates=False,
             packs=True, padding_free=True, offloads_activations=True, counts_images=True,
-            learning_rate="2e-05", disables_dropout=False, shares_rows=True,
+            learning_rate="2e-05", disables_dropout=False, shares_rows=True, evaluation_logits=True,
         ),
         Method(
             name="dpo", trainer="DPOTrainer", config="DPOConfig",
             loss="fused", earlier_losses=(((1, 14), "logits"),), liger_loss=True, liger_layers="trainer",
             rows_per_sample=2, reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, padding_free=True, offloads_activations=True, counts_images=True, defaults={"beta": 0.1},
-            learning_rate="1e-06", disables_dropout=True,
+            learning_rate="1e-06", disables_dropout=True, evaluation_logits=True,
         ),
         Method(
             name="kto", trainer="KTOTrainer", config="KTOConfig",
@@ -214,7 +217,7 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, smallest_batch=2, extra_forward_rows=1,
             reference="always", precomputes_reference=True, reference_in_loss=True, needs_beta=True,
             generates=False, offloads_activations=True, defaults={"beta": 0.1},
-            learning_rate="1e-06", disables_dropout=True,
+            learning_rate="1e-06", disables_dropout=True, evaluation_logits=True,
         ),
         Method(
             name="orpo", trainer="ORPOTrainer", config="ORPOConfig", loss="logits",
@@ -266,7 +269,7 @@ METHODS: dict[MethodName, Method] = {
             rows_per_sample=1, reference="never", teacher=True, needs_beta=True,
             generates=True, always_gathers=True, checkpointing_drops_cache=True, bounded_rows=True,
             defaults={"max_completion_length": 128, "beta": 0.5}, experimental=True, loads_policy=False,
-            learning_rate="2e-05", disables_dropout=True, mixes_rows=True,
+            learning_rate="2e-05", disables_dropout=True, mixes_rows=True, evaluation_logits=True,
             argument_names={"max_completion_length": "max_new_tokens"},
         ),
         Method(
@@ -280,7 +283,7 @@ METHODS: dict[MethodName, Method] = {
             name="ppo", trainer="PPOTrainer", config="PPOConfig", loss="logits",
             rows_per_sample=1, reference="always", reward_model="always", value_model=True,
             generates=True, defaults={"max_completion_length": 53, "beta": 0.05}, liger_layers="never",
-            experimental=True, loads_policy=False, last_trl="1.12",
+            experimental=True, loads_policy=False, last_trl="1.12", evaluates=False,
             learning_rate="", disables_dropout=False, bfloat16_adapters="never", epochs_per_rollout=4,
             sampling_forwards=2, argument_names={"max_completion_length": "response_length", "beta": "kl_coef"},
             missing_arguments=frozenset({"reward_model_name_or_path"}), reward_model_argument="reward_model_path",

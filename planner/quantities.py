@@ -15,7 +15,9 @@ DEFAULT_RISK = 0.05  # accepted probability of running out of memory (results/ve
 # The device of a probe that decided; "none": it was not probed.
 ProbedOn = Literal["none", "cuda", "cpu", "simulated", "emulated"]
 Evidence = Literal["estimated", "simulated", "emulated", "measured"]
-Phase = Literal["load", "rollout", "score", "forward", "loss", "backward", "optimizer_step", "weight_sync", "save"]
+Phase = Literal[
+    "load", "rollout", "score", "forward", "loss", "backward", "optimizer_step", "evaluation", "weight_sync", "save"
+]  # fmt: skip
 Component = Literal[
     "weights",  # of every model on the GPU, as stored
     "adapters",  # LoRA matrices

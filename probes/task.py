@@ -53,6 +53,12 @@ class Task:
     rendezvous: Rendezvous | None = None  # None: one node runs it
 
     @property
+    def evaluates(self) -> bool:
+        """Return whether an evaluation follows the last step: asked for, or of a candidate that evaluates."""
+        wanted = self.evaluate or self.candidate.eval_strategy != "no"
+        return wanted and not self.from_checkpoint and self.candidate.method_row.evaluates
+
+    @property
     def resumes(self) -> bool:
         """Return whether a step from the checkpoint follows, in a process of its own.
 

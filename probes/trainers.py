@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, EvalPrediction, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from planner.candidate import Candidate
@@ -71,6 +71,7 @@ def build_trainer(inputs: TrainerInputs) -> BuiltTrainer:
         "processing_class": inputs.tokenizer,
         "peft_config": get_peft_config(model_config(candidate)),
     } | inputs.build_datasets(TRAINERS[candidate.method].row)
+    settings |= {"compute_metrics": no_metrics} if candidate.kept_eval_batches else {}
     if method.loads_policy:
         settings["quantization_config"] = quantization_config(inputs)
     if method.reward_model != "none":
@@ -254,6 +255,11 @@ def full_length_generation(candidate: Candidate) -> dict[str, Any]:
     but it keeps another copy of the logits while it forbids the end token.
     """
     return {"eos_token_id": candidate.model.vocab_size} if candidate.vllm == "off" else {"ignore_eos": True}
+
+
+def no_metrics(_: EvalPrediction) -> dict[str, float]:
+    """Compute no metric of an evaluation: the trainer keeps the logits for any function of metrics."""
+    return {}
 
 
 def distinct_rewards(completions: list[Any], **_: Any) -> list[float]:

@@ -53,6 +53,9 @@ BASES: dict[str, dict[str, Any]] = {
     "gkd": {"method": "gkd", "teacher_model": TEACHER},
     "sft of packed rows": {"method": "sft", "packing": True, "attn_implementation": "flash_attention_2"},
     "sft of rows of known lengths": {"method": "sft", "lengths": LENGTHS},
+    "sft with an evaluation": {
+        "method": "sft", "eval_strategy": "steps", "compute_metrics": True, "eval_rows": 100,
+    },
     "sft of images": {"method": "sft", "model": SEEING, "images_per_row": 1},
 }  # fmt: skip
 
@@ -92,6 +95,13 @@ OTHER_VALUES: dict[str, tuple[object, object]] = {
     "beta": (0.2, 0.0),
     "lmbda": (0.0, 0.5),
     "precompute_ref_log_probs": (True, False),
+    "eval_strategy": ("steps", "no"),
+    "per_device_eval_batch_size": (4, 8),
+    "num_generations_eval": (2, 0),
+    "compute_metrics": (True, False),
+    "prediction_loss_only": (True, False),
+    "eval_accumulation_steps": (2, 0),
+    "eval_rows": (64, 100),
     "gradient_checkpointing": (False, True),
     "checkpoint_every_n_layers": (2, 1),
     "checkpoint_offload": (True, False),

@@ -27,7 +27,11 @@ def test_every_number_has_bounds_that_its_default_is_within():
 
 
 def test_a_detail_belongs_to_a_setting_that_can_have_the_values():
-    choices = {"gradient_checkpointing": {True, False}, "vllm": {"off", "colocate", "server"}}
+    choices = {
+        "gradient_checkpointing": {True, False},
+        "vllm": {"off", "colocate", "server"},
+        "eval_strategy": {"steps", "epoch"},
+    }
     for row in SETTINGS:
         if row.owner:
             possible = choices.get(row.owner) or set(SETTING_OF[row.owner].values)

@@ -45,7 +45,7 @@ RUN_ARGUMENTS = {
     "max_steps": "a probe goes on for as many steps as its task asks for",
     "save_strategy": "only a probe writes a checkpoint",
     "save_steps": "the same",
-    "per_device_eval_batch_size": "only a probe evaluates",
+    "per_device_eval_batch_size": "a dry run evaluates only a candidate that does",
     "train_sampling_strategy": "a dry run's rows are all equal, so that their order does not matter",
     "shuffle_dataset": "the same",
     "seed": "a dry run's tensors hold no numbers",

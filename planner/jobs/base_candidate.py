@@ -68,6 +68,18 @@ def syncs_each_batch(candidate: Candidate) -> bool:
     return candidate.sharding == "fsdp2" and candidate.tuning == "full" and candidate.accumulates
 
 
+def evaluation_rows(batch: int, candidate: Candidate) -> int:
+    """Return the rows of an evaluation batch that is about as heavy as a micro-batch of `batch` rows.
+
+    Rounded up to whole groups of completions of one prompt.
+    Source: trl 1.16, trainer/grpo_config.py, `GRPOConfig.__post_init__` (`num_generations_eval`).
+    """
+    if not candidate.method_row.grouped_completions:
+        return batch
+    group = candidate.num_generations_eval or candidate.num_generations
+    return -(-batch // group) * group
+
+
 def _is_policy(other: object, policy: ModelShape) -> bool:
     """Return whether another model's shape was loaded from the same place as the policy's."""
     return isinstance(other, ModelShape) and (other.id, other.path) == (policy.id, policy.path)

@@ -36,6 +36,11 @@ OFF: dict[str, Any] = {
     "padding_free": False,
     "activation_offloading": False,
     "precompute_ref_log_probs": False,
+    "prediction_loss_only": False,
+    "compute_metrics": False,
+    "eval_accumulation_steps": 0,
+    "eval_rows": 0,
+    "num_generations_eval": 0,
 }
 
 
@@ -296,6 +301,21 @@ def checkpointing_problems(pins: PinnedJob) -> Iterator[str]:
             )
 
 
+def evaluation_problems(pins: PinnedJob) -> Iterator[str]:
+    """Refuse an evaluation that the trainer cannot make, and kept logits of an unknown number of rows."""
+    job, pinned = pins.job, pins.pinned
+    if pinned.get("eval_strategy", "no") == "no":
+        return
+    if not METHODS[job.method].evaluates:
+        yield f"{METHODS[job.method].trainer} evaluates no rows of text. Use --set eval_strategy=no."
+    kept = pinned.get("compute_metrics") and not pinned.get("prediction_loss_only")
+    if kept and not pinned.get("eval_rows") and not pinned.get("eval_accumulation_steps"):
+        yield (
+            "compute_metrics keeps the logits of all rows of the evaluation. "
+            "Add their number, such as --set eval_rows=100, or --set eval_accumulation_steps=1."
+        )
+
+
 def length_problems(pins: PinnedJob) -> Iterator[str]:
     """Refuse rows that are longer than the model's table of learned position embeddings."""
     model, positions = pins.job.model, pins.job.model.max_position_embeddings
@@ -526,6 +546,7 @@ RULES: tuple[Callable[[PinnedJob], Iterator[str]], ...] = (
     precision_problems,
     loss_scaling_problems,
     checkpointing_problems,
+    evaluation_problems,
     length_problems,
     sharding_problems,
     hybrid_sharding_problems,
@@ -633,7 +654,18 @@ def candidate_method_problems(candidate: Candidate, job: Job) -> Iterator[str]:
 
 
 def group_problems(candidate: Candidate) -> Iterator[str]:
-    """Refuse a generation batch that is not made of whole groups of completions."""
+    """Refuse a generation batch, of the training or of an evaluation, that is not made of whole groups of completions.
+
+    Source: trl 1.16, trainer/grpo_config.py, `GRPOConfig.__post_init__`.
+    """
+    evaluated = candidate.per_device_eval_batch_size * candidate.num_processes
+    group = candidate.num_generations_eval or candidate.num_generations
+    if candidate.method_row.grouped_completions and candidate.eval_strategy != "no" and evaluated % group:
+        fitting = lcm(candidate.num_processes, group) // candidate.num_processes
+        yield (
+            f"per_device_eval_batch_size {candidate.per_device_eval_batch_size} on {candidate.num_processes} GPUs is "
+            f"no multiple of {group} completions per prompt. Use --set per_device_eval_batch_size={fitting}."
+        )
     batch, size = candidate.per_device_train_batch_size, generation_batch(candidate)
     if candidate.method_row.grouped_completions and size % candidate.num_generations:
         fitting = largest_divisor(size, candidate.num_generations)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from planner.cache_keys import StateInput, TrainingInput
 from planner.candidate import BITSANDBYTES, DTYPE_BYTES, Dtype
 from planner.gpus.cluster import Cluster
-from planner.memory.activations import EXISTING, stack_memory
+from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
 from planner.memory.adapters import adapter_dtype_bytes, adapters_bytes, copied_dtype_bytes
 from planner.memory.optimizer import (
     SIXTEEN_BIT_BYTES,
@@ -33,17 +33,32 @@ SAVED_FILE_BYTES = 50 * 10**9
 def host_peak_bytes(candidate: TrainingInput, cluster: Cluster) -> int:
     """Bytes of main memory at the peak on one training node.
 
-        peak = processes x PROCESS_BYTES + max(models being loaded, processes x offloaded bytes + weights being saved)
+        peak = processes x PROCESS_BYTES + max(models being loaded,
+                                               processes x offloaded bytes + the larger of weights being saved and
+                                               processes x logits of the evaluation)
 
-    Source: see `loading_bytes`, `training_bytes` and `saving_bytes`.
+    Source: see `loading_bytes`, `training_bytes`, `saving_bytes` and `metric_logits_bytes`.
 
     Leaves out data sets, data loader workers, the file cache, and vLLM's own processes (TRL uses sleep level 2, which
     keeps no copy of the weights: trl 1.16, generation/vllm_generation.py, `VLLMGeneration._init_vllm`).
     """
     processes = min(-(-candidate.num_processes // candidate.num_nodes), cluster.gpus_per_node)
     kept = training_bytes(candidate) + offloaded_activation_bytes(candidate, cluster)
-    saved = saving_bytes(candidate, processes)
+    saved = max(saving_bytes(candidate, processes), processes * metric_logits_bytes(candidate))
     return processes * PROCESS_BYTES + max(loading_bytes(candidate, processes), processes * kept + saved)
+
+
+def metric_logits_bytes(candidate: TrainingInput) -> int:
+    """Bytes of the logits that a function of metrics gets, on the host of each process.
+
+        logits = 2 x rows of the evaluation x tokens x vocabulary x 4: joined, and the arrays that are joined
+
+    Source: transformers 5.23, trainer_pt_utils.py, `EvalLoopContainer.to_cpu_and_numpy` (`np.concatenate`).
+
+    Example: 1,000 rows of 1,024 tokens of Qwen2.5-7B: 1.2 TB.
+    """
+    rows = candidate.kept_eval_rows * candidate.method_row.rows_per_sample
+    return 2 * rows * candidate.row_tokens * candidate.model.vocab_size * FLOAT32_BYTES
 
 
 def loading_bytes(candidate: StateInput, processes: int) -> int:

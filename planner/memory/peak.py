@@ -1,6 +1,6 @@
 """The table phase x component of one training GPU. The peak is its heaviest row."""
 
-from planner.cache_keys import TrainingInput
+from planner.cache_keys import TrainingInput, training_settings
 from planner.gpus.cluster import Gpu
 from planner.memory.activations import EXISTING, FLOAT32_BYTES, stack_memory
 from planner.memory.communication import row_exchange_bytes
@@ -14,7 +14,7 @@ from planner.memory.kv_cache import (
     prefill_cache_bytes,
 )
 from planner.memory.layers.components import Components, add_components, component_bytes, peak_components, total_bytes
-from planner.memory.loss import LINEAR_HEAD, loss_of
+from planner.memory.loss import FLOAT32, LINEAR_HEAD, loss_of
 from planner.memory.passes import Passes, gradients_exist, head_elements, passes_of
 from planner.memory.slack import fragmentation_bytes
 from planner.memory.stack_recipe import frozen_recipe, generation_stack, without_adapters
@@ -40,6 +40,9 @@ def training_phases(candidate: TrainingInput, gpu: Gpu) -> tuple[PhaseMemory, ..
         ("backward", backward(passes)),
         ("optimizer_step", optimizer_step(passes)),
     ]
+    evaluated = evaluation_passes(candidate, gpu)
+    if evaluated:
+        phases.append(("evaluation", evaluation(evaluated)))
     return tuple(phase_memory(name, components, candidate) for name, components in phases)
 
 
@@ -54,7 +57,7 @@ def with_engine(phase: PhaseMemory, engine: EngineMemory) -> PhaseMemory:
 
         load, rollout   total_bytes: it starts beside the loaded model, and samples in a rollout
         weight_sync     weights_awake_bytes: a sleeping engine has no KV cache yet when it gets new weights
-        others          asleep_bytes
+        others          asleep_bytes; the rollout of an evaluation is as heavy as one of the training
 
     Source: see `EngineMemory`, planner/memory/engine/budget.py.
     """
@@ -129,6 +132,93 @@ def generation(passes: Passes) -> Components:
     }
     first = add_components(prefill, peak_components(stack.inference, rows * prompt, scores))
     return max(last, first, key=total_bytes)
+
+
+def evaluation(passes: Passes) -> Components:
+    """The heaviest of an evaluation batch: its rollout, the policy's forward pass, a frozen model's, the kept logits.
+
+    Weights and optimizer states are there, gradients are not. Methods whose rows are the dataset's in part (GKD)
+    evaluate those. `passes` are those of an evaluation batch.
+    Source: transformers 5.23, trainer.py, `Trainer.evaluation_loop`; trl 1.16, trainer/grpo_trainer.py,
+    `_prepare_inputs` (samples and scores an evaluation batch as one).
+    """
+    row = passes.candidate.method_row
+    forward_pass = evaluation_forward(passes)
+    if passes.states.gathered_of_reference and not row.reference_in_loss:
+        gathered = max(forward_pass.get("communication", 0), passes.states.gathered_of_reference)
+        forward_pass = {**forward_pass, "communication": gathered}
+    moments = [add_components(passes.idle, forward_pass), add_components(passes.idle, kept_logits(passes))]
+    other = frozen_forward(passes)
+    if other:
+        gathered = max(passes.states.gathered["forward"], passes.states.gathered_beside)
+        beside: Components = {"loss": beside_frozen_bytes(passes), "communication": gathered}
+        moments.append(add_components(passes.idle, other, beside))
+    if row.generates and not row.mixes_rows:
+        moments.append(rollout(passes))
+    return max(moments, key=total_bytes)
+
+
+def evaluation_passes(candidate: TrainingInput, gpu: Gpu) -> Passes | None:
+    """Compute the inputs of the formulas for an evaluation batch; None without evaluation."""
+    settings = training_settings(candidate)
+    if settings.evaluation is None:
+        return None
+    batch = settings.evaluation._asdict()
+    return passes_of(settings._replace(**batch, gradient_accumulation_steps=1, steps_per_generation=1), gpu)
+
+
+def evaluation_forward(passes: Passes) -> Components:
+    """Return the policy's forward pass and the loss, without gradients: its layers, or head and loss after them.
+
+    Nothing is saved, neither by the layers nor by the final norm.
+    Source: trl 1.16, trainer/sft_trainer.py, dpo_trainer.py, `prediction_step` (`torch.no_grad`).
+    """
+    gathered, stack = passes.states.gathered, passes.stack
+    layers = add_components(peak_components(stack.inference, passes.tokens, passes.scores), passes.masks)
+    images = image_passes(passes.candidate, passes.recipe, EXISTING, graph=False)
+    if images:
+        layers = max(add_components(layers, images.held), images.forward, key=total_bytes)
+    layers = add_components(layers, {"communication": gathered["forward"]})
+    head: Components = {
+        "loss": passes.loss.forward - passes.head.final_norm_bytes,
+        "communication": gathered["loss"],
+    }
+    return max(layers, head, key=total_bytes)
+
+
+def beside_frozen_bytes(passes: Passes) -> int:
+    """Bytes of the policy's head that are alive while a frozen model runs after it: its logits, if there are any."""
+    if loss_of(passes.candidate) not in LINEAR_HEAD:
+        return 0
+    return passes.loss.beside_bytes - passes.head.final_norm_bytes
+
+
+def kept_logits(passes: Passes) -> Components:
+    """Return the logits that an evaluation keeps for a function of metrics, at their most.
+
+        batch = rows x tokens x V x 4: float32 copies, by accelerate
+        one   = (c / 4 + 1) batch, while the second forward pass makes them, or (1 + processes) batch while they are
+                gathered
+        n > 1 = 2 n x processes x batch: those of n - 1 batches, the new ones, and both concatenated
+
+    Each process gathers the logits of all. n: `Candidate.kept_eval_batches`.
+
+    Source: transformers 5.23, trainer.py, `Trainer.evaluation_loop`; trainer_pt_utils.py, `EvalLoopContainer.add` and
+    `torch_pad_and_concatenate`; trl 1.16, trainer/sft_trainer.py, `compute_loss` (the logits have a forward pass of
+    their own); accelerate 1.15, utils/operations.py, `convert_to_fp32`.
+
+    Example: Qwen2.5-7B, 100 rows of 1,024 tokens in batches of 4: 2 x 25 x 4 x 1,024 x 152,064 x 4 = 116 GiB.
+    """
+    candidate, batches = passes.candidate, passes.candidate.kept_eval_batches
+    if not batches:
+        return {}
+    width = FLOAT32 if candidate.precision != "no" else passes.head.compute_width
+    batch = passes.tokens * passes.head.vocab_size * width
+    gathered = batch * candidate.num_processes
+    if batches > 1:
+        return {"loss": 2 * batches * gathered}
+    made = passes.tokens * passes.head.vocab_size * passes.head.compute_width if candidate.precision != "no" else 0
+    return {"loss": batch + max(made, gathered if candidate.num_processes > 1 else 0)}
 
 
 def scores_before_training(candidate: TrainingInput) -> bool:

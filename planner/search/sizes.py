@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from planner.candidate import Candidate
-from planner.jobs.base_candidate import syncs_each_batch
+from planner.jobs.base_candidate import evaluation_rows, syncs_each_batch
 from planner.jobs.job import DEFAULT_BATCH_SIZE, Job
 from planner.search.knobs import SearchProblem, with_derived_settings
 
@@ -21,11 +21,15 @@ def with_batch(candidate: Candidate, batch: int, accumulation: int, pinned: Mapp
 
     Unless pinned, `steps_per_generation` is the accumulation (TRL's default, trl 1.16, grpo_config.py,
     `GRPOConfig.__post_init__`): one generation batch serves one optimizer step. `sync_each_batch` follows from
-    accumulation and sharding.
+    accumulation and sharding, the evaluation batch from the micro-batch.
     """
     steps = candidate.steps_per_generation if "steps_per_generation" in pinned else accumulation
+    evaluated = {}
+    if candidate.eval_strategy != "no" and "per_device_eval_batch_size" not in pinned:
+        evaluated["per_device_eval_batch_size"] = evaluation_rows(batch, candidate)
     sized = replace(
         candidate,
+        **evaluated,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
         steps_per_generation=steps,

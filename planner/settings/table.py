@@ -13,10 +13,13 @@ from planner.settings.setting import (
     FROM_ZERO,
     MAX_ELEMENTS,
     MAX_NUMBER,
+    Bounds,
+    File,
     Name,
     Role,
     Search,
     Setting,
+    Shown,
 )
 
 STAGES: tuple[Literal["zero1", "zero2", "zero3"], ...] = ("zero1", "zero2", "zero3")  # DeepSpeed's values of `sharding`
@@ -29,6 +32,30 @@ def _groups(method: Method) -> bool:
 
 def _has_vllm(method: Method) -> bool:
     return method.supports_vllm
+
+
+def _evaluation_logits(method: Method) -> bool:
+    return method.evaluation_logits
+
+
+# Details of `eval_strategy`: name, sentence, role, search, file, bounds, methods, value that is not shown, when shown.
+# Source: transformers 5.23, training_args.py, trainer.py; trl 1.16, trainer/grpo_config.py.
+EVALUATION: tuple[
+    tuple[str, str, Role, Search, File, Bounds | None, Callable[[Method], bool] | None, object, Shown], ...
+] = (
+    ("per_device_eval_batch_size", "Samples of an evaluation batch on one process.", "run", "derived", "trl", BATCH,
+     None, ..., "always"),
+    ("num_generations_eval", "Completions per prompt in an evaluation; 0: num_generations.", "run", "never", "trl",
+     FROM_ZERO, _groups, 0, "if it differs"),
+    ("compute_metrics", "The script gives the trainer a function of metrics, which gets the logits of all rows.", "run",
+     "never", "code", None, _evaluation_logits, False, "if it differs"),
+    ("prediction_loss_only", "An evaluation keeps no logits, although there is a function of metrics.", "run", "never",
+     "trl", None, _evaluation_logits, False, "if it differs"),
+    ("eval_accumulation_steps", "Evaluation batches whose logits stay on the GPU; 0: those of all rows.", "run",
+     "never", "trl", FROM_ZERO, _evaluation_logits, 0, "if it differs"),
+    ("eval_rows", "Rows of the evaluation dataset: a fact of the data, not a TRL setting.", "data", "never", "data",
+     FROM_ZERO, _evaluation_logits, 0, "if it differs"),
+)  # fmt: skip
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -202,6 +229,31 @@ SETTINGS: tuple[Setting, ...] = (
         unset=None,
         line="lengths",
         shown="never",
+    ),
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+    Setting(
+        field="eval_strategy",
+        sentence="When the evaluation dataset is evaluated.",
+        role="run",
+        unset="no",
+        line="evaluation",
+    ),
+    *(
+        Setting(
+            field=name,
+            sentence=sentence,
+            role=role,
+            search=search,
+            file=file,
+            bounds=bounds,
+            owner="eval_strategy",
+            owner_values=("steps", "epoch"),
+            methods=methods,
+            unset=unset,
+            line="evaluation",
+            shown=shown,
+        )
+        for name, sentence, role, search, file, bounds, methods, unset, shown in EVALUATION
     ),
     # -- the model -----------------------------------------------------------------------------------------------------
     Setting(

@@ -5,7 +5,7 @@ Source: trl 1.16, trainer/*_config.py and scripts/utils.py, `ScriptArguments`; t
 
 # They change memory or speed and are not modelled: a plan warns about them in a file, `--set` refuses them.
 UNMODELLED = (
-    "auto_find_batch_size", "cast_lm_head_to_fp32", "eval_strategy", "generation_batch_size",
+    "auto_find_batch_size", "cast_lm_head_to_fp32", "generation_batch_size",
     "include_num_input_tokens_seen", "label_smoothing_factor", "lora_modules_to_save", "lora_target_parameters",
     "neftune_noise_alpha", "optim_args", "router_aux_loss_coef", "seq_kd", "sync_ref_model", "torch_compile",
     "torch_empty_cache_steps", "use_dora", "use_transformers_continuous_batching",
@@ -34,6 +34,9 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "model_revision", "teacher_model_revision", "trust_remote_code",
         # where a vLLM server listens
         "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
+        # when an evaluation runs, and what of it is counted or logged
+        "do_train", "do_eval", "do_predict", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end",
+        "include_for_metrics", "eval_use_gather_object", "eval_do_concat_batches",
         # logs, checkpoints and the Hub
         "output_dir", "run_name", "project", "report_to", "log_level", "log_level_replica", "log_on_each_node",
         "logging_dir", "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter",

@@ -16,7 +16,7 @@ from planner.quantities import CUDA_BLOCK_BYTES
 from probes.dryrun.cuda.substitutions import WORKSPACES, cuda_substitutions
 from probes.dryrun.fake_engine import fake_engine
 from probes.dryrun.fake_models import Device, adapters_without_weights, models_stay_where_they_are
-from probes.dryrun.fake_tensors import FakeArithmetic
+from probes.dryrun.fake_tensors import FakeArithmetic, no_numbers
 from probes.dryrun.fake_trainer import fake_trainer
 from probes.dryrun.loss_scaling import GradientsCanBeUnscaled
 from probes.dryrun.offloading import offloading, paged_states
@@ -91,7 +91,15 @@ def dry_run(
         if candidate.vllm != "off":
             stack.enter_context(fake_engine(tracker, built, candidate))
         built.trainer.train()
+        evaluate(candidate, built, device)
     return tracker.trace(substitutions) if states.complete else dry_run(candidate, kernels, device, block_bytes)
+
+
+def evaluate(candidate: Candidate, built: BuiltTrainer, device: Device) -> None:
+    """Run the trainer's evaluation of a candidate that evaluates."""
+    if candidate.eval_strategy != "no" and candidate.method_row.evaluates:
+        with no_numbers() if device == "fake" else contextlib.nullcontext():
+            built.trainer.evaluate()
 
 
 def _bfloat16_for_float16(candidate: Candidate) -> Candidate:

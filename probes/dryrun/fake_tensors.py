@@ -4,15 +4,20 @@ The trainer's lengths, masks, label counts and `if tensor:` tests are therefore 
 of the model is left out.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from transformers import trainer_pt_utils
 
 from probes.dryrun.operator_outputs import CallKey, OperatorOutputs, call_key
+from probes.substitution import substituted
 
 aten = torch.ops.aten
 _DEVICE, _CPU = torch.ops.prim.device.default, torch.device("cpu")
@@ -33,6 +38,16 @@ SMALL_BYTES = 2**14
 # The value that `tensor.item()` returns for a fake tensor, and the token that is "sampled" from fake logits. The dry
 # run's tokenizer gives this token no meaning.
 UNKNOWN_NUMBER = 1
+
+
+@contextmanager
+def no_numbers() -> Iterator[None]:
+    """Let an evaluation end on fake tensors inside the block: what it hands to NumPy at the end is one number.
+
+    Source: transformers 5.23, trainer_pt_utils.py, `EvalLoopContainer.to_cpu_and_numpy`.
+    """
+    with substituted(trainer_pt_utils, "nested_numpify", lambda _: numpy.full(1, float(UNKNOWN_NUMBER))):
+        yield
 
 
 class FakeArithmetic(TorchDispatchMode):

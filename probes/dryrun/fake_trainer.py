@@ -45,10 +45,11 @@ def trainer_inputs(candidate: Candidate, device: Device) -> TrainerInputs:
         else reward_model(candidate.reward_model, candidate, device),
         model_init_kwargs=None,
         tokenizer=tokenizer(),
-        build_datasets=lambda row: {"train_dataset": equal_rows(candidate, row)},
+        build_datasets=lambda row: equal_datasets(candidate, row),
         run_arguments={
             "output_dir": tempfile.gettempdir(),
             "max_steps": STEPS,
+            "eval_strategy": "no",  # evaluated after the last step
             "save_strategy": "no",
             "use_cpu": True,
             "report_to": "none",
@@ -58,11 +59,18 @@ def trainer_inputs(candidate: Candidate, device: Device) -> TrainerInputs:
     )
 
 
-def equal_rows(candidate: Candidate, row: Row) -> datasets.Dataset:
-    """Rows of one word repeated, enough for all steps and none of them short: padding is marked in the mask instead
-    (probes/step/phases.py).
-    """
+def equal_datasets(candidate: Candidate, row: Row) -> dict[str, datasets.Dataset]:
+    """The training rows of all steps; with an `eval_strategy` the rows of an evaluation, of one batch at least."""
     count = STEPS * candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps
+    rows = {"train_dataset": equal_rows(candidate, row, count)}
+    if candidate.eval_strategy == "no":
+        return rows
+    evaluated = max(candidate.per_device_eval_batch_size, candidate.kept_eval_rows)
+    return rows | {"eval_dataset": equal_rows(candidate, row, evaluated)}
+
+
+def equal_rows(candidate: Candidate, row: Row, count: int) -> datasets.Dataset:
+    """Rows of one word repeated, none of them short: padding is marked in the mask instead (probes/step/phases.py)."""
     return datasets.Dataset.from_list(
         [row(candidate, lambda length: [WORD] * max(length, 1), index, 0) for index in range(count)]
     )

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from planner.quantities import Phase
 from probes.step.built_trainer import WORD, BuiltTrainer
 from probes.step.listener import PhaseListener, mark_modules
 from probes.step.shortened_rollout import generate_shortened
@@ -48,16 +49,33 @@ class Phases:
         self._generate = GenerationMixin.generate
         self._unwrap = trl.models.utils._unwrap_model_for_generation
         self._unwrapped = False  # inside that block
+        self._evaluation_loop = built.trainer.evaluation_loop
+        self._evaluating = self._sampling = False
+
+    def _enter(self, phase: Phase) -> None:
+        """Begin a phase of the training; an evaluation is one phase, with its rollouts and passes."""
+        self._sampling = phase == "rollout"
+        if not self._evaluating:
+            self._listener.enter_phase(phase)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Run an evaluation as the phase "evaluation"."""
+        self._listener.enter_phase("evaluation")
+        self._evaluating = True
+        try:
+            return self._evaluation_loop(*args, **kwargs)
+        finally:
+            self._evaluating = False
 
     def on_enter(self, module: torch.nn.Module) -> None:
         """Begin the phase "forward" where a model is called with gradients, else "score"."""
-        if module in self._models and self._listener.phase not in ("rollout", "backward"):
-            self._listener.enter_phase("forward" if torch.is_grad_enabled() else "score")
+        if module in self._models and not self._sampling and self._listener.phase != "backward":
+            self._enter("forward" if torch.is_grad_enabled() else "score")
 
     def with_padding(self, _: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Mark one token of the batch as padding; a rollout has its padding in a prompt (probes/step/rollouts.py)."""
         mask = kwargs.get("attention_mask")
-        if mask is not None and mask.dim() == 2 and self._listener.phase != "rollout":
+        if mask is not None and mask.dim() == 2 and not self._sampling:
             mask[-1, -1] = 0
 
     def on_exit(self, module: torch.nn.Module) -> None:
@@ -77,10 +95,10 @@ class Phases:
 
     def generate(self, model: Any, **arguments: Any) -> Any:
         """Run a rollout as the phase "rollout"."""
-        self._listener.enter_phase("rollout")
+        self._enter("rollout")
         result = self._rollout(self._generate, model, lambda cached: self._listener.mark(cached, "kv_cache"), arguments)
         if not self._unwrapped:
-            self._listener.enter_phase("score")
+            self._enter("score")
         return result
 
     @contextlib.contextmanager
@@ -89,12 +107,12 @@ class Phases:
 
         Source: trl 1.16, models/utils.py, `unwrap_model_for_generation`.
         """
-        self._listener.enter_phase("rollout")
+        self._enter("rollout")
         self._unwrapped = True
         with self._unwrap(*args, **kwargs) as model:
             yield model
         self._unwrapped = False
-        self._listener.enter_phase("score")
+        self._enter("score")
 
     def after_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
@@ -109,7 +127,7 @@ class Phases:
 
         def marked(layer: DynamicLayer, *args: Any, **kwargs: Any) -> Any:
             result = update(layer, *args, **kwargs)
-            if self._listener.phase == "rollout":
+            if self._sampling:
                 self._listener.mark((layer.keys, layer.values), "kv_cache")
             return result
 
@@ -140,6 +158,7 @@ def mark_phases(
     try:
         with (
             substituted(built.trainer.accelerator, "backward", phases.backward),
+            substituted(built.trainer, "evaluation_loop", phases.evaluation_loop),
             substituted(trl.models.utils, "_unwrap_model_for_generation", phases.unwrapped),
             substituted(GenerationMixin, "generate", lambda model, **arguments: phases.generate(model, **arguments)),
             substituted(DynamicLayer, "update", phases.cache_update(DynamicLayer.update)),

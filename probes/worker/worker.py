@@ -108,7 +108,7 @@ class _Probe(TrainerCallback):
             stack.enter_context(_mark_saving(built, self._watch))
             stack.enter_context(report_zero_gradients(built, self._on_zero_step))
             built.trainer.train(resume_from_checkpoint=task.from_checkpoint or None)
-            if task.evaluate and candidate.method_row.evaluates:
+            if task.evaluates:
                 built.trainer.evaluate()
         self._watch.clock.step_begins()
 

@@ -96,6 +96,7 @@ def run_arguments(task: Task) -> dict[str, Any]:
         "max_steps": task.steps,
         "save_strategy": "steps" if task.save else "no",
         "save_steps": save_steps,
+        "eval_strategy": "no",  # evaluated after the last step
         "per_device_eval_batch_size": evaluation_rows(task.candidate),
         "train_sampling_strategy": "sequential",  # keeps the short row the last of its batch
         "shuffle_dataset": False,  # the same, in GRPO and RLOO

@@ -5,6 +5,7 @@ import random
 import datasets
 
 from planner.candidate import Candidate
+from planner.jobs.base_candidate import evaluation_rows as planned_rows
 from probes.step.built_trainer import WORD
 from probes.task import Task
 from probes.trainers import Row
@@ -13,17 +14,16 @@ from probes.trainers import Row
 def evaluation_rows(candidate: Candidate) -> int:
     """Return the rows of an evaluation batch on one process.
 
-    They are those of a training batch, rounded up to whole groups of completions of one prompt.
-    Source: trl 1.16, trainer/grpo_config.py, `num_generations`.
+    Without an `eval_strategy` they are those of a training batch, rounded up to whole groups of completions.
     """
-    rows = candidate.per_device_train_batch_size
-    if not candidate.method_row.grouped_completions:
-        return rows
-    return -(-rows // candidate.num_generations) * candidate.num_generations
+    if candidate.eval_strategy != "no":
+        return candidate.per_device_eval_batch_size
+    return planned_rows(candidate.per_device_train_batch_size, candidate)
 
 
 def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
-    """Return `train_dataset` with enough rows for all steps of all processes, and `eval_dataset` with one batch.
+    """Return `train_dataset` with enough rows for all steps of all processes, and `eval_dataset` with one batch,
+    or with as many rows as a function of metrics gets.
 
     Without evaluation there is no `eval_dataset`. The tokens are random, and the same for the same seed.
     """
@@ -38,9 +38,9 @@ def worst_case_datasets(task: Task, row: Row) -> dict[str, datasets.Dataset]:
     )
     rows = [row(candidate, tokens, index, _short_tokens(candidate, index)) for index in range(count)]
     by_name = {"train_dataset": datasets.Dataset.from_list(rows)}
-    if task.evaluate:
-        one_batch = evaluation_rows(candidate) * candidate.num_processes
-        by_name["eval_dataset"] = datasets.Dataset.from_list([rows[index % count] for index in range(one_batch)])
+    if task.evaluates:
+        wanted = max(evaluation_rows(candidate) * candidate.num_processes, candidate.kept_eval_rows)
+        by_name["eval_dataset"] = datasets.Dataset.from_list([rows[index % count] for index in range(wanted)])
     return by_name
 
 
