@@ -33,10 +33,12 @@ $(EMULATED): scripts/emulated_environment.sh constraints.txt
 	rm -rf $(EMULATED)
 	scripts/emulated_environment.sh $(EMULATED) --over python
 
-# Every combination of settings, where `make` tries each pair of them; and changed formulas, which a test must notice.
+# Every combination of settings, where `make` tries each pair of them; changed formulas, which a test must notice; and
+# half an hour of load on the server.
 nightly:
 	$(PYTEST)
 	python -m scripts.mutate
+	python -m scripts.soak_server
 
 # Rewrites the golden files, the estimates among them, and the outputs of the notebooks; commit them alone, and say which
 # formula moved them.
