@@ -182,7 +182,7 @@ NoteCode = Literal[
     "larger_cards", "whole_nodes", "states_in_8_bit", "length_asked",
     # What would be faster at a price.
     "full_with_settings", "price_of_8_bit_states", "price_of_precomputing", "price_of_attention_adapters",
-    "price_of_longer_rollouts",
+    "price_of_longer_rollouts", "price_of_grouped_lengths",
     # Dry runs, probes and the user's own results.
     "no_dry_run", "dry_run_agrees", "dry_run_differs", "searched_again", "no_cpu_dry_run", "cpu_dry_run",
     "cpu_dry_run_differs", "cpu_counts_tensors", "ran_out_of_memory", "server_not_measured", "larger_card_probed",

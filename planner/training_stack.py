@@ -85,6 +85,21 @@ def dry_run(estimate: Estimate, gpu: Gpu | None, say: Say) -> Simulation:
         return simulate(estimate, kernels_of(gpu))
 
 
+def count_tokens(dataset: str, split: str, text_field: str, tokenizer: str, say: Say) -> tuple[int, ...]:
+    """Return the tokens of every row of a dataset, tokenized as TRL does. Output of the libraries is dropped.
+
+    Raises:
+        InputError: the packages are not installed, or the dataset or the tokenizer cannot be read.
+    """
+    say(f"counting the tokens of {dataset} ...")
+    with _silent_libraries():
+        try:
+            from probes.row_counts import row_counts
+        except ImportError as error:
+            raise InputError(f"plan lengths needs {_missing('dryrun', DRY_RUN_PACKAGES, error)}") from error
+        return row_counts(dataset, split, text_field, tokenizer)
+
+
 def complete_models(say: Say) -> Callable[[ModelShape], ModelShape]:
     """Return a function that completes a model without formulas with its measured layers.
 

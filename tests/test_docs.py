@@ -15,7 +15,7 @@ from scripts.picture import PICTURE, picture
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ("answer", "examples", "python", "serve", "accuracy", "choosing", "design", "limits")  # of docs/
+PAGES = ("answer", "examples", "python", "serve", "accuracy", "choosing", "design", "lengths", "limits")  # of docs/
 DOCUMENTS = "\n".join([README, *((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)])
 HELP_PAGE = ROOT / "docs" / "command.md"
 SUBCOMMANDS = ("", *COMMANDS_OF_PLAN)
@@ -63,8 +63,8 @@ def test_every_command_of_the_documents_answers_in_the_order_printed(command, fo
     assert capsys.readouterr().out
 
 
-# Examples that run until they are ended, need a GPU, or take minutes.
-NOT_RUN = ("plan serve", "plan mcp", "plan probe")
+# Examples that run until they are ended, need a GPU or a tokenizer of the Hub, or take minutes.
+NOT_RUN = ("plan serve", "plan mcp", "plan probe", "plan lengths")
 
 
 @pytest.mark.slow

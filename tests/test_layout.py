@@ -59,6 +59,7 @@ ALLOWED = {
     "probes/emulated_gpu": "basics gpus files memory probes/substitution probes/task",
     "probes/step": "basics words allocator probes/substitution",
     "probes/trainers": "basics words models jobs probes/step probes/substitution",
+    "probes/row_counts": "basics",
     "probes/dryrun": "basics words models gpus allocator probes/substitution probes/step probes/trainers",
     "probes/layers": "basics words models files memory/layers allocator probes/step probes/trainers probes/dryrun",
     "probes/worker": (
@@ -74,7 +75,7 @@ ALLOWED = {
     "probes": "probes/callback",
     "training_stack": (
         "basics words models gpus files jobs memory memory/layers allocator estimation search planning measurements "
-        "report probes/callback probes/dryrun probes/layers probes/runner probes/study"
+        "report probes/row_counts probes/callback probes/dryrun probes/layers probes/runner probes/study"
     ),
     "ask": (
         "basics words models gpus jobs allocator estimation search planning measurements diagnose report requests "
@@ -84,8 +85,8 @@ ALLOWED = {
     "serve": "basics rows words models files jobs planning diagnose report requests training_stack ask",
     "mcp": "basics words files jobs launch planning diagnose report requests training_stack ask",
     "commands": (
-        "basics words models gpus files jobs launch planning measurements diagnose report requests training_stack ask "
-        "serve mcp"
+        "basics rows words models gpus files jobs launch planning measurements diagnose report requests training_stack "
+        "ask serve mcp"
     ),
     "planner": "basics files words models gpus jobs estimation planning notebook",
 }  # fmt: skip

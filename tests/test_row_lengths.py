@@ -9,21 +9,33 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
 from planner import Candidate, parse_cluster, plan
+from planner.commands.main import run
 from planner.errors import InputError
+from planner.estimation import estimate
+from planner.jobs.base_candidate import single_candidate
 from planner.jobs.job import Job
 from planner.jobs.settings import typed_value
 from planner.launch.accelerate import accelerate_yaml
 from planner.launch.trl_config import train_yaml
 from planner.measurements.documents import candidate_of_report, candidate_report
 from planner.models.catalogue import load_model
-from planner.requests.options import CandidateOptions
+from planner.report.json import estimate_report
+from planner.report.words import describe_epoch
+from planner.requests.bodies import PlanRequest
+from planner.requests.options import CandidateOptions, SearchOptions
 from planner.requests.read_options import read_options
 from planner.rows.batches import Order, Rows, epoch_of, expected_longest, micro_batch_of, trained_rows
 from planner.rows.lengths import RowLengths, counted_lengths, lengths_in_words, summary
 from planner.rows.packing import packed_rows
 from planner.rows.reading import row_lengths
+from planner.search.fit import estimate_or_none
+from planner.search.knobs import SearchProblem, structures
+from planner.search.search import NEAR_BEST, search
+from planner.search.sizes import CandidateSizes, batch_sizes
+from planner.serve.requests import Allowed, read_request
 from planner.throughput.step import throughput
 
 WORDS = "p50=380,p95=1900,max=8192"
@@ -217,6 +229,10 @@ def packed_or_own(layout: str) -> tuple[int, ...]:
     return LENGTHS.tokens if layout == "padded" else packed_rows(LENGTHS, 128, layout)
 
 
+def every(sizes: CandidateSizes) -> list[Candidate]:
+    return [sizes[index] for index in range(len(sizes))]
+
+
 def sft(**changes: Any) -> Candidate:
     usual = {"model": MODEL, "method": "sft", "max_length": 128, "per_device_train_batch_size": 4, "lengths": LENGTHS}
     return Candidate(**(usual | changes))
@@ -299,12 +315,66 @@ class TestPlans:
                 found = plan("Qwen2.5-1.5B", "2xA100-40G", **pinned).best
                 assert found.throughput.tokens_per_second <= best.throughput.tokens_per_second / 0.98
 
+    def test_grouped_lengths_are_said_where_packing_is_off(self):
+        answer = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft", max_length=2048, lengths=WORDS, packing=False)
+        named = {lever.price.code: lever.factor for lever in answer.levers}
+        assert named["price_of_grouped_lengths"] > 1.1
+        packed = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft", max_length=2048, lengths=WORDS)
+        assert "price_of_grouped_lengths" not in [lever.price.code for lever in packed.levers]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("tuning_class", "method"), [("full", "sft"), ("lora", "sft"), ("qlora", "sft"), ("lora", "dpo")]
+    )
+    @pytest.mark.parametrize("words", [WORDS, "p50=40,p90=60,max=4000", "rows=32,p50=900,max=1000"])
+    def test_a_search_is_as_fast_as_every_structure_and_batch(self, tuning_class, method, words):
+        cluster = parse_cluster("2xRTX-3090")
+        job = Job(model=load_model("Qwen2.5-0.5B"), method=method, pinned={"lengths": words}, effective_batch_size=32)
+        problem = SearchProblem(job=job, cluster=cluster, tuning_class=tuning_class)
+        found = search(problem)
+        sizes = [size for structure in structures(problem) for size in every(batch_sizes(structure, job))]
+        answers = [estimate_or_none(size, problem) for size in sizes]
+        fastest = max(answer.throughput.tokens_per_second for answer in answers if answer is not None and answer.fits)
+        assert found is not None
+        assert found.throughput.tokens_per_second >= NEAR_BEST * fastest
+
     def test_what_max_length_costs_is_said(self):
         answer = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft", max_length=4096, lengths=WORDS)
         costs = {note.values["max_length"]: note.values for note in answer.more if note.code == "length_costs"}
         assert set(costs) == {8192, 2048}
         assert costs[8192]["rows"] == 0
         assert costs[2048]["rows"] == pytest.approx(0.0415, abs=0.005)
+
+    def test_a_config_file_may_name_them(self, tmp_path):
+        (tmp_path / "train.yaml").write_text(f"lengths: {WORDS}\nmax_length: 2048\n")
+        request = read_options(self.options(config=str(tmp_path / "train.yaml"), lengths=None), lambda model: model)
+        assert request.job.pinned["lengths"] == lengths_in_words(WORDS)
+        assert request.warnings == ()
+
+    def test_a_request_names_a_file_only_where_the_server_allows_it(self, tmp_path):
+        body = {"model": "Qwen2.5-0.5B", "gpus": "1xRTX-3090", "method": "sft"}
+        path = tmp_path / "counts.txt"
+        path.write_text("10\n20\n")
+        for where in ({"lengths": str(path)}, {"set": {"lengths": str(path)}}):
+            request = PlanRequest(**body, **where)
+            with pytest.raises(InputError, match="lengths names a file of the server"):
+                read_request(request, SearchOptions, Allowed(paths=False, hub=False))
+            assert read_request(request, SearchOptions, Allowed(paths=True, hub=False))
+        words = PlanRequest(**body, lengths=WORDS)
+        assert read_request(words, SearchOptions, Allowed(paths=False, hub=False)).lengths == WORDS
+
+    def test_the_report_has_the_epoch(self):
+        words = f"rows=52002,{WORDS}"
+        cluster = parse_cluster("1xRTX-3090")
+        answer = estimate(
+            single_candidate(read_options(self.options(lengths=words), lambda model: model).job, cluster), cluster
+        )
+        epoch = to_builtins(estimate_report(answer))["throughput"]["epoch"]
+        assert (epoch["rows"], epoch["steps"], epoch["layout"]) == (52_002, 6_501, "padded")
+        assert epoch["padding"] > epoch["tokens"] / 2
+        said = "\n".join(describe_epoch(answer.throughput))
+        assert "of the computed tokens are padding" in said
+        assert "an epoch: 52,002 rows in 6,501 steps" in said
 
     def test_exported_files_keep_the_lengths(self, tmp_path):
         best = plan("Qwen2.5-0.5B", "1xRTX-3090", method="sft", max_length=2048, lengths=WORDS).best
@@ -444,3 +514,87 @@ def test_packed_rows_do_not_see_each_other(attention):
         together = model(**inputs, use_cache=False).logits[0]  # as SFTTrainer.compute_loss calls it
         alone = [model(input_ids=torch.tensor([row])).logits[0] for row in rows]
     assert torch.allclose(together, torch.cat(alone), atol=1e-5)
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}go{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model's config and a tokenizer that has a word for each token, and a chat template."""
+    pytest.importorskip("trl")
+    from probes.worker.random_weights import model_folder
+
+    # Transformers replaces the tokenizer of other architectures by their own class.
+    llama = load_model(str(Path(__file__).parent / "models" / "tiny-llama"))
+    folder = model_folder(llama, tmp_path_factory.mktemp("counts"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+MESSAGES = [{"role": "w3", "content": "w4 w5"}, {"role": "w6", "content": "w7"}]
+FORMATS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "text": ({"text": "w3 w4 w5"}, [4]),
+    "prompt and completion": ({"prompt": "w3 w4 ", "completion": "w5"}, [4]),
+    "messages": ({"messages": MESSAGES}, [5]),
+    "conversations": ({"conversations": [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]}, [4]),
+    "messages in two parts": ({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, [5]),
+    "pairs": ({"prompt": "w3 ", "chosen": "w4", "rejected": "w5 w6"}, [3, 4]),
+    "pairs of messages": ({"chosen": MESSAGES, "rejected": MESSAGES[:1]}, [5, 3]),
+    "prompts": ({"prompt": MESSAGES[:1]}, [4]),
+    "tokens": ({"input_ids": [3, 4]}, [2]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_plan_lengths_counts_every_format_of_trl(name, tmp_path, tokenizer_folder, capsys):
+    row, counts = FORMATS[name]
+    data, out = tmp_path / "data.jsonl", tmp_path / "counts.txt"
+    data.write_text(f"{json.dumps(row)}\n" * 3)
+    assert run(["lengths", str(data), "--model", str(tokenizer_folder), "--out", str(out)]) == 0
+    assert row_lengths(str(out)).tokens == tuple(counts * 3)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{3 * len(counts)} rows, {3 * sum(counts)} tokens")
+    assert second.startswith(f"--lengths {out}, or --lengths rows={3 * len(counts)},")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", ["text", "prompt and completion", "messages", "conversations", "messages in two parts"]
+)
+def test_plan_lengths_counts_what_the_trainer_trains_on(name, tmp_path, tokenizer_folder):
+    datasets, transformers, trl = (pytest.importorskip(name) for name in ("datasets", "transformers", "trl"))
+    from probes.row_counts import row_counts
+
+    fields = dict(MODEL.config)
+    config = transformers.AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    rows = [FORMATS[name][0]] * 4
+    trainer = trl.SFTTrainer(
+        model=transformers.AutoModelForCausalLM.from_config(config),
+        args=trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(tokenizer_folder),
+    )
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    counted = row_counts(str(data), "train", "text", str(tokenizer_folder))
+    assert counted == tuple(len(row["input_ids"]) for row in trainer.train_dataset)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [('{"question": "w3"}', "columns question"), ("", "cannot be loaded"), ('{"text": 5}', "cannot be tokenized")],
+)
+def test_plan_lengths_refuses_other_datasets_in_one_line(text, said, tmp_path, tokenizer_folder, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text(text)
+    assert run(["lengths", str(data), "--model", str(tokenizer_folder), "--out", str(tmp_path / "x")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("Error: ")
+    assert said in error
+    assert not (tmp_path / "x").exists()

@@ -247,6 +247,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     )),
     "price_of_attention_adapters": ({}, "the experts have no adapters and learn nothing"),
     "price_of_longer_rollouts": ({}, "the second step learns from completions of the policy before the first one"),
+    "price_of_grouped_lengths": ({}, "a batch has rows of similar lengths, which is another order of learning"),
     "no_dry_run": ({"reason": "trl not installed"}, "no dry run: trl not installed"),
     "dry_run_agrees": (
         {"trl": "1.16.0", "difference": -0.0101}, "a dry run with the installed trl 1.16.0 agrees within 1.1 %",
@@ -370,8 +371,7 @@ EXAMPLES: dict[NoteCode, tuple[dict[str, object], str]] = {
     "keys_without_effect": ({"keys": ("learning_rate",)}, "no matter of memory or speed: learning_rate"),
     "rows_taken_full": (
         {"max_length": 1024},
-        "every row is taken as 1,024 tokens long: give those of your dataset (--lengths FILE or "
-        "p50=380,p95=1900,max=8192) for padding, packing and the hours of an epoch",
+        "rows are taken as 1,024 tokens long: give yours with --lengths",
     ),
     "rows_cut": (
         {"max_length": 2048, "rows": 0.013, "tokens": 0.04, "dropped": False},

@@ -40,6 +40,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "plan diagnose train.log",
         "plan diagnose train.log --model Qwen2.5-7B --gpus 2xA100-40G --method grpo",
     ),
+    "lengths": (
+        "plan lengths train.jsonl --model Qwen2.5-7B-Instruct",
+        "plan lengths chats.csv --model Qwen2.5-7B-Instruct --out counts.txt",
+    ),
     "validate": ("plan validate cases.jsonl", "plan validate cases.jsonl --gpus 1xA100-80G --csv errors.csv"),
     "serve": ("plan serve", "plan serve --host 0.0.0.0 --token SECRET"),
     "mcp": ("plan mcp",),

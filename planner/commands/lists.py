@@ -1,10 +1,12 @@
-"""`plan models`, `plan gpus`, `plan schema`, `plan measurements`: lists of what is known."""
+"""Lists of what is known, and of a dataset's rows: `plan models`, `plan gpus`, `plan schema` and others."""
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from planner.commands.exit_codes import EXIT_PLANNED
-from planner.commands.options import ListOptions, MeasurementsOptions, grouped
+from planner.commands.options import LengthsOptions, ListOptions, MeasurementsOptions, OutputOptions, grouped
+from planner.commands.printing import live_line
 from planner.errors import InputError, shortened
 
 
@@ -84,4 +86,23 @@ def measurements(options: MeasurementsOptions) -> int:
         print(f"no measurements{f' of {gpu}' if gpu else ''} are kept yet: plan probe and plan --probe add theirs")
     else:
         print(measurements_listing((digest, result) for digest, (_, result) in found.items()))
+    return EXIT_PLANNED
+
+
+@grouped
+def lengths(options: LengthsOptions) -> int:
+    """Count the tokens of a dataset's rows as TRL tokenizes them, for --lengths. Needs the extra dryrun."""
+    from planner.files.write import write_all
+    from planner.models.catalogue import load_model
+    from planner.report.listing import lengths_listing
+    from planner.rows.lengths import counted_lengths
+    from planner.training_stack import count_tokens
+
+    model = load_model(options.model)
+    with live_line(OutputOptions(quiet=options.quiet), f"counting the tokens of {options.dataset}") as line:
+        found = counted_lengths(
+            count_tokens(options.dataset, options.split, options.text_field, model.path or model.id, line.say)
+        )
+    write_all({Path(options.out): "".join(f"{count}\n" for count in found.tokens)})
+    print(lengths_listing(found, options.out))
     return EXIT_PLANNED

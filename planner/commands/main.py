@@ -28,6 +28,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "dry-run": dry_run.dry_run,
     "probe": probe.probe,
     "diagnose": diagnose.diagnose,
+    "lengths": lists.lengths,
     "validate": validate.validate,
     "export": export.export,
     "serve": serve.serve,

@@ -270,6 +270,30 @@ class ListOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LengthsOptions:
+    """The dataset whose rows are counted, and the file of their counts."""
+
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATASET",
+            help="A file (JSON lines, CSV, parquet, text), a folder that save_to_disk wrote, or a dataset of the Hub.",
+        ),
+    ]
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME", help="The model whose tokenizer and chat template are taken.")
+    ]
+    split: Annotated[str, typer.Option("--split", metavar="NAME", help="The split of the dataset.")] = "train"
+    text_field: Annotated[
+        str, typer.Option("--text-field", metavar="NAME", help="The column of a text (dataset_text_field of TRL).")
+    ] = "text"
+    out: Annotated[
+        str, typer.Option("--out", metavar="FILE", help="The file for the counts, one a line, for --lengths.")
+    ] = "lengths.txt"
+    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on stderr but errors.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasurementsOptions:
     """The user's own measurements to list, export or forget."""
 

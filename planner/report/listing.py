@@ -22,7 +22,8 @@ from planner.report.documents import (
 )
 from planner.report.json import plan_report
 from planner.report.words import bare_gib, describe_candidate, describe_excess, describe_probability, tightest
-from planner.units import format_gib
+from planner.rows.lengths import RowLengths
+from planner.units import format_count, format_gib
 
 BILLION = 1e9
 GAP = "  "
@@ -210,4 +211,14 @@ def comparison_report(rows: Sequence[Compared]) -> ComparisonReport:
             )
             for row in rows
         ),
+    )
+
+
+def lengths_listing(lengths: RowLengths, file: str) -> str:
+    """Return the rows of a dataset in two lines: how many and how long, and their quantiles for `--lengths`."""
+    tokens = sum(lengths.tokens)
+    mean, longest = format_count(round(tokens / lengths.rows)), format_count(lengths.longest)
+    return (
+        f"{format_count(lengths.rows)} rows, {format_count(tokens)} tokens, {mean} a row, the longest {longest}\n"
+        f"--lengths {file}, or --lengths {lengths.words}"
     )

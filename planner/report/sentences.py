@@ -409,6 +409,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
         "epoch nothing is won)"
     ),
     "price_of_attention_adapters": lambda: "the experts have no adapters and learn nothing",
+    "price_of_grouped_lengths": lambda: "a batch has rows of similar lengths, which is another order of learning",
     "price_of_longer_rollouts": lambda: "the second step learns from completions of the policy before the first one",
     "with_settings": lambda settings: f"--set {settings_text(settings)}",
     "more_gpus": lambda gpus: f"{gpus} GPUs",
@@ -499,8 +500,7 @@ SENTENCES: dict[NoteCode, Callable[..., str]] = {
     "config_unchanged": lambda: "the config needs no change",
     # the lengths of rows
     "rows_taken_full": lambda max_length: (
-        f"every row is taken as {format_count(max_length)} tokens long: give those of your dataset (--lengths FILE or "
-        "p50=380,p95=1900,max=8192) for padding, packing and the hours of an epoch"
+        f"rows are taken as {format_count(max_length)} tokens long: give yours with --lengths"
     ),
     "rows_cut": lambda max_length, rows, tokens, dropped: (
         f"max_length {format_count(max_length)} {'leaves out' if dropped else 'cuts'} {format_share(rows)} of the rows "

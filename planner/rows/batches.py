@@ -286,11 +286,11 @@ def epoch_of(rows: Rows, rows_per_sample: int) -> Epoch:
     data_loader.py, `BatchSamplerShard`, even_batches): fewer than one batch for each process.
     """
     own = trained_rows(rows.lengths, rows.max_length, rows.too_long, rows.layout)
-    samples, size = own.rows // rows_per_sample, rows.batch_rows // rows_per_sample
-    batches, rest = divmod(samples, size)
-    micro_steps = -(-(batches + bool(rest)) // rows.processes)
+    size, scale = rows.batch_rows // rows_per_sample, _scale(rows.lengths)
+    batches, rest = divmod(own.rows // rows_per_sample, size)
+    samples = round(scale * own.rows) // rows_per_sample
+    micro_steps = -(-samples // (size * rows.processes))
     cut_rows, cut_tokens = _lost(rows)
-    scale = _scale(rows.lengths)
     return Epoch(
         rows=rows.lengths.rows,
         drawn_rows=round(scale * len(rows.lengths.tokens)),
@@ -299,7 +299,7 @@ def epoch_of(rows: Rows, rows_per_sample: int) -> Epoch:
         padding=round(scale * (_computed(rows, own, batches, rest * rows_per_sample) - own.total)),
         cut_rows=round(scale * cut_rows),
         cut_tokens=round(scale * cut_tokens),
-        steps=-(-round(scale * micro_steps) // rows.accumulation),
+        steps=-(-micro_steps // rows.accumulation),
         layout=rows.layout,
         max_length=rows.max_length,
     )

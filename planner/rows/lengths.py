@@ -1,11 +1,9 @@
 """Token counts of a dataset's rows (`RowLengths`), counted from a file or drawn from quantiles in words."""
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import exp, log
-from statistics import NormalDist
 
 from planner.errors import InputError, shortened
 
@@ -96,6 +94,10 @@ def lengths_in_words(text: str) -> RowLengths:
     Raises:
         InputError: a part is no quantile, there is no `max` or nothing beside it, or a quantile falls.
     """
+    from random import Random  # lazy imports: they take 10 ms, and most plans have no lengths
+    from statistics import NormalDist
+
+    score_of = NormalDist().inv_cdf
     given = _parts(text)
     rows = given.pop("rows", 0)
     drawn = min(rows, DRAWN_ROWS) or DRAWN_ROWS
@@ -106,13 +108,13 @@ def lengths_in_words(text: str) -> RowLengths:
     for (_, low, first), (_, high, second) in pairwise(points):
         if low > high:
             raise InputError(f"--lengths {shortened(text)}: {second}={high} is below {first}={low}.")
-    scores = [(NormalDist().inv_cdf(rank), log(count)) for rank, count, _ in points]
+    scores = [(score_of(rank), log(count)) for rank, count, _ in points]
     shortest, longest = given.get("min", 1), given["max"]
     drawn_tokens = [
-        min(longest, max(shortest, round(exp(_interpolated(NormalDist().inv_cdf((index + 0.5) / drawn), scores)))))
+        min(longest, max(shortest, round(exp(_interpolated(score_of((index + 0.5) / drawn), scores)))))
         for index in range(drawn)
     ]
-    random.Random(0).shuffle(drawn_tokens)  # the order matters where rows are packed 1,000 at a time
+    Random(0).shuffle(drawn_tokens)  # the order matters where rows are packed 1,000 at a time
     return RowLengths(tokens=tuple(drawn_tokens), rows=rows, counted=False, words=_written(given, rows))
 
 

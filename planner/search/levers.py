@@ -48,6 +48,7 @@ def levers(best: Estimate, problem: SearchProblem, full: tuple[SearchProblem, Es
         *precomputed_reference(best, problem),
         *attention_adapters(best, problem),
         *longer_rollouts(best, problem),
+        *grouped_lengths(best, problem),
     ]
     return tuple(sorted(found, key=lambda lever: -lever.factor))
 
@@ -126,6 +127,18 @@ def longer_rollouts(best: Estimate, problem: SearchProblem) -> Iterator[Lever]:
     if found is not None and found.fits and is_worth_a_line(found, best):
         change = Note("with_settings", {"settings": {"steps_per_generation": steps}})
         yield lever_of(found, best, change, Note("price_of_longer_rollouts"))
+
+
+def grouped_lengths(best: Estimate, problem: SearchProblem) -> Iterator[Lever]:
+    """Yield batches of rows of similar lengths, which hold less padding."""
+    candidate = best.candidate
+    unknown = candidate.lengths is None or candidate.layout != "padded"
+    if unknown or not candidate.method_row.packs or "train_sampling_strategy" in problem.job.pinned:
+        return
+    found = estimate_or_none(structs.replace(candidate, train_sampling_strategy="group_by_length"), problem)
+    if found is not None and found.fits and is_worth_a_line(found, best):
+        change = Note("with_settings", {"settings": {"train_sampling_strategy": "group_by_length"}})
+        yield lever_of(found, best, change, Note("price_of_grouped_lengths"))
 
 
 def search_with(problem: SearchProblem, pins: dict[str, Value]) -> Estimate | None:
