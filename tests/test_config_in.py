@@ -259,6 +259,7 @@ def test_what_may_be_freed_is_what_searches_change(method: MethodName) -> None:
     changed = {field for field in FIELDS if len({getattr(each, field) for each in found}) > 1}
     changed |= {"use_liger_kernel"} if all(each.use_liger_kernel for each in found) else set()  # set, not searched
     batch = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "sync_each_batch"}
+    batch |= {"per_device_eval_batch_size"}  # of jobs that evaluate
     if method == "grpo":
         only_sft = {"bnb_4bit_quant_storage", "packing"}
         engine = {"vllm_gpu_memory_utilization", "vllm_max_model_length"}

@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from planner.models.shape import ModelShape
 from planner.report.sentences import sentence
 from planner.requests.options import JobOptions
 from planner.requests.read_options import JobRequest, read_options
+from planner.requests.train_config import train_config
 from planner.settings.unread import UNMODELLED, WITHOUT_EFFECT
 
 OLDER_NAMES = {"warmup_ratio", "logging_dir"}  # of releases of transformers before 5
@@ -45,6 +47,21 @@ def test_a_command_takes_an_argument_without_effect(text: str) -> None:
 def test_an_argument_whose_effect_is_not_counted_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"^{name} changes memory or speed in a way that is not counted"):
         asked(**{name: "1"})
+
+
+def test_a_config_names_what_of_its_generation_is_not_counted() -> None:
+    keys = {
+        "generation_kwargs": {"num_beams": 4, "top_k": 5},
+        "cache_implementation": "static",
+        "vllm_model_impl": None,
+    }
+    assert train_config(keys, Path()).unmodelled == ("cache_implementation", "generation_kwargs: num_beams")
+
+
+def test_an_evaluation_in_a_config_is_no_matter_of_warnings() -> None:
+    keys = {"eval_strategy": "no", "per_device_eval_batch_size": 4, "eval_accumulation_steps": None}
+    read = train_config(keys, Path())
+    assert (read.unmodelled, read.ignored) == ((), ())
 
 
 @pytest.mark.parametrize("name", ["lr_of_head", "max_grad_norm", "dataloader_num_workers", "foo"])

@@ -75,8 +75,15 @@ SEARCH_DEFAULTS: dict[str, Value] = {"lora_dropout": 0.05}
 # Launchers that start processes without sharding.
 UNSHARDED = (("distributed_type", "NO"), ("distributed_type", "MULTI_GPU"))
 
-# Keys of `teacher_model_init_kwargs` that change memory and are not modelled.
-TEACHER_UNMODELLED = {"quantization_config", "attn_implementation"}
+# Keys of nested mappings that change memory or speed and are not modelled. Other keys of `generation_kwargs` choose the
+# next token. Source: transformers 5.23, generation/configuration_utils.py, `GenerationConfig`.
+INNER_UNMODELLED = {
+    "teacher_model_init_kwargs": {"quantization_config", "attn_implementation"},
+    "generation_kwargs": {
+        "assistant_early_exit", "cache_implementation", "num_beams", "num_return_sequences", "output_hidden_states",
+        "output_logits", "output_scores", "prompt_lookup_num_tokens", "use_cache",
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,8 +194,8 @@ def train_config(
     settings = {**defaults} | {name: value for name, value in pairs.items() if name in known and value is not None}
     launcher = pairs.pop(LAUNCHER, None)
     unknown = sorted(name for name in pairs if name not in known)
-    of_teacher = (f"teacher_model_init_kwargs: {kind}" for kind in TEACHER_UNMODELLED)
-    unmodelled = {*UNMODELLED, *DEEPSPEED_UNMODELLED, *of_teacher}
+    inner = (f"{name}: {kind}" for name, kinds in INNER_UNMODELLED.items() for kind in kinds)
+    unmodelled = {*UNMODELLED, *DEEPSPEED_UNMODELLED, *inner}
     return TrainConfig(
         accelerate=_beside(folder, str(launcher)) if launcher else None,
         settings=_without_unread(settings, pairs),
@@ -215,15 +222,21 @@ def _flatten(keys: Mapping[str, object], folder: Path) -> Iterator[tuple[str, Va
             yield from ((unmodelled, True) for unmodelled in launch.unmodelled)
         elif name == "quantization_config" and isinstance(value, Mapping):
             yield from ((QUANTIZATION_KEYS[key], _plain(value[key])) for key in value.keys() & QUANTIZATION_KEYS.keys())
-        elif name == "teacher_model_init_kwargs" and isinstance(value, Mapping):
-            yield from (("teacher_dtype", _plain(given)) for kind, given in value.items() if kind == "dtype")
-            yield from ((f"{name}: {kind}", True) for kind in value.keys() & TEACHER_UNMODELLED)
+        elif name in INNER_UNMODELLED and isinstance(value, Mapping):
+            yield from _inner_settings(name, value)
         elif name == "fsdp" and value:
             yield from _fsdp_settings(value)
         elif name == "fsdp_config" and isinstance(value, Mapping):
             yield from _fsdp_config_settings(value)
         else:
             yield name, _plain(value)
+
+
+def _inner_settings(name: str, inner: Mapping[object, object]) -> Iterator[tuple[str, Value]]:
+    """Yield the settings of a teacher or of `generate` that a mapping has, and its keys that are not modelled."""
+    if name == "teacher_model_init_kwargs" and "dtype" in inner:
+        yield "teacher_dtype", _plain(inner["dtype"])
+    yield from ((f"{name}: {kind}", True) for kind in inner.keys() & INNER_UNMODELLED[name])
 
 
 def _plain(value: object) -> Value:

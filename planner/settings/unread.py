@@ -5,10 +5,12 @@ Source: trl 1.16, trainer/*_config.py and scripts/utils.py, `ScriptArguments`; t
 
 # They change memory or speed and are not modelled: a plan warns about them in a file, `--set` refuses them.
 UNMODELLED = (
-    "auto_find_batch_size", "cast_lm_head_to_fp32", "generation_batch_size",
-    "include_num_input_tokens_seen", "label_smoothing_factor", "lora_modules_to_save", "lora_target_parameters",
-    "neftune_noise_alpha", "optim_args", "router_aux_loss_coef", "seq_kd", "sync_ref_model", "torch_compile",
-    "torch_empty_cache_steps", "use_dora", "use_transformers_continuous_batching",
+    "auto_find_batch_size", "batch_eval_metrics", "cache_implementation", "cast_lm_head_to_fp32", "ddp_bucket_cap_mb",
+    "ddp_find_unused_parameters", "ddp_static_graph", "eval_packing", "generate_during_eval", "generation_batch_size",
+    "generation_kwargs", "include_num_input_tokens_seen", "label_smoothing_factor", "liger_kernel_config",
+    "lora_modules_to_save", "lora_target_parameters", "neftune_noise_alpha", "optim_args", "router_aux_loss_coef",
+    "seq_kd", "sync_ref_model", "torch_compile", "torch_empty_cache_steps", "use_dora",
+    "use_transformers_continuous_batching", "use_transformers_paged", "vllm_model_impl",
 )  # fmt: skip
 
 # They decide what is learned, logged, saved and named, and change no tensor and no pass of a training step. `--set`
@@ -36,7 +38,7 @@ WITHOUT_EFFECT: frozenset[str] = frozenset(
         "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
         # when an evaluation runs, and what of it is counted or logged
         "do_train", "do_eval", "do_predict", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end",
-        "include_for_metrics", "eval_use_gather_object", "eval_do_concat_batches",
+        "include_for_metrics", "bf16_full_eval", "fp16_full_eval", "eval_use_gather_object", "eval_do_concat_batches",
         # logs, checkpoints and the Hub
         "output_dir", "run_name", "project", "report_to", "log_level", "log_level_replica", "log_on_each_node",
         "logging_dir", "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter",
