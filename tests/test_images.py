@@ -235,7 +235,7 @@ def test_a_plan_keeps_its_images_and_an_export_says_them(tmp_path: Path) -> None
     assert report["best"]["settings"]["attn_implementation"] == "sdpa"  # FlashAttention drops the mask of images
     assert not any("images" in warning for warning in report["warnings"])
     assert run(["export", folder, str(tmp_path / "run")]) == 0
-    assert "--images-per-row 1" in (tmp_path / "run" / "README.md").read_text()
+    assert " images_per_row=1" in (tmp_path / "run" / "train.yaml").read_text().splitlines()[1]
 
 
 def tiny(name: str, folder: Path, **outer: object) -> str:
