@@ -1,5 +1,7 @@
-"""Quantities of estimates and measurements: memory by phase and component on each GPU, speed, and what is to be said
-about them as data (`Reason`, `Note`), whose sentences planner/report/sentences.py makes."""
+"""Memory by phase and component on each GPU, speed, and what is to be said about them as data (`Reason`, `Note`).
+
+planner/report/sentences.py makes the sentences.
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
 """Every command that the documents show runs, and the help that they quote is the command's."""
 
+import ast
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from test_layout import ALLOWED, PATHS, TREES, part
 
 from planner.commands.help import EXAMPLES
 from planner.commands.main import COMMANDS as COMMANDS_OF_PLAN
@@ -18,6 +20,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ("answer", "examples", "python", "serve", "accuracy", "choosing", "design", "lengths", "limits")  # of docs/
 DOCUMENTS = "\n".join([README, *((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)])
 HELP_PAGE = ROOT / "docs" / "command.md"
+DESIGN_PAGE = ROOT / "docs" / "design.md"
+TREE = re.compile(r"(?<=by `make golden`:\n\n```\n).*?(?=```\n)", re.DOTALL)  # of the design page
 SUBCOMMANDS = ("", *COMMANDS_OF_PLAN)
 REWRITE = os.environ.get("PLAN_REWRITE_GOLDEN") == "1"
 
@@ -42,6 +46,26 @@ def help_page(capsys: pytest.CaptureFixture[str]) -> str:
         call = f"plan {subcommand}".strip()
         parts.append(f"## `{call}`\n\n```\n{help_text(subcommand, capsys).rstrip()}\n```\n")
     return "\n".join(parts)
+
+
+def layout_tree() -> str:
+    """The folders and root modules of both packages, from the bottom of the table of imports to its top, as a text.
+
+    A row holds the first line of a docstring.
+    """
+    parts = list(ALLOWED)
+    rows = {"planner": [], "probes": []}
+    for module, path in PATHS.items():
+        package, *inside = module.split(".")
+        if len(inside) == 1 or (len(inside) == 2 and path.name == "__init__.py" and inside[1] != "migrations"):
+            name = f"{'/'.join(inside)}{'/' if path.name == '__init__.py' else '.py'}"
+            rank = max(parts.index(part(each)) for each in PATHS if f"{each}.".startswith(f"{module}."))
+            rows[package].append((rank, name, (ast.get_docstring(TREES[module]) or "").partition("\n")[0]))
+    return "".join(
+        f"{package + '/':<26}{(ast.get_docstring(TREES[package]) or '').partition(chr(10))[0]}\n"
+        + "".join(f"  {name:<24}{said}\n" for _, name, said in sorted(rows[package]))
+        for package in rows
+    )
 
 
 COMMANDS = [
@@ -120,6 +144,16 @@ def test_the_help_in_the_documents_is_the_help(capsys, monkeypatch):
     if REWRITE:
         HELP_PAGE.write_text(page, encoding="utf-8")
     assert HELP_PAGE.read_text(encoding="utf-8") == page
+
+
+def test_the_tree_of_the_design_page_is_that_of_the_docstrings():
+    if REWRITE:
+        DESIGN_PAGE.write_text(TREE.sub(layout_tree(), DESIGN_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    assert TREE.findall(DESIGN_PAGE.read_text(encoding="utf-8")) == [layout_tree()]
+
+
+def test_every_folder_says_in_one_line_what_it_holds():
+    assert [line for line in layout_tree().splitlines() if not re.search(r"\s{2,}\S.*\.$", line)] == []
 
 
 def test_the_readme_shows_one_line_that_installs_and_tests():

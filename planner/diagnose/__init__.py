@@ -1,0 +1,1 @@
+"""A log -> what ran out of memory, in which phase, and what fits instead."""

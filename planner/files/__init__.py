@@ -1,0 +1,1 @@
+"""The user's cache, files written all or nothing, files that grow by lines, YAML."""

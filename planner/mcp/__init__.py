@@ -1,0 +1,1 @@
+"""The tools of coding agents, over the Model Context Protocol."""

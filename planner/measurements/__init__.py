@@ -1,0 +1,1 @@
+"""Measurements beside predictions, the user's own results and a team's, `plan validate`."""

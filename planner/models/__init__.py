@@ -1,0 +1,1 @@
+"""config.json -> ModelShape; the catalogue of models."""

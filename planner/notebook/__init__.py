@@ -1,0 +1,1 @@
+"""The answers as Python functions: plan, estimate, sweep, plots."""

@@ -1,0 +1,1 @@
+"""Options, TRL, accelerate and DeepSpeed files, TRL's objects, saved reports -> JobRequest."""

@@ -1,0 +1,1 @@
+"""Lengths of the rows of a dataset: files, batches, packing."""

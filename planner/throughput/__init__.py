@@ -1,0 +1,1 @@
+"""Seconds of a step: compute, attention, launches, links, decoding, the host."""

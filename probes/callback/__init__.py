@@ -1,0 +1,1 @@
+"""`MemoryPlanCallback`, for the user's own runs."""

@@ -1,0 +1,1 @@
+"""The dry run: one training step of the installed trainer on fake tensors."""

@@ -1,0 +1,1 @@
+"""Architectures without formulas: one layer of each kind, measured on fake tensors."""

@@ -1,0 +1,1 @@
+"""Phases, rollouts and allocations of a running step."""

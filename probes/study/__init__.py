@@ -1,0 +1,1 @@
+"""Optuna: the study, the sampler, the certificate."""

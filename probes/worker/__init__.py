@@ -1,0 +1,1 @@
+"""The process of a probe: workload, longest rows, random weights, memory by phase."""

@@ -1,0 +1,1 @@
+"""Memory of a vLLM engine: weights, its profile run, blocks of the KV cache."""

@@ -1,0 +1,1 @@
+"""Activations of the tower that reads images."""

@@ -1,0 +1,1 @@
+"""A decoder layer, written with operators that track tensor sizes (autograd.py)."""
