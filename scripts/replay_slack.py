@@ -21,7 +21,7 @@ from statistics import median, stdev
 
 from msgspec.structs import replace
 
-from planner.allocator.caching_allocator import NO_LIMIT, AllocatorSettings
+from planner.allocator.caching_allocator import NO_LIMIT
 from planner.allocator.loading import warm_up_bytes
 from planner.allocator.replay import replay
 from planner.allocator.reserved import reserved_of
@@ -86,12 +86,11 @@ def partly_checkpointed() -> Iterator[Candidate]:
 
 def smallest_budget_bytes(trace: Trace, expandable: bool, warm_up: int) -> int:
     """The smallest multiple of `STEP_MIB` on which the trace runs to its end."""
-    settings = AllocatorSettings(expandable_segments=expandable)
     top = 2 * trace.peak_bytes // (STEP_MIB * MIB) + 2
 
     def runs(below_top: int) -> bool:
         budget = (top - below_top) * STEP_MIB * MIB
-        return replay(trace.events, budget, settings, free_before=warm_up).out_of_memory is None
+        return replay(trace.events, budget, expandable, free_before=warm_up).out_of_memory is None
 
     return (top - largest(0, top - trace.peak_bytes // (STEP_MIB * MIB), runs)) * STEP_MIB * MIB
 
@@ -141,8 +140,7 @@ def varied(candidate: Candidate) -> Row:
         made += len(trace.allocations)
     warm_up = warm_up_bytes(traces[-1], candidate, GPU)
     plain, expandable = (
-        replay(events, NO_LIMIT, AllocatorSettings(expandable_segments=flag), free_before=warm_up).peak_reserved_bytes
-        for flag in (False, True)
+        replay(events, NO_LIMIT, flag, free_before=warm_up).peak_reserved_bytes for flag in (False, True)
     )
     return {"varied_reserved_bytes": plain, "expandable_varied_reserved_bytes": expandable}
 

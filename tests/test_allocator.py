@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from planner.allocator.caching_allocator import Allocator, AllocatorSettings
+from planner.allocator.caching_allocator import Allocator
 from planner.allocator.loading import warm_up_bytes
 from planner.allocator.replay import replay
 from planner.allocator.reserved import reserved_of
@@ -18,12 +18,9 @@ from planner.models.catalogue import load_model
 from planner.quantities import Phase
 from planner.units import GIB, MIB
 
-PLAIN = AllocatorSettings()
-EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
-
-def reserved(*events: tuple[int, int], card_bytes: int = GIB, settings: AllocatorSettings = PLAIN) -> tuple[int, ...]:
-    return replay(events, card_bytes, settings).reserved
+def reserved(*events: tuple[int, int], card_bytes: int = GIB, expandable: bool = False) -> tuple[int, ...]:
+    return replay(events, card_bytes, expandable).reserved
 
 
 def test_small_requests_share_a_segment_of_two_mebibytes() -> None:
@@ -85,22 +82,16 @@ def test_running_out_says_the_figures_of_the_message() -> None:
 
 def test_expandable_segments_grow_by_pages_and_leave_no_holes() -> None:
     # three of 30 MiB: 2 pages of 20, then 1 more with the 10 left over, then 2 more
-    assert reserved((0, 30 * MIB), (1, 30 * MIB), (2, 30 * MIB), settings=EXPANDABLE) == (40 * MIB, 60 * MIB, 100 * MIB)
+    assert reserved((0, 30 * MIB), (1, 30 * MIB), (2, 30 * MIB), expandable=True) == (40 * MIB, 60 * MIB, 100 * MIB)
     grown = ((0, 30 * MIB), (1, 30 * MIB), (0, -30 * MIB), (1, -30 * MIB), (2, 55 * MIB))
-    assert reserved(*grown, settings=EXPANDABLE)[-1] == 60 * MIB
+    assert reserved(*grown, expandable=True)[-1] == 60 * MIB
     assert reserved(*grown)[-1] == 60 * MIB + 56 * MIB
-
-
-def test_blocks_above_the_split_size_are_given_away_whole_or_not_at_all() -> None:
-    settings = AllocatorSettings(max_split_size_bytes=32 * MIB)
-    assert reserved((0, 64 * MIB), (0, -64 * MIB), (1, 12 * MIB), settings=settings)[-1] == 76 * MIB
-    assert replay([(0, 64 * MIB), (0, -64 * MIB), (1, 50 * MIB)], GIB, settings).peak_allocated_bytes == 64 * MIB
 
 
 def test_slack_is_what_no_free_segment_gives_back() -> None:
     # 4 of 20 MiB used: the rest of the segment stays. The free segment of 30 MiB could be given back: not counted.
     events = ((0, 4 * MIB), (1, 30 * MIB), (1, -30 * MIB))
-    replayed = replay(events, GIB, PLAIN, frozenset({0, 1, 2}))
+    replayed = replay(events, GIB, False, frozenset({0, 1, 2}))
     assert replayed.slack == {0: 16 * MIB, 1: 16 * MIB, 2: 16 * MIB}
     assert replayed.reserved[-1] == 50 * MIB
 
@@ -108,7 +99,7 @@ def test_slack_is_what_no_free_segment_gives_back() -> None:
 def test_slack_of_expandable_segments_is_less_than_a_page() -> None:
     # 50 MiB on three pages of 20 leave 10; when 20 MiB of them are free, their whole page can be given back
     events = ((0, 30 * MIB), (1, 20 * MIB), (1, -20 * MIB))
-    assert replay(events, GIB, EXPANDABLE, frozenset({1, 2})).slack == {1: 10 * MIB, 2: 10 * MIB}
+    assert replay(events, GIB, True, frozenset({1, 2})).slack == {1: 10 * MIB, 2: 10 * MIB}
 
 
 def made(index: int, mebibytes: int, phase: Phase, died: int = STAYS) -> Allocation:
@@ -190,7 +181,7 @@ moves = st.lists(st.tuples(sizes, st.integers(min_value=0, max_value=30)), min_s
 
 @given(moves, st.booleans())
 def test_reserved_is_never_below_allocated_and_all_comes_back(steps: list[tuple[int, int]], expandable: bool) -> None:
-    allocator = Allocator(16 * GIB, EXPANDABLE if expandable else PLAIN)
+    allocator = Allocator(16 * GIB, expandable)
     live = []
     for size_bytes, choice in steps:
         block = allocator.allocate(size_bytes)

@@ -1,8 +1,9 @@
 """Model of PyTorch's caching allocator for CUDA: segments on a GPU are split into blocks and merged again.
 
 Source: pytorch, c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`, `ExpandableSegment`) and, for the
-constants and settings of 2.13, c10/core/AllocatorConfig.h. Each function names the one that it ports. Leaves out
-captured graphs and private pools. Tested against a second, naive implementation (tests/naive_allocator.py).
+constants of 2.13, c10/core/AllocatorConfig.h. Each function names the one that it ports. Of PYTORCH_CUDA_ALLOC_CONF it
+knows `expandable_segments`, the only setting that plans have. Leaves out captured graphs and private pools. Tested
+against a second, naive implementation (tests/naive_allocator.py).
 """
 
 import bisect
@@ -18,27 +19,6 @@ LARGE_SEGMENT_BYTES = 20 * MIB  # size of the segments for requests between 1 an
 MIN_OWN_SEGMENT_BYTES = 10 * MIB  # a request of at least this size gets a segment of its own size,
 SEGMENT_ROUND_BYTES = 2 * MIB  # rounded up to a multiple of this
 NO_LIMIT = 2**62
-# roundup_power2_divisions has one value for each power of two from 1 MiB to 64 GiB (kRoundUpPowerOfTwoIntervals).
-ROUNDUP_INTERVALS = 16
-ROUNDUP_START_BITS = 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AllocatorSettings:
-    """The settings in PYTORCH_CUDA_ALLOC_CONF.
-
-    Blocks of at least `max_split_size_bytes` are not split; such a block serves a request that is smaller by less than
-    `max_non_split_rounding_bytes`. `garbage_collection_threshold` and `memory_fraction` are shares of the GPU; PyTorch
-    collects garbage only if a fraction was set (`torch.cuda.set_per_process_memory_fraction`), 0 here: not set.
-    `roundup_power2_divisions`: none, or one number for each of the `ROUNDUP_INTERVALS` sizes.
-    """
-
-    expandable_segments: bool = False
-    max_split_size_bytes: int = NO_LIMIT
-    max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
-    garbage_collection_threshold: float = 0.0
-    memory_fraction: float = 0.0
-    roundup_power2_divisions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +60,6 @@ class Block:
     mapped: bool = True
     previous: "Block | None" = None
     following: "Block | None" = None
-    inserted_at: int = 0  # the pool's count of searches when the block was last freed: its age, for garbage collection
 
     @property
     def is_split(self) -> bool:
@@ -97,13 +76,11 @@ class Pool:
     def __init__(self, small: bool) -> None:
         self.small = small
         self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
-        self.searches = 0
         self.keys: list[tuple[int, int, int]] = []
         self.blocks: dict[tuple[int, int, int], Block] = {}
         self.unmapped: list[Block] = []  # few: one for each hole and the end of a segment
 
     def add(self, block: Block) -> None:
-        block.inserted_at = self.searches
         key = (block.stream, block.size_bytes, block.address)
         bisect.insort(self.keys, key)
         self.blocks[key] = block
@@ -120,11 +97,11 @@ class Pool:
 class Allocator:
     """The allocator's state: `reserved_bytes` counts its segments and mapped pages, `allocated_bytes` blocks in use."""
 
-    def __init__(self, card_bytes: int, settings: AllocatorSettings, total_bytes: int = 0) -> None:
+    def __init__(self, card_bytes: int, expandable_segments: bool = False, total_bytes: int = 0) -> None:
         """`card_bytes`: what PyTorch may reserve; `total_bytes` of the GPU, if more, sizes the address space."""
         self.card_bytes = card_bytes
         self.total_bytes = max(total_bytes, card_bytes)
-        self.settings = settings
+        self.expandable_segments = expandable_segments
         self.reserved_bytes = 0
         self.allocated_bytes = 0
         self.small_pool, self.large_pool = Pool(small=True), Pool(small=False)
@@ -135,13 +112,10 @@ class Allocator:
 
         Source: `malloc`.
         """
-        size_bytes = rounded_bytes(size_bytes, self.settings)
+        size_bytes = rounded_bytes(size_bytes)
         pool = self.small_pool if size_bytes <= SMALL_BYTES else self.large_pool
         block = self._free_block(pool, size_bytes, stream)
         if block is None:
-            self._collect_garbage()
-            block = self._new_block(pool, size_bytes, stream)
-        if block is None and self._release_available(pool, size_bytes, stream):
             block = self._new_block(pool, size_bytes, stream)
         if block is None:
             self.empty_cache()
@@ -191,7 +165,7 @@ class Allocator:
         """Return the numbers of the message for a request that found no room."""
         return OutOfMemory(
             event=event,
-            tried_bytes=segment_bytes(rounded_bytes(size_bytes, self.settings)),
+            tried_bytes=segment_bytes(rounded_bytes(size_bytes)),
             total_bytes=self.card_bytes,
             free_bytes=self.card_bytes - self.reserved_bytes,
             allocated_bytes=self.allocated_bytes,
@@ -205,8 +179,6 @@ class Allocator:
 
         With expandable segments the size of a block at the end of its mapped pages is the size that it can grow to.
         """
-        if self._collects_garbage:
-            pool.searches += 1
         index = bisect.bisect_left(pool.keys, (stream, size_bytes, -1))
         if index == len(pool.keys) or pool.keys[index][0] != stream:
             return None
@@ -216,69 +188,8 @@ class Allocator:
             if following.stream != stream or _expandable_bytes(following) >= _expandable_bytes(block):
                 break
             block, index = following, index + 1
-        limit = self.settings.max_split_size_bytes
-        if size_bytes < limit <= block.size_bytes:
-            return None
-        if size_bytes >= limit and block.size_bytes >= size_bytes + self.settings.max_non_split_rounding_bytes:
-            return None
         pool.remove(block)
         return block
-
-    @property
-    def _collects_garbage(self) -> bool:
-        return self.settings.memory_fraction > 0 and self.settings.garbage_collection_threshold > 0
-
-    @property
-    def _allowed_bytes(self) -> int:
-        fraction = self.settings.memory_fraction
-        return int(fraction * self.card_bytes) if fraction else NO_LIMIT
-
-    def _collect_garbage(self) -> None:
-        """Return whole large segments that have been free for longest, in passes until enough is returned.
-
-        A pass returns every segment of at least the mean age, even beyond the target.
-        Source: `garbage_collect_cached_blocks`.
-        """
-        if not self._collects_garbage:
-            return
-        threshold = int(self.settings.garbage_collection_threshold * self._allowed_bytes)
-        target, reclaimed = self.reserved_bytes - threshold, 0
-        if target <= 0:
-            return
-        pool = self.large_pool
-        whole = [block for block in pool.in_order() if not block.is_split]
-        while whole and reclaimed < target:
-            mean_age = sum(pool.searches - block.inserted_at for block in whole) / len(whole)
-            old = [block for block in whole if pool.searches - block.inserted_at >= mean_age]
-            if not old:
-                return
-            for block in old:
-                reclaimed += block.size_bytes
-                self._release(block)
-            whole = [block for block in whole if block not in old]
-
-    def _release_available(self, pool: Pool, size_bytes: int, stream: int) -> bool:
-        """Return oversize cached blocks to the GPU, only as many as the request needs; whether that was enough.
-
-        Source: `release_available_cached_blocks`.
-        """
-        limit = self.settings.max_split_size_bytes
-        if limit == NO_LIMIT:
-            return False
-        wanted = max(size_bytes, limit)
-        index = bisect.bisect_left(pool.keys, (stream, wanted, -1))
-        if index < len(pool.keys) and pool.keys[index][0] == stream:
-            self._release(pool.blocks[pool.keys[index]])
-            return True
-        released = 0
-        while index > 0 and released < wanted:
-            index -= 1
-            block = pool.blocks[pool.keys[index]]
-            if block.size_bytes < limit or block.stream != stream:
-                break
-            released += block.size_bytes
-            self._release(block)
-        return released >= wanted
 
     def _release(self, block: Block) -> None:
         """Return a whole segment to the GPU. Source: `release_block`."""
@@ -289,11 +200,9 @@ class Allocator:
 
     def _new_block(self, pool: Pool, size_bytes: int, stream: int) -> Block | None:
         """Reserve memory for a request and return it as one block; None if the GPU is full. Source: `alloc_block`."""
-        wanted = segment_bytes(size_bytes)
-        if self.reserved_bytes + wanted > self._allowed_bytes:
-            return None
-        if self.settings.expandable_segments:
+        if self.expandable_segments:
             return self._expand(pool, size_bytes, stream)
+        wanted = segment_bytes(size_bytes)
         if self.reserved_bytes + wanted > self.card_bytes:
             return None
         self.reserved_bytes += wanted
@@ -396,9 +305,9 @@ class Allocator:
     def _splits(self, block: Block, size_bytes: int) -> bool:
         """Return whether the rest of a block is worth keeping. Source: `should_split`."""
         left = block.size_bytes - size_bytes
-        if block.pool.small or self.settings.expandable_segments:
+        if block.pool.small or self.expandable_segments:
             return left >= CUDA_BLOCK_BYTES
-        return size_bytes < self.settings.max_split_size_bytes and left > SMALL_BYTES
+        return left > SMALL_BYTES
 
     def _split(self, block: Block, size_bytes: int) -> None:
         """Cut a block to a request's size and put the rest into the pool. Source: `alloc_found_block`."""
@@ -432,14 +341,9 @@ class Allocator:
         block.size_bytes += neighbour.size_bytes
 
 
-def rounded_bytes(size_bytes: int, settings: AllocatorSettings | None = None) -> int:
-    """Round a request up to whole blocks of 512 bytes, or to a division of a power of two. Source: `round_size`."""
-    if size_bytes < CUDA_BLOCK_BYTES:
-        return CUDA_BLOCK_BYTES
-    divisions = _divisions(size_bytes, settings.roundup_power2_divisions) if settings is not None else 0
-    if divisions > 1 and size_bytes > CUDA_BLOCK_BYTES * divisions:
-        return _next_division(size_bytes, divisions)
-    return -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
+def rounded_bytes(size_bytes: int) -> int:
+    """Round a request up to whole blocks of 512 bytes. Source: `round_size`."""
+    return max(-(-size_bytes // CUDA_BLOCK_BYTES), 1) * CUDA_BLOCK_BYTES
 
 
 def segment_bytes(size_bytes: int) -> int:
@@ -449,24 +353,6 @@ def segment_bytes(size_bytes: int) -> int:
     if size_bytes < MIN_OWN_SEGMENT_BYTES:
         return LARGE_SEGMENT_BYTES
     return -(-size_bytes // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
-
-
-def _divisions(size_bytes: int, table: tuple[int, ...]) -> int:
-    """The divisions of the power of two below a size; 0 if none are set. Source: `roundup_power2_divisions`."""
-    if not table:
-        return 0
-    return table[min(max(size_bytes.bit_length() - 1 - ROUNDUP_START_BITS, 0), ROUNDUP_INTERVALS - 1)]
-
-
-def _next_division(size_bytes: int, divisions: int) -> int:
-    """Round up to the next of `divisions` equal steps above a power of two. Source: `roundup_power2_next_division`."""
-    if size_bytes & (size_bytes - 1) == 0:
-        return size_bytes
-    floor = 1 << (size_bytes.bit_length() - 1)
-    step = floor >> (divisions.bit_length() - 1)
-    if step == 0:
-        return floor << 1
-    return -(-size_bytes // step) * step
 
 
 def _expandable_bytes(block: Block) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from planner.allocator.caching_allocator import Allocator, AllocatorSettings, Block, OutOfMemory
+from planner.allocator.caching_allocator import Allocator, Block, OutOfMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,7 +13,6 @@ class Replay:
     reserved: tuple[int, ...]
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    fragmentation_bytes: int  # reserved but not allocated, when the reserved bytes peaked first
     out_of_memory: OutOfMemory | None  # None: the GPU was large enough
     # By event: bytes reserved that no tensor asked for and that lie in no segment that could be returned to the GPU.
     slack: dict[int, int]
@@ -22,7 +21,7 @@ class Replay:
 def replay(
     events: Iterable[tuple[int, int]],
     card_bytes: int,
-    settings: AllocatorSettings | None = None,
+    expandable_segments: bool = False,
     slack_at: frozenset[int] = frozenset(),
     free_before: int = 0,
 ) -> Replay:
@@ -31,18 +30,18 @@ def replay(
     Args:
         events: pairs (index of the allocation, +bytes when made or -bytes when freed), as in `Trace.events`.
         card_bytes: bytes of the GPU that the allocator may reserve.
-        settings: PYTORCH_CUDA_ALLOC_CONF.
+        expandable_segments: of PYTORCH_CUDA_ALLOC_CONF.
         slack_at: indices of the events after which `Replay.slack` is computed.
         free_before: bytes of a block that is allocated and freed before the first event (loading.py).
     """
-    allocator = Allocator(card_bytes, settings or AllocatorSettings())
+    allocator = Allocator(card_bytes, expandable_segments)
     if free_before and (block := allocator.allocate(free_before)) is not None:
         allocator.free(block)
     live: dict[int, Block] = {}
     reserved: list[int] = []
     slack: dict[int, int] = {}
     failure: OutOfMemory | None = None
-    peak_allocated, unused_at_peak, peak_reserved, requested = 0, 0, 0, 0
+    peak_allocated, peak_reserved, requested = 0, 0, 0
     for event, (allocation, size_bytes) in enumerate(events):
         if size_bytes > 0:
             block = allocator.allocate(size_bytes)
@@ -55,18 +54,13 @@ def replay(
         requested += size_bytes
         reserved.append(allocator.reserved_bytes)
         peak_allocated = max(peak_allocated, allocator.allocated_bytes)
-        if allocator.reserved_bytes > peak_reserved:
-            peak_reserved, unused_at_peak = (
-                allocator.reserved_bytes,
-                allocator.reserved_bytes - allocator.allocated_bytes,
-            )
+        peak_reserved = max(peak_reserved, allocator.reserved_bytes)
         if event in slack_at:
             slack[event] = allocator.reserved_bytes - allocator.idle_bytes() - requested
     return Replay(
         reserved=tuple(reserved),
         peak_allocated_bytes=peak_allocated,
         peak_reserved_bytes=peak_reserved,
-        fragmentation_bytes=unused_at_peak,
         out_of_memory=failure,
         slack=slack,
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from planner.allocator.caching_allocator import NO_LIMIT, AllocatorSettings, OutOfMemory
+from planner.allocator.caching_allocator import NO_LIMIT, OutOfMemory
 from planner.allocator.loading import warm_up_bytes
 from planner.allocator.replay import replay
 from planner.allocator.trace import Trace
@@ -40,14 +40,14 @@ class Reserved:
 
 def reserved_of(trace: Trace, candidate: Candidate, gpu: Gpu, outside_bytes: int) -> Reserved:
     """Replay a candidate's trace on a GPU; `outside_bytes` of it are used outside PyTorch's allocator (CUDA, NCCL)."""
-    settings = AllocatorSettings(expandable_segments=candidate.expandable_segments)
+    expandable = candidate.expandable_segments
     warm_up = warm_up_bytes(trace, candidate, gpu)
-    unlimited = replay(trace.events, NO_LIMIT, settings, frozenset(trace.heaviest_events.values()), warm_up)
+    unlimited = replay(trace.events, NO_LIMIT, expandable, frozenset(trace.heaviest_events.values()), warm_up)
     card_bytes = gpu.free_bytes - outside_bytes
     return Reserved(
         most=_most(trace, unlimited.reserved),
         slack={phase: unlimited.slack[event] for phase, event in trace.heaviest_events.items()},
-        shortfall=_shortfall(trace, card_bytes, gpu, settings, warm_up)
+        shortfall=_shortfall(trace, card_bytes, gpu, expandable, warm_up)
         if unlimited.peak_reserved_bytes > card_bytes
         else None,
     )
@@ -63,13 +63,13 @@ def _most(trace: Trace, reserved: tuple[int, ...]) -> dict[Phase, int]:
     return found
 
 
-def _shortfall(trace: Trace, card_bytes: int, gpu: Gpu, settings: AllocatorSettings, warm_up: int) -> Shortfall | None:
+def _shortfall(trace: Trace, card_bytes: int, gpu: Gpu, expandable: bool, warm_up: int) -> Shortfall | None:
     """Replay the trace on the GPU's size; return where it runs out of memory, if it does.
 
     PyTorch's message gives the GPU's total size, so the memory used outside PyTorch is in the total, but not in the
     free bytes.
     """
-    figures = replay(trace.events, card_bytes, settings, free_before=warm_up).out_of_memory
+    figures = replay(trace.events, card_bytes, expandable, free_before=warm_up).out_of_memory
     if figures is None:
         return None
     phase = trace.allocations[trace.events[figures.event][0]].phase

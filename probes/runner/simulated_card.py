@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.allocator.caching_allocator import Allocator, AllocatorSettings, Block, OutOfMemory
+from planner.allocator.caching_allocator import Allocator, Block, OutOfMemory
 from planner.allocator.loading import warm_up_bytes
 from planner.allocator.simulation import OUTSIDE, STATES, Simulation, without_states
 from planner.allocator.trace import STAYS, Trace
@@ -131,8 +131,8 @@ class _Card:
     def run(self) -> _Run:
         """Replay the trace, each allocation in the memory that its phase's other components leave."""
         trace, other_components, peaks = self.trace, self.other_components, dict[Phase, PhasePeak]()
-        settings = AllocatorSettings(expandable_segments=self.simulation.candidate.expandable_segments)
-        allocator = Allocator(0, settings, total_bytes=self.card_bytes)
+        expandable = self.simulation.candidate.expandable_segments
+        allocator = Allocator(0, expandable, total_bytes=self.card_bytes)
         live: dict[int, Block] = {}
         if self.warm_up_bytes and (block := _allocate(allocator, self.warm_up_bytes, self.card_bytes)) is not None:
             allocator.free(block)
