@@ -18,9 +18,9 @@ from planner.jobs.job import Job
 from planner.models.catalogue import load_model
 from planner.models.shape import ModelShape
 from planner.notebook.answer import plan
+from planner.notebook.arguments import job_from_trainer
 from planner.notebook.estimate import estimate
 from planner.notebook.sweep import plot_cards, sweep
-from planner.notebook.trainer import job_from_trainer
 from planner.planning import Plan
 from planner.quantities import Estimate
 

@@ -178,11 +178,11 @@ def test_frozen_parameters_have_no_gradients_and_no_states(candidate: Candidate)
     for phase in estimated(frozen).gpus[0].phases:
         assert (
             phase.components.get("gradients", 0)
-            <= trained * 4 + ROUNDING * policy_parameters(frozen).trainable_tensor_count
+            <= trained * 4 + ROUNDING * policy_parameters(frozen).trainable_tensors.count
         )
         assert (
             phase.components.get("optimizer_states", 0)
-            <= trained * 8 + 2 * ROUNDING * policy_parameters(frozen).trainable_tensor_count
+            <= trained * 8 + 2 * ROUNDING * policy_parameters(frozen).trainable_tensors.count
         )
 
 

@@ -24,7 +24,7 @@ from planner.memory.gradients import step_gradients_bytes
 from planner.memory.optimizer import optimizer_states_bytes
 from planner.memory.parameters.tensors import rounded_bytes
 from planner.memory.weights import policy_weights_bytes
-from planner.requests.saved_report import read_candidate
+from planner.requests.saved_report import read_run
 from planner.training_stack import complete_models
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -79,7 +79,7 @@ def exported(model: Path, name: str, launcher: Launcher, folder: Path) -> tuple[
     if (name, launcher) != ("zero3", "torchrun"):
         own["use_cpu"] = True
     train.write_text(text + "".join(f"{key}: {json.dumps(value)}\n" for key, value in own.items()), encoding="utf-8")
-    return read_candidate(saved, complete_models(print)), run
+    return read_run(saved, complete_models(print)).candidate, run
 
 
 def started(run: Path, candidate: Candidate) -> tuple[tuple[int, Rank], ...]:

@@ -231,7 +231,7 @@ def keeps_what_the_formulas_say(found: Measurement, folder: Path) -> None:
     candidate = found.candidate
     assert (found.outcome, found.message) == ("fits", "")
     assert [rank.rank for rank in found.ranks] == [*range(candidate.num_processes)]
-    tensors = policy_parameters(candidate).tensor_count
+    tensors = policy_parameters(candidate).base_tensors.count
     for component, formula, copies in (
         ("weights", policy_weights_bytes, 1),
         ("gradients", step_gradients_bytes, 1),

@@ -124,7 +124,7 @@ class TestAgainstTheLibraries:
     def test_all_linear_adapters_are_those_of_peft(self, name: str) -> None:
         real = [p for p in Libraries(name).with_adapters("all-linear").parameters() if p.requires_grad]
         ours = counted(name)
-        assert (ours.trainable, ours.trainable_tensor_count) == (sum(p.numel() for p in real), len(real))
+        assert (ours.trainable, ours.trainable_tensors.count) == (sum(p.numel() for p in real), len(real))
         assert sorted(tuple(p.shape) for p in real) == sorted(
             kind.shape for kind in ours.adapter_tensors.kinds for _ in range(kind.count)
         )

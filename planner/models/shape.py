@@ -307,10 +307,6 @@ class ModelShape:
         return self.vision_params + (self.other_params if self.vision_linear_params else 0)
 
     @cached_property
-    def largest_layer_params(self) -> int:
-        return max((layer.params for layer, _ in self.layer_kinds), default=0)
-
-    @cached_property
     def supports_sdpa(self) -> bool:
         """True if Transformers runs the model with sdpa. Models with soft caps or attention sinks are refused.
 

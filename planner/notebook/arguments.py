@@ -1,4 +1,4 @@
-"""The arguments of `plan` and `estimate` in Python, checked and converted to the options of a job."""
+"""The arguments of `plan` and `estimate` in Python: checked and converted to the options of a job, or a trainer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -8,6 +8,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from planner.errors import InputError, shortened
+from planner.jobs.job import Job
 
 if TYPE_CHECKING:
     from planner.requests.options import JobOptions
@@ -115,3 +116,16 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, str | int | float):
         return shortened(value)
     return f"a {type(value).__name__}"
+
+
+def job_from_trainer(trainer: Any, **settings: Any) -> Job:
+    """Return the job of a TRL trainer, with every setting pinned that the trainer shows.
+
+    `settings`: what a trainer does not show, such as `prompt_length=512` of methods that generate.
+
+    Raises:
+        PlanError: a setting that memory depends on cannot be read, or the extra dryrun is not installed.
+    """
+    from planner.training_stack import trainer_job
+
+    return trainer_job(trainer, settings)

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 from planner.confidence import shown_probability
 from planner.errors import PlanError
 from planner.jobs.settings import settings_of
-from planner.measurements.validate import Validation
 from planner.planning import Plan
 from planner.quantities import Estimate
 from planner.report.sentences import CLASS_LABELS, sentence
-from planner.report.validation import csv_rows
 from planner.report.words import describe_excess
 from planner.search.knobs import SearchProblem, tuning_classes
 from planner.search.search import NEAR_BEST, Considered, examined
@@ -83,15 +81,6 @@ def _lost(answer: Estimate | None, best_speed: float) -> str:
     if share < NEAR_BEST:
         return f"{share:.2f} times the speed of the best"
     return "within 2 % of the best speed" if share <= 1 / NEAR_BEST else "faster; another tuning class is preferred"
-
-
-def validation_frame(validation: Validation) -> "pd.DataFrame":
-    """Return one row for each measured figure and its predictions.
-
-    Raises:
-        PlanError: pandas is not installed.
-    """
-    return _pandas().DataFrame(csv_rows(validation))
 
 
 def frame_of(rows: Iterable[Mapping[str, object]]) -> "pd.DataFrame":

@@ -134,15 +134,6 @@ def read_run(path: Path, complete_model: CompleteModel) -> SavedRun:
     )
 
 
-def read_candidate(path: Path, complete_model: CompleteModel) -> Candidate:
-    """Read the candidate of a saved report without its cluster.
-
-    Raises:
-        InputError: the file cannot be read, or is no report.
-    """
-    return candidate_from_settings(to_builtins(_settings(path, _read_report(path))), complete_model)
-
-
 def candidate_from_settings(settings: Mapping[str, Any], complete_model: CompleteModel) -> Candidate:
     """Return the candidate of settings that `planner.jobs.settings.settings_of` wrote.
 

@@ -12,7 +12,6 @@ from planner.planning import Plan
 from planner.report.html import form_only_html, plan_html, template
 from planner.requests.options import SearchOptions
 
-NUMBER_FIELDS = ("max_length", "effective_batch_size")
 TUNINGS = ("auto", "full", "lora", "qlora")
 GPU_EXAMPLES = ("1xRTX-4090", "1xL4", "2xA100-40G", "8xA100-80G", "8xH100", "2x8xH100")
 MOST_FIELDS = 20  # fields of a query; the form has 6

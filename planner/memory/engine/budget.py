@@ -74,7 +74,6 @@ class EngineMemory:
     max_concurrency: float  # sequences of max_model_len that fit at once
     block_size: int
     max_model_len: int
-    num_seqs: int
     asleep_bytes: int
 
     @property
@@ -230,7 +229,6 @@ def _before_kv(model: ModelShape, settings: EngineSettings, budget_bytes: int) -
         max_concurrency=0.0,
         block_size=BLOCK_SIZE,
         max_model_len=settings.max_model_len,
-        num_seqs=settings.max_num_seqs,
         asleep_bytes=_asleep_bytes(non_torch + before_baseline, graphs, tables) if settings.sleep else awake_bytes,
     )
 

@@ -52,9 +52,6 @@ class Parameters:
     quantized_params: int
     unquantized_params: int  # of `base`
     largest_params: int  # of the largest single tensor of `base`
-    largest_trainable_params: int
-    tensor_count: int
-    trainable_tensor_count: int
     base_tensors: TensorSet
     quantized_tensors: TensorSet
     unquantized_tensors: TensorSet
@@ -123,9 +120,6 @@ def parameters(
         quantized_params=quantized.params,
         unquantized_params=kept.params,
         largest_params=base_set.largest,
-        largest_trainable_params=trainable.largest,
-        tensor_count=base_set.count + adapter_set.count + copied_set.count,
-        trainable_tensor_count=trainable.count,
         base_tensors=base_set,
         quantized_tensors=quantized,
         unquantized_tensors=kept,
