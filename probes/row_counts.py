@@ -1,5 +1,7 @@
-"""Token counts of a dataset's rows, tokenized as TRL's trainers do (trl 1.16, trainer/sft_trainer.py and
-dpo_trainer.py, `_prepare_dataset`)."""
+"""Token counts of a dataset's rows, tokenized as TRL's trainers do.
+
+Source: trl 1.16, trainer/sft_trainer.py and dpo_trainer.py, `_prepare_dataset`.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
